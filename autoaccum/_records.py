@@ -231,7 +231,7 @@ class StepReport(_Losses):
         loss: Loss of the whole window, the sum of all terms. This and the next two attributes wait for the device when
             first read.
         losses: Everything the loss returned, by name: the terms of `loss` and the values that are only reported.
-        grad_norm: Norm of the window's gradient before clipping; None without `clip_grad_norm` or `track_grad_norm`.
+        grad_norm: Norm of the window's gradient before clipping; None without `clip_grad_norm`.
         learning_rates: The learning rate of the update, by group of the optimizer; None for a group that has none.
         noise_scale: The gradient noise scale in samples, averaged over the windows measured so far; None in a window
             that was not measured, and where it cannot be measured (docs/batch-size.md).
@@ -257,7 +257,7 @@ class StepReport(_Losses):
 
     @property
     def grad_norm(self) -> float | None:
-        """Norm of the window's gradient before clipping; None without `clip_grad_norm` or `track_grad_norm`."""
+        """Norm of the window's gradient before clipping; None without `clip_grad_norm`."""
         return None if self.device_grad_norm is None else self.device_grad_norm.read()
 
     @property

@@ -334,7 +334,6 @@ LOADERS = [
 ]
 FORWARDS = [lambda _: of_one, lambda _: of_none, lambda _: of_three]
 DEVICES = [lambda _: "cuda:99", lambda _: "cpu:7", lambda _: "meta", lambda _: 10**9, lambda _: autoaccum.Simulated]
-COMPILED = [lambda _: {"mode": "nope"}, lambda _: {"backend": "nope"}, lambda _: {"fullgraph": "yes"}]
 PATHS = [
     lambda world: world.folder / "a file" / "below",
     lambda world: world.folder / ("n" * 300),
@@ -378,13 +377,10 @@ FIT = STEP | {
     "probe": choice("inline", "before", "off"),
     "strategy": or_none(choice("balanced", "uniform", "greedy", "fastest")),
     "cache": is_bool,
-    "compile": lambda value: is_bool(value) or value == {},
     "memory_limit": or_none(limit),
     "clip_grad_norm": or_none(positive),
-    "track_grad_norm": is_bool,
-    "last_window": choice("step", "drop"),
+    "drop_last": is_bool,
     "lr_scaling": or_none(nothing),
-    "beta_scaling": or_none(nothing),
     "base_batch": or_none(nothing),
     "val_loader": or_none(iterable),
     "val_steps": or_none(whole()),
@@ -422,7 +418,6 @@ FIT_ALSO = STEP_ALSO | {
     "scheduler": SCHEDULERS,
     "val_loader": LOADERS[:1] + LOADERS[2:],
     "metrics": METRICS,
-    "compile": COMPILED,
     "checkpoint": PATHS,
     "oom_report": PATHS,
     "memory_limit": [lambda _: 10**30, lambda _: "9" * 400, lambda _: 1, lambda _: "512KiB", lambda _: "2 YiB"],
@@ -438,15 +433,14 @@ FIT_ALSO = STEP_ALSO | {
     "seed": [lambda _: 2**64, lambda _: -(2**63) - 1],
 }
 FIT_TOGETHER = [
-    lambda w: {"last_window": "drop", "target_batch": 100},
+    lambda w: {"drop_last": True, "target_batch": 100},
     lambda _: {"resume": True},
     lambda _: {"checkpoint_steps": 3},
     lambda _: {"shares": "speed"},
     lambda _: {"base_batch": 4},
     lambda _: {"lr_scaling": "linear"},
     lambda _: {"lr_scaling": "linear", "base_batch": 0},
-    lambda _: {"beta_scaling": "beta2"},
-    lambda w: {"beta_scaling": "betas", "base_batch": 1, "loss": lambda outputs, targets: None},
+    lambda w: {"lr_scaling": "sqrt", "base_batch": 1, "loss": lambda outputs, targets: None},
     lambda _: {"scheduler_interval": "epoch"},
     lambda _: {"metrics": lambda outputs, targets: 0.0, "val_loader": None},
     lambda w: {"val_loader": iter([w.batch]), "epochs": 2},
@@ -454,8 +448,6 @@ FIT_TOGETHER = [
     lambda w: {"val_loader": [w.batch], "metrics": {"a": torch.nn.Linear}},
     lambda _: {"loss": nn.MSELoss(), "loss_reduction": "sum"},
     lambda _: {"loss_scope": "window", "loss": [lambda model, batch: model(batch[0]).sum()]},
-    lambda _: {"compile": True, "memory_limit": "1GiB"},
-    lambda _: {"compile": True, "fallback": "checkpoint"},
     lambda _: {"target_batch": 2**40, "micro_batch": 1},
     lambda _: {"target_batch": None},
     lambda _: {"target_batch": None, "target_tokens": 0},
@@ -545,8 +537,7 @@ CALLS = {
             "weights": FIT["weights"],
             "memory_limit": or_none(limit),
             "clip_grad_norm": or_none(positive),
-            "track_grad_norm": is_bool,
-            "loss_reduction": or_none(choice("mean", "sum")),
+                    "loss_reduction": or_none(choice("mean", "sum")),
             "loss_scope": choice("micro_batch", "window"),
             "batchnorm": choice("keep", "rescale"),
             "noise_scale": FIT["noise_scale"],
@@ -619,7 +610,7 @@ CALLS = {
         {
             "loader": iterable,
             "target_batch": whole(),
-            "last_window": choice("step", "drop"),
+            "drop_last": is_bool,
             "split": or_none(nothing),
             "target_tokens": or_none(nothing),
             "tokens": or_none(nothing),

@@ -272,6 +272,8 @@ def compiled(rank, size):
         graphs.append(graph)
         return graph.forward
 
+    model = _Compilable(*rank_training.net())
+    model.compile(backend=backend)
     with watched() as sends:
         found = rank_training.train(
             rank,
@@ -280,10 +282,9 @@ def compiled(rank, size):
             micro_batch=4,
             shard=True,
             overlap=True,
-            model=_Compilable(*rank_training.net()),
-            compile={"backend": backend},
+            model=model,
             epochs=2,
-            last_window="drop",
+            drop_last=True,
         )
     return {**found, **vars(sends), "graphs": len(graphs)}
 

@@ -84,10 +84,10 @@ def loader_of(kind, rank, lengths=LENGTHS):
     return LOADERS[kind](rank_training.vectors(lengths[0] if rank == 1 else lengths[1]), rank)
 
 
-def train(rank, size, kind, lengths=LENGTHS, *, last_window="step"):
+def train(rank, size, kind, lengths=LENGTHS, *, drop_last=False):
     """Train with loaders of other lengths; return what came of it and what was printed."""
     torch.manual_seed(0)
-    arguments = {"target_batch": 25, "micro_batch": 5, "shard": True, "last_window": last_window}
+    arguments = {"target_batch": 25, "micro_batch": 5, "shard": True, "drop_last": drop_last}
 
     def make_loader(rank, size, samples):
         return loader_of(kind, rank, lengths)

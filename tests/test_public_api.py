@@ -27,7 +27,7 @@ SIGNATURES = {
             "micro_batch": "auto",
             "memory_limit": None,
             "clip_grad_norm": None,
-            "last_window": "step",
+            "drop_last": False,
             "lr_scaling": None,
             "base_batch": None,
             "val_loader": None,
@@ -72,7 +72,7 @@ SIGNATURES = {
     ),
     autoaccum.Runner.step: (["self", "window"], {}),
     autoaccum.Runner.evaluate: (["self", "loader"], {}),
-    autoaccum.windows: (["loader", "target_batch"], {"last_window": "step"}),
+    autoaccum.windows: (["loader", "target_batch"], {"drop_last": False}),
     autoaccum.is_oom: (["exception"], {}),
     autoaccum.Plan: (["target_batch", "micro_batches"], {}),
 }

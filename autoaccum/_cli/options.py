@@ -18,7 +18,6 @@ import typer
 from autoaccum._cli.numbers import check_counts, check_minutes, check_texts
 from autoaccum._data.by_length import ORDERS
 from autoaccum._distributed.load_balance import SHARES
-from autoaccum._engine.activation_budget import BUDGET
 from autoaccum._engine.bf16_weights import WEIGHTS
 from autoaccum._engine.chunked_recipe import CHUNKED
 from autoaccum._engine.fallback import AUTO, FALLBACKS
@@ -40,10 +39,9 @@ RECIPE = typer.Argument(
 IN_RECIPES_ALONE = frozenset(
     {
         *("model", "loader", "val_loader", "val_steps", "metrics", "callbacks"),
-        *("forward", "split", "batchnorm", "last_window"),
+        *("forward", "split", "batchnorm", "drop_last"),
         *("loss", "loss_reduction", "loss_scope"),
-        *("optimizer", "scheduler", "scheduler_interval", "lr_scaling", "beta_scaling", "base_batch"),
-        *("clip_grad_norm", "track_grad_norm"),
+        *("optimizer", "scheduler", "scheduler_interval", "lr_scaling", "base_batch", "clip_grad_norm"),
         *("tokens", "lengths"),
         *NOT_OF_A_JOB,
     }
@@ -104,15 +102,13 @@ _BY_NAME = {
     ),
     "strategy": _Form(str, "|".join(STRATEGIES)),
     "cache": _Form(bool, flag="--no-cache", help="Neither use nor store what earlier runs found."),
-    "compile": _Form(bool, flag="--compile", help="Compile the model with torch.compile."),
     "fallback": _Form(
         list[str], "|".join(FALLBACKS), "What to do if not even one sample fits; given twice, one after the other."
     ),
     "memory": _Form(
         list[str],
-        f"{AUTO}|{CHUNKED}[:LAYER]|checkpoint[:N]|offload|{BUDGET}:SHARE",
-        "What saves memory, for time; can be given several times. auto measures which is fastest; budget goes with "
-        "--compile.",
+        f"{AUTO}|{CHUNKED}[:LAYER]|checkpoint[:N]|offload",
+        "What saves memory, for time; can be given several times. auto measures which is fastest.",
     ),
     "weights": _Form(str, "|".join(WEIGHTS), "Weights in bf16: rounded stochastically, or with an fp32 master."),
     "precision": _Form(str, "|".join(PRECISIONS)),

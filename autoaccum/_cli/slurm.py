@@ -169,7 +169,7 @@ def _check(given: dict[str, Any], retries: int) -> None:
         asked = given.get(name, ())
         for value in [asked] if isinstance(asked, str) else asked:
             check_choice(name, value, known)
-    check_memory(given.get("memory"), given.get("fallback"), Simulated("1GiB"), compiles=bool(given.get("compile")))
+    check_memory(given.get("memory"), given.get("fallback"), Simulated("1GiB"))
     check_shares(given.get("shares", "equal"), shard=given.get("shard", False))
     parse_limit(given.get("memory_limit"), Simulated("1GiB"))  # the device is unknown here, so only the format counts
     if retries < 0:

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from autoaccum._arguments import check_choice, check_positive_int, shown
+from autoaccum._arguments import check_bool, check_positive_int, shown
 from autoaccum._data.nesting import holds_tensor, shapes_of
 from autoaccum._data.numbers import is_count, numbers_in
 from autoaccum._data.pieces import NestedPiece, Span, WholePiece, structure_of_flat
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from autoaccum._data.pieces import Split
 
-LAST_WINDOW = ("step", "drop")
 
 _PAIR = 2
 _MANY_SPANS = 4096
@@ -342,21 +341,21 @@ class KnownWindow(Window):
         return (structure_of_flat(self._batch),)
 
 
-def check_windows(target_batch: object, last_window: str) -> None:
+def check_windows(target_batch: object, drop_last: object) -> None:
     """Check the arguments of `windows`.
 
     Raises:
         InvalidInputError: One of them is not valid.
     """
     check_positive_int("target_batch", target_batch)
-    check_choice("last_window", last_window, LAST_WINDOW)
+    check_bool("drop_last", drop_last)
 
 
 def stream(
     batches: Iterable[Any],
     target_batch: int | Iterable[int],
     *,
-    last_window: str = "step",
+    drop_last: bool = False,
     skip: int = 0,
     split: Split | None = None,
 ) -> Iterator[Window]:
@@ -381,7 +380,7 @@ def stream(
             if missing == 0:
                 yield Window.of_spans(spans, split)
                 spans = []
-    if spans and last_window == "step":
+    if spans and not drop_last:
         yield Window.of_spans(spans, split)
 
 

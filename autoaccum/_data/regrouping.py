@@ -21,7 +21,7 @@ def windows(
     loader: Iterable[Any],
     target_batch: int | None = None,
     *,
-    last_window: str = "step",
+    drop_last: bool = False,
     split: Split | None = None,
     target_tokens: int | None = None,
     tokens: Callable[[Any], Any] | None = None,
@@ -33,7 +33,7 @@ def windows(
     Args:
         loader: Any iterable of batches, of any size and nesting.
         target_batch: Samples per window; None with `target_tokens`.
-        last_window: What to do with a shorter last window: "step" yields it, "drop" leaves it out.
+        drop_last: Whether to leave out a shorter last window.
         split: Counts, cuts and joins the loader's batches, as for `fit`.
         target_tokens: Tokens per window, as for `fit`.
         tokens: As for `fit`.
@@ -50,16 +50,16 @@ def windows(
         InvalidInputError: An argument or a batch is not valid.
     """
     target = check_target(target_batch, target_tokens, tokens, lengths)
-    check_windows(target_batch if target is None else target.tokens, last_window)
+    check_windows(target_batch if target is None else target.tokens, drop_last)
     by_length = check_order(order, lengths, in_tokens=target is not None)
     check_split(split)
     check_loader("loader", loader, split)
     split = ByDefault() if split is None else split
     if target is None:
         assert target_batch is not None
-        cut = stream(loader, target_batch, last_window=last_window, split=split)
+        cut = stream(loader, target_batch, drop_last=drop_last, split=split)
     else:
-        cut = stream_of_tokens(loader, target, last_window=last_window, split=split)
+        cut = stream_of_tokens(loader, target, drop_last=drop_last, split=split)
     if by_length:
         return (_in_order(window, lengths) for window in cut)
     return (window if window.carries_counts() else window.joined() for window in cut)

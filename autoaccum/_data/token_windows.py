@@ -108,14 +108,14 @@ def check_target(
 
 
 def stream_of_tokens(
-    batches: Iterable[Any], target: TokenTarget, *, last_window: str = "step", skip: int = 0, split: Split | None = None
+    batches: Iterable[Any], target: TokenTarget, *, drop_last: bool = False, skip: int = 0, split: Split | None = None
 ) -> Iterator[Window]:
     """Regroup batches into windows of as many whole samples as come nearest to a target of tokens.
 
     Args:
         batches: A loader's batches. If they have a method `put_back`, it is given a batch of which no sample was used.
         target: The target.
-        last_window: As for `fit`: whether to yield a last window that ends before its target.
+        drop_last: As for `fit`: whether to leave out a last window that ends before its target.
         skip: As for `stream`.
         split: As for `fit`, already checked.
 
@@ -150,7 +150,7 @@ def stream_of_tokens(
         else:
             if at > start:
                 spans.append(Span(piece, start, at))
-    if spans and held and last_window == "step":  # samples of which no token counts add nothing
+    if spans and held and not drop_last:  # samples of which no token counts add nothing
         yield Window.of_spans(spans, split)
 
 

@@ -59,7 +59,7 @@ class ShardedLoader:
         loader: A loader over all of the data, on every rank.
         ranks: All ranks.
         target_batch: Samples per window, over all ranks.
-        drops_last: Whether a shorter last window is left out.
+        drop_last: As for `fit`.
 
     Attributes:
         reached: Number of windows in this epoch that the loader's workers may already have been asked for.
@@ -68,12 +68,12 @@ class ShardedLoader:
         batch_sampler: The batch sampler of `loader`, which is notified of epochs.
     """
 
-    def __init__(self, loader: DataLoader[Any], ranks: Ranks, target_batch: int, *, drops_last: bool) -> None:
+    def __init__(self, loader: DataLoader[Any], ranks: Ranks, target_batch: int, *, drop_last: bool) -> None:
         self.reached = 0
         self._loader = loader
         self._ranks = ranks
         self._target_batch = target_batch
-        self._drops_last = drops_last
+        self._drop_last = drop_last
         self.generator, self.sampler, self.batch_sampler = loader.generator, loader.sampler, loader.batch_sampler
         self._batch_size = loader.batch_size or max(1, target_batch // ranks.size)
         self._generators = generators_of(loader)
@@ -149,7 +149,7 @@ class ShardedLoader:
     def _asked_for(self) -> Iterator[list[Any]]:
         """Yield the indices of this rank's batches. With workers, this runs ahead of what is yielded."""
         samples, target = len(self._order), self._target_batch
-        windows = samples // target if self._drops_last else math.ceil(samples / target)
+        windows = samples // target if self._drop_last else math.ceil(samples / target)
         for window in range(self._begins_at, windows):
             self.reached = window + 1
             bounds = self._bounds(window)

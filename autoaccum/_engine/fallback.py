@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from autoaccum._arguments import is_one_of, shown
-from autoaccum._engine.activation_budget import BUDGET, is_share
 from autoaccum._engine.block_costs import partial_levels
 from autoaccum._engine.block_names import is_name
 from autoaccum._engine.checkpointing import (
@@ -32,19 +31,16 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoaccum._engine.block_costs import BlockCost
-    from autoaccum._engine.compiling import Compiling
     from autoaccum._memory.base import MemoryBackend
 
 FALLBACKS = ("checkpoint", "offload")
 # What `memory` takes.
 SAVINGS = (CHUNKED, *FALLBACKS)
-# Shares of activations that memory="auto" tries with compiled code.
-_BUDGETS = (f"{BUDGET}:0.5", f"{BUDGET}:0.25", f"{BUDGET}:0")
 # Lets the clock choose among these (_engine/rungs.py).
 AUTO = "auto"
 
 
-def check_fallback(fallback: Sequence[str] | str | None, memory: MemoryBackend, *, compiles: bool) -> tuple[str, ...]:
+def check_fallback(fallback: Sequence[str] | str | None, memory: MemoryBackend) -> tuple[str, ...]:
     """Return the fallback names from `fit`'s argument, in order.
 
     Raises:
@@ -59,24 +55,18 @@ def check_fallback(fallback: Sequence[str] | str | None, memory: MemoryBackend, 
             f"fallback='offload' moves activations to host memory, and on {memory.name} they already are there; "
             "choose 'checkpoint'"
         )
-    if names and compiles:
-        raise InvalidInputError("fallback= changes the model while it trains, which compile= does not see; choose one")
     return names
 
 
 def check_memory(
-    memory: Sequence[str] | str | None,
-    fallback: Sequence[str] | str | None,
-    backend: MemoryBackend,
-    *,
-    compiles: bool,
+    memory: Sequence[str] | str | None, fallback: Sequence[str] | str | None, backend: MemoryBackend
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names from `fit`'s arguments `memory` and `fallback`, in order.
 
     Raises:
         InvalidInputError: A name is unknown, or has no effect here; or both are given.
     """
-    fallbacks, names = check_fallback(fallback, backend, compiles=compiles), _names(memory, "memory")
+    fallbacks, names = check_fallback(fallback, backend), _names(memory, "memory")
     if names and fallback is not None:
         raise InvalidInputError(
             f"memory={shown(memory)} saves memory from the start, and fallback={shown(fallback)} where not even one "
@@ -92,14 +82,13 @@ def check_memory(
             raise InvalidInputError(
                 f"memory={shown(name)} is unknown; choose from {', '.join(map(repr, (AUTO, *SAVINGS)))}, "
                 f"'{CHUNKED}:NAME' with the name of the layer that makes the logits, or 'checkpoint:N' for the first N "
-                f"blocks ('checkpoint:0-2,5-5' for these); with compile=, '{BUDGET}:0.5'"
+                f"blocks ('checkpoint:0-2,5-5' for these)"
             )
     if "offload" in names and backend.is_host:
         raise InvalidInputError(
             f"memory='offload' moves activations to host memory, and on {backend.name} they already are there; "
             "choose 'checkpoint'"
         )
-    _check_compiling(names, compiles=compiles)
     kinds = [_kind(name) for name in names]
     if twice := [name for name, kind in zip(names, kinds, strict=True) if kinds.count(kind) > 1]:
         raise InvalidInputError(
@@ -115,27 +104,6 @@ def head_of_auto(names: Sequence[str]) -> str | None:
     return (others[0].partition(":")[2] or None) if is_named else None
 
 
-def _check_compiling(names: Sequence[str], *, compiles: bool) -> None:
-    """Check that names go with `compile`, or without it.
-
-    Raises:
-        InvalidInputError: They do not.
-    """
-    for name in names:
-        if compiles and name != AUTO and _kind(name) != BUDGET:
-            raise InvalidInputError(
-                f"memory={name!r} changes the model while it trains, which compile= does not see; pass "
-                f"memory='{BUDGET}:0.5' (the share of activations that compiled code keeps), 'auto', or no compile="
-            )
-        if not compiles and _kind(name) == BUDGET:
-            raise InvalidInputError(
-                f"memory={name!r} is the share of activations that compiled code keeps; pass compile=True with it, or "
-                "memory='checkpoint'"
-            )
-    if compiles and len(names) > 1:
-        raise InvalidInputError(f"memory={list(names)!r}: compiled code has one budget; pass one of them")
-
-
 def _kind(name: str) -> str:
     return name.partition(":")[0]
 
@@ -147,7 +115,7 @@ def _is_known(name: object) -> bool:
     kind, colon, rest = name.partition(":")
     if not colon:
         return is_one_of(kind, SAVINGS)
-    return {CHUNKED: bool(rest), "checkpoint": is_name(rest), BUDGET: is_share(rest)}.get(kind, False)
+    return {CHUNKED: bool(rest), "checkpoint": is_name(rest)}.get(kind, False)
 
 
 def _names(given: Sequence[str] | str | None, argument: str) -> tuple[str, ...]:
@@ -168,7 +136,6 @@ class Fallbacks:
         names: The fallbacks, in order.
         memory: The device.
         savings: What saves memory from the start, in order.
-        compiling: Compiles the model; None without `compile`.
         head: The name of the layer that makes logits, for `levels`; None to look for it.
 
     Attributes:
@@ -183,13 +150,11 @@ class Fallbacks:
         names: Sequence[str],
         memory: MemoryBackend,
         savings: Sequence[str] = (),
-        compiling: Compiling | None = None,
         *,
         head: str | None = None,
     ) -> None:
         self._savings = savings
         self._head = head
-        self._compiling = compiling
         self.names: tuple[str, ...] = ()
         self._modules = modules
         self._names = list(names)
@@ -235,8 +200,6 @@ class Fallbacks:
         Args:
             costs: What checkpointing each block saves and costs; None if unknown.
         """
-        if self._compiling is not None:
-            return _BUDGETS
         chunked_loss: tuple[str, ...] = ()
         if self._head is not None:
             chunked_loss = (f"{CHUNKED}:{self._head}",)
@@ -268,10 +231,6 @@ class Fallbacks:
         kind, _, rest = name.partition(":")
         if kind == CHUNKED:
             return self._in_force.enter_context(chunked(self._modules, rest or None, self._say))
-        if kind == BUDGET:
-            assert self._compiling is not None
-            self._in_force.enter_context(self._compiling.budget(float(rest)))
-            return f"compiled code keeps {float(rest):.0%} of its activations, and computes the others again"
         if kind == "offload":
             self._in_force.enter_context(offloaded(self._modules, self._memory))
             return "what backward needs is kept in the host's memory"

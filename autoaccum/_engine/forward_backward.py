@@ -6,7 +6,6 @@ Nothing is caught here. `phase` records what was being done when something faile
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from autoaccum._arguments import check_bool, check_positive_number
+from autoaccum._arguments import check_positive_number
 from autoaccum._data.nesting import without_graphs
 from autoaccum._data.splits import is_default
 from autoaccum._data.transfer import Transfer
@@ -534,21 +533,6 @@ def check_clip(clip_grad_norm: object) -> None:
     """
     if clip_grad_norm is not None:
         check_positive_number("clip_grad_norm", clip_grad_norm)
-
-
-def largest_norm(clip_grad_norm: float | None, *, tracked: bool) -> float | None:
-    """Return the maximum norm of a window's gradient: infinity to measure it alone, None not to measure it.
-
-    Args:
-        clip_grad_norm: As for `fit`.
-        tracked: Whether to measure the norm even without clipping (`track_grad_norm`).
-
-    Raises:
-        InvalidInputError: One of the arguments cannot be used.
-    """
-    check_clip(clip_grad_norm)
-    check_bool("track_grad_norm", tracked)
-    return math.inf if tracked and clip_grad_norm is None else clip_grad_norm
 
 
 def drop_old_gradients(step: GradientStep, notices: Notices) -> None:

@@ -51,20 +51,16 @@ class PostMortem:
         folder: Folder for the report; created if missing.
         step: The training step.
         notices: Reports what was written.
-        compiles: Whether the model will be compiled, in which case modules leave no marks.
 
     Raises:
         InvalidInputError: The folder is not writable.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str], step: TrainingStep, notices: Notices, *, compiles: bool = False
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str], step: TrainingStep, notices: Notices) -> None:
         self._folder = check_folder(folder)
         self._step = step
         self._notices = notices
         self._places = Places(step.objective.modules)
-        self._marks = not compiles
         self._history: _History | None = None
         self._is_looking = False
 
@@ -115,8 +111,7 @@ class PostMortem:
     def _begin(self) -> None:
         self._is_looking = True
         self._step.witness = self
-        if self._marks:
-            self._places.begin()
+        self._places.begin()
         if self._step.memory.device.type == "cuda":
             self._history = _History(self._step.memory.device)
 

@@ -1,4 +1,4 @@
-"""Resolves and checks the optimizer (an instance, a function or the default), and scales it to the batch size."""
+"""Resolves and checks the optimizer (an instance, a function or the default), and scales its rates to the batch."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ MakesOptimizer = Callable[[list["nn.Parameter"]], torch.optim.Optimizer | Sequen
 
 # What `fit` takes as `optimizer` by name. Another one changes the training, so nothing chooses it but the user.
 NAMES = ("adamw", "adamw8bit")
-# Which of Adam's decay rates are scaled.
-_DECAYS = {"beta2": (False, True), "betas": (True, True)}
 _SCALINGS: dict[str, Callable[[float], float]] = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
 
 
@@ -75,29 +73,19 @@ def is_8bit(optimizer: torch.optim.Optimizer) -> bool:
     return any(isinstance(part, AdamW8bit) or type(part).__name__ == AdamW8bit.__name__ for part in parts)
 
 
-def check_scaling(rule: str | None, decays: str | None, target_batch: int, base_batch: int | None) -> None:
-    """Check the arguments `lr_scaling`, `beta_scaling` and `base_batch`.
+def check_scaling(rule: str | None, target_batch: int, base_batch: int | None) -> None:
+    """Check the arguments `lr_scaling` and `base_batch`.
 
     Raises:
-        InvalidInputError: One of them cannot be used, or has no effect without the others.
+        InvalidInputError: One of them cannot be used, or has no effect without the other.
     """
     if rule is not None:
         scaling_factor(rule, target_batch, base_batch)
-    if decays is not None:
-        check_choice("beta_scaling", decays, tuple(_DECAYS))
-        _ratio("beta_scaling", decays, target_batch, base_batch)
-    if rule is None and decays is None and base_batch is not None:
+    elif base_batch is not None:
         raise InvalidInputError(
-            f"base_batch={shown(base_batch)} changes nothing without lr_scaling= or beta_scaling=; pass one of them, "
-            "such as lr_scaling='linear', or leave it out"
+            f"base_batch={shown(base_batch)} changes nothing without lr_scaling=; pass lr_scaling='linear' or 'sqrt', "
+            "or leave it out"
         )
-
-
-def _ratio(name: str, value: str, target_batch: int, base_batch: int | None) -> float:
-    if base_batch is None:
-        what = "learning rate was" if name == "lr_scaling" else "betas were"
-        raise InvalidInputError(f"{name}={value!r} needs base_batch, the batch size that the {what} chosen for")
-    return target_batch / check_positive_int("base_batch", base_batch)
 
 
 def scaling_factor(rule: str, target_batch: int, base_batch: int | None) -> float:
@@ -107,26 +95,11 @@ def scaling_factor(rule: str, target_batch: int, base_batch: int | None) -> floa
         InvalidInputError: The rule is unknown or `base_batch` is missing.
     """
     check_choice("lr_scaling", rule, tuple(_SCALINGS))
-    return _SCALINGS[rule](_ratio("lr_scaling", rule, target_batch, base_batch))
-
-
-def scale_to_batch(
-    optimizer: torch.optim.Optimizer,
-    rule: str | None,
-    decays: str | None,
-    *,
-    target_batch: int,
-    base_batch: int | None,
-    notices: Notices,
-    scheduler: Any,
-) -> None:
-    """Scale learning rates and betas to another batch size, where asked; arguments as for the next two."""
-    if rule is not None:
-        scale_learning_rate(
-            optimizer, rule, target_batch=target_batch, base_batch=base_batch, notices=notices, scheduler=scheduler
+    if base_batch is None:
+        raise InvalidInputError(
+            f"lr_scaling={rule!r} needs base_batch, the batch size that the learning rate was chosen for"
         )
-    if decays is not None:
-        scale_betas(optimizer, decays, target_batch=target_batch, base_batch=base_batch, notices=notices)
+    return _SCALINGS[rule](target_batch / check_positive_int("base_batch", base_batch))
 
 
 def scale_learning_rate(
@@ -167,43 +140,6 @@ def scale_learning_rate(
         for name in ("base_lrs", "max_lrs"):  # the second belongs to CyclicLR
             if hasattr(part, name):
                 setattr(part, name, [rate * factor for rate in getattr(part, name)])
-
-
-def scale_betas(
-    optimizer: torch.optim.Optimizer, decays: str, *, target_batch: int, base_batch: int | None, notices: Notices
-) -> None:
-    """Change Adam's decay rates so that their half-lives are as many samples as with another batch size.
-
-    A moment halves after log(1/2) / log(beta) updates, so beta becomes beta ** (target_batch / base_batch). Source:
-    Marek et al. 2025, arXiv:2507.07101, for the second moment.
-
-    Args:
-        optimizer: Its groups are changed.
-        decays: "beta2" for that of the second moment, "betas" for both.
-        target_batch: Samples per update.
-        base_batch: Samples per update that the betas were chosen for.
-        notices: Reports the change.
-
-    Raises:
-        InvalidInputError: `decays` is unknown, `base_batch` is missing, or no group has two betas.
-    """
-    check_choice("beta_scaling", decays, tuple(_DECAYS))
-    ratio = _ratio("beta_scaling", decays, target_batch, base_batch)
-    groups = [group for group in optimizer.param_groups if len(group.get("betas", ())) == len(_DECAYS[decays])]
-    if not groups:
-        raise InvalidInputError(
-            f"beta_scaling={decays!r} scales the decay rates betas=(beta1, beta2) of Adam and its kin, and "
-            f"{type(optimizer).__name__} has none; leave it out"
-        )
-    for group in groups:
-        before = group["betas"]
-        group["betas"] = tuple(
-            beta**ratio if is_scaled else beta for beta, is_scaled in zip(before, _DECAYS[decays], strict=True)
-        )
-        told = " -> ".join(
-            f"({', '.join(f'{float(beta):.6g}' for beta in betas)})" for betas in (before, group["betas"])
-        )
-        notices.say(f"betas: {told} (half-life in samples kept, {base_batch} -> {target_batch})")
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> tuple[DeviceScalar | None, ...]:

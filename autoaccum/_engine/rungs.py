@@ -61,7 +61,6 @@ class Rungs:
             block saves and costs, or None if that is not known.
         of_all: Returns the values of all processes of this training, given what is said and this process's own.
         notices: Reports choices made for the user.
-        compiles: Whether the model is compiled.
         is_alone: Whether there is no other process.
 
     Attributes:
@@ -74,10 +73,8 @@ class Rungs:
         of_all: Callable[[str, Any], list[Any]],
         notices: Notices,
         *,
-        compiles: bool = False,
         is_alone: bool = False,
     ) -> None:
-        self._compiles = compiles
         self._is_alone = is_alone
         self._levels = levels
         self._of_all = of_all
@@ -142,7 +139,7 @@ class Rungs:
         if known is not None:
             levels = _levels_with(levels, known)
         is_known = known is not None and all(one == said[0] for one in said) and set(known) <= set(levels)
-        self._choice = RungChoice(levels, measures=measures and not is_known, compiles=self._compiles)
+        self._choice = RungChoice(levels, measures=measures and not is_known)
         self.is_measuring = not self._choice.is_settled
         if is_known and known is not None:
             self._choice.settle(known)

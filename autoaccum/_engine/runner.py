@@ -26,7 +26,7 @@ from autoaccum._engine.batchnorm import check_batchnorm
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.events import Events
 from autoaccum._engine.fallback import check_memory
-from autoaccum._engine.forward_backward import assemble, drop_old_gradients, largest_norm
+from autoaccum._engine.forward_backward import assemble, drop_old_gradients
 from autoaccum._engine.gradient_checks import no_gradient
 from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale, shuffled
 from autoaccum._engine.outside_limit import Outside, drawn
@@ -334,7 +334,6 @@ class Runner(WindowRunner):
             sample fits.
         weights: As for `fit`. The weights stay in bf16 afterwards, and their gradients in float32.
         clip_grad_norm: As for `fit`.
-        track_grad_norm: As for `fit`.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
         loss_scope: As for `fit`.
@@ -367,7 +366,6 @@ class Runner(WindowRunner):
         memory: str | Sequence[str] | None = None,
         weights: str | None = None,
         clip_grad_norm: float | None = None,
-        track_grad_norm: bool = False,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         loss_reduction: str | None = None,
         loss_scope: str = "micro_batch",
@@ -386,7 +384,7 @@ class Runner(WindowRunner):
         notices = notices or Notices()
         backend = devices.resolve(device, model, notices)
         limit_bytes = parse_limit(memory_limit, backend)
-        savings, _ = check_memory(memory, None, backend, compiles=False)
+        savings, _ = check_memory(memory, None, backend)
         step = assemble(
             model,
             loss,
@@ -395,7 +393,7 @@ class Runner(WindowRunner):
             precision_name=precision,
             forward=forward,
             loss_reduction=loss_reduction,
-            clip_grad_norm=largest_norm(clip_grad_norm, tracked=track_grad_norm),
+            clip_grad_norm=clip_grad_norm,
             notices=notices,
             split=split,
             weights=weights,

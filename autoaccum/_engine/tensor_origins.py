@@ -69,7 +69,7 @@ class Places:
                 code = getattr(type(part).forward, "__code__", None)
                 if code is not None and not code.co_filename.startswith((_PYTORCH, own_code.FOLDER)):
                     self._own_code[id(part)] = code, code.co_firstlineno
-        self._can_mark = not any(_is_compiled(part) for root in modules for part in root.modules())
+        self._can_mark = not are_compiled(modules)
         self._at_work: list[Place] = []
         self._handles: list[RemovableHandle] = []
 
@@ -163,5 +163,7 @@ def _caller() -> tuple[CodeType | None, int]:
     return None, 0
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+def are_compiled(modules: Sequence[nn.Module]) -> bool:
+    """Whether some of these modules, or of their parts, are compiled."""
+    parts = (part for root in modules for part in root.modules())
+    return any(part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule" for part in parts)

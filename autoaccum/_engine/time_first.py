@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from autoaccum._engine.tensor_origins import are_compiled
 from autoaccum._oom import is_oom
 from autoaccum._system import exceptions
 from autoaccum._system.exceptions import contextmanager
@@ -50,8 +51,7 @@ class TimeFirst:
         ]
         self._taken = ""  # what is to be said of this pass if it fails
         self._suspected: list[int] = []  # the samples of calls that may be such by chance
-        is_compiled = any(one._compiled_call_impl is not None for root in modules for one in root.modules())
-        self.is_done = is_compiled or not self._watched
+        self.is_done = are_compiled(modules) or not self._watched
 
     @contextmanager
     def watching(self, samples: int) -> Iterator[None]:

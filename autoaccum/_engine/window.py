@@ -113,6 +113,7 @@ class Engine:
         self._on_change = on_change
         self._elsewhere = elsewhere
         self._owns_gradients = owns_gradients
+        self._takes_whole = loss_scope == "window"
         self._room = Headroom(step.memory)
         self._norms = BatchNorms(modules, batchnorm, notices)
         self._moving = MovingLayers(modules, notices)
@@ -125,7 +126,7 @@ class Engine:
             self._savepoint,
             norms=self._norms,
             peers=peers,
-            takes_whole=loss_scope == "window",
+            takes_whole=self._takes_whole,
             noise=noise,
         )
         self.lacks: list[MemoryEvent] = []
@@ -257,7 +258,7 @@ class Engine:
             given = self._careful.run(
                 self._window, at, self._share, is_first=self._is_due, measures_noise=self._measures_noise
             )
-            if checks is not None and self._peers.sending is None:
+            if checks is not None and not self._takes_whole and self._peers.sending is None:
                 checks.check()
         finally:
             step.watch = None
@@ -439,7 +440,7 @@ class Engine:
             exceptions.note(
                 error,
                 "autoaccum: this window has one sample, and BatchNorm takes its statistics of more; "
-                "last_window='drop' leaves a short last window out",
+                "drop_last=True leaves a short last window out",
             )
         elif size == 1 and (self._has_failed or (self._had_failed and refuses_one)):
             reason = f"one sample alone is refused: {error}"

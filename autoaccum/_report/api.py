@@ -315,7 +315,7 @@ def _measured(
     """Measure steps that save memory as asked, and put the model back as it was; return also what times remedies."""
     on_part(f"measuring on {backend.name}")
     names = names_in(memory, notices)
-    check_memory(names, None, backend, compiles=False)
+    check_memory(names, None, backend)
     with ExitStack() as saved:
 
         def saving_memory() -> TrainingStep:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autoaccum._engine.activation_budget import BUDGET
 from autoaccum._engine.checkpointing import checkpointed
 from autoaccum._engine.chunked_recipe import CHUNKED, chunked
 from autoaccum._engine.fallback import AUTO, check_memory
@@ -31,16 +30,12 @@ CARD = Simulated(2**50, torch.device("cuda", 0))
 def names_in(memory: Sequence[str] | str | None, notices: Notices) -> tuple[str, ...]:
     """Return what saves memory from the start, by names of `fit`'s argument.
 
-    None for "auto", and for what compiled code keeps, since steps of a report are not compiled; both are said.
+    None for "auto", which is said.
 
     Raises:
         InvalidInputError: A name is unknown.
     """
-    if isinstance(memory, str) and memory.startswith(f"{BUDGET}:"):
-        check_memory(memory, None, CARD, compiles=True)
-        notices.say(f"memory={memory!r}: the report is of steps that are not compiled, and keep all activations")
-        return ()
-    names, _ = check_memory(memory, None, CARD, compiles=False)
+    names, _ = check_memory(memory, None, CARD)
     if AUTO in names:
         notices.say(
             "memory='auto': the report is of steps without it; fit finds what saves memory in its first windows"

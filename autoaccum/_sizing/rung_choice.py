@@ -58,7 +58,6 @@ class RungChoice:
     Args:
         levels: What can be added, from the cheapest on, as names of `memory`; "chunked_loss" is the first if there.
         measures: Whether rungs are compared by the clock; else the next one is taken only where nothing fits.
-        compiles: Whether the first window of a cut is compiled in it, even if its sizes were found with the same rung.
 
     Attributes:
         rung: The rung of the next window.
@@ -66,8 +65,7 @@ class RungChoice:
         is_settled: Whether `rung` is final unless it turns out not to fit.
     """
 
-    def __init__(self, levels: Sequence[str], *, measures: bool, compiles: bool = False) -> None:
-        self._compiles = compiles
+    def __init__(self, levels: Sequence[str], *, measures: bool) -> None:
         self._levels = tuple(levels)
         self._left = list(self._levels)
         self._chunked: str | None = None
@@ -93,7 +91,7 @@ class RungChoice:
         if self.is_settled or judged.micro_batches:
             return
         judged.micro_batches, judged.is_whole = tuple(micro_batches), is_whole
-        self._warms_up = self._compiles  # else the windows that found them did
+        self._warms_up = False  # the windows that found them did
         if len(self.judged) == 1 and is_whole:
             self.is_settled = True
         elif self._gains_nothing():

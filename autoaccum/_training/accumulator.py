@@ -141,7 +141,7 @@ class Accumulator:
             model = model.module
         backend = devices.resolve(device, model, notices)
         limit_bytes = parse_limit(memory_limit, backend)
-        names, _ = check_memory(memory, None, backend, compiles=False)
+        names, _ = check_memory(memory, None, backend)
         used = [] if closure is None else modules_used_by(closure)
         losses = loss if isinstance(loss, list | tuple) else [loss]
         functions = [one for one in (*losses, forward) if callable(one)]

@@ -26,15 +26,15 @@ from autoaccum._distributed.overlap import check_overlap, hindrance
 from autoaccum._distributed.process_group import joined
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.batchnorm import check_batchnorm
-from autoaccum._engine.compiling import Compiling, check_that_it_can_be_limited, compile_options
 from autoaccum._engine.dtensor import check_sharded
 from autoaccum._engine.evaluation import check_metrics
 from autoaccum._engine.fallback import AUTO, Fallbacks, check_memory, head_of_auto
 from autoaccum._engine.finiteness import check_on_nan
-from autoaccum._engine.forward_backward import assemble, largest_norm
+from autoaccum._engine.forward_backward import assemble, check_clip
 from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale
 from autoaccum._engine.oom_report import PostMortem, check_folder_name
 from autoaccum._engine.sample_order import LengthOrder
+from autoaccum._engine.tensor_origins import are_compiled
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._memory.limits import parse_limit
 from autoaccum._records import SAMPLES, TOKENS
@@ -90,15 +90,12 @@ def fit(
     probe: str = "inline",
     strategy: str | None = None,
     cache: bool = True,
-    compile: bool | Mapping[str, Any] = False,  # noqa: A002 - as everywhere in PyTorch
     memory_limit: float | str | None = None,
     memory: str | Sequence[str] | None = None,
     weights: str | None = None,
     clip_grad_norm: float | None = None,
-    track_grad_norm: bool = False,
-    last_window: str = "step",
+    drop_last: bool = False,
     lr_scaling: str | None = None,
-    beta_scaling: str | None = None,
     base_batch: int | None = None,
     val_loader: Iterable[Any] | None = None,
     val_steps: int | None = None,
@@ -167,37 +164,28 @@ def fit(
             out.
         strategy: How to cut windows. "balanced": into the fewest micro-batches; "uniform": into equal ones; "greedy":
             into the largest ones and a remainder; "fastest": into the ones that run fastest, timed in the first windows
-            of a long training. None: "fastest" if `micro_batch` is "auto", else "balanced". With a fixed `micro_batch`
-            and "balanced", two runs cut alike, regardless of memory and timing.
+            of a long training. None: "uniform" for a compiled model, else "fastest" if `micro_batch` is "auto", else
+            "balanced". With a fixed `micro_batch` and "balanced", two runs cut alike, regardless of memory and timing.
         cache: Whether to keep the micro-batch for the next run of the same job, which confirms it with a single
             micro-batch. The cache is in the user's cache directory, or in AUTOACCUM_CACHE_DIR.
-        compile: Whether to compile the model with torch.compile, or a mapping of arguments to it. Compilation waits
-            until the cut is known, and `strategy` then defaults to "uniform", since each size has its own graph. When
-            `fit` returns, the model is uncompiled again. Cannot be combined with a `memory_limit` on the host, which
-            would apply to the compiler as well.
         memory_limit: Bytes, a string such as "12GiB", or a fraction of the device's total memory. On the host, it
             limits what the process takes beyond what it holds at the call. None: all free memory.
         memory: What saves memory from the start, for time: "chunked_loss" (a language model's logits and their cross
             entropy a few tokens at a time, so that they are never whole), "checkpoint" and "offload" (as `fallback` has
             them), or several of these in a list. Gradients stay the same, those of a loss in chunks up to rounding.
             "chunked_loss:NAME" names the `nn.Linear` that makes the logits, which is found in models of Transformers;
-            "checkpoint:N" recomputes the first N blocks alone, and "checkpoint:0-2,5-5" these. With `compile`,
-            "budget:0.5" is the share of activations that compiled code keeps. "auto": what makes windows fastest,
-            measured in the first windows; nothing where a window fits at once (docs/memory.md). With
+            "checkpoint:N" recomputes the first N blocks alone, and "checkpoint:0-2,5-5" these. "auto": what makes
+            windows fastest, measured in the first windows; nothing where a window fits at once (docs/memory.md). With
             `["auto", "chunked_loss:NAME"]`, a loss in chunks is among what it measures.
         weights: None leaves weights as they are. "bf16": weights of two or more dimensions are kept in bf16, and each
             update is rounded stochastically; "bf16-master": they are bf16 in the model, with a master copy in float32
             in the optimizer's state. Gradients are added in float32, and the forward pass runs in bf16. This changes
             the training; the model keeps its bf16 weights afterwards (docs/memory.md).
-        clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer.
-        track_grad_norm: Whether to measure that norm for `StepReport.grad_norm` also without clipping, which reads the
-            gradients once more in each update.
-        last_window: "step": make an update from a shorter last window of an epoch; "drop": leave it out.
+        clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer. float("inf")
+            only measures that norm, for `StepReport.grad_norm`.
+        drop_last: Whether to leave out a shorter last window of an epoch, in place of an update made from it.
         lr_scaling: "linear" or "sqrt": multiply the learning rates once, by `target_batch / base_batch` or its root.
-        beta_scaling: "beta2" or "betas": raise Adam's decay rate of the second moment, or both of its decay rates, to
-            the power `target_batch / base_batch` once, so that moments keep their half-life in samples
-            (docs/batch-size.md).
-        base_batch: The batch size that the learning rates and betas were chosen for.
+        base_batch: The batch size that the learning rates were chosen for.
         val_loader: Data to evaluate on after each epoch. To detect errors early, a few samples are also evaluated
             before the first update, without a trace.
         val_steps: Number of windows between evaluations, which then take the place of those after each epoch; the end
@@ -282,8 +270,8 @@ def fit(
     started = time.perf_counter()
     token_target = check_target(target_batch, target_tokens, tokens, lengths)
     target: Any = target_batch if token_target is None else token_target.tokens
-    _check_cuts(target, last_window, micro_batch, probe, strategy, cache)
-    optimizers.check_scaling(lr_scaling, beta_scaling, target, base_batch)
+    _check_cuts(target, drop_last, micro_batch, probe, strategy, cache)
+    optimizers.check_scaling(lr_scaling, target, base_batch)
     _check_updates(loss_scope, batchnorm, on_nan)
     noise_every = check_noise_scale(noise_scale, loss_scope)
     takes_by_length = check_order(order, lengths, in_tokens=token_target is not None)
@@ -292,7 +280,7 @@ def fit(
     epochs, max_steps = _check_length(epochs, max_steps)
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
     _check_data(loader, val_loader, split, val_steps, metrics, epochs)
-    norm, options = largest_norm(clip_grad_norm, tracked=track_grad_norm), compile_options(compile)
+    check_clip(clip_grad_norm)
     folders = [check_saving(checkpoint, checkpoint_steps, checkpoint_minutes, resume), check_folder_name(oom_report)]
     _check_others(callbacks, seed, shares, shard=shard, overlap=overlap)
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -303,9 +291,7 @@ def fit(
     backend = devices.resolve(device, model, notices)
     limit_bytes = parse_limit(memory_limit, backend)
     shown = OtherRank(rank, silent=progress is False) if rank else progress_for(progress, backend, limit_bytes, counts)
-    if options is not None:
-        check_that_it_can_be_limited(backend, limit_bytes)
-    savings, fallbacks = check_memory(memory, fallback, backend, compiles=options is not None)
+    savings, fallbacks = check_memory(memory, fallback, backend)
     with Untouched(backend.device, folders, (loader, val_loader)) as untouched, joined(backend) as ranks:
         if seed is not None:
             _seed(seed + rank)
@@ -317,7 +303,7 @@ def fit(
             precision_name=precision,
             forward=forward,
             loss_reduction=loss_reduction,
-            clip_grad_norm=norm,
+            clip_grad_norm=clip_grad_norm,
             notices=notices,
             split=split,
             is_one_of_several=ranks is not None,
@@ -327,25 +313,19 @@ def fit(
         saver = saver_for(checkpoint, checkpoint_steps, checkpoint_minutes, resume)
         earlier = None if saver is None else saver.cap(notices)
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
-        compiling = None if options is None else Compiling(model, options)
-        watching = (
-            nullcontext()
-            if oom_report is None
-            else PostMortem(oom_report, step, notices, compiles=compiling is not None)
-        )
-        world = OneProcess(loader, target, last_window, step.objective.split, token_target)
+        watching = nullcontext() if oom_report is None else PostMortem(oom_report, step, notices)
+        world = OneProcess(loader, target, drop_last, step.objective.split, token_target)
         grows_from = None
         if ranks is not None:
             alike = {
                 "target_batch": target,
-                "last_window": last_window,
+                "drop_last": drop_last,
                 "shard": shard,
                 "shares": shares,
                 "overlap": overlap,
                 "epochs": epochs,
                 "max_steps": max_steps,
                 "clip_grad_norm": clip_grad_norm,
-                "track_grad_norm": track_grad_norm,
                 "val_steps": val_steps,
                 "loss_reduction": loss_reduction,
                 "batchnorm": batchnorm,
@@ -355,7 +335,6 @@ def fit(
                 "memory": savings,
                 "weights": weights,
                 "lr_scaling": lr_scaling,
-                "beta_scaling": beta_scaling,
                 "base_batch": base_batch,
                 "checkpoint": saver is not None,
                 "val_loader": val_loader is not None,
@@ -366,7 +345,6 @@ def fit(
                 f"memory={memory!r}": bool(savings),
                 f"weights={weights!r}": weights is not None,
                 "optimizer='adamw8bit'": optimizers.is_8bit(step.optimizer),
-                "compile=": options is not None,
                 f"overlap={overlap!r}": overlap,
                 f"noise_scale={noise_scale!r}": noise_every is not None,
                 f"order={order!r}": takes_by_length,
@@ -389,12 +367,12 @@ def fit(
             Data(
                 loader,
                 target,
-                last_window,
+                drop_last,
                 epochs,
                 max_steps,
                 None
                 if token_target is not None
-                else _steps_per_epoch(loader, target if shard else world.target_batch, last_window),
+                else _steps_per_epoch(loader, target if shard else world.target_batch, drop_last),
                 counts,
             ),
             Schedule(scheduler, scheduler_interval, step.optimizer, is_evaluated=val_loader is not None),
@@ -403,7 +381,7 @@ def fit(
                 world.target_batch,
                 micro_batch=micro_batch,
                 probe=probe,
-                strategy=strategy or (None if options is None else "uniform"),
+                strategy=strategy or ("uniform" if are_compiled(step.objective.modules) else None),
                 cache=PlanCache(notices) if cache else None,
                 limit_bytes=limit_bytes,
                 loss_scope=loss_scope,
@@ -423,13 +401,11 @@ def fit(
             batchnorm=batchnorm,
             noise=None if noise_every is None else NoiseScale(noise_every, notices),
             on_nan=on_nan,
-            compiling=compiling,
             fallbacks=Fallbacks(
                 step.objective.modules,
                 fallbacks,
                 backend,
                 () if AUTO in savings else savings,
-                compiling,
                 head=head_of_auto(savings),
             ),
             climbs=AUTO in savings,
@@ -437,15 +413,15 @@ def fit(
             order=LengthOrder(lengths, step, notices, in_tokens=token_target is not None) if takes_by_length else None,
         )
         untouched.training = training
-        optimizers.scale_to_batch(
-            step.optimizer,
-            lr_scaling,
-            beta_scaling,
-            target_batch=target,
-            base_batch=base_batch,
-            notices=notices,
-            scheduler=scheduler,
-        )
+        if lr_scaling is not None:
+            optimizers.scale_learning_rate(
+                step.optimizer,
+                lr_scaling,
+                target_batch=target,
+                base_batch=base_batch,
+                notices=notices,
+                scheduler=scheduler,
+            )
         with watching:
             return training.run(limit_bytes=limit_bytes, started=started)
 
@@ -478,7 +454,7 @@ def _ranks_of(
         ranks,
         loader,
         arguments["target_batch"],
-        last_window=arguments["last_window"],
+        drop_last=arguments["drop_last"],
         shard=arguments["shard"],
         shares=arguments["shares"],
         overlap=arguments["overlap"],
@@ -518,9 +494,9 @@ def _check_by_length(loss_scope: str, probe: str, split: Split | None, *, in_tok
 
 
 def _check_cuts(
-    target_batch: int, last_window: str, micro_batch: int | str, probe: str, strategy: str | None, cache: bool
+    target_batch: int, drop_last: bool, micro_batch: int | str, probe: str, strategy: str | None, cache: bool
 ) -> None:
-    check_windows(target_batch, last_window)
+    check_windows(target_batch, drop_last)
     check_finding(micro_batch, probe, strategy)
     check_bool("cache", cache)
 
@@ -602,7 +578,7 @@ def _seed(seed: int) -> None:
     np.random.seed(seed % 2**32)  # noqa: NPY002 - the user's global generator
 
 
-def _steps_per_epoch(loader: Iterable[Any], target_batch: int, last_window: str) -> int | None:
+def _steps_per_epoch(loader: Iterable[Any], target_batch: int, drop_last: bool) -> int | None:
     """Return the number of windows per epoch, or None if the loader does not tell it beforehand."""
     if not isinstance(loader, torch.utils.data.DataLoader):
         return None
@@ -614,4 +590,4 @@ def _steps_per_epoch(loader: Iterable[Any], target_batch: int, last_window: str)
         return None
     if samples is None:
         return None
-    return math.ceil(samples / target_batch) if last_window == "step" else samples // target_batch
+    return samples // target_batch if drop_last else math.ceil(samples / target_batch)

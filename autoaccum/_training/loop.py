@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from autoaccum._callbacks import Callback
     from autoaccum._data.batches import Window
-    from autoaccum._engine.compiling import Compiling
     from autoaccum._engine.evaluation import Metric
     from autoaccum._engine.fallback import Fallbacks
     from autoaccum._engine.forward_backward import TrainingStep
@@ -71,7 +70,6 @@ class Training:
         batchnorm: As for `fit`.
         noise: The gradient noise scale to measure; None without `noise_scale`.
         on_nan: As for `fit`.
-        compiling: Compiles the model; None without `compile`.
         fallbacks: Reduce the memory of a step if not even one sample fits.
         climbs: Whether the clock chooses among them (memory="auto").
         world: The processes of this training.
@@ -97,7 +95,6 @@ class Training:
         batchnorm: str,
         noise: NoiseScale | None,
         on_nan: str,
-        compiling: Compiling | None,
         fallbacks: Fallbacks,
         climbs: bool,
         world: OneProcess,
@@ -118,7 +115,7 @@ class Training:
             world=world,
         )
         self._request = StopRequest()
-        rungs = Rungs(fallbacks.levels, world.of_all, notices, compiles=compiling is not None, is_alone=world.is_alone)
+        rungs = Rungs(fallbacks.levels, world.of_all, notices, is_alone=world.is_alone)
         self._lifecycle = PlanLifecycle(
             step,
             self._progress,
@@ -126,7 +123,6 @@ class Training:
             notices,
             finding=finding,
             fallbacks=fallbacks,
-            compiling=compiling,
             world=world,
             loss_scope=loss_scope,
             batchnorm=batchnorm,

@@ -42,7 +42,7 @@ class OneProcess:
     Args:
         loader: As for `fit`.
         target_batch: Number of samples per window, or of tokens.
-        last_window: As for `fit`.
+        drop_last: As for `fit`.
         split: As for `fit`.
         tokens: The target in tokens; None for windows of so many samples.
 
@@ -63,7 +63,7 @@ class OneProcess:
         self,
         loader: Iterable[Any],
         target_batch: int,
-        last_window: str,
+        drop_last: bool,
         split: Split | None = None,
         tokens: TokenTarget | None = None,
     ) -> None:
@@ -72,7 +72,7 @@ class OneProcess:
         self.split = split
         self.target_batch = target_batch
         self._whole_target = target_batch
-        self._last_window = last_window
+        self._drop_last = drop_last
 
     @property
     def at_end(self) -> Window | None:
@@ -108,8 +108,8 @@ class OneProcess:
             skip: Number of samples of the first batch that were used already.
         """
         if self._tokens is not None:
-            return stream_of_tokens(batches, self._tokens, last_window=self._last_window, skip=skip, split=self.split)
-        return stream(batches, self.target_batch, last_window=self._last_window, skip=skip, split=self.split)
+            return stream_of_tokens(batches, self._tokens, drop_last=self._drop_last, skip=skip, split=self.split)
+        return stream(batches, self.target_batch, drop_last=self._drop_last, skip=skip, split=self.split)
 
     def part(self, window: Window) -> Window:
         """Return this process's part of a window from `windows`."""

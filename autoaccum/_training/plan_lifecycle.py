@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from autoaccum._data.batches import Window
-    from autoaccum._engine.compiling import Compiling
     from autoaccum._engine.fallback import Fallbacks
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.noise_scale import NoiseScale
@@ -43,32 +42,24 @@ class _Noting(Callback):
 
     Args:
         finding: Keeps plans for the next run.
-        compiling: Compiles the model once sizes are known; None without `compile`.
 
     Attributes:
         plans: All plans so far, each with the step from which it is in force.
     """
 
-    def __init__(self, finding: Finding, compiling: Compiling | None) -> None:
+    def __init__(self, finding: Finding) -> None:
         self.plans: list[tuple[int, Plan]] = []
         self._finding = finding
-        self._compiling = compiling
 
     def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
-        """Record the plan, and compile the model if a probe led to it."""
+        """Record the plan, and what a probe found for the next run."""
         self.plans.append((step, plan))
         if probe is not None:
             self._finding.note(probe)
-            self.compile()
 
     def on_oom(self, event: MemoryEvent, *, step: int) -> None:  # noqa: ARG002 - as the base has it
         """Delete the cached plan, which does not fit."""
         self._finding.forget()
-
-    def compile(self) -> None:
-        """Compile the model if `compile` was given."""
-        if self._compiling is not None:
-            self._compiling.begin()
 
 
 class PlanLifecycle:
@@ -81,7 +72,6 @@ class PlanLifecycle:
         notices: Reports choices made for the user.
         finding: Finds the plan by which to cut windows.
         fallbacks: Reduce the memory of a step if not even one sample fits.
-        compiling: Compiles the model once sizes are known; None without `compile`.
         world: The processes of this training.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
@@ -105,7 +95,6 @@ class PlanLifecycle:
         *,
         finding: Finding,
         fallbacks: Fallbacks,
-        compiling: Compiling | None,
         world: OneProcess,
         loss_scope: str,
         batchnorm: str,
@@ -118,16 +107,13 @@ class PlanLifecycle:
         self._timing: tuple[float, int, bool] = 0.0, 0, False
         self._noise = noise
         self._order = order
-        self._noting = _Noting(finding, compiling)
+        self._noting = _Noting(finding)
         self.callbacks: tuple[Callback, ...] = (self._noting, *callbacks)
         self._step = step
         self._progress = progress
         self._notices = notices
         self._finding = finding
         self._fallbacks = fallbacks
-        self._compiling = compiling
-        # What fits depends on what compiled code keeps.
-        self._compiles_at_once = rungs is not None
         self._world = world
         self._loss_scope = loss_scope
         self._batchnorm = batchnorm
@@ -171,8 +157,6 @@ class PlanLifecycle:
         """
         notices = self._notices  # the fallbacks keep what they say by, which must not keep this
         self._fallbacks.begin(lambda text: notices.say(text, key=text))
-        self._compiles_at_once = self._compiles_at_once or bool(self._fallbacks.names)
-        self._compile_at_once()
 
     def find(self, first: Window) -> tuple[Cutting, ProbeResult | None]:
         """Return the initial cut, and the probe's result if there was a probe before training.
@@ -228,7 +212,7 @@ class PlanLifecycle:
             known,
             self._progress.windows_ahead,
             measures=self._finding.measures,
-            look=lambda: None if first is None or self._compiling is not None else measured(self._step, first),
+            look=lambda: None if first is None else measured(self._step, first),
             tried=self._finding.tried,
         )
         if is_known:
@@ -237,13 +221,8 @@ class PlanLifecycle:
             self._finding.begin_rung(self._rungs.rung, is_chosen=is_known, tried=self._rungs.tried)
         return is_known
 
-    def _compile_at_once(self) -> None:
-        if self._compiles_at_once:
-            self._noting.compile()
-
     def begin(self, cutting: Cutting) -> None:
         """Make the runner that cuts windows by `cutting`."""
-        self._compile_at_once()
         if self._rungs is not None and self._rungs.is_measuring:
             cutting = replace(cutting, is_timed=True)  # cuts are timed with what saves memory in the end
         step, windows_done = self._step, self._progress.moment.windows
@@ -266,7 +245,6 @@ class PlanLifecycle:
         """Notify callbacks of the initial plan, unless the first windows are to find a better one."""
         if self.current.is_learning:
             return
-        self._noting.compile()
         for callback in self.callbacks[1:] if self._noting.plans else self.callbacks:
             callback.on_plan(plan, step=self._progress.moment.windows + 1, probe=probed)
 
@@ -424,11 +402,9 @@ class PlanLifecycle:
         self.begin(former)
 
     def end(self) -> None:
-        """Undo compilation and fallbacks, so that the model is as the user wrote it."""
+        """Undo fallbacks, so that the model is as the user wrote it."""
         if self._rungs is not None:
             self._rungs.end()
-        if self._compiling is not None:
-            self._compiling.end()
         self._fallbacks.end()
 
     def _falls_back(self, error: Exception) -> bool:

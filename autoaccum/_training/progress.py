@@ -39,7 +39,7 @@ class Data:
     Attributes:
         loader: As for `fit`.
         target_batch: Number of samples per window over all processes, or of tokens.
-        last_window: As for `fit`.
+        drop_last: As for `fit`.
         epochs: Number of epochs after which to stop; None for no such limit.
         max_steps: Number of windows after which to stop; None for no such limit.
         steps_per_epoch: Number of windows per epoch; None if unknown.
@@ -48,7 +48,7 @@ class Data:
 
     loader: Iterable[Any]
     target_batch: int
-    last_window: str
+    drop_last: bool
     epochs: int | None
     max_steps: int | None
     steps_per_epoch: int | None
@@ -180,16 +180,16 @@ class TrainingProgress:
             first = next(windows, self._world.at_end)
         if first is None or not self._world.has_anything(first):
             dropped = ""
-            if self._data.last_window == "drop":
+            if self._data.drop_last:
                 dropped = (
                     f" or less than target_{'batch' if self._data.counts == SAMPLES else 'tokens'}="
-                    f"{self._data.target_batch} {self._data.counts}, which last_window='drop' leaves out"
+                    f"{self._data.target_batch} {self._data.counts}, which drop_last=True leaves out"
                 )
             split = self._world.split
             counted = "" if is_default(split) else f" with a sample, as split={shown(split)} counts them"
             raise InvalidInputError(
                 f"the loader gave no batch{counted}{dropped}, so there is nothing to train on; check the length of its "
-                "dataset, and drop_last=True, which leaves out fewer samples than a batch"
+                "dataset, and the DataLoader's own drop_last=True, which leaves out fewer samples than a batch"
             )
         return first
 

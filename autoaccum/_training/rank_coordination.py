@@ -59,7 +59,7 @@ class SeveralRanks(OneProcess):
         ranks: All ranks.
         loader: As for `fit`.
         target_batch: Number of samples per window, or of tokens, over all ranks.
-        last_window: As for `fit`.
+        drop_last: As for `fit`.
         shard: As for `fit`.
         shares: As for `fit`.
         overlap: As for `fit`.
@@ -84,7 +84,7 @@ class SeveralRanks(OneProcess):
         loader: Iterable[Any],
         target_batch: int,
         *,
-        last_window: str,
+        drop_last: bool,
         shard: bool,
         shares: str,
         notices: Notices,
@@ -99,7 +99,7 @@ class SeveralRanks(OneProcess):
                 f"target_{counted}={target_batch} is less than the number of ranks, {ranks.size}, so some ranks would "
                 f"have no samples; use a larger target_{counted} or fewer ranks"
             )
-        super().__init__(loader, target_batch, last_window, split, tokens)
+        super().__init__(loader, target_batch, drop_last, split, tokens)
         self.ranks: Ranks = ranks
         self.peers: DataParallel | None = None
         self._notices = notices
@@ -126,7 +126,7 @@ class SeveralRanks(OneProcess):
                     loader,  # type: ignore[arg-type]
                     ranks,
                     target_batch,
-                    drops_last=last_window == "drop",
+                    drop_last=drop_last,
                 )
             else:
                 notices.say(
@@ -207,10 +207,10 @@ class SeveralRanks(OneProcess):
             return stream(batches, sizes, skip=skip, split=self.split)
         if self._tokens is not None:
             target = self._tokens if self._shards else replace(self._tokens, tokens=self.target_batch)
-            return stream_of_tokens(batches, target, last_window=self._last_window, skip=skip, split=self.split)
+            return stream_of_tokens(batches, target, drop_last=self._drop_last, skip=skip, split=self.split)
         if self._shards:
             whole = self._whole_target
-            return stream(batches, whole, last_window=self._last_window, skip=skip, split=self.split)
+            return stream(batches, whole, drop_last=self._drop_last, skip=skip, split=self.split)
         return stream(batches, self.target_batch, skip=skip, split=self.split)
 
     def part(self, window: Window) -> Window:
@@ -238,8 +238,8 @@ class SeveralRanks(OneProcess):
             look_at_data(self.ranks, first, self._notices)
 
     def is_to_be_dropped(self, part: Window) -> bool:
-        """Whether to leave out a window because it is too short and last_window="drop"."""
-        if self._last_window != "drop":
+        """Whether to leave out a window because it is too short and drop_last=True."""
+        if not self._drop_last:
             return False
         if self._tokens is not None and self._shards:
             return False  # `windows` leaves it out

@@ -155,11 +155,6 @@ def test_answer_of_the_first_windows_is_among_the_trials_that_were_told(capacity
     assert list(probe.trials) == told.trials[: len(probe.trials)]
 
 
-def test_compiling_under_a_limit_of_the_whole_process_is_refused():
-    with pytest.raises(autoaccum.InvalidInputError, match="compile= under memory_limit"):
-        autoaccum.fit(Plain(), data(), 100, device="cpu", memory_limit="200MiB", compile=True, progress=False)
-
-
 def test_second_run_confirms_the_even_cut_of_a_size_that_no_even_cut_has():
     _, before, first = fit("4MiB", cache=True, probe="before")
     assert first.plan.micro_batch < before.probes[0].micro_batch
@@ -404,25 +399,17 @@ class Plain(nn.Sequential):
         return super().forward(inputs)
 
 
-def test_model_is_compiled_for_the_sizes_of_its_cut_alone(graphs):
-    model = Plain()
-
-    _, told, result = fit(None, model=model, compile={"backend": "aot_eager"})
-
-    assert len(told.trials) > 1
-    assert len(set(result.plan.micro_batches)) == graphs() == 1
-    assert model._compiled_call_impl is None
+def compiled(model):
+    model.compile(backend="aot_eager")
+    return model
 
 
-def test_model_is_compiled_from_the_first_window_where_the_cut_is_given(graphs):
-    fit(None, model=Plain(), micro_batch=40, compile={"backend": "aot_eager"})
+@pytest.mark.parametrize("way", [compiled, lambda model: torch.compile(model, backend="aot_eager")])
+def test_compiled_model_is_cut_into_one_size(graphs, way):
+    _, _, result = fit(None, model=way(Plain()), micro_batch=40)
 
-    assert graphs() == 1  # 100 in 34, 33, 33 would take two: the cut is uniform
-
-
-def test_compile_takes_a_mapping_or_a_bool():
-    with pytest.raises(autoaccum.InvalidInputError, match="compile='fast' is unknown"):
-        fit("4MiB", compile="fast")
+    assert result.plan.micro_batches == (25, 25, 25, 25)  # and not 34, 33, 33
+    assert graphs() == 1
 
 
 # --- taken up again ---------------------------------------------------------------------------------------------------

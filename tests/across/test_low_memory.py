@@ -268,7 +268,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("weights", "optimizer"), EVERY)
-def test_betas_and_rates_are_scaled_for_the_target_batch(weights, optimizer):
+def test_rates_are_scaled_for_the_target_batch(weights, optimizer):
     seen = []
     model = network()
 
@@ -276,11 +276,10 @@ def test_betas_and_rates_are_scaled_for_the_target_batch(weights, optimizer):
         seen.append(torch.optim.AdamW(parameters, lr=0.01) if optimizer == "adamw" else optimizer(parameters))
         return seen[0]
 
-    fit(model, weights=weights, optimizer=made, lr_scaling="sqrt", beta_scaling="betas", base_batch=2)
+    fit(model, weights=weights, optimizer=made, lr_scaling="sqrt", base_batch=2)
 
     (group,) = seen[0].param_groups
     assert group["lr"] == pytest.approx(0.01 * 2)
-    assert group["betas"] == pytest.approx((0.9**4, 0.999**4))
 
 
 @pytest.mark.parametrize(("weights", "optimizer"), EVERY)
@@ -331,9 +330,10 @@ def test_loss_in_chunks_is_the_same_up_to_rounding(weights, optimizer):
 
 @pytest.mark.parametrize(("weights", "optimizer"), EVERY)
 def test_compiled_model_trains_as_the_plain_one_up_to_rounding(weights, optimizer):
-    plain, compiled = (
-        fit(network(), weights=weights, optimizer=optimizer, compile=way) for way in (False, {"backend": "aot_eager"})
-    )
+    plain = fit(network(), weights=weights, optimizer=optimizer)
+    model = network()
+    model.compile(backend="aot_eager")
+    compiled = fit(model, weights=weights, optimizer=optimizer)
 
     losses, others = ([report.loss for report in result.history] for result in (plain, compiled))
     assert others == pytest.approx(losses, rel=2**-6)

@@ -58,9 +58,7 @@ def test_rank_without_any_sample_takes_part(crew):
 
 
 def test_last_window_that_is_dropped_is_dropped_by_all(crew):
-    found = crew.run(
-        "rank_training:with_own_samples", [10, 7], size=2, target_batch=8, micro_batch=4, last_window="drop"
-    )
+    found = crew.run("rank_training:with_own_samples", [10, 7], size=2, target_batch=8, micro_batch=4, drop_last=True)
 
     assert_alike(found)
     assert found[0]["samples"] == [8]

@@ -25,10 +25,10 @@ def test_loader_that_is_read_in_another_way_is_refused_at_the_start(crew):
     assert_refused(answers, "the loader of rank 1 has 40 samples", "of a list that every rank goes through")
 
 
-@pytest.mark.parametrize("last_window", ["step", "drop"])
+@pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("lengths", [(40, 70), (70, 40), (50, 75)])
-def test_loader_without_a_length_that_ends_early_ends_all_ranks(crew, lengths, last_window):
-    answers = crew.answers("rank_lengths:train", "unsized", lengths, size=2, last_window=last_window)
+def test_loader_without_a_length_that_ends_early_ends_all_ranks(crew, lengths, drop_last):
+    answers = crew.answers("rank_lengths:train", "unsized", lengths, size=2, drop_last=drop_last)
 
     assert_refused(answers, "the loader of rank 1 has ", "left for a window, and that of rank 0 ")
 

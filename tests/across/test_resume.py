@@ -295,8 +295,8 @@ def test_error_leaves_no_worker_processes_behind(tmp_path):
     assert multiprocessing.active_children() == []
 
 
-def test_learning_rates_and_betas_are_scaled_once_in_all(tmp_path):
-    assert_goes_on_as_if_nothing_had_happened(tmp_path, 4, 8, lr_scaling="linear", beta_scaling="beta2", base_batch=4)
+def test_learning_rates_are_scaled_once_in_all(tmp_path):
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, 4, 8, lr_scaling="linear", base_batch=4)
 
 
 def test_error_that_leaves_parameters_changed_leaves_no_checkpoint_of_them(tmp_path):
@@ -503,7 +503,7 @@ def test_loaders_are_wound_to_where_they_were(tmp_path, name, step):
 
 
 def test_last_window_that_is_left_out_stays_left_out(tmp_path):
-    _, last, _ = assert_goes_on_as_if_nothing_had_happened(tmp_path, 6, last_window="drop")
+    _, last, _ = assert_goes_on_as_if_nothing_had_happened(tmp_path, 6, drop_last=True)
 
     assert max(last.samples.windows) == 4 * EPOCHS
 

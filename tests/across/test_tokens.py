@@ -403,7 +403,7 @@ def test_ranks_with_samples_of_their_own_each_come_nearest_to_their_part_of_the_
 
 @pytest.mark.parametrize("shard", [True, False])
 def test_last_windows_that_are_too_short_are_left_out_on_all_ranks(crew, shard):
-    options = {"target_tokens": TOKENS, "last_window": "drop", "shard": shard, "micro_batch": 30}
+    options = {"target_tokens": TOKENS, "drop_last": True, "shard": shard, "micro_batch": 30}
     loader = "list" if shard else "own, of unlike number"
     whole, _ = rank_tokens.run(loader_of(SAMPLES, BATCH), target_tokens=TOKENS)
 

@@ -411,9 +411,9 @@ def spans_of(sizes):
     return list(zip([0, *stops], stops, strict=False))
 
 
-@pytest.mark.parametrize(("last", "expected"), [("step", [4, 4, 2]), ("drop", [4, 4])])
-def test_shorter_rest_is_stepped_or_dropped(last, expected):
-    assert [len(window) for window in windows([numbered(10)], 4, last_window=last)] == expected
+@pytest.mark.parametrize(("drop_last", "expected"), [(False, [4, 4, 2]), (True, [4, 4])])
+def test_shorter_rest_is_stepped_or_dropped(drop_last, expected):
+    assert [len(window) for window in windows([numbered(10)], 4, drop_last=drop_last)] == expected
 
 
 @pytest.mark.parametrize("kind", NESTINGS)
@@ -479,11 +479,6 @@ def test_stream_does_not_copy_what_it_regroups():
 def test_target_that_is_no_positive_int_is_refused_before_the_loader_is_touched(target):
     with pytest.raises(InvalidInputError, match=rf"target_batch.*{target}"):
         windows(None, target)
-
-
-def test_unknown_last_window_is_refused_with_the_known_ones():
-    with pytest.raises(InvalidInputError, match=r"last_window='skip'.*'step' or 'drop'"):
-        windows([], 4, last_window="skip")
 
 
 # --- what a user calls a window --------------------------------------------------------------------------------------

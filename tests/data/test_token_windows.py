@@ -47,7 +47,7 @@ def test_last_window_that_ends_early_is_left_out_on_demand():
     batches = batches_of([5, 5, 5, 5, 5], 2)
 
     assert [sum(tokens_of(window)) for window in windows_of(batches, 10)] == [10, 10, 5]
-    assert [sum(tokens_of(window)) for window in windows_of(batches, 10, last_window="drop")] == [10, 10]
+    assert [sum(tokens_of(window)) for window in windows_of(batches, 10, drop_last=True)] == [10, 10]
 
 
 def test_last_samples_of_which_nothing_counts_are_no_window():

@@ -12,7 +12,7 @@ from rank_training import FAR, assert_alike, far
 
 # What trains how: the function of `rank_training`, its arguments, and those of `fit`.
 CASES = {
-    "norm": ("with_norm", (), {"target_batch": 16, "micro_batch": 4, "last_window": "drop"}),
+    "norm": ("with_norm", (), {"target_batch": 16, "micro_batch": 4, "drop_last": True}),
     "buffers": ("with_buffers", (), {"target_batch": 16, "micro_batch": 3}),
     "clip": ("train", (), {"target_batch": 16, "micro_batch": 3, "clip_grad_norm": 0.1}),
     "wrapped": ("train", (), {"target_batch": 16, "micro_batch": 3, "wrap": True}),
@@ -20,7 +20,7 @@ CASES = {
     "unused": ("unused", (), {"target_batch": 16, "micro_batch": 4, "data": rank_training.wide()}),
     "own samples": ("with_own_samples", ([23, 9],), {"target_batch": 12, "micro_batch": 3, "shard": False}),
     "no samples": ("with_own_samples", ([8, 0],), {"target_batch": 4, "micro_batch": 1, "shard": False}),
-    "dropped": ("train", (), {"target_batch": 16, "micro_batch": 4, "last_window": "drop"}),
+    "dropped": ("train", (), {"target_batch": 16, "micro_batch": 4, "drop_last": True}),
 }
 
 
@@ -125,7 +125,7 @@ def test_hooks_of_the_users_own_are_called_as_often_and_what_they_leave_is_sent(
 
 def test_compiled_model_is_compiled_once(crew):
     expected = crew.run(
-        "rank_training:train", size=2, target_batch=16, micro_batch=4, shard=True, epochs=2, last_window="drop"
+        "rank_training:train", size=2, target_batch=16, micro_batch=4, shard=True, epochs=2, drop_last=True
     )
 
     found = crew.run("overlap_training:compiled", size=2)

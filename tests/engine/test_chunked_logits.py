@@ -330,7 +330,6 @@ def test_savings_are_taken_together():
         ({"memory": "checkpoint"}, "no repeated blocks"),
         ({"memory": "offload"}, "there; choose 'checkpoint'"),
         ({"memory": "checkpoint", "fallback": "checkpoint"}, "pass one of them"),
-        ({"memory": "checkpoint", "compile": True}, "compile= does not see"),
     ],
     ids=str,
 )

@@ -232,14 +232,9 @@ def test_model_without_blocks_is_said_to_have_none(capsys):
 @pytest.mark.parametrize("fallback", ["checkpoints", ("offload", 3)])
 def test_unknown_way_is_refused(fallback):
     with pytest.raises(autoaccum.InvalidInputError, match="choose from 'checkpoint', 'offload'"):
-        check_fallback(fallback, Simulated("1MiB"), compiles=False)
+        check_fallback(fallback, Simulated("1MiB"))
 
 
 def test_offloading_from_the_host_to_the_host_is_refused():
     with pytest.raises(autoaccum.InvalidInputError, match="on host memory they already are there"):
-        check_fallback("offload", Host(), compiles=False)
-
-
-def test_fallback_beside_compilation_is_refused():
-    with pytest.raises(autoaccum.InvalidInputError, match="choose one"):
-        check_fallback("checkpoint", Host(), compiles=True)
+        check_fallback("offload", Host())

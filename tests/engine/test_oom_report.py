@@ -396,7 +396,10 @@ autoaccum.fit(model, loader, 512, loss=nn.CrossEntropyLoss(), optimizer=optimize
 
 
 def test_compiled_model_is_reported_without_marks(tmp_path):
-    train(IN_FORWARD, tmp_path, compile={"backend": "eager"})
+    model = Model()
+    model.compile(backend="eager")
+
+    train(IN_FORWARD, tmp_path, model=model)
 
     report = only_report(tmp_path)
     softmax = next(row for row in activations(report) if row["operator"] == "Softmax")

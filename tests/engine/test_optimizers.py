@@ -1,13 +1,11 @@
-"""The optimizer is taken, made or chosen; its learning rate and betas are scaled once."""
-
-import math
+"""The optimizer is taken, made or chosen; its learning rate is scaled once."""
 
 import pytest
 import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._engine.optimizers import resolve, scale_betas, scale_learning_rate
+from autoaccum._engine.optimizers import resolve, scale_learning_rate
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 from helpers import CountingLoader, batches_of, classifier, labelled
@@ -174,39 +172,6 @@ def test_tensor_learning_rate_is_scaled_without_writing_into_it(model, notices):
 
     assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.4)
     assert float(rate) == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize(
-    ("decays", "expected"), [("beta2", (0.9, 0.999**0.25)), ("betas", (0.9**0.25, 0.999**0.25))], ids=str
-)
-def test_betas_keep_their_half_life_in_samples(decays, expected, model, notices):
-    first, second = list(model.parameters())[:1], list(model.parameters())[1:]
-    optimizer = torch.optim.AdamW([{"params": first}, {"params": second, "betas": (0.8, 0.95)}])
-
-    scale_betas(optimizer, decays, target_batch=8, base_batch=32, notices=notices)
-
-    assert optimizer.param_groups[0]["betas"] == pytest.approx(expected)
-    assert optimizer.param_groups[1]["betas"][1] == pytest.approx(0.95**0.25)
-    # Updates until half is left, times samples an update.
-    half_lives = [math.log(0.5) / math.log(beta) * batch for beta, batch in ((0.999, 32), (expected[1], 8))]
-    assert half_lives[0] == pytest.approx(half_lives[1])
-    assert notices.texts[0].startswith("betas: (0.9, 0.999) -> (")
-
-
-@pytest.mark.parametrize(
-    ("decays", "base", "text"),
-    [
-        ("beta1", 32, "beta_scaling='beta1'.*'beta2' or 'betas'"),
-        ("beta2", None, "beta_scaling='beta2' needs base_batch"),
-        ("beta2", 0, "base_batch must be at least 1"),
-        ("betas", 32, "SGD has none"),
-    ],
-)
-def test_betas_that_cannot_be_scaled_are_refused(decays, base, text, model, notices):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    with pytest.raises(InvalidInputError, match=text):
-        scale_betas(optimizer, decays, target_batch=8, base_batch=base, notices=notices)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The runner: one window in, one update out; what its report says; what it refuses."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -51,19 +52,19 @@ def test_report_says_the_loss_before_the_update_and_the_norm_before_clipping():
     assert report.elapsed_s > 0
 
 
-def test_norm_is_tracked_without_clipping_and_changes_nothing():
+def test_norm_is_measured_without_clipping_and_changes_nothing():
     models = [network(), network()]
 
-    tracked = runner_of(models[0], autoaccum.plan(20, 7), track_grad_norm=True).step(samples(20))
+    measured = runner_of(models[0], autoaccum.plan(20, 7), clip_grad_norm=math.inf).step(samples(20))
     plain = runner_of(models[1], autoaccum.plan(20, 7)).step(samples(20))
 
-    clipped = runner_of(network(), autoaccum.plan(20, 7), clip_grad_norm=1e-4, track_grad_norm=True).step(samples(20))
+    clipped = runner_of(network(), autoaccum.plan(20, 7), clip_grad_norm=1e-4).step(samples(20))
     assert plain.grad_norm is None
-    assert tracked.grad_norm == clipped.grad_norm > 0
+    assert measured.grad_norm == clipped.grad_norm > 0
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
-def test_infinite_norm_that_is_only_tracked_leaves_other_gradients_alone():
+def test_infinite_norm_that_is_only_measured_leaves_other_gradients_alone():
     class TwoParts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -74,9 +75,8 @@ def test_infinite_norm_that_is_only_tracked_leaves_other_gradients_alone():
 
     model = TwoParts()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    runner = autoaccum.Runner(
-        model, optimizer, autoaccum.plan(4, 4), loss=lambda outputs, batch: outputs, device="cpu", track_grad_norm=True
-    )
+    settings = {"loss": lambda outputs, batch: outputs, "device": "cpu", "clip_grad_norm": math.inf}
+    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(4, 4), **settings)
 
     report = runner.step(torch.tensor([1.0, 3e38]).expand(4, 2) * 1.0)
 
@@ -298,7 +298,7 @@ def test_window_of_one_sample_that_batchnorm_refuses_says_how_to_leave_it_out():
     with pytest.raises(ValueError, match="more than 1 value") as caught:
         runner_of(model, autoaccum.plan(10, 5)).step(samples(1))
 
-    assert "last_window='drop'" in caught.value.__notes__[0]
+    assert "drop_last=True" in caught.value.__notes__[0]
 
 
 def with_batchnorm():

@@ -46,12 +46,6 @@ def test_what_is_not_known_yet_is_said():
     assert any(note.startswith("memory='auto': the report is of steps without it") for note in report.notes)
 
 
-def test_budget_of_compiled_code_is_said_to_be_left_out():
-    report = reported(memory="budget:0.5", device_memory="1GiB", measure=False)
-
-    assert any(note.startswith("memory='budget:0.5': the report is of steps that are not") for note in report.notes)
-
-
 @pytest.mark.parametrize(
     ("memory", "told"),
     [

@@ -215,7 +215,7 @@ def test_loaders_batch_size_does_not_matter(batch_size):
 
 
 def test_last_window_can_be_left_out():
-    result = quiet_fit(classifier(), loader_of(*classification()), 20, last_window="drop", micro_batch=20, epochs=2)
+    result = quiet_fit(classifier(), loader_of(*classification()), 20, drop_last=True, micro_batch=20, epochs=2)
 
     assert [report.samples for report in result.history] == [20, 20, 20] * 2
 
