@@ -189,7 +189,8 @@ def fit(
             update is rounded stochastically; "bf16-master": they are bf16 in the model, with a master copy in float32
             in the optimizer's state. Gradients are added in float32, and the forward pass runs in bf16. This changes
             the training; the model keeps its bf16 weights afterwards (docs/memory.md).
-        clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer.
+        clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer. With
+            `math.inf` it is only measured, as with `track_grad_norm`.
         track_grad_norm: Whether to measure that norm for `StepReport.grad_norm` also without clipping, which reads the
             gradients once more in each update.
         last_window: "step": make an update from a shorter last window of an epoch; "drop": leave it out.
