@@ -177,6 +177,23 @@ def check_function(name: str, value: object, parameters: str) -> None:
     check_call(name, value, parameters)
 
 
+def check_one_batch(called: str, others: tuple[object, ...]) -> None:
+    """Reject arguments after the batch.
+
+    Args:
+        called: The method.
+        others: What it was called with beside the batch.
+
+    Raises:
+        InvalidInputError: There are any.
+    """
+    if others:
+        raise InvalidInputError(
+            f"{called} takes one batch, and got {1 + len(others)} arguments; pass inputs and targets as one: "
+            f"{called}((inputs, targets))"
+        )
+
+
 def check_call(name: str, function: Callable[..., Any], parameters: str) -> None:
     """Reject a function (or a class) that cannot take this many positional arguments.
 

@@ -44,87 +44,89 @@ class Sign:
 
 
 OOM_SIGNS = (
-    Sign(r"CUDA out of memory", "CUDA", "pytorch c10/cuda/CUDACachingAllocator.cpp; older versions: RuntimeError"),
     Sign(
-        r"CUDA (driver |runtime )?error: out of memory",
-        "CUDA",
-        "pytorch c10/cuda/CUDAException.cpp: what passes the caching allocator by, pinned memory",
-    ),
-    Sign(r"cudaErrorMemoryAllocation", "CUDA", "CUDA runtime, by the name of error 2; seen from extensions"),
-    Sign(r"memory mapping failed with OOM", "CUDA", "strings of libc10_cuda (torch 2.15): expandable segments"),
-    Sign(
-        r"would exceed allowed memory",
-        "cudaMallocAsync",
-        "pytorch c10/cuda/CUDAMallocAsyncAllocator.cpp; strings of libc10_cuda (torch 2.15)",
-    ),
-    Sign(r"CUBLAS_STATUS_ALLOC_FAILED", "cuBLAS", "pytorch aten/src/ATen/cuda/CUDABlas.cpp: the workspace"),
-    Sign(
-        r"CUBLAS_STATUS_NOT_INITIALIZED when calling .?cublasCreate",
-        "cuBLAS",
-        "pytorch aten/src/ATen/cuda/CublasHandlePool.cpp: no room left for the handle",
+        r"\b(CUDA|HIP|XPU|MPS backend) out of memory|out of memory\. Try?(ied|ing) to allocate",
+        "any device, by PyTorch's allocator for it",
+        "pytorch c10/cuda/CUDACachingAllocator.cpp, ATen/mps/MPSAllocator.mm; torch_npu, torch_mlu, torch_musa, older "
+        "versions by types of their own; issues 138002 of pytorch/pytorch, 1324 of intel/torch-xpu-ops",
     ),
     Sign(
-        r"CU(SOLVER|SPARSE)_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED",
-        "cuSOLVER, cuSPARSE, cuFFT",
-        "status names in the public headers of these libraries",
+        r"\b(CUDA|HIP|MUSA|Triton) [^\n]{0,40}?\berror\b[^\n]{0,30}\bout of memory\b",
+        "what passes the allocator by: pinned memory, handles, kernels that are loaded",
+        "pytorch c10/cuda/CUDAException.cpp (older: 'cuda runtime error (2) : '); cusparseGetErrorString (12.7); "
+        "driver.c of triton 3.9, for NVIDIA and AMD; issue 82 of NVlabs/tiny-cuda-nn",
     ),
-    Sign(r"CUDNN_STATUS_ALLOC_FAILED", "cuDNN", "issue 151 of QwenLM/Qwen3-VL, together with the engine message"),
     Sign(
-        r"CUDNN_STATUS_\w*(HOST|DEVICE)_ALLOCATION_FAILED",
+        r"\b(cuda|hip|musa)Error(MemoryAllocation|OutOfMemory)|(CUDA|HIP|NVRTC|NVVM)_ERROR_OUT_OF_MEMORY",
+        "CUDA, HIP",
+        "names of error 2 in cuda.h and hip_runtime_api.h, of error 1 in nvrtc.h; seen from extensions",
+    ),
+    Sign(
+        r"memory mapping failed with OOM|would exceed allowed memory|ran out of memory outside|Error Memory Allocation",
+        "expandable segments, cudaMallocAsync, attention by cuDNN, CUTLASS",
+        "strings of libc10_cuda and libtorch_cuda (torch 2.15)",
+    ),
+    Sign(
+        r"_STATUS_\w*ALLOC(ATION)?_FAILED|FFT_ALLOC_FAILED|rocblas_status_memory_error|miopenStatusAllocFailed",
+        "cuBLAS, cuSOLVER, cuSPARSE, cuRAND, cuFFT, cuDNN, and those of HIP",
+        "status names in the public headers of these libraries; pytorch aten/src/ATen/cuda/CUDABlas.cpp: the workspace",
+    ),
+    Sign(
+        r"CUBLAS_STATUS_NOT_INITIALIZED when calling .?cublas(Lt)?Create"
+        r"|CUSOLVER_STATUS_(INTERNAL_ERROR|NOT_INITIALIZED), when calling .?cusolver\w*Create\b"
+        r"|CUSPARSE_STATUS_INSUFFICIENT_RESOURCES|insufficient resources when calling .?cusparse",
+        "cuBLAS, cuSOLVER, cuSPARSE",
+        "pytorch aten/src/ATen/cuda/CublasHandlePool.cpp, issue 13 of JIA-Lab-research/UVTR: no room for the handle; "
+        "cusparseGetErrorString (12.7), issue 38 of CUDALibrarySamples",
+    ),
+    Sign(
+        r"unable to find an engine to execute this computation|unable to find a valid cuDNN algorithm",
         "cuDNN",
-        "cuDNN 9, cudnn_graph.h: the finer names of the same failure",
+        "pytorch ATen/native/cudnn/Conv_v8.cpp ('FIND was', 'GET was'; no plan's workspace fits), Conv_v7.cpp; issue "
+        "101 of marqo-ai/marqo",
     ),
     Sign(
-        r"unable to find an engine to execute this computation",
-        "cuDNN",
-        "pytorch aten/src/ATen/native/cudnn/Conv_v8.cpp ('FIND was', 'GET was'); no plan's workspace fits",
-    ),
-    Sign(
-        r"unable to find a valid cuDNN algorithm",
-        "cuDNN",
-        "pytorch aten/src/ATen/native/cudnn/Conv_v7.cpp; issue 101 of marqo-ai/marqo",
-    ),
-    Sign(r"HIP out of memory", "HIP", "issue 138002 of pytorch/pytorch"),
-    Sign(r"HIP error: out of memory|hipErrorOutOfMemory", "HIP", "pytorch, the HIP form of CUDAException.cpp"),
-    Sign(
-        r"(HIPBLAS|HIPSOLVER|HIPSPARSE)_STATUS_ALLOC_FAILED|rocblas_status_memory_error|miopenStatusAllocFailed",
-        "HIP libraries",
-        "status names in the public headers of hipBLAS, rocBLAS and MIOpen",
-    ),
-    Sign(r"XPU out of memory", "XPU", "issue 1324 of intel/torch-xpu-ops"),
-    Sign(
-        r"(UR_RESULT|PI|ZE_RESULT)_ERROR_OUT_OF_(DEVICE_MEMORY|HOST_MEMORY|RESOURCES)",
+        r"_ERROR_OUT_OF_(DEVICE|HOST)_MEMORY|(UR_RESULT|PI|ZE_RESULT)_ERROR_OUT_OF_RESOURCES"
+        r"|Triton Error \[ZE\].* 0x7000000[23]\b",
         "XPU",
-        "issues 854 of intel-extension-for-pytorch, 1324 of torch-xpu-ops: memory was full",
+        "issues 854 of intel-extension-for-pytorch, 1324 of torch-xpu-ops: memory was full; numbers of ze_api.h",
     ),
-    Sign(r"MPS backend out of memory", "MPS", "pytorch aten/src/ATen/mps/MPSAllocator.mm; issue 7440 of ComfyUI"),
+    Sign(r"CallbackErrorOutOfMemory", "MPS", "Metal, kIOGPUCommandBufferCallbackErrorOutOfMemory of a command buffer"),
+    Sign(r"PT_DEVMEM Allocation failed", "HPU", "README of optimum-habana, on generating text; Lightning"),
+    Sign(r"Memory_Allocation_Failure\(EL0004\)|error code is 207001", "NPU", "CANN, as torch_npu passes it on"),
+    Sign(r"not enough GPU video memory available", "DirectML", "issue 579 of microsoft/DirectML"),
     Sign(
-        r"Cuda failure (\d+ )?'out of memory'|Failed to CUDA (host )?(calloc|alloc|malloc)",
-        "NCCL",
+        r"RESOURCE[_ ]EXHAUSTED: [\s\S]*?"
+        r"(out of memory (allocating|while|in memory space hbm)|attempting to (reserve|allocate))",
+        "XLA, TPU",
+        "issues 1735, 2569, 3470, 3532 of pytorch/xla; a kernel's vmem is not meant (issue 9524)",
+    ),
+    Sign(
+        r"(CUDA|HIP) failure (\d+ )?'out of memory'|Failed to (CUDA|HIP) (host )?(calloc|alloc|malloc)",
+        "NCCL, RCCL",
         "issue 1235 of NVIDIA/nccl; torch appends NCCL's last error to its own message",
     ),
     Sign(
-        r"DefaultCPUAllocator: can't allocate memory",
+        r"DefaultCPUAllocator: (can't allocate|not enough) memory|unable to mmap memory: you tried",
         "CPU",
-        "pytorch c10/core/impl/alloc_cpu.cpp on POSIX; raised here under RLIMIT_DATA",
-    ),
-    Sign(r"DefaultCPUAllocator: not enough memory", "CPU", "pytorch c10/core/impl/alloc_cpu.cpp on Windows"),
-    Sign(
-        r"unable to mmap .*cannot allocate memory",
-        "CPU",
-        "pytorch aten/src/ATen/MapAllocator.cpp: shared memory, as loaders use it",
+        "pytorch c10/core/impl/alloc_cpu.cpp on POSIX (raised here under RLIMIT_DATA) and Windows, MapAllocator.cpp",
     ),
     Sign(
-        r"could not create a primitive",
+        r"cannot allocate memory(?! *\w)|(</torch_|/dev/shm/)[^\n]*No space left on device",
+        "CPU, shared memory",
+        "ENOMEM's text, as in issue 87861 of pytorch/pytorch ('in static TLS block' is a library refused); "
+        "aten/src/ATen/MapAllocator.cpp, issue 20 of idiap/ESLAM; strings of libnccl (2.30)",
+    ),
+    Sign(
+        r"unable to allocate [\d.]+ \w+ for an array",
+        "NumPy",
+        "its MemoryError, as a loader's worker hands it on: RuntimeError (torch/_utils.py, ExceptionWrapper)",
+    ),
+    Sign(
+        r"could not (create|execute) a primitive|could not create a memory(?! descriptor)",
         "oneDNN",
-        "ResNet-18 under RLIMIT_DATA (torch 2.15); its longer form names the primitive's descriptor",
+        "ResNet-18 under RLIMIT_DATA (torch 2.15), also in a longer form; issue 914 of oneDNN: the scratchpad",
     ),
-    Sign(
-        r"could not create a memory(?! descriptor)",
-        "oneDNN",
-        "ResNet-18 under RLIMIT_DATA (torch 2.15); a descriptor is not memory, so its failure is not meant",
-    ),
-    Sign(r"could not execute a primitive", "oneDNN", "issue 914 of oneDNN: the scratchpad is taken at execution"),
     Sign(r"std::bad_alloc|\bbad allocation\b", "CPU", "C++ operator new, as torch passes it on (two spellings)"),
 )
 
@@ -183,9 +185,9 @@ def is_oom(exception: BaseException) -> bool:
     """Return whether the exception reports that memory ran out.
 
     True for torch.OutOfMemoryError, MemoryError and OSError with ENOMEM; for a RuntimeError (such as
-    torch.AcceleratorError) with a message from the table `OOM_SIGNS`; for a group of only such exceptions; and for an
-    exception that was raised *from* one of these, as wrappers around a step do. An exception raised while another was
-    handled (`__context__`) is a failure of its own. Errors raised by autoaccum itself never count.
+    torch.AcceleratorError) or OSError with a message from the table `OOM_SIGNS`; for a group of only such exceptions;
+    and for an exception that was raised *from* one of these, as wrappers around a step do. An exception raised while
+    another was handled (`__context__`) is a failure of its own. Errors raised by autoaccum itself never count.
 
     Args:
         exception: Any exception.
@@ -273,15 +275,17 @@ def _says_oom(exception: BaseException) -> bool:
         return True
     if isinstance(exception, BaseExceptionGroup):  # of losses or parts that run side by side
         return all(map(is_oom, exception.exceptions))
-    if isinstance(exception, OSError):
-        return exception.errno == errno.ENOMEM
+    if isinstance(exception, OSError):  # from a loader's worker it comes with its message alone
+        return exception.errno == errno.ENOMEM or (exception.errno is None and _says(exception, OOM_SIGNS))
     return _shows(exception, OOM_SIGNS)
 
 
 def _shows(exception: BaseException, signs: tuple[Sign, ...]) -> bool:
     # Native errors reach Python as RuntimeError. A ValueError or a user's own type with the same words does not report
     # a failed allocation.
-    if not isinstance(exception, RuntimeError):
-        return False
+    return isinstance(exception, RuntimeError) and _says(exception, signs)
+
+
+def _says(exception: BaseException, signs: tuple[Sign, ...]) -> bool:
     message = str(exception)
     return any(sign.matches(message) for sign in signs)

@@ -750,8 +750,9 @@ READ_ONLY = {
 
 
 def arguments_of(call):
-    """The names of a call's arguments."""
-    return [name for name in inspect.signature(call.signature).parameters if name != "self"]
+    """The names of a call's arguments; what takes any number of further ones only refuses them."""
+    parameters = inspect.signature(call.signature).parameters.items()
+    return [name for name, one in parameters if name != "self" and one.kind is not inspect.Parameter.VAR_POSITIONAL]
 
 
 def missing():

@@ -129,8 +129,9 @@ class Run:
             "val_loader": self.val_loader,
             "callbacks": [self.samples, *callbacks],
         }
+        target = None if "target_tokens" in self.changes else TARGET
         try:
-            self.result = autoaccum.fit(self.model, self.loader, TARGET, **arguments | self.changes | changes)
+            self.result = autoaccum.fit(self.model, self.loader, target, **arguments | self.changes | changes)
         finally:
             self.end = self.state()
         return self.result

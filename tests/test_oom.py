@@ -3,16 +3,17 @@
 import errno
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
+from autoaccum import is_oom
 from autoaccum._oom import (
     DEVICE_LOST_SIGNS,
     OOM_SIGNS,
     TOO_LARGE_SIGNS,
     first_line,
     is_device_lost,
-    is_oom,
     is_too_large,
     let_go,
 )
@@ -61,6 +62,47 @@ OOM_MESSAGES = [
     "could not execute a primitive",
     "std::bad_alloc",
     "bad allocation",
+    "NPU out of memory. Tried to allocate 20.00 MiB (NPU 0; 60.97 GiB total capacity; 59.8 GiB already allocated)",
+    "MLU out of memory. Tried to allocate 2.00 GiB. MLU 0 has a total capacity of 44.00 GiB",
+    "MUSA out of memory. Tried to allocate 1.00 GiB (GPU 0; 47.00 GiB total capacity)",
+    "C10 Out of Memory. Trying to allocate 4096 bytes",
+    "CUDA out of memory. Allocation was preemptively rejected because it would exceed the fraction",
+    "cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/generic/THCStorage.cu:58",
+    "CUDA runtime error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "Triton Error [HIP]:  Code: 2, Messsage: out of memory",
+    "Triton Error [ZE]: 0x70000003",
+    "Triton Error [ZE] /tmp/tmp1/main.cpp:197: ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
+    "CUDA failed with error out of memory",
+    "MUSA error: out of memory",
+    "hipErrorOutOfMemory",
+    "CUDA NVRTC error: NVRTC_ERROR_OUT_OF_MEMORY",
+    "CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY",
+    "CUDA error: out of memory when calling `cusparseCreate(handle)`",
+    "CUDA error: insufficient resources when calling `cusparseSpGEMM_workEstimation(handle, opA, opB)`",
+    "cuSPARSE: CUSPARSE_STATUS_INSUFFICIENT_RESOURCES",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(handle)`",
+    "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`",
+    "CURAND_STATUS_ALLOCATION_FAILED",
+    "hipfft error: HIPFFT_ALLOC_FAILED",
+    "rocblas_status_memory_error",
+    "cuDNN SDPA execution failed with error code 5: x\nCUDA ran out of memory outside PyTorch's allocator.",
+    "Got cutlass error: Error Memory Allocation failed at: 117",
+    "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)",
+    "[Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::939524096 (896)MB",
+    "call aclnnBatchMatMul failed, error code is 207001",
+    "[Error]: Memory_Allocation_Failure(EL0004): Failed to allocate memory requested by APP module.",
+    "Could not allocate tensor with 234881024 bytes. There is not enough GPU video memory available!",
+    "Bad StatusOr access: RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.",
+    "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 29.80G of 7.98G hbm.",
+    "Resource exhausted: From /job:tpu_worker/replica:0/task:0:\nAttempting to reserve 3.95G at the bottom of memory.",
+    "NCCL error: unhandled cuda error\nLast error:\nHIP failure 'out of memory'",
+    "$ Torch: unable to mmap memory: you tried to mmap 3GB.",
+    "mmap: Cannot allocate memory",
+    "Caught OSError in DataLoader worker process 0.\nOSError: [Errno 12] Cannot allocate memory",
+    "unable to write to file </torch_77_3625483894_1>: No space left on device (28)",
+    "NCCL error: system error\nError: failed to extend /dev/shm/nccl-z to 5 bytes, error: No space left on device (28)",
+    "Unable to allocate 256. PiB for an array with shape (288230376151711744,) and data type uint8",
 ]
 TOO_LARGE_MESSAGES = [
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
@@ -99,6 +141,23 @@ OTHER_MESSAGES = [
     "cuDNN error: CUDNN_STATUS_BAD_PARAM",
     "index 5 is out of bounds for dimension 0 with size 3",
     "my replay buffer is out of memory slots",
+    "the block table cannot allocate memory slots",
+    "out of resource: registers",
+    "Triton Error [CUDA]: invalid argument",
+    "CUDA error: too many resources requested for launch",
+    "CUDA error: no kernel image is available for execution on the device",
+    "XLA:TPU compile permanent error: RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem.",
+    "RESOURCE_EXHAUSTED: Received message larger than max (4194305 vs. 4194304)",
+    "libgomp.so.1: cannot allocate memory in static TLS block",
+    "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnSgetrf(handle, m, n)`",
+    "CUDA error: invalid value when calling `cusparseCreateCsr(descriptor)`",
+    "PytorchStreamWriter failed writing file data/3: file write failed",
+    "unable to write to file </checkpoints/last.pt>: No space left on device (28)",
+    "unable to open shared memory object </torch_77_1> in read-write mode: Too many open files (24)",
+    "received 0 items of ancdata",
+    "can't start new thread",
+    "no key 'memory' in the batch; the transformer's memory has 3 layers",
+    "Pin memory thread exited unexpectedly",
     "",
 ]
 
@@ -163,6 +222,46 @@ def test_every_row_has_an_origin_and_is_met_by_a_message(sign, messages):
 )
 def test_type_is_enough(exception):
     assert is_oom(exception)
+
+
+@pytest.mark.parametrize(
+    "exception",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.ENOSPC, "No space left on device", "/mnt/checkpoint.pt"),
+        OSError(errno.EMFILE, "Too many open files"),
+        OSError(errno.EAGAIN, "Resource temporarily unavailable"),
+        OSError("libgomp.so.1: cannot allocate memory in static TLS block"),
+        KeyError("memory"),
+        IndexError("index 5 is out of memory bounds"),
+    ],
+    ids=repr,
+)
+def test_other_shortage_is_no_lack_of_memory(exception):
+    assert not is_oom(exception)
+
+
+class Failing(torch.utils.data.Dataset):
+    """Fails as `how` says, in a worker."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        if self.how == "numpy":
+            return np.empty(2**58, dtype=np.uint8)
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+@pytest.mark.parametrize("how", ["numpy", "system"])
+def test_lack_of_memory_in_a_worker_of_a_loader_is_recognised(how):
+    with pytest.raises((RuntimeError, OSError)) as caught:
+        list(torch.utils.data.DataLoader(Failing(how), num_workers=1))
+
+    assert is_oom(caught.value)
 
 
 def test_accelerator_error_is_asked_by_its_message():

@@ -45,12 +45,13 @@ class Position:
         batches: Batches drawn in the epoch; 0 before it starts.
         used: Samples of the last batch that were used; 0 if all were, or none.
         put_back: Whether none of the last batch was used: it was drawn to see that it begins the next window.
+        behind: How many batches `loader_state` lies further back, which are drawn again.
         closed: Whether no window has followed the last epoch that is complete, including its evaluation.
         start: The random state before the epoch's iterator was created; None before the epoch starts.
         before_last: The random state before the last batch was drawn, if a part of that batch is left.
         generators: States of the loader's own generators before the epoch's iterator was created.
         loader_state: The `state_dict` of a loader that has one: before the last batch if a part of it is left, else
-            after it.
+            after it; or `behind` batches earlier.
         length: `len` of the loader; None if it has none.
         batch_size: `batch_size` of the loader; None if it has none.
     """
@@ -66,6 +67,7 @@ class Position:
     length: int | None = None
     batch_size: int | None = None
     put_back: bool = False
+    behind: int = 0
 
     @property
     def has_rest(self) -> bool:
@@ -100,9 +102,13 @@ class Track:
         self._start: RandomStates | None = None
         self._start_generators: tuple[torch.Tensor, ...] = ()
         self._before_last: RandomStates | None = None
-        self._state_before: Any = None
-        self._state_after: Any = None
+        # The newest one, and after which batch. Reading a state takes as long as loading a small batch (about 140
+        # microseconds for torchdata's), so it is done once a window and not for each batch.
+        self._state: Any = None
+        self._state_is_after = 0
         self._state_at_end: Any = None
+        self._ends_window_with_rest = False
+        self._is_at_end = False
 
     def __iter__(self) -> Self:
         return self
@@ -111,16 +117,26 @@ class Track:
         if self._waiting:
             return self._waiting.pop()
         if self._random is not None:
-            self._before_last, self._state_before = self._taken(), self._state_after
+            self._before_last = self._taken()
+        if self._ends_window_with_rest:
+            self._read_state()
         try:
             batch = next(self._batches)
         except StopIteration:
             # Kept separately: from this state, a loader starts the next epoch.
-            self._state_at_end = self._loader_state()
+            self._state_at_end, self._is_at_end = self._loader_state(), True
             raise
-        self._state_after = self._loader_state()
         self._drawn += 1
         return batch
+
+    def note_coming(self, samples: int, missing: int) -> None:
+        """Note what the next batch will probably be, so that a state is read before it where one will be needed.
+
+        Args:
+            samples: Its number of samples, as far as can be known: that of the last one.
+            missing: Number of samples that its window lacks.
+        """
+        self._ends_window_with_rest = samples > missing
 
     def begin(self, epoch: int) -> Self:
         """Start an epoch and return its batches."""
@@ -131,10 +147,11 @@ class Track:
                 self._start_workers_that_stay()
             self._start, self._start_generators = self._taken(), self._generator_states()
         self._batches = iter(self._loader)
+        self._is_at_end = self._ends_window_with_rest = False
         self._is_its_own_iterator = self._batches is self._loader
         if isinstance(self._loader, GeneratorType):
             _read_from.add(self._loader)
-        self._state_after = self._loader_state()
+        self._state, self._state_is_after = self._loader_state(), 0
         return self
 
     def _start_workers_that_stay(self) -> None:
@@ -157,6 +174,8 @@ class Track:
         used, put_back = window.used_of_last, bool(self._waiting)
         used = 0 if put_back else used
         has_rest = put_back or used > 0
+        if not has_rest and not self._is_at_end:  # where that of the end would begin the next epoch
+            self._read_state()
         return Position(
             self._epoch,
             self._drawn,
@@ -165,10 +184,11 @@ class Track:
             start=self._start,
             before_last=self._before_last if has_rest else None,
             generators=self._start_generators,
-            loader_state=self._state_before if has_rest else self._state_after,
+            loader_state=self._state,
             length=self._length,
             batch_size=self._batch_size,
             put_back=put_back,
+            behind=self._drawn - has_rest - self._state_is_after if self._keeps_state else 0,
         )
 
     def put_back(self, batch: Any) -> None:
@@ -234,7 +254,7 @@ class Track:
             self.begin(position.epoch)
         self._start, self._start_generators = position.start, position.generators
         if self._keeps_state:
-            self._drawn = whole
+            self._drawn = self._state_is_after = whole - position.behind
         while self._drawn < whole:
             self._draw_again(position)
         if position.has_rest:
@@ -303,6 +323,10 @@ class Track:
         with _refusals_told(self._loader):
             for generator, state in zip(self._generators, position.generators, strict=True):
                 generator.set_state(state)
+
+    def _read_state(self) -> None:
+        if self._state_is_after != self._drawn:
+            self._state, self._state_is_after = self._loader_state(), self._drawn
 
     def _loader_state(self) -> Any:
         if self._random is None or not self._keeps_state:

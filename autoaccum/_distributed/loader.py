@@ -337,7 +337,7 @@ def in_windows(position: Position, loader: DataLoader[Any], target_batch: int) -
         used += position.used - sizes[position.batches - 1]
     windows, rest = divmod(used, target_batch)
     state = {"source": source, "windows": windows + bool(rest), "weights": [(0, ())]}
-    return replace(position, used=0, before_last=None, loader_state=state)
+    return replace(position, used=0, before_last=None, loader_state=state, behind=0)
 
 
 def of_whole(position: Position, loader: Any, target_batch: int) -> Position:
@@ -379,6 +379,7 @@ def of_whole(position: Position, loader: Any, target_batch: int) -> Position:
         before_last=None if is_whole else start,
         generators=tuple(own),
         loader_state=None,
+        behind=0,
     )
 
 

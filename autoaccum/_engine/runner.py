@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autoaccum import _oom
-from autoaccum._arguments import shown
+from autoaccum._arguments import check_one_batch, shown
 from autoaccum._callbacks import check_callbacks
 from autoaccum._data.batches import KnownWindow, as_window
 from autoaccum._data.loader_checks import check_loader
@@ -466,12 +466,13 @@ class Runner(WindowRunner):
         """The gradient noise scale in samples; None as long as it has not been, or cannot be, measured."""
         return None if self._noise is None else self._noise.samples
 
-    def step(self, window: Any) -> StepReport:
+    def step(self, window: Any, *others: Any) -> StepReport:
         """Make one update from one window.
 
         Args:
             window: One batch, or a sequence of the loader's batches (what `autoaccum.windows` yields, a `Window`,
                 a list of batches). It need not have the plan's number of samples.
+            others: None; inputs and targets are one batch, a pair.
 
         Returns:
             What was done. Reading `report.loss` waits for the device.
@@ -486,6 +487,7 @@ class Runner(WindowRunner):
                 errors of callbacks, and interrupts, that come after the update are raised unchanged, with a note
                 that says so.
         """
+        check_one_batch("step", others)
         known = self._engine.steady.knows(window)
         part = KnownWindow(window) if known else as_window(window, self._step.objective.split)
         while True:

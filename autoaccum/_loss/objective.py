@@ -25,7 +25,7 @@ from autoaccum._data.numbers import spelled
 from autoaccum._data.pieces import weigher_of
 from autoaccum._data.random_state import RandomState
 from autoaccum._data.splits import Along, ByDefault, check_split
-from autoaccum._loss import divisor, weighting
+from autoaccum._loss import calling_conventions, divisor, weighting
 from autoaccum._loss.closures import Closure
 from autoaccum._loss.counting import is_pair, tallies_of, target_tensors
 from autoaccum._loss.loss_entries import TOTAL, Entries
@@ -570,7 +570,7 @@ class Objective:
         elif isinstance(batch, _PAIRS) and len(batch) == _PAIR:
             if isinstance(self._loss, weighting.ELEMENTWISE):
                 _check_same_shape(outputs, batch[1], type(self._loss).__name__)
-            raw = self._loss(outputs, batch[1])  # type: ignore[operator]
+            raw = self._called(outputs, batch[1])
         else:
             raw = self._loss_of_batch(outputs, batch)
         # Asking whether a tensor is a Mapping is slow.
@@ -621,7 +621,17 @@ class Objective:
                 f"{type(self._loss).__name__} needs targets, but a batch of type {type(batch).__name__} is not an "
                 "(inputs, targets) pair; pass loss=lambda outputs, batch: ... to select them"
             )
-        return self._loss(outputs, batch)  # type: ignore[operator,misc]
+        return self._called(outputs, batch)
+
+    def _called(self, outputs: Any, targets: Any) -> Any:
+        assert callable(self._loss)
+        try:
+            return self._loss(outputs, targets)
+        except TypeError as error:
+            explained = calling_conventions.explain_single(error, self._loss, outputs)
+            if explained is None:
+                raise
+            raise explained from error
 
     def _own_or_default(self, outputs: Any, batch: Any) -> Any:
         own = _own_loss(outputs)
@@ -644,13 +654,22 @@ class Objective:
 
     def _by_convention(self, batch: Any) -> Any:
         model = self.model
+        inputs: list[Any] = []
+        entries: dict[str, Any] = {}
         if isinstance(batch, _PAIRS) and len(batch) == _PAIR:
-            return model(batch[0])
-        if isinstance(batch, Mapping):
-            if self._loss is None or self._accepted is None:
-                return model(**batch)
-            return model(**{name: value for name, value in batch.items() if name in self._accepted})
-        return call_with(model, batch)
+            inputs = [batch[0]]
+        elif isinstance(batch, Mapping):
+            accepted = None if self._loss is None else self._accepted
+            entries = {name: batch[name] for name in batch if accepted is None or name in accepted}
+        else:
+            return call_with(model, batch)
+        try:
+            return model(*inputs, **entries)
+        except TypeError as error:
+            explained = calling_conventions.explain_model(error, model, batch, inputs, entries)
+            if explained is None:
+                raise
+            raise explained from error
 
 
 def check_loss_reduction(loss_reduction: object) -> None:
@@ -674,7 +693,13 @@ def _said_by(loss_reduction: str | None, split: Split | None) -> Weighting | Non
 
 def _one_of_several(name: str, loss: Loss) -> Callable[[Objective, Any], tuple[dict[str, Any], Any]]:
     def run(objective: Objective, batch: Any) -> tuple[dict[str, Any], Any]:
-        raw = loss(objective.model, batch)
+        try:
+            raw = loss(objective.model, batch)
+        except (AttributeError, TypeError) as error:
+            explained = calling_conventions.explain_list(error, loss, objective.model, batch)
+            if explained is None:
+                raise
+            raise explained from error
         return (
             {f"{name}/{key}": value for key, value in raw.items()} if isinstance(raw, Mapping) else {name: raw}
         ), None
@@ -688,10 +713,12 @@ def _check_loss(loss: object) -> None:
             raise InvalidInputError(f"loss={shown(loss)}: a list of losses must hold callables of (model, batch)")
         for one in loss:
             check_function("loss", one, "model, batch")
+        calling_conventions.check_list(loss)
     elif loss is not None and not callable(loss):
         raise InvalidInputError(f"loss={shown(loss)} cannot be called; pass a torch.nn loss, a function or a list")
     elif loss is not None:
         check_function("loss", loss, "outputs, targets")
+        calling_conventions.check_single(loss)
 
 
 def no_gradient(names: Iterable[str]) -> InvalidInputError:

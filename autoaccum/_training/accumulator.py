@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from autoaccum._arguments import check_bool, check_choice, check_function
+from autoaccum._arguments import check_bool, check_choice, check_function, check_one_batch
 from autoaccum._callbacks import check_callbacks
 from autoaccum._data.batches import KnownWindow, as_window
 from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
@@ -218,7 +218,7 @@ class Accumulator:
         """The gradient noise scale in samples; None as long as it has not been, or cannot be, measured."""
         return None if self._noise is None else self._noise.samples
 
-    def backward(self, batch: Any, *, keep: str | None = None) -> BackwardReport:
+    def backward(self, batch: Any, *others: Any, keep: str | None = None) -> BackwardReport:
         """Add the gradient of a batch to `.grad`, as one backward pass of the whole batch would.
 
         Under torchrun, every process calls it with its own part of the batch, and all get the gradient of the whole.
@@ -226,6 +226,7 @@ class Accumulator:
         Args:
             batch: One batch, of any size, or a sequence of batches that belong together (what `autoaccum.windows`
                 yields).
+            others: None; inputs and targets are one batch, a pair.
             keep: "outputs" to return what the model, or the closure as "outputs", returned for each micro-batch; None
                 for nothing.
 
@@ -239,6 +240,12 @@ class Accumulator:
             DeviceLostError: This process can no longer use the device.
             RankFailedError: Another process of this training failed.
         """
+        check_one_batch("backward", others)
+        if isinstance(batch, torch.Tensor) and not batch.dim():
+            raise InvalidInputError(
+                "backward takes the batch, and got a tensor of one number; pass the batch that its loss is of, since "
+                "the forward pass and the loss are computed in micro-batches: backward(batch)"
+            )
         step = self._step
         if keep is not None:
             check_choice("keep", keep, _KEEP)

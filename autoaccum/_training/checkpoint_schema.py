@@ -218,6 +218,7 @@ def _check_position(position: Any, like: RandomStates, own_count: int) -> None:
     whole(position["epoch"], "epoch", least=1)
     whole(position["batches"], "batches", most=_MOST_SAMPLES)
     whole(position["used"], "used", most=_MOST_SAMPLES)
+    whole(position.get("behind", 0), "behind", most=position["batches"])
     for name in ("closed", "put_back"):
         need(type(position.get(name, False)) is bool, name, "is neither true nor false")
     has_rest = position["used"] or position.get("put_back", False)

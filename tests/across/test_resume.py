@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import BatchSampler as TorchBatchSampler
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
 
 import autoaccum
 import warm
@@ -553,6 +553,66 @@ def test_stateful_loader_is_not_wound(tmp_path):
     Run(checkpoint=tmp_path, **options).fit()
 
     assert CountedData.drawn == SAMPLES - 4 * 12 + 6  # the rest, and the used part of the batch that window 4 began
+
+
+class Stateful:
+    """Counts how often it is asked for its state; its batches are of these sizes."""
+
+    def __init__(self, sizes, data):
+        self.sizes, self.data = sizes, data
+        self.at = self.asked = 0
+
+    def __iter__(self):
+        at, self.at = self.at, 0
+        for place, size in enumerate(self.sizes):
+            if place < at:
+                continue
+            self.at = place + 1
+            start = sum(self.sizes[:place])
+            yield default_collate([self.data[index] for index in range(start, start + size)])
+        self.at = 0
+
+    def state_dict(self):
+        self.asked += 1
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def one_for_each(batch):
+    return torch.ones(len(batch[0]), dtype=torch.long)
+
+
+UNEVEN = (1, 20, 1, 7, 2, 2, 1, 14, 2)
+OF_TOKENS = {"target_tokens": 12, "tokens": one_for_each, "lengths": one_for_each, "micro_batch": 30}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, OF_TOKENS, {"last_window": "drop"}],
+    ids=["samples", "tokens", "drop"],
+)
+@pytest.mark.parametrize("sizes", [(1,) * SAMPLES, (7,) * 7 + (1,), (4,) * 12 + (2,), UNEVEN], ids=str)
+def test_state_of_a_loader_is_asked_for_once_a_window_at_most(tmp_path, sizes, options):
+    assert sum(sizes) == SAMPLES
+    run = Run(checkpoint=tmp_path, loader=lambda: Stateful(sizes, Noisy()), epochs=1, val_loader=None, **options)
+
+    result = run.fit()
+
+    # Beside that at the beginning and the end, and one of a last batch that was shorter than those before.
+    assert run.loader.asked <= result.steps + 4
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, STEPS_PER_EPOCH, 7])
+@pytest.mark.parametrize(
+    "options",
+    [{}, OF_TOKENS],
+    ids=["samples", "tokens"],
+)
+@pytest.mark.parametrize("sizes", [(4,) * 12 + (2,), UNEVEN], ids=["even", "uneven"])
+def test_loader_with_a_state_and_batches_of_any_size_goes_on(tmp_path, sizes, options, step):
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, step, loader=lambda: Stateful(sizes, Noisy()), **options)
 
 
 def test_stateful_loader_with_workers_gives_the_rest_of_the_epoch(tmp_path):

@@ -64,24 +64,32 @@ def test_norm_is_measured_without_clipping_and_changes_nothing():
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
-def test_infinite_norm_that_is_only_measured_leaves_other_gradients_alone():
+@pytest.mark.parametrize("start", [0.0, 1e-30], ids=["infinite gradient", "norm beyond float32"])
+def test_infinite_norm_that_is_only_measured_leaves_other_gradients_alone(start):
     class TwoParts(nn.Module):
         def __init__(self):
             super().__init__()
-            self.good, self.bad = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
+            self.good, self.bad = nn.Parameter(torch.ones(1)), nn.Parameter(torch.full((1,), start))
 
         def forward(self, inputs):
-            return self.good * inputs[:, 0] + self.bad * inputs[:, 1]
+            return self.good * inputs[:, 0] + 1e15 * self.bad.sqrt() * inputs[:, 1]
 
     model = TwoParts()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    settings = {"loss": lambda outputs, batch: outputs, "device": "cpu", "clip_grad_norm": math.inf}
-    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(4, 4), **settings)
+    runner = autoaccum.Runner(
+        model,
+        optimizer,
+        autoaccum.plan(4, 3),
+        loss=lambda outputs, batch: outputs,
+        device="cpu",
+        clip_grad_norm=math.inf,
+    )
 
-    report = runner.step(torch.tensor([1.0, 3e38]).expand(4, 2) * 1.0)
+    report = runner.step(torch.tensor([0.25, 1.0]).expand(4, 2) * 1.0)
 
-    assert report.grad_norm == float("inf")  # whose square is not a number of float32
-    assert model.good.item() == 0.0
+    assert report.grad_norm == math.inf
+    assert model.good.item() == 0.75
+    assert not model.bad.isnan().any()
 
 
 def test_report_says_the_learning_rates_of_its_update():

@@ -71,6 +71,12 @@ LACK = {
         + "RuntimeError: Caught RuntimeError in DataLoader worker process 0.\nOriginal "
         + traceback("RuntimeError: [enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory"),
     ),
+    "a worker of a loader, whose system has none left": (
+        1,
+        OPENED
+        + "OSError: Caught OSError in DataLoader worker process 0.\nOriginal "
+        + traceback("OSError: [Errno 12] Cannot allocate memory"),
+    ),
     "a process of torch.multiprocessing.spawn": (
         1,
         OPENED
