@@ -27,6 +27,8 @@ _VERSION = attrgetter("_version")
 # Kernels like BatchNorm's write their statistics without changing the version counter, so small buffers are copied
 # every time. Larger ones (masks, position tables) are seldom statistics.
 _SMALL_ELEMENTS = 65_536
+# Frozen parameters of so many bytes are copied before the first window, of more if they do not exceed the others.
+_FEW_BYTES = 64 * 2**20
 # Elements whose sum is taken at once on the CPU: their copies in double precision take 2 MiB.
 _SUMMED_AT_ONCE = 2**18
 
@@ -122,7 +124,9 @@ class Savepoint:
     def restore(self) -> None:
         """Restore the state; `damage` tells what could not be."""
         with torch.no_grad():
+            self._made = set()
             for table, kept in zip(self._tables, self._kept, strict=True):
+                self._made |= {(id(table), name) for name in table.keys() - kept.keys()}
                 table.clear()
                 table.update(kept)
             for _, tensor, copy in self._copies():
@@ -148,10 +152,10 @@ class Savepoint:
         return self._names(moved)
 
     def damage(self) -> list[str]:
-        """Return the names of what has changed since `take` and was not copied, once the state is restored."""
+        """Return the names of what cannot be restored, once all else is: what was not copied, or made meanwhile."""
         known = set(map(id, self._tables))
         with torch.no_grad():
-            keys = self._moved_of_watched()
+            keys = self._moved_of_watched() | self._made
         for module in self._modules:
             for part in module.modules():
                 if id(part._buffers) not in known:
@@ -193,11 +197,16 @@ class Savepoint:
         self._arranged = copies_all
 
     def _sort_parameters(self, parameters: Sequence[nn.Parameter], *, copies_all: bool) -> None:
-        frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-        frozen_bytes = sum(parameter.nbytes for parameter in frozen)
+        frozen, trained = (
+            sum(parameter.nbytes for parameter in parameters if parameter.requires_grad is is_trained)
+            for is_trained in (False, True)
+        )
         # A momentum encoder is as large as what it follows; the frozen base of an adapter may not fit twice.
-        copies_all = copies_all and 2 * frozen_bytes <= sum(parameter.nbytes for parameter in parameters)
+        copies_all = copies_all and frozen <= max(trained, _FEW_BYTES)
         for parameter in parameters:
+            if parameter._post_accumulate_grad_hooks:  # of an optimizer that steps there, whose state is not saved
+                self._watched.append((id(parameter), parameter))
+                continue
             self._sort(id(parameter), parameter, copies=copies_all and not parameter.requires_grad)
 
     def _sort(self, key: Any, tensor: Tensor, *, copies: bool) -> None:
@@ -239,10 +248,14 @@ class Savepoint:
         return {key for (key, _), is_moved in zip(self._watched, are_moved, strict=True) if is_moved}
 
     def _names(self, keys: set[Any]) -> list[str]:
+        names_in: dict[int, list[str]] = defaultdict(list)
+        for key in keys:
+            if isinstance(key, tuple):
+                names_in[key[0]].append(key[1])
         found: dict[Any, str] = {}  # a shared one once
         for module in self._modules:
             for path, part in module.named_modules():
-                names = [name for name in part._buffers if (id(part._buffers), name) in keys]
+                names = names_in[id(part._buffers)]
                 names += [name for name, parameter in part._parameters.items() if id(parameter) in keys]
                 found |= {(id(part), name): f"{path}.{name}" if path else name for name in names}
         return list(found.values()) or ["a tensor that is none of the model's"] * bool(keys)
@@ -277,17 +290,20 @@ def _write(tensor: Tensor, copy: Tensor) -> None:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """Return a sum that cheaply shows whether a tensor is unchanged, also by writes through `.data`."""
+    """Return two sums that cheaply show whether a tensor is unchanged, also by writes through `.data`.
+
+    One is of all elements; gradients of a last layer add up to 0, so the other is of their squares, or of every third.
+    """
     tensor = tensor.detach()
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return torch.stack([_sum(getattr(tensor, name)).double().cpu() for name in names]).sum()
+        return torch.stack([_sum(getattr(tensor, name)).double().cpu() for name in names]).sum(0)
     if tensor.layout is not torch.strided:
         return torch.tensor(float(tensor._version))
-    if not tensor.is_floating_point() or tensor.device.type == "mps":  # MPS has no double precision
-        return tensor.sum()
-    if tensor.device.type != "cpu" or tensor.numel() <= _SUMMED_AT_ONCE:
-        return tensor.sum(dtype=torch.float64)
-    # On the CPU, summing in another type first makes a copy in that type.
-    pieces = torch.split(tensor, max(1, _SUMMED_AT_ONCE * len(tensor) // tensor.numel()))
-    return torch.stack([_sum(piece) if len(pieces) > 1 else _sum(piece[0]) for piece in pieces]).sum()
+    if not tensor.is_floating_point():
+        return torch.stack([tensor.sum(), tensor.flatten()[::3].sum()])
+    # On the CPU, summing in another type first makes a copy in that type; MPS has no double precision.
+    kind = torch.float32 if tensor.device.type == "mps" else torch.float64
+    pieces = tensor.flatten().split(_SUMMED_AT_ONCE) if tensor.device.type == "cpu" else [tensor]
+    sums = [torch.stack([piece.sum(dtype=kind), torch.linalg.vector_norm(piece, dtype=kind)]) for piece in pieces]
+    return torch.stack(sums).sum(0)

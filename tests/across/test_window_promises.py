@@ -100,16 +100,14 @@ class Counts(nn.Module):
 
 
 LARGE, SMALL = (256, 1024), (3, 3)
-FIRST_COPY = later("large buffers written through .data go back to what they were in the first window")
-NO_COPY = later("parameters that the model writes are not copied before the first window")
 MOVES = [
     pytest.param("buffer", SMALL, 0, id="small buffer, window 1"),
     pytest.param("buffer", SMALL, 9, id="small buffer, window 10"),
     pytest.param("buffer", LARGE, 0, id="large buffer, window 1"),
-    pytest.param("buffer", LARGE, 9, id="large buffer, window 10", marks=FIRST_COPY),
-    pytest.param("frozen parameter", SMALL, 0, id="small parameter, window 1", marks=NO_COPY),
+    pytest.param("buffer", LARGE, 9, id="large buffer, window 10"),
+    pytest.param("frozen parameter", SMALL, 0, id="small parameter, window 1"),
     pytest.param("frozen parameter", SMALL, 9, id="small parameter, window 10"),
-    pytest.param("frozen parameter", LARGE, 0, id="large parameter, window 1", marks=NO_COPY),
+    pytest.param("frozen parameter", LARGE, 0, id="large parameter, window 1"),
     pytest.param("frozen parameter", LARGE, 9, id="large parameter, window 10"),
 ]
 
@@ -154,7 +152,7 @@ def assert_put_back_or_told(train, name):
     assert name in told if off is None else not off.any()
 
 
-@pytest.mark.parametrize("before", [0, pytest.param(2, marks=FIRST_COPY)])
+@pytest.mark.parametrize("before", [0, 2])
 def test_quantised_weights_that_move_are_put_back_or_told_of(before, lack):
     model = Counts("quantised", LARGE, lack)
     runner = runner_of(model)
@@ -191,7 +189,7 @@ class Lazy(nn.Module):
     "how",
     [
         "None",
-        pytest.param("registered, and noted in an attribute", marks=later("the buffer is removed and the note stays")),
+        "registered, and noted in an attribute",
     ],
 )
 def test_buffer_that_is_made_in_the_failing_pass_is_made_again_or_told_of(how, lack):
@@ -206,7 +204,6 @@ def test_buffer_that_is_made_in_the_failing_pass_is_made_again_or_told_of(how, l
     assert_put_back_or_told(train, "codes")
 
 
-@later("what was written is not named, or is done twice without a word")
 @pytest.mark.parametrize("before", [0, 2])
 def test_pass_that_fails_after_an_optimizer_stepped_in_it_is_told_as_damage_and_not_repeated(before, lack):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
@@ -241,7 +238,6 @@ class Noisy(nn.Linear):
         return super().forward(inputs + torch.randn(inputs.shape, generator=self.noise))
 
 
-@later("Runner.evaluate saves the global generators alone")
 def test_evaluation_leaves_a_modules_own_generator_where_it_was():
     model = Noisy()
     runner = runner_of(model)
@@ -273,7 +269,6 @@ def two_heads():
     return model, runner_of(model, optimizer=torch.optim.Adam(groups, 0.1, foreach=False))
 
 
-@later("a step is known by the number of its gradients, not by which")
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, ValueError])
 def test_step_that_makes_state_for_another_head_is_undone_when_it_fails(kind, lack, monkeypatch):
     (model, runner), (undisturbed, other) = two_heads(), two_heads()
@@ -313,9 +308,6 @@ def test_infinite_norm_to_clip_to_measures_and_never_multiplies():
 # --- what is counted once ---------------------------------------------------------------------------------------------
 
 
-UNSEEN = later("a metric that the loss or closure holds counts what is only tried, and what failed")
-
-
 class Counting(nn.Module):
     """Counts the samples that it is trained on in a metric."""
 
@@ -341,7 +333,7 @@ def counting_loss(lack):
     return loss, metric
 
 
-@pytest.mark.parametrize("held", [pytest.param("by the loss", marks=UNSEEN), "by the model"])
+@pytest.mark.parametrize("held", [pytest.param("by the loss"), "by the model"])
 def test_metric_counts_each_sample_of_a_runner_once(held, lack):
     loss, metric = counting_loss(lack)
     model = nn.Linear(4, 3)
@@ -358,7 +350,7 @@ def test_metric_counts_each_sample_of_a_runner_once(held, lack):
     assert metric.compute() == 4 * 13
 
 
-@pytest.mark.parametrize("held", [pytest.param("by the closure", marks=UNSEEN), "by the model"])
+@pytest.mark.parametrize("held", [pytest.param("by the closure"), "by the model"])
 def test_metric_counts_each_sample_of_an_accumulator_once(held, lack):
     metric, model = torchmetrics.SumMetric(), nn.Linear(4, 3)
     if held == "by the model":
@@ -381,7 +373,7 @@ def test_metric_counts_each_sample_of_an_accumulator_once(held, lack):
     assert metric.compute() == 4 * 13
 
 
-@pytest.mark.parametrize("held", [pytest.param("by the loss", marks=UNSEEN), "by the model"])
+@pytest.mark.parametrize("held", [pytest.param("by the loss"), "by the model"])
 def test_metric_counts_each_sample_of_fit_once(held, lack):
     loss, metric = counting_loss(lack)
     model = nn.Linear(4, 3)
@@ -397,7 +389,6 @@ def test_metric_counts_each_sample_of_fit_once(held, lack):
     assert (result.steps, metric.compute()) == (4, 4 * 13)
 
 
-@later("the state is copied with each batch")
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_loader_that_keeps_its_state_is_asked_for_it_once_a_window_at_most(tmp_path):
     class Asked(StatefulDataLoader):
@@ -435,7 +426,6 @@ def of_window(model, loss, micro_batch=4):
     return runner_of(model, micro_batch=micro_batch, loss=loss, loss_scope="window")
 
 
-@later("the term silently has no gradient")
 def test_loss_over_the_window_that_reads_a_term_off_the_model_is_refused():
     model = Experts()
     runner = of_window(
@@ -491,7 +481,6 @@ def with_accumulator(model, batch, **options):
 ENTRIES = {"Runner": with_runner, "fit": with_fit, "Accumulator": with_accumulator}
 
 
-@later("an error of the loss itself, in the middle of the first pass")
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_list_of_losses_of_outputs_is_refused_before_training(entry):
     model = nn.Linear(4, 3)
@@ -504,7 +493,6 @@ def test_list_of_losses_of_outputs_is_refused_before_training(entry):
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-@later("Python's error of the call")
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_mapping_for_a_model_that_takes_one_tensor_is_refused(entry):
     model = nn.Sequential(nn.Linear(4, 3))
@@ -517,7 +505,6 @@ def test_mapping_for_a_model_that_takes_one_tensor_is_refused(entry):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@later("Python's error of the call")
 def test_inputs_and_targets_as_two_arguments_of_backward_are_refused():
     model = nn.Sequential(nn.Linear(4, 3))
     accumulator = autoaccum.Accumulator(model, loss=nn.CrossEntropyLoss(), device="cpu")
@@ -585,7 +572,6 @@ def test_remedies_for_a_loss_over_the_window_that_does_not_fit_are_options_of_wh
     assert unknown_options(str(caught.value), entry) == set()
 
 
-@later("the second failure ends the run")
 def test_sample_that_fitted_before_may_fail_twice_in_a_row(lack):
     model = nn.Linear(4, 3)
     model.register_forward_pre_hook(lack)
