@@ -196,7 +196,8 @@ class GradientStep:
 
     def holds_gradients(self) -> bool:
         """Whether any parameter has a gradient."""
-        return any(gradient is not None for gradient in map(_GRADIENT, self.parameters))
+        # Lists compare by identity first, so nothing else is looked at where all are None.
+        return list(map(_GRADIENT, self.parameters)) != [None] * len(self.parameters)
 
     def accumulate(self, batch: Any, samples: int, factors: Factors, into: Accumulated) -> None:
         """Run one micro-batch forward and backward, adding to the gradients.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
 
 
-_VERSION = attrgetter("_version")
+_GRADIENT, _VERSION = attrgetter("grad"), attrgetter("_version")
 # What a scaler gives a fused optimizer for the length of a step.
 _GIVEN_BY_SCALER = ("grad_scale", "found_inf")
 
@@ -71,11 +71,11 @@ class _Ready:
     """Preparations for the next optimizer step.
 
     Attributes:
-        key: The parameters that have a gradient, if the step is to be measured; None if it is not.
+        key: Which parameters have a gradient, if the step is to be measured; None if it is not.
         copy: Copy of what the optimizer will write; None if version counters have to show what was written.
     """
 
-    key: tuple[int, ...] | None = None
+    key: tuple[bool, ...] | None = None
     copy: OptimizerCopy | None = None
 
 
@@ -95,6 +95,7 @@ class Updates:
 
     Attributes:
         weights: Keeps weights in bf16; None if they are left as they are.
+        has_other_gradients: Whether the last update had gradients of other parameters than the one before.
         made: Number of updates made. It rises as soon as the optimizer has stepped, whatever fails after that: a window
             that has raised it must never be retried.
     """
@@ -113,7 +114,9 @@ class Updates:
         self._memory = memory
         self._clip_grad_norm = clip_grad_norm
         self._stage = stage
-        self._needs: dict[tuple[int, ...], _Need] = {}  # by the parameters that have a gradient
+        self._needs: dict[tuple[bool, ...], _Need] = {}  # by which parameters have a gradient
+        self._last: tuple[bool, ...] = ()
+        self.has_other_gradients = False
         self._ready: _Ready | None = None
         self.weights: Bf16Weights | None = None
         self.made = 0
@@ -154,9 +157,11 @@ class Updates:
         held = self._held()
         if more:
             coming = set(map(id, more))
-            key = tuple([id(p) for p in held if p.grad is not None or id(p) in coming])
+            key = tuple([parameter.grad is not None or id(parameter) in coming for parameter in held])
         else:
-            key = tuple([id(p) for p in held if p.grad is not None])
+            key = tuple([gradient is not None for gradient in map(_GRADIENT, held)])
+        self.has_other_gradients = key != self._last
+        self._last = key
         need = self._needs.get(key)
         if need is not None and self._count_states() >= need.states:
             if need.transient_bytes:

@@ -178,6 +178,8 @@ class WindowRunner:
             elapsed_s = time.perf_counter() - started
             if part.samples:
                 self._engine.complete(elapsed_s)
+            if step.updates.has_other_gradients:  # some are trained that were not, or the reverse
+                self._engine.steady.void()
             return self._report(reduced, update, elapsed_s)
         except BaseException as error:  # after the update there is no way back
             if self._is_made():

@@ -171,6 +171,7 @@ class Savepoint:
         self._single: list[_Saved] = []
         self._watched: list[tuple[Any, Tensor]] = []
         self._kept = [dict(table) for table in self._tables]
+        self._filled = [table for table in self._tables if table]
         self._in_tables = self._now_in_tables()
         small: dict[Any, list[tuple[Any, Tensor]]] = defaultdict(list)
         for table in self._tables:
@@ -223,7 +224,7 @@ class Savepoint:
         return are_same and self._now_at() == self._small_at
 
     def _now_in_tables(self) -> list[Tensor | None]:
-        return list(chain.from_iterable(map(dict.values, self._tables)))
+        return list(chain.from_iterable(map(dict.values, self._filled)))
 
     def _now_at(self) -> list[int]:
         return [address for small in self._small for address in map(Tensor.data_ptr, small.tensors)]

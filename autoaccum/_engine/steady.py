@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from autoaccum._engine.gradients import Given, Parts
 from autoaccum._engine.phases import Phase
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from autoaccum._records import Plan
     from autoaccum._sizing.sizing import Sizing
 
-_IS_TRAINED = attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 # Windows of one structure that take the careful path: the first, second, fourth, ..., and then now and then.
 _LAST_POWER = 1024
@@ -78,7 +78,10 @@ class SteadyPath:
         self._known: dict[Hashable, _Known] = {}
         self._now = _Known()
         self.is_due = True
-        self._state: tuple[Any, ...] | None = None  # what must not have changed
+        # What must not have changed: None for what is not known.
+        self._state: tuple[Any, ...] | None = None
+        self._hooked: list[bool] = []
+        self._handles = 0
 
     # --- which path a window takes ------------------------------------------------------------------------------------
 
@@ -87,7 +90,7 @@ class SteadyPath:
         known = self._now = self._known.setdefault(window.structure(), _Known())
         number = known.windows = known.windows + 1
         self.is_due = number % _EVERY == 0 or (number & (number - 1) == 0 and number <= _LAST_POWER)
-        if self.state() != self._state:
+        if self._has_changed():
             self._state, self.is_due = None, True
         return not self.is_due and known.name is not None and not self._sizing.is_learning
 
@@ -102,7 +105,7 @@ class SteadyPath:
         may = is_plain and self._step.passes is None and not self._step.keeps_outputs and objective.is_settled
         self._now.name = next(iter(given.parts)) if may else None
         self._now.tensors = self._now.plan = None
-        self._state = self.state()
+        self._state, self._hooked, self._handles = self._now_in_force(), self._are_hooked(), RemovableHandle.next_id
         if may:
             batch = window.plain_batch()
             self._now.tensors = None if batch is None else _kinds(batch)
@@ -124,20 +127,33 @@ class SteadyPath:
             and _kinds(batch) == tensors
         )
 
-    def state(self) -> tuple[Any, ...]:
-        """Return what voids what careful windows saw when it changes."""
+    def void(self) -> None:
+        """Take the careful path with the next window, whatever its structure."""
+        self._state = None
+
+    def _has_changed(self) -> bool:
+        """Whether what careful windows saw may not hold any more."""
+        if self._state is None or self._now_in_force() != self._state:
+            return True
+        handles = RemovableHandle.next_id
+        if handles != self._handles:  # somewhere a hook was registered
+            self._handles = handles
+            return self._are_hooked() != self._hooked
+        return False
+
+    def _now_in_force(self) -> tuple[Any, ...]:
         step = self._step
-        parameters = step.parameters
         return (
             [list(map(id, group["params"])) for group in step.groups],
-            list(map(_IS_TRAINED, parameters)),
-            [any(map(hooks, parameters)) for hooks in _HOOKS],
             self._objective.model.training,
             self._objective.settings(),
             torch.is_autocast_enabled(step.memory.device.type),
             id(step.scale),
             step.keeps_outputs,
         )
+
+    def _are_hooked(self) -> list[bool]:
+        return [any(map(hooks, self._step.parameters)) for hooks in _HOOKS]
 
     # --- a window -----------------------------------------------------------------------------------------------------
 

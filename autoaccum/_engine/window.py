@@ -49,7 +49,7 @@ _TRIES = 2
 # The most parameters or buffers that an error names.
 _NAMED = 3
 # Seconds from which saving the random state of Python and NumPy, which takes 42 microseconds, is not worth leaving out.
-_LONG_S = 0.01
+_LONG_S = 0.05
 # What BatchNorm says of a single value per channel.
 _REFUSES_ONE = "Expected more than 1 value per channel"
 
