@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autoaccum import _oom
@@ -514,6 +515,8 @@ class Runner(WindowRunner):
     def evaluate(self, loader: Iterable[Any]) -> float:
         """Return the mean loss over a loader's samples, each counted once, without touching the training.
 
+        Random state, also that of generators which modules hold, is as before it afterwards, and after an error.
+
         Raises:
             InvalidInputError: The loader yields nothing, or the model returns no loss in evaluation mode.
             DoesNotFitError: Not even one sample at a time fits.
@@ -524,8 +527,13 @@ class Runner(WindowRunner):
         memory = self._step.memory
         before = RandomState(memory.device, self._step.objective.modules, used_by(self._step.objective.functions))
         before.take()
-        with self._limit.in_force(), self._savings.in_force():
-            loss = self._evaluator.run(drawn(loader, memory), trained_size=self.plan.micro_batch).loss
+        try:
+            with self._limit.in_force(), self._savings.in_force():
+                loss = self._evaluator.run(drawn(loader, memory), trained_size=self.plan.micro_batch).loss
+        except BaseException:
+            with suppress(RuntimeError):  # the device may be lost, and its generator with it
+                before.put_back()
+            raise
         before.put_back()
         return loss
 

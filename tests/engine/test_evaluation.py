@@ -1,7 +1,9 @@
 """Evaluation counts every sample once, in a cut of its own, and leaves training as it is."""
 
 import collections
+import contextlib
 import math
+import random
 
 import numpy as np
 import pytest
@@ -685,3 +687,47 @@ def test_loss_over_the_window_leaves_the_model_as_it_was(model, data):
 def test_loss_over_the_window_has_to_take_outputs(model):
     with pytest.raises(InvalidInputError, match="loss_scope='window' takes one loss"):
         Evaluator(training_step(model), loss_scope="window")
+
+
+class Drawing(nn.Module):
+    """Draws, in evaluation too, from generators that it holds; a model and a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 3))
+        self.of_torch = torch.Generator().manual_seed(1)
+        self.of_python = random.Random(1)  # noqa: S311 - no secret
+        self.of_numpy = np.random.default_rng(1)
+
+    def forward(self, *given):
+        noise = torch.rand((), generator=self.of_torch) + self.of_python.random() + self.of_numpy.random()
+        if len(given) > 1:
+            return nn.functional.cross_entropy(*given) + 0.0 * noise
+        return given[0] @ (self.weight + noise).double() + torch.rand(())
+
+    def states(self):
+        return [
+            self.of_torch.get_state().tolist(),
+            self.of_python.getstate(),
+            self.of_numpy.bit_generator.state,
+            torch.get_rng_state().tolist(),
+        ]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["whole", "failing"])
+@pytest.mark.parametrize("of", ["model", "loss"])
+def test_evaluation_of_a_runner_leaves_the_generators_that_modules_hold(data, of, fails):
+    model, loss = (Drawing(), nn.CrossEntropyLoss()) if of == "model" else (nn.Linear(4, 3).double(), Drawing())
+    drawing = model if of == "model" else loss
+    runner = autoaccum.Runner(model, torch.optim.SGD(model.parameters()), autoaccum.plan(4, 3), loss=loss, device="cpu")
+    before = drawing.states()
+
+    def batches():
+        yield from batches_of(data, *SIZES)
+        if fails:
+            raise LookupError
+
+    with pytest.raises(LookupError) if fails else contextlib.nullcontext():
+        runner.evaluate(batches())
+
+    assert drawing.states() == before
