@@ -8,6 +8,7 @@ import contextlib
 import gc
 import io
 import sys
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -18,8 +19,6 @@ from torch import distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoaccum
-from autoaccum._engine.runner import WindowRunner
-from autoaccum._sizing import headroom
 
 WINDOWS, TARGET = 4, 4
 _LIBRARY = str(Path(autoaccum.__file__).parent)
@@ -27,7 +26,7 @@ _SCHEDULERS = str(Path(torch.optim.lr_scheduler.__file__))
 
 
 class Fault(TorchDispatchMode):
-    """Runs out of memory at a point after the optimizer's step of a window, and before the next window begins.
+    """Runs out of memory at a point after the optimizer's step of a window, and before the model runs again.
 
     Args:
         window: The window, from 1.
@@ -42,10 +41,10 @@ class Fault(TorchDispatchMode):
         self.count = self.hits = 0
         self.where = ""
         self.in_step = False
-        self.is_armed = False
+        self.is_armed = self.has_moved = False
 
     def arm(self):
-        self.is_armed = True
+        self.is_armed, self.has_moved = True, False
         if self.kind == "call":
             self._former = sys.gettrace()
             sys.settrace(self._called)
@@ -60,32 +59,24 @@ class Fault(TorchDispatchMode):
             name = frame.f_code.co_filename
             is_scheduler = name == _SCHEDULERS or frame.f_code.co_qualname.startswith("Drawing.")
             if is_scheduler or name.startswith(_LIBRARY):
-                self._note(frame, frame.f_code.co_qualname)
+                self._note(frame.f_code.co_qualname)
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if self.is_armed and self.kind == "operator" and not operator.is_view:
-            self._note(sys._getframe(1), str(operator))
+            self._note(str(operator))
         return operator(*args, **(kwargs or {}))
 
-    def _note(self, frame, what):
+    def _note(self, what):
         self.count += 1
         if self.point is None or not (self.count == self.point or (self.lasts and self.count > self.point)):
             return
         self.hits += 1
         if self.hits == 1:
             self.where = what
-            self.in_step = _is_within(frame, WindowRunner.step.__code__)
+            self.in_step = not self.has_moved
         if not self.lasts:
             self.disarm()
         raise MemoryError(f"injected at {what}")
-
-
-def _is_within(frame, code):
-    while frame is not None:
-        if frame.f_code is code:
-            return True
-        frame = frame.f_back
-    return False
 
 
 class Counting(torch.optim.SGD):
@@ -130,6 +121,7 @@ class Drawing(torch.optim.lr_scheduler.StepLR):
     def step(self, *arguments):
         self.gamma = self._drawn()
         super().step(*arguments)
+        self.optimizer.fault.has_moved = True
 
     def _drawn(self):
         drawn = torch.rand(64)
@@ -180,17 +172,12 @@ def play(window=0, point=None, kind="call", *, lasts=False, model=None, draws=Tr
     arguments = {"loss": nn.CrossEntropyLoss(), "device": "cpu", "progress": False, "cache": False} | options
     arguments["callbacks"] = [back := Back(), *arguments.get("callbacks", ())]
     error, told = None, -1
-    made = WindowRunner.step
-
-    def begin(runner, window):
-        fault.disarm()
-        return made(runner, window)
-
+    model.register_forward_pre_hook(lambda *_: fault.disarm())
     with (
         fault,
         contextlib.redirect_stderr(io.StringIO()),
-        mock.patch.object(WindowRunner, "step", begin),
-        mock.patch.object(headroom, "_LOOK_INTERVAL_S", 0.0),  # or the number of calls would depend on time
+        # Or the number of calls would depend on time.
+        mock.patch.multiple(time, perf_counter=lambda: 0.0, monotonic=lambda: 0.0),
     ):
         try:
             result = autoaccum.fit(

@@ -1,17 +1,17 @@
 """A training of several ranks whose folder another machine holds; time passes as it is looked at."""
 
 import json
+import time
 from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import rank_training
-from autoaccum._system import lease
-from autoaccum._training import rank_coordination as company
 
 HOLDER = {"host": "node1", "pid": 7, "boot": "its own", "namespace": 1, "start": 1, "token": "its", "lease_s": 60}
 
 
 def train(rank, size, folder, *, is_alive):
+    began_s = time.monotonic()
     now, path = [0.0], Path(folder) / ".lease-00000001"
     if rank == 0:
         path.write_text(json.dumps(HOLDER))
@@ -21,9 +21,5 @@ def train(rank, size, folder, *, is_alive):
         if is_alive:
             path.write_text(json.dumps(HOLDER | {"renewals": now[0]}))
 
-    former = company.time, lease.time
-    company.time, lease.time = SimpleNamespace(sleep=sleep), SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
-    try:
+    with mock.patch.multiple(time, sleep=sleep, monotonic=lambda: began_s + now[0]):
         return rank_training.train(rank, size, target_batch=16, micro_batch=4, max_steps=2, checkpoint=folder)
-    finally:
-        company.time, lease.time = former

@@ -1,7 +1,6 @@
 """Trainings of models to which `fully_shard` was applied."""
 
 import errno
-import itertools
 import os
 import resource
 from pathlib import Path
@@ -12,12 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
+import autoaccum
 import rank_training
-from autoaccum._data.transfer import Transfer
-from autoaccum._distributed.data_parallel import DataParallel
-from autoaccum._engine.micro_batches import MicroBatches
-from autoaccum._engine.optimizer_step import Updates
-from autoaccum._memory.host import Host
 
 
 def sharded(model, *, last_layer_is_whole=False):
@@ -101,8 +96,7 @@ def greedy_in_evaluation(rank, size, most, **arguments):
     net = rank_training.net()
     net.insert(2, GreedyInEvaluation(most))
     loader = DataLoader(rank_training.vectors(40, seed=5), batch_size=10)
-    with mock.patch.object(Host, "fails_cleanly", True):
-        return train(rank, size, model=net, val_loader=loader, **arguments)
+    return train(rank, size, model=net, val_loader=loader, device=autoaccum.Simulated("1GiB"), **arguments)
 
 
 def without_folder(rank, size, **arguments):
@@ -133,34 +127,29 @@ def unsharded(rank, size, *, norm=False, **arguments):
     return rank_training.train(rank, size, model=rank_training.net(norm=norm), **arguments)
 
 
-WHERE = {
-    "enter": (MicroBatches, "_enter"),
-    "transfer": (Transfer, "feed"),
-    "reserve": (Updates, "reserve"),
-    "after the passes": (DataParallel, "_fill_losses"),
-}
+class Lacking(autoaccum.Callback):
+    """Raises once where a batch is cut, at the `fails_at`-th call after the first update."""
+
+    def __init__(self, fails_at):
+        self.fails_at, self.calls, self.real = fails_at, None, autoaccum.Window.cut
+
+    def on_step(self, report, *, epoch):
+        self.calls = self.calls or 0
+
+    def cut(self, *given):
+        if self.calls is not None:
+            self.calls += 1
+            if self.calls == self.fails_at:
+                raise torch.OutOfMemoryError("for this test")
+        return self.real(*given)
 
 
-def raising():
-    yield from ()
-    raise torch.OutOfMemoryError("for this test")
+def lacking(rank, size, fails_at, **arguments):
+    """Train; memory runs out once where a batch is cut in the second window, on each rank where `fails_at` says."""
+    lack = Lacking(dict(fails_at).get(rank))
 
+    def cut(window, start, stop):
+        return lack.cut(window, start, stop)
 
-def lacking(rank, size, where, *, fails_at, who=0, **arguments):
-    """Train; on one rank memory runs out once outside of a pass."""
-    owner, name = WHERE[where]
-    real, calls = getattr(owner, name), itertools.count(1)
-
-    def failing(*given, **named):
-        if rank == who and next(calls) == fails_at:
-            return raising() if where == "transfer" else next(raising())
-        return real(*given, **named)
-
-    with mock.patch.object(owner, name, failing):
-        return train(rank, size, **arguments)
-
-
-def lacking_each(rank, size, points, **arguments):
-    """Train; on each rank memory runs out once, where and when points say."""
-    where, fails_at = points[rank]
-    return lacking(rank, size, where, fails_at=fails_at, who=rank, **arguments)
+    with mock.patch.object(autoaccum.Window, "cut", cut):
+        return train(rank, size, callbacks=[lack], **arguments)

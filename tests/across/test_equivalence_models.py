@@ -112,11 +112,14 @@ RUNGS = [
 
 
 @pytest.mark.parametrize(("memory", "sizes", "model"), a_few_of(RUNGS, CUTS, MODELS), indirect=["model"])
-def test_padded_window_has_the_full_batch_gradient_whatever_saves_memory(memory, sizes, model, monkeypatch):
-    monkeypatch.setattr("autoaccum._engine.chunked_recipe.CHUNK", 5)
-    monkeypatch.setattr("autoaccum._engine.chunked_logits._LEAST", 2)
-
+def test_padded_window_has_the_full_batch_gradient_whatever_saves_memory(memory, sizes, model):
     assert_full_batch_gradient(model, None, PADDED, sizes, memory=list(memory), device=autoaccum.Simulated("1GiB"))
+
+
+def test_loss_in_several_chunks_has_the_full_batch_gradient(model):
+    window = sentences([8, 1, 5, 2] * 90)  # up to 1,600 tokens at once
+
+    assert_full_batch_gradient(model, None, window, (200, 160), memory="chunked_loss")
 
 
 @pytest.mark.parametrize(("sizes", "model"), a_few_of(CUTS, MODELS), indirect=["model"])

@@ -1,13 +1,13 @@
 """`fit` finds the cut in its own first windows: no trial is thrown away, and nothing else is different."""
 
 import itertools
+import time
 
 import pytest
 import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._sizing.cache import Key, PlanCache, Remembered
 from faults import FailAt, differences, state_of
 from helpers import a_few_of
 
@@ -173,20 +173,26 @@ def test_run_that_is_given_no_cache_begins_small_again():
     assert told.reports[0].micro_batches[0] == 3
 
 
+class Hungry(Wide):
+    """Takes so many bytes more for each sample, of which nothing is seen from outside."""
+
+    appetite_bytes = 0
+
+    def forward(self, inputs):
+        self.held = None
+        self.held = torch.empty(len(inputs), self.appetite_bytes, dtype=torch.uint8)
+        return super().forward(inputs)
+
+
 def test_remembered_size_that_does_not_fit_any_more_is_found_anew(monkeypatch):
-    _, _, first = fit("64MiB", cache=True)
-    monkeypatch.setattr("autoaccum._training.first_plan.key_of", lambda *_, **__: KEY)
-    _, _, wide = fit("64MiB", cache=True)
-    assert wide.plan == first.plan
+    _, _, first = fit("16MiB", model=Hungry(), cache=True)
+    monkeypatch.setattr(Hungry, "appetite_bytes", 2**20)
 
-    _, told, result = fit("3MiB", cache=True)
+    _, told, result = fit("16MiB", model=Hungry(), cache=True)
 
-    assert result.plan.accum_steps > 1
+    assert result.plan.accum_steps > first.plan.accum_steps == 1
     assert told.ooms == []
     assert not told.trials[0].fits
-
-
-KEY = Key("0" * 64, 100, {})
 
 
 def test_without_a_search_training_begins_uncut_and_is_cut_when_memory_runs_out():
@@ -358,7 +364,7 @@ def test_cut_that_is_faster_by_the_clock_is_chosen_and_said(monkeypatch, capsys)
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr("autoaccum._sizing.sizing.time.perf_counter", clock)
+    monkeypatch.setattr(time, "perf_counter", clock)
     loader = list(itertools.chain.from_iterable([data()] * 10))
 
     _, told, result = fit("64MiB", model=Slow(), loader=loader, progress="lines")
@@ -491,13 +497,16 @@ def test_memory_that_lacks_for_a_moment_in_the_first_window_costs_nothing_for_lo
     assert told.reports[-1].micro_batches == (40,)
 
 
-@pytest.mark.parametrize("remembered", [Remembered(2, 0, 10**12), Remembered(3, fastest=2)])
-def test_what_an_earlier_run_found_is_a_hint_and_no_law(monkeypatch, remembered):
-    monkeypatch.setattr(PlanCache, "find", lambda self, key: remembered)
+def test_what_an_earlier_run_found_is_a_hint_and_no_law(monkeypatch):
+    monkeypatch.setattr(Hungry, "appetite_bytes", 2**22)
+    _, _, first = fit("16MiB", model=Hungry(), cache=True)
+    monkeypatch.setattr(Hungry, "appetite_bytes", 0)
 
-    _, told, _ = fit("100MiB", 40, Deep(), data(40, samples=240), cache=True)
+    _, told, _ = fit("16MiB", model=Hungry(), cache=True)
 
-    assert told.reports[-1].micro_batches == (40,)
+    assert first.plan.micro_batch <= 3
+    assert max(told.reports[0].micro_batches[:2]) <= first.plan.micro_batch
+    assert told.reports[-1].micro_batches == (100,)
 
 
 def test_checkpoint_is_not_counted_against_a_simulated_device(tmp_path):

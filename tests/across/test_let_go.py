@@ -25,45 +25,45 @@ def with_parts(window):
     model = classifier()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     runner = autoaccum.Runner(model, optimizer, autoaccum.plan(12, 6), loss=nn.CrossEntropyLoss(), device="cpu")
-    watched = [weakref.ref(part) for part in (model, optimizer, runner, runner._step, model[0].weight)]
+    watched = [weakref.ref(part) for part in (model, optimizer, runner, model[0].weight)]
     return runner, watched
 
 
-def step(runner, window):
+def step(runner, window, model):
     assert runner.step(window).micro_batches == (6, 6)
 
 
-def evaluate(runner, window):
+def evaluate(runner, window, model):
     runner.step(window)
     assert runner.evaluate([window]) > 0
 
 
-def run_out(runner, window):
+def run_out(runner, window, model):
     runner.step(window)  # which compares gradients, and tells of no failure in that
     with FailAt(30) as fail:
         report = runner.step(window)
     assert report.oom_events == fail.hits == 1
 
 
-def run_out_in_evaluation(runner, window):
+def run_out_in_evaluation(runner, window, model):
     with FailAt(4):
         runner.evaluate([window])
 
 
-def fail(runner, window):
+def fail(runner, window, model):
     with pytest.raises(RuntimeError):
         runner.step((window[0][:, :2], window[1]))
 
 
-def take_another_optimizer(runner, window):
+def take_another_optimizer(runner, window, model):
     runner.step(window)
     runner.optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
     runner.step(window)
 
 
-def change(runner, window):
+def change(runner, window, model):
     runner.step(window)
-    runner._step.objective.model.append(nn.Linear(3, 3).double())
+    model().append(nn.Linear(3, 3).double())
     runner.step(window)
 
 
@@ -75,7 +75,7 @@ def change(runner, window):
 def test_runner_that_is_dropped_is_gone_at_once_with_its_model(use):
     window = labelled(12)
     runner, watched = with_parts(window)
-    use(runner, window)
+    use(runner, window, watched[0])
 
     del runner
 

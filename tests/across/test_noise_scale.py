@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
-from autoaccum._training.loggers import JSONLinesLog
 
 
 def made(*, shuffle=True, dropout=0.0):
@@ -29,7 +28,7 @@ def fit(model, loader, **options):
 def test_it_is_in_reports_result_log_progress_and_page(tmp_path, capsys):
     log = tmp_path / "log.jsonl"
 
-    result = fit(*made(), callbacks=[JSONLinesLog(log)])
+    result = fit(*made(), callbacks=[autoaccum.JSONLinesLog(log)])
 
     measured = [report.noise_scale for report in result.history]
     assert [one is not None for one in measured] == [False, True] * 6

@@ -8,8 +8,6 @@ import torch
 
 import autoaccum
 import rank_training
-from autoaccum._system.notices import Notices
-from autoaccum._training.checkpoint_schedule import saver_for
 from helpers import needs_grad_dtype
 
 FAR = 1e-12
@@ -156,34 +154,17 @@ def test_lack_of_memory_that_no_smaller_cut_would_mend_is_told_as_such(crew, nor
     assert isinstance(found[0], autoaccum.RankFailedError), found
 
 
-@pytest.mark.parametrize(
-    ("where", "fails_at", "cut"),
-    [("enter", 2, 2), ("transfer", 2, 2), ("reserve", 2, 1), ("after the passes", 2, 1)],
-)
-def test_lack_of_memory_outside_of_a_pass_begins_the_window_anew_on_all_ranks(crew, where, fails_at, cut):
+@pytest.mark.parametrize("fails_at", [{0: 1}, {1: 1}, {0: 1, 1: 2}], ids=str)
+def test_lack_of_memory_outside_of_a_pass_begins_the_window_anew_on_all_ranks(crew, fails_at):
     asked = {"target_batch": 16, "micro_batch": 8, "shard": True, "epochs": 2}
     expected = alone(target_batch=16, micro_batch=16, epochs=2)
 
-    found = crew.run("sharded_training:lacking", where, fails_at=fails_at, size=2, **asked)
+    found = crew.run("sharded_training:lacking", fails_at, size=2, **asked)
 
     assert_alike(found)
     assert far(found[0]["parameters"], expected["parameters"]) <= FAR
-    assert found[0]["oom"] == 1
-    assert {len(one["cuts"][1]) for one in found} == {cut}
-
-
-@pytest.mark.parametrize(
-    "points",
-    [[("after the passes", 2), ("transfer", 3)], [("reserve", 2), ("reserve", 3)], [("enter", 2), ("reserve", 3)]],
-)
-def test_ranks_may_lack_memory_one_after_the_other_each_somewhere_else(crew, points):
-    asked = {"target_batch": 16, "micro_batch": 8, "shard": True, "epochs": 2}
-    expected = alone(target_batch=16, micro_batch=16, epochs=2)
-
-    found = crew.run("sharded_training:lacking_each", points, size=2, **asked)
-
-    assert_alike(found)
-    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
+    assert all(one["oom"] for one in found)
+    assert all(len(one["cuts"][1]) > 1 for one in found)
 
 
 def test_sizes_grow_from_the_smallest_by_what_smaller_ones_show(crew):
@@ -276,10 +257,13 @@ OF_SIZES = [f'{{"micro_batch": {size}}}' for size in ("-5", "0", "true", "1e400"
 
 
 @pytest.mark.parametrize("found", ["", "{", "[]", "3", "{}", "[" * 100_000, *OF_SIZES])
-def test_note_of_lack_of_memory_that_nothing_here_has_written_is_passed_over(tmp_path, found):
+def test_note_of_lack_of_memory_that_nothing_here_has_written_is_passed_over(tmp_path, capsys, found):
     (tmp_path / "out-of-memory.json").write_text(found)
 
-    assert saver_for(tmp_path, None, None, "auto").cap(Notices(silent=True)) is None
+    trained = alone(target_batch=16, micro_batch=16, checkpoint=tmp_path, progress="lines")
+
+    assert trained["cuts"][0] == (16,)
+    assert "ran out of memory before" not in capsys.readouterr().err
 
 
 def test_whole_models_and_spread_ones_do_not_take_each_others_checkpoints(crew, tmp_path):

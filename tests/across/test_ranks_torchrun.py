@@ -9,12 +9,10 @@ import sys
 import time
 
 import pytest
+from torch import distributed
 
 import autoaccum
 import warm
-from autoaccum._distributed import process_group
-from autoaccum._memory.host import Host
-from autoaccum._system import launched
 from folders import TESTS
 
 HERE = TESTS
@@ -134,8 +132,8 @@ def test_variables_that_are_half_set_are_named(monkeypatch, variables, text):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
-    with pytest.raises(autoaccum.InvalidInputError, match=text), process_group.joined(Host()):
-        pass
+    with pytest.raises(autoaccum.InvalidInputError, match=text):
+        autoaccum.join_ranks("cpu")
 
 
 def test_rank_goes_on_only_when_all_have_set_up_the_group(crew):
@@ -152,13 +150,16 @@ def test_process_alone_joins_nobody(monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
-    with process_group.joined(Host()) as found:
-        assert found is None
+    autoaccum.join_ranks("cpu")
+
+    assert not distributed.is_initialized()
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "0", "nan"])
 def test_time_limit_that_is_none_is_refused(monkeypatch, text):
-    monkeypatch.setenv("AUTOACCUM_RANK_TIMEOUT_S", text)
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in (environment | {"AUTOACCUM_RANK_TIMEOUT_S": text}).items():
+        monkeypatch.setenv(name, value)
 
     with pytest.raises(autoaccum.InvalidInputError, match="must be a positive number of seconds"):
-        launched.timeout_s()
+        autoaccum.join_ranks("cpu")

@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-from autoaccum._estimate.estimate import trace_step
 from autoaccum.errors import InvalidInputError
 from helpers import CPU, assert_bitwise, needs_grad_dtype, state_of
 
@@ -56,16 +55,19 @@ def held_by_a_real_step(weights, optimizer):
     return sum(one.nbytes for one in model.parameters()), gradients[0], sum(one.nbytes for one in state)
 
 
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.card_fakes)])
+@pytest.mark.card_fakes
+@pytest.mark.parametrize("card", [{"device_memory": "64GiB"}, {"gpus": "h100-80gb"}], ids=["any card", "h100"])
 @pytest.mark.parametrize(
     "optimizer",
     [adamw, pytest.param(momentum, marks=pytest.mark.sweep), pytest.param(of_8_bits, marks=pytest.mark.sweep)],
 )
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_predicted_bytes_are_those_of_a_real_step(weights, optimizer, kind):
-    traced = trace_step(network, BATCH, optimizer=optimizer, weights=weights, kind=kind, precision="auto", **WAY)
+def test_predicted_bytes_are_those_of_a_real_step(weights, optimizer, card):
+    report = autoaccum.preflight(
+        network, BATCH, SAMPLES, optimizer=optimizer, weights=weights, measure=False, **card, **WAY
+    )
 
-    footprint = traced.estimate().footprints[-1]
+    footprint = report.predicted[0].estimate.footprints[-1]
 
     found = footprint.parameters_bytes, footprint.gradients_bytes, footprint.optimizer_bytes
     assert found == pytest.approx(held_by_a_real_step(weights, optimizer), abs=64)  # counts of steps

@@ -1,0 +1,44 @@
+"""Trainings of models that are spread over ranks, in which memory runs out once in a part of the library."""
+
+import itertools
+from unittest import mock
+
+import torch
+
+from autoaccum._data.transfer import Transfer
+from autoaccum._distributed.data_parallel import DataParallel
+from autoaccum._engine.micro_batches import MicroBatches
+from autoaccum._engine.optimizer_step import Updates
+from sharded_training import train
+
+WHERE = {
+    "enter": (MicroBatches, "_enter"),
+    "transfer": (Transfer, "feed"),
+    "reserve": (Updates, "reserve"),
+    "after the passes": (DataParallel, "_fill_losses"),
+}
+
+
+def raising():
+    yield from ()
+    raise torch.OutOfMemoryError("for this test")
+
+
+def lacking(rank, size, where, *, fails_at, who=0, **arguments):
+    """Train; on one rank memory runs out once outside of a pass."""
+    owner, name = WHERE[where]
+    real, calls = getattr(owner, name), itertools.count(1)
+
+    def failing(*given, **named):
+        if rank == who and next(calls) == fails_at:
+            return raising() if where == "transfer" else next(raising())
+        return real(*given, **named)
+
+    with mock.patch.object(owner, name, failing):
+        return train(rank, size, **arguments)
+
+
+def lacking_each(rank, size, points, **arguments):
+    """Train; on each rank memory runs out once, where and when points say."""
+    where, fails_at = points[rank]
+    return lacking(rank, size, where, fails_at=fails_at, who=rank, **arguments)
