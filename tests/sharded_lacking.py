@@ -4,10 +4,10 @@ import itertools
 from unittest import mock
 
 import torch
+from autoaccum._engine.micro_batches import MicroBatches
 
 from autoaccum._data.transfer import Transfer
 from autoaccum._distributed.data_parallel import DataParallel
-from autoaccum._engine.micro_batches import MicroBatches
 from autoaccum._engine.optimizer_step import Updates
 from sharded_training import train
 

@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from autoaccum._data.batches import Window
 from autoaccum._engine.batchnorm import BatchNorms
+from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.window_loss import WholeWindow
-from autoaccum._snapshot import Mark
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 from helpers import classifier
@@ -192,7 +192,7 @@ def test_loss_over_the_window_moves_statistics_by_the_same_momentum():
     expected = begun()
     train(expected, model[0](batch[0]), (6, 6))
     step = training_step(model, lambda outputs, targets: outputs.square().mean())
-    mark = Mark([model], step.memory.device)
+    mark = Savepoint([model], step.memory.device)
     norms = BatchNorms([model], "rescale", Notices(silent=True))
 
     mark.take()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-from autoaccum._snapshot import OptimizerSnapshot
+from autoaccum._engine.optimizer_copy import OptimizerCopy
 from fault_cases import Case
 from fault_sweep import Budget, Sweep
 from helpers import CPU, assert_bitwise
@@ -119,7 +119,7 @@ def test_snapshot_of_torchaos_own_states_keeps_their_values():
     optimizer.state[parameter]["exp_avg"] = state
     before = state.codes.clone(), state.scale.clone()
 
-    snapshot = OptimizerSnapshot(optimizer)
+    snapshot = OptimizerCopy(optimizer)
     state.copy_(torch.ones(4096))
     snapshot.undo()
 

@@ -4,14 +4,14 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from autoaccum._engine.micro_batches import MicroBatches
+from autoaccum._engine.separate_gradients import Aside
+from autoaccum._snapshot import Mark, OptimizerSnapshot, RandomState
 
 from autoaccum import _oom
 from autoaccum._data.batches import Window
 from autoaccum._engine.forward_backward import TrainingStep
-from autoaccum._engine.micro_batches import MicroBatches
 from autoaccum._engine.optimizer_step import _Written
-from autoaccum._engine.separate_gradients import Aside
-from autoaccum._snapshot import Mark, OptimizerSnapshot, RandomState
 from autoaccum._system import signals
 from autoaccum.errors import StateDamagedError
 from fault_cases import Case

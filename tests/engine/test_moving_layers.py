@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 
 import autoaccum
-from autoaccum._snapshot import Mark
 from autoaccum._system.notices import Notices
 from folders import ROOT
 
@@ -213,8 +212,8 @@ def test_batchnorm_that_averages_over_micro_batches_is_told(mode):
 
 def test_buffers_are_compared_once_and_never_again(monkeypatch):
     compared = []
-    changes = Mark.changes
-    monkeypatch.setattr(Mark, "changes", lambda self: compared.append(1) or changes(self))
+    changes = Savepoint.changes
+    monkeypatch.setattr(Savepoint, "changes", lambda self: compared.append(1) or changes(self))
 
     said_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Codebook()), windows=5)
 
@@ -223,7 +222,7 @@ def test_buffers_are_compared_once_and_never_again(monkeypatch):
 
 def test_lack_of_memory_while_looking_costs_nothing_and_the_next_window_is_looked_at(monkeypatch):
     tries = []
-    changes = Mark.changes
+    changes = Savepoint.changes
 
     def lacking(self):
         tries.append(1)
@@ -231,7 +230,7 @@ def test_lack_of_memory_while_looking_costs_nothing_and_the_next_window_is_looke
             raise torch.OutOfMemoryError("CUDA out of memory")
         return changes(self)
 
-    monkeypatch.setattr(Mark, "changes", lacking)
+    monkeypatch.setattr(Savepoint, "changes", lacking)
 
     assert len(said_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Codebook()), windows=3)) == 1
     assert len(tries) == 2

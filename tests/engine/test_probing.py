@@ -12,8 +12,8 @@ from torch import nn
 import autoaccum
 import warm
 from autoaccum._data.batches import Window
+from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.window_loss import WholeWindow
-from autoaccum._snapshot import Mark
 from faults import FailAt, differences, state_of
 from helpers import needs_grad_dtype
 from put_together import training_step
@@ -219,7 +219,7 @@ def test_answer_for_a_loss_over_the_window_fits_a_real_window(batch):
     found = find(model, batch, "16MiB", loss=all_against_all, loss_scope="window")
 
     step = training_step(model, all_against_all, sgd, memory=memory)
-    mark = Mark([model], memory.device)
+    mark = Savepoint([model], memory.device)
     whole = WholeWindow(step, mark)
     step.clear_gradients()
     whole_cuts, rest = divmod(400, found.micro_batch)

@@ -20,8 +20,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import autoaccum
 from autoaccum._data.batches import Window
+from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.window_loss import WholeWindow, check_loss_scope
-from autoaccum._snapshot import Mark
 from autoaccum.errors import InvalidInputError
 from faults import FailAt, differences, state_of
 from folders import ROOT
@@ -100,7 +100,7 @@ def plain(samples=SAMPLES):
 def ready(model, loss, **options):
     """What a runner has: a training step, a mark, and the two passes over a window."""
     step = training_step(model, loss, lambda p: torch.optim.SGD(p, lr=0.1), **options)
-    mark = Mark(step.objective.modules, step.memory.device)
+    mark = Savepoint(step.objective.modules, step.memory.device)
     return step, mark, WholeWindow(step, mark)
 
 

@@ -13,10 +13,10 @@ from torch.nn import functional
 
 import autoaccum
 from autoaccum._data.batches import as_window
+from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.objective import Objective
 from autoaccum._loss.observation import Run
 from autoaccum._loss.weighting import Over
-from autoaccum._snapshot import Mark
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 from faults import InterruptAtLine
@@ -30,7 +30,7 @@ class Asked:
         self.notices = Notices(silent=True)
         settings = {"forward": None, "loss_reduction": None} | options
         self.objective = Objective(model, loss, notices=self.notices, **settings)
-        self.mark = Mark(self.objective.modules, CPU)
+        self.mark = Savepoint(self.objective.modules, CPU)
         self.runs = 0
         model.register_forward_pre_hook(self._count)
 

@@ -8,8 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from autoaccum._data.random_state import RandomState
+from autoaccum._engine.optimizer_copy import Snapshot
 from autoaccum._engine.probing import probe
-from autoaccum._snapshot import Mark, RandomState, Snapshot, evaluation_mode
+from autoaccum._engine.savepoint import Savepoint
+from autoaccum._loss.modes import evaluation_mode
 from helpers import CPU, assert_bitwise, classifier, labelled, state_of
 from put_together import training_step
 
@@ -118,36 +121,36 @@ def model():
 
 
 def test_batchnorm_statistics_are_put_back(model):
-    mark = Mark([model], CPU)
+    mark = Savepoint([model], CPU)
     before = state_of(model)
     mark.take()
     model(labelled(5)[0])
 
-    mark.put_back()
+    mark.restore()
 
     assert_bitwise(state_of(model), before)
 
 
 def test_taking_again_keeps_the_later_statistics(model):
-    mark = Mark([model], CPU)
+    mark = Savepoint([model], CPU)
     mark.take()
     model(labelled(5)[0])
     later = state_of(model)
     mark.take()
     model(labelled(5)[0])
 
-    mark.put_back()
+    mark.restore()
 
     assert_bitwise(state_of(model), later)
 
 
 def test_buffers_of_a_loss_are_put_back_too():
     loss = nn.BatchNorm1d(3)
-    mark = Mark([classifier(), loss], CPU)
+    mark = Savepoint([classifier(), loss], CPU)
     mark.take()
     loss(torch.randn(4, 3))
 
-    mark.put_back()
+    mark.restore()
 
     assert int(loss.num_batches_tracked) == 0
 
@@ -204,11 +207,11 @@ CHANGES = [assign, add_in_place, write_through_a_view, resize, shrink, add, remo
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_a_model_does_with_its_buffers_is_undone(change, elements):
     holder = Holder(elements)
-    mark, tensor = Mark([holder], CPU), holder.seen
+    mark, tensor = Savepoint([holder], CPU), holder.seen
     mark.take()
     change(holder)
 
-    mark.put_back()
+    mark.restore()
 
     assert dict(holder.named_buffers()).keys() == {"seen"}
     assert holder.seen is tensor
@@ -219,7 +222,7 @@ def test_whatever_a_model_does_with_its_buffers_is_undone(change, elements):
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_a_model_did_with_its_buffers_before_the_second_mark_stays(change):
     holder = Holder()
-    mark = Mark([holder], CPU)
+    mark = Savepoint([holder], CPU)
     mark.take()
     change(holder)
     later = state_of(holder)
@@ -228,38 +231,38 @@ def test_whatever_a_model_did_with_its_buffers_before_the_second_mark_stays(chan
         for buffer in holder.buffers():
             buffer.add_(1)
 
-    mark.put_back()
+    mark.restore()
 
     assert_bitwise(state_of(holder), later)
 
 
 def test_first_buffer_of_a_module_that_had_none_is_taken_away_again():
     module = nn.Linear(2, 2)
-    mark = Mark([module], CPU)
+    mark = Savepoint([module], CPU)
     mark.take()
     module.register_buffer("cache", torch.ones(2))
 
-    mark.put_back()
+    mark.restore()
 
     assert not list(module.buffers())
 
 
 def test_second_put_back_undoes_what_came_after_the_first():
     holder = Holder()
-    mark = Mark([holder], CPU)
+    mark = Savepoint([holder], CPU)
     mark.take()
     add_in_place(holder)
-    mark.put_back()
+    mark.restore()
     add_in_place(holder)
 
-    mark.put_back()
+    mark.restore()
 
     assert_bitwise(holder.seen, torch.zeros(4))
 
 
 def test_large_buffer_that_is_not_written_is_copied_once():
     holder = Holder(LARGE)
-    mark = Mark([holder], CPU)
+    mark = Savepoint([holder], CPU)
     mark.take()
     (copy,) = (kept["seen"].copy for _, kept in mark._holders)
     copy.fill_(5.0)  # would be overwritten by a second copy
@@ -272,12 +275,12 @@ def test_large_buffer_that_is_not_written_is_copied_once():
 def test_buffer_that_needs_a_graph_is_put_back():
     holder = Holder()
     weight = torch.ones(4, requires_grad=True)
-    mark = Mark([holder], CPU)
+    mark = Savepoint([holder], CPU)
     mark.take()
     holder.seen = holder.seen + weight
     mark.take()
 
-    mark.put_back()
+    mark.restore()
 
     assert holder.seen.requires_grad
 
@@ -318,7 +321,7 @@ def test_snapshot_puts_back_every_bit(make, warm, model):
     optimizer.zero_grad()
     one_update(model, optimizer)
 
-    snapshot.put_back()
+    snapshot.restore()
 
     assert_bitwise(whole_state(model, optimizer), before)
     now = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
@@ -342,7 +345,7 @@ def test_training_after_put_back_goes_as_if_nothing_had_been(model):
     one_update(model, optimizer)
     expected = state_copy(model, optimizer)
 
-    snapshot.put_back()
+    snapshot.restore()
 
     one_update(model, optimizer)
     assert_bitwise(whole_state(model, optimizer), expected)
@@ -353,7 +356,7 @@ def test_state_that_was_newly_made_is_gone(model):
     snapshot = Snapshot([model], optimizer, CPU)
     one_update(model, optimizer)
 
-    snapshot.put_back()
+    snapshot.restore()
 
     assert not optimizer.state
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -364,7 +367,7 @@ def test_settings_of_the_groups_are_put_back(model):
     snapshot = Snapshot([model], optimizer, CPU)
     optimizer.param_groups[0].update(lr=5.0, extra="new")
 
-    snapshot.put_back()
+    snapshot.restore()
 
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert "extra" not in optimizer.param_groups[0]
@@ -377,7 +380,7 @@ def test_gradients_of_parameters_that_the_optimizer_does_not_hold_are_put_back(m
     snapshot = Snapshot([model], optimizer, CPU)
     one_update(model, optimizer)
 
-    snapshot.put_back()
+    snapshot.restore()
 
     assert_bitwise(state_of(model), before)
 

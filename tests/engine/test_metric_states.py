@@ -5,8 +5,8 @@ import torch
 import torchmetrics
 from torch import nn
 
-from autoaccum._metric_states import MetricStates
-from autoaccum._snapshot import Mark
+from autoaccum._engine.metric_states import MetricStates
+from autoaccum._engine.savepoint import Savepoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics")  # too few samples for a curve
 
@@ -46,10 +46,10 @@ def test_metrics_hold_what_they_held_when_the_mark_was_taken(before):
         for seed in range(before):
             one.count(seed)
 
-    mark = Mark([model], torch.device("cpu"))
+    mark = Savepoint([model], torch.device("cpu"))
     mark.take()
     model.count(7)
-    mark.put_back()
+    mark.restore()
     model.count(8, samples=4)
     plain.count(8, samples=4)
 
