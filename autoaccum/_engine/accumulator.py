@@ -179,7 +179,11 @@ class GradientAccumulator:
         self._is_added = False
         try:
             reduced, outputs = engine.run(
-                window, self._finish, is_decided=lambda: self._is_added, measures_noise=measures
+                window,
+                self._finish,
+                is_decided=lambda: self._is_added,
+                on_change=self._on_change,
+                measures_noise=measures,
             )
         except BaseException as error:
             if not self._is_added:
@@ -363,7 +367,6 @@ class GradientAccumulator:
             loss_scope=self._scope,
             batchnorm=self._batchnorm,
             noise=self._noise,
-            on_change=self._on_change,
             elsewhere="outside of Accumulator.backward()",
             owns_gradients=False,
         )

@@ -134,7 +134,6 @@ class WindowRunner:
             loss_scope=loss_scope,
             batchnorm=batchnorm,
             noise=noise,
-            on_change=self._on_change,
         )
         # A loss that is not finite is an error only in the first window: later it may result from the training itself.
         self._checks_finite = events.windows == 0
@@ -169,7 +168,11 @@ class WindowRunner:
             self._is_at_work = True
             try:
                 reduced, update = self._engine.run(
-                    part, self._finish, is_decided=self._is_made, measures_noise=measures
+                    part,
+                    self._finish,
+                    is_decided=self._is_made,
+                    on_change=self._on_change,
+                    measures_noise=measures,
                 )
             finally:
                 self._is_at_work = False

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from autoaccum._data.random_state import RandomState
 from autoaccum._engine.metric_states import MetricStates
 from autoaccum._loss.closures import used_by
+from autoaccum._oom import is_oom, let_go
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -153,9 +154,16 @@ class Savepoint:
 
     def damage(self) -> list[str]:
         """Return the names of what cannot be restored, once all else is: what was not copied, or made meanwhile."""
-        known = set(map(id, self._tables))
-        with torch.no_grad():
-            keys = self._moved_of_watched() | self._made
+        known, keys = set(map(id, self._tables)), set(self._made)
+        try:
+            with torch.no_grad():
+                keys |= self._moved_of_watched()
+        except Exception as error:
+            if self._sums is None or not is_oom(error):
+                raise
+            let_go(error)
+            self._sums = None  # sums need memory; counters, which do not see every write, need none
+            keys |= self._moved_of_watched()
         for module in self._modules:
             for part in module.modules():
                 if id(part._buffers) not in known:

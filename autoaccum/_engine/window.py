@@ -77,7 +77,6 @@ class Engine:
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
         noise: The gradient noise scale to measure; None without `noise_scale`.
-        on_change: Called when parameters, or which of them are trained, have changed.
         elsewhere: Where the user may change gradients, for messages.
         owns_gradients: Whether gradients between windows are this engine's, so that the loss may reach parameters of
             others, whose gradients are dropped.
@@ -99,7 +98,6 @@ class Engine:
         loss_scope: str = "micro_batch",
         batchnorm: str = "keep",
         noise: NoiseScale | None = None,
-        on_change: Callable[[], None] = lambda: None,
         elsewhere: str = "between windows",
         owns_gradients: bool = True,
     ) -> None:
@@ -110,7 +108,6 @@ class Engine:
         self._events = events
         self._notices = notices
         self._peers = peers
-        self._on_change = on_change
         self._elsewhere = elsewhere
         self._owns_gradients = owns_gradients
         self._takes_whole = loss_scope == "window"
@@ -145,6 +142,7 @@ class Engine:
         finish: Callable[[Given], _T | None],
         *,
         is_decided: Callable[[], bool],
+        on_change: Callable[[], None],
         measures_noise: bool = False,
     ) -> _T:
         """Compute a window's gradient in `.grad`, which holds none, and finish the window with it.
@@ -153,6 +151,7 @@ class Engine:
             window: The window, or this process's part of it, which may be empty.
             finish: Called with what was computed; None to begin again, since another process lacks memory.
             is_decided: Whether nothing may be repeated any more, whatever fails.
+            on_change: Called when parameters, or which of them are trained, have changed.
             measures_noise: Whether to measure how far the gradients of its micro-batches are apart.
 
         Raises:
@@ -160,7 +159,7 @@ class Engine:
             DeviceLostError: This process can no longer use the device.
             StateDamagedError: The window failed after something was written that cannot be restored.
         """
-        self._begin(window, measures_noise=measures_noise)
+        self._begin(window, on_change, measures_noise=measures_noise)
         try:
             while (done := self._attempt(finish, is_decided)) is None:
                 pass
@@ -172,7 +171,7 @@ class Engine:
             self._end()
         return done
 
-    def _begin(self, window: Window, *, measures_noise: bool) -> None:
+    def _begin(self, window: Window, on_change: Callable[[], None], *, measures_noise: bool) -> None:
         """Choose the path of a window, and its micro-batches."""
         step, sizing = self._step, self._sizing
         self._window, self._measures_noise = window, measures_noise
@@ -186,16 +185,16 @@ class Engine:
         if not self._is_steady:
             step.objective.begin_window()
         if self._is_due:
-            self._look()
+            self._look(on_change)
         self._versions_of_data = window.versions()
         if window.samples and not (window.is_known and self._is_steady and sizing.is_quiet):
             sizing.begin(window)
         self._share = self._peers.begin(window, sizing)
 
-    def _look(self) -> None:
+    def _look(self, on_change: Callable[[], None]) -> None:
         """Look for the model's current parameters and layers."""
         if self._step.look():
-            self._on_change()
+            on_change()
             self._peers.check_parameters()
         if not self._owns_gradients:
             refuse_hooks(self._step.parameters)
