@@ -70,9 +70,7 @@ class CarefulPath:
         self.peers = peers
         self._noise = noise
         # Of the state before the loss is asked what it runs over.
-        self._before_asking = Savepoint(
-            step.objective.modules, step.memory.device, step.objective.functions, like=savepoint
-        )
+        self._before_asking = savepoint.like_it()
         self._whole = WholeWindow(step, savepoint) if takes_whole else None
 
     def run(

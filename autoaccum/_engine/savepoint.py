@@ -60,7 +60,6 @@ class Savepoint:
         device: Its random generator is saved beside the CPU's.
         functions: Losses, closures and splits: modules, metrics and generators that they reach are saved as well.
         parameters: Returns the parameters, which are saved as far as the model writes them; None for none.
-        like: A savepoint of the same modules, which has learned what moves.
 
     Attributes:
         random: The random state.
@@ -75,17 +74,22 @@ class Savepoint:
         functions: Iterable[Any] = (),
         *,
         parameters: Callable[[], Iterable[nn.Parameter]] | None = None,
-        like: Savepoint | None = None,
     ) -> None:
         self._modules = list(modules)
         self._device = device
         self._functions = list(functions)
         self._parameters = parameters
-        self._moving: set[Any] = set() if like is None else like._moving  # keys
+        self._moving: set[Any] = set()  # keys
         self._tables: list[dict[str, Tensor | None]] = []
         self._has_looked = False
         self._arranged: bool | None = None  # for which `copies_all`; None for neither
         self._host_moves = False
+
+    def like_it(self) -> Savepoint:
+        """Return another savepoint of the same, which knows what this one learns."""
+        made = Savepoint(self._modules, self._device, self._functions, parameters=self._parameters)
+        made._moving = self._moving
+        return made
 
     def look(self) -> None:
         """Look for modules, buffers, metrics and generators; `take` does so by itself only at first."""

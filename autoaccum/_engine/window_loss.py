@@ -173,8 +173,8 @@ class WholeWindow:
         self._loss = WindowLoss(step)
         self._at_start = mark
         functions = step.objective.functions
-        self._after_loss = Savepoint(modules, device, functions, parameters=lambda: step.parameters, like=mark)
-        self._after_forward = Savepoint(modules, device, functions, like=mark)
+        self._after_loss = mark.like_it()
+        self._after_forward = Savepoint(modules, device, functions)
         self._random = RandomState(device, modules, used_by(functions))
         self.reported: dict[reported.Slot, list[Any]] = {}
         self.parts: list[Any] = []

@@ -590,7 +590,7 @@ OF_TOKENS = {"target_tokens": 12, "tokens": one_for_each, "lengths": one_for_eac
 
 @pytest.mark.parametrize(
     "options",
-    [{}, OF_TOKENS, {"last_window": "drop"}],
+    [{}, OF_TOKENS, {"drop_last": True}],
     ids=["samples", "tokens", "drop"],
 )
 @pytest.mark.parametrize("sizes", [(1,) * SAMPLES, (7,) * 7 + (1,), (4,) * 12 + (2,), UNEVEN], ids=str)
