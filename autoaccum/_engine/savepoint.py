@@ -230,7 +230,7 @@ class Savepoint:
             self._watched.append((key, tensor))
 
     def _are_in_place(self) -> bool:
-        """Whether the tables hold the tensors that copies were allocated for, at the same addresses."""
+        """Whether the tables hold the tensors that copies were allocated for, as they were then."""
         now = self._now_in_tables()
         are_same = len(now) == len(self._in_tables) and all(map(is_, now, self._in_tables))
         return are_same and self._now_at() == self._small_at
@@ -239,7 +239,13 @@ class Savepoint:
         return list(chain.from_iterable(map(dict.values, self._filled)))
 
     def _now_at(self) -> list[int]:
-        return [address for small in self._small for address in map(Tensor.data_ptr, small.tensors)]
+        """Return what changes when a model resizes a buffer in place: addresses and numbers of elements."""
+        at: list[int] = []
+        for small in self._small:
+            at += map(Tensor.data_ptr, small.tensors)
+            at += map(Tensor.numel, small.tensors)
+        at += [saved.tensor.numel() for saved in self._single]
+        return at
 
     def _copies(self) -> Iterator[_Saved]:
         yield from self._single
