@@ -143,18 +143,20 @@ class Savepoint:
         """Learn what has moved since `take(sums_up=True)`.
 
         Returns:
-            The names of the buffers and parameters that have.
+            The names of the buffers and parameters that have; without buffers that were empty, and so collect
+            something that somebody else takes out.
         """
         with torch.no_grad():
             moved = {key for key, tensor, copy in self._copies() if not _are_same(tensor, copy)}
             moved |= self._moved_of_watched()
+        empty = {key for key, _, copy in self._copies() if not copy.numel()}
         for table, kept in zip(self._tables, self._kept, strict=True):
             moved |= {(id(table), name) for name in {**kept, **table} if table.get(name) is not kept.get(name)}
         if self._arranged or not moved <= self._moving:
             self._arranged = None  # copies of what does not move are not needed any more
         self._moving |= moved
         self._host_moves = self._host_moves or self.random.host_has_moved()
-        return self._names(moved)
+        return self._names(moved - empty)
 
     def damage(self) -> list[str]:
         """Return the names of what cannot be restored, once all else is: what was not copied, or made meanwhile."""
