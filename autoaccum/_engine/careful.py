@@ -97,26 +97,26 @@ class CarefulPath:
             step.stage.phase, at.size = Phase.WEIGH, None
             sizes = self._cut(at.done, measures_noise=measures_noise)
             starts = tuple(accumulate(sizes[:-1], initial=at.done))
-            done = at.sizes[: len(factors)]
-            at.sizes = (*done, *sizes)
+            at.sizes = (*at.sizes[: len(factors)], *sizes)
             if not factors:
                 self._settle(window, sizes)
-            of_rest = self._weigh(window, at.sizes, share)[len(factors) :]
+            before = len(factors)
+            factors = [*factors, *self._weigh(window, at.sizes, share)[before:]]
             if self._norms.is_there and not self._sizing.is_learning:
                 self._norms.announce(at.sizes)  # only for sizes that will be used again
             if self._sizing.is_learning and not step.objective.mixes_pairs():
                 order: Sequence[int] = [0]  # its measurement decides the next size
             else:
-                order = self._order(window, starts, sizes)
-                at.sizes = (*done, *(sizes[place] for place in order))
+                order = range(len(sizes)) if measures_noise else self._order(window, starts, sizes)
             feed = step.transfer.feed(window, [sizes[place] for place in order], [starts[place] for place in order])
             with closing(feed):
                 for place in order:
-                    at.size, self._sizing.start, factor = sizes[place], starts[place], of_rest[place]
+                    at.size, self._sizing.start, factor = sizes[place], starts[place], factors[before + place]
                     with self._sending(is_last=at.done + at.size == window.samples and not measures_noise):
                         squares += self._one(feed, window, at.size, factor, accumulated, measures_noise=measures_noise)
                     at.done += at.size
-                    factors.append(factor)
+            if self._sizing.is_learning:
+                del factors[before + len(order) :]
         at.size = None
         pair_weight = self._pair_weight(accumulated, share)
         spread = None

@@ -45,10 +45,8 @@ class _Saved(NamedTuple):
 class _Small(NamedTuple):
     """Small tensors of one type, which one operator copies into one tensor."""
 
-    keys: list[Any]
-    tensors: list[Tensor]
-    shapes: list[torch.Size]
-    views: list[Tensor]
+    saved: list[_Saved]
+    views: list[Tensor]  # of the tensors
     copy: Tensor
 
 
@@ -198,10 +196,13 @@ class Savepoint:
                 else:
                     self._single.append(_Saved(key, tensor, tensor.detach().clone()))
         for several in small.values():
-            keys, tensors = zip(*several, strict=True)
-            views = [tensor.detach().view(-1) for tensor in tensors]
-            shapes = [tensor.shape for tensor in tensors]
-            self._small.append(_Small(list(keys), list(tensors), shapes, views, torch.cat(views)))
+            views = [tensor.detach().view(-1) for _, tensor in several]
+            copy = torch.cat(views)
+            parts = torch.split(copy, [view.numel() for view in views])
+            saved = [
+                _Saved(key, tensor, part.view(tensor.shape)) for (key, tensor), part in zip(several, parts, strict=True)
+            ]
+            self._small.append(_Small(saved, views, copy))
         self._small_at = self._now_at()
         if self._parameters is not None:
             self._sort_parameters(list(self._parameters()), copies_all=copies_all)
@@ -239,14 +240,10 @@ class Savepoint:
         return list(chain.from_iterable(map(dict.values, self._filled)))
 
     def _now_at(self) -> list[int]:
-        return [address for small in self._small for address in map(Tensor.data_ptr, small.tensors)]
+        return [saved.tensor.data_ptr() for small in self._small for saved in small.saved]
 
     def _copies(self) -> Iterator[_Saved]:
-        yield from self._single
-        for keys, tensors, shapes, _, copy in self._small:
-            parts = torch.split(copy, [shape.numel() for shape in shapes])
-            for key, tensor, shape, part in zip(keys, tensors, shapes, parts, strict=True):
-                yield _Saved(key, tensor, part.view(shape))
+        return chain(self._single, *(small.saved for small in self._small))
 
     def _moved_of_watched(self) -> set[Any]:
         """Return the keys of what is not copied and has changed: by its values, or else by versions and addresses."""
