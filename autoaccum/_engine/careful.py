@@ -18,7 +18,6 @@ from autoaccum._engine.forward_backward import Accumulated, check_weight
 from autoaccum._engine.gradients import Given, Parts
 from autoaccum._engine.noise_scale import SquaredNorm, spread_of, squared_norm
 from autoaccum._engine.phases import Phase
-from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._loss.objective import PAIR, SAMPLES, SUM
 from autoaccum._loss.weighting import in_full
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.gradients import Progress
     from autoaccum._engine.noise_scale import NoiseScale, Spread
     from autoaccum._engine.peers import GradientPeers, SharedWeights
+    from autoaccum._engine.savepoint import Savepoint
     from autoaccum._loss.objective import Factors
     from autoaccum._sizing.sizing import Sizing
 
@@ -102,6 +102,8 @@ class CarefulPath:
                 self._settle(window, sizes)
             before = len(factors)
             factors = [*factors, *self._weigh(window, at.sizes, share)[before:]]
+            if self.peers.sending is not None:
+                self.peers.sending.offer()
             if self._norms.is_there and not self._sizing.is_learning:
                 self._norms.announce(at.sizes)  # only for sizes that will be used again
             if self._sizing.is_learning and not step.objective.mixes_pairs():
@@ -213,8 +215,6 @@ class CarefulPath:
         if self.peers.is_part and len(sizes) == 1 and window.samples > 1:
             sizes = (window.samples - window.samples // 2, window.samples // 2)
         step.objective.settle(window, sizes, step.transfer.place, self._before_asking, step.precision.autocast)
-        if self.peers.sending is not None:
-            self.peers.sending.offer()
 
     def _weigh(self, window: Window, sizes: tuple[int, ...], share: SharedWeights | None) -> list[Factors]:
         objective, is_part = self._step.objective, self.peers.is_part

@@ -112,7 +112,8 @@ class Savepoint:
         if sums_up or not self._has_looked:
             self.look()
         self.random.take(of_host=of_host or sums_up or self._host_moves)
-        self._metrics.take()
+        if self._metrics.are_there:
+            self._metrics.take()
         if self._arranged is not copies_all or not self._are_in_place():
             self._arrange(copies_all=copies_all)
         with torch.no_grad():
@@ -203,6 +204,7 @@ class Savepoint:
                 _Saved(key, tensor, part.view(tensor.shape)) for (key, tensor), part in zip(several, parts, strict=True)
             ]
             self._small.append(_Small(saved, views, copy))
+        self._small_tensors = [saved.tensor for small in self._small for saved in small.saved]
         self._small_at = self._now_at()
         if self._parameters is not None:
             self._sort_parameters(list(self._parameters()), copies_all=copies_all)
@@ -240,7 +242,7 @@ class Savepoint:
         return list(chain.from_iterable(map(dict.values, self._filled)))
 
     def _now_at(self) -> list[int]:
-        return [saved.tensor.data_ptr() for small in self._small for saved in small.saved]
+        return list(map(Tensor.data_ptr, self._small_tensors))
 
     def _copies(self) -> Iterator[_Saved]:
         return chain(self._single, *(small.saved for small in self._small))

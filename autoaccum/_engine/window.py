@@ -132,7 +132,7 @@ class Engine:
         self._given: Given | None = None
         self._has_failed = self._had_failed = False
         self._is_steady = self._is_due = self._is_saved = self._is_restored = False
-        self._is_long = True
+        self._is_long, self._is_quiet = True, False
 
     # --- the story of a window ----------------------------------------------------------------------------------------
 
@@ -187,7 +187,8 @@ class Engine:
         if self._is_due:
             self._look(on_change)
         self._versions_of_data = window.versions()
-        if window.samples and not (window.is_known and self._is_steady and sizing.is_quiet):
+        self._is_quiet = sizing.is_quiet
+        if window.samples and not (window.is_known and self._is_steady and self._is_quiet):
             sizing.begin(window)
             if self._is_due:
                 self._tell_of_batches_apart(window)
@@ -298,11 +299,11 @@ class Engine:
         """
         sizing = self._sizing
         self._is_long = elapsed_s > _LONG_S
-        is_learning = sizing.is_learning
+        is_learning = not self._is_quiet and sizing.is_learning
         if self._room.is_thrashing(reads_peak=not is_learning) and not is_learning:
             self._notices.say("the allocator finds no room without giving back its cache; micro-batches get smaller")
             sizing.shrink()
-        elif self.lacks or not sizing.is_quiet:
+        elif self.lacks or not self._is_quiet:
             sizing.end(self._at.sizes, is_clean=not self.lacks, has_room=self._room.is_free)
 
     # --- failures -----------------------------------------------------------------------------------------------------

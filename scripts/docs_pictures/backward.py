@@ -52,7 +52,7 @@ def picture() -> str:
         text(
             20,
             y,
-            "A failure in a forward pass is undone in the same way. The costliest micro-batch runs first, so it comes early.",
+            "A failure in a forward pass is undone in the same way. The costliest micro-batch runs first.",
             "quiet",
         ),
         text(
