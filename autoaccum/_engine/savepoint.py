@@ -316,6 +316,6 @@ def _sum(tensor: Tensor) -> Tensor:
         return torch.stack([tensor.sum(), tensor.flatten()[::3].sum()])
     # On the CPU, summing in another type first makes a copy in that type; MPS has no double precision.
     kind = torch.float32 if tensor.device.type == "mps" else torch.float64
-    pieces = tensor.flatten().split(_SUMMED_AT_ONCE) if tensor.device.type == "cpu" else [tensor]
+    pieces = torch.split(tensor.flatten(), _SUMMED_AT_ONCE) if tensor.device.type == "cpu" else [tensor]
     sums = [torch.stack([piece.sum(dtype=kind), torch.linalg.vector_norm(piece, dtype=kind)]) for piece in pieces]
     return torch.stack(sums).sum(0)

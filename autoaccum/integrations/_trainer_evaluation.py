@@ -105,7 +105,7 @@ class EvaluationInParts:
     def _try(
         self, step: Callable[[Mapping[str, Any]], _Predicted], cut: Callable[[], Mapping[str, Any]], size: int
     ) -> tuple[Record | None, Any]:
-        """Run a step on a part, which is cut here; return its record and what it returns, or None and why memory ran out."""
+        """Cut a part and run a step on it; return its record and what it returns, or None and why memory ran out."""
         is_marked = False
         try:
             self._mark.take()
