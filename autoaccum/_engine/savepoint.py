@@ -142,18 +142,20 @@ class Savepoint:
         """Learn what has moved since `take(sums_up=True)`.
 
         Returns:
-            The names of the buffers and parameters that have.
+            The names of the buffers and parameters that have; without buffers that were empty, and so collect
+            something that somebody else takes out.
         """
         with torch.no_grad():
             moved = {key for key, tensor, copy in self._copies() if not _are_same(tensor, copy)}
             moved |= self._moved_of_watched()
+        empty = {key for key, _, copy in self._copies() if not copy.numel()}
         for table, kept in zip(self._tables, self._kept, strict=True):
             moved |= {(id(table), name) for name in {**kept, **table} if table.get(name) is not kept.get(name)}
         if self._arranged or not moved <= self._moving:
             self._arranged = None  # copies of what does not move are not needed any more
         self._moving |= moved
         self._host_moves = self._host_moves or self.random.host_has_moved()
-        return self._names(moved)
+        return self._names(moved - empty)
 
     def damage(self) -> list[str]:
         """Return the names of what cannot be restored, once all else is: what was not copied, or made meanwhile."""
@@ -233,7 +235,7 @@ class Savepoint:
             self._watched.append((key, tensor))
 
     def _are_in_place(self) -> bool:
-        """Whether the tables hold the tensors that copies were allocated for, at the same addresses."""
+        """Whether the tables hold the tensors that copies were allocated for, as they were then."""
         now = self._now_in_tables()
         are_same = len(now) == len(self._in_tables) and all(map(is_, now, self._in_tables))
         return are_same and self._now_at() == self._small_at
@@ -242,7 +244,11 @@ class Savepoint:
         return list(chain.from_iterable(map(dict.values, self._filled)))
 
     def _now_at(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self._small_tensors))
+        """Return what changes when a model resizes a buffer in place: addresses and numbers of elements."""
+        at = list(map(Tensor.data_ptr, self._small_tensors))
+        at += map(Tensor.numel, self._small_tensors)
+        at += [saved.tensor.numel() for saved in self._single]
+        return at
 
     def _copies(self) -> Iterator[_Saved]:
         return chain(self._single, *(small.saved for small in self._small))

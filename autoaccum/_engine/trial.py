@@ -51,7 +51,9 @@ class Trials:
         self._step = step
         self._batch = batch
         self._whole = whole
-        self._savepoint = Savepoint(step.objective.modules, step.memory.device, step.objective.functions)
+        saved = None if step.is_sharded else lambda: step.parameters
+        modules, functions = step.objective.modules, step.objective.functions
+        self._savepoint = Savepoint(modules, step.memory.device, functions, parameters=saved)
         split = step.objective.split
         self._window = None if whole is None or samples is None else repeating(batch, samples, split)
         self.held_bytes: int | None = None
@@ -112,7 +114,7 @@ class Trials:
         for parameter in self._with_gradient or ():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=gradient_type(parameter))
-        self._savepoint.take()
+        self._savepoint.take(sums_up=True)  # as before the first window, for which most is held
         if self._whole is None or self._window is None:
             self.one_micro_batch(size)
         else:

@@ -72,7 +72,7 @@ def runner_of(model, sizes, loss, *, lr=0.0, **options):
 
 def recorded(runner):
     """Have a runner keep what it learns of noise."""
-    runner._noise = runner._work._noise = Recorded()
+    runner._noise = runner._engine._careful._noise = Recorded()
     return runner._noise
 
 

@@ -19,14 +19,14 @@ def test_without_a_failure_nothing_changes():
     pace = Backoff(100, 50)
 
     assert windows_until_larger(pace) is None
-    assert (pace.size, pace.is_troubled) == (50, False)
+    assert (pace.size, pace.is_quiet) == (50, True)
 
 
 def test_failure_takes_one_micro_step_more_and_a_clean_stretch_one_less():
     pace = Backoff(100, 50)
 
     assert pace.fail(50) == 34
-    assert pace.is_troubled
+    assert not pace.is_quiet
     assert windows_until_larger(pace) == (FIRST_WAIT_WINDOWS, 50)
 
 
