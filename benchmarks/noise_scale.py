@@ -28,7 +28,7 @@ MICRO_BATCHES = 4
 
 
 def perceptron():
-    return network(256), (torch.randn(4 * 96, 64), torch.randint(10, (4 * 96,)))
+    return network(1, 256), (torch.randn(4 * 96, 64), torch.randint(10, (4 * 96,)))
 
 
 def resnet():

@@ -14,7 +14,7 @@ import tempfile
 import time
 
 import torch
-from overhead import MICRO_BATCHES, SIZES, network, processor
+from overhead import MICRO_BATCHES, MODELS, network, processor
 from torch import nn
 
 import autoaccum
@@ -24,7 +24,7 @@ from autoaccum._system.notices import Notices
 
 def measure(width, sub_batch_size, windows, device, folder):
     torch.manual_seed(0)
-    model = network(width).to(device)
+    model = network(1, width).to(device)
     samples = MICRO_BATCHES * sub_batch_size
     window = torch.randn(samples, 64), torch.randint(0, 10, (samples,))
     runner = autoaccum.Runner(
@@ -71,8 +71,10 @@ def main():
     print("| micro-step | ratio (quartiles) | added, µs a micro-step |")
     print("|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        for name, (width, sub_batch_size) in SIZES.items():
-            windows = max(40, options.windows // (10 if name == "10 ms" else 1))
+        for name, (layers, width, _, sub_batch_size) in MODELS.items():
+            if layers > 1:
+                continue
+            windows = max(40, options.windows // (10 if name.endswith("10 ms") else 1))
             pairs = measure(width, sub_batch_size, windows, device, folder)
             low, middle, high = statistics.quantiles([with_it / without for without, with_it in pairs], n=4)
             added = statistics.median((with_it - without) / MICRO_BATCHES * 1e6 for without, with_it in pairs)

@@ -1,8 +1,9 @@
 """Measures the runner's overhead over the hand-written loop of document 002: one large batch, sliced into sub-batches.
 
-The accumulator is measured with it, in a loop with an optimizer of its own. All train the same network on the same
-windows, window by window in turn in one process, so that a slow moment of the machine affects all. Prints and writes
-the median ratio of a window's time with its quartiles, and the microseconds that each adds to a micro-step.
+The accumulator is measured with it, in a loop with an optimizer of its own. All train the same networks (few or many
+parameter tensors, or many BatchNorms, all with SGD) on the same windows, window by window in turn in one process, so
+that a slow moment of the machine affects all. Prints and writes the median ratio of a window's time with its quartiles,
+and the microseconds that each adds to a micro-step.
 
     python benchmarks/overhead.py [--windows 400] [--micro-batches 1 4 16] [--out benchmarks/results/overhead.json]
 
@@ -28,12 +29,22 @@ import autoaccum
 from autoaccum._system.notices import Notices
 
 MICRO_BATCHES = 4  # the documents' number of accumulation steps
-# Hidden width and samples per micro-batch, chosen so that a micro-step takes about 0.1, 1 and 10 ms on one core.
-SIZES = {"0.1 ms": (16, 8), "1 ms": (256, 96), "10 ms": (1024, 144)}
+# Hidden layers, their width, whether each has a BatchNorm, and samples per micro-batch. Those of 6 tensors are chosen so
+# that a micro-step takes about 0.1, 1 and 10 ms on one core.
+MODELS = {
+    "6 tensors, 0.1 ms": (1, 16, False, 8),
+    "6 tensors, 1 ms": (1, 256, False, 96),
+    "6 tensors, 10 ms": (1, 1024, False, 144),
+    "150 tensors": (73, 64, False, 32),
+    "25 BatchNorms": (25, 64, True, 32),
+}
 
 
-def network(width):
-    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+def network(layers, width, normalises=False):
+    hidden = []
+    for _ in range(layers):
+        hidden += [nn.Linear(width, width), *([nn.BatchNorm1d(width)] if normalises else []), nn.ReLU()]
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), *hidden, nn.Linear(width, 10))
 
 
 def hand_written(model, criterion, optimizer, images, target, sub_batch_size):
@@ -49,9 +60,9 @@ def hand_written(model, criterion, optimizer, images, target, sub_batch_size):
     optimizer.step()
 
 
-def measure(width, sub_batch_size, micro_batches, windows):
+def measure(model, sub_batch_size, micro_batches, windows):
     torch.manual_seed(0)
-    by_hand = network(width)
+    by_hand = network(*model)
     ours, accumulated = copy.deepcopy(by_hand), copy.deepcopy(by_hand)
     criterion = nn.CrossEntropyLoss()
     samples = micro_batches * sub_batch_size
@@ -113,13 +124,11 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(1)  # small operators on several threads measure the threads
     results = {}
-    print(
-        "| | micro-step | micro-batches | hand-written, ms | ratio (quartiles) | added, µs a micro-step (quartiles) |"
-    )
+    print("| | model | micro-batches | hand-written, ms | ratio (quartiles) | added, µs a micro-step (quartiles) |")
     print("|---|---|---|---|---|---|")
-    for (name, (width, sub_batch_size)), micro_batches in itertools.product(SIZES.items(), options.micro_batches):
-        windows = max(40, options.windows * MICRO_BATCHES // micro_batches // (10 if name == "10 ms" else 1))
-        times = measure(width, sub_batch_size, micro_batches, windows)
+    for (name, (*model, sub_batch_size)), micro_batches in itertools.product(MODELS.items(), options.micro_batches):
+        windows = max(40, options.windows * MICRO_BATCHES // micro_batches // (10 if name.endswith("10 ms") else 1))
+        times = measure(model, sub_batch_size, micro_batches, windows)
         for which, loop in enumerate(("Runner", "Accumulator"), 1):
             found = results[f"{loop}, {name}, {micro_batches}"] = summary(times, which, micro_batches)
             low, high = found["ratio_quartiles"]

@@ -4,7 +4,7 @@ Each schedule draws one or two ranks and one to three operators of their windows
 undisturbed training (float64, 1e-12, because cuts differ) and be identical between ranks, and every sample must be
 loaded once. An optimizer that fails in the middle of a later step ends training on all ranks, and is counted
 separately. A rank that waits for 30 seconds ends the run. tests/across/test_ranks_faults.py does a few of them.
-With --overlap gradients are sent during the last backward pass (tests/distributed/test_ranks_overlap.py).
+With --overlap gradients are sent during the last backward pass (tests/distributed/test_overlap_on_ranks.py).
 """
 
 import argparse

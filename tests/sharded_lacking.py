@@ -4,15 +4,15 @@ import itertools
 from unittest import mock
 
 import torch
-from autoaccum._engine.micro_batches import MicroBatches
 
 from autoaccum._data.transfer import Transfer
 from autoaccum._distributed.data_parallel import DataParallel
+from autoaccum._engine.careful import CarefulPath
 from autoaccum._engine.optimizer_step import Updates
 from sharded_training import train
 
 WHERE = {
-    "enter": (MicroBatches, "_enter"),
+    "enter": (CarefulPath, "_enter"),
     "transfer": (Transfer, "feed"),
     "reserve": (Updates, "reserve"),
     "after the passes": (DataParallel, "_fill_losses"),

@@ -11,12 +11,13 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, overload
 
 from autoaccum._arguments import check_bool, check_positive_int, shown
 from autoaccum._data.nesting import holds_tensor, shapes_of
 from autoaccum._data.numbers import is_count, numbers_in
-from autoaccum._data.pieces import NestedPiece, Span, WholePiece, structure_of_flat
+from autoaccum._data.pieces import NestedPiece, Span, WholePiece
 from autoaccum._data.splits import FIRST, Along, ByDefault, check_split, is_default, piece_of
 from autoaccum.errors import InvalidInputError
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from autoaccum._data.pieces import Split
 
 
+_VERSION = attrgetter("_version")
+_BY_DEFAULT = ByDefault()
 _PAIR = 2
 _MANY_SPANS = 4096
 
@@ -310,15 +313,21 @@ class Window(Sequence[Any]):
 
 
 class KnownWindow(Window):
-    """A window of one batch of tensors that is just like one before, which is read only when it has to be."""
+    """A window of one batch of tensors that is just like one before, which is read only when it has to be.
+
+    Args:
+        batch: The batch.
+        structure: The structure of the window before.
+    """
 
     is_known = True
     _READ = ("_spans", "_starts", "_seen", "_groups")
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any, structure: Hashable) -> None:
         self._batch = batch
+        self._structure = structure
         self.samples = len(batch[0])
-        self._split = ByDefault()
+        self._split = _BY_DEFAULT
         self._tensors = list(batch)
 
     def __getattr__(self, name: str) -> Any:
@@ -329,7 +338,7 @@ class KnownWindow(Window):
         """
         if name not in self._READ:
             raise AttributeError(name)
-        self._read([self._batch], ByDefault())
+        self._read([self._batch], _BY_DEFAULT)
         return vars(self)[name]
 
     def plain_batch(self) -> Any:
@@ -337,8 +346,15 @@ class KnownWindow(Window):
         return self._batch
 
     def structure(self) -> Hashable:
-        """The types and dimensions of its tensors, without their sizes."""
-        return (structure_of_flat(self._batch),)
+        """That of the window which it is just like."""
+        return self._structure
+
+    def versions(self) -> list[int]:
+        """How often each tensor was modified in place, including through views."""
+        try:
+            return list(map(_VERSION, self._batch))
+        except RuntimeError:  # made within torch.inference_mode()
+            return super().versions()
 
 
 def check_windows(target_batch: object, drop_last: object) -> None:

@@ -143,7 +143,7 @@ class GradientAccumulator:
         self._earlier: list[Tensor | None] = []
         self._sparse: list[Tensor | None] | None = None  # the sums, where some are sparse
         self._is_added = False
-        self._current: _Lane
+        self._current: _Lane | None = None
         self._lanes: dict[bool, _Lane] = {}
         self._lanes_of: dict[Rung, dict[bool, _Lane]] = {}
         self._rung: Rung | None = None
@@ -215,9 +215,10 @@ class GradientAccumulator:
             outputs=outputs,
         )
 
-    def knows(self, batch: Any) -> bool:
-        """Whether a batch is one of tensors just like those of the last window."""
-        return any(lane.engine.steady.knows(batch) for lane in self._lanes.values())
+    def known(self, batch: Any) -> Window | None:
+        """Return a window of a batch of tensors just like those of the last one; None if it is anything else."""
+        lane = self._current
+        return None if lane is None else lane.engine.steady.known(batch)
 
     # --- memory="auto" ------------------------------------------------------------------------------------------------
 
@@ -286,6 +287,7 @@ class GradientAccumulator:
         """Add a window's gradient to earlier ones; None if another process lacks memory for it."""
         self._step.stage.phase = Phase.ADD
         lane = self._current
+        assert lane is not None
         reduced = self._peers.reduce(given, lane.engine, self._before_adding)
         if reduced is None:
             return None

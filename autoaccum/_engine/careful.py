@@ -18,7 +18,6 @@ from autoaccum._engine.forward_backward import Accumulated, check_weight
 from autoaccum._engine.gradients import Given, Parts
 from autoaccum._engine.noise_scale import SquaredNorm, spread_of, squared_norm
 from autoaccum._engine.phases import Phase
-from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._loss.objective import PAIR, SAMPLES, SUM
 from autoaccum._loss.weighting import in_full
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.gradients import Progress
     from autoaccum._engine.noise_scale import NoiseScale, Spread
     from autoaccum._engine.peers import GradientPeers, SharedWeights
+    from autoaccum._engine.savepoint import Savepoint
     from autoaccum._loss.objective import Factors
     from autoaccum._sizing.sizing import Sizing
 
@@ -97,26 +97,28 @@ class CarefulPath:
             step.stage.phase, at.size = Phase.WEIGH, None
             sizes = self._cut(at.done, measures_noise=measures_noise)
             starts = tuple(accumulate(sizes[:-1], initial=at.done))
-            done = at.sizes[: len(factors)]
-            at.sizes = (*done, *sizes)
+            at.sizes = (*at.sizes[: len(factors)], *sizes)
             if not factors:
                 self._settle(window, sizes)
-            of_rest = self._weigh(window, at.sizes, share)[len(factors) :]
+            before = len(factors)
+            factors = [*factors, *self._weigh(window, at.sizes, share)[before:]]
+            if self.peers.sending is not None:
+                self.peers.sending.offer()
             if self._norms.is_there and not self._sizing.is_learning:
                 self._norms.announce(at.sizes)  # only for sizes that will be used again
             if self._sizing.is_learning and not step.objective.mixes_pairs():
                 order: Sequence[int] = [0]  # its measurement decides the next size
             else:
-                order = self._order(window, starts, sizes)
-                at.sizes = (*done, *(sizes[place] for place in order))
+                order = range(len(sizes)) if measures_noise else self._order(window, starts, sizes)
             feed = step.transfer.feed(window, [sizes[place] for place in order], [starts[place] for place in order])
             with closing(feed):
                 for place in order:
-                    at.size, self._sizing.start, factor = sizes[place], starts[place], of_rest[place]
+                    at.size, self._sizing.start, factor = sizes[place], starts[place], factors[before + place]
                     with self._sending(is_last=at.done + at.size == window.samples and not measures_noise):
                         squares += self._one(feed, window, at.size, factor, accumulated, measures_noise=measures_noise)
                     at.done += at.size
-                    factors.append(factor)
+            if self._sizing.is_learning:
+                del factors[before + len(order) :]
         at.size = None
         pair_weight = self._pair_weight(accumulated, share)
         spread = None
@@ -213,8 +215,6 @@ class CarefulPath:
         if self.peers.is_part and len(sizes) == 1 and window.samples > 1:
             sizes = (window.samples - window.samples // 2, window.samples // 2)
         step.objective.settle(window, sizes, step.transfer.place, self._before_asking, step.precision.autocast)
-        if self.peers.sending is not None:
-            self.peers.sending.offer()
 
     def _weigh(self, window: Window, sizes: tuple[int, ...], share: SharedWeights | None) -> list[Factors]:
         objective, is_part = self._step.objective, self.peers.is_part

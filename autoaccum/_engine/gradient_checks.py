@@ -115,11 +115,11 @@ class GradientChecks:
             version = next(versions)
             if gradient.layout is not torch.strided:
                 continue
-            if parameter.grad is not gradient:
-                # Autograd adds to dense gradients in place.
-                if parameter.grad is None or parameter.grad.layout is torch.strided:
+            now = parameter.grad
+            if now is None or id(now) != id(gradient):
+                if now is None or now.layout is torch.strided:  # to which autograd adds in place
                     raise _changed_in_backward("cleared or replaced", parameter)
-            elif gradient._version > version + together[_place(gradient)] and not _may_add_twice(total):
+            elif now._version > version + together[_place(now)] and not _may_add_twice(total):
                 raise _changed_in_backward("changed", parameter)
 
 

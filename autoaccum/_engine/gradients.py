@@ -42,7 +42,7 @@ class Progress:
     """How far a window is.
 
     Attributes:
-        sizes: The sizes of its micro-batches, in the order in which they run.
+        sizes: The sizes of its micro-batches, in the order of its samples.
         size: That of the micro-batch which is running; None for none.
         done: Samples whose gradients are complete.
         recomputed: Samples that were computed and discarded.

@@ -19,7 +19,7 @@ _PLAIN = (bool, int, float, str, type(None))
 # Results that are replaced and never written to.
 _RESULTS = ("_computed", "_forward_cache", "_cache")
 # What a collection knows of metrics that share a state.
-_OF_COLLECTIONS = ("_groups", "_groups_checked", "_state_is_copy")
+_OF_COLLECTIONS = {"_groups", "_groups_checked", "_state_is_copy"}
 
 
 class MetricStates:
@@ -27,12 +27,16 @@ class MetricStates:
 
     Args:
         modules: Modules, of which those that are metrics or collections of metrics are watched.
+
+    Attributes:
+        are_there: Whether there are any.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = list({id(module): module for module in modules}.values())  # a metric's hash is that of its states
         self._metrics = [module for module in modules if is_metric(module)]
         self._collections = [module for module in modules if _is_collection(module)]
+        self.are_there = bool(self._metrics or self._collections)
         self._kept: list[dict[str, tuple[Any, Any]]] = []
         self._groups: list[dict[str, Any]] = []
 
@@ -60,7 +64,7 @@ def is_metric(module: object) -> bool:
 
 
 def _is_collection(module: nn.Module) -> bool:
-    return all(name in vars(module) for name in _OF_COLLECTIONS)
+    return vars(module).keys() >= _OF_COLLECTIONS
 
 
 def _state_of(metric: nn.Module) -> dict[str, tuple[Any, Any]]:

@@ -379,13 +379,13 @@ class _Written:
         self._holders, self._entries = list(optimizer.state), list(map(dict, optimizer.state.values()))
         self._tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._tensors += chain.from_iterable(map(dict.values, self._entries))
-        self._versions = _versions(self._tensors)
+        self._versions = _read_versions(self._tensors)
 
     def undo(self) -> bool:
         """Remove newly created state and restore settings; return whether everything is as it was."""
         if any(_moves_no_counters(group) for group in self._optimizer.param_groups):
             return False
-        if _versions(self._tensors) != self._versions:
+        if _read_versions(self._tensors) != self._versions:
             return False
         self._optimizer.state.clear()
         self._optimizer.state.update(zip(self._holders, self._entries, strict=True))
@@ -395,7 +395,7 @@ class _Written:
         return True
 
 
-def _versions(values: list[Any]) -> list[int]:
+def _read_versions(values: list[Any]) -> list[int]:
     try:
         return list(map(_VERSION, values))
     except AttributeError:  # some are numbers

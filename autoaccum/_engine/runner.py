@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autoaccum import _oom
 from autoaccum._arguments import check_one_batch, shown
 from autoaccum._callbacks import check_callbacks
-from autoaccum._data.batches import KnownWindow, as_window
+from autoaccum._data.batches import as_window
 from autoaccum._data.loader_checks import check_loader
 from autoaccum._data.random_state import RandomState
 from autoaccum._engine import devices, optimizers, update_complete
@@ -86,6 +87,27 @@ class MovesWithUpdates(Protocol):
         """
 
 
+@dataclass(slots=True)
+class _Now:
+    """The current window.
+
+    Attributes:
+        made_before: Updates made before it.
+        number: The number of its update.
+        has_moved: Whether everything that moves with the update has moved.
+        is_at_work: Whether it has begun and not ended.
+        checks_finite: Whether its loss has to be finite.
+        rates: The learning rates of its update, by group.
+    """
+
+    made_before: int
+    number: int
+    has_moved: bool = False
+    is_at_work: bool = False
+    checks_finite: bool = False
+    rates: tuple[DeviceScalar | None, ...] = ()
+
+
 class WindowRunner:
     """Makes one update from each window.
 
@@ -136,10 +158,7 @@ class WindowRunner:
             noise=noise,
         )
         # A loss that is not finite is an error only in the first window: later it may result from the training itself.
-        self._checks_finite = events.windows == 0
-        self._made_before = step.updates.made
-        self._number = events.windows + 1  # of the current update
-        self._has_moved = self._is_at_work = False
+        self._now = _Now(step.updates.made, events.windows + 1, checks_finite=events.windows == 0)
         drop_old_gradients(step, notices)
 
     def step(self, part: Window) -> StepReport | None:
@@ -156,16 +175,16 @@ class WindowRunner:
             AutoaccumError: As for `Runner.step`.
         """
         started = time.perf_counter()
-        step, noise = self._step, self._noise
-        self._made_before, self._number, self._has_moved = step.updates.made, self._events.windows + 1, False
-        measures = noise is not None and noise.is_due(self._number) and self._sizing.is_settled
+        step, noise, now = self._step, self._noise, self._now
+        now.made_before, now.number, now.has_moved = step.updates.made, self._events.windows + 1, False
+        measures = noise is not None and noise.is_due(now.number) and self._sizing.is_settled
         if self._order is not None:
             part = self._order.of(part)
         if measures:
-            part = shuffled(part, self._number)
+            part = shuffled(part, now.number)
         try:
             drop_old_gradients(step, self._notices)
-            self._is_at_work = True
+            now.is_at_work = True
             try:
                 reduced, update = self._engine.run(
                     part,
@@ -175,7 +194,7 @@ class WindowRunner:
                     measures_noise=measures,
                 )
             finally:
-                self._is_at_work = False
+                now.is_at_work = False
                 step.updates.drop_reservation()
             if update is None:
                 return None
@@ -202,27 +221,27 @@ class WindowRunner:
     def _before_update(self, losses: Losses, samples: int) -> None:
         """Reject an unusable update, and prepare what moves with it, while there is a way back."""
         if self._engine.is_checking:
-            if self._checks_finite:
+            if self._now.checks_finite:
                 _check_finite(losses)
             if not self._step.holds_gradients():
                 raise no_gradient(self._step.parameters)
-            self._checks_finite = False
+            self._now.checks_finite = False
         if self._moves is not None:
             self._moves.prepare(samples)
 
     def _update(self, reduced: Reduced) -> Update:
         """Step the optimizer, and move everything that moves with it."""
         # An interrupt waits until the window is done: inside the optimizer it would leave half an update.
-        self._rates = optimizers.learning_rates(self._step.optimizer)
+        self._now.rates = optimizers.learning_rates(self._step.optimizer)
         with signals.held():
             update = self._peers.commit(reduced)
             if (weights := self._step.updates.weights) is not None:
                 weights.forget_originals()
-            self._events.windows = self._number
+            self._events.windows = self._now.number
             self._step.clear_gradients()
             if self._moves is not None:
                 self._moves.update_made(skipped=update.skipped)
-            self._has_moved = True
+            self._now.has_moved = True
         return update
 
     def _report(self, reduced: Reduced, update: Update, elapsed_s: float) -> StepReport:
@@ -242,18 +261,18 @@ class WindowRunner:
             recomputed_samples=engine.recomputed,
             device_losses={name: DeviceScalar(parts) for name, parts in reduced.losses.items()},
             device_reported={name: DeviceScalar(value) for name, value in reduced.reported.items()},
-            device_learning_rates=self._rates,
+            device_learning_rates=self._now.rates,
             device_grad_norm=None if update.grad_norm is None else DeviceScalar(update.grad_norm),
             noise_scale=noise,
         )
 
     def _raise_as_update_complete(self, error: BaseException) -> None:
         """Raise a failure after the update as an error which states that the update is made, unless it already does."""
-        self._events.windows = self._number  # only an assignment: whatever else fails, this window counts as done
+        self._events.windows = self._now.number  # only an assignment: whatever else fails, this window counts as done
         self._step.clear_gradients()
         if _oom.is_device_lost(error):
             raise devices.lost(self._step.memory, error) from error
-        said = update_complete.told(error, self._number, has_moved=self._has_moved)
+        said = update_complete.told(error, self._now.number, has_moved=self._now.has_moved)
         if said is error:
             return
         try:
@@ -276,7 +295,7 @@ class WindowRunner:
 
     def _is_made(self) -> bool:
         """Whether the update of the current window is made."""
-        return self._step.updates.made != self._made_before
+        return self._step.updates.made != self._now.made_before
 
     @property
     def is_past_return(self) -> bool:
@@ -443,8 +462,8 @@ class Runner(WindowRunner):
     def optimizer(
         self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | str
     ) -> None:
-        if optimizer is None or self._is_at_work:
-            why = "within a window" if self._is_at_work else "to None"
+        if optimizer is None or self._now.is_at_work:
+            why = "within a window" if self._now.is_at_work else "to None"
             raise InvalidInputError(f"runner.optimizer cannot be set {why}; set an optimizer between two windows")
         self._step.use(optimizers.resolve(optimizer, self._step.objective.modules, self._notices))
 
@@ -494,8 +513,9 @@ class Runner(WindowRunner):
                 that says so.
         """
         check_one_batch("step", others)
-        known = self._engine.steady.knows(window)
-        part = KnownWindow(window) if known else as_window(window, self._step.objective.split)
+        part: Window | None = self._engine.steady.known(window)
+        if part is None:
+            part = as_window(window, self._step.objective.split)
         while True:
             try:
                 return self._stepped(part)

@@ -45,10 +45,8 @@ class _Saved(NamedTuple):
 class _Small(NamedTuple):
     """Small tensors of one type, which one operator copies into one tensor."""
 
-    keys: list[Any]
-    tensors: list[Tensor]
-    shapes: list[torch.Size]
-    views: list[Tensor]
+    saved: list[_Saved]
+    views: list[Tensor]  # of the tensors
     copy: Tensor
 
 
@@ -114,7 +112,8 @@ class Savepoint:
         if sums_up or not self._has_looked:
             self.look()
         self.random.take(of_host=of_host or sums_up or self._host_moves)
-        self._metrics.take()
+        if self._metrics.are_there:
+            self._metrics.take()
         if self._arranged is not copies_all or not self._are_in_place():
             self._arrange(copies_all=copies_all)
         with torch.no_grad():
@@ -200,10 +199,14 @@ class Savepoint:
                 else:
                     self._single.append(_Saved(key, tensor, tensor.detach().clone()))
         for several in small.values():
-            keys, tensors = zip(*several, strict=True)
-            views = [tensor.detach().view(-1) for tensor in tensors]
-            shapes = [tensor.shape for tensor in tensors]
-            self._small.append(_Small(list(keys), list(tensors), shapes, views, torch.cat(views)))
+            views = [tensor.detach().view(-1) for _, tensor in several]
+            copy = torch.cat(views)
+            parts = torch.split(copy, [view.numel() for view in views])
+            saved = [
+                _Saved(key, tensor, part.view(tensor.shape)) for (key, tensor), part in zip(several, parts, strict=True)
+            ]
+            self._small.append(_Small(saved, views, copy))
+        self._small_tensors = [saved.tensor for small in self._small for saved in small.saved]
         self._small_at = self._now_at()
         if self._parameters is not None:
             self._sort_parameters(list(self._parameters()), copies_all=copies_all)
@@ -242,19 +245,13 @@ class Savepoint:
 
     def _now_at(self) -> list[int]:
         """Return what changes when a model resizes a buffer in place: addresses and numbers of elements."""
-        at: list[int] = []
-        for small in self._small:
-            at += map(Tensor.data_ptr, small.tensors)
-            at += map(Tensor.numel, small.tensors)
+        at = list(map(Tensor.data_ptr, self._small_tensors))
+        at += map(Tensor.numel, self._small_tensors)
         at += [saved.tensor.numel() for saved in self._single]
         return at
 
     def _copies(self) -> Iterator[_Saved]:
-        yield from self._single
-        for keys, tensors, shapes, _, copy in self._small:
-            parts = torch.split(copy, [shape.numel() for shape in shapes])
-            for key, tensor, shape, part in zip(keys, tensors, shapes, parts, strict=True):
-                yield _Saved(key, tensor, part.view(shape))
+        return chain(self._single, *(small.saved for small in self._small))
 
     def _moved_of_watched(self) -> set[Any]:
         """Return the keys of what is not copied and has changed: by its values, or else by versions and addresses."""
@@ -325,6 +322,6 @@ def _sum(tensor: Tensor) -> Tensor:
         return torch.stack([tensor.sum(), tensor.flatten()[::3].sum()])
     # On the CPU, summing in another type first makes a copy in that type; MPS has no double precision.
     kind = torch.float32 if tensor.device.type == "mps" else torch.float64
-    pieces = tensor.flatten().split(_SUMMED_AT_ONCE) if tensor.device.type == "cpu" else [tensor]
+    pieces = torch.split(tensor.flatten(), _SUMMED_AT_ONCE) if tensor.device.type == "cpu" else [tensor]
     sums = [torch.stack([piece.sum(dtype=kind), torch.linalg.vector_norm(piece, dtype=kind)]) for piece in pieces]
     return torch.stack(sums).sum(0)

@@ -15,20 +15,23 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from autoaccum._data.batches import KnownWindow
 from autoaccum._engine.gradients import Given, Parts
 from autoaccum._engine.phases import Phase
 from autoaccum._loss.weighting import Over
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Hashable, Sequence
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import Progress
     from autoaccum._loss.objective import Objective
+    from autoaccum._loss.weighting import Weighting
     from autoaccum._records import Plan
     from autoaccum._sizing.sizing import Sizing
 
+_IS_TRAINED = attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 # Windows of one structure that take the careful path: the first, second, fourth, ..., and then now and then.
 _LAST_POWER = 1024
@@ -46,15 +49,20 @@ class _Known:
     Attributes:
         windows: How many there have been.
         name: The name of their loss; None if the steady path cannot compute it.
+        weighting: How it weighs samples; None if that is not known here, or by samples.
+        kinds: The tensors of the last window, by type, shape and device; None if it was not a batch of them.
+        is_split: Whether that batch can be taken apart where it is.
         plan: The plan of `sizes`.
-        tensors: The tensors of the last window, by shape, type and device; None if it was not a batch of them.
-        sizes: Its micro-batches.
+        sizes: The micro-batches of that window.
     """
 
+    structure: Hashable
     windows: int = 0
     name: str | None = None
+    weighting: Weighting | None = None
+    kinds: list[Any] | None = None
+    is_split: bool = False
     plan: Plan | None = None
-    tensors: list[Any] | None = None
     sizes: tuple[int, ...] = ()
 
 
@@ -76,7 +84,7 @@ class SteadyPath:
         self._sizing = sizing
         self._is_part = is_part
         self._known: dict[Hashable, _Known] = {}
-        self._now = _Known()
+        self._now = _Known(None)
         self.is_due = True
         # What must not have changed: None for what is not known.
         self._state: tuple[Any, ...] | None = None
@@ -87,7 +95,11 @@ class SteadyPath:
 
     def admits(self, window: Window) -> bool:
         """Whether a window may take this path."""
-        known = self._now = self._known.setdefault(window.structure(), _Known())
+        structure = window.structure()
+        known = self._known.get(structure)
+        if known is None:
+            known = self._known[structure] = _Known(structure)
+        self._now = known
         number = known.windows = known.windows + 1
         self.is_due = number % _EVERY == 0 or (number & (number - 1) == 0 and number <= _LAST_POWER)
         if self._has_changed():
@@ -103,29 +115,31 @@ class SteadyPath:
         objective = self._objective
         is_plain = objective.gave_number and len(given.parts) == 1 and given.pair_weight is None and not given.reported
         may = is_plain and self._step.passes is None and not self._step.keeps_outputs and objective.is_settled
-        self._now.name = next(iter(given.parts)) if may else None
-        self._now.tensors = self._now.plan = None
+        known = self._now
+        known.name = known.kinds = known.plan = None
         self._state, self._hooked, self._handles = self._now_in_force(), self._are_hooked(), RemovableHandle.next_id
         if may:
+            known.name = name = next(iter(given.parts))
+            known.weighting = None if objective.is_by_samples(name) else objective.weighting(name)
             batch = window.plain_batch()
-            self._now.tensors = None if batch is None else _kinds(batch)
+            if batch is not None:
+                known.kinds = _kinds(batch)
+                known.is_split = window.is_on(self._step.memory.device)
 
     def forget(self) -> None:
         """Take the careful path with windows of the current structure: their loss has changed its form."""
         self._now.name = None
 
-    def knows(self, batch: Any) -> bool:
-        """Whether a batch is one of tensors just like those of the last window."""
-        kind = type(batch)
-        tensors = self._now.tensors
-        return (
-            tensors is not None
-            and (kind is tuple or kind is list)
-            and len(batch) == len(tensors) - 1
-            and kind is tensors[-1]
-            and all(type(tensor) is Tensor for tensor in batch)
-            and _kinds(batch) == tensors
-        )
+    def known(self, batch: Any) -> KnownWindow | None:
+        """Return a window of a batch of tensors just like those of the last window; None if it is anything else."""
+        known = self._now
+        kinds, kind = known.kinds, type(batch)
+        if kinds is None or kind is not kinds[0] or len(batch) != len(kinds) - 1:
+            return None
+        for tensor, own in zip(batch, kinds[1:], strict=True):
+            if type(tensor) is not Tensor or (tensor.shape, tensor.dtype, tensor.device) != own:
+                return None
+        return KnownWindow(batch, known.structure)
 
     def void(self) -> None:
         """Take the careful path with the next window, whatever its structure."""
@@ -150,6 +164,8 @@ class SteadyPath:
             torch.is_autocast_enabled(step.memory.device.type),
             id(step.scale),
             step.keeps_outputs,
+            # Ranks do not add up gradients of parameters that come to be trained.
+            list(map(_IS_TRAINED, step.parameters)) if self._is_part else None,
         )
 
     def _are_hooked(self) -> list[bool]:
@@ -173,11 +189,12 @@ class SteadyPath:
         name = self._now.name
         assert name is not None
         at.sizes = sizes = self._sizes(window)
+        alone = len(sizes) == 1
         stage.phase = Phase.WEIGH
         shares = self._shares(window, sizes, name)
         losses: list[Tensor] = []
         stage.phase = Phase.TRANSFER
-        with closing(self._batches(window, sizes)) as batches:
+        with self._batches(window, sizes) as batches:
             for size, share, batch in zip(sizes, shares, batches, strict=True):
                 at.size = size
                 if measures:
@@ -194,7 +211,7 @@ class SteadyPath:
                 if share:
                     loss = value * share if share != 1.0 else value
                     # Without a factor, it may be a buffer that the next micro-batch overwrites.
-                    losses.append(loss.detach() if loss is not value or len(sizes) == 1 else loss.detach().clone())
+                    losses.append(loss.detach() if loss is not value or alone else loss.detach().clone())
                     stage.phase = Phase.BACKWARD
                     (loss if scale is None else scale(loss)).backward()  # type: ignore[no-untyped-call]
                 at.done += size
@@ -211,27 +228,24 @@ class SteadyPath:
         return known.sizes
 
     def _batches(self, window: Window, sizes: tuple[int, ...]) -> Any:
+        transfer = self._step.transfer
+        if not window.is_known or not self._now.is_split or transfer.copies:
+            return closing(transfer.feed(window, sizes))
         batch = window.plain_batch()
-        if batch is None or self._step.transfer.copies or not window.is_on(self._step.memory.device):
-            return self._step.transfer.feed(window, sizes)
-        return _split(batch, sizes)
+        parts = zip(*[tensor.split(sizes) for tensor in batch], strict=True)
+        return nullcontext(parts if type(batch) is tuple else map(list, parts))
 
     def _shares(self, window: Window, sizes: Sequence[int], name: str) -> Sequence[float]:
         """Return the factor of each micro-batch's loss."""
-        objective, batch = self._objective, window.plain_batch()
         if not self._is_part:
-            how = objective.weighting(name)
-            if how.over is Over.SUM:
+            how, batch = self._now.weighting, window.plain_batch()
+            if how is not None and how.over is Over.SUM:
                 return [1.0] * len(sizes)
-            if objective.is_by_samples(name) or (batch is not None and how.counts_all_of_pair(batch)):
-                return [size / window.samples for size in sizes]
-        return [factors.of(name) for factors in objective.factors(window, sizes, is_part=self._is_part)]
+            if how is None or (batch is not None and how.counts_all_of_pair(batch)):
+                samples = window.samples
+                return [size / samples for size in sizes]
+        return [one.of(name) for one in self._objective.factors(window, sizes, is_part=self._is_part)]
 
 
 def _kinds(batch: Sequence[Tensor]) -> list[Any]:
-    return [*((tensor.shape, tensor.dtype, tensor.device) for tensor in batch), type(batch)]
-
-
-def _split(batch: Any, sizes: Sequence[int]) -> Iterator[Any]:
-    parts = zip(*(tensor.split(sizes) for tensor in batch), strict=True)
-    yield from parts if type(batch) is tuple else map(list, parts)
+    return [type(batch), *((tensor.shape, tensor.dtype, tensor.device) for tensor in batch)]

@@ -132,7 +132,7 @@ class Engine:
         self._given: Given | None = None
         self._has_failed = self._had_failed = False
         self._is_steady = self._is_due = self._is_saved = self._is_restored = False
-        self._is_long = True
+        self._is_long, self._is_quiet = True, False
 
     # --- the story of a window ----------------------------------------------------------------------------------------
 
@@ -187,8 +187,11 @@ class Engine:
         if self._is_due:
             self._look(on_change)
         self._versions_of_data = window.versions()
-        if window.samples and not (window.is_known and self._is_steady and sizing.is_quiet):
+        self._is_quiet = sizing.is_quiet
+        if window.samples and not (window.is_known and self._is_steady and self._is_quiet):
             sizing.begin(window)
+            if self._is_due:
+                self._tell_of_batches_apart(window)
         self._share = self._peers.begin(window, sizing)
 
     def _look(self, on_change: Callable[[], None]) -> None:
@@ -199,6 +202,17 @@ class Engine:
         if not self._owns_gradients:
             refuse_hooks(self._step.parameters)
         self._norms.search()
+
+    def _tell_of_batches_apart(self, window: Window) -> None:
+        """Report once if batches that cannot be joined keep micro-batches smaller than the plan."""
+        largest, planned = max(window.groups()), self._sizing.plan.micro_batch
+        if len(window.groups()) > 1 and largest < planned and not self._sizing.is_learning:
+            self._notices.say(
+                f"the loader's batches differ in shape and cannot be joined, so micro-batches hold {largest} samples "
+                f"at most, and not {planned} as planned; larger batches of the loader would fill them, or lists of "
+                "samples (collate_fn=list) with split=autoaccum.ListOfSamples(your_collator)",
+                key="batches apart",
+            )
 
     def use(self, peers: GradientPeers) -> None:
         """Make windows with other processes, or with the same in another way, from now on."""
@@ -285,11 +299,11 @@ class Engine:
         """
         sizing = self._sizing
         self._is_long = elapsed_s > _LONG_S
-        is_learning = sizing.is_learning
+        is_learning = not self._is_quiet and sizing.is_learning
         if self._room.is_thrashing(reads_peak=not is_learning) and not is_learning:
             self._notices.say("the allocator finds no room without giving back its cache; micro-batches get smaller")
             sizing.shrink()
-        elif self.lacks or not sizing.is_quiet:
+        elif self.lacks or not self._is_quiet:
             sizing.end(self._at.sizes, is_clean=not self.lacks, has_room=self._room.is_free)
 
     # --- failures -----------------------------------------------------------------------------------------------------
@@ -355,7 +369,8 @@ class Engine:
         self._step.memory.release()
         if lack is None:
             return
-        self._refuse_damage("memory ran out")
+        if damage := self._damage():
+            raise StateDamagedError(f"memory ran out after {damage}, and begin with a smaller micro_batch")
         self._has_failed = True
         if lack.size is None or not self._sizing.is_learning:  # trials are expected to fail
             self.lacks.append(lack)
@@ -367,15 +382,17 @@ class Engine:
             raise DoesNotFitError(does_not_fit_text(self._step, None, lack.message, sample))
         self._room.follow(self._sizing.plan)
 
-    def _refuse_damage(self, what: str) -> None:
-        """Raise an error if the failed window has written what cannot be restored."""
-        if self._is_restored and (names := self._savepoint.damage()):
-            self.has_lost_parameters = True
-            shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-            raise StateDamagedError(
-                f"{what} after forward() or backward() had written {shown}, which is not saved before each window, so "
-                "it is not as it was; load it from a checkpoint, and begin with a smaller micro_batch"
-            )
+    def _damage(self) -> str:
+        """Return what the failed window has written that cannot be restored, in words; "" for nothing."""
+        names = self._savepoint.damage() if self._is_restored else []
+        if not names:
+            return ""
+        self.has_lost_parameters = True
+        shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+        return (
+            f"forward() or backward() had written {shown}, which was not saved before the window and is not as it was: "
+            "load it from a checkpoint"
+        )
 
     def _refuse_to_try_for_ever(self, lack: MemoryEvent) -> None:
         """Give up if memory runs out repeatedly while no micro-batch is being processed.
@@ -408,7 +425,6 @@ class Engine:
         Raises:
             DeviceLostError: This process can no longer use the device.
             DoesNotFitError: Not even one sample at a time fits.
-            StateDamagedError: Something was written that cannot be restored.
         """
         if _oom.is_device_lost(error):
             raise devices.lost(self._step.memory, error) from error
@@ -417,12 +433,8 @@ class Engine:
             return
         size, sizes = self._at.size, self._at.sizes
         self._restore()
-        try:
-            self._refuse_damage(f"a window failed ({type(error).__name__}: {_oom.first_line(error)})")
-        except StateDamagedError as damaged:
-            if isinstance(error, Exception):
-                raise damaged from error
-            exceptions.note(error, f"autoaccum: {damaged}")
+        if damage := self._damage():
+            exceptions.note(error, f"autoaccum: it came after {damage}")
         if isinstance(error, Exception) and (text := whole_as_samples(self._window.spans)):
             exceptions.note(error, f"autoaccum: {text}")
         if isinstance(error, ValueError):

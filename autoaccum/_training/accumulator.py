@@ -9,7 +9,7 @@ import torch
 
 from autoaccum._arguments import check_bool, check_choice, check_function, check_one_batch
 from autoaccum._callbacks import check_callbacks
-from autoaccum._data.batches import KnownWindow, as_window
+from autoaccum._data.batches import as_window
 from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
 from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._distributed.process_group import Ranks, join_ranks
@@ -264,8 +264,9 @@ class Accumulator:
             )
         step.keeps_outputs = keep is not None
         try:
-            known = self._accumulating.knows(batch)
-            window = KnownWindow(batch) if known else as_window(batch, step.objective.split)
+            window = self._accumulating.known(batch)
+            if window is None:
+                window = as_window(batch, step.objective.split)
             with self._limit.in_force():
                 return self._batches.add(window)
         except BaseException as error:

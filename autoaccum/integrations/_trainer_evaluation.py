@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,7 +77,7 @@ class EvaluationInParts:
         start, has_tried_again = 0, False
         while start < window.samples:
             size = min(self._most or window.samples, window.samples - start)
-            record, found = self._try(step, window.cut(start, start + size), size)
+            record, found = self._try(step, partial(window.cut, start, start + size), size)
             if record is not None:
                 records.append(record)
                 done.append((found, window.part(start, start + size)))
@@ -102,13 +103,14 @@ class EvaluationInParts:
             self._mark = Savepoint([model], self._memory.device)
 
     def _try(
-        self, step: Callable[[Mapping[str, Any]], _Predicted], batch: Mapping[str, Any], size: int
+        self, step: Callable[[Mapping[str, Any]], _Predicted], cut: Callable[[], Mapping[str, Any]], size: int
     ) -> tuple[Record | None, Any]:
-        """Run a step on a part; return its record and what it returns, or None and why memory ran out."""
+        """Cut a part and run a step on it; return its record and what it returns, or None and why memory ran out."""
         is_marked = False
         try:
             self._mark.take()
             is_marked = True
+            batch = cut()
             with self._metrics.recorded(batch, size) as record, own_tokens(self._trainer.args):
                 found = step(dict(batch))
         except Exception as error:

@@ -52,13 +52,13 @@ def picture() -> str:
         text(
             20,
             y,
-            "In a forward pass, a failure touches no gradient: only the micro-batch that failed is repeated.",
+            "A failure in a forward pass is undone in the same way. The costliest micro-batch runs first.",
             "quiet",
         ),
         text(
             20,
             y + 20,
-            "After a first failure, the same holds for backward passes, where memory lets new gradients be kept apart.",
+            "Then the window begins again, in smaller micro-batches.",
             "quiet",
         ),
         text(20, y + 40, "Only the optimizer writes parameters, and its memory is reserved before it begins.", "quiet"),

@@ -23,6 +23,7 @@ from autoaccum.errors import (
     InvalidInputError,
     RankFailedError,
     StateDamagedError,
+    UpdateCompleteError,
 )
 from folders import ROOT
 from record_examples import OOM, PLAN, PROBE, fit_result
@@ -207,6 +208,19 @@ def test_each_error_has_its_exit_code_and_is_told_in_one_line(invoke, recipe, mo
 
     assert (result.exit_code, result.stdout) == (code, "")
     assert result.stderr == "the recipe says hello\nautoaccum: error: asked, found, next step\n"
+
+
+def test_failure_behind_an_update_exits_with_5_and_shows_where(invoke, recipe, monkeypatch):
+    def fail(**_):
+        raise UpdateCompleteError("update 6 is made", 6) from MemoryError("the scheduler's own words")
+
+    monkeypatch.setattr(app, "fit", fail)
+
+    result = invoke("fit", recipe)
+
+    assert result.exit_code == 5
+    assert "MemoryError: the scheduler's own words" in result.stderr
+    assert "autoaccum: error: update 6 is made" in result.stderr
 
 
 @pytest.mark.parametrize(
