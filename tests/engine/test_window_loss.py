@@ -9,27 +9,19 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
 import autoaccum
-from autoaccum._data.batches import Window
-from autoaccum._engine.savepoint import Savepoint
-from autoaccum._engine.window_loss import WholeWindow, check_loss_scope
 from autoaccum.errors import InvalidInputError
 from faults import FailAt, differences, state_of
 from folders import ROOT
 from helpers import assert_bitwise
-from put_together import training_step
 
-SAMPLES = 12
-CUTS = [(12,), (6, 6), (5, 7), (4, 4, 4), (1, 11), (1,) * 12]
+SAMPLES = 13
+SIZES = [13, 7, 5, 1]  # the last two but one are in unequal micro-batches
 
 
 class Two(NamedTuple):
@@ -97,19 +89,18 @@ def plain(samples=SAMPLES):
     return torch.randn(samples, 6, dtype=torch.float64), torch.arange(samples) % 3
 
 
-def ready(model, loss, **options):
-    """What a runner has: a training step, a mark, and the two passes over a window."""
-    step = training_step(model, loss, lambda p: torch.optim.SGD(p, lr=0.1), **options)
-    mark = Savepoint(step.objective.modules, step.memory.device)
-    return step, mark, WholeWindow(step, mark)
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
-def run(model, loss, batch, sizes, **options):
-    """Run one window as a runner does and return its losses."""
-    step, mark, whole = ready(model, loss, **options)
-    step.clear_gradients()
-    mark.take()
-    return whole.run(batch if isinstance(batch, Window) else Window([batch]), sizes, entering=lambda _: None)
+def accumulator(model, loss, micro_batch, **options):
+    settings = {"device": "cpu", "micro_batch": micro_batch, "loss_scope": "window"} | options
+    return autoaccum.Accumulator(model, loss=loss, **settings)
+
+
+def run(model, loss, batch, micro_batch, **options):
+    """Leave the gradient of a batch, or of a list of batches, in `.grad`; return its losses."""
+    return accumulator(model, loss, micro_batch, **options).backward(batch).losses
 
 
 def gradients(*modules):
@@ -154,17 +145,6 @@ def seed():
 # --- the gradient ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", CUTS, ids=str)
-def test_gradient_is_the_whole_batchs_however_it_is_cut(sizes):
-    model, batch = Clip().double(), paired()
-    expected = whole_batch(model, info_nce, batch)
-
-    losses = run(model, info_nce, batch, sizes)
-
-    assert distance(gradients(model), expected) < 1e-12
-    assert float(losses["loss"]) == pytest.approx(info_nce(model(batch[0])).item(), rel=1e-12)
-
-
 def root_of_mean(outputs, targets):
     return functional.mse_loss(outputs[:, 0], targets.double()).sqrt()
 
@@ -180,84 +160,30 @@ def triplet(outputs, targets):
     return (apart.where(same, 0.0).amax(1) - apart.where(~same, 1e9).amin(1) + 0.3).relu().mean()
 
 
-def correlation(outputs, targets):
-    return 1.0 - torch.corrcoef(torch.stack([outputs[:, 0], targets.double()]))[0, 1]
-
-
-@pytest.mark.parametrize("sizes", [(4, 4, 4), (5, 7), (1,) * 12], ids=str)
-@pytest.mark.parametrize("loss", [root_of_mean, hardest, triplet, correlation])
-def test_any_function_of_per_sample_outputs_has_the_whole_batchs_gradient(loss, sizes):
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("loss", [supervised, root_of_mean, hardest, triplet])
+def test_any_function_of_per_sample_outputs_has_the_whole_batchs_gradient(loss, size):
     model, batch = nn.Linear(6, 5).double(), plain()
     expected = whole_batch(model, loss, batch)
 
-    losses = run(model, loss, batch, sizes)
+    losses = run(model, loss, batch, size)
 
     assert distance(gradients(model), expected) < 1e-12
-    assert float(losses["loss"]) == pytest.approx(loss(model(batch[0]), batch[1]).item(), rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "counts", "as_pair"),
-    [
-        ((12,), (4, 4, 4), False),
-        ((4, 4, 4), (4, 4, 4), False),
-        ((4, 4, 4), (3, 4, 2), False),
-        ((12,), (4, 4, 4), True),
-        ((4, 4, 4), (4, 4, 4), True),
-    ],
-)
-def test_count_of_a_batch_is_that_of_the_window(sizes, counts, as_pair):
-    model, (inputs, targets) = nn.Linear(6, 5).double(), plain()
-    expected = whole_batch(
-        model, lambda x, y: functional.cross_entropy(x, y, reduction="sum") / sum(counts), (inputs, targets)
-    )
-    pieces = [
-        ({"input": one}, {"label": other, "num_items_in_batch": count})
-        for one, other, count in zip(inputs.split(4), targets.split(4), counts, strict=True)
-    ]
-    forward = lambda model, batch: model(batch[0]["input"] if as_pair else batch["input"])  # noqa: E731
-
-    def loss(outputs, batch):
-        return functional.cross_entropy(outputs, batch["label"], reduction="sum") / batch["num_items_in_batch"]
-
-    run(model, loss, Window(pieces if as_pair else [one | other for one, other in pieces]), sizes, forward=forward)
-
-    assert distance(gradients(model), expected) < 1e-12
-
-
-@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6))
-def test_gradient_is_the_whole_batchs_for_any_cut(sizes):
-    torch.manual_seed(0)
-    model, batch = nn.Linear(6, 5).double(), plain(sum(sizes))
-    expected = whole_batch(model, supervised, batch)
-
-    run(model, supervised, batch, sizes)
-
-    assert distance(gradients(model), expected) < 1e-12
-
-
-def test_pieces_of_the_loader_are_one_window():
-    model, batch = Clip().double(), paired()
-    expected = whole_batch(model, info_nce, batch)
-    whole = Window([batch])
-
-    run(model, info_nce, Window([whole.cut(0, 5), whole.cut(5, 12)]), (4, 4, 4))
-
-    assert distance(gradients(model), expected) < 1e-12
+    assert losses["loss"] == pytest.approx(loss(model(batch[0]), batch[1]).item(), rel=1e-12)
 
 
 @pytest.mark.parametrize(
     "form",
     [
-        lambda image, text, scale: (image, text, scale),
         lambda image, text, scale: [Two(image, text), scale],
         lambda image, text, scale: {"a": {"image": image, "text": text}, "scale": scale, "temperature": 0.5},
         lambda image, text, scale: BaseModelOutput(last_hidden_state=image, hidden_states=(text, scale)),
         lambda image, text, scale: (image, text, scale, None, torch.arange(len(image))),
     ],
-    ids=["tuple", "named tuple in a list", "nested dict", "ModelOutput", "whole numbers and None"],
+    ids=["named tuple in a list", "nested dict", "ModelOutput", "whole numbers and None"],
 )
-def test_representations_may_be_nested_at_will(form):
+@pytest.mark.parametrize("size", SIZES)
+def test_representations_may_be_nested_at_will(form, size):
     seen = []
 
     def loss(outputs, _):
@@ -267,7 +193,7 @@ def test_representations_may_be_nested_at_will(form):
     model, batch = Clip().double(), paired()
     expected = whole_batch(model, info_nce, batch)
 
-    run(model, loss, batch, (5, 7), forward=lambda model, batch: form(*model(batch[0])))
+    run(model, loss, batch, size, forward=lambda model, batch: form(*model(batch[0])))
 
     assert distance(gradients(model), expected) < 1e-12
     assert type(seen[0]) is type(form(*model(batch[0])))
@@ -280,17 +206,33 @@ def leaves(outputs):
     return [leaf for part in inside for leaf in leaves(part)]
 
 
+@pytest.mark.parametrize(("counts", "as_pair"), [((4, 4, 4), False), ((3, 4, 2), False), ((4, 4, 4), True)])
+@pytest.mark.parametrize("size", [13, 5])
+def test_count_of_a_batch_is_that_of_the_window(counts, as_pair, size):
+    def loss(outputs, batch):
+        return functional.cross_entropy(outputs, batch["label"], reduction="sum") / batch["num_items_in_batch"]
+
+    model, (inputs, targets) = nn.Linear(6, 5).double(), plain()
+    of_all = lambda x, y: functional.cross_entropy(x, y, reduction="sum") / sum(counts)  # noqa: E731
+    expected = whole_batch(model, of_all, (inputs, targets))
+    cut = (4, 5, 4)
+    pieces = [
+        ({"input": one}, {"label": other, "num_items_in_batch": count})
+        for one, other, count in zip(inputs.split(cut), targets.split(cut), counts, strict=True)
+    ]
+    forward = lambda model, batch: model(batch[0]["input"] if as_pair else batch["input"])  # noqa: E731
+
+    run(model, loss, pieces if as_pair else [one | other for one, other in pieces], size, forward=forward)
+
+    assert distance(gradients(model), expected) < 1e-12
+
+
 def test_tensor_that_is_returned_twice_counts_twice():
     model, batch = nn.Linear(6, 5).double(), plain()
     expected = whole_batch(model, lambda outputs, y: supervised(outputs, y) + outputs.square().mean(), batch)
+    loss = lambda outputs, y: supervised(outputs[0], y) + outputs[1].square().mean()  # noqa: E731
 
-    run(
-        model,
-        lambda outputs, y: supervised(outputs[0], y) + outputs[1].square().mean(),
-        batch,
-        (6, 6),
-        forward=lambda model, batch: (made := model(batch[0]), made),
-    )
+    run(model, loss, batch, 7, forward=lambda model, batch: (made := model(batch[0]), made))
 
     assert distance(gradients(model), expected) < 1e-12
 
@@ -299,44 +241,30 @@ def test_scalar_that_all_micro_batches_share_may_be_the_parameter_itself():
     model, batch = Clip().double(), paired()
     expected = whole_batch(model, lambda outputs, y: info_nce((*outputs[:2], outputs[2].log())), batch)
 
-    run(
-        model,
-        info_nce,
-        batch,
-        (4, 4, 4),
-        forward=lambda model, batch: (*model(batch[0])[:2], model.logit_scale),
-    )
+    run(model, info_nce, batch, 5, forward=lambda model, batch: (*model(batch[0])[:2], model.logit_scale))
 
     assert model.logit_scale.grad is not None
     assert distance(gradients(model), expected) < 1e-12
 
 
 @pytest.mark.parametrize(
-    "loss",
+    ("loss", "options"),
     [
-        against_each_other,
-        lambda x, y: (against_each_other(x, y).sum(), len(y)),
-        lambda x, y: {"near": supervised(x, y) / 4, "far": against_each_other(x, y) * 3 / 4},
+        (lambda x, y: against_each_other(x, y) / len(y), {"loss_reduction": "sum"}),
+        (against_each_other, {}),
+        (lambda x, y: (against_each_other(x, y).sum(), len(y)), {}),
+        (lambda x, y: {"near": supervised(x, y) / 4, "far": against_each_other(x, y) * 3 / 4}, {}),
     ],
-    ids=["vector", "pair", "mapping"],
+    ids=["summed vector", "vector", "pair", "mapping"],
 )
-def test_loss_may_have_any_form(loss):
+def test_loss_may_have_any_form(loss, options):
     model, batch = nn.Linear(6, 5).double(), plain()
     expected = whole_batch(model, supervised, batch)
 
-    losses = run(model, loss, batch, (5, 7))
+    losses = run(model, loss, batch, 7, **options)
 
     assert distance(gradients(model), expected) < 1e-12
-    assert float(sum(losses.values())) == pytest.approx(supervised(model(batch[0]), batch[1]).item())
-
-
-def test_vector_is_summed_where_that_is_said():
-    model, batch = nn.Linear(6, 5).double(), plain()
-    expected = whole_batch(model, lambda x, y: against_each_other(x, y).sum(), batch)
-
-    run(model, against_each_other, batch, (5, 7), loss_reduction="sum")
-
-    assert distance(gradients(model), expected) < 1e-12
+    assert sum(losses.values()) == pytest.approx(supervised(model(batch[0]), batch[1]).item())
 
 
 class LearnedScale(nn.Module):
@@ -352,32 +280,20 @@ class LearnedScale(nn.Module):
         return supervised(outputs, targets) * self.scale.exp()
 
 
-def test_loss_has_parameters_and_buffers_of_its_own():
-    model, loss, batch = nn.Linear(6, 5).double(), LearnedScale(), plain()
-    all_graphs_alive(model, loss, batch, (SAMPLES,))
+@pytest.mark.parametrize("trains_model", [True, False])
+@pytest.mark.parametrize("size", [13, 7])
+def test_loss_has_parameters_and_buffers_of_its_own(trains_model, size):
+    model, loss, batch = nn.Linear(6, 5).double().requires_grad_(trains_model), LearnedScale(), plain()
+    loss(model(batch[0]), batch[1]).backward()
     expected = gradients(model, loss)
+    model.zero_grad()
     loss.zero_grad()
     loss.calls.zero_()
 
-    run(model, loss, batch, (5, 7))
+    run(model, loss, batch, size)
 
-    assert distance(gradients(model, loss), expected) < 1e-12
+    torch.testing.assert_close(gradients(model, loss), expected, rtol=1e-12, atol=1e-12)
     assert float(loss.calls) == 1
-
-
-def test_loss_that_uses_the_models_parameters_directly():
-    model, batch = Clip().double(), paired()
-    expected = whole_batch(model, info_nce, batch)
-
-    run(
-        model,
-        lambda outputs, _: info_nce((*outputs, model.logit_scale.exp())),
-        batch,
-        (5, 7),
-        forward=lambda model, batch: model(batch[0])[:2],
-    )
-
-    assert distance(gradients(model), expected) < 1e-12
 
 
 def test_loss_may_change_its_arguments_in_place():
@@ -389,7 +305,7 @@ def test_loss_may_change_its_arguments_in_place():
     model, batch = nn.Linear(6, 5).double(), plain()
     expected = whole_batch(model, loss, (batch[0], batch[1].clone()))
 
-    run(model, loss, batch, (5, 7))
+    run(model, loss, batch, 7)
 
     assert distance(gradients(model), expected) < 1e-12
     assert (batch[1] == 2).any()
@@ -402,67 +318,38 @@ def test_frozen_tower_needs_no_gradient():
     expected = gradients(model.text)
     model.zero_grad()
 
-    run(model, info_nce, batch, (5, 7))
+    run(model, info_nce, batch, 7)
 
     assert distance(gradients(model.text), expected) < 1e-12
     assert gradients(model.image) == [None] * 4
 
 
-def test_only_the_loss_is_trained():
-    model, loss, batch = nn.Linear(6, 5).double().requires_grad_(False), LearnedScale(), plain()
-
-    run(model, loss, batch, (5, 7))
-
-    assert loss.scale.grad is not None
-    assert gradients(model) == [None, None]
-
-
-def test_same_cut_gives_the_same_bits():
-    def outcome():
-        seed()
-        model = Tower().double()
-        losses = run(model, supervised, plain(), (4, 4, 4))
-        return losses, gradients(model), list(model.buffers())
-
-    assert_bitwise(outcome(), outcome())
-
-
 # --- what a forward pass moves ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [(12,), (6, 6), (5, 7)], ids=str)
-def test_everything_is_as_if_each_micro_batch_had_gone_forward_once(sizes):
+def drawing(outputs, targets):
+    return supervised(outputs * torch.rand_like(outputs), targets)
+
+
+@pytest.mark.parametrize("size", [13, 7, 5])
+@pytest.mark.parametrize("loss", [supervised, drawing])
+def test_everything_is_as_if_each_micro_batch_had_gone_forward_once(loss, size):
     batch = plain()
     torch.manual_seed(1)
     ours, theirs = Tower().double(), Tower().double()
     theirs.load_state_dict(ours.state_dict())
+    accumulating = accumulator(ours, loss, size)
 
     seed()
-    all_graphs_alive(theirs, supervised, batch, sizes)
-    expected = generators()
+    report = accumulating.backward(batch)
+    found = generators()
     seed()
-    run(ours, supervised, batch, sizes)
+    all_graphs_alive(theirs, loss, batch, report.micro_batches)
 
+    assert len(report.micro_batches) == -(-SAMPLES // size)
     assert distance(gradients(ours), gradients(theirs)) < 1e-12
-    assert generators() == expected
+    assert found == generators()
     assert_bitwise(dict(ours.named_buffers()), dict(theirs.named_buffers()))
-    assert float(ours.seen) == SAMPLES
-    assert int(ours.norm.num_batches_tracked) == len(sizes)
-
-
-def test_random_state_is_the_one_that_the_loss_left():
-    def loss(outputs, targets):
-        return supervised(outputs * torch.rand_like(outputs), targets)
-
-    model, batch = Tower().double(), plain()
-
-    seed()
-    all_graphs_alive(model, loss, batch, (6, 6))
-    expected = generators()
-    seed()
-    run(model, loss, batch, (6, 6))
-
-    assert generators() == expected
 
 
 def test_checkpointed_batchnorm_moves_once_a_micro_batch():
@@ -474,11 +361,12 @@ def test_checkpointed_batchnorm_moves_once_a_micro_batch():
     torch.manual_seed(1)
     ours, theirs = Checkpointed().double(), Tower().double()
     theirs.load_state_dict(ours.state_dict())
+    accumulating = accumulator(ours, supervised, 7)
 
     seed()
-    all_graphs_alive(theirs, supervised, batch, (6, 6))
+    accumulating.backward(batch)
     seed()
-    run(ours, supervised, batch, (6, 6))
+    all_graphs_alive(theirs, supervised, batch, (7, 6))
 
     assert_bitwise(dict(ours.named_buffers()), dict(theirs.named_buffers()))
 
@@ -493,7 +381,7 @@ def test_model_that_changes_its_input_sees_the_same_data_twice():
     before = batch[0].clone()
     expected = whole_batch(model, supervised, (batch[0].clone(), batch[1]))
 
-    run(model, supervised, batch, (6, 6))
+    run(model, supervised, batch, 7)
 
     assert distance(gradients(model), expected) < 1e-12
     assert torch.equal(batch[0], before)
@@ -504,23 +392,67 @@ def test_model_that_is_another_one_the_second_time_is_refused():
     model = nn.Linear(6, 5).double()
 
     with pytest.raises(InvalidInputError, match=r"runs every micro-batch twice.*register state as buffers"):
-        run(model, supervised, plain(), (6, 6), forward=lambda model, batch: model(batch[0]) * (1 + next(calls)))
+        run(model, supervised, plain(), 7, forward=lambda model, batch: model(batch[0]) * (1 + next(calls)))
 
 
-# --- how it is done --------------------------------------------------------------------------------------------------
+def test_random_numbers_that_only_a_pass_with_graph_draws_do_not_move_the_masks():
+    class Noisy(nn.Sequential):
+        def forward(self, inputs):
+            outputs = super().forward(inputs)
+            if outputs.requires_grad:
+                noise = torch.rand_like(outputs)
+                outputs.register_hook(lambda gradient: gradient + 0.0 * noise * torch.rand_like(gradient))
+            return outputs
+
+    batch = plain()
+    torch.manual_seed(1)
+    model = Noisy(nn.Linear(6, 3), nn.Dropout(0.5)).double()
+
+    seed()
+    all_graphs_alive(nn.Sequential(*model), supervised, batch, (5, 4, 4))
+    expected = gradients(model)
+    model.zero_grad()
+    accumulating = accumulator(model, supervised, 5)
+    seed()
+    accumulating.backward(batch)
+
+    assert distance(gradients(model), expected) < 1e-12
 
 
-def test_every_phase_of_every_micro_batch_is_told():
-    model, batch = nn.Linear(6, 5).double(), plain()
-    step, mark, whole = ready(model, supervised)
-    mark.take()
-    told = []
+def test_autocast_of_the_users_own_around_it_loses_no_gradient():
+    torch.manual_seed(1)
+    model, batch = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5)), (torch.randn(12, 6), torch.arange(12) % 3)
+    expected = whole_batch(model, supervised, batch)
 
-    whole.run(Window([batch]), (5, 7), entering=lambda size: told.append((size, step.phase)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run(model, supervised, batch, 6)
 
-    assert [size for size, _ in told] == [5, 7, None, 5, 7]
-    assert [phase for _, phase in told] == ["transfer", "transfer", "forward", "transfer", "transfer"]
-    assert step.phase == "backward"
+    assert distance(gradients(model), expected) < 5e-2
+
+
+@pytest.mark.parametrize("part", range(12))
+def test_failed_window_is_as_if_it_had_never_begun(part):
+    def outcome(size, *points):
+        torch.manual_seed(1)
+        model, batch = Tower().double(), plain(12)
+        runner = autoaccum.Runner(
+            model, sgd, autoaccum.plan(12, size), loss=supervised, loss_scope="window", device="cpu"
+        )
+        seed()
+        with FailAt(*points) as failing:
+            report = runner.step(batch)
+        return (report.losses, report.micro_batches), state_of(model, runner.optimizer), failing
+
+    undisturbed = outcome(6)[-1]
+    (losses, sizes), state, failing = outcome(6, 1 + undisturbed.count * part // 12)
+    (expected, same_sizes), fresh, _ = outcome(max(sizes))
+
+    assert failing.hits == 1
+    assert (losses, sizes) == (expected, same_sizes)
+    assert differences(state, fresh) == []
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
 
 
 def test_uncut_window_goes_forward_once():
@@ -528,7 +460,7 @@ def test_uncut_window_goes_forward_once():
     model = nn.Linear(6, 5).double()
     model.register_forward_hook(lambda *_: calls.append(1))
 
-    run(model, supervised, plain(), (12,))
+    run(model, supervised, plain(), 13)
 
     assert len(calls) == 1
 
@@ -547,175 +479,64 @@ class Sequences(nn.Module):
         return hidden[:, 0]
 
 
-def peak_of(work, capacity="1GiB"):
-    memory = autoaccum.Simulated(capacity)
-    work_of_memory = work(memory)
-    with memory.limited(None):
-        memory.reset_peak()
-        work_of_memory()
-        return memory.peak_bytes()
+def peak_of(model, loss, batch, micro_batch, **options):
+    accumulating = accumulator(model, loss, micro_batch, device=autoaccum.Simulated("1GiB"), **options)
+    return accumulating.backward(batch).peak_bytes
 
 
 @pytest.mark.parametrize("samples", [32, 128])
 def test_peak_is_that_of_one_micro_batch(samples):
     batch = torch.randn(samples, 16), torch.arange(samples) % 3
+    part = tuple(tensor[:8] for tensor in batch)
 
-    def cut_in(sizes):
-        def work(memory):
-            _, mark, whole = ready(Sequences(), supervised, memory=memory)
-            mark.take()
-            return lambda: whole.run(Window([batch]), sizes, entering=lambda _: None)
+    one = peak_of(Sequences(), supervised, part, 8, loss_scope="micro_batch", loss_reduction="mean")
 
-        return work
-
-    def one_micro_batch(memory):
-        model = Sequences()
-        return lambda: supervised(model(batch[0][:8]), batch[1][:8]).backward()
-
-    one = peak_of(one_micro_batch)
-
-    assert peak_of(cut_in((8,) * (samples // 8))) < 1.1 * one
-    assert peak_of(cut_in((samples,))) > 0.8 * one * samples / 8
+    assert peak_of(Sequences(), supervised, batch, 8) < 1.1 * one
+    assert peak_of(Sequences(), supervised, batch, samples) > 0.8 * one * samples / 8
 
 
-@pytest.mark.parametrize("point", range(1, 356, 12))
-def test_failed_window_is_as_if_it_had_never_begun(point):
-    """As a runner does: gradients dropped, the mark put back, and the window begun again in a smaller cut."""
+def test_items_of_mappings_are_joined_only_when_the_loss_asks():
+    batch = {"input": torch.randn(256, 4096), "label": torch.arange(256)}
+    halves = [{name: item[rows] for name, item in batch.items()} for rows in (slice(128), slice(128, 256))]
+    loss = lambda outputs, batch: (outputs.square().mean(1) * batch["label"]).mean()  # noqa: E731
 
-    def outcome(*, fails):
-        torch.manual_seed(1)
-        model, batch = Tower().double(), plain()
-        step, mark, whole = ready(model, supervised)
-        seed()
-        mark.take()
-        if fails:
-            with FailAt(point) as failing, pytest.raises(torch.OutOfMemoryError):
-                whole.run(Window([batch]), (6, 6), entering=lambda _: None)
-            assert failing.hits == 1
-            step.abandon()
-            mark.put_back()
-        before = state_of(model, step.optimizer)
-        losses = whole.run(Window([batch]), (4, 4, 4), entering=lambda _: None)
-        return before, losses, gradients(model), state_of(model, step.optimizer)
-
-    failed, fresh = outcome(fails=True), outcome(fails=False)
-
-    assert differences(failed[0], fresh[0]) == []
-    assert_bitwise(failed[1:3], fresh[1:3])
-    assert differences(failed[3], fresh[3]) == []
-
-
-def test_scaler_scales_the_gradient():
-    torch.manual_seed(1)
-    model, batch = nn.Linear(6, 5), (torch.randn(4, 6), torch.arange(4) % 2)
-    step, mark, whole = ready(model, supervised, precision="fp16")
-    mark.take()
-    found = []
-    for sizes in ((2, 2), (4,)):
-        step.clear_gradients()
-        whole.run(Window([batch]), sizes, entering=lambda _: None)
-        found.append(gradients(model))
-
-    scaled = [gradient * step.precision.scaler.get_scale() for gradient in whole_batch(model, supervised, batch)]
-
-    assert distance(found[0], scaled) < 1e-2
-    assert distance(found[0], found[1]) < 1e-2
-
-
-class Casts(TorchDispatchMode):
-    """Counts how often a tensor is cast."""
-
-    def __init__(self, tensor):
-        super().__init__()
-        self._storage = tensor.untyped_storage().data_ptr()
-        self.count = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        cast = operator is torch.ops.aten._to_copy.default
-        self.count += cast and args[0].untyped_storage().data_ptr() == self._storage
-        return operator(*args, **(kwargs or {}))
-
-
-def test_weights_that_were_cast_without_graph_are_cast_again():
-    """In older versions of torch an autocast around both passes takes the first one's, and loses the gradient."""
-    model, batch = nn.Linear(6, 5), (torch.randn(12, 6), torch.arange(12) % 3)
-
-    with torch.autocast("cpu", dtype=torch.bfloat16), Casts(model.weight) as casts:
-        run(model, supervised, batch, (4, 4, 4))
-
-    assert casts.count == 2
-
-
-def test_random_numbers_that_only_a_pass_with_graph_draws_do_not_move_the_masks():
-    class Noisy(nn.Sequential):
-        def forward(self, inputs):
-            outputs = super().forward(inputs)
-            if outputs.requires_grad:
-                noise = torch.rand_like(outputs)
-                outputs.register_hook(lambda gradient: gradient + 0.0 * noise * torch.rand_like(gradient))
-            return outputs
-
-    batch = plain()
-    torch.manual_seed(1)
-    model = Noisy(nn.Linear(6, 3), nn.Dropout(0.5)).double()
-
-    seed()
-    all_graphs_alive(nn.Sequential(*model), supervised, batch, (4, 4, 4))
-    expected = gradients(model)
-    seed()
-    run(model, supervised, batch, (4, 4, 4))
-
-    assert distance(gradients(model), expected) < 1e-12
-
-
-def test_autocast_of_the_users_own_around_it_loses_no_gradient():
-    torch.manual_seed(1)
-    model, batch = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5)), (torch.randn(12, 6), torch.arange(12) % 3)
-    expected = whole_batch(model, supervised, batch)
-
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        run(model, supervised, batch, (6, 6))
-
-    assert distance(gradients(model), expected) < 5e-2
+    assert peak_of(nn.Linear(4096, 5), loss, autoaccum.Window(halves), 8) < batch["input"].nbytes / 4
 
 
 # --- what the loss sees ----------------------------------------------------------------------------------------------
 
 
-def seen_by_the_loss(model, window, sizes, **options):
+def seen_by_the_loss(model, batches, **options):
     seen = []
 
     def loss(outputs, batch):
         seen.append(batch)
         return outputs.square().mean()
 
-    run(model, loss, window, sizes, **options)
+    run(model, loss, batches, 4, **options)
     return seen[0]
 
 
 def test_loss_sees_the_targets_of_pairs_though_their_inputs_cannot_be_joined():
     short, long = (torch.randint(9, (4, 3)), torch.arange(4)), (torch.randint(9, (8, 5)), torch.arange(4, 12))
 
-    seen = seen_by_the_loss(nn.EmbeddingBag(9, 5), Window([short, long]), (4, 4, 4))
-
-    assert seen.tolist() == list(range(12))
+    assert seen_by_the_loss(nn.EmbeddingBag(9, 5), [short, long]).tolist() == list(range(12))
 
 
 def test_targets_that_cannot_be_joined_are_refused():
-    window = Window([(torch.randn(4, 6), torch.zeros(4, 3)), (torch.randn(4, 6), torch.zeros(4, 5))])
+    window = autoaccum.Window([(torch.randn(4, 6), torch.zeros(4, 3)), (torch.randn(4, 6), torch.zeros(4, 5))])
 
     with pytest.raises(InvalidInputError, match=r"targets of the window's 2 batches cannot be joined.*pad them"):
-        seen_by_the_loss(nn.Linear(6, 5), window, (4, 4))
+        seen_by_the_loss(nn.Linear(6, 5), window)
 
 
 def test_loss_sees_what_can_be_joined_of_mappings():
     short = {"input": torch.randint(9, (4, 3)), "label": torch.arange(4), "name": list("abcd"), "of": 2, "id": 1}
     long = {"input": torch.randint(9, (8, 5)), "label": torch.arange(4, 12), "name": list("efghijkl"), "of": 2, "id": 2}
 
-    seen = seen_by_the_loss(nn.EmbeddingBag(9, 5), Window([short, long]), (4, 4, 4))
+    seen = seen_by_the_loss(nn.EmbeddingBag(9, 5), [short, long], forward=lambda model, batch: model(batch["input"]))
 
     assert list(seen) == ["label", "name", "of"]
-    assert len(seen) == 3
     assert seen["label"].tolist() == list(range(12))
     assert seen["name"] == list("abcdefghijkl")
     assert seen["of"] == 2
@@ -725,62 +546,20 @@ def test_loss_sees_what_can_be_joined_of_mappings():
         seen["input"]
 
 
-def test_items_of_mappings_are_joined_only_when_the_loss_asks():
-    batch = {"input": torch.randn(256, 4096), "label": torch.arange(256)}
+def test_loss_sees_any_other_batch_whole_or_as_its_pieces():
+    batch, ragged = torch.randn(8, 6), autoaccum.Window([torch.randint(9, (4, 3)), torch.randint(9, (4, 5))])
 
-    def loss(outputs, batch):
-        return (outputs.square().mean(1) * batch["label"]).mean()
-
-    def work(memory):
-        _, mark, whole = ready(nn.Linear(4096, 5), loss, memory=memory)
-        mark.take()
-        halves = [{name: item[rows] for name, item in batch.items()} for rows in (slice(128), slice(128, 256))]
-        window = Window(halves)
-        return lambda: whole.run(window, (8,) * 32, entering=lambda _: None)
-
-    assert peak_of(work) < batch["input"].nbytes / 4
-
-
-def test_items_of_mappings_are_attributes_too():
-    batch = BatchEncoding({"input": torch.randn(8, 6), "label": torch.arange(8)})
-
-    seen = seen_by_the_loss(nn.Linear(6, 5), Window([batch]), (4, 4), forward=lambda model, batch: model(batch.input))
-
-    assert seen.label.tolist() == list(range(8))
-    assert not hasattr(seen, "items_of")
-
-
-def test_loss_sees_any_other_batch_whole():
-    batch = torch.randn(8, 6)
-
-    seen = seen_by_the_loss(nn.Linear(6, 5), Window([batch[:4], batch[4:]]), (4, 4))
-
-    assert torch.equal(seen, batch)
-
-
-def test_loss_sees_the_pieces_of_a_batch_that_cannot_be_joined():
-    window = Window([torch.randint(9, (4, 3)), torch.randint(9, (4, 5))])
-
-    seen = seen_by_the_loss(nn.EmbeddingBag(9, 5), window, (4, 4))
-
-    assert seen is window
+    assert torch.equal(seen_by_the_loss(nn.Linear(6, 5), autoaccum.Window([batch[:4], batch[4:]])), batch)
+    assert seen_by_the_loss(nn.EmbeddingBag(9, 5), ragged) is ragged
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_unknown_scope_is_refused():
-    check_loss_scope("window")
-    check_loss_scope("micro_batch")
-
-    with pytest.raises(InvalidInputError, match="loss_scope='batch' is unknown; choose 'micro_batch' or 'window'"):
-        check_loss_scope("batch")
-
-
 @pytest.mark.parametrize("loss", [None, [lambda model, batch: model(batch[0]).mean()]], ids=["none", "list"])
 def test_loss_has_to_take_outputs(loss):
     with pytest.raises(InvalidInputError, match="takes one loss over the outputs of the whole window, but there is"):
-        ready(nn.Linear(6, 5), loss)
+        run(nn.Linear(6, 5).double(), loss, plain(), 7)
 
 
 @dataclass
@@ -788,7 +567,7 @@ class Embeddings:
     image: torch.Tensor
 
 
-@pytest.mark.parametrize("sizes", [(12,), (6, 6)], ids=["uncut", "cut"])
+@pytest.mark.parametrize("size", [13, 7], ids=["uncut", "cut"])
 @pytest.mark.parametrize(
     ("forward", "found"),
     [
@@ -799,9 +578,9 @@ class Embeddings:
     ],
     ids=["a loss", "features first", "dataclass", "nothing"],
 )
-def test_model_has_to_return_representations(forward, found, sizes):
+def test_model_has_to_return_representations(forward, found, size):
     with pytest.raises(InvalidInputError, match=rf"needs representations.*{found}.*pass loss="):
-        run(nn.Linear(6, 5).double(), supervised, plain(), sizes, forward=forward)
+        run(nn.Linear(6, 5).double(), supervised, plain(), size, forward=forward)
 
 
 @pytest.mark.parametrize(
@@ -809,31 +588,27 @@ def test_model_has_to_return_representations(forward, found, sizes):
     [
         (lambda model, batch: (model(batch[0]), model(batch[0]).mean()), "the value .* against .* the value"),
         (lambda model, batch: (model(batch[0]), batch[1].tolist()[0]), "a tuple"),
-        (lambda model, batch: model(batch[0]) @ model(batch[0]).T, r"shape \(5, 5\) against .* shape \(7, 7\)"),
+        (lambda model, batch: model(batch[0]) @ model(batch[0]).T, r"shape \(7, 7\) against .* shape \(6, 6\)"),
     ],
     ids=["a loss of the micro-batch", "a number of the micro-batch", "similarities within the micro-batch"],
 )
 def test_what_cannot_be_joined_is_refused(forward, found):
     with pytest.raises(InvalidInputError, match=f"cannot join what the model returned.*{found}"):
-        run(nn.Linear(6, 5).double(), lambda outputs, _: outputs[0].mean(), plain(), (5, 7), forward=forward)
+        run(nn.Linear(6, 5).double(), lambda outputs, _: outputs[0].mean(), plain(), 7, forward=forward)
 
 
-def test_loss_without_a_graph_is_refused():
-    with pytest.raises(InvalidInputError, match="loss 'loss' has no gradient"):
-        run(nn.Linear(6, 5).double(), lambda x, y: supervised(x, y).detach(), plain(), (6, 6))
-
-
-def test_model_without_a_gradient_is_refused():
-    def detached(model, batch):
-        return model(batch[0]).detach()
-
-    with pytest.raises(InvalidInputError, match="no output of the model does"):
-        run(nn.Linear(6, 5).double(), supervised, plain(), (6, 6), forward=detached)
-
-
-def test_weight_of_nothing_is_refused():
-    with pytest.raises(InvalidInputError, match="have weight 0 together"):
-        run(nn.Linear(6, 5).double(), lambda x, y: (x.sum(), 0), plain(), (6, 6))
+@pytest.mark.parametrize(
+    ("loss", "options", "found"),
+    [
+        (lambda x, y: supervised(x, y).detach(), {}, "loss 'loss' has no gradient"),
+        (supervised, {"forward": lambda model, batch: model(batch[0]).detach()}, "no output of the model does"),
+        (lambda x, y: (x.sum(), 0), {}, "have weight 0 together"),
+    ],
+    ids=["loss", "model", "weight"],
+)
+def test_what_has_no_gradient_or_no_weight_is_refused(loss, options, found):
+    with pytest.raises(InvalidInputError, match=found):
+        run(nn.Linear(6, 5).double(), loss, plain(), 7, **options)
 
 
 # --- the documentation -----------------------------------------------------------------------------------------------
