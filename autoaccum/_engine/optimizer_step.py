@@ -154,7 +154,8 @@ class Updates:
         """
         self._stage.phase = Phase.RESERVE
         self._ready = None
-        held = self._held()
+        groups = self._optimizer.param_groups
+        held = groups[0]["params"] if len(groups) == 1 else self._held()
         if more:
             coming = set(map(id, more))
             key = tuple([parameter.grad is not None or id(parameter) in coming for parameter in held])
@@ -183,6 +184,8 @@ class Updates:
             self._stage.phase = Phase.UNSCALE
             if gradients := self._gradients():
                 torch._foreach_mul_(gradients, correction)
+        if self._clip_grad_norm is None:
+            return None
         norm = self.norm()
         if norm is not None:
             self.clip(norm)

@@ -220,7 +220,7 @@ class WindowRunner:
 
     def _before_update(self, losses: Losses, samples: int) -> None:
         """Reject an unusable update, and prepare what moves with it, while there is a way back."""
-        if self._engine.is_checking:
+        if self._engine.is_due:
             if self._now.checks_finite:
                 _check_finite(losses)
             if not self._step.holds_gradients():

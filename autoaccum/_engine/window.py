@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.peers import GradientPeers, SharedWeights
+    from autoaccum._records import Plan
     from autoaccum._sizing.sizing import Sizing
     from autoaccum._system.notices import Notices
 
@@ -83,6 +84,7 @@ class Engine:
 
     Attributes:
         steady: The path of windows that need no check.
+        is_due: Whether the current window is due for all checks.
         lacks: What has failed in the current window for lack of memory, without trials.
         has_lost_parameters: Whether a window that was given up has left parameters changed, as its error states.
     """
@@ -131,8 +133,9 @@ class Engine:
         self._at = Progress()
         self._given: Given | None = None
         self._has_failed = self._had_failed = False
-        self._is_steady = self._is_due = self._is_saved = self._is_restored = False
-        self._is_long, self._is_quiet = True, False
+        self._is_steady = self.is_due = self._is_saved = self._is_restored = False
+        self._is_long, self._is_quiet = True, False  # whether windows are long, and their sizes stay as they are
+        self._plan: Plan | None = None
 
     # --- the story of a window ----------------------------------------------------------------------------------------
 
@@ -179,18 +182,18 @@ class Engine:
         self._is_saved = self._is_restored = False
         self.lacks = []
         self._had_failed, self._has_failed = self._had_failed or self._has_failed, False
-        step.objective.count_window()
-        self._room.follow(sizing.plan)
         self._is_steady = self._is_admitted(window)
         if not self._is_steady:
-            step.objective.begin_window()
-        if self._is_due:
+            step.objective.begin_window(self.steady.number)
+        if self.is_due:
             self._look(on_change)
         self._versions_of_data = window.versions()
-        self._is_quiet = sizing.is_quiet
+        if not self._is_quiet or sizing.plan is not self._plan:
+            self._plan, self._is_quiet = sizing.plan, sizing.is_quiet
+            self._room.follow(sizing.plan)
         if window.samples and not (window.is_known and self._is_steady and self._is_quiet):
             sizing.begin(window)
-            if self._is_due:
+            if self.is_due:
                 self._tell_of_batches_apart(window)
         self._share = self._peers.begin(window, sizing)
 
@@ -221,10 +224,10 @@ class Engine:
     def _is_admitted(self, window: Window) -> bool:
         """Whether a window takes the steady path; if not, whether it is due for checks is noted."""
         if not window.samples:
-            self._is_due = False
+            self.is_due = False
             return False
         is_admitted = self.steady.admits(window)
-        self._is_due = not is_admitted and self.steady.is_due
+        self.is_due = not is_admitted and self.steady.is_due
         may = not (self._measures_noise or self._norms.rescales or self._peers.sending is not None)
         return is_admitted and may
 
@@ -237,7 +240,7 @@ class Engine:
         except NotSteadyError:
             self._restore()
             self.steady.forget()
-            self._is_steady, self._is_due = False, True
+            self._is_steady, self.is_due = False, True
         except Exception as error:
             if is_decided():
                 raise
@@ -253,8 +256,8 @@ class Engine:
         step, at = self._step, self._at
         if not self._is_saved:
             step.stage.phase = Phase.SET_ASIDE
-            is_first = self._is_due and self.steady.is_first()
-            self._savepoint.take(copies_all=is_first, sums_up=self._is_due, of_host=self._is_long)
+            is_first = self.is_due and self.steady.is_first()
+            self._savepoint.take(copies_all=is_first, sums_up=self.is_due, of_host=self._is_long)
             self._is_saved = True
         if self._is_steady:
             self._given = self.steady.run(self._window, at)
@@ -265,17 +268,17 @@ class Engine:
     def _run_carefully(self, at: Progress) -> Given:
         """Run the micro-batches on the careful path, with all checks if they are due."""
         step, checks = self._step, None
-        if self._is_due and step.passes is None:  # sharded gradients are not in `.grad` before they are reduced
+        if self.is_due and step.passes is None:  # sharded gradients are not in `.grad` before they are reduced
             step.watch = checks = GradientChecks(step, self._elsewhere, refuses_strangers=not self._owns_gradients)
         try:
             given = self._careful.run(
-                self._window, at, self._share, is_first=self._is_due, measures_noise=self._measures_noise
+                self._window, at, self._share, is_first=self.is_due, measures_noise=self._measures_noise
             )
             if checks is not None and not self._takes_whole and self._peers.sending is None:
                 checks.check()
         finally:
             step.watch = None
-        if self._is_due:
+        if self.is_due:
             self._moving.tell(self._savepoint.settle(), at.sizes)
             self.steady.learn(self._window, given)
             if len(at.sizes) > 1:
@@ -303,6 +306,7 @@ class Engine:
         if self._room.is_thrashing(reads_peak=not is_learning) and not is_learning:
             self._notices.say("the allocator finds no room without giving back its cache; micro-batches get smaller")
             sizing.shrink()
+            self._is_quiet = False
         elif self.lacks or not self._is_quiet:
             sizing.end(self._at.sizes, is_clean=not self.lacks, has_room=self._room.is_free)
 
@@ -371,7 +375,7 @@ class Engine:
             return
         if damage := self._damage():
             raise StateDamagedError(f"memory ran out after {damage}, and begin with a smaller micro_batch")
-        self._has_failed = True
+        self._has_failed, self._is_quiet = True, False
         if lack.size is None or not self._sizing.is_learning:  # trials are expected to fail
             self.lacks.append(lack)
             self._events.ran_out(lack)
@@ -465,11 +469,6 @@ class Engine:
             )
 
     # --- what others see ----------------------------------------------------------------------------------------------
-
-    @property
-    def is_checking(self) -> bool:
-        """Whether the current window is due for all checks."""
-        return self._is_due
 
     @property
     def sizes(self) -> tuple[int, ...]:
