@@ -98,7 +98,9 @@ class Accumulator:
     there are earlier ones, and sizes for those batches are found separately.
 
     Parameters must not have post-accumulate-grad hooks (an optimizer that steps in the backward pass), since they would
-    run for each micro-batch. Gradients cannot be differentiated again (`create_graph`).
+    run for each micro-batch. Gradients cannot be differentiated again (`create_graph`). Only parameters
+    are looked after: another tensor that requires a gradient (an input, a number in the loss) keeps what a batch that
+    was begun again had added to it, so make it a parameter of the model or of the loss.
 
     Raises:
         InvalidInputError: An argument cannot be used.
