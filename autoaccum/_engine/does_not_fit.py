@@ -45,6 +45,8 @@ _DURING = {
     Phase.TRANSFER: "on the way to the device",
     Phase.FORWARD: "in the forward pass",
     Phase.BACKWARD: "in the backward pass",
+    Phase.RESERVE: "in the optimizer's step",
+    Phase.OPTIMIZER: "in the optimizer's step",
     Phase.EVALUATE: "in an evaluation",
     Phase.ELSEWHERE: "on another rank",
 }
@@ -102,6 +104,11 @@ def described(batch: Any, name: str | None = None, *, has_rows: bool = True) -> 
         return name or ONE_SAMPLE
     of_shapes = f"of shape{'s' if len(shapes) > 1 else ''} {_listed(shapes)}"
     return f"a sample {of_shapes}" if name is None else f"{name}, {of_shapes},"
+
+
+def abridged(said: str) -> str:
+    """Return what a device said, in few enough characters to be quoted."""
+    return textwrap.shorten(said, _LEAST_SAID, placeholder=" ...")
 
 
 def _listed(shapes: list[str]) -> str:
