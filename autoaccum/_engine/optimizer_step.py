@@ -237,7 +237,7 @@ class Updates:
                 is_skipped = self._step(hooks)
         except BaseException as error:
             if not written.undo():
-                remedy = ", and leave more room (a smaller micro_batch, or foreach=False in the optimizer)"
+                remedy = ", and leave more room (smaller micro-batches, or foreach=False in the optimizer)"
                 raise StateDamagedError(
                     f"the optimizer failed after it had begun to write, so the parameters are part old, part new "
                     f"({first_line(error)}); load a checkpoint{remedy if is_oom(error) else ''}"

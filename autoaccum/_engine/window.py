@@ -16,20 +16,26 @@ from autoaccum._data.splits import whole_as_samples
 from autoaccum._engine import devices
 from autoaccum._engine.batchnorm import BatchNorms
 from autoaccum._engine.careful import CarefulPath
+from autoaccum._engine.does_not_fit import (
+    ONE_SAMPLE,
+    other_sizes,
+    sample_does_not_fit,
+    sample_of,
+    short_window,
+    whole_does_not_fit,
+)
 from autoaccum._engine.gradient_checks import GradientChecks, refuse_hooks, tell_of_hooks
 from autoaccum._engine.gradients import Given, Progress
 from autoaccum._engine.moving_layers import MovingLayers
 from autoaccum._engine.phases import Phase
-from autoaccum._engine.probing import does_not_fit_text
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.steady import NotSteadyError, SteadyPath
 from autoaccum._engine.window_loss import check_loss_scope
-from autoaccum._memory.limits import format_bytes
 from autoaccum._records import MemoryEvent
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.planner import format_cut
 from autoaccum._system import exceptions, signals
-from autoaccum.errors import DoesNotFitError, InvalidInputError, StateDamagedError
+from autoaccum.errors import InvalidInputError, StateDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,17 +59,6 @@ _NAMED = 3
 _LONG_S = 0.05
 # What BatchNorm says of a single value per channel.
 _REFUSES_ONE = "Expected more than 1 value per channel"
-
-# What to report as failed in these phases if no micro-batch was being processed.
-_WITHOUT_SIZE = {
-    Phase.RESERVE: "memory for the optimizer's step",
-    Phase.WEIGH: "finding out what the loss runs over",
-    Phase.FORWARD: "the loss over the whole window",
-    Phase.BACKWARD: "the loss over the whole window",
-    Phase.ADD: "adding the gradient to earlier ones",
-}
-# In these, nothing is kept for a backward pass.
-_OF_THE_OPTIMIZER = (Phase.RESERVE, Phase.UNSCALE, Phase.CLIP, Phase.OPTIMIZER)
 
 
 class Engine:
@@ -349,6 +344,8 @@ class Engine:
             if self._is_saved:
                 self._savepoint.restore()
                 self._is_restored = True
+            if self._is_steady:  # which does not keep it up to date
+                self._sizing.start = at.done
             at.recomputed += min(at.done + (at.size or 0), self._window.samples)
             at.done, at.size, at.sizes, self._given = 0, None, (), None
 
@@ -374,7 +371,7 @@ class Engine:
         if lack is None:
             return
         if damage := self._damage():
-            raise StateDamagedError(f"memory ran out after {damage}, and begin with a smaller micro_batch")
+            raise StateDamagedError(f"memory ran out after {damage}, and begin with smaller micro-batches")
         self._has_failed, self._is_quiet = True, False
         if lack.size is None or not self._sizing.is_learning:  # trials are expected to fail
             self.lacks.append(lack)
@@ -382,8 +379,8 @@ class Engine:
         if lack.size is None:
             self._refuse_to_try_for_ever(lack)
         elif not self._sizing.fail(lack.size):
-            sample = self._window.named(self._sizing.start)
-            raise DoesNotFitError(does_not_fit_text(self._step, None, lack.message, sample))
+            sample = ONE_SAMPLE if lack.phase == Phase.ELSEWHERE else sample_of(self._window, self._sizing.start)
+            raise sample_does_not_fit(self._step, lack.message, sample=sample, phase=lack.phase)
         self._room.follow(self._sizing.plan)
 
     def _damage(self) -> str:
@@ -408,20 +405,7 @@ class Engine:
         in_a_row = itertools.takewhile(lambda earlier: earlier.size is None, reversed(self.lacks))
         # If another rank lacks memory, its own limit on attempts ends this training too.
         if lack.phase != Phase.ELSEWHERE and sum(earlier.phase == lack.phase for earlier in in_a_row) >= tries:
-            what = _WITHOUT_SIZE.get(Phase(lack.phase), f"the {lack.phase} step")
-            error = DoesNotFitError(
-                f"{what} does not fit on {self._step.memory.name} even with no activations alive ({lack.message}); "
-                f"try {', '.join(self._remedies())}, or a smaller model"
-            )
-            error.saving_helps = lack.phase not in _OF_THE_OPTIMIZER
-            raise error
-
-    def _remedies(self) -> list[str]:
-        remedies = ["an optimizer with less state (optimizer='adamw8bit')", "foreach=False"]
-        limit_bytes = self._step.memory.limit_bytes
-        if limit_bytes is not None:
-            remedies.append(f"a memory_limit higher than {format_bytes(limit_bytes)}")
-        return remedies
+            raise whole_does_not_fit(self._step, lack.message, lack.phase, tries)
 
     def _give_up(self, error: BaseException) -> None:
         """Restore the state before the window, and add notes to the error on what it does not say itself.
@@ -455,17 +439,17 @@ class Engine:
             exceptions.note(
                 error,
                 "autoaccum: this window has one sample, and BatchNorm takes its statistics of more; "
-                "drop_last=True leaves a short last window out",
+                f"{short_window(self._step.options)}",
             )
         elif size == 1 and (self._has_failed or (self._had_failed and refuses_one)):
             reason = f"one sample alone is refused: {error}"
-            raise DoesNotFitError(does_not_fit_text(self._step, None, reason)) from error
+            sample = sample_of(self._window, self._sizing.start)
+            raise sample_does_not_fit(self._step, reason, sample=sample, phase=self._step.phase) from error
         elif size == 1 and refuses_one:
             exceptions.note(
                 error,
-                f"autoaccum: the cut {format_cut(sizes)} of this window leaves a micro-batch of one sample, "
-                "and BatchNorm takes its statistics of more; strategy='balanced', a larger micro_batch, or samples of "
-                "one shape avoid it",
+                f"autoaccum: the micro-batches {format_cut(sizes)} of this window leave one of a single sample, and "
+                f"BatchNorm takes its statistics of more; {other_sizes(self._step.options)} avoid it",
             )
 
     # --- what others see ----------------------------------------------------------------------------------------------
