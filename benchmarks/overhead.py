@@ -29,8 +29,8 @@ import autoaccum
 from autoaccum._system.notices import Notices
 
 MICRO_BATCHES = 4  # the documents' number of accumulation steps
-# Hidden layers, their width, whether each has a BatchNorm, and samples per micro-batch. Those of 6 tensors are chosen so
-# that a micro-step takes about 0.1, 1 and 10 ms on one core.
+# Hidden layers, their width, whether each has a BatchNorm, and samples per micro-batch. Those of 6 tensors are chosen
+# so that a micro-step takes about 0.1, 1 and 10 ms on one core.
 MODELS = {
     "6 tensors, 0.1 ms": (1, 16, False, 8),
     "6 tensors, 1 ms": (1, 256, False, 96),

@@ -44,6 +44,7 @@ def ended(row):
         ("no answer within", "timed out"),
         ("one sample does not fit", "none: gave up at 1"),
         ("micro_batch=1 does not fit", "none: gave up at 1"),
+        ("a sample of shape", "none: gave up at 1"),
         ("could not create a primitive", "none: raised “could not create a primitive”"),
         ("can't allocate memory", "none: raised “can't allocate memory”"),
     ):

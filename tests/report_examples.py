@@ -118,7 +118,12 @@ PREDICTED_ONLY = replace(REPORT, measured=None, loader=None, warnings=(), remedi
 NOTHING_FITS = replace(
     REPORT,
     measured=Measured(
-        DEVICE, "bf16", (TRIALS[3],), 0, None, reason="micro_batch=1 does not fit on NVIDIA GeForce RTX 3060"
+        DEVICE,
+        "bf16",
+        (TRIALS[3],),
+        0,
+        None,
+        reason="a sample of shape (3, 224, 224) does not fit on NVIDIA GeForce RTX 3060",
     ),
     predicted=(predicted("tiny", GIB, 0, ()),),
 )

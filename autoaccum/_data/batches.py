@@ -166,9 +166,9 @@ class Window(Sequence[Any]):
         """Bytes of one column of a sample; 0 if nothing is known of columns."""
         return 0
 
-    def named(self, index: int) -> str | None:  # noqa: ARG002 - as `ByLength` has it
-        """Return a sample's place and length, for messages; None if nothing is known of lengths."""
-        return None
+    def named(self, index: int) -> str | None:
+        """Return which sample of the window it is, for messages; None if all can be joined, so that it is any."""
+        return f"sample {index} of the window" if len(self.groups()) > 1 else None
 
     def largest(self) -> Window:
         """Return the largest samples by bytes: the whole group of them that can be joined."""

@@ -64,15 +64,38 @@ def tensors_in(batch: Any) -> list[Tensor]:
 
 def shapes_of(batch: Any) -> str:
     """Return the paths and shapes of a batch's tensors in words."""
+    return ", ".join(f"{path or 'batch'}: {tuple(tensor.shape)}" for path, tensor in _with_paths(batch))
+
+
+def shapes_of_sample(batch: Any, *, has_rows: bool) -> list[str]:
+    """Return the shapes of a sample's tensors, each with its path unless the batch is one tensor or a list of some.
+
+    Args:
+        batch: A batch of one sample.
+        has_rows: Whether samples run along the first dimension, which is left out.
+    """
+    found = _with_paths(batch)
+    is_list = isinstance(batch, tuple | list) and all("/" not in path for path, _ in found)
+    named = [(path if path and not is_list else "", tensor) for path, tensor in found]
+    leaves = {id(leaf) for leaf in flatten(batch)[0]}
+    hidden = [("", tensor) for tensor in tensors_in(batch) if id(tensor) not in leaves]
+    return [
+        f"{name} {tuple(tensor.shape[1:] if has_rows and tensor.shape[0] == 1 else tensor.shape)}".lstrip()
+        for name, tensor in (*named, *hidden)
+        if tensor.dim()
+    ]
+
+
+def _with_paths(batch: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors among the leaves of a batch that are no single numbers, each with its path."""
     paths, leaves, _ = optree.tree_flatten_with_path(
         _with_foreign_mappings(batch, frozenset()), is_leaf=_is_whole, none_is_leaf=True, namespace=_NAMESPACE
     )
-    named = [
-        f"{'/'.join(map(str, path)) or 'batch'}: {tuple(leaf.shape)}"
+    return [
+        ("/".join(map(str, path)), leaf)
         for path, leaf in zip(paths, leaves, strict=True)
         if isinstance(leaf, Tensor) and leaf.dim() > 0
     ]
-    return ", ".join(named)
 
 
 class _ForeignType:

@@ -22,6 +22,7 @@ from autoaccum._distributed.buckets import Buckets
 from autoaccum._distributed.joint_questions import JointQuestions
 from autoaccum._distributed.overlap import SHARED, Overlap
 from autoaccum._engine.bf16_weights import gradient_type
+from autoaccum._engine.does_not_fit import whole_does_not_fit
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.gradients import Parts, Reduced
 from autoaccum._engine.noise_scale import Spread, pooled, squared_norm
@@ -30,7 +31,7 @@ from autoaccum._loss.objective import PAIR, SUM
 from autoaccum._loss.reported import LOSS, WEIGHT, means
 from autoaccum._loss.weighting import in_full
 from autoaccum._oom import first_line, is_device_lost, is_oom, let_go
-from autoaccum.errors import DoesNotFitError, InvalidInputError, StartAgainError
+from autoaccum.errors import InvalidInputError, StartAgainError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -264,10 +265,7 @@ class DataParallel:
         except Exception as error:
             if updates.made != before or not is_oom(error) or is_device_lost(error):
                 raise
-            raise DoesNotFitError(
-                f"the optimizer's step does not fit on {memory.name} ({first_line(error)}); try an optimizer "
-                "with less state, foreach=False, or a smaller model"
-            ) from error
+            raise whole_does_not_fit(self._step, first_line(error), Phase.OPTIMIZER, tries=2) from error
 
     def _synchronize(self) -> None:
         """Wait until the device has finished this rank's own work, but not for other ranks."""
@@ -438,7 +436,8 @@ class DataParallel:
                 raise outcome.failure
             outcome.failure = None
             self._step.memory.release()
-        raise DoesNotFitError("a rank has no memory left to compute the weight of its part of a window")
+        lacking = ", ".join(str(rank) for rank, own in enumerate(said) if own is None)
+        raise whole_does_not_fit(self._step, f"memory runs out on rank {lacking}", Phase.WEIGH, _TRIES)
 
     def _weighs_only_then(self) -> bool:
         """Whether the weights of the parts are known only after the parts are computed."""

@@ -23,10 +23,10 @@ from autoaccum._distributed.data_parallel import (
     pairs_weigh_nothing,
 )
 from autoaccum._distributed.joint_questions import samples_of
+from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, sample_of
 from autoaccum._engine.dtensor import least_size
 from autoaccum._engine.forward_backward import Accumulated
 from autoaccum._engine.phases import Phase
-from autoaccum._engine.probing import does_not_fit_text
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.objective import SAMPLES, Factors
 from autoaccum._loss.weighting import in_full
@@ -35,7 +35,7 @@ from autoaccum._sizing.fsdp_growth import Growth
 from autoaccum._sizing.planner import balanced
 from autoaccum._system import reason_file
 from autoaccum._system.reason_file import OUT_OF_MEMORY, Reason
-from autoaccum.errors import DoesNotFitError, InvalidInputError, RankFailedError, StartAgainError
+from autoaccum.errors import InvalidInputError, RankFailedError, StartAgainError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -191,7 +191,7 @@ class ShardedDataParallel(DataParallel):
         """
         super().failed(error, work, number)
         if self.ranks.is_in_pass:
-            self._end(error, work.size or self._sizing.plan.micro_batch)
+            self._end(error, work.size or self._sizing.plan.micro_batch, self._window)
             return
         if not (is_oom(error) or is_too_large(error)):
             return
@@ -203,15 +203,19 @@ class ShardedDataParallel(DataParallel):
         work.start_over(self.share)
         work.size = max((size for size, _ in self._lacking.values() if size is not None), default=None)
 
-    def _end(self, error: Exception, size: int) -> None:
+    def _end(self, error: Exception, size: int, window: Window | None = None) -> None:
         if is_oom(error):
             if size <= self._least:
-                reason = first_line(error) if size == 1 else f"BatchNorm takes {size} at least: {first_line(error)}"
-                raise DoesNotFitError(does_not_fit_text(self._step, None, reason)) from error
+                sample = ONE_SAMPLE if window is None else sample_of(window, self._sizing.start)
+                if size > 1:
+                    sample = f"a micro-batch of {size} samples, the least for BatchNorm,"
+                raise sample_does_not_fit(
+                    self._step, first_line(error), sample=sample, phase=self._step.phase
+                ) from error
             text = (
                 f"rank {self.ranks.rank} ran out of memory with {size} samples ({self._step.phase}: "
                 f"{first_line(error)}) while the others wait for it; every process has to be started again, as "
-                "torchrun does with --max-restarts, and goes on in a smaller cut if fit has a checkpoint="
+                "torchrun does with --max-restarts, and goes on with smaller micro-batches if fit has a checkpoint="
             )
             reason_file.write(Reason(OUT_OF_MEMORY, size, self.ranks.rank, text))
             raise StartAgainError(text, size) from error

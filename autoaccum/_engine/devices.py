@@ -12,7 +12,7 @@ from autoaccum._arguments import shown
 from autoaccum._memory import backend_for
 from autoaccum._memory.available_devices import existing, find_accelerator, there_is
 from autoaccum._memory.base import MemoryBackend
-from autoaccum._memory.limits import describe_neighbours, format_bytes
+from autoaccum._memory.limits import describe_neighbours, describe_room
 from autoaccum._oom import first_line, is_device_lost, is_oom
 from autoaccum._system import launched
 from autoaccum._system.exceptions import contextmanager
@@ -116,9 +116,10 @@ def failures_told(memory: MemoryBackend, what: str) -> Iterator[None]:
             raise lost(memory, error) from error
         if not is_oom(error):
             raise
+        found = "; ".join(part for part in (first_line(error), describe_room(memory)) if part)
         raise DoesNotFitError(
-            f"{what} does not fit on {memory.name}: {format_bytes(memory.reading().free_bytes)} are free "
-            f"({first_line(error)}); end other processes there, or choose another device or a smaller model"
+            f"{what} does not fit on {memory.name} ({found}); end other processes there, or choose another device or a "
+            "smaller model"
         ) from error
 
 

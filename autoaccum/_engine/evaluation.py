@@ -21,8 +21,8 @@ from autoaccum._arguments import check_function, shown
 from autoaccum._data.batches import Window
 from autoaccum._data.nesting import copied, map_tensors
 from autoaccum._data.object_state import Holdings
+from autoaccum._engine.does_not_fit import sample_does_not_fit, sample_of, whole_does_not_fit
 from autoaccum._engine.phases import Phase
-from autoaccum._engine.probing import does_not_fit_text
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.window_loss import WindowLoss
 from autoaccum._loss.counting import is_pair
@@ -48,6 +48,8 @@ _NO_SAMPLES = (
 # Samples evaluated before training if running out of memory cannot be survived: few enough to fit anywhere, and enough
 # for a metric that needs several.
 _TRIED = 32
+# Attempts at a loss over a whole batch.
+_TRIES = 2
 # Name, sum, weight, and whether the value is only reported.
 _Loss = tuple[str, Tensor, float | Tensor, bool]
 # What a value is multiplied by for its sum, and its weight.
@@ -195,7 +197,8 @@ class Evaluator:
             if isinstance(done, MemoryEvent):
                 self._max_size = shrink(window.samples, size)
                 if self._max_size is None:
-                    raise DoesNotFitError(does_not_fit_text(self._step, None, done.message))
+                    sample = sample_of(window, start)
+                    raise sample_does_not_fit(self._step, done.message, sample=sample, phase=Phase.EVALUATE)
                 continue
             losses, representations = done
             totals.add(losses, size)
@@ -238,13 +241,13 @@ class Evaluator:
             terms = whole.terms(whole.join(parts), whole.batch(window), window.samples)
             return self._losses([terms], window[0], window)
 
-        for _ in range(2):  # there is no smaller cut to try: try once more with empty caches
+        for _ in range(_TRIES):  # there is no smaller cut to try: try once more with empty caches
             done = self._try(work, None, mark)
             if not isinstance(done, MemoryEvent):
                 return done
             failure = done.message
-        at_once = f"the loss takes all {window.samples} samples of a validation batch at once: {failure}"
-        raise DoesNotFitError(does_not_fit_text(self._step, None, at_once))
+        what = f"the loss over all {window.samples} samples of a batch"
+        raise whole_does_not_fit(self._step, failure, Phase.EVALUATE, _TRIES, what)
 
     def _settle(self, window: Window, mark: Savepoint) -> None:
         """Let the objective determine what the losses run over, if not yet known: batches are weighted by it."""

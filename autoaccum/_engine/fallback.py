@@ -243,15 +243,14 @@ class Fallbacks:
 
 
 def ways_left(modules: Sequence[nn.Module], memory: MemoryBackend) -> list[str]:
-    """Return what saves memory, written as arguments, that is not in force yet and would change anything."""
-    ways = [f"memory='{name}' (the loss in chunks)" for name in _chunks_left(modules)]
+    """Return what saves memory, by names of `memory`, that is not in force yet and would change anything."""
+    ways = _chunks_left(modules)
     own = [part for module in modules for part in with_checkpointing_of_their_own(module)]
     blocks = [block for module in modules for block in repeated_blocks(module, leave_out=own)]
     if (own or blocks) and not is_checkpointed_already(modules) and not any(map(is_replaced, blocks)):
-        what = f"{len(blocks)} {type(blocks[0]).__name__} blocks" if blocks else type(own[0]).__name__
-        ways.append(f"memory='checkpoint' (activation checkpointing of {what})")
+        ways.append("checkpoint")
     if not memory.is_host and not any(map(is_replaced, modules)):
-        ways.append("memory='offload' (what backward needs on the host)")
+        ways.append("offload")
     return ways
 
 

@@ -131,6 +131,7 @@ class GradientStep:
         scale: Multiplies a loss before its backward pass; None for no scaling.
         watch: Checks gradients before and after each backward pass; None for no check.
         keeps_outputs: Whether to keep the outputs of micro-batches.
+        options: The names of what the function that the user has called takes: errors advise no others.
     """
 
     def __init__(self, objective: Objective, precision: Precision, memory: MemoryBackend) -> None:
@@ -145,6 +146,7 @@ class GradientStep:
         self.scale: Callable[[Tensor], Tensor] | None = None if precision.scaler is None else precision.scaler.scale
         self.watch: Watch | None = None
         self.keeps_outputs = False
+        self.options: frozenset[str] = frozenset()
         self.stage = Stage()
         # `fully_shard` swaps a module's parameters during a pass, which is not a change.
         self.is_sharded = is_sharded(objective.modules)

@@ -268,7 +268,7 @@ class NoiseScale:
         """Report that windows are not cut in two, since that would change the training."""
         self._notices.say(
             "noise_scale: windows fit at once, and are not cut in two to be measured, since BatchNorm would then "
-            "compute its statistics from halves; a smaller micro_batch= makes it measurable",
+            "compute its statistics from halves; smaller micro-batches make it measurable",
             key="noise not cut",
         )
         self._hindrance = "windows fit at once, and are not cut in two where there is BatchNorm"

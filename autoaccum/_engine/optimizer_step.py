@@ -154,7 +154,8 @@ class Updates:
         """
         self._stage.phase = Phase.RESERVE
         self._ready = None
-        held = self._held()
+        groups = self._optimizer.param_groups
+        held = groups[0]["params"] if len(groups) == 1 else self._held()
         if more:
             coming = set(map(id, more))
             key = tuple([parameter.grad is not None or id(parameter) in coming for parameter in held])
@@ -183,6 +184,8 @@ class Updates:
             self._stage.phase = Phase.UNSCALE
             if gradients := self._gradients():
                 torch._foreach_mul_(gradients, correction)
+        if self._clip_grad_norm is None:
+            return None
         norm = self.norm()
         if norm is not None:
             self.clip(norm)
@@ -234,7 +237,7 @@ class Updates:
                 is_skipped = self._step(hooks)
         except BaseException as error:
             if not written.undo():
-                remedy = ", and leave more room (a smaller micro_batch, or foreach=False in the optimizer)"
+                remedy = ", and leave more room (smaller micro-batches, or foreach=False in the optimizer)"
                 raise StateDamagedError(
                     f"the optimizer failed after it had begun to write, so the parameters are part old, part new "
                     f"({first_line(error)}); load a checkpoint{remedy if is_oom(error) else ''}"

@@ -144,7 +144,10 @@ def scale_learning_rate(
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> tuple[DeviceScalar | None, ...]:
     """Return the learning rate of each group, without waiting for the device; None for a group that has none."""
-    return tuple(map(_rate, optimizer.param_groups))
+    groups = optimizer.param_groups
+    if len(groups) == 1 and isinstance(rate := groups[0].get("lr"), float):
+        return (DeviceScalar(rate),)
+    return tuple(map(_rate, groups))
 
 
 def _rate(group: dict[str, Any]) -> DeviceScalar | None:

@@ -174,9 +174,10 @@ class Alone:
 
     def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced:  # noqa: ARG002 - as Peers has it
         """Correct, unscale and clip the gradient, which already is that of the whole window."""
-        losses = given.corrected()
+        is_whole = given.pair_weight is None
+        losses = given.parts if is_whole else given.corrected()
         before_update(losses, given.samples)
-        norm = self._updates.unscale_and_clip(given.correction)
+        norm = self._updates.unscale_and_clip(1.0 if is_whole else given.correction)
         return Reduced(losses, means(given.slots) if given.reported else {}, given.samples, norm, given.spread)
 
     def commit(self, reduced: Reduced) -> Update:

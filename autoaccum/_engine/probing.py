@@ -11,20 +11,18 @@ from autoaccum._arguments import check_positive_int
 from autoaccum._data.batches import count
 from autoaccum._data.splits import check_split
 from autoaccum._engine import devices
-from autoaccum._engine.fallback import ways_left
-from autoaccum._engine.forward_backward import TrainingStep, assemble
+from autoaccum._engine.does_not_fit import options_of, sample_does_not_fit
+from autoaccum._engine.forward_backward import assemble
 from autoaccum._engine.optimizer_copy import Snapshot
-from autoaccum._engine.optimizer_list import name_of
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.trial import Trials
 from autoaccum._engine.window_loss import WholeWindow, check_loss_scope
 from autoaccum._memory import backend_for
-from autoaccum._memory.limits import describe_neighbours, format_bytes, parse_limit
+from autoaccum._memory.limits import parse_limit
 from autoaccum._records import ProbeResult
 from autoaccum._sizing.offline_search import line_through, next_size
 from autoaccum._system import signals
 from autoaccum._system.notices import Notices
-from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,14 +30,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoaccum._data.pieces import Split
-    from autoaccum._engine.forward_backward import GradientStep
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import Trial
-
-# What oneDNN says of lack of memory, and of an operator that it does not have on this processor in this type.
-_UNSUPPORTED = "could not create a primitive descriptor"
 
 
 def find_micro_batch(
@@ -105,6 +100,7 @@ def find_micro_batch(
         split=split,
         weights=weights,
     )
+    step.options = options_of(find_micro_batch)
     with step.using_weights(weights):
         return probe(step, batch, largest, limit_bytes, loss_scope=loss_scope)
 
@@ -195,12 +191,18 @@ def _search(
                 raise
             # BatchNorm rejects a single value per channel; one sample is tried only because two ran out of memory.
             reason = f"one sample alone is refused: {error}"
-            raise DoesNotFitError(does_not_fit_text(step, limit_bytes, reason)) from error
+            raise sample_does_not_fit(step, reason, sample=running.sample()) from error
         on_trial(trials[-1])
     answer = max((trial.size for trial in trials if trial.fits), default=None)
     if answer is None:
-        at_once = "" if whole is None else f"the loss takes all {max_micro_batch} samples of a window at once"
-        raise DoesNotFitError(does_not_fit_text(step, limit_bytes, at_once, sample))
+        lack = running.lack
+        assert lack is not None
+        said = lack.message
+        if whole is not None:
+            said = f"the loss takes all {max_micro_batch} samples of a window at once; {said}"
+        raise sample_does_not_fit(
+            step, said, sample=running.sample(sample), phase=lack.phase, is_whole=whole is not None
+        )
     line = line_through(growing())
     return ProbeResult(
         answer,
@@ -208,44 +210,4 @@ def _search(
         limit_bytes,
         None if line is None else max(0, int(line.fixed_bytes)),
         None if line is None else int(line.bytes_per_sample),
-    )
-
-
-def _keeps_two_numbers(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer keeps two numbers for each parameter, as Adam and its variants do."""
-    kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
-    return isinstance(optimizer, kinds)
-
-
-def does_not_fit_text(step: GradientStep, limit_bytes: int | None, message: str = "", sample: str | None = None) -> str:
-    """Return an error message for when not even one sample fits: what was asked, what was found and what to try.
-
-    Args:
-        step: The training step.
-        limit_bytes: The memory limit; None for the one in force, if any.
-        message: What the device said.
-        sample: Which sample it was; None if nothing is known of that.
-    """
-    reading = step.memory.reading()
-    limit_bytes = step.memory.limit_bytes if limit_bytes is None else limit_bytes
-    allowed = "" if limit_bytes is None else f" of memory_limit={format_bytes(limit_bytes)}"
-    found = f" ({message})" if message else ""
-    remedies = [] if step.precision.name != "fp32" else ["precision='bf16'"]
-    if not remedies and _UNSUPPORTED in message:
-        halved = isinstance(step, TrainingStep) and step.updates.weights is not None
-        instead = "float32 weights (weights=None)" if halved else "precision='fp32'"
-        remedies.append(f"{instead}, since this processor may have no such operator in {step.precision.name}")
-    remedies += ways_left(step.objective.modules, step.memory)
-    remedies.append("shorter or smaller inputs")
-    if isinstance(step, TrainingStep) and _keeps_two_numbers(step.optimizer):
-        remedies.append(f"an optimizer with less state than {name_of(step.optimizer)}")
-    if limit_bytes is not None:
-        remedies.append("a higher memory_limit")
-    neighbours = describe_neighbours(step.memory)
-    others = f" ({neighbours})" if neighbours else ""
-    free = f"{format_bytes(reading.free_bytes)}{allowed}"
-    what = "micro_batch=1" if sample is None else f"{sample}, alone"
-    return (
-        f"{what} does not fit on {step.memory.name}: {free} are free{others}, and a step needs more for "
-        f"gradients, optimizer state and activations{found}; try {', or '.join(remedies)}"
     )

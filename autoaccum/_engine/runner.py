@@ -25,6 +25,7 @@ from autoaccum._data.loader_checks import check_loader
 from autoaccum._data.random_state import RandomState
 from autoaccum._engine import devices, optimizers, update_complete
 from autoaccum._engine.batchnorm import check_batchnorm
+from autoaccum._engine.does_not_fit import options_of
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.events import Events
 from autoaccum._engine.fallback import check_memory
@@ -220,7 +221,7 @@ class WindowRunner:
 
     def _before_update(self, losses: Losses, samples: int) -> None:
         """Reject an unusable update, and prepare what moves with it, while there is a way back."""
-        if self._engine.is_checking:
+        if self._engine.is_due:
             if self._now.checks_finite:
                 _check_finite(losses)
             if not self._step.holds_gradients():
@@ -423,6 +424,7 @@ class Runner(WindowRunner):
             split=split,
             weights=weights,
         )
+        step.options = options_of(Runner)
         step.use_weights(weights)
         self._limit = StepLimit(backend, limit_bytes)
         self._savings = StepSavings(step.objective.modules, savings, backend, notices)

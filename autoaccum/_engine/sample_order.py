@@ -60,7 +60,7 @@ class LengthOrder:
                 raise InvalidInputError(
                     f"target_tokens= puts the samples of a window together by their length, and cannot: {error}. A "
                     "loader of lists of samples (collate_fn=list, split=autoaccum.ListOfSamples(collate)) needs "
-                    "neither, and target_batch= leaves batches as they come"
+                    "neither, and a target in samples leaves batches as they come"
                 ) from None
             self._notices.say(f"samples stay in the loader's order (order='length'): {error}", key="order")
             return window

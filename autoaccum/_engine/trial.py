@@ -11,12 +11,15 @@ from torch import Tensor
 
 from autoaccum._data.batches import Window, repeated, repeating
 from autoaccum._data.nesting import copied
+from autoaccum._data.splits import is_default
 from autoaccum._engine.bf16_weights import gradient_type
+from autoaccum._engine.does_not_fit import described
 from autoaccum._engine.forward_backward import Accumulated
+from autoaccum._engine.phases import Phase
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.objective import Factors
-from autoaccum._oom import is_oom, is_too_large, let_go
-from autoaccum._records import Trial
+from autoaccum._oom import first_line, is_oom, is_too_large, let_go
+from autoaccum._records import MemoryEvent, Trial
 from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import StateDamagedError
 
@@ -42,6 +45,7 @@ class Trials:
     Attributes:
         held_bytes: Bytes held between trials, counted as peaks are; None if that is not counted.
         reachable_bytes: The highest possible peak, counted the same way.
+        lack: What happened when memory last ran out; None if it has not.
         growing_bytes: For each size that fits, the peak of the part of its step that grows with it: all but the update.
     """
 
@@ -56,6 +60,7 @@ class Trials:
         self._savepoint = Savepoint(modules, step.memory.device, functions, parameters=saved)
         split = step.objective.split
         self._window = None if whole is None or samples is None else repeating(batch, samples, split)
+        self.lack: MemoryEvent | None = None
         self.held_bytes: int | None = None
         self.reachable_bytes: int | None = None
         self.growing_bytes: dict[int, int | None] = {}
@@ -75,6 +80,7 @@ class Trials:
         memory.reset_peak()
         started = time.perf_counter()
         fits = True
+        self._step.stage.phase = Phase.TRANSFER
         try:
             memory.ensure(expected_bytes - (self.held_bytes or 0))
             if self._with_gradient is None:
@@ -94,6 +100,8 @@ class Trials:
             fits = False
             if self._step.witness is not None:
                 self._step.witness.see(error, phase=self._step.phase, size=size, is_trial=True)
+            cause = error.__cause__ if half_way and error.__cause__ is not None else error
+            self.lack = MemoryEvent(self._step.phase, size, first_line(cause))
             let_go(error)
         elapsed_s = time.perf_counter() - started
         peak = memory.peak_bytes() if fits else None
@@ -109,6 +117,15 @@ class Trials:
             # On the host, the limit counts mapped memory, and the peak touched memory.
             self.reachable_bytes = self.held_bytes + memory.reading().free_bytes
         return Trial(size, fits, peak, elapsed_s)
+
+    def sample(self, name: str | None = None) -> str:
+        """Return a sample of those that are tried, in words.
+
+        Args:
+            name: Its name; None if it has none.
+        """
+        split = self._step.objective.split
+        return described(repeated(self._batch, 1, split), name, has_rows=is_default(split))
 
     def _one_step(self, size: int) -> None:
         for parameter in self._with_gradient or ():

@@ -16,20 +16,26 @@ from autoaccum._data.splits import whole_as_samples
 from autoaccum._engine import devices
 from autoaccum._engine.batchnorm import BatchNorms
 from autoaccum._engine.careful import CarefulPath
+from autoaccum._engine.does_not_fit import (
+    ONE_SAMPLE,
+    other_sizes,
+    sample_does_not_fit,
+    sample_of,
+    short_window,
+    whole_does_not_fit,
+)
 from autoaccum._engine.gradient_checks import GradientChecks, refuse_hooks, tell_of_hooks
 from autoaccum._engine.gradients import Given, Progress
 from autoaccum._engine.moving_layers import MovingLayers
 from autoaccum._engine.phases import Phase
-from autoaccum._engine.probing import does_not_fit_text
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.steady import NotSteadyError, SteadyPath
 from autoaccum._engine.window_loss import check_loss_scope
-from autoaccum._memory.limits import format_bytes
 from autoaccum._records import MemoryEvent
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.planner import format_cut
 from autoaccum._system import exceptions, signals
-from autoaccum.errors import DoesNotFitError, InvalidInputError, StateDamagedError
+from autoaccum.errors import InvalidInputError, StateDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +45,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.peers import GradientPeers, SharedWeights
+    from autoaccum._records import Plan
     from autoaccum._sizing.sizing import Sizing
     from autoaccum._system.notices import Notices
 
@@ -52,17 +59,6 @@ _NAMED = 3
 _LONG_S = 0.05
 # What BatchNorm says of a single value per channel.
 _REFUSES_ONE = "Expected more than 1 value per channel"
-
-# What to report as failed in these phases if no micro-batch was being processed.
-_WITHOUT_SIZE = {
-    Phase.RESERVE: "memory for the optimizer's step",
-    Phase.WEIGH: "finding out what the loss runs over",
-    Phase.FORWARD: "the loss over the whole window",
-    Phase.BACKWARD: "the loss over the whole window",
-    Phase.ADD: "adding the gradient to earlier ones",
-}
-# In these, nothing is kept for a backward pass.
-_OF_THE_OPTIMIZER = (Phase.RESERVE, Phase.UNSCALE, Phase.CLIP, Phase.OPTIMIZER)
 
 
 class Engine:
@@ -83,6 +79,7 @@ class Engine:
 
     Attributes:
         steady: The path of windows that need no check.
+        is_due: Whether the current window is due for all checks.
         lacks: What has failed in the current window for lack of memory, without trials.
         has_lost_parameters: Whether a window that was given up has left parameters changed, as its error states.
     """
@@ -131,8 +128,9 @@ class Engine:
         self._at = Progress()
         self._given: Given | None = None
         self._has_failed = self._had_failed = False
-        self._is_steady = self._is_due = self._is_saved = self._is_restored = False
-        self._is_long, self._is_quiet = True, False
+        self._is_steady = self.is_due = self._is_saved = self._is_restored = False
+        self._is_long, self._is_quiet = True, False  # whether windows are long, and their sizes stay as they are
+        self._plan: Plan | None = None
 
     # --- the story of a window ----------------------------------------------------------------------------------------
 
@@ -179,18 +177,18 @@ class Engine:
         self._is_saved = self._is_restored = False
         self.lacks = []
         self._had_failed, self._has_failed = self._had_failed or self._has_failed, False
-        step.objective.count_window()
-        self._room.follow(sizing.plan)
         self._is_steady = self._is_admitted(window)
         if not self._is_steady:
-            step.objective.begin_window()
-        if self._is_due:
+            step.objective.begin_window(self.steady.number)
+        if self.is_due:
             self._look(on_change)
         self._versions_of_data = window.versions()
-        self._is_quiet = sizing.is_quiet
+        if not self._is_quiet or sizing.plan is not self._plan:
+            self._plan, self._is_quiet = sizing.plan, sizing.is_quiet
+            self._room.follow(sizing.plan)
         if window.samples and not (window.is_known and self._is_steady and self._is_quiet):
             sizing.begin(window)
-            if self._is_due:
+            if self.is_due:
                 self._tell_of_batches_apart(window)
         self._share = self._peers.begin(window, sizing)
 
@@ -221,10 +219,10 @@ class Engine:
     def _is_admitted(self, window: Window) -> bool:
         """Whether a window takes the steady path; if not, whether it is due for checks is noted."""
         if not window.samples:
-            self._is_due = False
+            self.is_due = False
             return False
         is_admitted = self.steady.admits(window)
-        self._is_due = not is_admitted and self.steady.is_due
+        self.is_due = not is_admitted and self.steady.is_due
         may = not (self._measures_noise or self._norms.rescales or self._peers.sending is not None)
         return is_admitted and may
 
@@ -237,7 +235,7 @@ class Engine:
         except NotSteadyError:
             self._restore()
             self.steady.forget()
-            self._is_steady, self._is_due = False, True
+            self._is_steady, self.is_due = False, True
         except Exception as error:
             if is_decided():
                 raise
@@ -253,8 +251,8 @@ class Engine:
         step, at = self._step, self._at
         if not self._is_saved:
             step.stage.phase = Phase.SET_ASIDE
-            is_first = self._is_due and self.steady.is_first()
-            self._savepoint.take(copies_all=is_first, sums_up=self._is_due, of_host=self._is_long)
+            is_first = self.is_due and self.steady.is_first()
+            self._savepoint.take(copies_all=is_first, sums_up=self.is_due, of_host=self._is_long)
             self._is_saved = True
         if self._is_steady:
             self._given = self.steady.run(self._window, at)
@@ -265,17 +263,17 @@ class Engine:
     def _run_carefully(self, at: Progress) -> Given:
         """Run the micro-batches on the careful path, with all checks if they are due."""
         step, checks = self._step, None
-        if self._is_due and step.passes is None:  # sharded gradients are not in `.grad` before they are reduced
+        if self.is_due and step.passes is None:  # sharded gradients are not in `.grad` before they are reduced
             step.watch = checks = GradientChecks(step, self._elsewhere, refuses_strangers=not self._owns_gradients)
         try:
             given = self._careful.run(
-                self._window, at, self._share, is_first=self._is_due, measures_noise=self._measures_noise
+                self._window, at, self._share, is_first=self.is_due, measures_noise=self._measures_noise
             )
             if checks is not None and not self._takes_whole and self._peers.sending is None:
                 checks.check()
         finally:
             step.watch = None
-        if self._is_due:
+        if self.is_due:
             self._moving.tell(self._savepoint.settle(), at.sizes)
             self.steady.learn(self._window, given)
             if len(at.sizes) > 1:
@@ -303,6 +301,7 @@ class Engine:
         if self._room.is_thrashing(reads_peak=not is_learning) and not is_learning:
             self._notices.say("the allocator finds no room without giving back its cache; micro-batches get smaller")
             sizing.shrink()
+            self._is_quiet = False
         elif self.lacks or not self._is_quiet:
             sizing.end(self._at.sizes, is_clean=not self.lacks, has_room=self._room.is_free)
 
@@ -345,6 +344,8 @@ class Engine:
             if self._is_saved:
                 self._savepoint.restore()
                 self._is_restored = True
+            if self._is_steady:  # which does not keep it up to date
+                self._sizing.start = at.done
             at.recomputed += min(at.done + (at.size or 0), self._window.samples)
             at.done, at.size, at.sizes, self._given = 0, None, (), None
 
@@ -370,16 +371,16 @@ class Engine:
         if lack is None:
             return
         if damage := self._damage():
-            raise StateDamagedError(f"memory ran out after {damage}, and begin with a smaller micro_batch")
-        self._has_failed = True
+            raise StateDamagedError(f"memory ran out after {damage}, and begin with smaller micro-batches")
+        self._has_failed, self._is_quiet = True, False
         if lack.size is None or not self._sizing.is_learning:  # trials are expected to fail
             self.lacks.append(lack)
             self._events.ran_out(lack)
         if lack.size is None:
             self._refuse_to_try_for_ever(lack)
         elif not self._sizing.fail(lack.size):
-            sample = self._window.named(self._sizing.start)
-            raise DoesNotFitError(does_not_fit_text(self._step, None, lack.message, sample))
+            sample = ONE_SAMPLE if lack.phase == Phase.ELSEWHERE else sample_of(self._window, self._sizing.start)
+            raise sample_does_not_fit(self._step, lack.message, sample=sample, phase=lack.phase)
         self._room.follow(self._sizing.plan)
 
     def _damage(self) -> str:
@@ -404,20 +405,7 @@ class Engine:
         in_a_row = itertools.takewhile(lambda earlier: earlier.size is None, reversed(self.lacks))
         # If another rank lacks memory, its own limit on attempts ends this training too.
         if lack.phase != Phase.ELSEWHERE and sum(earlier.phase == lack.phase for earlier in in_a_row) >= tries:
-            what = _WITHOUT_SIZE.get(Phase(lack.phase), f"the {lack.phase} step")
-            error = DoesNotFitError(
-                f"{what} does not fit on {self._step.memory.name} even with no activations alive ({lack.message}); "
-                f"try {', '.join(self._remedies())}, or a smaller model"
-            )
-            error.saving_helps = lack.phase not in _OF_THE_OPTIMIZER
-            raise error
-
-    def _remedies(self) -> list[str]:
-        remedies = ["an optimizer with less state (optimizer='adamw8bit')", "foreach=False"]
-        limit_bytes = self._step.memory.limit_bytes
-        if limit_bytes is not None:
-            remedies.append(f"a memory_limit higher than {format_bytes(limit_bytes)}")
-        return remedies
+            raise whole_does_not_fit(self._step, lack.message, lack.phase, tries)
 
     def _give_up(self, error: BaseException) -> None:
         """Restore the state before the window, and add notes to the error on what it does not say itself.
@@ -451,25 +439,20 @@ class Engine:
             exceptions.note(
                 error,
                 "autoaccum: this window has one sample, and BatchNorm takes its statistics of more; "
-                "drop_last=True leaves a short last window out",
+                f"{short_window(self._step.options)}",
             )
         elif size == 1 and (self._has_failed or (self._had_failed and refuses_one)):
             reason = f"one sample alone is refused: {error}"
-            raise DoesNotFitError(does_not_fit_text(self._step, None, reason)) from error
+            sample = sample_of(self._window, self._sizing.start)
+            raise sample_does_not_fit(self._step, reason, sample=sample, phase=self._step.phase) from error
         elif size == 1 and refuses_one:
             exceptions.note(
                 error,
-                f"autoaccum: the cut {format_cut(sizes)} of this window leaves a micro-batch of one sample, "
-                "and BatchNorm takes its statistics of more; strategy='balanced', a larger micro_batch, or samples of "
-                "one shape avoid it",
+                f"autoaccum: the micro-batches {format_cut(sizes)} of this window leave one of a single sample, and "
+                f"BatchNorm takes its statistics of more; {other_sizes(self._step.options)} avoid it",
             )
 
     # --- what others see ----------------------------------------------------------------------------------------------
-
-    @property
-    def is_checking(self) -> bool:
-        """Whether the current window is due for all checks."""
-        return self._is_due
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -504,17 +504,18 @@ class Objective:
             self._modes.put_back()
             self._modes = None
 
-    def begin_window(self) -> None:
+    def begin_window(self, number: int | None = None) -> None:
         """Read the settings of a `torch.nn` loss, which may change from one window to the next.
+
+        Args:
+            number: The number of the window; None outside of windows.
 
         Raises:
             InvalidInputError: As for `_read_settings`.
         """
+        if number is not None:
+            self._settler.windows = number
         self._read_settings()
-
-    def count_window(self) -> None:
-        """Count a window."""
-        self._settler.windows += 1
 
     def settings(self) -> tuple[Any, ...]:
         """Return the settings of a `torch.nn` loss, and the identity of its class weights."""

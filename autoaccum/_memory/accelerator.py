@@ -116,7 +116,7 @@ class Accelerator(MemoryBackend):
         if self._function("set_per_process_memory_fraction") is None:
             raise InvalidInputError(
                 f"a limit of {format_bytes(limit_bytes)} cannot be enforced on {self.name} with PyTorch "
-                f"{torch.__version__}; leave memory_limit out, or set micro_batch"
+                f"{torch.__version__}; leave memory_limit out, and choose the micro-batch size yourself"
             )
         if limit_bytes < 1:
             raise InvalidInputError(f"a limit of {limit_bytes} bytes on {self.name} leaves no memory")

@@ -262,7 +262,7 @@ class Host(MemoryBackend):
             raise DeviceLostError(
                 f"oneDNN can no longer compute in this thread ({first_line(error)!r} although memory is free), because "
                 f"it hit the limit of {format_bytes(self._limit_bytes or 0)}; continue in a new process (or thread), "
-                "and start there with a smaller micro_batch"
+                "and start there with smaller micro-batches"
             ) from error
 
     def check_limit(self, limit_bytes: int) -> None:
@@ -275,7 +275,8 @@ class Host(MemoryBackend):
         if resource is None or _linux.status_bytes("VmData") is None:
             raise InvalidInputError(
                 f"memory_limit: a limit of {format_bytes(limit_bytes)} cannot be enforced here: host memory limits "
-                "require Linux (RLIMIT_DATA, /proc/self/status); leave memory_limit out, or set micro_batch"
+                "require Linux (RLIMIT_DATA, /proc/self/status); leave memory_limit out, and choose the micro-batch "
+                "size yourself"
             )
 
     def _no_room(self, limit_bytes: int, held: int, bound: int) -> InvalidInputError:

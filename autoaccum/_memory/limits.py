@@ -24,6 +24,8 @@ _UNIT_BYTES = {"b": 1} | {
 }
 # The most processes named in a message.
 _NAMED = 3
+# Free memory below this part of all memory is worth mentioning where something does not fit.
+_LITTLE = 1 / 8
 # An exbibyte, which keeps sums within signed 64-bit integers.
 _MOST_BYTES = 2**60
 # The most characters of a size; `int` rejects thousands of digits with its own error.
@@ -127,3 +129,19 @@ def describe_neighbours(memory: MemoryBackend) -> str:
     ]
     more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
     return f"other processes hold memory of {memory.name}: {', '.join(shares)}{more}"
+
+
+def describe_room(memory: MemoryBackend) -> str:
+    """Return what may be why memory runs out on a device: its limit, little that is free, other processes; or nothing.
+
+    Where there is plenty of free memory, nothing is said of it: something has asked for more.
+    """
+    if memory.limit_bytes is not None:
+        return f"memory_limit={format_bytes(memory.limit_bytes)}"
+    reading = memory.reading()
+    found = []
+    if reading.free_bytes < _LITTLE * reading.total_bytes:
+        found.append(f"{format_bytes(reading.free_bytes)} of {format_bytes(reading.total_bytes)} are free")
+    if neighbours := describe_neighbours(memory):
+        found.append(neighbours)
+    return "; ".join(found)

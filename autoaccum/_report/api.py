@@ -29,6 +29,7 @@ from autoaccum._data.splits import check_split, is_first
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.batchnorm import BatchNorms, check_batchnorm
 from autoaccum._engine.bf16_weights import check_weights
+from autoaccum._engine.does_not_fit import options_of
 from autoaccum._engine.fallback import check_memory
 from autoaccum._engine.forward_backward import assemble, check_shapes
 from autoaccum._engine.optimizer_list import name_of
@@ -260,6 +261,7 @@ def preflight(
 def _put_together(model: nn.Module, *, weights: str | None, **putting: Any) -> Iterator[TrainingStep]:
     """Yield the step, whose weights are as asked meanwhile."""
     step = assemble(model, weights=weights, **putting)
+    step.options = options_of(preflight)
     with step.using_weights(weights):
         yield step
 

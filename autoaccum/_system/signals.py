@@ -53,7 +53,8 @@ class held:  # noqa: N801 - it is used like a function: `with held():`
     def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers:
             _signal.signal(number, handler)
-        self._deliver()
+        if self._arrived:
+            self._deliver()
 
     def _deliver(self) -> None:
         """Deliver every signal that arrived, in order, even if handlers raise (KeyboardInterrupt)."""

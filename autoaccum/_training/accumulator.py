@@ -16,6 +16,7 @@ from autoaccum._distributed.process_group import Ranks, join_ranks
 from autoaccum._engine import devices
 from autoaccum._engine.accumulator import GradientAccumulator
 from autoaccum._engine.batchnorm import check_batchnorm
+from autoaccum._engine.does_not_fit import options_of
 from autoaccum._engine.events import Events
 from autoaccum._engine.fallback import check_memory
 from autoaccum._engine.forward_backward import assemble_without_optimizer
@@ -160,6 +161,7 @@ class Accumulator:
             further=[module for module in dict.fromkeys(used) if module not in losses],
             scale=scale,
         )
+        self._step.options = options_of(Accumulator)
         self._ranks = _ranks(self._step, loss_scope, batchnorm, notices)
         self._limit = StepLimit(backend, limit_bytes)
         ranks, step = self._ranks, self._step

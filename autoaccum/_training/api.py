@@ -26,6 +26,7 @@ from autoaccum._distributed.overlap import check_overlap, hindrance
 from autoaccum._distributed.process_group import joined
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.batchnorm import check_batchnorm
+from autoaccum._engine.does_not_fit import options_of
 from autoaccum._engine.dtensor import check_sharded
 from autoaccum._engine.evaluation import check_metrics
 from autoaccum._engine.fallback import AUTO, Fallbacks, check_memory, head_of_auto
@@ -309,6 +310,7 @@ def fit(
             is_one_of_several=ranks is not None,
             weights=weights,
         )
+        step.options = options_of(fit)
         untouched.keep_rates(step.optimizer, scheduler)
         saver = saver_for(checkpoint, checkpoint_steps, checkpoint_minutes, resume)
         earlier = None if saver is None else saver.cap(notices)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.batches import Window
 from autoaccum._engine import devices
+from autoaccum._engine.does_not_fit import abridged, sample_of
 from autoaccum._engine.events import Events
 from autoaccum._engine.outside_limit import Outside
 from autoaccum._engine.savepoint import Savepoint
@@ -91,25 +92,25 @@ class Evaluating:
             failed = found
         window = Window([batch], self._split)
         if failed is not None:
-            self._shrink(key, window, window.samples, failed)
+            self._shrink(key, window, 0, window.samples, failed)
         done: list[_Done] = []
         sizes: list[int] = []
         while (start := sum(sizes)) < window.samples:
             size = min(self._sizes[key], window.samples - start)
             found = self._try(key[0], logs, window.cut(start, start + size), size, further)
             if isinstance(found, MemoryEvent):
-                self._shrink(key, window, size, found)
+                self._shrink(key, window, start, size, found)
             else:
                 done.append(found)
                 sizes.append(size)
         return done, Weights(sizes, window, self.objective)
 
-    def _shrink(self, key: _Key, window: Window, size: int, event: MemoryEvent) -> None:
+    def _shrink(self, key: _Key, window: Window, start: int, size: int, event: MemoryEvent) -> None:
         smaller = shrink(window.samples, size)
         if smaller is None:
             raise DoesNotFitError(
-                f"{key[0]} does not fit on {self._memory.name} with one sample at a time ({event.message}); evaluate "
-                "in lower precision, or with shorter or smaller inputs"
+                f"{sample_of(window, start)} does not fit on {self._memory.name} in {key[0]} "
+                f"({abridged(event.message)}); evaluate in lower precision, or on smaller inputs"
             )
         self._sizes[key] = smaller
 

@@ -100,6 +100,7 @@ class Training:
             scale=getattr(trainer.precision_plugin, "scaler", None),
             **{**options, "device": trainer.strategy.root_device if device is None else device},
         )
+        self.accumulator._step.options = frozenset(options)  # which errors may advise
         if (name := _PRECISIONS.get(str(trainer.precision_plugin.precision))) is not None:
             tell_of_autocast(self.accumulator, name)
 

@@ -12,6 +12,7 @@ from transformers.trainer_pt_utils import nested_concat
 
 from autoaccum._data.batches import Window
 from autoaccum._engine import devices
+from autoaccum._engine.does_not_fit import abridged, sample_of
 from autoaccum._engine.forward_backward import assemble_without_optimizer
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.closures import Closure
@@ -86,8 +87,9 @@ class EvaluationInParts:
             smaller = shrink(window.samples, size)
             if smaller is None and has_tried_again:
                 raise DoesNotFitError(
-                    f"not even one sample fits in an evaluation on {self._memory.name}: {found}; evaluate on shorter "
-                    "samples, or set eval_accumulation_steps=1, so that outputs leave the device"
+                    f"{sample_of(window, start)} does not fit on {self._memory.name} in an evaluation "
+                    f"({abridged(found)}); evaluate on shorter samples, or set "
+                    "eval_accumulation_steps=1, so that outputs leave the device"
                 )
             has_tried_again = smaller is None  # with empty caches it may fit
             self._most = smaller or self._most

@@ -80,6 +80,7 @@ class Windowed:
                 scale=accelerator.scaler,
                 **options,
             )
+        self.accumulator._step.options = frozenset(options)  # which errors may advise
         if (name := _HALVES.get(accelerator.mixed_precision)) is not None:
             tell_of_autocast(self.accumulator, name)
 

@@ -314,6 +314,7 @@ class Windows:
                 notices=self._notices,
                 **self._options,
             )
+            self._accumulator._step.options = frozenset(self._options)  # which errors may advise
             if accelerator.mixed_precision in _HALVES:
                 tell_of_autocast(self._accumulator, accelerator.mixed_precision)
         return self._accumulator

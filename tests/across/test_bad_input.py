@@ -418,14 +418,14 @@ def test_limit_with_no_room_for_one_sample_does_not_fit(micro_batch, simulated):
         micro_batch=micro_batch,
     )
 
-    assert "micro_batch=1 does not fit on" in said
-    assert "; try precision='bf16', or " in said
+    assert "a sample of shapes (4,) and (1,) does not fit on" in said
+    assert "; try a higher memory_limit, precision='bf16', " in said
 
 
 @pytest.mark.parametrize("device", [autoaccum.Simulated("1GiB"), "cpu"], ids=["simulated", "host"])
 @pytest.mark.usefixtures("no_garbage")
 def test_probe_with_no_room_for_one_sample_names_the_limit(device):
-    with pytest.raises(DoesNotFitError, match=r"micro_batch=1.*memory_limit=20\.0 MiB.*a higher memory_limit"):
+    with pytest.raises(DoesNotFitError, match=r"\(4,\) and \(1,\).*memory_limit=20\.0 MiB.*a higher memory_limit"):
         autoaccum.find_micro_batch(Wide(), WIDE, device=device, memory_limit="20MiB")
 
 

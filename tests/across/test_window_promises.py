@@ -1,7 +1,4 @@
-"""What a window promises beside its gradient: what is put back, what is refused in which words, what is counted once.
-
-Marked as expected failures are promises that are not kept yet; a mark comes off with the change that keeps its promise.
-"""
+"""What a window promises beside its gradient: what is put back, what is refused and how, what is counted once."""
 
 import inspect
 import re
@@ -17,11 +14,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import autoaccum
 from faults import differences, state_of
-
-
-def later(reason):
-    return pytest.mark.xfail(strict=True, reason=reason)
-
 
 LINES = 3  # the most that an error takes, at 120 characters
 
@@ -534,13 +526,11 @@ def refusal_of_a_sample(entry):
     return str(caught.value)
 
 
-@later("neither the batch nor its shape is named")
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_sample_that_does_not_fit_is_named_with_its_shape(entry):
     assert "5, 7" in refusal_of_a_sample(entry)
 
 
-@later("the memory that is free is named as the cause")
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_sample_that_does_not_fit_is_not_blamed_on_memory_that_is_free(entry):
     assert not re.search(r"[KMG]iB (are )?free", refusal_of_a_sample(entry))
@@ -551,14 +541,11 @@ def unknown_options(text, entry):
     return {name for name in re.findall(r"(\w+)=", text) if name not in taken}
 
 
-@pytest.mark.parametrize(
-    "entry", [pytest.param("Runner", marks=later("Runner has no micro_batch=")), "fit", "Accumulator"]
-)
+@pytest.mark.parametrize("entry", ENTRIES)
 def test_remedies_for_a_sample_that_does_not_fit_are_options_of_what_was_called(entry):
     assert unknown_options(refusal_of_a_sample(entry), entry) == set()
 
 
-@later("one text for all")
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_remedies_for_a_loss_over_the_window_that_does_not_fit_are_options_of_what_was_called(entry):
     def loss(outputs, targets):

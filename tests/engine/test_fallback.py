@@ -134,7 +134,7 @@ def test_ways_are_taken_in_order_until_one_sample_fits(capsys):
 
 
 def test_error_names_what_does_not_fit_where_no_way_is_left():
-    with pytest.raises(autoaccum.DoesNotFitError, match="micro_batch=1") as caught:
+    with pytest.raises(autoaccum.DoesNotFitError, match="a sample of shapes") as caught:
         fit("800KiB", fallback=("checkpoint", "offload"))
 
     (note,) = caught.value.__notes__
@@ -149,7 +149,7 @@ def test_error_names_what_is_not_in_force_yet():
     with pytest.raises(autoaccum.DoesNotFitError) as both:
         fit("800KiB", fallback=("checkpoint", "offload"))
 
-    assert "memory='checkpoint' (activation checkpointing of 4 Feed blocks)" in str(neither.value)
+    assert "memory='checkpoint'" in str(neither.value)
     assert "memory='offload'" in str(neither.value)
     assert "memory='checkpoint'" not in str(one.value)
     assert "memory='offload'" in str(one.value)
@@ -175,7 +175,7 @@ def test_nothing_is_computed_again_where_memory_lacks_for_the_optimizers_step(ca
         fit("1GiB", optimizer=made, **saving)
 
     assert not caught.value.saving_helps
-    assert "adamw8bit" in str(caught.value)
+    assert "foreach=False" in str(caught.value)
     assert "not even one sample fits" not in capsys.readouterr().err
 
 

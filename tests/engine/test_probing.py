@@ -88,7 +88,7 @@ def test_no_size_above_the_maximum_is_tried(batch):
 
 
 def test_nothing_fits_is_an_error_that_says_what_to_try(batch):
-    with pytest.raises(autoaccum.DoesNotFitError, match=r"micro_batch=1 .*try"):
+    with pytest.raises(autoaccum.DoesNotFitError, match=r"a sample of shape.* does not fit .*; try"):
         find(Hungry(), batch, "100KiB")
 
 

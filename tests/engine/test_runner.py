@@ -278,7 +278,7 @@ def test_optimizer_that_never_fits_is_told_apart_from_the_cut():
     before = copy.deepcopy(model.state_dict())
     runner = runner_of(model, autoaccum.plan(10, 5), optimizer=Never(model.parameters(), lr=0.1))
 
-    with pytest.raises(autoaccum.DoesNotFitError, match="optimizer step does not fit"):
+    with pytest.raises(autoaccum.DoesNotFitError, match="the optimizer's step does not fit"):
         runner.step(samples(10))
 
     assert runner.plan == autoaccum.plan(10, 5)
@@ -333,7 +333,7 @@ def test_rest_of_one_sample_that_batchnorm_refuses_is_explained_where_memory_nev
     with pytest.raises(ValueError, match="more than 1 value") as caught:
         runner.step(samples(10))
 
-    assert "the cut 9+1 of this window leaves a micro-batch of one sample" in caught.value.__notes__[0]
+    assert "the micro-batches 9+1 of this window leave one of a single sample" in caught.value.__notes__[0]
 
 
 def test_other_errors_of_single_samples_stay_themselves_after_memory_ran_out():

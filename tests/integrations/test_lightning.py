@@ -1,6 +1,7 @@
 """Lightning's Trainer trains, logs and calls back with Windowed as it does with the whole batch at once."""
 
 import csv
+import re
 import subprocess
 import sys
 import textwrap
@@ -801,3 +802,13 @@ def test_lightnings_own_launcher_starts_ranks(tmp_path):
     )
 
     assert done.stdout.count("alike True steps 2") == 2, done.stdout + done.stderr[-3000:]
+
+
+def test_sample_that_does_not_fit_is_advised_options_of_the_adapter_alone():
+    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(max_epochs=1, callbacks=[windowed()], **options)
+
+    with pytest.raises(autoaccum.DoesNotFitError, match="a sample of shapes") as caught:
+        trainer.fit(Classifier(most=0), DataLoader(vectors(), batch_size=BATCH))
+
+    assert not re.search(r"(?<!foreach)=", str(caught.value).partition("; try ")[2])

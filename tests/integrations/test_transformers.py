@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import subprocess
 
 import pytest
@@ -345,7 +346,7 @@ def test_evaluation_in_which_not_one_sample_fits_says_so(tmp_path, monkeypatch):
         type(ours.model), "forward", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("told to"))
     )
 
-    with pytest.raises(autoaccum.DoesNotFitError, match=r"not even one sample fits in an evaluation on .*: told to"):
+    with pytest.raises(autoaccum.DoesNotFitError, match=r"a sample of shapes .* in an evaluation \(told to\)"):
         ours.evaluate()
 
 
@@ -568,3 +569,15 @@ def test_version_outside_of_those_tried_is_warned_of(monkeypatch):
     tried = "tried with (transformers|accelerate) .* and this is 99.0.1"
     with pytest.warns(UserWarning, match=tried):
         windowed(Trainer)
+
+
+def test_sample_that_does_not_fit_is_advised_options_of_the_adapter_alone(tmp_path, monkeypatch):
+    trainer = trained(cut(), tmp_path, samples=12)
+    monkeypatch.setattr(
+        type(trainer.model), "forward", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("told to"))
+    )
+
+    with pytest.raises(autoaccum.DoesNotFitError, match="a sample of shapes") as caught:
+        trainer.train()
+
+    assert not re.search(r"(?<!foreach)=", str(caught.value).partition("; try ")[2])

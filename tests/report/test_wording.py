@@ -85,7 +85,7 @@ def test_a_verdict_tells_why_nothing_fits():
     measured, foreseen = verdicts_of(NOTHING_FITS)
 
     assert (measured.fits, foreseen.fits) == (False, False)
-    assert "micro_batch=1 does not fit" in measured.text
+    assert "a sample of shape (3, 224, 224) does not fit" in measured.text
     assert "a micro-batch of 1 is predicted to take 260.0 MiB" in foreseen.text
 
 

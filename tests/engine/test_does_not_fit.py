@@ -1,0 +1,215 @@
+"""What the error says of a sample, and of anything else, that does not fit."""
+
+import re
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum._data.batches import Window
+from autoaccum._engine.does_not_fit import (
+    described,
+    options_of,
+    sample_does_not_fit,
+    sample_of,
+    short_window,
+    whole_does_not_fit,
+)
+from autoaccum._engine.forward_backward import assemble
+from autoaccum._engine.phases import Phase
+from autoaccum._records import MemoryReading, Neighbour
+from autoaccum._system.notices import Notices
+
+SAID = (
+    "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 17.60 GiB is "
+    "free. Including non-PyTorch memory, this process has 122.20 GiB memory in use. Of the allocated memory"
+)
+GIB = 2**30
+
+
+class Device(autoaccum.Simulated):
+    """A device of 80 GiB with so much left, and with others on it."""
+
+    def __init__(self, free_bytes=70 * GIB, others=()):
+        super().__init__("80GiB")
+        self.free_bytes, self.others = free_bytes, others
+
+    def reading(self):
+        return MemoryReading(80 * GIB, self.free_bytes, 0)
+
+    def neighbours(self):
+        return self.others
+
+
+def step_on(device=None, *, takes=autoaccum.fit, model=None, optimizer=None):
+    step = assemble(
+        model or nn.Linear(4, 3),
+        None,
+        optimizer,
+        memory=device or Device(),
+        precision_name="fp32",
+        forward=None,
+        loss_reduction=None,
+        clip_grad_norm=None,
+        notices=Notices(silent=True),
+    )
+    step.options = options_of(takes)
+    return step
+
+
+def said_of(step, **what):
+    return str(sample_does_not_fit(step, SAID, **what))
+
+
+def lines(text):
+    return textwrap.wrap(text, 120)
+
+
+# --- the sample -------------------------------------------------------------------------------------------------------
+
+
+def test_sample_of_a_pair_has_its_shapes_without_the_samples():
+    window = Window([(torch.zeros(4, 3, 224, 224), torch.zeros(4))])
+
+    assert sample_of(window, 2) == "a sample of shapes (3, 224, 224) and ()"
+
+
+def test_sample_of_a_mapping_has_its_shapes_by_key():
+    window = Window([{"ids": torch.zeros(4, 31), "labels": torch.zeros(4, 31), "scale": torch.zeros(())}])
+
+    assert sample_of(window, 0) == "a sample of shapes ids (31,) and labels (31,)"
+
+
+def test_sample_that_a_split_collates_has_the_shapes_that_it_has_then():
+    samples = [(torch.zeros(3, size), size) for size in (5, 7)]
+    split = autoaccum.ListOfSamples(lambda some: (torch.stack([one for one, _ in some]), [size for _, size in some]))
+
+    assert sample_of(Window([samples], split), 1) == "a sample of shape (1, 3, 7)"
+
+
+def test_sample_of_a_window_of_several_shapes_is_numbered():
+    window = Window([torch.zeros(4, 3), torch.zeros(4, 5)])
+
+    assert sample_of(window, 6) == "sample 6 of the window, of shape (5,),"
+
+
+def test_sample_that_this_process_does_not_have_is_not_described():
+    assert sample_of(Window([torch.zeros(4, 3)]), 4) == "one sample"
+
+
+def test_collator_that_fails_does_not_hide_that_a_sample_does_not_fit():
+    def collate(samples):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    window = Window([[(torch.zeros(3), 0)]], autoaccum.ListOfSamples(collate))
+
+    assert sample_of(window, 0) == "one sample"
+
+
+def test_tensors_inside_of_objects_have_their_shapes_too():
+    packed = nn.utils.rnn.pack_sequence([torch.zeros(3, 2)])
+
+    assert described(packed, has_rows=False) == "a sample of shapes (3, 2) and (3,)"
+
+
+# --- the memory -------------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_is_plenty_is_not_named():
+    assert "GiB are free" not in said_of(step_on())
+
+
+def test_memory_of_which_little_is_left_is_named_with_who_holds_it():
+    device = Device(2 * GIB, [Neighbour(692, "python", 70 * GIB)])
+
+    text = str(sample_does_not_fit(step_on(device), "CUDA out of memory."))
+
+    assert "2.0 GiB of 80.0 GiB are free" in text
+    assert "python (pid 692) 70.0 GiB" in text
+
+
+def test_limit_is_named_in_place_of_free_memory():
+    device = Device(2 * GIB)
+
+    with device.limited(3 * GIB):
+        text = said_of(step_on(device))
+
+    assert "under memory_limit=3.0 GiB" in text
+    assert "are free" not in text
+    assert "try a higher memory_limit" in text
+
+
+# --- the remedies -----------------------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Sequential):
+    def __init__(self):
+        super().__init__(*(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(4)))
+
+
+@pytest.mark.parametrize("phase", [None, *Phase])
+@pytest.mark.parametrize("limit_bytes", [None, 3 * GIB])
+@pytest.mark.parametrize(
+    "takes", [autoaccum.fit, autoaccum.Runner, autoaccum.Accumulator, autoaccum.find_micro_batch, autoaccum.preflight]
+)
+def test_every_option_that_is_advised_is_one_of_the_function_that_was_called(takes, limit_bytes, phase):
+    device = Device()
+    step = step_on(device, takes=takes, model=Blocks())
+    with device.limited(limit_bytes):
+        errors = [sample_does_not_fit(step, SAID, phase=phase)]
+        errors += [] if phase is None else [whole_does_not_fit(step, SAID, phase, 2)]
+
+    for error in errors:
+        advised = str(error).partition("; try ")[2]
+        named = set(re.findall(r"(\w+)=", advised.replace("an optimizer with foreach=False", "")))
+        assert advised
+        assert named <= options_of(takes)
+
+
+def test_remedies_of_a_function_that_takes_no_options_are_words():
+    step = step_on(model=Blocks())
+    step.options = frozenset()
+
+    text = said_of(step)
+
+    assert text.endswith("; try activation checkpointing, smaller inputs, or an optimizer with less state than AdamW")
+
+
+def test_an_evaluation_is_advised_nothing_about_backward_passes_and_updates():
+    text = said_of(step_on(model=Blocks()), phase=Phase.EVALUATE)
+
+    assert "memory=" not in text
+    assert "optimizer" not in text
+
+
+def test_what_the_optimizer_takes_is_not_saved_by_keeping_less_for_backward():
+    step = step_on()
+
+    assert not whole_does_not_fit(step, SAID, Phase.RESERVE, 2).saving_helps
+    assert whole_does_not_fit(step, SAID, Phase.FORWARD, 2).saving_helps
+
+
+def test_short_window_is_left_out_by_the_function_that_was_called_or_by_what_makes_windows():
+    assert short_window(options_of(autoaccum.fit)).startswith("drop_last=True leaves")
+    assert short_window(options_of(autoaccum.Runner)).startswith("drop_last=True of autoaccum.windows")
+
+
+# --- its length -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit_bytes", [None, 3 * GIB])
+def test_text_takes_three_lines_whatever_there_is_to_say(limit_bytes):
+    others = [Neighbour(pid, "a process with a long name", GIB) for pid in range(5)]
+    device = Device(GIB, others)
+    batch = {f"an entry of a long name {number}": torch.zeros(1, 31, 7) for number in range(30)}
+    step = step_on(device, model=Blocks())
+
+    with device.limited(limit_bytes):
+        text = said_of(step, sample=described(batch, "sample 3 of the window, 31 columns long"), phase=Phase.WEIGH)
+
+    assert len(lines(text)) <= 3
+    assert "and 28 more" in text
+    assert "CUDA out of memory. Tried to allocate 1.00 GiB" in text
+    assert "; try " in text
