@@ -1,8 +1,8 @@
 """Turns one window into exactly one optimizer update, or raises an error and leaves everything as it was before.
 
-`WindowRunner.step` runs a window from start to finish; `_engine/recovery.py` handles running out of memory in it. Once
-the optimizer has stepped there is no way back: later failures are raised as `UpdateCompleteError`, and the window must
-not be repeated.
+`WindowRunner.step` runs a window from start to finish; `_engine/window.py` computes its gradient, and begins it again
+where memory runs out. Once the optimizer has stepped there is no way back: later failures are raised as
+`UpdateCompleteError`, and the window must not be repeated.
 
 If memory runs out the cut may change, but the gradient does not. To make this possible, only buffers and random state
 are copied (and once, before its first step, the optimizer's state), and there are no waits for the device that a

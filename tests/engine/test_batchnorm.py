@@ -7,14 +7,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum._data.batches import Window
+import autoaccum
 from autoaccum._engine.batchnorm import BatchNorms
-from autoaccum._engine.savepoint import Savepoint
-from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 from helpers import classifier
-from put_together import training_step
 
 MOMENTUM = 0.1
 
@@ -191,15 +188,18 @@ def test_loss_over_the_window_moves_statistics_by_the_same_momentum():
     batch = torch.randn(12, 3, dtype=torch.float64), torch.zeros(12)
     expected = begun()
     train(expected, model[0](batch[0]), (6, 6))
-    step = training_step(model, lambda outputs, targets: outputs.square().mean())
-    mark = Savepoint([model], step.memory.device)
-    norms = BatchNorms([model], "rescale", Notices(silent=True))
-
-    mark.take()
-    WholeWindow(step, mark).run(
-        Window([batch]), (6, 6), entering=lambda size: None if size is None else norms.rescale(size / 12)
+    runner = autoaccum.Runner(
+        model,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        autoaccum.plan(12, 6),
+        loss=lambda outputs, targets: outputs.square().mean(),
+        loss_scope="window",
+        batchnorm="rescale",
+        device="cpu",
+        notices=Notices(silent=True),
     )
-    norms.put_back()
+
+    runner.step(batch)
 
     torch.testing.assert_close(model[1].running_mean, expected.running_mean, rtol=1e-12, atol=0)
     torch.testing.assert_close(model[1].running_var, expected.running_var, rtol=1e-12, atol=0)

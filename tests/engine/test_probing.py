@@ -11,12 +11,8 @@ from torch import nn
 
 import autoaccum
 import warm
-from autoaccum._data.batches import Window
-from autoaccum._engine.savepoint import Savepoint
-from autoaccum._engine.window_loss import WholeWindow
 from faults import FailAt, differences, state_of
 from helpers import needs_grad_dtype
-from put_together import training_step
 
 
 class Hungry(nn.Module):
@@ -213,26 +209,24 @@ def all_against_all(outputs, _):
 
 
 def test_answer_for_a_loss_over_the_window_fits_a_real_window(batch):
-    model, memory = Embedder(), autoaccum.Simulated("16MiB")
-    inputs = batch[0].repeat(25, 1), batch[1].repeat(25)
+    found = find(Embedder(), batch, "16MiB", loss=all_against_all, loss_scope="window")
 
-    found = find(model, batch, "16MiB", loss=all_against_all, loss_scope="window")
+    cuts, rest = divmod(400, found.micro_batch)
+    runner = autoaccum.Runner(
+        Embedder(),
+        sgd,
+        autoaccum.Plan(400, (found.micro_batch,) * cuts + (rest,) * bool(rest)),
+        loss=all_against_all,
+        loss_scope="window",
+        device=autoaccum.Simulated("16MiB"),
+    )
+    # The second begins with the memory of the optimizer's state taken.
+    reports = [runner.step((batch[0].repeat(25, 1), batch[1].repeat(25))) for _ in range(2)]
 
-    step = training_step(model, all_against_all, sgd, memory=memory)
-    mark = Savepoint([model], memory.device)
-    whole = WholeWindow(step, mark)
-    step.clear_gradients()
-    whole_cuts, rest = divmod(400, found.micro_batch)
-    sizes = [found.micro_batch] * whole_cuts + [rest] * bool(rest)
-    with memory.limited(None):
-        for _ in range(2):  # the second begins with gradients' and optimizer's memory taken
-            mark.take()
-            whole.run(Window([inputs]), sizes, entering=lambda _: None)
-            step.optimizer.step()
-        peak = memory.peak_bytes()
-    assert 1 < len(sizes) < 400
+    assert [report.oom_events for report in reports] == [0, 0]
+    assert 1 < len(reports[1].micro_batches) < 400
     trial = next(trial for trial in found.trials if trial.size == found.micro_batch)
-    assert peak == pytest.approx(trial.peak_bytes, rel=0.05)
+    assert reports[1].peak_bytes == pytest.approx(trial.peak_bytes, rel=0.05)
 
 
 def test_loss_that_is_large_by_itself_is_part_of_every_trial(batch):
