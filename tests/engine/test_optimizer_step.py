@@ -163,7 +163,7 @@ def test_reservation_that_cannot_be_had_leaves_everything_as_it_was():
     given = window()
     torch.manual_seed(2)
 
-    with pytest.raises(autoaccum.DoesNotFitError, match="memory for the optimizer's step"):
+    with pytest.raises(autoaccum.DoesNotFitError, match="the optimizer's step does not fit"):
         runner.step(given)
 
     assert differences(state_of(model, runner.optimizer), before) == []
