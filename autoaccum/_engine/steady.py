@@ -75,7 +75,6 @@ class SteadyPath:
         is_part: Whether windows are parts of those of several processes.
 
     Attributes:
-        number: The windows so far.
         is_due: Whether the window that `admits` was asked about is due for all checks.
     """
 
@@ -87,7 +86,6 @@ class SteadyPath:
         self._known: dict[Hashable, _Known] = {}
         self._now = _Known(None)
         self.is_due = True
-        self.number = 0
         # What must not have changed: None for what is not known.
         self._state: tuple[Any, ...] | None = None
         self._hooked: list[bool] = []
@@ -102,7 +100,6 @@ class SteadyPath:
         if known is None:
             known = self._known[structure] = _Known(structure)
         self._now = known
-        self.number += 1
         number = known.windows = known.windows + 1
         self.is_due = number % _EVERY == 0 or (number & (number - 1) == 0 and number <= _LAST_POWER)
         if self._has_changed():

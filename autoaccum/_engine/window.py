@@ -131,6 +131,7 @@ class Engine:
         self._is_steady = self.is_due = self._is_saved = self._is_restored = False
         self._is_long, self._is_quiet = True, False  # whether windows are long, and their sizes stay as they are
         self._plan: Plan | None = None
+        self._windows = 0
 
     # --- the story of a window ----------------------------------------------------------------------------------------
 
@@ -177,9 +178,10 @@ class Engine:
         self._is_saved = self._is_restored = False
         self.lacks = []
         self._had_failed, self._has_failed = self._had_failed or self._has_failed, False
+        self._windows += 1
         self._is_steady = self._is_admitted(window)
         if not self._is_steady:
-            step.objective.begin_window(self.steady.number)
+            step.objective.begin_window(self._windows)
         if self.is_due:
             self._look(on_change)
         self._versions_of_data = window.versions()
