@@ -53,7 +53,9 @@ class _Known:
         kinds: The tensors of the last window, by type, shape and device; None if it was not a batch of them.
         is_split: Whether that batch can be taken apart where it is.
         plan: The plan of `sizes`.
-        sizes: The micro-batches of that window.
+        sizes: The micro-batches of windows like the last known one.
+        sized: The `kinds` of that window; None if there was none.
+        epoch: That of the steady path when this was learned.
     """
 
     structure: Hashable
@@ -64,6 +66,8 @@ class _Known:
     is_split: bool = False
     plan: Plan | None = None
     sizes: tuple[int, ...] = ()
+    sized: list[Any] | None = None
+    epoch: int = 0
 
 
 class SteadyPath:
@@ -142,7 +146,7 @@ class SteadyPath:
         for tensor, own in zip(batch, kinds[1:], strict=True):
             if type(tensor) is not Tensor or (tensor.shape, tensor.dtype, tensor.device) != own:
                 return None
-        return KnownWindow(batch, known.structure)
+        return KnownWindow(batch, known.structure, kinds, is_split=known.is_split)
 
     def void(self) -> None:
         """Take the careful path with the next window, whatever its structure."""
@@ -224,15 +228,15 @@ class SteadyPath:
 
     def _sizes(self, window: Window) -> tuple[int, ...]:
         known, plan = self._now, self._sizing.plan
-        if known.plan is plan and window.is_known:
+        if known.plan is plan and known.sized is window.kinds is not None:
             return known.sizes
-        known.sizes = self._sizing.cut(0)
-        known.plan = plan if self._sizing.is_quiet and window.plain_batch() is not None else None
+        known.sizes, known.sized = self._sizing.cut(0), window.kinds
+        known.plan = plan if self._sizing.is_quiet else None
         return known.sizes
 
     def _batches(self, window: Window, sizes: tuple[int, ...]) -> Any:
         transfer = self._step.transfer
-        if not window.is_known or not self._now.is_split or transfer.copies:
+        if not isinstance(window, KnownWindow) or not window.is_split or transfer.copies:
             return closing(transfer.feed(window, sizes))
         batch = window.plain_batch()
         parts = zip(*[tensor.split(sizes) for tensor in batch], strict=True)

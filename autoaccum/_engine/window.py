@@ -9,7 +9,7 @@ restored; if it was lack of memory, the window begins again with smaller micro-b
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from autoaccum import _oom
 from autoaccum._data.splits import whole_as_samples
@@ -133,6 +133,7 @@ class Engine:
         self._plan: Plan | None = None
 
     # --- the story of a window ----------------------------------------------------------------------------------------
+        self._sized: Any = None  # the `kinds` of the known window whose groups the sizing has
 
     def run(
         self,
@@ -186,11 +187,14 @@ class Engine:
         if not self._is_quiet or sizing.plan is not self._plan:
             self._plan, self._is_quiet = sizing.plan, sizing.is_quiet
             self._room.follow(sizing.plan)
-        if window.samples and not (window.is_known and self._is_steady and self._is_quiet):
+        is_sized = window.kinds is not None and window.kinds is self._sized and self._is_steady and self._is_quiet
+        if window.samples and not is_sized:
+            self._sized = None
             sizing.begin(window)
             if self.is_due:
                 self._tell_of_batches_apart(window)
         self._share = self._peers.begin(window, sizing)
+            self._sized = window.kinds
 
     def _look(self, on_change: Callable[[], None]) -> None:
         """Look for the model's current parameters and layers."""

@@ -111,3 +111,85 @@ def test_operators_are_those_of_a_loop_by_hand_and_the_savepoints_copies(model, 
     assert found["mul"] - expected["mul"] == expected["div"] - found["div"]
     assert [name for name in further if name not in (*VIEWS, "mul")] == []
     assert "_local_scalar_dense" not in found - expected  # by which `item()` waits for a device
+
+
+class FailsAt(nn.Module):
+    """A body and a head, which can be replaced; raises an error at a chosen call."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.error, self.calls_until = None, 0
+
+    def forward(self, inputs):
+        self.calls_until -= 1
+        if self.error is not None and self.calls_until == 0:
+            error, self.error = self.error, None
+            raise error
+        return self.head(torch.tanh(self.body(inputs)))
+
+    def fail(self, calls, error):
+        self.calls_until, self.error = calls, error
+
+
+def batch_of(samples):
+    return torch.randn(samples, 6).double(), torch.randint(0, 3, (samples,))
+
+
+def trained_alike(batches, *, before=lambda number, model, loss: None, make=FailsAt, optimizer=torch.optim.SGD):
+    """Train by a runner and by hand, over the same batches; return the runner's model and the other."""
+    model = make().double()
+    by_hand, losses = copy.deepcopy(model), (nn.CrossEntropyLoss(), nn.CrossEntropyLoss())
+    own, other = (optimizer(one.parameters(), lr=0.05) for one in (model, by_hand))
+    runner = autoaccum.Runner(model, own, autoaccum.plan(SAMPLES, MICRO_BATCH), loss=losses[0], device="cpu")
+    for number, (inputs, targets) in enumerate(batches, 1):
+        before(number, model, losses[0])
+        before(number, by_hand, losses[1])
+        kind = list if number % 2 and type(batches[0]) is list else tuple
+        report = runner.step(kind((inputs.clone(), targets)))
+        other.zero_grad()
+        value = losses[1](by_hand(inputs), targets)
+        value.backward()
+        other.step()
+        assert report.loss == pytest.approx(value.item(), rel=1e-12)
+        for mine, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-13)
+    return model, by_hand
+
+
+def test_batches_of_two_sizes_take_turns():
+    trained_alike([batch_of(8 if number in {6, 9} else SAMPLES) for number in range(12)])
+
+
+class WritesItsInput(FailsAt):
+    """Changes its input in place, so that micro-batches are copies."""
+
+    def forward(self, inputs):
+        return super().forward(inputs.mul_(0.5))
+
+
+def test_batches_of_two_sizes_take_turns_as_copies():
+    model, loss = WritesItsInput().double(), nn.CrossEntropyLoss()
+    runner = autoaccum.Runner(
+        model, torch.optim.SGD(model.parameters(), 0.0), autoaccum.plan(SAMPLES, MICRO_BATCH), loss=loss, device="cpu"
+    )
+    for number in range(12):
+        inputs, targets = batch_of(8 if number == 5 else SAMPLES)
+        report = runner.step((inputs.clone(), targets))
+        assert report.loss == pytest.approx(loss(model(inputs.clone()), targets).item(), rel=1e-12)
+        assert sum(report.micro_batches) == len(inputs)
+
+
+def test_two_sizes_take_turns_with_and_without_earlier_gradients():
+    model, loss = FailsAt().double(), nn.CrossEntropyLoss()
+    by_hand = copy.deepcopy(model)
+    accumulator = autoaccum.Accumulator(model, loss=loss, micro_batch=MICRO_BATCH, device="cpu")
+    for number in range(12):
+        for samples in (12, 8, 12) if number > 2 else (12, 12, 8):
+            inputs, targets = batch_of(samples)
+            accumulator.backward((inputs, targets))
+            loss(by_hand(inputs), targets).backward()
+        for mine, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-11, atol=1e-13)
+        model.zero_grad()
+        by_hand.zero_grad()
