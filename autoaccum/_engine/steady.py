@@ -94,6 +94,7 @@ class SteadyPath:
         self.number = 0
         # What must not have changed: None for what is not known.
         self._state: tuple[Any, ...] | None = None
+        self._epoch = 0  # rises when it changes: what is known of every structure is void then
         self._hooked: list[bool] = []
         self._handles = 0
 
@@ -110,7 +111,9 @@ class SteadyPath:
         number = known.windows = known.windows + 1
         self.is_due = number % _EVERY == 0 or (number & (number - 1) == 0 and number <= _LAST_POWER)
         if self._has_changed():
-            self._state, self.is_due = None, True
+            self._state, self._epoch = None, self._epoch + 1
+        is_number_due = number % _EVERY == 0 or (number & (number - 1) == 0 and number <= _LAST_POWER)
+        self.is_due = is_number_due or known.epoch != self._epoch
         return not self.is_due and known.name is not None and not self._sizing.is_learning
 
     def is_first(self) -> bool:
@@ -123,6 +126,7 @@ class SteadyPath:
         is_plain = objective.gave_number and len(given.parts) == 1 and given.pair_weight is None and not given.reported
         may = is_plain and self._step.passes is None and not self._step.keeps_outputs and objective.is_settled
         known = self._now
+        known.epoch = self._epoch
         known.name = known.kinds = known.plan = None
         self._state, self._hooked, self._handles = self._now_in_force(), self._are_hooked(), RemovableHandle.next_id
         if may:

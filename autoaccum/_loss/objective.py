@@ -518,9 +518,9 @@ class Objective:
         self._read_settings()
 
     def settings(self) -> tuple[Any, ...]:
-        """Return the settings of a `torch.nn` loss, and the identity of its class weights."""
+        """Return the settings of a `torch.nn` loss, the identity of its class weights, and how losses weigh samples."""
         settings, class_weights = weighting.settings_of(self._loss)
-        return settings, id(class_weights)
+        return settings, id(class_weights), list(self._settler.known.values())
 
     def _read_settings(self) -> None:
         """Read the settings of a `torch.nn` loss.

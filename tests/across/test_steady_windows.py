@@ -193,3 +193,22 @@ def test_two_sizes_take_turns_with_and_without_earlier_gradients():
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-11, atol=1e-13)
         model.zero_grad()
         by_hand.zero_grad()
+
+
+@pytest.mark.parametrize(("name", "value"), [("reduction", "sum"), ("ignore_index", 1)])
+def test_a_changed_loss_is_read_anew_for_batches_of_every_structure(name, value):
+    def before(number, _model, loss):
+        if number == 10:
+            setattr(loss, name, value)
+
+    trained_alike([list(batch_of(SAMPLES)) for _ in range(24)], before=before)
+
+
+def test_outputs_are_kept_for_batches_of_every_structure():
+    model = plain()
+    accumulator = autoaccum.Accumulator(model, loss=nn.CrossEntropyLoss(), micro_batch=MICRO_BATCH, device="cpu")
+    for number in range(15):
+        batch = data() if number % 2 else list(data())
+        report = accumulator.backward(batch, keep="outputs" if number > 8 else None)
+        assert sum(map(len, report.outputs)) == (SAMPLES if number > 8 else 0)
+        model.zero_grad()
