@@ -212,3 +212,26 @@ def test_outputs_are_kept_for_batches_of_every_structure():
         report = accumulator.backward(batch, keep="outputs" if number > 8 else None)
         assert sum(map(len, report.outputs)) == (SAMPLES if number > 8 else 0)
         model.zero_grad()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("own")])
+def test_a_buffer_registered_between_windows_survives_a_failure(error):
+    model = FailsAt()
+    runner = autoaccum.Runner(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        autoaccum.plan(SAMPLES, MICRO_BATCH),
+        loss=nn.CrossEntropyLoss(),
+        device="cpu",
+    )
+    for _ in range(WINDOWS - 1):
+        runner.step(data())
+    model.register_buffer("average", torch.ones(3))
+    model.fail(2, error)
+    if isinstance(error, ValueError):
+        with pytest.raises(ValueError, match="own") as raised:
+            runner.step(data())
+        assert not getattr(raised.value, "__notes__", [])
+    else:
+        assert runner.step(data()).oom_events == 1
+    assert torch.equal(model.average, torch.ones(3))
