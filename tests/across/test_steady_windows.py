@@ -235,3 +235,57 @@ def test_a_buffer_registered_between_windows_survives_a_failure(error):
     else:
         assert runner.step(data()).oom_events == 1
     assert torch.equal(model.average, torch.ones(3))
+
+
+class WritesThroughData(torch.optim.Optimizer):
+    """An optimizer of the old style, which moves no version counters; lacks memory in the middle of a step."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+        self.lacks = False
+
+    def step(self):
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            if self.lacks and number == 2:
+                self.lacks = False
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+class KeepsLists(WritesThroughData):
+    """Keeps the last gradients in a list, before anything is written to parameters."""
+
+    @torch.no_grad()
+    def step(self):
+        parameters = self.param_groups[0]["params"]
+        for number, parameter in enumerate(parameters):
+            if self.lacks and number == 2:
+                self.lacks = False
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            self.state[parameter].setdefault("last", []).append(parameter.grad.clone())
+        for parameter in parameters:
+            parameter.sub_(sum(self.state[parameter]["last"][-3:]), alpha=0.05)
+
+
+def runner_of(optimizer):
+    model = FailsAt().double()
+    made = optimizer(model.parameters(), lr=0.1)
+    options = {"loss": nn.CrossEntropyLoss(), "device": "cpu"}
+    return autoaccum.Runner(model, made, autoaccum.plan(SAMPLES, MICRO_BATCH), **options), made
+
+
+def test_an_optimizer_that_writes_unseen_and_fails_is_damage():
+    runner, optimizer = runner_of(WritesThroughData)
+    for _ in range(WINDOWS):
+        runner.step(batch_of(SAMPLES))
+    optimizer.lacks = True
+    with pytest.raises(autoaccum.StateDamagedError, match="part old, part new"):
+        runner.step(batch_of(SAMPLES))
+
+
+def test_lists_in_an_optimizers_state_are_restored():
+    runner, optimizer = runner_of(KeepsLists)
+    for number in range(2 * WINDOWS):
+        optimizer.lacks = number == WINDOWS
+        assert runner.step(batch_of(SAMPLES)).oom_events == (number == WINDOWS)
+    assert {len(state["last"]) for state in optimizer.state.values()} == {2 * WINDOWS}
