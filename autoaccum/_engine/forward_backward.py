@@ -182,6 +182,11 @@ class GradientStep:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def gradients_of_new(self) -> list[nn.Parameter]:
+        """Return the parameters with a gradient that the model did not have at the last `look`."""
+        known = set(self.parameters)
+        return [parameter for parameter in self._found() if parameter.grad is not None and parameter not in known]
+
     def abandon(self) -> None:
         """Discard a window that did not become an update: its gradients, and the scaler's progress with them."""
         for parameter in (*self.parameters, *self._found()):

@@ -39,7 +39,7 @@ _EVERY = 1000
 
 
 class NotSteadyError(Exception):
-    """A loss has another form than in careful windows; the window is made again on the careful path."""
+    """A window is not like the careful ones: it is made again on the careful path."""
 
 
 @dataclass(slots=True)
@@ -109,7 +109,6 @@ class SteadyPath:
         self._now = known
         self.number += 1
         number = known.windows = known.windows + 1
-        self.is_due = number % _EVERY == 0 or (number & (number - 1) == 0 and number <= _LAST_POWER)
         if self._has_changed():
             self._state, self._epoch = None, self._epoch + 1
         is_number_due = number % _EVERY == 0 or (number & (number - 1) == 0 and number <= _LAST_POWER)
@@ -126,8 +125,8 @@ class SteadyPath:
         is_plain = objective.gave_number and len(given.parts) == 1 and given.pair_weight is None and not given.reported
         may = is_plain and self._step.passes is None and not self._step.keeps_outputs and objective.is_settled
         known = self._now
-        known.epoch = self._epoch
         known.name = known.kinds = known.plan = None
+        known.epoch = self._epoch
         self._state, self._hooked, self._handles = self._now_in_force(), self._are_hooked(), RemovableHandle.next_id
         if may:
             known.name = name = next(iter(given.parts))
@@ -192,7 +191,7 @@ class SteadyPath:
             at: Follows the micro-batches.
 
         Raises:
-            NotSteadyError: The loss is no number.
+            NotSteadyError: The loss is no number with a gradient.
         """
         step, sizing, stage = self._step, self._sizing, self._step.stage
         run, scale, context = self._objective.number_of, step.scale, step.precision.autocast()
@@ -217,7 +216,7 @@ class SteadyPath:
                         value = run(batch)
                 else:
                     value = run(batch)
-                if not isinstance(value, Tensor) or value.dim():
+                if not isinstance(value, Tensor) or value.dim() or not value.requires_grad:
                     raise NotSteadyError
                 if share:
                     loss = value * share if share != 1.0 else value

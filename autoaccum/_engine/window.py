@@ -40,6 +40,8 @@ from autoaccum.errors import InvalidInputError, StateDamagedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import nn
+
     from autoaccum._data.batches import Window
     from autoaccum._engine.events import Events
     from autoaccum._engine.forward_backward import GradientStep
@@ -131,9 +133,9 @@ class Engine:
         self._is_steady = self.is_due = self._is_saved = self._is_restored = False
         self._is_long, self._is_quiet = True, False  # whether windows are long, and their sizes stay as they are
         self._plan: Plan | None = None
+        self._sized: Any = None  # the `kinds` of the known window whose groups the sizing has
 
     # --- the story of a window ----------------------------------------------------------------------------------------
-        self._sized: Any = None  # the `kinds` of the known window whose groups the sizing has
 
     def run(
         self,
@@ -160,7 +162,7 @@ class Engine:
         """
         self._begin(window, on_change, measures_noise=measures_noise)
         try:
-            while (done := self._attempt(finish, is_decided)) is None:
+            while (done := self._attempt(finish, is_decided, on_change)) is None:
                 pass
         except BaseException as error:  # no way to go on: the window is given up
             if not is_decided():
@@ -176,6 +178,7 @@ class Engine:
         self._window, self._measures_noise = window, measures_noise
         self._at, self._given, self._share = Progress(), None, None
         self._is_saved = self._is_restored = False
+        self._dropped: list[nn.Parameter] = []
         self.lacks = []
         self._had_failed, self._has_failed = self._had_failed or self._has_failed, False
         self._is_steady = self._is_admitted(window)
@@ -191,10 +194,10 @@ class Engine:
         if window.samples and not is_sized:
             self._sized = None
             sizing.begin(window)
+            self._sized = window.kinds
             if self.is_due:
                 self._tell_of_batches_apart(window)
         self._share = self._peers.begin(window, sizing)
-            self._sized = window.kinds
 
     def _look(self, on_change: Callable[[], None]) -> None:
         """Look for the model's current parameters and layers."""
@@ -230,7 +233,9 @@ class Engine:
         may = not (self._measures_noise or self._norms.rescales or self._peers.sending is not None)
         return is_admitted and may
 
-    def _attempt(self, finish: Callable[[Given], _T | None], is_decided: Callable[[], bool]) -> _T | None:
+    def _attempt(
+        self, finish: Callable[[Given], _T | None], is_decided: Callable[[], bool], on_change: Callable[[], None]
+    ) -> _T | None:
         """Compute the gradient and finish the window; None if it has to begin again."""
         lack = None
         try:
@@ -240,6 +245,7 @@ class Engine:
             self._restore()
             self.steady.forget()
             self._is_steady, self.is_due = False, True
+            self._look(on_change)
         except Exception as error:
             if is_decided():
                 raise
@@ -343,6 +349,8 @@ class Engine:
         with signals.held():
             if self._peers.sending is not None:
                 self._peers.sending.spoil()
+            if not self._owns_gradients and not self.is_due:
+                self._dropped = self._step.gradients_of_new()
             self._step.abandon()
             self._step.objective.put_back_modes()
             if self._is_saved:
@@ -389,6 +397,12 @@ class Engine:
 
     def _damage(self) -> str:
         """Return what the failed window has written that cannot be restored, in words; "" for nothing."""
+        if self._dropped:
+            return (
+                f"gradients of {len(self._dropped)} parameters, the first of shape {tuple(self._dropped[0].shape)}, "
+                "were dropped, also those of earlier batches, because the model got these parameters since it was last "
+                "looked at: clear all gradients, repeat the batches of this step"
+            )
         names = self._savepoint.damage() if self._is_restored else []
         if not names:
             return ""

@@ -237,6 +237,43 @@ def test_a_buffer_registered_between_windows_survives_a_failure(error):
     assert torch.equal(model.average, torch.ones(3))
 
 
+def test_a_head_that_is_replaced_gets_its_gradients():
+    model, loss = FailsAt().double(), nn.CrossEntropyLoss()
+    model.body.requires_grad_(False)
+    accumulator = autoaccum.Accumulator(model, loss=loss, micro_batch=MICRO_BATCH, device="cpu")
+    for number in range(WINDOWS):
+        if number == WINDOWS - 1:
+            model.head = nn.Linear(8, 3).double()
+        for _ in range(2):
+            accumulator.backward(batch_of(SAMPLES))
+        assert model.head.weight.grad is not None
+        model.zero_grad()
+
+
+def test_gradients_of_a_new_head_that_a_failure_drops_are_reported():
+    model = FailsAt()
+    accumulator = autoaccum.Accumulator(model, loss=nn.CrossEntropyLoss(), micro_batch=MICRO_BATCH, device="cpu")
+    for _ in range(WINDOWS):
+        for _ in range(2):
+            accumulator.backward(data())
+        model.zero_grad()
+    model.head = nn.Linear(8, 3)
+    accumulator.backward(data())
+    model.fail(2, torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(autoaccum.StateDamagedError, match="clear all gradients, repeat the batches"):
+        accumulator.backward(data())
+
+
+def test_a_steady_window_without_gradients_says_why():
+    model = plain()
+    accumulator = autoaccum.Accumulator(model, loss=nn.CrossEntropyLoss(), micro_batch=MICRO_BATCH, device="cpu")
+    for _ in range(WINDOWS - 1):
+        accumulator.backward(data())
+        model.zero_grad()
+    with torch.no_grad(), pytest.raises(autoaccum.InvalidInputError, match=r"look for .*torch.no_grad\(\)"):
+        accumulator.backward(data())
+
+
 class WritesThroughData(torch.optim.Optimizer):
     """An optimizer of the old style, which moves no version counters; lacks memory in the middle of a step."""
 
