@@ -417,6 +417,11 @@ class Objective:
             )
         self._adds_up = True
 
+    def is_known_as_number(self, name: str) -> bool:
+        """Whether the loss of this name was seen to weigh samples in a way that only numbers do."""
+        how = self._settler.known.get(name)
+        return how is not None and not self._is_usual(how)
+
     def is_by_samples(self, name: str) -> bool:
         """Whether the loss of this name is weighed by samples."""
         return not self._is_weighed and self._is_usual(self.weighting(name))

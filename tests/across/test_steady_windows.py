@@ -326,3 +326,23 @@ def test_lists_in_an_optimizers_state_are_restored():
         optimizer.lacks = number == WINDOWS
         assert runner.step(batch_of(SAMPLES)).oom_events == (number == WINDOWS)
     assert {len(state["last"]) for state in optimizer.state.values()} == {2 * WINDOWS}
+
+
+def test_a_number_that_becomes_a_pair_is_refused():
+    is_pair = False
+
+    def loss(outputs, targets):
+        each = nn.functional.cross_entropy(outputs, targets, reduction="none")
+        return (each.sum(), torch.tensor(float(len(each)))) if is_pair else each.sum() / (targets >= 0).sum()
+
+    model = plain()
+    options = {"loss": loss, "device": "cpu"}
+    runner = autoaccum.Runner(
+        model, torch.optim.SGD(model.parameters(), 0.1), autoaccum.plan(SAMPLES, MICRO_BATCH), **options
+    )
+    inputs, targets = data()
+    for _ in range(WINDOWS):
+        runner.step((inputs, targets.index_fill(0, torch.tensor([1]), -100)))
+    is_pair = True
+    with pytest.raises(autoaccum.InvalidInputError, match="was a number in earlier windows"):
+        runner.step((inputs, targets))
