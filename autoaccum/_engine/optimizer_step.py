@@ -270,7 +270,9 @@ class Updates:
         """Learn from a step of which there is a copy how later ones write."""
         values = (value for state in self._optimizer.state.values() for value in state.values())
         self._is_nested = any(isinstance(value, list | tuple | dict | deque) for value in values)
-        if copy is None or self._is_unseen or any(map(_moves_no_counters, self._optimizer.param_groups)):
+        groups = self._optimizer.param_groups
+        # The step was measured by a dispatch mode, under which kernels over lists move no counters.
+        if copy is None or self._is_unseen or any(group.get("fused") or _uses_lists(group) for group in groups):
             return
         try:
             self._is_unseen = copy.was_written_unseen()
@@ -455,8 +457,10 @@ def _read_versions(values: list[Any]) -> list[int]:
 def _moves_no_counters(group: dict[str, Any]) -> bool:
     if group.get("fused"):
         return True
-    if _get_current_dispatch_mode() is None:
-        return False
+    return _get_current_dispatch_mode() is not None and _uses_lists(group)
+
+
+def _uses_lists(group: dict[str, Any]) -> bool:
     foreach = group.get("foreach", False)
     if foreach is None:  # the optimizer chooses, based on the parameters' device
         kinds = _get_foreach_kernels_supported_devices()
