@@ -55,6 +55,7 @@ class Window(Sequence[Any]):
 
     _split: Split | None
     is_known = False  # whether it is just like one before
+    kinds: Any = None  # which batches are like it; None if it is not known
 
     def __init__(self, batches: Iterable[Any], split: Split | None = None) -> None:
         check_split(split)
@@ -318,14 +319,18 @@ class KnownWindow(Window):
     Args:
         batch: The batch.
         structure: The structure of the window before.
+        kinds: The type of the batch, and what its tensors are like; one object for all such windows.
+        is_split: Whether the batch can be taken apart where it is.
     """
 
     is_known = True
     _READ = ("_spans", "_starts", "_seen", "_groups")
 
-    def __init__(self, batch: Any, structure: Hashable) -> None:
+    def __init__(self, batch: Any, structure: Hashable, kinds: Any, *, is_split: bool) -> None:
         self._batch = batch
         self._structure = structure
+        self.kinds = kinds
+        self.is_split = is_split
         self.samples = len(batch[0])
         self._split = _BY_DEFAULT
         self._tensors = list(batch)

@@ -13,6 +13,7 @@ from autoaccum._engine.gradient_checks import no_gradient
 from autoaccum._engine.gradients import Reduced
 from autoaccum._engine.noise_scale import shuffled
 from autoaccum._engine.phases import Phase
+from autoaccum._engine.steady import NotSteadyError
 from autoaccum._engine.window import Engine
 from autoaccum._loss.reported import means
 from autoaccum._records import BackwardReport, DeviceScalar
@@ -304,6 +305,8 @@ class GradientAccumulator:
     def _before_adding(self, *_: object) -> None:
         """Reject a window without gradients, and allocate while there is a way back."""
         if not self._step.holds_gradients():
+            if self._current is not None and not self._current.engine.is_due:
+                raise NotSteadyError  # the parameters may be new
             raise no_gradient(self._step.parameters)
         pairs = [(before, parameter.grad) for parameter, before in zip(self._parameters, self._earlier, strict=True)]
         if any(gradient is not None and gradient.layout is not torch.strided for pair in pairs for gradient in pair):

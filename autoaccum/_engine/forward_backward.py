@@ -182,6 +182,11 @@ class GradientStep:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def gradients_of_new(self) -> list[nn.Parameter]:
+        """Return the parameters with a gradient that the model did not have at the last `look`."""
+        known = set(self.parameters)
+        return [parameter for parameter in self._found() if parameter.grad is not None and parameter not in known]
+
     def abandon(self) -> None:
         """Discard a window that did not become an update: its gradients, and the scaler's progress with them."""
         for parameter in (*self.parameters, *self._found()):
@@ -276,6 +281,11 @@ class GradientStep:
     def _weighted(self, term: Term, factors: Factors, into: Accumulated) -> Tensor | None:
         """Return what a term adds to the window's loss; None if nothing in it counts."""
         factor = factors.named.get(term.name, factors.usual)
+        if term.over is Over.PAIR and self.objective.is_known_as_number(term.name):
+            raise InvalidInputError(
+                f"loss {term.name!r} is a (sum, weight) pair, and was a number in earlier windows; return the same "
+                "form in all of them"
+            )
         if term.over is Over.PAIR and term.name not in factors.named:
             assert term.weight is not None
             if factors.alone:

@@ -32,6 +32,7 @@ class OptimizerCopy:
         self._scaler_state = None if scaler is None else scaler.state_dict()
         trained = _unique(p for group in optimizer.param_groups for p in group["params"])
         self._values = [(parameter, _aside(parameter)) for parameter in trained]
+        self._versions = [parameter._version for parameter in trained]
         self._state = {holder: _kept(state) for holder, state in optimizer.state.items()}
         self._settings = [
             {name: _kept(value) for name, value in group.items() if name != "params"}
@@ -53,6 +54,13 @@ class OptimizerCopy:
         if self._scaler is not None and self._scaler_state is not None:
             self._scaler.load_state_dict(self._scaler_state)
         return True
+
+    def was_written_unseen(self) -> bool:
+        """Whether a parameter has changed without its version counter, as by `parameter.data.add_(...)`."""
+        return any(
+            parameter._version == version and not torch.equal(parameter.detach().cpu(), value)
+            for (parameter, value), version in zip(self._values, self._versions, strict=True)
+        )
 
 
 class Snapshot:

@@ -8,7 +8,7 @@ copy of the parameters is kept in host memory.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from autoaccum._engine.optimizer_copy import OptimizerCopy
 from autoaccum._engine.phases import Phase, Stage
 from autoaccum._memory._storages import Transients
-from autoaccum._oom import first_line, is_oom
+from autoaccum._oom import first_line, is_oom, let_go
 from autoaccum.errors import StateDamagedError, UpdateCompleteError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from autoaccum._engine.bf16_weights import Bf16Weights
     from autoaccum._memory.base import MemoryBackend
@@ -116,6 +116,8 @@ class Updates:
         self._stage = stage
         self._needs: dict[tuple[bool, ...], _Need] = {}  # by which parameters have a gradient
         self._last: tuple[bool, ...] = ()
+        self._is_unseen = False  # whether it was seen to write without version counters
+        self._is_nested = False  # whether its state holds lists and the like, which it can change in place
         self.has_other_gradients = False
         self._ready: _Ready | None = None
         self.weights: Bf16Weights | None = None
@@ -127,6 +129,7 @@ class Updates:
             self.weights.begin(optimizer)
         self._optimizer = optimizer
         self._needs, self._ready = {}, None
+        self._is_unseen = self._is_nested = False
 
     def make(self, correction: float | Tensor = 1.0) -> Update:
         """Make one update from the accumulated gradients.
@@ -228,7 +231,9 @@ class Updates:
         self._stage.phase = Phase.OPTIMIZER
         ready = self._ready
         watch = None if ready.key is None else Transients(self._memory.device.type)
-        written = _Written(self._optimizer) if ready.copy is None else ready.copy
+        written: Any = ready.copy
+        if written is None:
+            written = _Written(self._optimizer, is_unseen=self._is_unseen, is_nested=self._is_nested)
         # Everything needed after the step is created before it: after it there is no way back.
         update, skipped, coming = Update(norm, skipped=False), Update(norm, skipped=True), self.made + 1
         hooks = _Hooks(self._optimizer)
@@ -255,10 +260,26 @@ class Updates:
         if is_skipped:
             return skipped
         if watch is not None and ready.key is not None:
+            self._learn(ready.copy)
             # If there is no memory left for the record, the next step is measured instead.
             with suppress(MemoryError):
                 self._needs[ready.key] = _Need(self._count_states(), watch.transient_bytes())
         return update
+
+    def _learn(self, copy: OptimizerCopy | None) -> None:
+        """Learn from a step of which there is a copy how later ones write."""
+        values = (value for state in self._optimizer.state.values() for value in state.values())
+        self._is_nested = any(isinstance(value, list | tuple | dict | deque) for value in values)
+        groups = self._optimizer.param_groups
+        # The step was measured by a dispatch mode, under which kernels over lists move no counters.
+        if copy is None or self._is_unseen or any(group.get("fused") or _uses_lists(group) for group in groups):
+            return
+        try:
+            self._is_unseen = copy.was_written_unseen()
+        except (RuntimeError, TypeError, MemoryError) as error:  # the step is done, so nothing may fail any more
+            if is_oom(error):
+                let_go(error)
+            self._is_unseen = True
 
     def _count_states(self) -> int:
         return len(self._optimizer.state) if self.weights is None else int(self.weights.has_state(self._optimizer))
@@ -373,20 +394,29 @@ class _Written:
 
     Relies on tensors' version counters. Fused kernels do not increment them, nor do kernels over lists of tensors
     (foreach) while a dispatch mode is active, so nothing can be proven for those.
+
+    Args:
+        optimizer: The optimizer.
+        is_unseen: Whether it writes without moving these counters, as through `.data`.
+        is_nested: Whether its state holds containers.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, is_unseen: bool, is_nested: bool) -> None:
         self._optimizer = optimizer
+        self._is_unseen = is_unseen
         # Step counters may be kept there.
         self._settings = [dict(group) for group in optimizer.param_groups]
         self._holders, self._entries = list(optimizer.state), list(map(dict, optimizer.state.values()))
         self._tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._tensors += chain.from_iterable(map(dict.values, self._entries))
+        if is_nested:
+            self._entries = list(map(_with_own_containers, self._entries))
+            self._tensors = list(_inside(self._tensors))
         self._versions = _read_versions(self._tensors)
 
     def undo(self) -> bool:
         """Remove newly created state and restore settings; return whether everything is as it was."""
-        if any(_moves_no_counters(group) for group in self._optimizer.param_groups):
+        if self._is_unseen or any(_moves_no_counters(group) for group in self._optimizer.param_groups):
             return False
         if _read_versions(self._tensors) != self._versions:
             return False
@@ -396,6 +426,25 @@ class _Written:
             group.clear()
             group.update(settings)
         return True
+
+
+def _with_own_containers(value: Any) -> Any:
+    """Return a value in new containers, with the same tensors and numbers."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_own_containers, value))
+    if type(value) is deque:
+        return deque(map(_with_own_containers, value), value.maxlen)
+    if type(value) is dict:
+        return {name: _with_own_containers(item) for name, item in value.items()}
+    return value
+
+
+def _inside(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple | dict | deque):
+            yield from _inside(value.values() if isinstance(value, dict) else value)
+        else:
+            yield value
 
 
 def _read_versions(values: list[Any]) -> list[int]:
@@ -408,8 +457,10 @@ def _read_versions(values: list[Any]) -> list[int]:
 def _moves_no_counters(group: dict[str, Any]) -> bool:
     if group.get("fused"):
         return True
-    if _get_current_dispatch_mode() is None:
-        return False
+    return _get_current_dispatch_mode() is not None and _uses_lists(group)
+
+
+def _uses_lists(group: dict[str, Any]) -> bool:
     foreach = group.get("foreach", False)
     if foreach is None:  # the optimizer chooses, based on the parameters' device
         kinds = _get_foreach_kernels_supported_devices()

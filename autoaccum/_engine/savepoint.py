@@ -185,6 +185,7 @@ class Savepoint:
         self._watched: list[tuple[Any, Tensor]] = []
         self._kept = [dict(table) for table in self._tables]
         self._filled = [table for table in self._tables if table]
+        self._entries = sum(map(len, self._tables))
         self._in_tables = self._now_in_tables()
         small: dict[Any, list[tuple[Any, Tensor]]] = defaultdict(list)
         for table in self._tables:
@@ -236,6 +237,8 @@ class Savepoint:
 
     def _are_in_place(self) -> bool:
         """Whether the tables hold the tensors that copies were allocated for, as they were then."""
+        if sum(map(len, self._tables)) != self._entries:
+            return False  # also where a table was empty
         now = self._now_in_tables()
         are_same = len(now) == len(self._in_tables) and all(map(is_, now, self._in_tables))
         return are_same and self._now_at() == self._small_at

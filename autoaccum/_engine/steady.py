@@ -39,7 +39,7 @@ _EVERY = 1000
 
 
 class NotSteadyError(Exception):
-    """A loss has another form than in careful windows; the window is made again on the careful path."""
+    """A window is not like the careful ones: it is made again on the careful path."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,9 @@ class _Known:
         kinds: The tensors of the last window, by type, shape and device; None if it was not a batch of them.
         is_split: Whether that batch can be taken apart where it is.
         plan: The plan of `sizes`.
-        sizes: The micro-batches of that window.
+        sizes: The micro-batches of windows like the last known one.
+        sized: The `kinds` of that window; None if there was none.
+        epoch: That of the steady path when this was learned.
     """
 
     structure: Hashable
@@ -64,6 +66,8 @@ class _Known:
     is_split: bool = False
     plan: Plan | None = None
     sizes: tuple[int, ...] = ()
+    sized: list[Any] | None = None
+    epoch: int = 0
 
 
 class SteadyPath:
@@ -88,6 +92,7 @@ class SteadyPath:
         self.is_due = True
         # What must not have changed: None for what is not known.
         self._state: tuple[Any, ...] | None = None
+        self._epoch = 0  # rises when it changes: what is known of every structure is void then
         self._hooked: list[bool] = []
         self._handles = 0
 
@@ -101,9 +106,10 @@ class SteadyPath:
             known = self._known[structure] = _Known(structure)
         self._now = known
         number = known.windows = known.windows + 1
-        self.is_due = number % _EVERY == 0 or (number & (number - 1) == 0 and number <= _LAST_POWER)
         if self._has_changed():
-            self._state, self.is_due = None, True
+            self._state, self._epoch = None, self._epoch + 1
+        is_number_due = number % _EVERY == 0 or (number & (number - 1) == 0 and number <= _LAST_POWER)
+        self.is_due = is_number_due or known.epoch != self._epoch
         return not self.is_due and known.name is not None and not self._sizing.is_learning
 
     def is_first(self) -> bool:
@@ -117,6 +123,7 @@ class SteadyPath:
         may = is_plain and self._step.passes is None and not self._step.keeps_outputs and objective.is_settled
         known = self._now
         known.name = known.kinds = known.plan = None
+        known.epoch = self._epoch
         self._state, self._hooked, self._handles = self._now_in_force(), self._are_hooked(), RemovableHandle.next_id
         if may:
             known.name = name = next(iter(given.parts))
@@ -139,7 +146,7 @@ class SteadyPath:
         for tensor, own in zip(batch, kinds[1:], strict=True):
             if type(tensor) is not Tensor or (tensor.shape, tensor.dtype, tensor.device) != own:
                 return None
-        return KnownWindow(batch, known.structure)
+        return KnownWindow(batch, known.structure, kinds, is_split=known.is_split)
 
     def void(self) -> None:
         """Take the careful path with the next window, whatever its structure."""
@@ -181,7 +188,7 @@ class SteadyPath:
             at: Follows the micro-batches.
 
         Raises:
-            NotSteadyError: The loss is no number.
+            NotSteadyError: The loss is no number with a gradient.
         """
         step, sizing, stage = self._step, self._sizing, self._step.stage
         run, scale, context = self._objective.number_of, step.scale, step.precision.autocast()
@@ -206,7 +213,7 @@ class SteadyPath:
                         value = run(batch)
                 else:
                     value = run(batch)
-                if not isinstance(value, Tensor) or value.dim():
+                if not isinstance(value, Tensor) or value.dim() or not value.requires_grad:
                     raise NotSteadyError
                 if share:
                     loss = value * share if share != 1.0 else value
@@ -221,15 +228,15 @@ class SteadyPath:
 
     def _sizes(self, window: Window) -> tuple[int, ...]:
         known, plan = self._now, self._sizing.plan
-        if known.plan is plan and window.is_known:
+        if known.plan is plan and known.sized is window.kinds is not None:
             return known.sizes
-        known.sizes = self._sizing.cut(0)
-        known.plan = plan if self._sizing.is_quiet and window.plain_batch() is not None else None
+        known.sizes, known.sized = self._sizing.cut(0), window.kinds
+        known.plan = plan if self._sizing.is_quiet else None
         return known.sizes
 
     def _batches(self, window: Window, sizes: tuple[int, ...]) -> Any:
         transfer = self._step.transfer
-        if not window.is_known or not self._now.is_split or transfer.copies:
+        if not isinstance(window, KnownWindow) or not window.is_split or transfer.copies:
             return closing(transfer.feed(window, sizes))
         batch = window.plain_batch()
         parts = zip(*[tensor.split(sizes) for tensor in batch], strict=True)

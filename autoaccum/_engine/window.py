@@ -9,7 +9,7 @@ restored; if it was lack of memory, the window begins again with smaller micro-b
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from autoaccum import _oom
 from autoaccum._data.splits import whole_as_samples
@@ -39,6 +39,8 @@ from autoaccum.errors import InvalidInputError, StateDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch import nn
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.events import Events
@@ -132,6 +134,7 @@ class Engine:
         self._is_long, self._is_quiet = True, False  # whether windows are long, and their sizes stay as they are
         self._plan: Plan | None = None
         self._windows = 0
+        self._sized: Any = None  # the `kinds` of the known window whose groups the sizing has
 
     # --- the story of a window ----------------------------------------------------------------------------------------
 
@@ -160,7 +163,7 @@ class Engine:
         """
         self._begin(window, on_change, measures_noise=measures_noise)
         try:
-            while (done := self._attempt(finish, is_decided)) is None:
+            while (done := self._attempt(finish, is_decided, on_change)) is None:
                 pass
         except BaseException as error:  # no way to go on: the window is given up
             if not is_decided():
@@ -176,6 +179,7 @@ class Engine:
         self._window, self._measures_noise = window, measures_noise
         self._at, self._given, self._share = Progress(), None, None
         self._is_saved = self._is_restored = False
+        self._dropped: list[nn.Parameter] = []
         self.lacks = []
         self._had_failed, self._has_failed = self._had_failed or self._has_failed, False
         self._windows += 1
@@ -188,8 +192,11 @@ class Engine:
         if not self._is_quiet or sizing.plan is not self._plan:
             self._plan, self._is_quiet = sizing.plan, sizing.is_quiet
             self._room.follow(sizing.plan)
-        if window.samples and not (window.is_known and self._is_steady and self._is_quiet):
+        is_sized = window.kinds is not None and window.kinds is self._sized and self._is_steady and self._is_quiet
+        if window.samples and not is_sized:
+            self._sized = None
             sizing.begin(window)
+            self._sized = window.kinds
             if self.is_due:
                 self._tell_of_batches_apart(window)
         self._share = self._peers.begin(window, sizing)
@@ -228,7 +235,9 @@ class Engine:
         may = not (self._measures_noise or self._norms.rescales or self._peers.sending is not None)
         return is_admitted and may
 
-    def _attempt(self, finish: Callable[[Given], _T | None], is_decided: Callable[[], bool]) -> _T | None:
+    def _attempt(
+        self, finish: Callable[[Given], _T | None], is_decided: Callable[[], bool], on_change: Callable[[], None]
+    ) -> _T | None:
         """Compute the gradient and finish the window; None if it has to begin again."""
         lack = None
         try:
@@ -238,6 +247,7 @@ class Engine:
             self._restore()
             self.steady.forget()
             self._is_steady, self.is_due = False, True
+            self._look(on_change)
         except Exception as error:
             if is_decided():
                 raise
@@ -341,6 +351,8 @@ class Engine:
         with signals.held():
             if self._peers.sending is not None:
                 self._peers.sending.spoil()
+            if not self._owns_gradients and not self.is_due:
+                self._dropped = self._step.gradients_of_new()
             self._step.abandon()
             self._step.objective.put_back_modes()
             if self._is_saved:
@@ -387,6 +399,12 @@ class Engine:
 
     def _damage(self) -> str:
         """Return what the failed window has written that cannot be restored, in words; "" for nothing."""
+        if self._dropped:
+            return (
+                f"gradients of {len(self._dropped)} parameters, the first of shape {tuple(self._dropped[0].shape)}, "
+                "were dropped, also those of earlier batches, because the model got these parameters since it was last "
+                "looked at: clear all gradients, repeat the batches of this step"
+            )
         names = self._savepoint.damage() if self._is_restored else []
         if not names:
             return ""

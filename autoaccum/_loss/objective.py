@@ -417,6 +417,11 @@ class Objective:
             )
         self._adds_up = True
 
+    def is_known_as_number(self, name: str) -> bool:
+        """Whether the loss of this name was seen to weigh samples in a way that only numbers do."""
+        how = self._settler.known.get(name)
+        return how is not None and not self._is_usual(how)
+
     def is_by_samples(self, name: str) -> bool:
         """Whether the loss of this name is weighed by samples."""
         return not self._is_weighed and self._is_usual(self.weighting(name))
@@ -518,9 +523,9 @@ class Objective:
         self._read_settings()
 
     def settings(self) -> tuple[Any, ...]:
-        """Return the settings of a `torch.nn` loss, and the identity of its class weights."""
+        """Return the settings of a `torch.nn` loss, the identity of its class weights, and how losses weigh samples."""
         settings, class_weights = weighting.settings_of(self._loss)
-        return settings, id(class_weights)
+        return settings, id(class_weights), list(self._settler.known.values())
 
     def _read_settings(self) -> None:
         """Read the settings of a `torch.nn` loss.

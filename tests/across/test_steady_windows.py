@@ -111,3 +111,238 @@ def test_operators_are_those_of_a_loop_by_hand_and_the_savepoints_copies(model, 
     assert found["mul"] - expected["mul"] == expected["div"] - found["div"]
     assert [name for name in further if name not in (*VIEWS, "mul")] == []
     assert "_local_scalar_dense" not in found - expected  # by which `item()` waits for a device
+
+
+class FailsAt(nn.Module):
+    """A body and a head, which can be replaced; raises an error at a chosen call."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.error, self.calls_until = None, 0
+
+    def forward(self, inputs):
+        self.calls_until -= 1
+        if self.error is not None and self.calls_until == 0:
+            error, self.error = self.error, None
+            raise error
+        return self.head(torch.tanh(self.body(inputs)))
+
+    def fail(self, calls, error):
+        self.calls_until, self.error = calls, error
+
+
+def batch_of(samples):
+    return torch.randn(samples, 6).double(), torch.randint(0, 3, (samples,))
+
+
+def trained_alike(batches, *, before=lambda number, model, loss: None, make=FailsAt, optimizer=torch.optim.SGD):
+    """Train by a runner and by hand, over the same batches; return the runner's model and the other."""
+    model = make().double()
+    by_hand, losses = copy.deepcopy(model), (nn.CrossEntropyLoss(), nn.CrossEntropyLoss())
+    own, other = (optimizer(one.parameters(), lr=0.05) for one in (model, by_hand))
+    runner = autoaccum.Runner(model, own, autoaccum.plan(SAMPLES, MICRO_BATCH), loss=losses[0], device="cpu")
+    for number, (inputs, targets) in enumerate(batches, 1):
+        before(number, model, losses[0])
+        before(number, by_hand, losses[1])
+        kind = list if number % 2 and type(batches[0]) is list else tuple
+        report = runner.step(kind((inputs.clone(), targets)))
+        other.zero_grad()
+        value = losses[1](by_hand(inputs), targets)
+        value.backward()
+        other.step()
+        assert report.loss == pytest.approx(value.item(), rel=1e-12)
+        for mine, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-13)
+    return model, by_hand
+
+
+def test_batches_of_two_sizes_take_turns():
+    trained_alike([batch_of(8 if number in {6, 9} else SAMPLES) for number in range(12)])
+
+
+class WritesItsInput(FailsAt):
+    """Changes its input in place, so that micro-batches are copies."""
+
+    def forward(self, inputs):
+        return super().forward(inputs.mul_(0.5))
+
+
+def test_batches_of_two_sizes_take_turns_as_copies():
+    model, loss = WritesItsInput().double(), nn.CrossEntropyLoss()
+    runner = autoaccum.Runner(
+        model, torch.optim.SGD(model.parameters(), 0.0), autoaccum.plan(SAMPLES, MICRO_BATCH), loss=loss, device="cpu"
+    )
+    for number in range(12):
+        inputs, targets = batch_of(8 if number == 5 else SAMPLES)
+        report = runner.step((inputs.clone(), targets))
+        assert report.loss == pytest.approx(loss(model(inputs.clone()), targets).item(), rel=1e-12)
+        assert sum(report.micro_batches) == len(inputs)
+
+
+def test_two_sizes_take_turns_with_and_without_earlier_gradients():
+    model, loss = FailsAt().double(), nn.CrossEntropyLoss()
+    by_hand = copy.deepcopy(model)
+    accumulator = autoaccum.Accumulator(model, loss=loss, micro_batch=MICRO_BATCH, device="cpu")
+    for number in range(12):
+        for samples in (12, 8, 12) if number > 2 else (12, 12, 8):
+            inputs, targets = batch_of(samples)
+            accumulator.backward((inputs, targets))
+            loss(by_hand(inputs), targets).backward()
+        for mine, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-11, atol=1e-13)
+        model.zero_grad()
+        by_hand.zero_grad()
+
+
+@pytest.mark.parametrize(("name", "value"), [("reduction", "sum"), ("ignore_index", 1)])
+def test_a_changed_loss_is_read_anew_for_batches_of_every_structure(name, value):
+    def before(number, _model, loss):
+        if number == 10:
+            setattr(loss, name, value)
+
+    trained_alike([list(batch_of(SAMPLES)) for _ in range(24)], before=before)
+
+
+def test_outputs_are_kept_for_batches_of_every_structure():
+    model = plain()
+    accumulator = autoaccum.Accumulator(model, loss=nn.CrossEntropyLoss(), micro_batch=MICRO_BATCH, device="cpu")
+    for number in range(15):
+        batch = data() if number % 2 else list(data())
+        report = accumulator.backward(batch, keep="outputs" if number > 8 else None)
+        assert sum(map(len, report.outputs)) == (SAMPLES if number > 8 else 0)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("own")])
+def test_a_buffer_registered_between_windows_survives_a_failure(error):
+    model = FailsAt()
+    runner = autoaccum.Runner(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        autoaccum.plan(SAMPLES, MICRO_BATCH),
+        loss=nn.CrossEntropyLoss(),
+        device="cpu",
+    )
+    for _ in range(WINDOWS - 1):
+        runner.step(data())
+    model.register_buffer("average", torch.ones(3))
+    model.fail(2, error)
+    if isinstance(error, ValueError):
+        with pytest.raises(ValueError, match="own") as raised:
+            runner.step(data())
+        assert not getattr(raised.value, "__notes__", [])
+    else:
+        assert runner.step(data()).oom_events == 1
+    assert torch.equal(model.average, torch.ones(3))
+
+
+def test_a_head_that_is_replaced_gets_its_gradients():
+    model, loss = FailsAt().double(), nn.CrossEntropyLoss()
+    model.body.requires_grad_(False)
+    accumulator = autoaccum.Accumulator(model, loss=loss, micro_batch=MICRO_BATCH, device="cpu")
+    for number in range(WINDOWS):
+        if number == WINDOWS - 1:
+            model.head = nn.Linear(8, 3).double()
+        for _ in range(2):
+            accumulator.backward(batch_of(SAMPLES))
+        assert model.head.weight.grad is not None
+        model.zero_grad()
+
+
+def test_gradients_of_a_new_head_that_a_failure_drops_are_reported():
+    model = FailsAt()
+    accumulator = autoaccum.Accumulator(model, loss=nn.CrossEntropyLoss(), micro_batch=MICRO_BATCH, device="cpu")
+    for _ in range(WINDOWS):
+        for _ in range(2):
+            accumulator.backward(data())
+        model.zero_grad()
+    model.head = nn.Linear(8, 3)
+    accumulator.backward(data())
+    model.fail(2, torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(autoaccum.StateDamagedError, match="clear all gradients, repeat the batches"):
+        accumulator.backward(data())
+
+
+def test_a_steady_window_without_gradients_says_why():
+    model = plain()
+    accumulator = autoaccum.Accumulator(model, loss=nn.CrossEntropyLoss(), micro_batch=MICRO_BATCH, device="cpu")
+    for _ in range(WINDOWS - 1):
+        accumulator.backward(data())
+        model.zero_grad()
+    with torch.no_grad(), pytest.raises(autoaccum.InvalidInputError, match=r"look for .*torch.no_grad\(\)"):
+        accumulator.backward(data())
+
+
+class WritesThroughData(torch.optim.Optimizer):
+    """An optimizer of the old style, which moves no version counters; lacks memory in the middle of a step."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+        self.lacks = False
+
+    def step(self):
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            if self.lacks and number == 2:
+                self.lacks = False
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+class KeepsLists(WritesThroughData):
+    """Keeps the last gradients in a list, before anything is written to parameters."""
+
+    @torch.no_grad()
+    def step(self):
+        parameters = self.param_groups[0]["params"]
+        for number, parameter in enumerate(parameters):
+            if self.lacks and number == 2:
+                self.lacks = False
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            self.state[parameter].setdefault("last", []).append(parameter.grad.clone())
+        for parameter in parameters:
+            parameter.sub_(sum(self.state[parameter]["last"][-3:]), alpha=0.05)
+
+
+def runner_of(optimizer):
+    model = FailsAt().double()
+    made = optimizer(model.parameters(), lr=0.1)
+    options = {"loss": nn.CrossEntropyLoss(), "device": "cpu"}
+    return autoaccum.Runner(model, made, autoaccum.plan(SAMPLES, MICRO_BATCH), **options), made
+
+
+def test_an_optimizer_that_writes_unseen_and_fails_is_damage():
+    runner, optimizer = runner_of(WritesThroughData)
+    for _ in range(WINDOWS):
+        runner.step(batch_of(SAMPLES))
+    optimizer.lacks = True
+    with pytest.raises(autoaccum.StateDamagedError, match="part old, part new"):
+        runner.step(batch_of(SAMPLES))
+
+
+def test_lists_in_an_optimizers_state_are_restored():
+    runner, optimizer = runner_of(KeepsLists)
+    for number in range(2 * WINDOWS):
+        optimizer.lacks = number == WINDOWS
+        assert runner.step(batch_of(SAMPLES)).oom_events == (number == WINDOWS)
+    assert {len(state["last"]) for state in optimizer.state.values()} == {2 * WINDOWS}
+
+
+def test_a_number_that_becomes_a_pair_is_refused():
+    is_pair = False
+
+    def loss(outputs, targets):
+        each = nn.functional.cross_entropy(outputs, targets, reduction="none")
+        return (each.sum(), torch.tensor(float(len(each)))) if is_pair else each.sum() / (targets >= 0).sum()
+
+    model = plain()
+    options = {"loss": loss, "device": "cpu"}
+    runner = autoaccum.Runner(
+        model, torch.optim.SGD(model.parameters(), 0.1), autoaccum.plan(SAMPLES, MICRO_BATCH), **options
+    )
+    inputs, targets = data()
+    for _ in range(WINDOWS):
+        runner.step((inputs, targets.index_fill(0, torch.tensor([1]), -100)))
+    is_pair = True
+    with pytest.raises(autoaccum.InvalidInputError, match="was a number in earlier windows"):
+        runner.step((inputs, targets))
