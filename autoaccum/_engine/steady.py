@@ -36,6 +36,8 @@ _HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks"
 # Windows of one structure that take the careful path: the first, second, fourth, ..., and then now and then.
 _LAST_POWER = 1024
 _EVERY = 1000
+# More come of keys that differ from batch to batch.
+_MOST_STRUCTURES = 256
 
 
 class NotSteadyError(Exception):
@@ -103,6 +105,8 @@ class SteadyPath:
         structure = window.structure()
         known = self._known.get(structure)
         if known is None:
+            if len(self._known) == _MOST_STRUCTURES:
+                self._known.clear()
             known = self._known[structure] = _Known(structure)
         self._now = known
         number = known.windows = known.windows + 1

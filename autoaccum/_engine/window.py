@@ -11,6 +11,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from autoaccum import _oom
 from autoaccum._data.splits import whole_as_samples
 from autoaccum._engine import devices
@@ -183,6 +185,7 @@ class Engine:
         self.lacks = []
         self._had_failed, self._has_failed = self._had_failed or self._has_failed, False
         self._windows += 1
+        self._has_gradients = torch.is_grad_enabled()
         self._is_steady = self._is_admitted(window)
         if not self._is_steady:
             step.objective.begin_window(self._windows)
@@ -439,6 +442,7 @@ class Engine:
         if isinstance(error, StateDamagedError):
             self._restore()
             return
+        torch.set_grad_enabled(self._has_gradients)  # which an interrupt within torch's own no_grad can leave off
         size, sizes = self._at.size, self._at.sizes
         self._restore()
         if damage := self._damage():
