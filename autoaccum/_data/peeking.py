@@ -7,19 +7,16 @@ files is not restored.
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterable, Iterator
 from types import GeneratorType
 from typing import Any
 
-import numpy as np
 import torch
 
-from autoaccum._data.random_state import OwnGenerators, RandomState
+from autoaccum._data.random_state import OwnGenerators, RandomState, own_generators
 from autoaccum._system.exceptions import contextmanager
 
 _PLAIN = (bool, int, float, str, type(None))
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator)
 
 
 def can_be_looked_at(loader: Any) -> bool:
@@ -43,9 +40,7 @@ def left_as_it_was(loader: Any) -> Iterator[None]:
     shared = RandomState(torch.device("cpu"))
     shared.take()
     owners = _owners(loader)
-    own = OwnGenerators(
-        {id(v): v for owner in owners for v in vars(owner).values() if isinstance(v, _GENERATORS)}.values()
-    )
+    own = OwnGenerators(own_generators(value for owner in owners for value in vars(owner).values()))
     standing = getattr(loader, "_iterator", None)
     if standing is not None:
         loader._iterator = None
