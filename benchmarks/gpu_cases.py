@@ -25,7 +25,6 @@ import sys
 import tempfile
 import threading
 import time
-import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -324,7 +323,7 @@ class Hog(autoaccum.Callback):
 
     Args:
         moment: One of `MOMENTS`; in forward and backward that of the second of two micro-batches, so that a part of the
-            window is complete. "reserve" is when the last micro-batch's inputs are freed.
+            window is complete. "reserve" is when the last backward pass ends.
         window: The window, counted from 0; None never takes any.
         keeps: Whether it never frees the memory.
     """
@@ -344,7 +343,7 @@ class Hog(autoaccum.Callback):
         elif self._moment == "backward":
             model.body.register_forward_hook(self._before_backward)
         elif self._moment == "reserve":
-            model.body.register_forward_pre_hook(self._after_inputs)
+            model.body.register_forward_hook(functools.partial(self._before_backward, take=self._after_backward))
         elif self._moment == "optimizer":
             optimizer.register_step_pre_hook(lambda *_: self._take() if self._is_time() else None)
 
@@ -359,13 +358,12 @@ class Hog(autoaccum.Callback):
         """Free everything."""
         self._blocks.clear()
 
-    def _before_backward(self, _module, _inputs, outputs):
+    def _before_backward(self, _module, _inputs, outputs, take=None):
         if outputs.requires_grad and self._is_second():
-            outputs.register_hook(lambda _: self._take())
+            outputs.register_hook(lambda _: (take or self._take)())
 
-    def _after_inputs(self, _module, inputs):
-        if torch.is_grad_enabled() and self._is_second():
-            weakref.finalize(inputs[0], self._take)
+    def _after_backward(self):
+        torch.autograd.Variable._execution_engine.queue_callback(self._take)
 
     def _take(self):
         if not self._armed:

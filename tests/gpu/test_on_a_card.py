@@ -4,10 +4,10 @@ benchmarks/gpu.py does the same at length, and more.
 """
 
 import contextlib
+import functools
 import gc
 import json
 import pickle
-import weakref
 
 import pytest
 import torch
@@ -90,10 +90,11 @@ def train(memory, precision, *, where="", cuts=(), fault=None):
     if where == "forward":
         model.first.register_forward_pre_hook(lambda *_: taken.take())
     elif where == "backward":
-        model.head.register_forward_hook(lambda module, inputs, outputs: _at_backward(outputs, taken))
+        model.head.register_forward_hook(lambda module, inputs, outputs: _at_backward(outputs, taken.take))
     elif where == "reserve":
-        # When the only micro-batch's inputs are freed, the optimizer's reservation comes next.
-        model.register_forward_pre_hook(lambda _, inputs: weakref.finalize(inputs[0], taken.take) and None)
+        # When the only backward pass has ended, the optimizer's reservation comes next.
+        after = functools.partial(torch.autograd.Variable._execution_engine.queue_callback, taken.take)
+        model.head.register_forward_hook(lambda module, inputs, outputs: _at_backward(outputs, after))
     memory.release()
     states, seen = [], []
     with memory.limited(memory.reading().used_bytes + 512 * MIB):
@@ -109,9 +110,9 @@ def train(memory, precision, *, where="", cuts=(), fault=None):
     return states, seen, taken.phases
 
 
-def _at_backward(outputs, taken):
+def _at_backward(outputs, take):
     if outputs.requires_grad:
-        outputs.register_hook(lambda gradient: taken.take())
+        outputs.register_hook(lambda gradient: take())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
