@@ -71,7 +71,7 @@ class Part:
 
 # Stages run one after another. The lanes of a stage run side by side, the parts of a lane one after another.
 STAGES: tuple[tuple[tuple[Part, ...], ...], ...] = (
-    ((Part("machine", "Versions, CUDA's context, cuBLAS's workspace", 20),),),
+    ((Part("machine", "Versions, CUDA's context, cuBLAS's workspace", 15),),),
     (
         (
             Part("survival", "Memory runs out for real; the state is compared bit for bit", 100, needs_gib=8),
@@ -80,14 +80,14 @@ STAGES: tuple[tuple[tuple[Part, ...], ...], ...] = (
         (Part("tests", "tests/gpu and the contract of the CUDA backend", 130, ("pytest", "hypothesis"), 12),),
         (Part("predictions", "Predicted memory against the real", 130, ("transformers", "torchvision", "peft"), 40),),
     ),
-    ((Part("neighbour", "A neighbour takes the memory and gives it back", 25, needs_gib=4),),),
-    ((Part("overhead", "Runner and Accumulator beside the loop by hand", 35),),),
-    ((Part("transfer", "Transfers beside computing", 20),),),
+    ((Part("neighbour", "A neighbour takes the memory and gives it back", 20, needs_gib=4),),),
+    ((Part("overhead", "Runner and Accumulator beside the loop by hand", 32),),),
+    ((Part("transfer", "Transfers beside computing", 15),),),
     ((Part("throughput", "GPT-2: tokens a second", 50, ("transformers",), 40),),),
-    ((Part("probe", "The probe against the truth", 45, ("transformers", "torchvision"), 40),),),
-    ((Part("finders", "Other finders", 45, ("lightning", "accelerate", "transformers", "torchvision"), 16),),),
-    ((Part("saving", "memory= with peaks and seconds", 50, ("transformers",), 40),),),
-    ((Part("resnet101", "ResNet-101, target batch 100 where 50 fit", 20, ("torchvision",), 16),),),
+    ((Part("probe", "The probe against the truth", 35, ("transformers", "torchvision"), 40),),),
+    ((Part("finders", "Other finders", 42, ("lightning", "accelerate", "transformers", "torchvision"), 16),),),
+    ((Part("saving", "memory= with peaks and seconds", 83, ("transformers",), 40),),),
+    ((Part("resnet101", "ResNet-101, target batch 100 where 50 fit", 18, ("torchvision",), 16),),),
 )
 
 

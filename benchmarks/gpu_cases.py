@@ -372,7 +372,8 @@ class Hog(autoaccum.Callback):
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             torch.cuda.empty_cache()
-        block, least = (2**40, MIB) if on_gpu else (GIB, 256)
+        # On a GPU the loss and its like, which have segments of their own, must fail nothing before the reservation.
+        block, least = (2**40, 2 * MIB if self._moment == "reserve" else MIB) if on_gpu else (GIB, 256)
         while block >= least:  # ever smaller, to take free memory inside the allocator's segments as well
             try:
                 self._blocks.append(torch.empty(block, dtype=torch.uint8, device=self._device))

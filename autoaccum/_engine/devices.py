@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autoaccum._arguments import shown
 from autoaccum._memory import backend_for
@@ -125,6 +127,15 @@ def failures_told(memory: MemoryBackend, what: str) -> Iterator[None]:
 
 def lost(memory: MemoryBackend, error: BaseException) -> DeviceLostError:
     """Return the error to raise if this process has lost the device, given what was observed."""
+    if memory.device.type == "cuda":
+        _keep_host_memory()
     return DeviceLostError(
         f"{memory.name} can no longer be used by this process ({first_line(error)}); start a new one"
     )
+
+
+def _keep_host_memory() -> None:
+    """Keep the tensors in host memory for ever, since PyTorch ends the process where it frees pinned memory now."""
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Tensor) and thing.device.type == "cpu":
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

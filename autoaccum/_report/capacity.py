@@ -116,9 +116,14 @@ def _rehearsed(
         bytes_per_sample=found.bytes_per_sample,
     )
     # A loss over the whole window runs every micro-batch twice, which the rehearsal does not do.
-    seen = rehearse(step, asked.batch, chosen, limit_bytes) if asked.loss_scope == "micro_batch" else None
-    if seen is None:
+    if asked.loss_scope != "micro_batch":
         return measured, ()
+    seen = rehearse(step, asked.batch, chosen, limit_bytes)
+    if seen is None:
+        return measured, (
+            f"memory ran out when the plan was rehearsed, though a micro-batch of {chosen.micro_batch} fitted before, so "
+            "nothing is known of the step's parts; leave more room (memory_limit=)",
+        )
     activations = seen.activation_bytes_per_sample
     measured = replace(measured, footprint=seen.footprint, activation_bytes_per_sample=activations, pace=seen.pace)
     return measured, seen.warnings

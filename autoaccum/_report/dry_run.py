@@ -74,11 +74,10 @@ def rehearse(step: TrainingStep, batch: Any, plan: Plan, limit_bytes: int | None
             with step.memory.limited(limit_bytes):
                 return _Stage(step, batch, plan, looks_inside=looks_inside).play()
         except Exception as error:
+            # Some of torch's transforms (torch.func) refuse to run under hooks on saved tensors.
             if is_oom(error) or is_too_large(error):
                 let_go(error)
-                return None
-            # Some of torch's transforms (torch.func) refuse to run under hooks on saved tensors.
-            if not looks_inside:
+            elif not looks_inside:
                 raise
         finally:
             with signals.held():
@@ -103,9 +102,12 @@ class _Stage:
     def play(self) -> Rehearsal:
         step, size = self._step, self._plan.micro_batch
         retries = step.memory.alloc_retries()
+        # Gradients and state first: made in memory that a larger size leaves, they would hold all of it.
+        self._run(min(size, 2))
+        state_bytes = _state_bytes(step.optimizer)
+        step.memory.release()
         smaller = max(size // 2, min(size, 2))  # not one sample, which BatchNorm refuses
         kept_of_smaller = self._try(smaller)
-        state_bytes = _state_bytes(step.optimizer)
         kept = self._try(size)
         peak, growing = self._peak, self._trials.growing_bytes.get(size)
         pace, allocated = self._timed(size, peak)

@@ -52,7 +52,7 @@ class Taken(autoaccum.Callback):
         self.armed = False
         torch.cuda.empty_cache()
         block = self.memory.reading().free_bytes
-        while block >= MIB:
+        while block >= 2 * MIB:  # smaller tensors have segments of their own
             try:
                 self.blocks.append(torch.empty(block, dtype=torch.uint8, device="cuda"))
             except torch.OutOfMemoryError:

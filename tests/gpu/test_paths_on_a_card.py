@@ -113,13 +113,13 @@ def test_losses_are_asked_with_wide_copies_of_half_precision_weights_whatever_th
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_steady_window_waits_for_nothing(clip, precision):
-    runner, windows = runner_of(network(), precision, clip), windows_of(4, pinned=True)
-    for window in windows[:3]:
+    runner, windows = runner_of(network(), precision, clip), windows_of(6, pinned=True)
+    for window in windows[:5]:  # the sixth is neither the first nor a power of two
         runner.step(window)
     torch.cuda.synchronize()
 
     torch.cuda.set_sync_debug_mode("error")
-    report = runner.step(windows[3])
+    report = runner.step(windows[5])
     torch.cuda.set_sync_debug_mode("default")
 
     assert report.micro_batches == SIZES
