@@ -120,10 +120,9 @@ def _rehearsed(
         return measured, ()
     seen = rehearse(step, asked.batch, chosen, limit_bytes)
     if seen is None:
-        return measured, (
-            f"memory ran out when the plan was rehearsed, though a micro-batch of {chosen.micro_batch} fitted before, so "
-            "nothing is known of the step's parts; leave more room (memory_limit=)",
-        )
+        size, remedy = chosen.micro_batch, "leave more room (memory_limit=)"
+        told = f"memory ran out when a step of {size} was looked into, though it had fitted; {remedy}"
+        return measured, (told,)
     activations = seen.activation_bytes_per_sample
     measured = replace(measured, footprint=seen.footprint, activation_bytes_per_sample=activations, pace=seen.pace)
     return measured, seen.warnings
