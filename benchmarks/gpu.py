@@ -80,13 +80,13 @@ STAGES: tuple[tuple[tuple[Part, ...], ...], ...] = (
         (Part("tests", "tests/gpu and the contract of the CUDA backend", 130, ("pytest", "hypothesis"), 12),),
         (Part("predictions", "Predicted memory against the real", 130, ("transformers", "torchvision", "peft"), 40),),
     ),
-    ((Part("neighbour", "A neighbour takes the memory and gives it back", 20, needs_gib=4),),),
-    ((Part("overhead", "Runner and Accumulator beside the loop by hand", 32),),),
-    ((Part("transfer", "Transfers beside computing", 15),),),
+    ((Part("neighbour", "A neighbour takes the memory and gives it back", 25, needs_gib=4),),),
+    ((Part("overhead", "Runner and Accumulator beside the loop by hand", 35),),),
+    ((Part("transfer", "Transfers beside computing", 18),),),
     ((Part("throughput", "GPT-2: tokens a second", 50, ("transformers",), 40),),),
-    ((Part("probe", "The probe against the truth", 35, ("transformers", "torchvision"), 40),),),
+    ((Part("probe", "The probe against the truth", 40, ("transformers", "torchvision"), 40),),),
     ((Part("finders", "Other finders", 42, ("lightning", "accelerate", "transformers", "torchvision"), 16),),),
-    ((Part("saving", "memory= with peaks and seconds", 83, ("transformers",), 40),),),
+    ((Part("saving", "memory= with peaks and seconds", 67, ("transformers",), 40),),),
     ((Part("resnet101", "ResNet-101, target batch 100 where 50 fit", 18, ("torchvision",), 16),),),
 )
 
