@@ -1579,7 +1579,8 @@ def _saved(_connection, way, hides_liger, tiny, device):
     losses = [runner.step(window).loss for _ in range(2)]
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    seconds = in_turn(device, {"": lambda: runner.step(window)}, 4, warm_up=7)[""]  # after the eighth window, which makes checks
+    # The eighth window makes checks.
+    seconds = in_turn(device, {"": lambda: runner.step(window)}, 4, warm_up=7)[""]
     return {"seconds": seconds, "losses": losses} | (_peaks() if device == "cuda" else {})
 
 

@@ -73,7 +73,7 @@ def memory():
 
 
 def train(memory, precision, *, where="", cuts=(), fault=None):
-    """Train three windows, memory taken at `where` of the third, which makes no checks; return states, cuts and the phases that failed."""
+    """Train three windows, memory taken in the third, which makes no checks; return states, cuts and failed phases."""
     torch.manual_seed(0)
     windows = [(torch.randn(SAMPLES, POSITIONS, WIDTH), torch.randint(4, (SAMPLES,))) for _ in range(3)]
     model, taken = Net(), Taken(memory)
