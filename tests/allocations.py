@@ -7,10 +7,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from autoaccum._data.batches import count
 from autoaccum._data.pieces import NestedPiece as Piece
-from autoaccum._engine.forward_backward import Accumulated, assemble
+from autoaccum._engine.forward_backward import Accumulated
 from autoaccum._loss.objective import Factors
 from autoaccum._memory.simulated import Simulated
-from autoaccum._system.notices import Notices
+from put_together import training_step
 
 
 def changes(function):
@@ -27,17 +27,7 @@ def highest(sizes):
 
 def real_peak(model, batch, *, loss=None, optimizer=None, precision="fp32"):
     """Peak bytes of a training step in the middle of training: what is held before it, and what its operators take."""
-    step = assemble(
-        model,
-        loss,
-        optimizer,
-        memory=Simulated(2**60),
-        precision_name=precision,
-        forward=None,
-        loss_reduction=None,
-        clip_grad_norm=None,
-        notices=Notices(silent=True),
-    )
+    step = training_step(model, loss, optimizer, memory=Simulated(2**60), precision=precision)
     samples = count(batch)
 
     def once():

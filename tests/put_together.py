@@ -1,7 +1,8 @@
 """Parts of the engine, put together as `fit` does it, for tests of packages."""
 
+from autoaccum._engine.assembly import assemble
 from autoaccum._engine.events import Events
-from autoaccum._engine.forward_backward import assemble
+from autoaccum._engine.options import Options
 from autoaccum._engine.runner import WindowRunner
 from autoaccum._memory import backend_for
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
@@ -11,16 +12,8 @@ from helpers import CPU
 
 def training_step(model, loss=None, optimizer=None, *, memory=None, precision="fp32", notices=None, **options):
     """A training step put together as `fit` does, on the CPU unless a memory backend says otherwise."""
-    settings = {"forward": None, "loss_reduction": None, "clip_grad_norm": None} | options
-    return assemble(
-        model,
-        loss,
-        optimizer,
-        memory=memory or backend_for(CPU),
-        precision_name=precision,
-        notices=notices or Notices(silent=True),
-        **settings,
-    )
+    asked = Options(loss=loss, optimizer=optimizer, precision=precision, **options)
+    return assemble(model, asked, memory=memory or backend_for(CPU), notices=notices or Notices(silent=True))
 
 
 def runner_of(step, plan, *, cutting=None, notices=None, callbacks=()):

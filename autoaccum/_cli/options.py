@@ -19,10 +19,9 @@ from autoaccum._cli.numbers import check_counts, check_minutes, check_texts
 from autoaccum._data.by_length import ORDERS
 from autoaccum._distributed.load_balance import SHARES
 from autoaccum._engine.bf16_weights import WEIGHTS
-from autoaccum._engine.chunked_recipe import CHUNKED
-from autoaccum._engine.fallback import AUTO, FALLBACKS
-from autoaccum._engine.finiteness import ON_NAN
+from autoaccum._engine.options import ON_NAN
 from autoaccum._engine.precision import PRECISIONS
+from autoaccum._engine.saving_names import AUTO, CHUNKED, FALLBACKS
 from autoaccum._launch.job import NOT_OF_A_JOB, texts_of_arguments
 from autoaccum._sizing.planner import PROBES, STRATEGIES
 from autoaccum._training.api import check_seed, fit

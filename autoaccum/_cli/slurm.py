@@ -17,22 +17,18 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from autoaccum._arguments import check_choice, check_positive_int
+from autoaccum._arguments import check_positive_int
 from autoaccum._cli.exit_codes import complain, errors_as_exit_codes, loaded, print_result
 from autoaccum._cli.numbers import MOST_OF_SLURM, check_counts, check_texts
 from autoaccum._cli.options import NOT_ON_SLURM, RECIPE, check_given, of_fit, takes
 from autoaccum._distributed.load_balance import check_shares
-from autoaccum._engine.fallback import FALLBACKS, check_memory
-from autoaccum._engine.finiteness import ON_NAN
-from autoaccum._engine.precision import PRECISIONS
+from autoaccum._engine.options import SHARED, Options
 from autoaccum._launch.recipe import check_recipe
 from autoaccum._launch.slurm.folder import Submitted
 from autoaccum._launch.slurm.listing import jobs_in
 from autoaccum._launch.slurm.submission import WARNING_S, Resources, script_of, submit
 from autoaccum._launch.slurm.task import Task, resubmission_of
-from autoaccum._memory.limits import parse_limit
-from autoaccum._memory.simulated import Simulated
-from autoaccum._sizing.planner import check_finding, format_cut
+from autoaccum._sizing.planner import format_cut
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -164,14 +160,8 @@ def _check(given: dict[str, Any], retries: int) -> None:
         if isinstance(value, int) and not isinstance(value, bool) and name != "seed":
             check_positive_int(name, value)
     check_given(given)
-    check_finding(given.get("micro_batch", "auto"), given.get("probe", "inline"), given.get("strategy"))
-    for name, known in {"precision": PRECISIONS, "fallback": FALLBACKS, "on_nan": ON_NAN}.items():
-        asked = given.get(name, ())
-        for value in [asked] if isinstance(asked, str) else asked:
-            check_choice(name, value, known)
-    check_memory(given.get("memory"), given.get("fallback"), Simulated("1GiB"))
+    Options(**{name: value for name, value in given.items() if name in SHARED})
     check_shares(given.get("shares", "equal"), shard=given.get("shard", False))
-    parse_limit(given.get("memory_limit"), Simulated("1GiB"))  # the device is unknown here, so only the format counts
     if retries < 0:
         raise InvalidInputError(f"--retries {retries} must be 0 or more")
 

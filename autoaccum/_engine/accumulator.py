@@ -106,10 +106,6 @@ class GradientAccumulator:
         notices: Reports choices made for the user.
         peers: Makes what stands for the processes that compute the gradient together, again whenever the parameters
             have changed; None if this one is alone.
-        micro_batch: The most samples at once; "auto" finds it.
-        strategy: As for `fit`.
-        loss_scope: As for `fit`.
-        batchnorm: As for `fit`.
         noise: The gradient noise scale to measure; None without `noise_scale`.
         entry_of: Returns what the cache holds of batches like a window, whether `.grad` is empty before them, and what
             memory="auto" has chosen (None without it); None for nothing.
@@ -122,10 +118,6 @@ class GradientAccumulator:
         notices: Notices,
         *,
         peers: Callable[[], GradientPeers] | None = None,
-        micro_batch: int | str = "auto",
-        strategy: str | None = None,
-        loss_scope: str = "micro_batch",
-        batchnorm: str = "keep",
         noise: NoiseScale | None = None,
         entry_of: Callable[[Window, bool, Rung | None], CacheEntry] | None = None,
     ) -> None:
@@ -135,11 +127,9 @@ class GradientAccumulator:
         self._notices = notices
         self._make_peers = peers or (lambda: AloneWithGradients(step))
         self._peers: GradientPeers = self._make_peers()
-        self._asked = micro_batch
-        self._strategy = strategy or ("fastest" if micro_batch == "auto" else "balanced")
-        self._scope = loss_scope
+        self._asked = step.options.micro_batch
+        self._strategy = step.options.strategy or ("fastest" if self._asked == "auto" else "balanced")
         self._entry_of = entry_of or (lambda *_: CacheEntry(step.memory))
-        self._batchnorm = batchnorm
         self._parameters: list[nn.Parameter] = []  # those of which gradients are set aside
         self._earlier: list[Tensor | None] = []
         self._sparse: list[Tensor | None] | None = None  # the sums, where some are sparse
@@ -353,7 +343,7 @@ class GradientAccumulator:
             strategy=self._strategy,
             multiple_of=multiple_of,
             by_bytes=is_auto,
-            learns=is_auto and self._scope != "window",
+            learns=is_auto and step.options.loss_scope != "window",
             times_after=None if knows_fastest or self._compares else _BATCHES_BEFORE_TIMING,
             most=None if cap is None or cap >= samples else cap,
             **(entry.experience or _experience(known)),
@@ -369,8 +359,6 @@ class GradientAccumulator:
             self._events,
             self._notices,
             peers=self._peers,
-            loss_scope=self._scope,
-            batchnorm=self._batchnorm,
             noise=self._noise,
             elsewhere="outside of Accumulator.backward()",
             owns_gradients=False,

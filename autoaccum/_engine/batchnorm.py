@@ -11,25 +11,12 @@ from typing import TYPE_CHECKING
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autoaccum._arguments import check_choice
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import nn
 
     from autoaccum._system.notices import Notices
-
-BATCHNORM_MODES = ("keep", "rescale")
-
-
-def check_batchnorm(mode: object) -> None:
-    """Check the argument `batchnorm`.
-
-    Raises:
-        InvalidInputError: It is unknown.
-    """
-    check_choice("batchnorm", mode, BATCHNORM_MODES)
 
 
 class BatchNorms:
@@ -50,7 +37,6 @@ class BatchNorms:
     """
 
     def __init__(self, modules: Iterable[nn.Module], mode: str, notices: Notices) -> None:
-        check_batchnorm(mode)
         self._modules = list(modules)
         self.rescales = mode == "rescale"
         self._notices = notices

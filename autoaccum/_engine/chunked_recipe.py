@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from autoaccum._engine.chunked_logits import CHUNK, logits_of
 from autoaccum._engine.heads import find_heads
 from autoaccum._engine.replaced_forward import forward_replaced
+from autoaccum._engine.saving_names import CHUNKED
 from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 # What `memory` calls it; behind it, a colon and the name of a layer may follow.
-CHUNKED = "chunked_loss"
 
 
 @contextmanager

@@ -1,14 +1,12 @@
 """Writes the errors for what does not fit: what was asked, what was found, and what the caller can do.
 
 In comes what failed and the step that it failed in, out comes the error to raise. A remedy that is an argument is named
-only if the function that the user has called takes it (`GradientStep.options`). Free memory is mentioned only where
+only if the function that the user has called takes it (`Options.names`). Free memory is mentioned only where
 little is left: why it does not suffice is not known otherwise.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import textwrap
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +23,7 @@ from autoaccum._oom import let_go
 from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep
@@ -66,12 +64,6 @@ _AT_ONCE = {
 # In these, nothing is kept for a backward pass.
 _OF_THE_OPTIMIZER = (Phase.RESERVE, Phase.UNSCALE, Phase.CLIP, Phase.OPTIMIZER)
 _OVER_THE_WINDOW = (Phase.FORWARD, Phase.BACKWARD)
-
-
-@functools.cache
-def options_of(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the names of what a function, or a class, takes, for `GradientStep.options`."""
-    return frozenset(inspect.signature(function).parameters)
 
 
 def sample_of(window: Window, index: int) -> str:
@@ -161,7 +153,7 @@ def whole_does_not_fit(
     if phase in _OF_THE_OPTIMIZER:
         remedies = [*_limit(step), *_less_state(step), "an optimizer with foreach=False", "a smaller model"]
     elif phase == Phase.WEIGH:
-        says = ["loss_reduction='mean' or 'sum'"] if "loss_reduction" in step.options else []
+        says = ["loss_reduction='mean' or 'sum'"] if "loss_reduction" in step.options.names else []
         remedies = [*says, *_limit(step), *_precision(step, said), *_savings(step), "smaller inputs"]
     elif phase in (*_OVER_THE_WINDOW, Phase.EVALUATE):
         batch = "batch for evaluation" if phase == Phase.EVALUATE else "window"
@@ -193,12 +185,12 @@ def other_sizes(options: frozenset[str]) -> str:
 
 
 def _limit(step: GradientStep) -> list[str]:
-    is_set = step.memory.limit_bytes is not None and "memory_limit" in step.options
+    is_set = step.memory.limit_bytes is not None and "memory_limit" in step.options.names
     return ["a higher memory_limit"] if is_set else []
 
 
 def _precision(step: GradientStep, said: str) -> list[str]:
-    if "precision" not in step.options:
+    if "precision" not in step.options.names:
         return []
     name = step.precision.name
     if name == "fp32":
@@ -212,7 +204,7 @@ def _precision(step: GradientStep, said: str) -> list[str]:
 
 def _savings(step: GradientStep) -> list[str]:
     ways = ways_left(step.objective.modules, step.memory)
-    if "memory" in step.options and not step.is_sharded:  # which it does not go with
+    if "memory" in step.options.names and not step.is_sharded:  # which it does not go with
         return [f"memory={way!r}" for way in ways]
     return ["activation checkpointing"] if "checkpoint" in ways else []
 

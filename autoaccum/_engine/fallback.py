@@ -9,9 +9,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from autoaccum._arguments import is_one_of, shown
 from autoaccum._engine.block_costs import partial_levels
-from autoaccum._engine.block_names import is_name
 from autoaccum._engine.checkpointing import (
     all_blocks,
     checkpointed,
@@ -19,10 +17,11 @@ from autoaccum._engine.checkpointing import (
     repeated_blocks,
     with_checkpointing_of_their_own,
 )
-from autoaccum._engine.chunked_recipe import CHUNKED, chunked
+from autoaccum._engine.chunked_recipe import chunked
 from autoaccum._engine.heads import find_heads, likely_head
 from autoaccum._engine.offloading import offloaded
 from autoaccum._engine.replaced_forward import is_replaced
+from autoaccum._engine.saving_names import CHUNKED
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -32,100 +31,6 @@ if TYPE_CHECKING:
 
     from autoaccum._engine.block_costs import BlockCost
     from autoaccum._memory.base import MemoryBackend
-
-FALLBACKS = ("checkpoint", "offload")
-# What `memory` takes.
-SAVINGS = (CHUNKED, *FALLBACKS)
-# Lets the clock choose among these (_engine/rungs.py).
-AUTO = "auto"
-
-
-def check_fallback(fallback: Sequence[str] | str | None, memory: MemoryBackend) -> tuple[str, ...]:
-    """Return the fallback names from `fit`'s argument, in order.
-
-    Raises:
-        InvalidInputError: A name is unknown, or its fallback has no effect here.
-    """
-    names = _names(fallback, "fallback")
-    for name in names:
-        if not is_one_of(name, FALLBACKS):
-            raise InvalidInputError(f"fallback={shown(name)} is unknown; choose from {', '.join(map(repr, FALLBACKS))}")
-    if "offload" in names and memory.is_host:
-        raise InvalidInputError(
-            f"fallback='offload' moves activations to host memory, and on {memory.name} they already are there; "
-            "choose 'checkpoint'"
-        )
-    return names
-
-
-def check_memory(
-    memory: Sequence[str] | str | None, fallback: Sequence[str] | str | None, backend: MemoryBackend
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names from `fit`'s arguments `memory` and `fallback`, in order.
-
-    Raises:
-        InvalidInputError: A name is unknown, or has no effect here; or both are given.
-    """
-    fallbacks, names = check_fallback(fallback, backend), _names(memory, "memory")
-    if names and fallback is not None:
-        raise InvalidInputError(
-            f"memory={shown(memory)} saves memory from the start, and fallback={shown(fallback)} where not even one "
-            "sample fits; pass one of them"
-        )
-    if AUTO in names and len(names) > 1 and head_of_auto(names) is None:
-        raise InvalidInputError(
-            f"memory={shown(memory)}: 'auto' chooses among all of them; pass it alone, or with '{CHUNKED}:NAME' to "
-            "name the layer that makes the logits"
-        )
-    for name in names:
-        if name != AUTO and not _is_known(name):
-            raise InvalidInputError(
-                f"memory={shown(name)} is unknown; choose from {', '.join(map(repr, (AUTO, *SAVINGS)))}, "
-                f"'{CHUNKED}:NAME' with the name of the layer that makes the logits, or 'checkpoint:N' for the first N "
-                f"blocks ('checkpoint:0-2,5-5' for these)"
-            )
-    if "offload" in names and backend.is_host:
-        raise InvalidInputError(
-            f"memory='offload' moves activations to host memory, and on {backend.name} they already are there; "
-            "choose 'checkpoint'"
-        )
-    kinds = [_kind(name) for name in names]
-    if twice := [name for name, kind in zip(names, kinds, strict=True) if kinds.count(kind) > 1]:
-        raise InvalidInputError(
-            f"memory={shown(memory)}: {' and '.join(map(repr, twice))} say the same twice, or two things; keep one"
-        )
-    return names, fallbacks
-
-
-def head_of_auto(names: Sequence[str]) -> str | None:
-    """Return the name of the layer that makes logits, if that is all that `names` has beside "auto"."""
-    others = [name for name in names if name != AUTO]
-    is_named = AUTO in names and len(others) == 1 and _is_known(others[0]) and _kind(others[0]) == CHUNKED
-    return (others[0].partition(":")[2] or None) if is_named else None
-
-
-def _kind(name: str) -> str:
-    return name.partition(":")[0]
-
-
-def _is_known(name: object) -> bool:
-    """Whether `memory` may be this name, as far as its form tells."""
-    if not isinstance(name, str):
-        return False
-    kind, colon, rest = name.partition(":")
-    if not colon:
-        return is_one_of(kind, SAVINGS)
-    return {CHUNKED: bool(rest), "checkpoint": is_name(rest)}.get(kind, False)
-
-
-def _names(given: Sequence[str] | str | None, argument: str) -> tuple[str, ...]:
-    if given is None or isinstance(given, str):
-        return () if given is None else (given,)
-    if not isinstance(given, list | tuple):
-        raise InvalidInputError(
-            f"{argument}={shown(given)} is neither a name nor a list of names, such as ['checkpoint']"
-        )
-    return tuple(given)
 
 
 class Fallbacks:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autoaccum._arguments import check_choice
 from autoaccum._system.notices import Notices
 from autoaccum.errors import NotFiniteError
 
@@ -25,22 +24,12 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._records import StepReport
 
-ON_NAN = ("warn", "stop", "ignore")
 # Halving at every skipped window takes a scaler from 65,536 to under 1e-10 in this many windows.
 _SKIPPED_IN_A_ROW = 50
 # Without pinned memory and events, the device is queried once per this many windows, with one wait.
 _ASKED_EVERY = 64
 # Names listed in a message.
 _NAMED = 3
-
-
-def check_on_nan(on_nan: object) -> None:
-    """Check the argument `on_nan`.
-
-    Raises:
-        InvalidInputError: It is unknown.
-    """
-    check_choice("on_nan", on_nan, ON_NAN)
 
 
 @dataclass(frozen=True)

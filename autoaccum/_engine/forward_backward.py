@@ -5,40 +5,33 @@ Nothing is caught here. `phase` records what was being done when something faile
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from autoaccum._arguments import check_positive_number
 from autoaccum._data.nesting import without_graphs
-from autoaccum._data.splits import is_default
 from autoaccum._data.transfer import Transfer
-from autoaccum._engine import devices, optimizers, precision
-from autoaccum._engine.bf16_weights import Bf16Weights, check_weights
-from autoaccum._engine.dtensor import is_sharded, refuse_sharded
+from autoaccum._engine import devices
+from autoaccum._engine.bf16_weights import Bf16Weights
+from autoaccum._engine.dtensor import is_sharded
 from autoaccum._engine.optimizer_step import Updates
 from autoaccum._engine.phases import Phase, Stage
-from autoaccum._engine.time_first import TimeFirst
 from autoaccum._loss import reported
-from autoaccum._loss.objective import Objective, no_gradient
-from autoaccum._loss.terms import describe
+from autoaccum._loss.objective import no_gradient
 from autoaccum._loss.weighting import Over
-from autoaccum._memory.limits import format_bytes
-from autoaccum._oom import first_line, is_oom
 from autoaccum._system.exceptions import contextmanager
-from autoaccum.errors import DoesNotFitError, InvalidInputError
+from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from autoaccum._data.pieces import Split
+    from autoaccum._engine.options import Options
     from autoaccum._engine.precision import Precision
-    from autoaccum._loss.objective import Factors, Loss, Source
+    from autoaccum._engine.time_first import TimeFirst
+    from autoaccum._loss.objective import Factors, Objective, Source
     from autoaccum._loss.terms import Term
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
@@ -120,6 +113,7 @@ class GradientStep:
         objective: How a batch becomes loss terms.
         precision: Precision of the forward pass.
         memory: The device.
+        options: The options of the call that this is for.
 
     Attributes:
         parameters: Every parameter of the objective's modules, as of the last `look`.
@@ -131,13 +125,13 @@ class GradientStep:
         scale: Multiplies a loss before its backward pass; None for no scaling.
         watch: Checks gradients before and after each backward pass; None for no check.
         keeps_outputs: Whether to keep the outputs of micro-batches.
-        options: The names of what the function that the user has called takes: errors advise no others.
     """
 
-    def __init__(self, objective: Objective, precision: Precision, memory: MemoryBackend) -> None:
+    def __init__(self, objective: Objective, precision: Precision, memory: MemoryBackend, options: Options) -> None:
         self.objective = objective
         self.precision = precision
         self.memory = memory
+        self.options = options
         self.transfer = Transfer(memory.device)
         self.sources_left = 0
         self.witness: Witness | None = None
@@ -146,7 +140,6 @@ class GradientStep:
         self.scale: Callable[[Tensor], Tensor] | None = None if precision.scaler is None else precision.scaler.scale
         self.watch: Watch | None = None
         self.keeps_outputs = False
-        self.options: frozenset[str] = frozenset()
         self.stage = Stage()
         # `fully_shard` swaps a module's parameters during a pass, which is not a change.
         self.is_sharded = is_sharded(objective.modules)
@@ -308,7 +301,7 @@ class TrainingStep(GradientStep):
         optimizer: Created from the parameters of the objective's modules.
         precision: As for `GradientStep`.
         memory: As for `GradientStep`.
-        clip_grad_norm: Maximum norm of the window's gradient; None for no clipping.
+        options: As for `GradientStep`.
 
     Attributes:
         parameters: Every parameter of the modules and of the optimizer, as of the last `look`.
@@ -321,12 +314,12 @@ class TrainingStep(GradientStep):
         optimizer: torch.optim.Optimizer,
         precision: Precision,
         memory: MemoryBackend,
-        *,
-        clip_grad_norm: float | None,
+        options: Options,
     ) -> None:
         self.optimizer = optimizer
-        super().__init__(objective, precision, memory)
-        self.updates = Updates(optimizer, precision.scaler, memory, clip_grad_norm=clip_grad_norm, stage=self.stage)
+        super().__init__(objective, precision, memory, options)
+        clip = options.clip_grad_norm
+        self.updates = Updates(optimizer, precision.scaler, memory, clip_grad_norm=clip, stage=self.stage)
 
     def _found(self) -> list[nn.Parameter]:
         return list(dict.fromkeys([*super()._found(), *self.held()]))
@@ -391,163 +384,6 @@ def check_weight(name: str, weight: float | Tensor) -> None:
         )
 
 
-def assemble(
-    model: nn.Module,
-    loss: Loss | Sequence[Loss] | None,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | optimizers.MakesOptimizer | str | None,
-    *,
-    memory: MemoryBackend,
-    precision_name: str,
-    forward: Callable[[nn.Module, Any], Any] | None,
-    loss_reduction: str | None,
-    clip_grad_norm: float | None,
-    notices: Notices,
-    split: Split | None = None,
-    is_one_of_several: bool = False,
-    weights: str | None = None,
-) -> TrainingStep:
-    """Check the arguments common to `fit`, `find_micro_batch` and `Runner`, move the model and assemble a step.
-
-    With `weights`, `TrainingStep.use_weights` is still to be called.
-
-    Raises:
-        InvalidInputError: An argument cannot be used.
-        DoesNotFitError: The model, or what is created along with it, does not fit on the device. The model is not
-            moved.
-    """
-    check_clip(clip_grad_norm)
-    check_weights(weights, precision_name)
-    check_model(model)
-    with devices.failures_told(memory, "what training needs in addition to the model"):
-        objective = Objective(model, loss, forward=forward, loss_reduction=loss_reduction, notices=notices, split=split)
-        if not is_one_of_several:
-            refuse_sharded(objective.modules)
-        chosen = optimizers.resolve(optimizer, objective.modules, notices)
-        how = precision.resolve(precision_name, memory.device, model, notices, weights=weights)
-    if not model.training:
-        notices.say(
-            "the model is in evaluation mode and stays so; call model.train() for dropout and BatchNorm to train"
-        )
-    _move(objective.modules, chosen, memory)
-    step = TrainingStep(objective, chosen, how, memory, clip_grad_norm=clip_grad_norm)
-    _watch(step, notices)
-    return step
-
-
-def assemble_without_optimizer(
-    model: nn.Module,
-    loss: Loss | Sequence[Loss] | None,
-    *,
-    memory: MemoryBackend,
-    precision_name: str,
-    forward: Callable[[nn.Module, Any], Any] | None,
-    loss_reduction: str | None,
-    notices: Notices,
-    split: Split | None = None,
-    further: Sequence[nn.Module] = (),
-    scale: torch.amp.GradScaler | Callable[[Tensor], Tensor] | None = None,
-) -> GradientStep:
-    """Check and move the model as `assemble` does, and assemble what a gradient needs.
-
-    Args:
-        model: As for `fit`.
-        loss: As for `fit`.
-        memory: The device.
-        precision_name: As `precision` of `fit`.
-        forward: As for `fit`.
-        loss_reduction: As for `fit`.
-        notices: Reports choices.
-        split: As for `fit`.
-        further: Modules beside the model that the loss uses.
-        scale: The user's own scaler, or a function that scales a loss; None for no scaling.
-
-    Raises:
-        InvalidInputError: An argument cannot be used.
-        DoesNotFitError: As for `assemble`.
-    """
-    check_model(model)
-    with devices.failures_told(memory, "what a gradient needs in addition to the model"):
-        objective = Objective(
-            model,
-            loss,
-            forward=forward,
-            loss_reduction=loss_reduction,
-            notices=notices,
-            split=split,
-            further=further,
-        )
-        refuse_sharded(objective.modules)
-        how = precision.resolve_without_scaler(precision_name, memory.device, model, notices, scale)
-    _move(objective.modules, None, memory)
-    step = GradientStep(objective, how, memory)
-    if scale is not None:
-        step.scale = scale.scale if isinstance(scale, torch.amp.GradScaler) else _checked(scale)
-    _watch(step, notices)
-    return step
-
-
-def _checked(scale: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a function that scales a loss, and checks that it can still be differentiated."""
-
-    def scaled(loss: Tensor) -> Tensor:
-        found: Any = scale(loss)
-        if not isinstance(found, Tensor) or found.numel() != 1 or not found.requires_grad:
-            raise InvalidInputError(
-                f"scale= returned {describe(found)}, which cannot be backpropagated; return the loss times a factor, "
-                "a number with its graph"
-            )
-        return found
-
-    return scaled
-
-
-def _watch(step: GradientStep, notices: Notices) -> None:
-    watch = TimeFirst(step.objective.modules, notices)
-    if is_default(step.objective.split) and not watch.is_done:
-        step.time_first = watch
-
-
-def check_model(model: object) -> None:
-    """Reject anything that is not a model, or a model without values to train.
-
-    Raises:
-        InvalidInputError: It is not a module, or its parameters do not exist yet.
-    """
-    devices.check_is_module(model)
-    assert isinstance(model, nn.Module)
-    check_shapes(model)
-    for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if value.is_meta:
-            raise InvalidInputError(
-                f"model: {name} of {type(model).__name__} is on the meta device and has no values; call "
-                "model.to_empty(device=...) and initialise it, or load weights with assign=True"
-            )
-
-
-def check_shapes(model: nn.Module) -> None:
-    """Reject a model whose parameters have no shape yet.
-
-    Raises:
-        InvalidInputError: A parameter or a buffer is lazy.
-    """
-    for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if is_lazy(value):
-            raise InvalidInputError(
-                f"model: {name} of {type(model).__name__} has no shape before a first forward pass (a lazy module); "
-                "run the model on a batch once, then make the optimizer"
-            )
-
-
-def check_clip(clip_grad_norm: object) -> None:
-    """Check the argument `clip_grad_norm`.
-
-    Raises:
-        InvalidInputError: It is not a positive number.
-    """
-    if clip_grad_norm is not None:
-        check_positive_number("clip_grad_norm", clip_grad_norm)
-
-
 def drop_old_gradients(step: GradientStep, notices: Notices) -> None:
     """Drop gradients that exist before a window, whatever their source, and report it: they belong to no window."""
     if step.holds_gradients():
@@ -556,34 +392,3 @@ def drop_old_gradients(step: GradientStep, notices: Notices) -> None:
             "each leaves the other some): an update is made from its window alone"
         )
         step.clear_gradients()
-
-
-def _move(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None, memory: MemoryBackend) -> None:
-    homes = {module: home for module in modules if (home := _home(module)) is not None}
-    if all(home == memory.device for home in homes.values()):
-        return
-    failure = ""
-    try:
-        for module in homes:
-            module.to(memory.device)
-        if optimizer is not None and optimizer.state:
-            # Moves state created on the old device to the parameters' new device.
-            optimizer.load_state_dict(optimizer.state_dict())
-    except Exception as error:
-        if not is_oom(error):
-            raise
-        failure = first_line(error)
-    if failure:
-        for module, home in homes.items():
-            module.to(home)
-        memory.release()
-        size = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
-        raise DoesNotFitError(
-            f"the model's parameters take {format_bytes(size)}, and {format_bytes(memory.reading().free_bytes)} are "
-            f"free on {memory.name} ({failure}); end other processes there, or choose a smaller model or another device"
-        )
-
-
-def _home(module: nn.Module) -> torch.device | None:
-    tensor = next(itertools.chain(module.parameters(), module.buffers()), None)
-    return None if tensor is None else tensor.device

@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from autoaccum._arguments import check_positive_int, shown
 from autoaccum._data.by_length import ByLength
 from autoaccum._data.splits import is_default
 from autoaccum._system import signals
-from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
 
 # Windows between two that are measured, with noise_scale=True.
-EVERY = 50
 # The weight of all earlier windows in the moving averages, once there are many.
 _KEPT = 0.9
 _FEWEST = 2
@@ -289,31 +286,6 @@ class NoiseScale:
             key="noise in parts",
         )
         self._hindrance = "gradients arrive in several parts (reentrant checkpoints)"
-
-
-def check_noise_scale(noise_scale: object, loss_scope: str) -> int | None:
-    """Check the argument `noise_scale`; return the number of windows from one that is measured to the next.
-
-    Raises:
-        InvalidInputError: It is neither a bool nor a positive integer, or the loss is computed over whole windows.
-    """
-    if noise_scale is False or noise_scale is None:
-        return None
-    every = EVERY
-    if isinstance(noise_scale, str):
-        raise InvalidInputError(
-            f"noise_scale={shown(noise_scale)} is neither True nor a number of windows; pass True, or such as 50"
-        )
-    if noise_scale is not True:
-        check_positive_int("noise_scale", noise_scale)
-        assert isinstance(noise_scale, int)
-        every = noise_scale
-    if loss_scope == "window":
-        raise InvalidInputError(
-            f"noise_scale={noise_scale} compares gradients of micro-batches, and loss_scope='window' is for losses "
-            "whose gradient is no mean of theirs; leave noise_scale out"
-        )
-    return every
 
 
 def rounded(number: float) -> str:

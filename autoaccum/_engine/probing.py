@@ -9,16 +9,15 @@ import torch
 
 from autoaccum._arguments import check_positive_int
 from autoaccum._data.batches import count
-from autoaccum._data.splits import check_split
 from autoaccum._engine import devices
-from autoaccum._engine.does_not_fit import options_of, sample_does_not_fit
-from autoaccum._engine.forward_backward import assemble
+from autoaccum._engine.assembly import assemble
+from autoaccum._engine.does_not_fit import sample_does_not_fit
 from autoaccum._engine.optimizer_copy import Snapshot
+from autoaccum._engine.options import Options
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.trial import Trials
-from autoaccum._engine.window_loss import WholeWindow, check_loss_scope
+from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._memory import backend_for
-from autoaccum._memory.limits import parse_limit
 from autoaccum._records import ProbeResult
 from autoaccum._sizing.offline_search import line_through, next_size
 from autoaccum._system import signals
@@ -80,27 +79,13 @@ def find_micro_batch(
         DoesNotFitError: Not even one sample fits.
         DeviceLostError: This process can no longer use the device.
     """
+    options = Options.of(find_micro_batch, locals())
     notices = Notices()
-    check_loss_scope(loss_scope)
-    check_split(split)
     samples = count(batch, split)
     largest = samples if max_micro_batch is None else check_positive_int("max_micro_batch", max_micro_batch)
     memory = devices.resolve(device, model, notices)
-    limit_bytes = parse_limit(memory_limit, memory)
-    step = assemble(
-        model,
-        loss,
-        optimizer,
-        memory=memory,
-        precision_name=precision,
-        forward=forward,
-        loss_reduction=None,
-        clip_grad_norm=None,
-        notices=notices,
-        split=split,
-        weights=weights,
-    )
-    step.options = options_of(find_micro_batch)
+    limit_bytes = options.limit_bytes(memory)
+    step = assemble(model, options, memory=memory, notices=notices)
     with step.using_weights(weights):
         return probe(step, batch, largest, limit_bytes, loss_scope=loss_scope)
 

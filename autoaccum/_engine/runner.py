@@ -19,19 +19,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from autoaccum import _oom
 from autoaccum._arguments import check_one_batch, shown
-from autoaccum._callbacks import check_callbacks
 from autoaccum._data.batches import as_window
 from autoaccum._data.loader_checks import check_loader
 from autoaccum._data.random_state import RandomState
 from autoaccum._engine import devices, optimizers, update_complete
-from autoaccum._engine.batchnorm import check_batchnorm
-from autoaccum._engine.does_not_fit import options_of
+from autoaccum._engine.assembly import assemble
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.events import Events
-from autoaccum._engine.fallback import check_memory
-from autoaccum._engine.forward_backward import assemble, drop_old_gradients
+from autoaccum._engine.forward_backward import drop_old_gradients
 from autoaccum._engine.gradient_checks import no_gradient
-from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale, shuffled
+from autoaccum._engine.noise_scale import NoiseScale, shuffled
+from autoaccum._engine.options import Options
 from autoaccum._engine.outside_limit import Outside, drawn
 from autoaccum._engine.peers import Alone
 from autoaccum._engine.rungs import AVOIDABLE
@@ -39,14 +37,12 @@ from autoaccum._engine.sample_order import LengthOrder
 from autoaccum._engine.step_limit import StepLimit
 from autoaccum._engine.step_savings import StepSavings
 from autoaccum._engine.window import Engine
-from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._loss.closures import used_by
-from autoaccum._memory.limits import parse_limit
 from autoaccum._oom import let_go
 from autoaccum._records import TOKENS, DeviceScalar, Plan, StepReport
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system import signals
-from autoaccum._system.notices import Notices, check_notices
+from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError, UpdateCompleteError
 
 if TYPE_CHECKING:
@@ -119,8 +115,6 @@ class WindowRunner:
         notices: Reports choices made on the user's behalf.
         peers: The processes that make the windows together; None if this one is alone.
         moves: Moves with every update; None for nothing.
-        loss_scope: As for `fit`.
-        batchnorm: As for `fit`.
         noise: The gradient noise scale to measure; None without `noise_scale`.
         order: Puts the samples of windows in order; None for the loader's. A window that is measured has a random one.
     """
@@ -134,8 +128,6 @@ class WindowRunner:
         *,
         peers: Peers | None = None,
         moves: MovesWithUpdates | None = None,
-        loss_scope: str = "micro_batch",
-        batchnorm: str = "keep",
         noise: NoiseScale | None = None,
         order: LengthOrder | None = None,
     ) -> None:
@@ -147,15 +139,12 @@ class WindowRunner:
         self._notices = notices
         self._peers: Peers = peers or Alone(step.updates)
         self._moves = moves
-        self._loss_scope = loss_scope
         self._engine = Engine(
             step,
             sizing,
             events,
             notices,
             peers=self._peers,
-            loss_scope=loss_scope,
-            batchnorm=batchnorm,
             noise=noise,
         )
         # A loss that is not finite is an error only in the first window: later it may result from the training itself.
@@ -401,30 +390,13 @@ class Runner(WindowRunner):
         callbacks: Sequence[Callback] = (),
         notices: Notices | None = None,
     ) -> None:
+        options = Options.of(Runner, locals())
         _check_plan(plan)
-        check_callbacks(callbacks)
-        check_loss_scope(loss_scope)
-        check_batchnorm(batchnorm)
-        every = check_noise_scale(noise_scale, loss_scope)
-        check_notices(notices)
         notices = notices or Notices()
         backend = devices.resolve(device, model, notices)
-        limit_bytes = parse_limit(memory_limit, backend)
-        savings, _ = check_memory(memory, None, backend)
-        step = assemble(
-            model,
-            loss,
-            optimizer,
-            memory=backend,
-            precision_name=precision,
-            forward=forward,
-            loss_reduction=loss_reduction,
-            clip_grad_norm=clip_grad_norm,
-            notices=notices,
-            split=split,
-            weights=weights,
-        )
-        step.options = options_of(Runner)
+        limit_bytes = options.limit_bytes(backend)
+        savings, _ = options.savings(backend)
+        step = assemble(model, options, memory=backend, notices=notices)
         step.use_weights(weights)
         self._limit = StepLimit(backend, limit_bytes)
         self._savings = StepSavings(step.objective.modules, savings, backend, notices)
@@ -432,11 +404,9 @@ class Runner(WindowRunner):
             self._savings.rungs.begin(None, None, measures=False)
         events = Events([Outside(callback, backend) for callback in callbacks], notices)
         sizing = Sizing(backend, lambda: step.parameters, Cutting.of(plan), SizingOptions(), events)
-        noise = None if every is None else NoiseScale(every, notices)
+        noise = None if options.noise_every is None else NoiseScale(options.noise_every, notices)
         order = LengthOrder(None, step, notices, in_tokens=True) if plan.counts == TOKENS else None
-        super().__init__(
-            step, sizing, events, notices, loss_scope=loss_scope, batchnorm=batchnorm, noise=noise, order=order
-        )
+        super().__init__(step, sizing, events, notices, noise=noise, order=order)
         self._evaluator: Evaluator | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -548,7 +518,7 @@ class Runner(WindowRunner):
         """
         check_loader("loader", loader, self._step.objective.split)
         if self._evaluator is None:
-            self._evaluator = Evaluator(self._step, loss_scope=self._loss_scope)
+            self._evaluator = Evaluator(self._step, loss_scope=self._step.options.loss_scope)
         memory = self._step.memory
         before = RandomState(memory.device, self._step.objective.modules, used_by(self._step.objective.functions))
         before.take()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._engine.fallback import AUTO, Fallbacks, head_of_auto
+from autoaccum._engine.fallback import Fallbacks
 from autoaccum._engine.rungs import Rungs, change_of_rung, reason_of
+from autoaccum._engine.saving_names import AUTO, head_of_auto
 from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:

@@ -32,7 +32,6 @@ from autoaccum._engine.moving_layers import MovingLayers
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.steady import NotSteadyError, SteadyPath
-from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._records import MemoryEvent
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.planner import format_cut
@@ -74,8 +73,6 @@ class Engine:
         events: Counts windows and reports out-of-memory errors.
         notices: Reports choices made on the user's behalf.
         peers: The processes that make the windows together.
-        loss_scope: As for `fit`.
-        batchnorm: As for `fit`.
         noise: The gradient noise scale to measure; None without `noise_scale`.
         elsewhere: Where the user may change gradients, for messages.
         owns_gradients: Whether gradients between windows are this engine's, so that the loss may reach parameters of
@@ -96,13 +93,10 @@ class Engine:
         notices: Notices,
         *,
         peers: GradientPeers,
-        loss_scope: str = "micro_batch",
-        batchnorm: str = "keep",
         noise: NoiseScale | None = None,
         elsewhere: str = "between windows",
         owns_gradients: bool = True,
     ) -> None:
-        check_loss_scope(loss_scope)
         modules, device = step.objective.modules, step.memory.device
         self._step = step
         self._sizing = sizing
@@ -111,9 +105,9 @@ class Engine:
         self._peers = peers
         self._elsewhere = elsewhere
         self._owns_gradients = owns_gradients
-        self._takes_whole = loss_scope == "window"
+        self._takes_whole = step.options.loss_scope == "window"
         self._room = Headroom(step.memory)
-        self._norms = BatchNorms(modules, batchnorm, notices)
+        self._norms = BatchNorms(modules, step.options.batchnorm, notices)
         self._moving = MovingLayers(modules, notices)
         saved = None if step.is_sharded else lambda: step.parameters
         self._savepoint = Savepoint(modules, device, step.objective.functions, parameters=saved)
@@ -463,7 +457,7 @@ class Engine:
             exceptions.note(
                 error,
                 "autoaccum: this window has one sample, and BatchNorm takes its statistics of more; "
-                f"{short_window(self._step.options)}",
+                f"{short_window(self._step.options.names)}",
             )
         elif size == 1 and (self._has_failed or (self._had_failed and refuses_one)):
             reason = f"one sample alone is refused: {error}"
@@ -473,7 +467,7 @@ class Engine:
             exceptions.note(
                 error,
                 f"autoaccum: the micro-batches {format_cut(sizes)} of this window leave one of a single sample, and "
-                f"BatchNorm takes its statistics of more; {other_sizes(self._step.options)} avoid it",
+                f"BatchNorm takes its statistics of more; {other_sizes(self._step.options.names)} avoid it",
             )
 
     # --- what others see ----------------------------------------------------------------------------------------------

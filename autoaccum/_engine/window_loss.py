@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autoaccum._arguments import check_choice
 from autoaccum._data.batches import Window, repeated
 from autoaccum._data.nesting import copied, map_tensors, without_graphs
 from autoaccum._data.numbers import ITEMS, numbers_in, with_number
@@ -45,22 +44,12 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._loss.terms import Term
 
-LOSS_SCOPES = ("micro_batch", "window")
 
 # Tolerance between the second forward pass and the first, relative to the first: kernels that add in another order stay
 # far below, another dropout mask or other noise goes far beyond.
 _SAME = 1e-2
 # Factors for a loss computed over a whole window.
 _ALL_AT_ONCE = Factors(1.0, 1.0, alone=True)
-
-
-def check_loss_scope(value: object) -> None:
-    """Check the argument `loss_scope`.
-
-    Raises:
-        InvalidInputError: It is unknown.
-    """
-    check_choice("loss_scope", value, LOSS_SCOPES)
 
 
 class WindowLoss:

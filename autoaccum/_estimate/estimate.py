@@ -30,6 +30,7 @@ from autoaccum._data.nesting import copied, map_tensors, tensors_in
 from autoaccum._engine.bf16_weights import Bf16Weights, check_weights
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.optimizers import resolve
+from autoaccum._engine.options import Options
 from autoaccum._engine.precision import PRECISIONS, Precision, own_half_type
 from autoaccum._estimate import cudnn_recurrent, layer_drop
 from autoaccum._estimate.card_properties import CardAnswers
@@ -290,7 +291,8 @@ class _Job:
             # bf16 and fp16 have the same size, and fp16 is slow on a CPU.
             name = "bf16" if real and self.precision == "fp16" else self.precision
             how = Precision(own or name, device, autocasts=own is None)
-        step = TrainingStep(objective, chosen, how, Simulated(2**60), clip_grad_norm=self.clip_grad_norm)
+        options = Options(clip_grad_norm=self.clip_grad_norm)
+        step = TrainingStep(objective, chosen, how, Simulated(2**60), options)
         if isinstance(self.weights, str):
             makes = Bf16Weights if real else FakeBf16Weights
             step.updates.weights = makes(self.weights, objective.modules, chosen)

@@ -17,7 +17,6 @@ from torch import nn
 from autoaccum._arguments import (
     check_bool,
     check_call,
-    check_choice,
     check_function,
     check_positive_int,
     check_positive_number,
@@ -25,17 +24,15 @@ from autoaccum._arguments import (
 )
 from autoaccum._data.batches import count
 from autoaccum._data.loader_checks import check_loader
-from autoaccum._data.splits import check_split, is_first
+from autoaccum._data.splits import is_first
 from autoaccum._engine import devices, optimizers
-from autoaccum._engine.batchnorm import BatchNorms, check_batchnorm
-from autoaccum._engine.bf16_weights import check_weights
-from autoaccum._engine.does_not_fit import options_of
-from autoaccum._engine.fallback import check_memory
-from autoaccum._engine.forward_backward import assemble, check_shapes
+from autoaccum._engine.assembly import assemble, check_shapes
+from autoaccum._engine.batchnorm import BatchNorms
 from autoaccum._engine.optimizer_list import name_of
-from autoaccum._engine.precision import PRECISIONS, own_half_type
+from autoaccum._engine.options import Options
+from autoaccum._engine.precision import own_half_type
+from autoaccum._engine.saving_names import check_memory
 from autoaccum._engine.step_savings import StepSavings
-from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._estimate.estimate import WithoutValuesError, trace_step
 from autoaccum._estimate.fake import built_for_real, built_on_meta
 from autoaccum._estimate.gpus import DISPLAY_MIB, card_named, custom_card, display_bytes, with_display
@@ -54,7 +51,6 @@ from autoaccum._report.remedy_times import timed
 from autoaccum._report.savings import names_in, saving, together
 from autoaccum._report.sequence_lengths import may_vary, of_length
 from autoaccum._report.wording import format_seconds
-from autoaccum._sizing.planner import check_finding
 from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
@@ -166,12 +162,14 @@ def preflight(
         DeviceMissingError: This machine does not have `device`.
     """
     check_positive_int("target_batch", target_batch)
-    check_finding("auto", "off", strategy)
-    check_loss_scope(loss_scope)
-    check_batchnorm(batchnorm)
+    options = Options.of(preflight, locals())
     group = ManyRanks(ranks, target_batch, fsdp, overlap)
     most = group.share if max_micro_batch is None else check_positive_int("max_micro_batch", max_micro_batch)
-    _check_precision(precision, weights, fsdp=fsdp)
+    if fsdp and weights is not None:
+        raise InvalidInputError(
+            f"weights={weights!r} does not go with fully_shard, whose own mixed precision has bf16 weights beside "
+            "shards in float32; leave one of weights= and fsdp=True out"
+        )
     _check_ways(measure, loader, split, on_trial, on_part)
     limit_s = _limit_s(epochs, max_steps, time_limit)
     batch, lengths = _at_length(batch, loader, length, split)
@@ -208,9 +206,8 @@ def preflight(
     timing: _Timing = tuple
     if measures:
         backend = devices.resolve(device, made, notices)
-        putting = {"optimizer": chosen, "precision_name": precision, "clip_grad_norm": None, "notices": notices, **way}
         ways = (
-            partial(_put_together, made, memory=backend, weights=weights, **putting),
+            partial(_put_together, made, replace(options, optimizer=chosen), memory=backend, notices=notices),
             partial(_traced, asked, made, {"optimizer": chosen, "adapt": adapt, "weights": weights, **way}),
         )
         measured, warnings, timing = _measured(asked, backend, *ways, on_trial, on_part, memory, notices)
@@ -258,11 +255,10 @@ def preflight(
 
 
 @contextmanager
-def _put_together(model: nn.Module, *, weights: str | None, **putting: Any) -> Iterator[TrainingStep]:
+def _put_together(model: nn.Module, options: Options, **how: Any) -> Iterator[TrainingStep]:
     """Yield the step, whose weights are as asked meanwhile."""
-    step = assemble(model, weights=weights, **putting)
-    step.options = options_of(preflight)
-    with step.using_weights(weights):
+    step = assemble(model, options, **how)
+    with step.using_weights(options.weights):
         yield step
 
 
@@ -279,21 +275,6 @@ def _optimizer_of(asked: Any, modules: Sequence[nn.Module], notices: Notices, *,
             "optimizer='adamw', or leave fsdp=True out"
         )
     return chosen
-
-
-def _check_precision(precision: str, weights: str | None, *, fsdp: bool) -> None:
-    """Check the arguments `precision` and `weights`.
-
-    Raises:
-        InvalidInputError: One of them cannot be used, or weights do not go with sharding.
-    """
-    check_choice("precision", precision, PRECISIONS)
-    check_weights(weights, precision)
-    if fsdp and weights is not None:
-        raise InvalidInputError(
-            f"weights={weights!r} does not go with fully_shard, whose own mixed precision has bf16 weights beside "
-            "shards in float32; leave one of weights= and fsdp=True out"
-        )
 
 
 def _about_options(strategy: str | None, weights: str | None) -> Iterator[str]:
@@ -387,7 +368,6 @@ def _about_room(
 def _check_ways(measure: object, loader: object, split: Split | None, on_trial: object, on_part: object) -> None:
     if measure is not None:
         check_bool("measure", measure)
-    check_split(split)
     if loader is not None:
         check_loader("loader", loader, split)
     check_function("on_trial", on_trial, "trial")

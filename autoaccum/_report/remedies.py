@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from autoaccum._data.nesting import map_tensors
 from autoaccum._engine.bf16_weights import BF16_MASTER
 from autoaccum._engine.checkpointing import checkpointed
-from autoaccum._engine.chunked_recipe import CHUNKED
 from autoaccum._engine.offloading import offloaded
+from autoaccum._engine.saving_names import CHUNKED
 from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.gpus import known_cards
 from autoaccum._estimate.lora import RANK, alike, with_adapters

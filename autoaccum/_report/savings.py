@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from autoaccum._engine.checkpointing import checkpointed
-from autoaccum._engine.chunked_recipe import CHUNKED, chunked
-from autoaccum._engine.fallback import AUTO, check_memory
+from autoaccum._engine.chunked_recipe import chunked
 from autoaccum._engine.offloading import offloaded
+from autoaccum._engine.saving_names import AUTO, CHUNKED, check_memory
 from autoaccum._memory.simulated import Simulated
 
 if TYPE_CHECKING:

@@ -201,21 +201,6 @@ def _greedy(samples: int, most: int, multiple_of: int) -> tuple[int, ...]:
     return (size,) * full + ((rest,) if rest else ())
 
 
-def check_finding(micro_batch: int | str, probe: str, strategy: str | None) -> None:
-    """Check arguments of `fit`.
-
-    Raises:
-        InvalidInputError: One of them is not valid.
-    """
-    if isinstance(micro_batch, str) and micro_batch != "auto":
-        raise InvalidInputError(f"micro_batch={shown(micro_batch)} is unknown; pass 'auto' or a whole number")
-    if not isinstance(micro_batch, str):
-        check_positive_int("micro_batch", micro_batch)
-    check_choice("probe", probe, PROBES)
-    if strategy is not None:
-        check_choice("strategy", strategy, STRATEGIES)
-
-
 def format_cut(micro_batches: Sequence[int]) -> str:
     """Return a cut in readable form: "34+33+33", or "4x256+1x10" if it is long."""
     if len(micro_batches) <= _CUT_SPELLED_OUT:

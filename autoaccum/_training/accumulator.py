@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
-from autoaccum._arguments import check_bool, check_choice, check_function, check_one_batch
-from autoaccum._callbacks import check_callbacks
+from autoaccum._arguments import check_choice, check_function, check_one_batch
 from autoaccum._data.batches import as_window
 from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
 from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._distributed.process_group import Ranks, join_ranks
 from autoaccum._engine import devices
 from autoaccum._engine.accumulator import GradientAccumulator
-from autoaccum._engine.batchnorm import check_batchnorm
-from autoaccum._engine.does_not_fit import options_of
+from autoaccum._engine.assembly import assemble_without_optimizer
 from autoaccum._engine.events import Events
-from autoaccum._engine.fallback import check_memory
-from autoaccum._engine.forward_backward import assemble_without_optimizer
 from autoaccum._engine.measured_batches import MeasuredBatches
-from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale
+from autoaccum._engine.noise_scale import NoiseScale
+from autoaccum._engine.options import Options
 from autoaccum._engine.outside_limit import Outside
 from autoaccum._engine.step_limit import StepLimit
 from autoaccum._engine.step_savings import StepSavings
-from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._loss.closures import Closure, modules_used_by
-from autoaccum._memory.limits import parse_limit
 from autoaccum._oom import is_oom, let_go
 from autoaccum._sizing.cache import PlanCache
 from autoaccum._sizing.cache_entry import CacheEntry
 from autoaccum._sizing.job_key import key_of
-from autoaccum._sizing.planner import check_finding
-from autoaccum._system.notices import Notices, check_notices
+from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError, RankFailedError
 
 if TYPE_CHECKING:
@@ -131,62 +126,70 @@ class Accumulator:
         callbacks: Sequence[Callback] = (),
         notices: Notices | None = None,
     ) -> None:
-        check_finding(micro_batch, "inline", strategy)
-        check_callbacks(callbacks)
-        check_loss_scope(loss_scope)
-        check_batchnorm(batchnorm)
-        every = check_noise_scale(noise_scale, loss_scope)
-        check_bool("cache", cache)
-        _check_functions(loss, closure, forward, loss_scope)
-        check_notices(notices)
-        self._notices = notices = notices or Notices()
+        self._set_up(model, Options.of(Accumulator, locals()), closure=closure, scale=scale)
+
+    @classmethod
+    def _of(
+        cls,
+        model: nn.Module,
+        options: Options,
+        *,
+        closure: Callable[[Any], Any] | None = None,
+        scale: torch.amp.GradScaler | None = None,
+    ) -> Self:
+        """Return an accumulator with the options of an adapter."""
+        made = cls.__new__(cls)
+        made._set_up(model, options, closure=closure, scale=scale)
+        return made
+
+    def _set_up(
+        self,
+        model: nn.Module,
+        options: Options,
+        *,
+        closure: Callable[[Any], Any] | None,
+        scale: torch.amp.GradScaler | Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        _check_functions(options, closure)
+        self._notices = notices = options.notices or Notices()
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             model = model.module
-        backend = devices.resolve(device, model, notices)
-        limit_bytes = parse_limit(memory_limit, backend)
-        names, _ = check_memory(memory, None, backend)
+        backend = devices.resolve(options.device, model, notices)
+        limit_bytes = options.limit_bytes(backend)
+        names, _ = options.savings(backend)
         used = [] if closure is None else modules_used_by(closure)
-        losses = loss if isinstance(loss, list | tuple) else [loss]
-        functions = [one for one in (*losses, forward) if callable(one)]
+        losses = options.loss if isinstance(options.loss, list | tuple) else [options.loss]
+        functions = [one for one in (*losses, options.forward) if callable(one)]
         used += [module for one in functions for module in modules_used_by(one)]
         self._step = assemble_without_optimizer(
             model,
-            loss if closure is None else [Closure(closure)],
+            options if closure is None else replace(options, loss=[Closure(closure)]),
             memory=backend,
-            precision_name=precision,
-            forward=forward,
-            loss_reduction=loss_reduction,
             notices=notices,
-            split=split,
             further=[module for module in dict.fromkeys(used) if module not in losses],
             scale=scale,
         )
-        self._step.options = options_of(Accumulator)
-        self._ranks = _ranks(self._step, loss_scope, batchnorm, notices)
+        self._ranks = _ranks(self._step, notices)
         self._limit = StepLimit(backend, limit_bytes)
         ranks, step = self._ranks, self._step
         of_all = {} if ranks is None else {"of_all": ranks.exchange}
         self._savings = StepSavings(step.objective.modules, names, backend, notices, **of_all)
-        self._noise = None if every is None else NoiseScale(every, notices)
-        caches = cache and micro_batch == "auto" and loss_scope == "micro_batch"
+        self._noise = None if options.noise_every is None else NoiseScale(options.noise_every, notices)
+        measures = options.micro_batch == "auto" and options.loss_scope == "micro_batch"
         accumulating = GradientAccumulator(
             step,
-            Events([Outside(callback, backend) for callback in callbacks], notices),
+            Events([Outside(callback, backend) for callback in options.callbacks], notices),
             notices,
             peers=None if ranks is None else lambda: DataParallel(ranks, step, say=notices.say),
-            micro_batch=micro_batch,
-            strategy=strategy,
-            loss_scope=loss_scope,
-            batchnorm=batchnorm,
             noise=self._noise,
-            entry_of=_entries(step, limit_bytes, names, closure, notices) if caches else None,
+            entry_of=_entries(step, limit_bytes, names, closure, notices) if options.cache and measures else None,
         )
         self._accumulating = accumulating
         self._batches = MeasuredBatches(
             accumulating,
             self._savings,
             step,
-            measures=micro_batch == "auto" and loss_scope == "micro_batch",
+            measures=measures,
             is_alone=ranks is None,
         )
         self._at_work = threading.Lock()
@@ -319,7 +322,7 @@ def _entries(
     return entry
 
 
-def _ranks(step: GradientStep, loss_scope: str, batchnorm: str, notices: Notices) -> Ranks | None:
+def _ranks(step: GradientStep, notices: Notices) -> Ranks | None:
     """Join the other processes of this training, and give all of them the weights of the first; None if there are none.
 
     Raises:
@@ -337,13 +340,13 @@ def _ranks(step: GradientStep, loss_scope: str, batchnorm: str, notices: Notices
             "the closure or the loss calls a model in DistributedDataParallel, which would sum gradients over ranks in "
             "every backward pass, of which ranks make different numbers; call what is inside (model.module)"
         )
-    if loss_scope != "micro_batch":
+    if step.options.loss_scope != "micro_batch":
         raise InvalidInputError(
-            f"loss_scope={loss_scope!r} computes the loss of a whole batch at once, but each of "
+            f"loss_scope={step.options.loss_scope!r} computes the loss of a whole batch at once, but each of "
             f"{torch.distributed.get_world_size()} ranks holds only a part of it; train in one process"
         )
     ranks = Ranks(memory)
-    check_alike(ranks, step, {"batchnorm": batchnorm})
+    check_alike(ranks, step, {"batchnorm": step.options.batchnorm})
     begin_alike(ranks, step, notices)
     return ranks
 
@@ -353,11 +356,11 @@ def _sums_in_backward(module: nn.Module) -> bool:
     return isinstance(module, torch.nn.parallel.DistributedDataParallel) and "forward" not in vars(module)
 
 
-def _check_functions(loss: object, closure: object, forward: object, loss_scope: str) -> None:
+def _check_functions(options: Options, closure: object) -> None:
     if closure is None:
         return
-    given = [name for name, one in (("loss", loss), ("forward", forward)) if one is not None]
-    if loss_scope == "window":
+    given = [name for name in ("loss", "forward") if getattr(options, name) is not None]
+    if options.loss_scope == "window":
         given.append("loss_scope='window'")
     if given:
         raise InvalidInputError(

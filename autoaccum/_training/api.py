@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autoaccum._arguments import check_bool, check_positive_int, check_whole_number
-from autoaccum._callbacks import check_callbacks
+from autoaccum._arguments import check_positive_int, check_whole_number
 from autoaccum._data.batches import check_windows
 from autoaccum._data.by_length import check_order
 from autoaccum._data.loader_checks import check_loader
@@ -25,22 +24,17 @@ from autoaccum._distributed.load_balance import check_shares
 from autoaccum._distributed.overlap import check_overlap, hindrance
 from autoaccum._distributed.process_group import joined
 from autoaccum._engine import devices, optimizers
-from autoaccum._engine.batchnorm import check_batchnorm
-from autoaccum._engine.does_not_fit import options_of
+from autoaccum._engine.assembly import assemble
 from autoaccum._engine.dtensor import check_sharded
 from autoaccum._engine.evaluation import check_metrics
-from autoaccum._engine.fallback import AUTO, Fallbacks, check_memory, head_of_auto
-from autoaccum._engine.finiteness import check_on_nan
-from autoaccum._engine.forward_backward import assemble, check_clip
-from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale
+from autoaccum._engine.fallback import Fallbacks
+from autoaccum._engine.noise_scale import NoiseScale
 from autoaccum._engine.oom_report import PostMortem, check_folder_name
+from autoaccum._engine.options import Options
 from autoaccum._engine.sample_order import LengthOrder
-from autoaccum._engine.tensor_origins import are_compiled
-from autoaccum._engine.window_loss import check_loss_scope
-from autoaccum._memory.limits import parse_limit
+from autoaccum._engine.saving_names import AUTO, head_of_auto
 from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.cache import PlanCache
-from autoaccum._sizing.planner import check_finding
 from autoaccum._system.environment import MAX_MICRO_BATCH, max_micro_batch
 from autoaccum._system.launched import own_rank
 from autoaccum._system.notices import Notices
@@ -271,46 +265,32 @@ def fit(
     started = time.perf_counter()
     token_target = check_target(target_batch, target_tokens, tokens, lengths)
     target: Any = target_batch if token_target is None else token_target.tokens
-    _check_cuts(target, drop_last, micro_batch, probe, strategy, cache)
+    options = Options.of(fit, locals())
+    check_windows(target, drop_last)
     optimizers.check_scaling(lr_scaling, target, base_batch)
-    _check_updates(loss_scope, batchnorm, on_nan)
-    noise_every = check_noise_scale(noise_scale, loss_scope)
     takes_by_length = check_order(order, lengths, in_tokens=token_target is not None)
     if takes_by_length:
         _check_by_length(loss_scope, probe, split, in_tokens=token_target is not None)
     epochs, max_steps = _check_length(epochs, max_steps)
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
     _check_data(loader, val_loader, split, val_steps, metrics, epochs)
-    check_clip(clip_grad_norm)
     folders = [check_saving(checkpoint, checkpoint_steps, checkpoint_minutes, resume), check_folder_name(oom_report)]
-    _check_others(callbacks, seed, shares, shard=shard, overlap=overlap)
+    check_seed(seed)
+    check_shares(shares, shard=shard)
+    check_overlap(overlap)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module  # DDP's own first forward pass would wait for all ranks
     rank, cap, counts = own_rank(), max_micro_batch(), SAMPLES if token_target is None else TOKENS
     notices = Notices(silent=progress is False or rank > 0)
     _tell_of_cap(cap, micro_batch if isinstance(micro_batch, int) else target, notices, token_target)
     backend = devices.resolve(device, model, notices)
-    limit_bytes = parse_limit(memory_limit, backend)
+    limit_bytes = options.limit_bytes(backend)
     shown = OtherRank(rank, silent=progress is False) if rank else progress_for(progress, backend, limit_bytes, counts)
-    savings, fallbacks = check_memory(memory, fallback, backend)
+    savings, fallbacks = options.savings(backend)
     with Untouched(backend.device, folders, (loader, val_loader)) as untouched, joined(backend) as ranks:
         if seed is not None:
             _seed(seed + rank)
-        step = assemble(
-            model,
-            loss,
-            optimizer,
-            memory=backend,
-            precision_name=precision,
-            forward=forward,
-            loss_reduction=loss_reduction,
-            clip_grad_norm=clip_grad_norm,
-            notices=notices,
-            split=split,
-            is_one_of_several=ranks is not None,
-            weights=weights,
-        )
-        step.options = options_of(fit)
+        step = assemble(model, options, memory=backend, notices=notices, is_one_of_several=ranks is not None)
         untouched.keep_rates(step.optimizer, scheduler)
         saver = saver_for(checkpoint, checkpoint_steps, checkpoint_minutes, resume)
         earlier = None if saver is None else saver.cap(notices)
@@ -332,7 +312,7 @@ def fit(
                 "loss_reduction": loss_reduction,
                 "batchnorm": batchnorm,
                 "on_nan": on_nan,
-                "noise_scale": noise_every,
+                "noise_scale": options.noise_every,
                 "order": order,
                 "memory": savings,
                 "weights": weights,
@@ -348,7 +328,7 @@ def fit(
                 f"weights={weights!r}": weights is not None,
                 "optimizer='adamw8bit'": optimizers.is_8bit(step.optimizer),
                 f"overlap={overlap!r}": overlap,
-                f"noise_scale={noise_scale!r}": noise_every is not None,
+                f"noise_scale={noise_scale!r}": bool(noise_scale),
                 f"order={order!r}": takes_by_length,
                 f"probe={probe!r}": probe == "before" and micro_batch == "auto",
             }
@@ -359,7 +339,6 @@ def fit(
                 loader,
                 alike | {"target_tokens": target_tokens},
                 tokens=token_target,
-                loss_scope=loss_scope,
                 hindrance=hindrance(backend, limit_bytes),
                 notices=notices,
             )
@@ -381,13 +360,8 @@ def fit(
             finding=Finding(
                 step,
                 world.target_batch,
-                micro_batch=micro_batch,
-                probe=probe,
-                strategy=strategy or ("uniform" if are_compiled(step.objective.modules) else None),
                 cache=PlanCache(notices) if cache else None,
                 limit_bytes=limit_bytes,
-                loss_scope=loss_scope,
-                forward=forward,
                 cap=cap,
                 grows_from=grows_from,
                 counts=counts,
@@ -399,10 +373,7 @@ def fit(
             callbacks=(shown, *callbacks),
             notices=notices,
             saver=saver,
-            loss_scope=loss_scope,
-            batchnorm=batchnorm,
-            noise=None if noise_every is None else NoiseScale(noise_every, notices),
-            on_nan=on_nan,
+            noise=None if options.noise_every is None else NoiseScale(options.noise_every, notices),
             fallbacks=Fallbacks(
                 step.objective.modules,
                 fallbacks,
@@ -435,7 +406,6 @@ def _ranks_of(
     arguments: dict[str, Any],
     *,
     tokens: TokenTarget | None,
-    loss_scope: str,
     hindrance: str,
     notices: Notices,
 ) -> SeveralRanks:
@@ -445,9 +415,9 @@ def _ranks_of(
         InvalidInputError: The ranks differ, or the training needs something that ranks cannot do together.
     """
     refuse_what_talks(step.objective.modules)
-    if loss_scope != "micro_batch":
+    if (scope := step.options.loss_scope) != "micro_batch":
         raise InvalidInputError(
-            f"loss_scope={loss_scope!r} computes the loss of a whole window at once, but each of {ranks.size} "
+            f"loss_scope={scope!r} computes the loss of a whole window at once, but each of {ranks.size} "
             "ranks holds only a part of it; train in one process"
         )
     check_alike(ranks, step, arguments)
@@ -493,27 +463,6 @@ def _check_by_length(loss_scope: str, probe: str, split: Split | None, *, in_tok
         raise InvalidInputError(
             "probe='before' tries numbers of samples, and target_tokens= counts tokens; pass probe='inline'"
         )
-
-
-def _check_cuts(
-    target_batch: int, drop_last: bool, micro_batch: int | str, probe: str, strategy: str | None, cache: bool
-) -> None:
-    check_windows(target_batch, drop_last)
-    check_finding(micro_batch, probe, strategy)
-    check_bool("cache", cache)
-
-
-def _check_updates(loss_scope: str, batchnorm: str, on_nan: str) -> None:
-    check_loss_scope(loss_scope)
-    check_batchnorm(batchnorm)
-    check_on_nan(on_nan)
-
-
-def _check_others(callbacks: Sequence[Callback], seed: int | None, shares: str, *, shard: bool, overlap: bool) -> None:
-    check_callbacks(callbacks)
-    check_seed(seed)
-    check_shares(shares, shard=shard)
-    check_overlap(overlap)
 
 
 def _check_length(epochs: int | None, max_steps: int | None) -> tuple[int | None, int | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._engine.probing import probe
+from autoaccum._engine.tensor_origins import are_compiled
 from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.cache_entry import CacheEntry
 from autoaccum._sizing.job_key import key_of
@@ -13,8 +14,6 @@ from autoaccum._sizing.sizing import SizingOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from torch import nn
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import TrainingStep
@@ -34,13 +33,8 @@ class Finding:
     Args:
         step: The training step.
         target_batch: Number of samples per window.
-        micro_batch: As for `fit`.
-        probe: As for `fit`.
-        strategy: As for `fit`.
         cache: Keeps plans between runs; None to keep none.
         limit_bytes: Memory limit, as the memory backend counts it.
-        loss_scope: As for `fit`.
-        forward: As for `fit`.
         cap: Upper bound on the micro-batch, set or found; None for no bound.
         saves: What saves memory, as `fit` takes it in `memory`.
         grows_from: The initial size if a size that does not fit would end the process. Nothing is then tried, and sizes
@@ -52,13 +46,8 @@ class Finding:
         step: TrainingStep,
         target_batch: int,
         *,
-        micro_batch: int | str,
-        probe: str,
-        strategy: str | None,
         cache: PlanCache | None,
         limit_bytes: int | None,
-        loss_scope: str,
-        forward: Callable[[nn.Module, Any], Any] | None,
         cap: int | None = None,
         grows_from: int | None = None,
         counts: str = SAMPLES,
@@ -66,23 +55,26 @@ class Finding:
     ) -> None:
         self._counts = counts
         self._saves = saves
-        self.asked = micro_batch
+        options = step.options
+        self.asked, probe = options.micro_batch, options.probe
         # A cap that no window reaches has no effect.
         self._cap = None if cap is None or cap >= target_batch else cap
         self._step = step
         self._target_batch = target_batch
-        self._is_auto = micro_batch == "auto"
+        self._is_auto = self.asked == "auto"
         # A loss over the whole window needs to know the whole cut beforehand.
-        self._probe = "before" if probe == "inline" and loss_scope == "window" else probe
+        self._probe = "before" if probe == "inline" and options.loss_scope == "window" else probe
         self._grows_from = grows_from
         if grows_from is not None:
             self._probe = probe = "off"
-        self._strategy = strategy or ("fastest" if self._is_auto and grows_from is None else "balanced")
+        by_default = "fastest" if self._is_auto and grows_from is None else "balanced"
+        if are_compiled(step.objective.modules):
+            by_default = "uniform"
+        self._strategy = options.strategy or by_default
         self._multiple_of = TILE if self._is_auto and step.precision.name != "fp32" else 1
         self._cache = cache if self._is_auto and probe != "off" else None
         self._limit_bytes = limit_bytes
-        self._loss_scope = loss_scope
-        self._forward = forward
+        self._loss_scope = options.loss_scope
         self._entry = CacheEntry(step.memory)
         self._key: Key | None = None
         self._entries: dict[tuple[str, ...], CacheEntry] = {}  # of what memory="auto" tries

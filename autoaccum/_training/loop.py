@@ -66,10 +66,7 @@ class Training:
         callbacks: Callbacks to notify, including the progress display.
         notices: Reports choices made for the user.
         saver: Writes and finds checkpoints; None without `checkpoint`.
-        loss_scope: As for `fit`.
-        batchnorm: As for `fit`.
         noise: The gradient noise scale to measure; None without `noise_scale`.
-        on_nan: As for `fit`.
         fallbacks: Reduce the memory of a step if not even one sample fits.
         climbs: Whether the clock chooses among them (memory="auto").
         world: The processes of this training.
@@ -91,10 +88,7 @@ class Training:
         callbacks: Sequence[Callback],
         notices: Notices,
         saver: Saver | None,
-        loss_scope: str,
-        batchnorm: str,
         noise: NoiseScale | None,
-        on_nan: str,
         fallbacks: Fallbacks,
         climbs: bool,
         world: OneProcess,
@@ -124,15 +118,13 @@ class Training:
             finding=finding,
             fallbacks=fallbacks,
             world=world,
-            loss_scope=loss_scope,
-            batchnorm=batchnorm,
             noise=noise,
             order=order,
             rungs=rungs if climbs else None,
         )
         self._noise = noise
         self._callbacks = self._lifecycle.callbacks
-        self._finiteness = Finiteness(step, on_nan, is_first=world.decides, is_alone=world.is_alone)
+        self._finiteness = Finiteness(step, step.options.on_nan, is_first=world.decides, is_alone=world.is_alone)
         self._checkpoints: CheckpointManager | None = None
         if saver is not None:
             contents = Contents(step, schedule, data.target_batch, self._random, notices, noise, data.counts)
@@ -148,7 +140,7 @@ class Training:
                 val_loader,
                 metrics,
                 _evaluation_ran_out(self._callbacks, self._progress),
-                loss_scope=loss_scope,
+                loss_scope=step.options.loss_scope,
                 part=world.part_of_validation(val_loader),
                 ranks=world.ranks,
                 random=self._random,

@@ -73,8 +73,6 @@ class PlanLifecycle:
         finding: Finds the plan by which to cut windows.
         fallbacks: Reduce the memory of a step if not even one sample fits.
         world: The processes of this training.
-        loss_scope: As for `fit`.
-        batchnorm: As for `fit`.
         noise: The gradient noise scale to measure; None without `noise_scale`.
         order: Puts the samples of windows in order; None for the loader's.
         rungs: What memory="auto" saves memory by; None without it.
@@ -96,8 +94,6 @@ class PlanLifecycle:
         finding: Finding,
         fallbacks: Fallbacks,
         world: OneProcess,
-        loss_scope: str,
-        batchnorm: str,
         noise: NoiseScale | None,
         order: LengthOrder | None,
         rungs: Rungs | None = None,
@@ -115,8 +111,6 @@ class PlanLifecycle:
         self._finding = finding
         self._fallbacks = fallbacks
         self._world = world
-        self._loss_scope = loss_scope
-        self._batchnorm = batchnorm
         self._earlier_oom_events = 0
         self._fastest: Plan | None = None  # once it has been recorded
         self._last: tuple[Plan, tuple[str, ...]] | None = None  # of the last window
@@ -235,8 +229,6 @@ class PlanLifecycle:
             self._notices,
             peers=self._world.peers,
             moves=self._progress,
-            loss_scope=self._loss_scope,
-            batchnorm=self._batchnorm,
             noise=self._noise,
             order=self._order,
         )

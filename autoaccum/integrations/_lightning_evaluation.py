@@ -11,7 +11,6 @@ from autoaccum._engine.events import Events
 from autoaccum._engine.outside_limit import Outside
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.step_limit import StepLimit
-from autoaccum._memory.limits import parse_limit
 from autoaccum._oom import first_line, is_device_lost, is_oom, is_too_large, let_go
 from autoaccum._records import MemoryEvent
 from autoaccum._sizing.planner import shrink
@@ -21,8 +20,7 @@ from autoaccum.integrations._held_logs import HeldLogs
 from autoaccum.integrations._joined_parts import Weights, joined
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+    from autoaccum._engine.options import Options
     from autoaccum._loss.objective import Objective
 
 # A step's name, and the loader's number where there are several.
@@ -45,21 +43,20 @@ class Evaluating:
     Args:
         trainer: The trainer, with its module on its device.
         module: Its module.
-        options: Arguments of the accumulator, of which the device, the limit, the split and callbacks are used.
+        options: What the callback was made with.
 
     Attributes:
         objective: How the training's loss is weighted, once that is known.
     """
 
-    def __init__(self, trainer: Any, module: Any, options: Mapping[str, Any]) -> None:
+    def __init__(self, trainer: Any, module: Any, options: Options) -> None:
         self._trainer = trainer
         self._module = module
-        self._split = options["split"]
-        device = options["device"]
-        notices = options["notices"] or Notices()
+        self._split = options.split
+        device, notices = options.device, options.notices or Notices()
         self._memory = devices.resolve(trainer.strategy.root_device if device is None else device, module, notices)
-        self._limit = StepLimit(self._memory, parse_limit(options["memory_limit"], self._memory))
-        self._events = Events([Outside(callback, self._memory) for callback in options["callbacks"]], notices)
+        self._limit = StepLimit(self._memory, options.limit_bytes(self._memory))
+        self._events = Events([Outside(callback, self._memory) for callback in options.callbacks], notices)
         self._mark = Savepoint([module], self._memory.device)
         self._sizes: dict[_Key, int] = {}
         self.objective: Objective | None = None

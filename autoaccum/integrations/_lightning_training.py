@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,7 @@ from autoaccum.integrations._joined_parts import Weights, joined, mean
 from autoaccum.integrations._own_autocast import tell_of_autocast
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+    from autoaccum._engine.options import Options
     from autoaccum._loss.objective import Objective
     from autoaccum._records import BackwardReport
 
@@ -80,27 +80,26 @@ class Training:
     Args:
         trainer: The trainer, with its module on its device.
         module: Its module.
-        options: Further arguments of the accumulator.
+        options: What the callback was made with.
 
     Attributes:
         accumulator: Computes the gradients.
         report: Of the last batch.
     """
 
-    def __init__(self, trainer: Any, module: Any, options: Mapping[str, Any]) -> None:
+    def __init__(self, trainer: Any, module: Any, options: Options) -> None:
         self._trainer = trainer
         self._step = Step(trainer, module)
         self._is_in_closure = False
         self.report: BackwardReport | None = None
-        device = options["device"]
-        self.accumulator = Accumulator(
+        device = trainer.strategy.root_device if options.device is None else options.device
+        self.accumulator = Accumulator._of(
             module,
+            # The plugin's contexts are entered within the closure.
+            replace(options, device=device, precision="fp32"),
             closure=self._step,
-            precision="fp32",  # the plugin's contexts are entered within the closure
             scale=getattr(trainer.precision_plugin, "scaler", None),
-            **{**options, "device": trainer.strategy.root_device if device is None else device},
         )
-        self.accumulator._step.options = frozenset(options)  # which errors may advise
         if (name := _PRECISIONS.get(str(trainer.precision_plugin.precision))) is not None:
             tell_of_autocast(self.accumulator, name)
 

@@ -12,8 +12,9 @@ from transformers.trainer_pt_utils import nested_concat
 
 from autoaccum._data.batches import Window
 from autoaccum._engine import devices
+from autoaccum._engine.assembly import assemble_without_optimizer
 from autoaccum._engine.does_not_fit import abridged, sample_of
-from autoaccum._engine.forward_backward import assemble_without_optimizer
+from autoaccum._engine.options import Options
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.closures import Closure
 from autoaccum._oom import first_line, is_oom, is_too_large, let_go
@@ -210,13 +211,9 @@ class _Weights:
             self._model = model
             self._step = assemble_without_optimizer(
                 model,
-                [Closure(self._loss)],
+                Options(loss=[Closure(self._loss)], precision="fp32", split=self._split),
                 memory=devices.resolve(self._trainer.args.device, model, self._notices),
-                precision_name="fp32",
-                forward=None,
-                loss_reduction=None,
                 notices=self._notices,
-                split=self._split,
             )
             self._mark = Savepoint([model], self._step.memory.device)
         return self._step

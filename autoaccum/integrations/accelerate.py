@@ -15,12 +15,14 @@ The loader's batch is the batch of an update, of this process. Everything else s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import extract_model_from_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from autoaccum._arguments import shown
+from autoaccum._engine.options import Options
 from autoaccum._system.exceptions import contextmanager
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
@@ -59,28 +61,29 @@ class Windowed:
     Args:
         accelerator: The accelerator.
         model: The prepared model.
-        options: Further arguments of `autoaccum.Accumulator`.
+        options: What `windowed` was called with.
+        closure: As for `Accumulator`.
 
     Attributes:
         accumulator: Computes the gradients.
     """
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, **options: Any) -> None:
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, options: Options, closure: Callable[[Any], Any] | None = None
+    ) -> None:
         warn_if_untried("accelerate", *TRIED)
         _refuse(accelerator, model)
         self._accelerator = accelerator
         self._parallel = model if isinstance(model, DistributedDataParallel) else None
-        device = options.pop("device")
+        device = accelerator.device if options.device is None else options.device
         with self._outside_of_parallel():
-            self.accumulator = Accumulator(
+            self.accumulator = Accumulator._of(
                 # Not unwrapped from the autocast that `prepare` has put around its forward.
                 extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=True),
-                device=accelerator.device if device is None else device,
-                precision="fp32",  # the model casts by itself
+                replace(options, device=device, precision="fp32"),  # the model casts by itself
+                closure=closure,
                 scale=accelerator.scaler,
-                **options,
             )
-        self.accumulator._step.options = frozenset(options)  # which errors may advise
         if (name := _HALVES.get(accelerator.mixed_precision)) is not None:
             tell_of_autocast(self.accumulator, name)
 
@@ -169,24 +172,7 @@ def windowed(
             or it trains in a way that this does not hold for.
         DoesNotFitError: The model itself does not fit on the device.
     """
-    return Windowed(
-        accelerator,
-        model,
-        loss=loss,
-        closure=closure,
-        forward=forward,
-        memory_limit=memory_limit,
-        micro_batch=micro_batch,
-        strategy=strategy,
-        cache=cache,
-        loss_reduction=loss_reduction,
-        loss_scope=loss_scope,
-        batchnorm=batchnorm,
-        split=split,
-        device=device,
-        callbacks=callbacks,
-        notices=notices,
-    )
+    return Windowed(accelerator, model, Options.of(windowed, locals()), closure)
 
 
 def _refuse(accelerator: Accelerator, model: nn.Module) -> None:

@@ -22,10 +22,10 @@ except ImportError:  # the package's older name, of the same interface
 
     _PACKAGE = "pytorch_lightning"
 
+from autoaccum._engine.options import Options
 from autoaccum.integrations._lightning_evaluation import STEPS, Evaluating
 from autoaccum.integrations._lightning_refusals import refuse_strategy, refuse_training
 from autoaccum.integrations._lightning_training import Training
-from autoaccum.integrations._options import check_options
 from autoaccum.integrations._versions import warn_if_untried
 
 if TYPE_CHECKING:
@@ -88,19 +88,7 @@ class Windowed(pl.Callback):
     ) -> None:
         super().__init__()
         warn_if_untried(_PACKAGE, *TRIED)
-        self._options = {
-            "memory_limit": memory_limit,
-            "micro_batch": micro_batch,
-            "strategy": strategy,
-            "cache": cache,
-            "loss_reduction": loss_reduction,
-            "batchnorm": batchnorm,
-            "split": split,
-            "device": device,
-            "callbacks": callbacks,
-            "notices": notices,
-        }
-        check_options(self._options)
+        self._options = Options.of(Windowed, locals())
         self._training: Training | None = None
         self._evaluating: Evaluating | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -14,12 +15,12 @@ from autoaccum._arguments import check_bool
 from autoaccum._data.batches import Window, count
 from autoaccum._data.random_state import RandomState
 from autoaccum._data.reading import refuse_flattened
+from autoaccum._engine.options import Options
 from autoaccum._loss.modes import evaluation_mode
 from autoaccum._oom import is_oom, let_go
 from autoaccum._system.notices import Notices
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
-from autoaccum.integrations._options import check_options
 from autoaccum.integrations._own_autocast import tell_of_autocast
 from autoaccum.integrations._padding import is_padded, shortest_row, trimmed, with_lengths, without_lengths
 from autoaccum.integrations._paired_rows import PairedRows
@@ -106,16 +107,7 @@ def windowed(
     for package, (first, last) in _TRIED.items():
         warn_if_untried(package, first, last)
     check_bool("trim_padding", trim_padding)
-    options = {
-        "memory_limit": memory_limit,
-        "micro_batch": micro_batch,
-        "strategy": strategy,
-        "cache": cache,
-        "loss_reduction": loss_reduction,
-        "batchnorm": batchnorm,
-        "callbacks": callbacks,
-    }
-    check_options({**options, "split": split, "notices": notices})
+    options = Options.of(windowed, locals())
     # The innermost class comes last before `Trainer`, so that what TRL's trainers do around a training step stays.
     bases = (_Outermost, _Innermost) if trainer is Trainer else (_Outermost, trainer, _Innermost)
     return type(  # type: ignore[return-value]
@@ -124,7 +116,7 @@ def windowed(
         {
             "__doc__": trainer.__doc__,
             "__module__": trainer.__module__,
-            "_autoaccum_options": (options, split, trim_padding, notices),
+            "_autoaccum_options": (options, trim_padding),
         },
     )
 
@@ -134,10 +126,8 @@ class Windows:
 
     Args:
         trainer: The trainer.
-        options: Of its `Accumulator`.
-        split: As for `windowed`.
+        options: What `windowed` was called with.
         trim_padding: As for `windowed`.
-        notices: As for `windowed`.
 
     Attributes:
         last_backward: What was done for the last update; None before the first one.
@@ -146,22 +136,14 @@ class Windows:
 
     last_backward: BackwardReport | None
 
-    def __init__(
-        self,
-        trainer: Any,
-        options: Mapping[str, Any],
-        *,
-        split: Split | None,
-        trim_padding: bool,
-        notices: Notices | None,
-    ) -> None:
+    def __init__(self, trainer: Any, options: Options, *, trim_padding: bool) -> None:
         self.last_backward = None
         self._trainer = trainer
-        self._options = options
-        self._notices = notices or Notices()
-        if split is None and type(trainer.data_collator).__name__ in _PREFERENCES:
-            split = PairedRows()
-        self._split = split
+        self._notices = options.notices or Notices()
+        self._split = options.split
+        if self._split is None and type(trainer.data_collator).__name__ in _PREFERENCES:
+            self._split = PairedRows()
+        self._options = replace(options, split=self._split, notices=self._notices, precision="fp32")
         self._trims: bool | None = None if trim_padding else False
         self._metrics = TrainerMetrics(trainer)
         self._model: nn.Module | None = None
@@ -304,17 +286,9 @@ class Windows:
         if self._accumulator is None or self._model is not model:
             self._model = model
             accelerator = self._trainer.accelerator
-            self._accumulator = Accumulator(
-                model,
-                closure=self._loss,
-                device=self._trainer.args.device,
-                precision="fp32",  # the model casts by itself
-                scale=accelerator.scaler,
-                split=self._split,
-                notices=self._notices,
-                **self._options,
-            )
-            self._accumulator._step.options = frozenset(self._options)  # which errors may advise
+            options = replace(self._options, device=self._trainer.args.device)
+            # The model casts by itself.
+            self._accumulator = Accumulator._of(model, options, closure=self._loss, scale=accelerator.scaler)
             if accelerator.mixed_precision in _HALVES:
                 tell_of_autocast(self._accumulator, accelerator.mixed_precision)
         return self._accumulator
@@ -341,15 +315,15 @@ class _Innermost(Trainer):
 class _Outermost:
     """What stands before the user's class."""
 
-    _autoaccum_options: tuple[Mapping[str, Any], Split | None, bool, Notices | None]
+    _autoaccum_options: tuple[Options, bool]
     _autoaccum: Windows | None = None
 
     @property
     def autoaccum(self) -> Windows:
         """What computes the gradients."""
         if self._autoaccum is None:
-            options, split, trim_padding, notices = self._autoaccum_options
-            self._autoaccum = Windows(self, options, split=split, trim_padding=trim_padding, notices=notices)
+            options, trim_padding = self._autoaccum_options
+            self._autoaccum = Windows(self, options, trim_padding=trim_padding)
         return self._autoaccum
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

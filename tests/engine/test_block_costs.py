@@ -9,11 +9,10 @@ from torch import nn
 from autoaccum import Simulated
 from autoaccum._data.batches import as_window
 from autoaccum._engine.block_costs import BlockCost, measured, partial_levels
-from autoaccum._engine.forward_backward import assemble
 from autoaccum._memory import backend_for
-from autoaccum._system.notices import Notices
 from fallback_models import Stack
 from helpers import live_tensors
+from put_together import training_step
 from rung_training import is_plain
 
 CPU = backend_for(torch.device("cpu"))
@@ -21,17 +20,8 @@ CLASSES = torch.tensor([0, 1, 2, 3])
 
 
 def costs_of(model, batch, *, memory=CPU, loss=None, precision="fp32"):
-    step = assemble(
-        model,
-        loss,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        memory=memory,
-        precision_name=precision,
-        forward=None,
-        loss_reduction=None,
-        clip_grad_norm=None,
-        notices=Notices(silent=True),
-        split=None,
+    step = training_step(
+        model, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1), memory=memory, precision=precision
     )
     return measured(step, as_window(batch, None))
 

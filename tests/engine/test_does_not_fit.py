@@ -9,15 +9,15 @@ from torch import nn
 
 import autoaccum
 from autoaccum._data.batches import Window
+from autoaccum._engine.assembly import assemble
 from autoaccum._engine.does_not_fit import (
     described,
-    options_of,
     sample_does_not_fit,
     sample_of,
     short_window,
     whole_does_not_fit,
 )
-from autoaccum._engine.forward_backward import assemble
+from autoaccum._engine.options import Options
 from autoaccum._engine.phases import Phase
 from autoaccum._records import MemoryReading, Neighbour
 from autoaccum._system.notices import Notices
@@ -44,19 +44,8 @@ class Device(autoaccum.Simulated):
 
 
 def step_on(device=None, *, takes=autoaccum.fit, model=None, optimizer=None):
-    step = assemble(
-        model or nn.Linear(4, 3),
-        None,
-        optimizer,
-        memory=device or Device(),
-        precision_name="fp32",
-        forward=None,
-        loss_reduction=None,
-        clip_grad_norm=None,
-        notices=Notices(silent=True),
-    )
-    step.options = options_of(takes)
-    return step
+    options = Options.of(takes, {"optimizer": optimizer, "precision": "fp32"})
+    return assemble(model or nn.Linear(4, 3), options, memory=device or Device(), notices=Notices(silent=True))
 
 
 def said_of(step, **what):
@@ -165,12 +154,12 @@ def test_every_option_that_is_advised_is_one_of_the_function_that_was_called(tak
         advised = str(error).partition("; try ")[2]
         named = set(re.findall(r"(\w+)=", advised.replace("an optimizer with foreach=False", "")))
         assert advised
-        assert named <= options_of(takes)
+        assert named <= Options.of(takes, {}).names
 
 
 def test_remedies_of_a_function_that_takes_no_options_are_words():
     step = step_on(model=Blocks())
-    step.options = frozenset()
+    step.options = Options()
 
     text = said_of(step)
 
@@ -192,8 +181,8 @@ def test_what_the_optimizer_takes_is_not_saved_by_keeping_less_for_backward():
 
 
 def test_short_window_is_left_out_by_the_function_that_was_called_or_by_what_makes_windows():
-    assert short_window(options_of(autoaccum.fit)).startswith("drop_last=True leaves")
-    assert short_window(options_of(autoaccum.Runner)).startswith("drop_last=True of autoaccum.windows")
+    assert short_window(Options.of(autoaccum.fit, {}).names).startswith("drop_last=True leaves")
+    assert short_window(Options.of(autoaccum.Runner, {}).names).startswith("drop_last=True of autoaccum.windows")
 
 
 # --- its length -------------------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ from torch import nn
 
 import autoaccum
 from autoaccum._engine.checkpointing import checkpointed
-from autoaccum._engine.fallback import Fallbacks, check_fallback
+from autoaccum._engine.fallback import Fallbacks
 from autoaccum._engine.offloading import offloaded
+from autoaccum._engine.saving_names import check_fallback
 from autoaccum._memory import Host, Simulated
 from fallback_models import Stack, Wide, a_step, data, seed
 from helpers import CPU, live_tensors

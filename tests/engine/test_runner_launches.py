@@ -9,6 +9,7 @@ from torch import nn
 import autoaccum
 from autoaccum._data.batches import as_window
 from autoaccum._engine.forward_backward import TrainingStep
+from autoaccum._engine.options import Options
 from autoaccum._estimate.fake import Stage, ValuesAssumed
 from autoaccum._estimate.fake_step import FakePrecision
 from autoaccum._loss.objective import Objective
@@ -110,7 +111,7 @@ def _runner(model, optimizer, precision, clip):
     notices = Notices(silent=True)
     objective = Objective(model, nn.MSELoss(), forward=None, loss_reduction=None, notices=notices)
     memory = autoaccum.Simulated(2**40, CARD)
-    step = TrainingStep(objective, optimizer, precision, memory, clip_grad_norm=clip)
+    step = TrainingStep(objective, optimizer, precision, memory, Options(clip_grad_norm=clip))
     runner = runner_of(step, autoaccum.Plan(SAMPLES, SIZES), notices=notices)
 
     def run(model, optimizer, precision, window, clip):

@@ -1,0 +1,161 @@
+"""The arguments that `fit` shares with other entry points, in one record: checked here, described by `fit` alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from autoaccum._arguments import check_bool, check_choice, check_positive_int, check_positive_number, shown
+from autoaccum._callbacks import check_callbacks
+from autoaccum._data.splits import check_split
+from autoaccum._engine.bf16_weights import check_weights
+from autoaccum._engine.precision import PRECISIONS
+from autoaccum._engine.saving_names import check_memory
+from autoaccum._loss.objective import check_loss_reduction
+from autoaccum._memory.limits import parse_limit
+from autoaccum._memory.simulated import Simulated
+from autoaccum._sizing.planner import PROBES, STRATEGIES
+from autoaccum._system.notices import check_notices
+from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+    from torch import nn
+
+    from autoaccum._callbacks import Callback
+    from autoaccum._data.pieces import Split
+    from autoaccum._engine.optimizers import MakesOptimizer
+    from autoaccum._loss.objective import Loss
+    from autoaccum._memory.base import MemoryBackend
+    from autoaccum._system.notices import Notices
+
+LOSS_SCOPES = ("micro_batch", "window")
+BATCHNORM_MODES = ("keep", "rescale")
+ON_NAN = ("warn", "stop", "ignore")
+# Before the device is known, a limit and names are read as on one that is larger than any.
+_ANY_DEVICE_BYTES = 2**60
+_NOISE_EVERY = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Options:
+    """Arguments of `fit`, by their names; where an entry point does not take one, its default.
+
+    Attributes:
+        names: The names of all that the entry point takes: errors advise no others.
+
+    Raises:
+        InvalidInputError: An argument cannot be used, on any device.
+    """
+
+    names: frozenset[str] = frozenset()
+    loss: Loss | Sequence[Loss] | None = None
+    loss_reduction: str | None = None
+    loss_scope: str = "micro_batch"
+    forward: Callable[[nn.Module, Any], Any] | None = None
+    split: Split | None = None
+    batchnorm: str = "keep"
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | str | None = None
+    clip_grad_norm: float | None = None
+    on_nan: str = "warn"
+    noise_scale: bool | int = False
+    device: str | torch.device | MemoryBackend | None = None
+    precision: str = "auto"
+    weights: str | None = None
+    micro_batch: int | str = "auto"
+    probe: str = "inline"
+    strategy: str | None = None
+    cache: bool = True
+    memory_limit: float | str | None = None
+    memory: str | Sequence[str] | None = None
+    fallback: str | Sequence[str] | None = None
+    callbacks: Sequence[Callback] = ()
+    notices: Notices | None = None
+
+    @classmethod
+    def of(cls, entry: Callable[..., Any], given: Mapping[str, Any]) -> Self:
+        """Return the options of a call.
+
+        Args:
+            entry: The function or class that was called.
+            given: Its arguments by name; others are left aside.
+        """
+        return cls(names=_taken_by(entry), **{name: given[name] for name in SHARED if name in given})
+
+    def __post_init__(self) -> None:
+        """Check them."""
+        if isinstance(self.micro_batch, str):
+            if self.micro_batch != "auto":
+                raise InvalidInputError(
+                    f"micro_batch={shown(self.micro_batch)} is unknown; pass 'auto' or a whole number"
+                )
+        else:
+            check_positive_int("micro_batch", self.micro_batch)
+        check_choice("probe", self.probe, PROBES)
+        if self.strategy is not None:
+            check_choice("strategy", self.strategy, STRATEGIES)
+        check_bool("cache", self.cache)
+        check_callbacks(self.callbacks)
+        check_notices(self.notices)
+        check_choice("loss_scope", self.loss_scope, LOSS_SCOPES)
+        check_choice("batchnorm", self.batchnorm, BATCHNORM_MODES)
+        check_choice("on_nan", self.on_nan, ON_NAN)
+        check_choice("precision", self.precision, PRECISIONS)
+        check_weights(self.weights, self.precision)
+        check_loss_reduction(self.loss_reduction)
+        check_split(self.split)
+        if self.clip_grad_norm is not None:
+            check_positive_number("clip_grad_norm", self.clip_grad_norm)
+        self._check_noise_scale()
+        anywhere = Simulated(_ANY_DEVICE_BYTES)
+        self.limit_bytes(anywhere)
+        self.savings(anywhere)
+
+    def _check_noise_scale(self) -> None:
+        asked = self.noise_scale
+        if isinstance(asked, str):
+            raise InvalidInputError(
+                f"noise_scale={shown(asked)} is neither True nor a number of windows; pass True, or such as 50"
+            )
+        if not isinstance(asked, bool | None):
+            check_positive_int("noise_scale", asked)
+        if asked and self.loss_scope == "window":
+            raise InvalidInputError(
+                f"noise_scale={asked} compares gradients of micro-batches, and loss_scope='window' is for losses whose "
+                "gradient is no mean of theirs; leave noise_scale out"
+            )
+
+    @property
+    def noise_every(self) -> int | None:
+        """The number of windows from one whose gradient noise is measured to the next; None for no measuring."""
+        return _NOISE_EVERY if self.noise_scale is True else self.noise_scale or None
+
+    def limit_bytes(self, device: MemoryBackend) -> int | None:
+        """Return the memory limit as the device counts it; None for no limit.
+
+        Raises:
+            InvalidInputError: It cannot be set there.
+        """
+        return parse_limit(self.memory_limit, device)
+
+    def savings(self, device: MemoryBackend) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names in `memory` and in `fallback`, in order.
+
+        Raises:
+            InvalidInputError: One of them has no effect on this device.
+        """
+        return check_memory(self.memory, self.fallback, device)
+
+
+# The names of the arguments.
+SHARED = frozenset(field.name for field in dataclasses.fields(Options)) - {"names"}
+
+
+@functools.cache
+def _taken_by(entry: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(entry).parameters)

@@ -1,0 +1,89 @@
+"""Arguments that `fit` shares with other entry points are one: the same default, the same check, described by `fit`."""
+
+import inspect
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum._engine.options import SHARED, Options
+from helpers import assert_bitwise, state_of
+
+ENTRIES = (
+    autoaccum.Runner,
+    autoaccum.Accumulator,
+    autoaccum.find_micro_batch,
+    autoaccum.preflight,
+)
+BATCH = torch.randn(4, 3), torch.randint(0, 2, (4,))
+BAD = {
+    "loss_reduction": "median",
+    "loss_scope": "epoch",
+    "split": 3,
+    "batchnorm": "freeze",
+    "clip_grad_norm": -1.0,
+    "noise_scale": "often",
+    "precision": "fp8",
+    "weights": "int4",
+    "micro_batch": 0,
+    "strategy": "slowest",
+    "cache": "yes",
+    "memory_limit": "many",
+    "memory": "less",
+    "callbacks": print,
+    "notices": "quiet",
+}
+
+
+def arguments_of(entry):
+    return inspect.signature(entry).parameters
+
+
+def called(entry, model, **options):
+    if entry is autoaccum.fit:
+        return entry(model, [BATCH], 4, **options)
+    if entry is autoaccum.Runner:
+        return entry(model, None, autoaccum.plan(4, 2), **options)
+    if entry is autoaccum.Accumulator:
+        return entry(model, **options)
+    if entry is autoaccum.preflight:
+        return entry(model, BATCH, 4, **options)
+    return entry(model, BATCH, **options)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
+def test_shared_arguments_have_the_defaults_of_fit(entry):
+    fits = arguments_of(autoaccum.fit)
+    for name, argument in arguments_of(entry).items():
+        if name in SHARED and name in fits and argument.default is not inspect.Parameter.empty:
+            assert argument.default == fits[name].default, name
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
+def test_shared_arguments_are_described_by_fit_alone(entry):
+    found = re.findall(r"^ {8}(\w+): (.*)", inspect.getdoc(entry).replace("\n    ", "\n        "), re.MULTILINE)
+    own = {"micro_batch", "device", "loss", "callbacks", "notices", "memory"}  # what differs is said
+
+    assert found
+    for name, text in found:
+        if name in SHARED - own and name in arguments_of(autoaccum.fit):
+            assert re.match(r"As for `(fit|Accumulator)`", text), (name, text)
+
+
+@pytest.mark.parametrize("entry", [autoaccum.fit, *ENTRIES], ids=lambda entry: entry.__name__)
+def test_bad_values_are_refused_alike_and_change_nothing(entry):
+    model = nn.Linear(3, 2)
+    before = state_of(model)
+
+    for name, value in BAD.items():
+        if name not in arguments_of(entry):
+            continue
+        with pytest.raises(autoaccum.InvalidInputError) as caught:
+            called(entry, model, **{name: value})
+        with pytest.raises(autoaccum.InvalidInputError) as alone:
+            Options(**{name: value})
+        assert str(caught.value) == str(alone.value)
+
+    assert_bitwise(state_of(model), before)
