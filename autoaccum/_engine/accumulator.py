@@ -25,7 +25,7 @@ from autoaccum._system import signals
 from autoaccum._system.environment import max_micro_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
 
@@ -49,7 +49,7 @@ _BATCHES_BEFORE_TIMING = 10
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """What cuts and runs batches for which `.grad` was empty, or for which it was not: one plan does not fit both.
+    """What cuts and runs batches, up to one that is larger than any that fitted.
 
     Attributes:
         sizing: Cuts the batches.
@@ -107,8 +107,8 @@ class GradientAccumulator:
         peers: Makes what stands for the processes that compute the gradient together, again whenever the parameters
             have changed; None if this one is alone.
         noise: The gradient noise scale to measure; None without `noise_scale`.
-        entry_of: Returns what the cache holds of batches like a window, whether `.grad` is empty before them, and what
-            memory="auto" has chosen (None without it); None for nothing.
+        entry_of: Returns what the cache holds of batches like a window with what memory="auto" has chosen (None without
+            it); None for nothing.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class GradientAccumulator:
         *,
         peers: Callable[[], GradientPeers] | None = None,
         noise: NoiseScale | None = None,
-        entry_of: Callable[[Window, bool, Rung | None], CacheEntry] | None = None,
+        entry_of: Callable[[Window, Rung | None], CacheEntry] | None = None,
     ) -> None:
         self._step = step
         self._noise = noise
@@ -134,20 +134,18 @@ class GradientAccumulator:
         self._earlier: list[Tensor | None] = []
         self._sparse: list[Tensor | None] | None = None  # the sums, where some are sparse
         self._is_added = False
-        self._current: _Lane | None = None
-        self._lanes: dict[bool, _Lane] = {}
-        self._lanes_of: dict[Rung, dict[bool, _Lane]] = {}
+        self._lane: _Lane | None = None
+        self._lanes_of: dict[Rung, _Lane | None] = {}
         self._rung: Rung | None = None
         self._tried: str | None = None
         self._compares, self._keeps = False, True
-        self._found: dict[bool, Remembered | None] = {}
+        self._found: Remembered | None = None
         self._looked_up: CacheEntry | None = None
 
     @property
     def plan(self) -> Plan | None:
-        """How the largest batch so far is cut where `.grad` was empty before; None before the first batch."""
-        lane = self._lanes.get(False) or self._lanes.get(True)
-        return None if lane is None else lane.sizing.plan
+        """How the largest batch so far is cut; None before the first batch."""
+        return None if self._lane is None else self._lane.sizing.plan
 
     def add(self, window: Window) -> BackwardReport:
         """Add the gradient of a window to `.grad`.
@@ -161,7 +159,7 @@ class GradientAccumulator:
         started = time.perf_counter()
         step, noise = self._step, self._noise
         self._earlier, self._parameters = list(map(_GRADIENT, step.parameters)), step.parameters
-        lane = self._lane(window, is_empty=_are_none(self._earlier))
+        lane = self._lane_for(window)
         engine = lane.engine
         measures = noise is not None and noise.is_due(self._events.windows + 1) and lane.sizing.is_settled
         if measures and not step.keeps_outputs:
@@ -208,14 +206,13 @@ class GradientAccumulator:
 
     def known(self, batch: Any) -> Window | None:
         """Return a window of a batch of tensors just like those of the last one; None if it is anything else."""
-        lane = self._current
-        return None if lane is None else lane.engine.steady.known(batch)
+        return None if self._lane is None else self._lane.engine.steady.known(batch)
 
     # --- memory="auto" ------------------------------------------------------------------------------------------------
 
     def remembered(self, window: Window) -> tuple[Rung | None, str | None]:
         """Return what an earlier run has chosen for batches like this one, and what it tried; None where it has not."""
-        found = self._entry_of(window, self.is_empty, None).found
+        found = self._entry_of(window, None).found
         return (None, None) if found is None else (found.memory, found.tried)
 
     def begin_rung(self, rung: Rung, *, compares: bool, is_chosen: bool, tried: str | None = None) -> None:
@@ -228,36 +225,31 @@ class GradientAccumulator:
             tried: What was tried before, in words, for that run to tell.
         """
         if self._rung is not None:
-            self._lanes_of[self._rung] = self._lanes
-        self._lanes, self._compares = self._lanes_of.pop(rung, {}), compares
+            self._lanes_of[self._rung] = self._lane
+        self._lane, self._compares = self._lanes_of.pop(rung, None), compares
         self._rung, self._keeps, self._tried = rung, is_chosen, tried
         if is_chosen:
-            self._found = {is_empty: lane.entry.found for is_empty, lane in self._lanes.items()}
-            self._lanes, self._lanes_of = {}, {}
-
-    def sizing(self, *, is_empty: bool) -> Sizing | None:
-        """Return what cuts batches for which `.grad` is empty before, or is not; None before the first of them."""
-        lane = self._lanes.get(is_empty)
-        return None if lane is None else lane.sizing
+            self._found = None if self._lane is None else self._lane.entry.found
+            self._lane, self._lanes_of = None, {}
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there are no earlier gradients."""
-        return _are_none(map(_GRADIENT, self._step.parameters))
+    def sizing(self) -> Sizing | None:
+        """What cuts batches; None before the first of them."""
+        return None if self._lane is None else self._lane.sizing
 
     def look_up(self, window: Window) -> None:
         """Look up what the cache holds of a batch that is about to be added, as long as modules are as the user's."""
-        lane = self._lanes.get(self.is_empty)
-        if self._keeps and (lane is None or _is_outgrown(lane.sizing, window)):
-            self._looked_up = self._entry_of(window, self.is_empty, self._rung)
+        if self._keeps and (self._lane is None or _is_outgrown(self._lane.sizing, window)):
+            self._looked_up = self._entry_of(window, self._rung)
 
-    def _entry(self, window: Window, *, is_empty: bool) -> CacheEntry:
+    def _entry(self, window: Window) -> CacheEntry:
         if not self._keeps:
             return CacheEntry(self._step.memory)
-        entry = self._looked_up or self._entry_of(window, is_empty, self._rung)
+        entry = self._looked_up or self._entry_of(window, self._rung)
         self._looked_up = None
         entry.note_tried(self._tried)
-        entry.take(self._found.pop(is_empty, None))
+        entry.take(self._found)
+        self._found = None
         return entry
 
     # --- a batch ------------------------------------------------------------------------------------------------------
@@ -271,15 +263,14 @@ class GradientAccumulator:
         for parameter in new:
             parameter.grad = None
         self._peers = self._make_peers()
-        for lane in self._lanes.values():
-            lane.engine.use(self._peers)
+        if self._lane is not None:
+            self._lane.engine.use(self._peers)
 
     def _finish(self, given: Given) -> tuple[Reduced, tuple[Any, ...]] | None:
         """Add a window's gradient to earlier ones; None if another process lacks memory for it."""
         self._step.stage.phase = Phase.ADD
-        lane = self._current
-        assert lane is not None
-        reduced = self._peers.reduce(given, lane.engine, self._before_adding)
+        assert self._lane is not None
+        reduced = self._peers.reduce(given, self._lane.engine, self._before_adding)
         if reduced is None:
             return None
         with signals.held():  # an interrupt would leave some gradients with this batch, and others without it
@@ -295,7 +286,7 @@ class GradientAccumulator:
     def _before_adding(self, *_: object) -> None:
         """Reject a window without gradients, and allocate while there is a way back."""
         if not self._step.holds_gradients():
-            if self._current is not None and not self._current.engine.is_due:
+            if self._lane is not None and not self._lane.engine.is_due:
                 raise NotSteadyError  # the parameters may be new
             raise no_gradient(self._step.parameters)
         pairs = [(before, parameter.grad) for parameter, before in zip(self._parameters, self._earlier, strict=True)]
@@ -322,14 +313,11 @@ class GradientAccumulator:
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 
-    def _lane(self, window: Window, *, is_empty: bool) -> _Lane:
+    def _lane_for(self, window: Window) -> _Lane:
         """Return what cuts and runs a batch, newly made for the first one and for one larger than any that fitted."""
-        lane = self._lanes.get(is_empty)
-        if lane is None or _is_outgrown(lane.sizing, window):
-            known = lane or self._lanes.get(not is_empty)
-            self._lanes[is_empty] = lane = self._new_lane(window, known, self._entry(window, is_empty=is_empty))
-        self._current = lane
-        return lane
+        if self._lane is None or _is_outgrown(self._lane.sizing, window):
+            self._lane = self._new_lane(window, self._lane, self._entry(window))
+        return self._lane
 
     def _new_lane(self, window: Window, known: _Lane | None, entry: CacheEntry) -> _Lane:
         step, samples, cap = self._step, window.samples, max_micro_batch()
@@ -364,10 +352,6 @@ class GradientAccumulator:
             owns_gradients=False,
         )
         return _Lane(sizing, engine, entry)
-
-
-def _are_none(gradients: Iterable[Tensor | None]) -> bool:
-    return all(gradient is None for gradient in gradients)
 
 
 def _experience(known: _Lane | None) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
 
 class MeasuredBatches:
     """Adds gradients of batches, saving memory by what is fastest.
-
-    Only batches of one kind are compared: those for which `.grad` was empty before, or those for which it was not, as
-    for the first batch.
 
     Args:
         accumulating: Adds the gradients.
@@ -51,7 +47,7 @@ class MeasuredBatches:
         self._memory = step.memory
         self._measures = measures
         self._is_alone = is_alone
-        self._kind: bool | None = None
+        self._has_begun = False
 
     def add(self, window: Window) -> BackwardReport:
         """Add the gradient of a window to `.grad`.
@@ -66,12 +62,11 @@ class MeasuredBatches:
         if rungs is None:
             with self._savings.in_force():
                 return self._accumulating.add(window)
-        if self._kind is None:
+        if not self._has_begun:
             self._begin(rungs, window)
         if not rungs.is_measuring:
             return self._added(rungs, window)
-        kind = self._accumulating.is_empty
-        before = self._accumulating.sizing(is_empty=kind)
+        before = self._accumulating.sizing
         was_trial = before is None or before.is_learning
         self._memory.synchronize()
         started = time.perf_counter()
@@ -80,7 +75,7 @@ class MeasuredBatches:
         seconds = time.perf_counter() - started
         # While processes wait for each other, their interrupts wait anyway.
         with signals.held() if self._is_alone else nullcontext():
-            self._judge(rungs, kind, report, work_of(window), was_trial=was_trial, seconds=seconds)
+            self._judge(rungs, report, work_of(window), was_trial=was_trial, seconds=seconds)
         return report
 
     def _begin(self, rungs: Rungs, window: Window) -> None:
@@ -91,7 +86,7 @@ class MeasuredBatches:
             self._accumulating.begin_rung(
                 rungs.rung, compares=rungs.is_measuring, is_chosen=is_known, tried=rungs.tried
             )
-        self._kind = self._accumulating.is_empty
+        self._has_begun = True
 
     def _added(self, rungs: Rungs, window: Window) -> BackwardReport:
         """Add the gradient, saving more where not even one sample fits."""
@@ -107,14 +102,11 @@ class MeasuredBatches:
             self._memory.release()
             self._accumulating.begin_rung(rungs.rung, compares=rungs.is_measuring, is_chosen=False)
 
-    def _judge(
-        self, rungs: Rungs, kind: bool, report: BackwardReport, work: int, *, was_trial: bool, seconds: float
-    ) -> None:
+    def _judge(self, rungs: Rungs, report: BackwardReport, work: int, *, was_trial: bool, seconds: float) -> None:
         """Choose with all processes what saves memory in the next batch."""
-        former, sizing = rungs.rung, self._accumulating.sizing(is_empty=kind)
+        former, sizing = rungs.rung, self._accumulating.sizing
         assert sizing is not None
-        cutting = sizing.cutting if kind == self._kind else replace(sizing.cutting, is_found=False)
-        if not rungs.after_window(report, cutting, work, was_trial=was_trial, seconds=seconds):
+        if not rungs.after_window(report, sizing.cutting, work, was_trial=was_trial, seconds=seconds):
             return
         if rungs.rung != former:
             self._memory.release()

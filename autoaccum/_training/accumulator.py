@@ -77,7 +77,7 @@ class Accumulator:
         memory: As for `fit`. It is in force within `backward`; the model's forward passes elsewhere are as they were.
         micro_batch: The most samples at once; "auto" finds it.
         strategy: As for `fit`.
-        cache: As for `fit`. Batches that are added to earlier gradients have an entry of their own.
+        cache: As for `fit`.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
         loss_scope: As for `fit`.
@@ -91,7 +91,7 @@ class Accumulator:
 
     A batch's gradient is computed from none and added to what was in `.grad` once it is complete, so that memory which
     runs out on the way does not affect earlier gradients. This takes the memory of a second set of gradients while
-    there are earlier ones, and sizes for those batches are found separately.
+    there are earlier ones.
 
     Parameters must not have post-accumulate-grad hooks (an optimizer that steps in the backward pass), since they would
     run for each micro-batch. Gradients cannot be differentiated again (`create_graph`). Only parameters
@@ -207,7 +207,7 @@ class Accumulator:
 
     @property
     def plan(self) -> Plan | None:
-        """How batches are cut where `.grad` was empty before; None before the first batch."""
+        """How batches are cut; None before the first batch."""
         return self._accumulating.plan
 
     @property
@@ -288,12 +288,12 @@ def _entries(
     savings: Sequence[str],
     closure: Callable[[Any], Any] | None,
     notices: Notices,
-) -> Callable[[Window, bool, Rung | None], CacheEntry]:
+) -> Callable[[Window, Rung | None], CacheEntry]:
     """Return what finds the cache's entry for batches, as `GradientAccumulator` takes it."""
     cache = PlanCache(notices)
     name = "" if closure is None else getattr(closure, "__qualname__", type(closure).__qualname__)
 
-    def entry(window: Window, is_empty: bool, chosen: Rung | None) -> CacheEntry:
+    def entry(window: Window, chosen: Rung | None) -> CacheEntry:
         try:
             sample = window.largest().cut(0, 1)
         except Exception as error:
@@ -304,7 +304,7 @@ def _entries(
         key = key_of(
             step.objective.modules,
             sample,
-            optimizer=f"a loop's own, {'no ' if is_empty else ''}gradients before a batch, {name}",
+            optimizer=f"a loop's own, {name}",
             memory=step.memory,
             precision=step.precision.name,
             target_batch=window.samples,

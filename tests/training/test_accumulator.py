@@ -586,13 +586,12 @@ def test_size_is_found_while_it_trains_and_kept():
     assert accumulating.plan.target_batch == 64
 
 
-def cuts(accumulating, *, batches=4, clears=True):
-    """The cuts of batches that begin without gradients, or with those of a batch before."""
+def cuts(accumulating, *, batches=4):
+    """The micro-batch sizes of batches that begin without gradients."""
     found = []
     for _ in range(batches):
         found.append(accumulating.backward(rows(64)).micro_batches)
-        if clears:
-            accumulating._step.clear_gradients()
+        accumulating._step.clear_gradients()
     return found
 
 
@@ -603,15 +602,6 @@ def test_next_start_of_a_job_begins_with_the_size_that_was_found():
 
     assert searched[0][0] < searched[-1][0] < 64
     assert found == [searched[-1], searched[0]]
-
-
-def test_size_for_batches_that_are_added_to_gradients_is_kept_for_itself():
-    searched = cuts(sized(24), clears=False)
-
-    first, second = cuts(sized(24), batches=2, clears=False)
-
-    assert first == searched[0]
-    assert second == searched[-1]
 
 
 def test_batches_that_are_added_to_gradients_are_cut_smaller_for_the_memory_of_a_second_set():
