@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 import autoaccum
 from autoaccum._engine.batchnorm import BatchNorms
 from autoaccum._system.notices import Notices
-from autoaccum.errors import InvalidInputError
 from helpers import classifier
 
 MOMENTUM = 0.1
@@ -281,8 +280,3 @@ def test_first_cut_window_is_the_one_that_it_is_said_of():
     norms.announce((6, 6))
 
     assert len(notices.texts) == 1
-
-
-def test_unknown_mode_is_refused():
-    with pytest.raises(InvalidInputError, match="batchnorm='sync' is unknown; choose 'keep' or 'rescale'"):
-        BatchNorms([], "sync", Notices(silent=True))
