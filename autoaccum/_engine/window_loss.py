@@ -231,7 +231,7 @@ class WholeWindow:
 
     def _run_at_once(self, window: Window, entering: Entering, *, is_first: bool) -> Given:
         """Run a window that is a single micro-batch, which needs no second pass."""
-        with closing(self._batches(window, [window.samples], entering)) as batches:
+        with closing(self._batches(window, [window.samples], entering, {})) as batches:
             _, size, batch = next(batches)
         outputs = self._loss.outputs(batch, size)
         if window.carries_counts():
@@ -244,56 +244,48 @@ class WholeWindow:
 
     def _run_twice(self, window: Window, sizes: Sequence[int], entering: Entering, *, is_first: bool) -> Given:
         """Run the micro-batches forward, then the loss, then the micro-batches forward and backward."""
-        parts, states = self._look(window, sizes, entering, is_first=is_first)
+        states: dict[int, Any] = {}
+        parts = []
+        with closing(self._batches(window, sizes, entering, states)) as batches:
+            for start, size, batch in batches:
+                # The last with a graph, so that a loss shows that reads what the model has left in an attribute.
+                with torch.set_grad_enabled(is_first and start + size == window.samples):
+                    # Copies: an output may be a view of a whole layer, or be overwritten by the next pass.
+                    parts.append(copied(without_graphs(self._loss.outputs(batch, size))))
+                del batch  # before the next comes
         self._step.stage.phase = Phase.FORWARD
         entering(window.samples, None)
-        joined = self._loss.join(parts)
-        is_rehearsal = sum(sizes) < window.samples
+        kept = tuple(parts) if self._step.keeps_outputs else ()
+        joined, is_rehearsal = self._loss.join(parts), sum(sizes) < window.samples
         if is_rehearsal:
             joined = repeated(joined, window.samples, FIRST)
         joined = map_tensors(_as_leaf, joined)
-        kept = tuple(parts) if self._step.keeps_outputs else ()
-        parts.clear()
+        del parts
         given = self._backward(joined, self._loss.batch(window), window.samples, kept, is_first=is_first)
         self._after_loss.take(copies_all=is_first or is_rehearsal)
         self._at_start.restore()
         # If the user wraps everything in autocast, casts of the weights are cached. Before PyTorch's pull request
         # 165068, those made under no_grad have no graph.
         torch.clear_autocast_cache()
-        with closing(self._batches(window, sizes, entering)) as batches:
+        with closing(self._batches(window, sizes, entering, states)) as batches:
             for start, size, batch in batches:
-                self._random.assume(states[start])
-                self._random.put_back()
                 outputs = self._loss.outputs(batch, size)
                 self._after_forward.take(copies_all=False)
                 self._pass_on(outputs, start, joined, compares=is_first)
                 # Activation checkpointing repeats forward passes in backward, and updates buffers that the next pass
                 # may read.
                 self._after_forward.restore()
-                del batch, outputs  # before the next ones come
+                del batch, outputs
         self._after_loss.restore()
         return given
 
-    def _look(
-        self, window: Window, sizes: Sequence[int], entering: Entering, *, is_first: bool
-    ) -> tuple[list[Any], dict[int, Any]]:
-        """Return each micro-batch's representations without a graph, and the random states by its first sample."""
-        parts, states = [], {}
-        with closing(self._batches(window, sizes, entering)) as batches:
-            for start, size, batch in batches:
-                self._random.take()
-                states[start] = self._random.taken
-                # With a graph, so that a loss shows that reads what the last pass left in an attribute.
-                with torch.set_grad_enabled(is_first and start + size == window.samples):
-                    # Copies: an output may be a view of a whole layer, or be overwritten by the next pass.
-                    parts.append(map_tensors(lambda one: one.detach().clone(), self._loss.outputs(batch, size)))
-                del batch
-        return parts, states
-
     def _batches(
-        self, window: Window, sizes: Sequence[int], entering: Entering
+        self, window: Window, sizes: Sequence[int], entering: Entering, states: dict[int, Any]
     ) -> Generator[tuple[int, int, Any], None, None]:
-        """Yield the micro-batches on the device, each with its first sample and its size."""
+        """Yield the micro-batches on the device, each with its first sample and its size.
+
+        The random state at each is kept in `states`, by its first sample, and restored from there the second time.
+        """
         start, rest = 0, window.samples - sum(sizes)
         # Where sizes are only the first of a window, the next micro-batch takes its memory all the same.
         with closing(self._step.transfer.feed(window, [*sizes, min(sizes[0], rest)] if rest else sizes)) as feed:
@@ -302,6 +294,12 @@ class WholeWindow:
                 entering(start, size)
                 batch = next(feed)
                 self._step.stage.phase = Phase.FORWARD
+                if start in states:
+                    self._random.assume(states[start])
+                    self._random.put_back()
+                else:
+                    self._random.take()
+                    states[start] = self._random.taken
                 yield start, size, batch
                 del batch
                 start += size
