@@ -259,12 +259,12 @@ def test_loss_may_have_any_form(loss, options):
 
 
 class LearnedScale(nn.Module):
-    """A loss with a parameter, and a buffer that counts its calls."""
+    """A loss with a parameter, and a buffer, as large as a memory bank, that counts its calls."""
 
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros(70_000))
 
     def forward(self, outputs, targets):
         self.calls += 1
@@ -281,10 +281,14 @@ def test_loss_has_parameters_and_buffers_of_its_own(trains_model, size):
     loss.zero_grad()
     loss.calls.zero_()
 
-    run(model, loss, batch, size)
+    accumulating = accumulator(model, loss, size)
+    for _ in range(3):  # of which the last is not due for checks
+        accumulating.backward(batch)
 
-    torch.testing.assert_close(gradients(model, loss), expected, rtol=1e-12, atol=1e-12)
-    assert float(loss.calls) == 1
+    torch.testing.assert_close(
+        gradients(model, loss), [None if one is None else 3 * one for one in expected], rtol=1e-12, atol=1e-12
+    )
+    assert loss.calls.unique().tolist() == [3]
 
 
 def test_loss_may_change_its_arguments_in_place():
@@ -323,9 +327,7 @@ def drawing(outputs, targets):
 @pytest.mark.parametrize("size", [13, 7, 5])
 @pytest.mark.parametrize("loss", [supervised, drawing])
 def test_everything_is_as_if_each_micro_batch_had_gone_forward_once(loss, size):
-    batch = plain()
-    torch.manual_seed(1)
-    ours, theirs = Tower().double(), Tower().double()
+    ours, theirs, batch = Tower().double(), Tower().double(), plain()
     theirs.load_state_dict(ours.state_dict())
     accumulating = accumulator(ours, loss, size)
 
@@ -341,14 +343,12 @@ def test_everything_is_as_if_each_micro_batch_had_gone_forward_once(loss, size):
     assert_bitwise(dict(ours.named_buffers()), dict(theirs.named_buffers()))
 
 
-def test_checkpointed_batchnorm_moves_once_a_micro_batch():
+def test_forward_pass_that_checkpointing_repeats_moves_nothing():
     class Checkpointed(Tower):
         def forward(self, inputs):
             return checkpoint(super().forward, inputs, use_reentrant=False)
 
-    batch = plain()
-    torch.manual_seed(1)
-    ours, theirs = Checkpointed().double(), Tower().double()
+    ours, theirs, batch = Checkpointed().double(), Tower().double(), plain()
     theirs.load_state_dict(ours.state_dict())
     accumulating = accumulator(ours, supervised, 7)
 
@@ -571,6 +571,18 @@ def test_what_cannot_be_joined_is_refused(forward, found):
 def test_what_has_no_gradient_or_no_weight_is_refused(loss, options, found):
     with pytest.raises(InvalidInputError, match=found):
         run(nn.Linear(6, 5).double(), loss, plain(), 7, **options)
+
+
+@pytest.mark.parametrize("size", [13, 7], ids=["uncut", "cut"])
+def test_term_that_the_model_leaves_in_an_attribute_is_refused(size):
+    def forward(model, batch):
+        model.term = model.weight.square().mean()
+        return model(batch[0])
+
+    model = nn.Linear(6, 5).double()
+
+    with pytest.raises(InvalidInputError, match=r"reaches weight in another way.*return the term among its outputs"):
+        run(model, lambda outputs, targets: supervised(outputs, targets) + model.term, plain(), size, forward=forward)
 
 
 # --- the documentation -----------------------------------------------------------------------------------------------
