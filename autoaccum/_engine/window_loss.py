@@ -120,23 +120,21 @@ class WindowLoss:
         Raises:
             InvalidInputError: The targets cannot be joined.
         """
-        if len(window.groups()) == 1 and not window.is_plain:
-            whole = self._step.transfer.place(copied(window.cut(0, window.samples)))
-            return (None, whole[1]) if is_pair(whole) else whole
-        parts, samples = zip(*window.parts(0, window.samples), strict=True)
+        is_one = len(window.groups()) == 1
+        if is_one and not window.is_plain:  # as the split joins them
+            parts, samples = [window.cut(0, window.samples)], [window.samples]
+        else:
+            parts, samples = map(list, zip(*window.parts(0, window.samples), strict=True))
         if is_pair(parts[0]):
-            return None, self._of_all([part[1] for part in parts], samples, window, (1,))
-        if isinstance(parts[0], Mapping) or len(window.groups()) == 1:
-            return self._of_all(parts, samples, window, ())
-        return window
+            return None, self._whole([part[1] for part in parts], samples, window, (1,))
+        return self._whole(parts, samples, window, ()) if is_one or isinstance(parts[0], Mapping) else window
 
-    def _of_all(self, parts: Sequence[Any], samples: Sequence[int], window: Window, path: tuple[int, ...]) -> Any:
-        """Return what lies at `path` in the window's batches, as one batch."""
+    def _whole(self, parts: list[Any], samples: list[int], window: Window, path: tuple[int, ...]) -> Any:
+        """Return what lies at `path` in the window's batches, as one batch on the device."""
 
-        def placed(found: Sequence[Any], what: str) -> Any:
-            joined = _join(found, samples, what)
-            # The loss may modify what it is given, and the window may be restarted. Joining several makes a copy.
-            return self._step.transfer.place(copied(joined) if len(found) == 1 else joined)
+        def placed(found: list[Any], what: str) -> Any:
+            # Copies, since the loss may modify what it is given, and the window may be restarted.
+            return self._step.transfer.place(copied(found[0]) if len(found) == 1 else _join(found, samples, what))
 
         def item(name: Any) -> Any:
             if name == ITEMS and window.carries_counts():
