@@ -28,9 +28,6 @@ class BatchNorms:
             than with the whole batch; "rescale": over a window they decay as much as in one update.
         notices: Reports that micro-batches are normalised separately.
 
-    Raises:
-        InvalidInputError: The mode is unknown.
-
     Attributes:
         rescales: Whether the mode is "rescale".
         is_there: Whether the modules contain such layers.
@@ -40,7 +37,6 @@ class BatchNorms:
         self._modules = list(modules)
         self.rescales = mode == "rescale"
         self._notices = notices
-        self._has_spoken = False
         self._own: list[tuple[_BatchNorm, float]] = []
         self.search()
 
@@ -56,36 +52,22 @@ class BatchNorms:
         return any(map(_uses_batch_statistics, self._layers))
 
     def announce(self, sizes: Sequence[int]) -> None:
-        """Report once that the cut changes what BatchNorm computes, if it does.
-
-        Args:
-            sizes: Sizes of the window's micro-batches.
-        """
-        if self._has_spoken or not self._layers or len(sizes) == 1:
-            return
+        """Report once that a cut in micro-batches of these sizes changes what BatchNorm computes, if it does."""
         count = sum(map(_uses_batch_statistics, self._layers))
-        if not count:
+        if not count or len(sizes) == 1:
             return
-        self._has_spoken = True
         layers = f"{count} layers in training mode normalise" if count > 1 else "1 layer in training mode normalises"
         remedy = (
             "Running statistics move as far as with one batch (batchnorm='rescale'). "
             if self.rescales
             else "batchnorm='rescale' sets right how fast running statistics move; "
         )
-        n_averaging = sum(layer.training and layer.momentum is None for layer in self._layers)
-        averaging = (
-            f". Running statistics of {n_averaging} with momentum=None are the mean over micro-batches, large and "
-            "small ones alike, and batchnorm='rescale' does not change that: give them a number as momentum"
-            if n_averaging
-            else ""
-        )
         found = str(max(sizes)) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
         self._notices.say(
             f"BatchNorm: {layers} by each micro-batch's own mean and variance (here of {found} samples), not "
             f"by the window's, so the gradient is not quite the whole batch's. {remedy}GroupNorm, LayerNorm or frozen "
-            f"BatchNorm (eval() and requires_grad_(False)) make no difference between cuts{averaging} "
-            "(docs/batchnorm.md)"
+            "BatchNorm (eval() and requires_grad_(False)) make no difference between cuts (docs/batchnorm.md)",
+            key="batchnorm",
         )
 
     def rescale(self, share: float) -> None:

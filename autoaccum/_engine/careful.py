@@ -184,26 +184,16 @@ class CarefulPath:
         """Run a window whose loss is computed over all of it."""
         at.sizes = self._sizing.cut(0)
         self._norms.announce(at.sizes)
-        starts = dict(enumerate(accumulate(at.sizes[:-1], initial=0)))
-        entered = 0
 
-        def enter(size: int | None) -> None:
-            nonlocal entered
-            at.size = size
+        def enter(start: int, size: int | None) -> None:
+            at.size, at.done = size, max(at.done, start)
             if size is not None:
-                self._sizing.start = starts[entered % len(at.sizes)]
-                at.done, entered = min(at.done + size, window.samples), entered + 1
+                self._sizing.start = start
                 self._enter(size, window.samples)
 
-        losses = whole.run(window, at.sizes, entering=enter, is_first=is_first)
+        given = whole.run(window, at.sizes, entering=enter, is_first=is_first)
         at.size = None
-        noted = {slot: sum(numbers[1:], start=numbers[0]) for slot, numbers in whole.reported.items()}
-        return Given(
-            window.samples,
-            {name: Parts([loss]) for name, loss in losses.items()},
-            reported=noted,
-            outputs=tuple(whole.parts),
-        )
+        return given
 
     # --- weights ------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,30 +25,10 @@ if TYPE_CHECKING:
 
 # Halving at every skipped window takes a scaler from 65,536 to under 1e-10 in this many windows.
 _SKIPPED_IN_A_ROW = 50
-# Without pinned memory and events, the device is queried once per this many windows, with one wait.
+# Devices other than CUDA's are asked once in so many windows, with one wait.
 _ASKED_EVERY = 64
 # Names listed in a message.
 _NAMED = 3
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """The values of one window, in transit to the host.
-
-    Attributes:
-        step: Number of the window.
-        names: Names of the values.
-        values: The values, on the host or still to be fetched.
-        event: Recorded after the copy to the host; None if the values have yet to be fetched.
-    """
-
-    step: int
-    names: tuple[str, ...]
-    values: tuple[Tensor, ...]
-    event: torch.cuda.Event | None
-
-    def is_there(self) -> bool:
-        return self.event is not None and bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
 class Finiteness:
@@ -66,15 +45,16 @@ class Finiteness:
     def __init__(self, step: TrainingStep, on_nan: str, *, is_first: bool, is_alone: bool) -> None:
         self._step = step
         self._on_nan = on_nan
-        self._is_alone = is_alone
         # Separate from the progress output: problems are reported even with progress=False.
         self._notices = Notices(silent=not is_first)
-        self._coming: deque[_Copy] = deque()
-        self._spare: tuple[Tensor, ...] = ()  # host memory for the values of one window
+        # Windows whose values are still to be read, with the event of their arrival on the host; None if they have to
+        # be fetched.
+        self._coming: deque[tuple[int, dict[str, Any], torch.cuda.Event | None]] = deque()
+        waits = math.inf if is_alone else 1
+        self._most_coming = waits if step.memory.device.type == "cuda" else _ASKED_EVERY
         self._skipped = 0
-        self._has_seen_state = False
-        self._exempt: set[str] | None = None
-        self._buffers: dict[str, torch.Size] = {}  # at the beginning: later ones may hold anything
+        self._has_state: bool | None = None
+        self._was_finite: dict[str, bool] = {}
 
     # --- losses -------------------------------------------------------------------------------------------------------
 
@@ -86,66 +66,7 @@ class Finiteness:
         """
         if self._on_nan == "ignore":
             return
-        self._look(until=1 if self._is_asked_for() else 0)
-        if self._counts_as_skipped(report):
-            return
-        scalars = {name: scalar.value for name, scalar in report.device_losses.items()}
-        if report.device_grad_norm is not None:
-            scalars["the gradient's norm"] = report.device_grad_norm.value
-        there = {name: value for name, value in scalars.items() if not _is_on_device(value)}
-        self._judge(report.step, {name: float(value) for name, value in there.items()})
-        coming = {name: value for name, value in scalars.items() if _is_on_device(value)}
-        if coming:
-            self._coming.append(self._copied(report.step, coming))
-
-    def finish(self) -> None:
-        """Check all remaining windows, which waits for the device.
-
-        Raises:
-            NotFiniteError: As for `see`.
-        """
-        self._look(until=len(self._coming))
-
-    def begin_anew(self) -> None:
-        """Forget windows that will be repeated."""
-        self._coming.clear()
-        self._skipped = 0
-
-    def _is_asked_for(self) -> bool:
-        if not self._coming:
-            return False
-        if self._coming[0].event is None:
-            return len(self._coming) >= _ASKED_EVERY
-        return not self._is_alone
-
-    def _look(self, *, until: int) -> None:
-        """Check the oldest values: the first `until` in any case, then those that have arrived."""
-        if until and self._coming and self._coming[0].event is None:
-            until = len(self._coming)  # one wait for all
-        while self._coming and (until > 0 or self._coming[0].is_there()):
-            until -= 1
-            copy = self._coming.popleft()
-            if copy.event is not None:
-                copy.event.synchronize()
-            self._judge(copy.step, {n: float(value) for n, value in zip(copy.names, copy.values, strict=True)})
-            if copy.event is not None:
-                self._spare = copy.values
-
-    def _copied(self, step: int, scalars: dict[str, Tensor]) -> _Copy:
-        names, values = tuple(scalars), tuple(value.detach() for value in scalars.values())
-        if values[0].device.type != "cuda":
-            return _Copy(step, names, values, None)
-        spare, self._spare = self._spare, ()
-        if [host.dtype for host in spare] != [value.dtype for value in values]:
-            spare = tuple(torch.empty((), dtype=value.dtype, pin_memory=True) for value in values)
-        for host, value in zip(spare, values, strict=True):
-            host.copy_(value, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(values[0].device))
-        return _Copy(step, names, spare, event)
-
-    def _counts_as_skipped(self, report: StepReport) -> bool:
-        """Whether the scaler skipped the window because gradients overflowed; warns if it keeps doing so."""
+        self._read(at_most=self._most_coming)
         self._skipped = self._skipped + 1 if report.skipped else 0
         if self._skipped == _SKIPPED_IN_A_ROW:
             self._notices.say(
@@ -153,12 +74,48 @@ class Finiteness:
                 "learned; look for NaN in the inputs or the loss, or try precision='bf16'",
                 key="skipped",
             )
-        return report.skipped
-
-    def _judge(self, step: int, values: dict[str, float]) -> None:
-        if all(map(math.isfinite, values.values())):
+        if report.skipped:
             return
-        found = ", ".join(f"{name}={value}" for name, value in values.items() if not math.isfinite(value))
+        values = {name: scalar.value for name, scalar in report.device_losses.items()}
+        if report.device_grad_norm is not None:
+            values["the gradient's norm"] = report.device_grad_norm.value
+        devices = (value.device for value in values.values() if isinstance(value, Tensor))
+        device = next((device for device in devices if device.type != "cpu"), None)
+        if device is None:
+            self._judge(report.step, values)
+        else:
+            self._coming.append((report.step, *_copied(values, device)))
+
+    def finish(self) -> None:
+        """Check all remaining windows, which waits for the device.
+
+        Raises:
+            NotFiniteError: As for `see`.
+        """
+        self._read(at_most=0)
+
+    def begin_anew(self) -> None:
+        """Forget windows that will be repeated."""
+        self._coming.clear()
+        self._skipped = 0
+
+    def _read(self, *, at_most: float) -> None:
+        """Check the windows that have arrived; all, with a wait, if so many are on their way."""
+        waits = len(self._coming) >= at_most
+        while self._coming:
+            step, values, event = self._coming[0]
+            if not (waits or (event is not None and event.query())):  # type: ignore[no-untyped-call]
+                return
+            if event is not None:
+                event.synchronize()
+            self._coming.popleft()
+            self._judge(step, values)
+
+    def _judge(self, step: int, values: dict[str, Any]) -> None:
+        numbers = {name: float(value) for name, value in values.items()}
+        found = ", ".join(f"{name}={number}" for name, number in numbers.items() if not math.isfinite(number))
+        if not found:
+            return
         text = (
             f"step {step}: not finite: {found}; look for NaN in the inputs, log(0) or a division by 0 in the loss, or "
             "too large a learning rate"
@@ -172,24 +129,19 @@ class Finiteness:
 
     # --- what a checkpoint holds --------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Record which values are not finite before the first window of this call; these are exempt from checks."""
-        if self._on_nan != "ignore":
-            self._buffers = {name: tensor.shape for name, tensor in self._of_modules("named_buffers")}
-            self._exempt = set(_not_finite(dict(self._held())))
-            self._has_seen_state = bool(self._step.optimizer.state)
-
-    def note_new_state(self) -> None:
-        """Record the same for the optimizer's state, which the first update creates."""
-        if self._exempt is not None and not self._has_seen_state and self._step.optimizer.state:
-            self._has_seen_state = True
-            self._exempt |= set(_not_finite(dict(_state_of(self._step))))
+    def note(self) -> None:
+        """Note what is finite: at the beginning, and of the optimizer's state after the update that creates it."""
+        has_state = bool(self._step.optimizer.state)
+        if self._on_nan == "ignore" or has_state == self._has_state:
+            return
+        self._has_state = has_state
+        new = {name: tensor for name, tensor in self._held() if name not in self._was_finite and tensor.numel()}
+        damaged = _not_finite(new)
+        self._was_finite |= {name: name not in damaged for name in new}
 
     def damage(self) -> list[str]:
-        """Return the names of values that are not finite now but were at the beginning; waits for the device."""
-        if self._exempt is None:
-            return []
-        return _not_finite({name: tensor for name, tensor in self._held() if name not in self._exempt})
+        """Return the names of values that are not finite now but were so when noted; waits for the device."""
+        return _not_finite({name: tensor for name, tensor in self._held() if self._was_finite.get(name)})
 
     def tell_refusal(self, names: list[str], step: int, newest: object) -> None:
         """Report that no checkpoint is written, once until one is written."""
@@ -202,28 +154,30 @@ class Finiteness:
         )
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._of_modules("named_parameters")
-        for name, tensor in self._of_modules("named_buffers"):
-            if self._buffers.get(name) == tensor.shape:
-                yield name, tensor
-        yield from _state_of(self._step)
-
-    def _of_modules(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a checkpoint holds, by name."""
         modules = self._step.objective.modules
         for number, module in enumerate(modules):
-            for name, tensor in getattr(module, kind)():
-                yield name if len(modules) == 1 else f"{number}.{name}", tensor
+            prefix = "" if len(modules) == 1 else str(number)
+            for named in (module.named_parameters(prefix), module.named_buffers(prefix)):
+                yield from named
+        for number, parameter in enumerate(self._step.held()):
+            for name, value in self._step.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    yield f"the optimizer's {name} of parameter {number}", value
 
 
-def _state_of(step: TrainingStep) -> Iterator[tuple[str, Tensor]]:
-    for number, parameter in enumerate(p for group in step.optimizer.param_groups for p in group["params"]):
-        for name, value in step.optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                yield f"the optimizer's {name} of parameter {number}", value
-
-
-def _is_on_device(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device.type != "cpu"
+def _copied(values: dict[str, Any], device: torch.device) -> tuple[dict[str, Any], torch.cuda.Event | None]:
+    """Begin to copy values to the host; return the copies, and the event of their arrival, or else the values."""
+    if device.type != "cuda":
+        return values, None
+    copies = {}
+    for name, value in values.items():
+        number = torch.as_tensor(value).detach()
+        # In pinned memory, so that nothing waits for the copy.
+        copies[name] = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return copies, event
 
 
 @torch.no_grad()
@@ -232,19 +186,13 @@ def _not_finite(tensors: dict[str, Tensor]) -> list[str]:
 
     Checks the minimum and maximum (both are NaN if any value is), which needs no additional memory.
     """
-    extremes: dict[torch.device, dict[str, Tensor]] = {}
+    are_finite: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         if local.layout is not torch.strided or local.numel() == 0 or local.device.type == "meta":
             continue
         if local.is_complex():
             local = torch.view_as_real(local)
-        if not local.is_floating_point() or local.dtype.itemsize < 2:  # noqa: PLR2004 - nothing computes with 8 bits
-            continue
-        extremes.setdefault(local.device, {})[name] = torch.stack(torch.aminmax(local)).isfinite().all()
-    return [
-        name
-        for of_device in extremes.values()
-        for name, is_finite in zip(of_device, torch.stack([*of_device.values()]).tolist(), strict=True)
-        if not is_finite
-    ]
+        if local.is_floating_point() and local.dtype.itemsize > 1:  # nothing computes with 8 bits
+            are_finite[name] = torch.stack(torch.aminmax(local)).isfinite().all()
+    return [name for name, is_finite in are_finite.items() if not is_finite]

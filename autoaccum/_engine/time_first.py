@@ -55,15 +55,12 @@ class TimeFirst:
 
     @contextmanager
     def watching(self, samples: int) -> Iterator[None]:
-        """Watch a pass of so many samples; one sample shows nothing."""
-        if samples == 1:
-            yield
-            return
+        """Watch a pass of so many samples."""
+        self._taken = ""
         hooks = [
             module.register_forward_pre_hook(partial(self._look, name, samples), with_kwargs=True)
             for name, module in self._watched
         ]
-        self._taken = ""
         try:
             yield
         except Exception as error:
@@ -78,19 +75,16 @@ class TimeFirst:
         given = args[0] if args else kwargs.get("input", kwargs.get("query"))
         if self.is_done or not isinstance(given, Tensor) or given.dim() != _DIMS or given.shape[0] == given.shape[1]:
             return
-        if given.shape[0] != samples:
-            self.is_done = True
-            return
-        self._taken = (
-            f"{type(module).__name__} {name!r} has batch_first=False and gets a tensor of shape {tuple(given.shape)}, "
-            f"so it takes the {samples} samples of a micro-batch for time steps; if batches are time-first, pass "
-            "split=autoaccum.Along(1), or Along((1, 0)) for targets without time, otherwise make the module with "
-            "batch_first=True"
-        )
-        if given.shape[1] % samples == 0 and set(self._suspected) <= {samples}:
-            self._suspected.append(samples)
-            if len(self._suspected) < _WAITED_FOR:
-                return
-        self.is_done = True
-        self._notices.say(self._taken)
-        self._taken = ""
+        if given.shape[0] == samples:
+            self._taken = (
+                f"{type(module).__name__} {name!r} has batch_first=False and gets a tensor of shape "
+                f"{tuple(given.shape)}, so it takes the {samples} samples of a micro-batch for time steps; if batches "
+                "are time-first, pass split=autoaccum.Along(1), or Along((1, 0)) for targets without time, otherwise "
+                "make the module with batch_first=True"
+            )
+            if given.shape[1] % samples == 0 and set(self._suspected) <= {samples}:
+                self._suspected.append(samples)
+                if len(self._suspected) < _WAITED_FOR:
+                    return
+            self._notices.say(self._taken)
+        self._taken, self.is_done = "", True

@@ -12,8 +12,9 @@ Nothing is caught here. The caller undoes a window that fails, and restarts it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from contextlib import closing, nullcontext
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,13 +22,13 @@ from torch import Tensor
 
 from autoaccum._data.batches import Window, repeated
 from autoaccum._data.nesting import copied, map_tensors, without_graphs
-from autoaccum._data.numbers import ITEMS, numbers_in, with_number
+from autoaccum._data.numbers import ITEMS
 from autoaccum._data.random_state import RandomState
 from autoaccum._data.splits import FIRST, Along
 from autoaccum._engine.forward_backward import check_weight
 from autoaccum._engine.gradient_checks import nodes
+from autoaccum._engine.gradients import Given, Parts
 from autoaccum._engine.phases import Phase
-from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss import divisor, reported
 from autoaccum._loss.closures import used_by
 from autoaccum._loss.counting import is_pair
@@ -36,14 +37,15 @@ from autoaccum._loss.weighting import Over
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
-    from autoaccum._data.numbers import Path
-    from autoaccum._data.pieces import NestedPiece
-    from autoaccum._data.transfer import Transfer
     from autoaccum._engine.forward_backward import GradientStep
+    from autoaccum._engine.savepoint import Savepoint
     from autoaccum._loss.terms import Term
 
+    # Called before each micro-batch, twice in all, with its first sample and its size, and with None as the size before
+    # the loss of the whole window.
+    Entering = Callable[[int, int | None], None]
 
 # Tolerance between the second forward pass and the first, relative to the first: kernels that add in another order stay
 # far below, another dropout mask or other noise goes far beyond.
@@ -89,56 +91,73 @@ class WindowLoss:
         _check_representations(outputs, samples)
         return outputs
 
-    def terms(self, outputs: Any, batch: Any, samples: int) -> list[Term]:
-        """Return the loss terms of the window's representations; arguments as for `Objective.terms_of`."""
-        with self._step.precision.autocast():
-            return self._step.objective.terms_of(outputs, batch, samples)
-
     def join(self, parts: Sequence[Any]) -> Any:
         """Join the representations of all micro-batches as if they came from one.
 
         Raises:
             InvalidInputError: They cannot be joined.
         """
-        window = Window(parts, FIRST)
-        if len(window.groups()) > 1:
-            raise InvalidInputError(
-                "loss_scope='window' cannot join what the model returned for the window's micro-batches: "
-                f"{_difference(parts)}. Samples go along the first dimension and the other sizes must agree; a "
-                "tensor without dimensions (logit_scale) and whatever is no tensor must be the same for all"
-            )
-        return window.cut(0, window.samples)
+        samples = [next(len(tensor) for tensor in tensors_of(part) if tensor.dim()) for part in parts]
+        return _join(parts, samples, "what the model returned for the window's micro-batches")
 
     def batch(self, window: Window) -> Any:
-        """Return the window's batch for the loss, on the device, without using memory for what the loss does not read.
+        """Return the window's batch for the loss, on the device.
 
-        For (inputs, targets) pairs, these are the targets, with None in place of the inputs. For mappings, items are
-        joined and moved when the loss reads them; those that cannot be joined (padded to unequal lengths) are left out.
-        Anything else is joined and moved whole; if it cannot be joined, the `Window` itself is returned.
+        For (inputs, targets) pairs, these are the targets, with None in place of the inputs. Items of a mapping are
+        joined and moved when the loss reads them. Anything else is joined and moved whole; if it cannot be joined, the
+        `Window` itself is returned.
 
         Raises:
             InvalidInputError: The targets cannot be joined.
         """
-        if not window.is_plain and len(window.groups()) == 1:
-            whole = self._step.transfer.place(copied(window.cut(0, window.samples)))
-            return (None, whole[1]) if is_pair(whole) else whole
-        parts = window.parts(0, window.samples)
-        first = parts[0][0]
-        counts = _counts(window)
-        if isinstance(first, Mapping):
-            return _WholeMapping(parts, self._step.transfer, {path[-1]: total for path, total in counts.items()})
-        if is_pair(first):
-            targets = [(batch[1], samples) for batch, samples in parts]
-            if not _can_be_joined(targets):
-                raise InvalidInputError(
-                    f"the targets of the window's {len(parts)} batches cannot be joined, as loss_scope='window' needs "
-                    "them (other shapes, types or nesting); let the loader pad them to one length, or yield mappings"
-                )
-            joined = _joined(targets, self._step.transfer)
-            for path, total in counts.items():
-                joined = with_number(joined, path[1:], total) if path[0] == 1 else joined
-            return None, joined
-        return _joined(parts, self._step.transfer) if _can_be_joined(parts) else window
+        is_one = len(window.groups()) == 1
+        if is_one and not window.is_plain:  # as the split joins them
+            parts, samples = [window.cut(0, window.samples)], [window.samples]
+        else:
+            parts, samples = map(list, zip(*window.parts(0, window.samples), strict=True))
+        if is_pair(parts[0]):
+            return None, self._whole([part[1] for part in parts], samples, window, (1,))
+        return self._whole(parts, samples, window, ()) if is_one or isinstance(parts[0], Mapping) else window
+
+    def _whole(self, parts: list[Any], samples: list[int], window: Window, path: tuple[int, ...]) -> Any:
+        """Return what lies at `path` in the window's batches, as one batch on the device."""
+
+        def placed(found: list[Any], what: str) -> Any:
+            # Copies, since the loss may modify what it is given, and the window may be restarted.
+            return self._step.transfer.place(copied(found[0]) if len(found) == 1 else _join(found, samples, what))
+
+        def item(name: Any) -> Any:
+            if name == ITEMS and window.carries_counts():
+                return divisor.of_window((*path, name), window).total
+            return placed([part[name] for part in parts], f"{name!r} of the window's batches, which the loss reads")
+
+        if isinstance(parts[0], Mapping):
+            return _Items([name for name in parts[0] if all(name in part for part in parts)], item)
+        return placed(parts, f"the targets of the window's {len(parts)} batches")
+
+    def terms(self, outputs: Any, batch: Any, samples: int) -> list[Term]:
+        """Return the loss terms of the window's representations; arguments as for `Objective.terms_of`."""
+        with self._step.precision.autocast():
+            return self._step.objective.terms_of(outputs, batch, samples)
+
+
+class _Items(Mapping[Any, Any]):
+    """The mappings of a window as one, of which `read` returns an item."""
+
+    def __init__(self, names: Sequence[Any], read: Callable[[Any], Any]) -> None:
+        self._names = names
+        self._read = functools.cache(read)
+
+    def __getitem__(self, name: Any) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class WholeWindow:
@@ -148,196 +167,146 @@ class WholeWindow:
         step: The training step.
         mark: Taken by the caller at the beginning of each window.
 
-    Attributes:
-        reported: Values that the last window's loss reported in addition to its total, as recorded by `reported.note`.
-        parts: What the model returned for each micro-batch of the last window, if the step keeps outputs.
-
     Raises:
         InvalidInputError: The loss does not take outputs.
     """
 
     def __init__(self, step: GradientStep, mark: Savepoint) -> None:
-        modules, device = step.objective.modules, step.memory.device
         self._step = step
         self._loss = WindowLoss(step)
-        self._at_start = mark
-        functions = step.objective.functions
-        self._after_loss = mark.like_it()
-        self._after_forward = Savepoint(modules, device, functions)
-        self._random = RandomState(device, modules, used_by(functions))
-        self.reported: dict[reported.Slot, list[Any]] = {}
-        self.parts: list[Any] = []
+        self._at_start, self._after_loss, self._after_forward = mark, mark.like_it(), mark.like_it()
+        self._random = RandomState(step.memory.device, step.objective.modules, used_by(step.objective.functions))
         # Every micro-batch runs twice on the same data, which a model may modify in place.
         step.transfer.copy_always()
 
     def run(
-        self, window: Window, sizes: Sequence[int], *, entering: Callable[[int | None], None], is_first: bool = False
-    ) -> dict[str, Tensor]:
+        self,
+        window: Window,
+        sizes: Sequence[int],
+        *,
+        entering: Entering = lambda _, __: None,
+        is_first: bool = False,
+    ) -> Given:
         """Accumulate the gradient of the window's loss in `.grad`, scaled if there is a scaler.
 
         Afterwards buffers and random state are as after one pass over the micro-batches and the loss.
 
         Args:
             window: The samples.
-            sizes: Sizes of its micro-batches.
-            entering: Called before each micro-batch, twice in all, with its size, and with None before the loss of the
-                whole window.
+            sizes: Sizes of its micro-batches. If they are fewer samples, their outputs stand for those of the others.
+            entering: Follows the window.
             is_first: Whether to check that the loss reaches the model by its outputs alone, and that the second pass
                 gives what the first has given.
-
-        Returns:
-            The window's losses by name, on the device.
 
         Raises:
             InvalidInputError: The model or the loss cannot be used in this way.
         """
-        feed = self._step.transfer.feed
-        if len(sizes) == 1:
-            with closing(feed(window, sizes)) as batches:
-                return self._at_once(batches, sizes[0], entering, window, is_first=is_first)
-        states: list[tuple[Any, ...]] = []
-        with closing(feed(window, sizes)) as batches:
-            last = len(sizes) - 1
-            parts = [
-                self._look(batches, size, entering, states, with_graph=is_first and number == last)
-                for number, size in enumerate(sizes)
-            ]
-        self.parts = list(parts) if self._step.keeps_outputs else []
-        self._step.stage.phase = Phase.FORWARD
-        entering(None)
-        joined = _Representations(self._loss.join(parts))
-        parts.clear()
-        losses = self._of_whole(joined, window, is_first=is_first)
-        self._after_loss.take()
-        self._at_start.restore()
-        # If the user wraps everything in autocast, casts of the weights are cached. Before PyTorch's pull request
-        # 165068, those made under no_grad have no graph.
-        torch.clear_autocast_cache()
-        with closing(feed(window, sizes)) as batches:
-            for size, state in zip(sizes, states, strict=True):
-                self._pass_back(batches, size, entering, state, joined, compare=is_first)
+        if sizes[0] == window.samples:
+            given = self._run_at_once(window, entering, is_first=is_first)
+        else:
+            given = self._run_twice(window, sizes, entering, is_first=is_first)
         if not self._step.holds_gradients():
             raise InvalidInputError(
                 "nothing that the loss depends on has a gradient: no output of the model does; look for .detach() or "
                 "torch.no_grad() in the model, and for parameters with requires_grad=False"
             )
-        self._after_loss.restore()
-        return losses
+        return given
 
     def rehearse(self, window: Window, size: int) -> None:
-        """Use all the memory that a window cut in `size` needs, but process only one micro-batch.
+        """Use all the memory that a window cut in `size` needs, but process only its first micro-batch."""
+        self._at_start.take()
+        self.run(window, [min(size, window.samples)])
 
-        Args:
-            window: A window of the usual length. Only its first samples are processed; their representations are
-                repeated in place of the other micro-batches'.
-            size: Samples in the micro-batch.
-        """
-        feed = self._step.transfer.feed
-        if size >= window.samples:
-            with closing(feed(window, [window.samples])) as batches:
-                self._at_once(batches, window.samples, _ignored, window)
-            return
-        sizes = [size, min(size, window.samples - size)]  # the second is transferred while the first is used
-        states: list[tuple[Any, ...]] = []
-        with closing(feed(window, sizes)) as batches:
-            part = self._look(batches, size, _ignored, states)
-        joined = _Representations(repeated(part, window.samples, FIRST))
-        del part
-        self._of_whole(joined, window)
-        self._after_loss.take()
-        with closing(feed(window, sizes)) as batches:
-            self._pass_back(batches, size, _ignored, states[0], joined, compare=False)
-
-    def _at_once(
-        self,
-        batches: Iterator[Any],
-        size: int,
-        entering: Callable[[int | None], None],
-        window: Window,
-        *,
-        is_first: bool = False,
-    ) -> dict[str, Tensor]:
+    def _run_at_once(self, window: Window, entering: Entering, *, is_first: bool) -> Given:
         """Run a window that is a single micro-batch, which needs no second pass."""
-        batch = self._begin(batches, size, entering)
+        with closing(self._batches(window, [window.samples], entering, {})) as batches:
+            _, size, batch = next(batches)
         outputs = self._loss.outputs(batch, size)
-        self.parts = [without_graphs(outputs)] if self._step.keeps_outputs else []
         if window.carries_counts():
             batch = self._loss.batch(window)
-        if not is_first:
-            return self._backward(self._loss.terms(outputs, batch, size), size)
-        joined = _Representations(outputs)
-        losses = self._backward(self._loss.terms(joined.for_loss(), batch, size), size, is_first=True)
-        self._step.stage.phase = Phase.BACKWARD
-        if shares := joined.next_shares(tensors_of(outputs), size, compare=False):
-            torch.autograd.backward([output for output, _ in shares], [share for _, share in shares])
-        return losses
+        kept = (without_graphs(outputs),) if self._step.keeps_outputs else ()
+        joined = map_tensors(_as_leaf, outputs)
+        given = self._backward(joined, batch, size, kept, is_first=is_first)
+        self._pass_on(outputs, 0, joined, compares=False)
+        return given
 
-    def _look(
-        self,
-        batches: Iterator[Any],
-        size: int,
-        entering: Callable[[int | None], None],
-        states: list[tuple[Any, ...]],
-        *,
-        with_graph: bool = False,
-    ) -> Any:
-        """Return a micro-batch's representations without a graph, and record its initial random state.
-
-        With `with_graph`, what the model keeps in attributes has its graph, so that a loss that reads it shows.
-        """
-        batch = self._begin(batches, size, entering)
-        self._random.take()
-        states.append(self._random.taken)
-        with nullcontext() if with_graph else torch.no_grad():
-            # Copies: an output may be a view that keeps a whole layer alive, or be overwritten by the next pass.
-            return map_tensors(_copy, self._loss.outputs(batch, size))
-
-    def _of_whole(self, joined: _Representations, window: Window, *, is_first: bool = False) -> dict[str, Tensor]:
-        """Compute the window's loss, and its gradient with respect to the representations."""
-        terms = self._loss.terms(joined.for_loss(), self._loss.batch(window), window.samples)
-        return self._backward(terms, window.samples, is_first=is_first)
-
-    def _pass_back(
-        self,
-        batches: Iterator[Any],
-        size: int,
-        entering: Callable[[int | None], None],
-        state: tuple[Any, ...],
-        joined: _Representations,
-        *,
-        compare: bool,
-    ) -> None:
-        """Run a micro-batch again, with its graph this time, and backward from its rows of the gradient."""
-        batch = self._begin(batches, size, entering)
-        self._random.assume(state)
-        self._random.put_back()
-        outputs = tensors_of(self._loss.outputs(batch, size))
-        shares = joined.next_shares(outputs, size, compare=compare)
-        self._after_forward.take()
-        self._step.stage.phase = Phase.BACKWARD
-        if shares:
-            torch.autograd.backward([output for output, _ in shares], [share for _, share in shares])
-        # Activation checkpointing repeats forward passes there, and updates buffers that the next pass may read.
-        self._after_forward.restore()
-
-    def _begin(self, batches: Iterator[Any], size: int, entering: Callable[[int | None], None]) -> Any:
-        self._step.stage.phase = Phase.TRANSFER
-        entering(size)
-        batch = next(batches)
+    def _run_twice(self, window: Window, sizes: Sequence[int], entering: Entering, *, is_first: bool) -> Given:
+        """Run the micro-batches forward, then the loss, then the micro-batches forward and backward."""
+        states: dict[int, Any] = {}
+        parts = []
+        with closing(self._batches(window, sizes, entering, states)) as batches:
+            for start, size, batch in batches:
+                # The last with a graph, so that a loss shows that reads what the model has left in an attribute.
+                with torch.set_grad_enabled(is_first and start + size == window.samples):
+                    # Copies: an output may be a view of a whole layer, or be overwritten by the next pass.
+                    parts.append(copied(without_graphs(self._loss.outputs(batch, size))))
+                del batch  # before the next comes
         self._step.stage.phase = Phase.FORWARD
-        return batch
+        entering(window.samples, None)
+        kept = tuple(parts) if self._step.keeps_outputs else ()
+        joined, is_rehearsal = self._loss.join(parts), sum(sizes) < window.samples
+        if is_rehearsal:
+            joined = repeated(joined, window.samples, FIRST)
+        joined = map_tensors(_as_leaf, joined)
+        del parts
+        given = self._backward(joined, self._loss.batch(window), window.samples, kept, is_first=is_first)
+        self._after_loss.take(copies_all=is_first or is_rehearsal)
+        self._at_start.restore()
+        # If the user wraps everything in autocast, casts of the weights are cached. Before PyTorch's pull request
+        # 165068, those made under no_grad have no graph.
+        torch.clear_autocast_cache()
+        with closing(self._batches(window, sizes, entering, states)) as batches:
+            for start, size, batch in batches:
+                outputs = self._loss.outputs(batch, size)
+                self._after_forward.take(copies_all=False)
+                self._pass_on(outputs, start, joined, compares=is_first)
+                # Activation checkpointing repeats forward passes in backward, and updates buffers that the next pass
+                # may read.
+                self._after_forward.restore()
+                del batch, outputs
+        self._after_loss.restore()
+        return given
 
-    def _backward(self, terms: Sequence[Term], samples: int, *, is_first: bool = False) -> dict[str, Tensor]:
+    def _batches(
+        self, window: Window, sizes: Sequence[int], entering: Entering, states: dict[int, Any]
+    ) -> Generator[tuple[int, int, Any], None, None]:
+        """Yield the micro-batches on the device, each with its first sample and its size.
+
+        The random state at each is kept in `states`, by its first sample, and restored from there the second time.
+        """
+        start, rest = 0, window.samples - sum(sizes)
+        # Where sizes are only the first of a window, the next micro-batch takes its memory all the same.
+        with closing(self._step.transfer.feed(window, [*sizes, min(sizes[0], rest)] if rest else sizes)) as feed:
+            for size in sizes:
+                self._step.stage.phase = Phase.TRANSFER
+                entering(start, size)
+                batch = next(feed)
+                self._step.stage.phase = Phase.FORWARD
+                if start in states:
+                    self._random.assume(states[start])
+                    self._random.put_back()
+                else:
+                    self._random.take()
+                    states[start] = self._random.taken
+                yield start, size, batch
+                del batch
+                start += size
+
+    def _backward(self, joined: Any, batch: Any, samples: int, outputs: tuple[Any, ...], *, is_first: bool) -> Given:
+        """Compute the window's loss, and its gradient with respect to the representations."""
+        # Copies, since the loss may modify them in place like a model's outputs.
+        terms = self._loss.terms(map_tensors(Tensor.clone, joined), batch, samples)
         values = {term.name: _value(term) for term in terms if not term.is_reported}
-        self.reported = {}
-        reported.note(terms, samples, _ALL_AT_ONCE, self._step.objective.weighting, self.reported)
+        noted: dict[reported.Slot, list[Any]] = {}
+        reported.note(terms, samples, _ALL_AT_ONCE, self._step.objective.weighting, noted)
         total = torch.stack(list(values.values())).sum() if len(values) > 1 else next(iter(values.values()))
         if not total.requires_grad:
             raise no_gradient(values)
         if is_first:
             self._refuse_other_ways(total)
         self._step.backward(total)
-        return {name: value.detach() for name, value in values.items()}
+        losses = {name: Parts([value.detach()]) for name, value in values.items()}
+        return Given(samples, losses, reported={slot: number for slot, (number,) in noted.items()}, outputs=outputs)
 
     def _refuse_other_ways(self, total: Tensor) -> None:
         """Check that the loss of detached outputs reaches no parameters of the model.
@@ -354,90 +323,27 @@ class WholeWindow:
                 "the model, or forward=, return the term among its outputs, and add it in the loss from there"
             )
 
-
-class _Representations:
-    """The window's representations, which are passed to the loss and then supply their gradient row by row.
-
-    Args:
-        joined: The model's return value, for the whole window.
-    """
-
-    def __init__(self, joined: Any) -> None:
-        self._joined = map_tensors(_with_gradient, joined)
-        self._tensors = tensors_of(self._joined)
-        self._start = 0
-
-    def for_loss(self) -> Any:
-        """Return them with their graph; as copies, since the loss may modify them in place like a model's outputs."""
-        return map_tensors(Tensor.clone, self._joined)
-
-    def next_shares(self, outputs: Sequence[Tensor], size: int, *, compare: bool) -> list[tuple[Tensor, Tensor]]:
-        """Return the next micro-batch's outputs that need a gradient, each with its share of the gradient.
-
-        Args:
-            outputs: The micro-batch's recomputed outputs.
-            size: Its samples.
-            compare: Whether to check that they equal the first ones; waits for the device.
+    def _pass_on(self, outputs: Any, start: int, joined: Any, *, compares: bool) -> None:
+        """Go backward from a micro-batch's outputs, given the window's, which have the gradient of its loss.
 
         Raises:
-            InvalidInputError: They differ.
+            InvalidInputError: The outputs are not those of the window, if that is compared, which waits for the device.
         """
-        start, self._start = self._start, self._start + size
-        if len(outputs) != len(self._tensors):
-            raise _other_outputs(f"{len(outputs)} tensors instead of {len(self._tensors)}")
-        shares = []
-        for output, whole in zip(outputs, self._tensors, strict=True):
-            gradient = whole.grad
-            if output.dim():
-                gradient = None if gradient is None else gradient[start : start + size]
-            elif start:
-                gradient = None  # shared by all micro-batches; the first has passed it on
-            if compare:
-                _check_same(output.detach(), whole.detach()[start : start + size] if output.dim() else whole.detach())
-            if gradient is not None and output.requires_grad:
-                shares.append((output, gradient))
-        return shares
-
-
-class _WholeMapping(Mapping[str, Any]):
-    """The mappings of a window as one; each item is joined and moved to the device when it is read."""
-
-    def __init__(self, parts: Sequence[tuple[Any, int]], transfer: Transfer, counts: Mapping[str, float]) -> None:
-        self._parts = parts
-        self._transfer = transfer
-        self._there: dict[str, Any] = dict(counts)
-        self._names = [name for name in parts[0][0] if self._has(name)]
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._names:
-            why = " (it cannot be joined over the window)" if name in self._parts[0][0] else ""
-            raise KeyError(f"{name}{why}")
-        if name not in self._there:
-            self._there[name] = _joined(self._items(name), self._transfer)
-        return self._there[name]
-
-    def __getattr__(self, name: str) -> Any:
-        # Some mappings (a Transformers BatchEncoding) also expose their items as attributes.
-        if name.startswith("_") or name not in self._names:
-            raise AttributeError(name)
-        return self[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def _has(self, name: str) -> bool:
-        return name in self._there or (
-            all(name in batch for batch, _ in self._parts) and _can_be_joined(self._items(name))
-        )
-
-    def _items(self, name: str) -> list[tuple[Any, int]]:
-        return [(batch[name], samples) for batch, samples in self._parts]
+        tensors, wholes = tensors_of(outputs), tensors_of(joined)
+        if len(tensors) != len(wholes):
+            raise _other_outputs(f"{len(tensors)} tensors instead of {len(wholes)}")
+        ends, gradients = [], []
+        for tensor, whole in zip(tensors, wholes, strict=True):
+            rows = slice(start, start + len(tensor)) if tensor.dim() else ...
+            if compares:
+                _check_same(tensor.detach(), whole.detach()[rows])
+            # What all micro-batches share has its gradient from the first.
+            if tensor.requires_grad and whole.grad is not None and (tensor.dim() or not start):
+                ends.append(tensor)
+                gradients.append(whole.grad[rows])
+        self._step.stage.phase = Phase.BACKWARD
+        if ends:
+            torch.autograd.backward(ends, gradients)
 
 
 def tensors_of(outputs: Any) -> list[Tensor]:
@@ -450,7 +356,7 @@ def tensors_of(outputs: Any) -> list[Tensor]:
 def _check_representations(outputs: Any, samples: int) -> None:
     tensors = tensors_of(outputs)
     wrong = [tensor for tensor in tensors if tensor.dim() and tensor.shape[0] != samples]
-    if tensors and not wrong and any(tensor.dim() for tensor in tensors):
+    if not wrong and any(tensor.dim() for tensor in tensors):
         return
     if wrong:
         found = f"a tensor of shape {tuple(wrong[0].shape)} for {samples} samples"
@@ -484,11 +390,7 @@ def _other_outputs(found: str) -> InvalidInputError:
     )
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
-
-def _with_gradient(tensor: Tensor) -> Tensor:
+def _as_leaf(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
 
@@ -502,43 +404,28 @@ def _value(term: Term) -> Tensor:
     return term.value / term.weight
 
 
-def _counts(window: Window) -> dict[Path, float]:
-    """Return the numbers of items that the loader's batches carry, each as that of the whole window."""
-    if not window.carries_counts():
-        return {}
-    paths = [path for path in numbers_in(window.spans[0].piece.batch) if path[-1] == ITEMS]
-    totals = {path: divisor.of_window(path, window).total for path in paths}
-    return {path: int(total) if total.is_integer() else total for path, total in totals.items()}
+def _join(parts: Sequence[Any], samples: Sequence[int], what: str) -> Any:
+    """Return parts of a window as one, given the samples of each.
+
+    Raises:
+        InvalidInputError: They cannot be joined.
+    """
+    # Each beside a tensor, since there may be none in it (a list of names).
+    window = Window([(part, torch.empty(count, 0)) for part, count in zip(parts, samples, strict=True)], FIRST)
+    if len(window.groups()) > 1:
+        pieces = [span.piece for span in window.spans]
+        other = next(index for index, piece in enumerate(pieces) if not piece.joins(pieces[0]))
+        raise InvalidInputError(
+            f"loss_scope='window' cannot join {what}: {_described(parts[0])} against {_described(parts[other])}. "
+            "Samples go along the first dimension and the other sizes must agree (let the loader pad them to one "
+            "length); a tensor without dimensions (logit_scale) and whatever is no tensor must be the same for all"
+        )
+    return window.cut(0, window.samples)[0]
 
 
-def _counted(parts: Sequence[tuple[Any, int]]) -> Window:
-    """Return parts of batches as a window; paired with a count, since they may contain no tensor (a list of names)."""
-    return Window([(part, torch.empty(samples, 0)) for part, samples in parts], FIRST)
-
-
-def _can_be_joined(parts: Sequence[tuple[Any, int]]) -> bool:
-    return len(parts) == 1 or len(_counted(parts).groups()) == 1
-
-
-def _joined(parts: Sequence[tuple[Any, int]], transfer: Transfer) -> Any:
-    # A copy if joining makes none: the loss may modify what it is given, and the window may be restarted.
-    window = _counted(parts)
-    return transfer.place(copied(parts[0][0]) if len(parts) == 1 else window.cut(0, window.samples)[0])
-
-
-def _difference(parts: Sequence[Any]) -> str:
-    pieces = [FIRST.piece(part) for part in parts]
-    other = next(piece for piece in pieces if not piece.joins(pieces[0]))
-    return f"{_described(pieces[0])} against {_described(other)}"
-
-
-def _described(piece: NestedPiece) -> str:
+def _described(part: Any) -> str:
     tensors = [
         f"{tensor.dtype} of shape {tuple(tensor.shape)}" if tensor.dim() else f"the value {tensor.item()}"
-        for tensor in piece.tensors()
+        for tensor in tensors_of(part)
     ]
-    return f"a {type(piece.batch).__name__} with {', '.join(tensors)}"
-
-
-def _ignored(_: int | None) -> None:
-    pass
+    return f"a {type(part).__name__} with {', '.join(tensors)}"

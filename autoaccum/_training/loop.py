@@ -184,7 +184,7 @@ class Training:
                         self._lifecycle.begin(begins_with)
                     if self._checkpoints is not None:
                         self._checkpoints.check()
-                        self._finiteness.begin()
+                        self._finiteness.note()
                     self._lifecycle.tell_beginning(begins_with.plan, probed)
                     self._start_s = time.perf_counter() - started - self._search_s - self._data_s
                     self._interrupts.run(self._train, self._went_back)
@@ -392,7 +392,7 @@ class Training:
         self._finiteness.see(report)
         self._lifecycle.choose_rung(report)
         if self._checkpoints is not None:
-            self._finiteness.note_new_state()
+            self._finiteness.note()
         if self._evaluate_if_due():
             self._stop_if_asked()
         if self._interrupts.after_window():

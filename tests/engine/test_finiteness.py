@@ -139,17 +139,18 @@ def test_unknown_word_is_refused():
 
 
 class Masked(nn.Module):
-    """A model with a mask of -inf, a statistic that has not begun, and a cache that it makes later."""
+    """A model with a mask of -inf, a statistic that has not begun, and caches that it makes later."""
 
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(3, 2)
         self.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
         self.register_buffer("cache", None)
+        self.register_buffer("grown", torch.empty(0), persistent=False)
         self.best = nn.Parameter(torch.tensor(float("inf")), requires_grad=False)
 
     def forward(self, inputs):
-        self.cache = torch.full((2,), float("-inf"))
+        self.cache = self.grown = torch.full((2,), float("-inf"))
         return self.linear(inputs)
 
 
