@@ -28,10 +28,10 @@ from autoaccum._engine import devices, optimizers
 from autoaccum._engine.batchnorm import check_batchnorm
 from autoaccum._engine.does_not_fit import options_of
 from autoaccum._engine.dtensor import check_sharded
-from autoaccum._engine.evaluation import check_metrics
 from autoaccum._engine.fallback import AUTO, Fallbacks, check_memory, head_of_auto
 from autoaccum._engine.finiteness import check_on_nan
 from autoaccum._engine.forward_backward import assemble, check_clip
+from autoaccum._engine.metrics import check_metrics
 from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale
 from autoaccum._engine.oom_report import PostMortem, check_folder_name
 from autoaccum._engine.sample_order import LengthOrder
@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from autoaccum._data.pieces import Split
     from autoaccum._data.token_windows import TokenTarget
     from autoaccum._distributed.process_group import Ranks
-    from autoaccum._engine.evaluation import Metric
     from autoaccum._engine.forward_backward import TrainingStep
+    from autoaccum._engine.metrics import Metric
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from autoaccum._data.random_state import RandomState
     from autoaccum._distributed.process_group import Ranks
-    from autoaccum._engine.evaluation import Metric
     from autoaccum._engine.forward_backward import TrainingStep
+    from autoaccum._engine.metrics import Metric
     from autoaccum._records import Evaluation, MemoryEvent
 
 
