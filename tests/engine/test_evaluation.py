@@ -191,21 +191,6 @@ def test_model_its_gradients_and_random_state_are_left_as_they_were(scope, data)
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
-def test_modes_are_put_back_when_the_loader_fails(data):
-    def loader():
-        yield data
-        raise RuntimeError("CUDA out of memory. The loader's own.")
-
-    model = classifier()
-    model[1].eval()
-    before = state_of(model)
-
-    with pytest.raises(RuntimeError, match="The loader's own"):
-        runner_of(model).evaluate(loader())
-
-    assert_bitwise(state_of(model), before)
-
-
 def test_model_sees_evaluation_mode_and_no_gradients(data):
     seen = []
 
@@ -234,20 +219,21 @@ class Drawing(nn.Linear):
         return super().forward(inputs) + noise
 
     def states(self):
-        return [self.of_torch.get_state().tolist(), self.of_python.getstate(), self.of_numpy.bit_generator.state]
+        generators = self.of_torch.get_state().tolist(), self.of_python.getstate(), self.of_numpy.bit_generator.state
+        return generators, [part.training for part in self.modules()]
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["whole", "failing"])
-def test_generators_that_modules_hold_are_left_as_they_were(data, fails):
+def test_modes_and_generators_that_modules_hold_are_left_as_they_were(data, fails):
     model = Drawing()
     before = model.states()
 
     def batches():
         yield data
         if fails:
-            raise LookupError
+            raise RuntimeError("CUDA out of memory. The loader's own.")
 
-    with pytest.raises(LookupError) if fails else contextlib.nullcontext():
+    with pytest.raises(RuntimeError, match="The loader's own") if fails else contextlib.nullcontext():
         runner_of(model).evaluate(batches())
 
     assert model.states() == before
@@ -338,15 +324,17 @@ def test_what_is_no_metric_or_gives_no_number_is_refused_before_training(metric,
 
 
 class Wide(nn.Module):
-    """Takes about 8 kB a sample while it evaluates, and next to nothing otherwise."""
+    """Takes about 8 kB a sample while it evaluates, and next to nothing otherwise; counts the samples it evaluates."""
 
     def __init__(self):
         super().__init__()
         self.head = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, inputs):
         if self.training:
             return self.head(inputs)
+        self.seen += len(inputs)
         wide = inputs.repeat(1, WIDTH // 4)
         return self.head(inputs) + 0 * (wide + wide).sum(1, keepdim=True)
 
@@ -401,12 +389,15 @@ def test_memory_that_runs_out_changes_no_number_and_the_size_is_kept(wide, data)
         assert (one.loss, one.samples) == (pytest.approx(expected.loss, rel=1e-12), 2 * SAMPLES)
 
 
-def test_plan_of_the_training_is_not_touched_when_memory_runs_out(wide, data):
+def test_what_a_failed_micro_batch_wrote_is_put_back_and_the_plan_is_not_touched(wide, data):
     runner = runner_of(wide, device=room(5))
     plan = runner.plan
 
-    assert runner.evaluate([data]) == pytest.approx(exact(wide, data), rel=1e-12)
+    found = runner.evaluate([data])
+
+    assert wide.seen == SAMPLES
     assert (runner.plan, runner.oom_events) == (plan, 0)
+    assert found == pytest.approx(exact(wide, data), rel=1e-12)
 
 
 def test_one_sample_that_does_not_fit_is_an_error_that_leaves_the_model(wide, data):
@@ -417,23 +408,6 @@ def test_one_sample_that_does_not_fit_is_an_error_that_leaves_the_model(wide, da
         runner.evaluate([data])
 
     assert_bitwise(state_of(wide), before)
-
-
-def test_what_a_failed_micro_batch_has_written_is_put_back(data):
-    class Counts(Wide):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(()))
-
-        def forward(self, inputs):
-            self.seen += len(inputs)
-            return super().forward(inputs)
-
-    model = Counts().double()
-
-    runner_of(model, loss_reduction="mean", device=room(5)).evaluate([data])
-
-    assert model.seen == SAMPLES
 
 
 def test_samples_that_the_model_has_changed_in_place_are_not_taken_twice(data):
