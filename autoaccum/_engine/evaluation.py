@@ -215,7 +215,7 @@ class Evaluator:
         self, work: Callable[[], _T], window: Window, size: int | None, savepoint: Savepoint
     ) -> _T | MemoryEvent:
         """Do some work; if memory runs out, restore everything and return what happened."""
-        step, versions, is_saved = self._step, _versions(window), False
+        step, versions, is_saved = self._step, _versions_in(window), False
         try:
             savepoint.take()
             is_saved = True
@@ -227,7 +227,7 @@ class Evaluator:
                 raise
             if step.witness is not None:
                 step.witness.see(error, phase=Phase.EVALUATE, size=size)
-            if _versions(window) != versions:
+            if _versions_in(window) != versions:
                 raise input_has_moved() from error
             failure = MemoryEvent(Phase.EVALUATE.value, size, first_line(error))
             let_go(error)
@@ -314,5 +314,5 @@ def _times(value: Tensor, factor: Any) -> Tensor:
     return torch.zeros_like(value) if isinstance(factor, float) and not factor else value * factor
 
 
-def _versions(window: Window) -> list[int]:
+def _versions_in(window: Window) -> list[int]:
     return [tensor._version for tensor in window.tensors() if not tensor.is_inference()]

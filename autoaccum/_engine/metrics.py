@@ -115,11 +115,11 @@ def keeps_count(metric: Any) -> bool:
 
 def mean_of(name: str, value: Any) -> Any:
     """Return as one number what a callable metric has returned for a micro-batch."""
-    if isinstance(value, Tensor) and value.dim():
+    if isinstance(value, Tensor):
         return in_full(value).mean()
     if isinstance(value, np.ndarray):
         return value.mean()
-    if not isinstance(value, Tensor | Number):
+    if not isinstance(value, Number):
         raise InvalidInputError(
             f"metrics: metric {name!r} returned {shown(value)}, which is not a number; return one, or a tensor with a "
             "value for each sample"
