@@ -75,8 +75,7 @@ class Evaluator:
         step: The training step.
         metrics: As for `fit`. A callable may be called again for the same samples where memory has run out.
         on_oom: Called each time memory runs out.
-        loss_scope: "micro_batch": the loss is computed on each micro-batch; "window": on each of the loader's batches
-            as a whole, and then depends on their size. Metrics see the micro-batches either way.
+        loss_scope: As for `fit`, over each of the loader's batches. Metrics see the micro-batches either way.
         ranks: Other processes that also evaluate, each on the batches of its own loader; None if there are none.
 
     Raises:
