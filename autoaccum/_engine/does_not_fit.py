@@ -20,7 +20,7 @@ from autoaccum._engine.optimizer_list import name_of
 from autoaccum._engine.phases import Phase
 from autoaccum._memory.limits import describe_room
 from autoaccum._oom import let_go
-from autoaccum.errors import DoesNotFitError
+from autoaccum.errors import DoesNotFitError, InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -165,6 +165,14 @@ def whole_does_not_fit(
     error = DoesNotFitError(_composed(step, f"{what} does not fit", said, remedies, times))
     error.saving_helps = phase not in _OF_THE_OPTIMIZER
     return error
+
+
+def input_has_moved() -> InvalidInputError:
+    """Return the error for samples that were changed in place, so that they cannot be processed again."""
+    return InvalidInputError(
+        "memory ran out after the model had changed its input in place, so the samples cannot be processed again from "
+        "the same data; let the model work on a copy (inputs.clone())"
+    )
 
 
 def short_window(options: frozenset[str]) -> str:

@@ -518,7 +518,7 @@ class Runner(WindowRunner):
         """
         check_loader("loader", loader, self._step.objective.split)
         if self._evaluator is None:
-            self._evaluator = Evaluator(self._step, loss_scope=self._step.options.loss_scope)
+            self._evaluator = Evaluator(self._step)
         memory = self._step.memory
         before = RandomState(memory.device, self._step.objective.modules, used_by(self._step.objective.functions))
         before.take()

@@ -20,6 +20,7 @@ from autoaccum._engine.batchnorm import BatchNorms
 from autoaccum._engine.careful import CarefulPath
 from autoaccum._engine.does_not_fit import (
     ONE_SAMPLE,
+    input_has_moved,
     other_sizes,
     sample_does_not_fit,
     sample_of,
@@ -36,7 +37,7 @@ from autoaccum._records import MemoryEvent
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.planner import format_cut
 from autoaccum._system import exceptions, signals
-from autoaccum.errors import InvalidInputError, StateDamagedError
+from autoaccum.errors import StateDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -332,10 +333,7 @@ class Engine:
             number, is_trial = self._events.windows + 1, self._sizing.is_learning
             step.witness.see(error, phase=step.phase, size=at.size, step=number, is_trial=is_trial)
         if self._window.versions() != self._versions_of_data:
-            raise InvalidInputError(
-                "memory ran out after the model had changed its input in place, so the window cannot be done again "
-                "from the same data; let the model work on a copy (inputs.clone())"
-            )
+            raise input_has_moved()
         event = MemoryEvent(step.phase.value, at.size, _oom.first_line(error))
         if step.phase is not Phase.RESERVE:  # in which nothing was touched
             self._restore()

@@ -26,8 +26,8 @@ from autoaccum._distributed.process_group import joined
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble
 from autoaccum._engine.dtensor import check_sharded
-from autoaccum._engine.evaluation import check_metrics
 from autoaccum._engine.fallback import Fallbacks
+from autoaccum._engine.metrics import check_metrics
 from autoaccum._engine.noise_scale import NoiseScale
 from autoaccum._engine.oom_report import PostMortem, check_folder_name
 from autoaccum._engine.options import Options
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from autoaccum._data.pieces import Split
     from autoaccum._data.token_windows import TokenTarget
     from autoaccum._distributed.process_group import Ranks
-    from autoaccum._engine.evaluation import Metric
     from autoaccum._engine.forward_backward import TrainingStep
+    from autoaccum._engine.metrics import Metric
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend

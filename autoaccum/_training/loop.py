@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     from autoaccum._callbacks import Callback
     from autoaccum._data.batches import Window
-    from autoaccum._engine.evaluation import Metric
     from autoaccum._engine.fallback import Fallbacks
     from autoaccum._engine.forward_backward import TrainingStep
+    from autoaccum._engine.metrics import Metric
     from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.sample_order import LengthOrder
     from autoaccum._records import Evaluation, MemoryEvent, ProbeResult, StepReport
@@ -140,7 +140,6 @@ class Training:
                 val_loader,
                 metrics,
                 _evaluation_ran_out(self._callbacks, self._progress),
-                loss_scope=step.options.loss_scope,
                 part=world.part_of_validation(val_loader),
                 ranks=world.ranks,
                 random=self._random,

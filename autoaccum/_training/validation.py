@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from autoaccum._data.random_state import RandomState
     from autoaccum._distributed.process_group import Ranks
-    from autoaccum._engine.evaluation import Metric
     from autoaccum._engine.forward_backward import TrainingStep
+    from autoaccum._engine.metrics import Metric
     from autoaccum._records import Evaluation, MemoryEvent
 
 
@@ -31,7 +31,6 @@ class Validation:
         val_loader: The validation data, as passed by the user.
         metrics: As for `fit`.
         on_oom: Called when memory runs out.
-        loss_scope: As for `fit`.
         part: This process's part of the validation data.
         ranks: The ranks that evaluate together; None for a single process.
         random: The generators to restore afterwards.
@@ -49,7 +48,6 @@ class Validation:
         metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None,
         on_oom: Callable[[MemoryEvent], None],
         *,
-        loss_scope: str,
         part: Iterable[Any],
         ranks: Ranks | None,
         random: RandomState,
@@ -59,7 +57,7 @@ class Validation:
         self._step = step
         self._val_loader = val_loader
         self._part = part
-        self._evaluator = Evaluator(step, metrics, on_oom, loss_scope=loss_scope, ranks=ranks)
+        self._evaluator = Evaluator(step, metrics, on_oom, ranks=ranks)
         self._random = random
         self._is_between_windows = is_between_windows
         self._is_kept = is_kept

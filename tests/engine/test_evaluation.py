@@ -1,6 +1,5 @@
-"""Evaluation counts every sample once, in a cut of its own, and leaves training as it is."""
+"""Evaluation counts every sample once, in micro-batches of its own size, and leaves training as it is."""
 
-import collections
 import contextlib
 import math
 import random
@@ -14,19 +13,19 @@ from torch.nn import functional
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
 
 import autoaccum
-from autoaccum._engine.evaluation import Evaluator
 from autoaccum._system.notices import Notices
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from helpers import CountingLoader, assert_bitwise, batches_of, classifier, labelled, state_of
-from put_together import training_step
 
 SIZES = (4, 1, 7, 3)
 SAMPLES = sum(SIZES)
+WIDTH = 1000
+MIB = 2**20
 
 
 @pytest.fixture
 def model():
-    return classifier()
+    return nn.Linear(4, 3).double()
 
 
 @pytest.fixture
@@ -46,58 +45,59 @@ def accuracy(outputs, targets):
     return (outputs.argmax(1) == targets).double().mean()
 
 
-def runner_of(model, plan=None, **options):
-    return autoaccum.Runner(
-        model, None, plan or autoaccum.plan(4, 2), notices=Notices(silent=True), **{"device": "cpu"} | options
-    )
+def micro_accuracy():
+    return MulticlassAccuracy(3, average="micro")
+
+
+def runner_of(model, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"device": "cpu", "notices": Notices(silent=True)} | options
+    return autoaccum.Runner(model, optimizer, autoaccum.plan(4, 2), **settings)
+
+
+def evaluations_of(model, batches, metrics=None, *, epochs=1, **options):
+    """Evaluations of a training that changes no parameter; on a simulated device they begin with whole batches."""
+    settings = {"device": autoaccum.Simulated(MIB), "loss": functional.cross_entropy, "progress": False} | options
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    fitted = autoaccum.fit(
+        model, [labelled(4)], 4, epochs=epochs, micro_batch=2, optimizer=optimizer, val_loader=batches, metrics=metrics,
+        **settings,
+    )  # fmt: skip
+    return fitted.evaluations
+
+
+def evaluated(model, batches, metrics=None, **options):
+    return evaluations_of(model, batches, metrics, **options)[-1]
 
 
 # --- the loss --------------------------------------------------------------------------------------------------------
 
 
-def test_mean_loss_is_that_of_all_samples_together(model, data):
-    found = runner_of(model).evaluate(batches_of(data, *SIZES))
+@pytest.mark.parametrize(
+    "loss", [functional.cross_entropy, nn.CrossEntropyLoss(reduction="sum")], ids=["mean", "sum, a sample"]
+)
+def test_mean_loss_is_that_of_all_samples_together_each_drawn_once(loss, data):
+    model, loader = classifier(), CountingLoader(batches_of(data, *SIZES))
+
+    found = runner_of(model, loss=loss).evaluate(loader)
 
     assert found == pytest.approx(exact(model, data), rel=1e-12)
-
-
-def test_samples_are_counted_and_each_batch_is_drawn_once(model, data):
-    loader = CountingLoader(batches_of(data, *SIZES))
-
-    evaluation = Evaluator(training_step(model)).run(loader)
-
-    assert evaluation.samples == SAMPLES
     assert loader.drawn == len(SIZES)
 
 
-def test_loss_that_sums_is_reported_for_one_sample(model, data):
-    runner = runner_of(model, loss=nn.CrossEntropyLoss(reduction="sum"))
-
-    assert runner.evaluate(batches_of(data, *SIZES)) == pytest.approx(exact(model, data), rel=1e-12)
-
-
-def test_losses_of_one_call_are_added(model, data):
-    def several(outputs, targets):
-        return {"class": functional.cross_entropy(outputs, targets), "size": outputs.square().mean(1)}
-
-    found = runner_of(model, loss=several).evaluate(batches_of(data, *SIZES))
-
-    assert found == pytest.approx(exact(model, data, lambda x, y: sum(v.mean() for v in several(x, y).values())))
-
-
-def test_losses_with_forward_passes_of_their_own_are_added(model, data):
+def test_losses_with_forward_passes_of_their_own_are_added_and_metrics_get_outputs(model, data):
     def classes(model, batch):
         return functional.cross_entropy(model(batch[0]), batch[1])
 
     def size(model, batch):
         return model(batch[0]).square().mean()
 
-    evaluation = Evaluator(training_step(model, [classes, size]), accuracy).run(batches_of(data, *SIZES))
+    found = evaluated(model, batches_of(data, *SIZES), accuracy, loss=[classes, size])
 
-    assert evaluation.loss == pytest.approx(
+    assert found.loss == pytest.approx(
         exact(model, data, lambda x, y: functional.cross_entropy(x, y) + x.square().mean())
     )
-    assert evaluation.metrics["accuracy"] == pytest.approx(exact(model, data, accuracy))
+    assert found.metrics["accuracy"] == pytest.approx(exact(model, data, accuracy))
 
 
 class Tagger(nn.Module):
@@ -124,72 +124,71 @@ def pair(outputs, targets):
 
 
 @pytest.mark.parametrize(
-    "loss", [None, functional.cross_entropy, nn.CrossEntropyLoss(), pair], ids=["chosen", "function", "module", "pair"]
+    ("loss", "scope"),
+    [
+        (None, "micro_batch"),
+        (functional.cross_entropy, "micro_batch"),
+        (nn.CrossEntropyLoss(), "micro_batch"),
+        (pair, "micro_batch"),
+        (nn.CrossEntropyLoss(), "window"),
+    ],
+    ids=["chosen", "function", "module", "pair", "over the window"],
 )
-def test_token_mean_runs_over_the_tokens_of_all_batches(loss, sentences):
+def test_token_mean_runs_over_the_tokens_of_all_batches(loss, scope, sentences):
     model = Tagger().double()
 
-    found = runner_of(model, loss=loss).evaluate(batches_of(sentences, *SIZES))
+    found = runner_of(model, loss=loss, loss_scope=scope).evaluate(batches_of(sentences, *SIZES))
 
     assert found == pytest.approx(exact(model, sentences), rel=1e-12)
 
 
-def test_batch_in_which_nothing_counts_adds_nothing(sentences):
+def test_batch_in_which_nothing_counts_adds_nothing_and_is_not_a_number_by_itself(sentences):
     model = Tagger().double()
     ignored = (sentences[0], torch.full_like(sentences[1], -100))
+    runner = runner_of(model, loss=nn.CrossEntropyLoss())
 
-    found = runner_of(model, loss=nn.CrossEntropyLoss()).evaluate([ignored, sentences])
+    assert runner.evaluate([ignored, sentences]) == pytest.approx(exact(model, sentences), rel=1e-12)
+    assert math.isnan(runner.evaluate([ignored]))
 
-    assert found == pytest.approx(exact(model, sentences), rel=1e-12)
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_loss_that_is_not_finite_is_told(value, model, data):
+    targets = data[1].double().index_fill(0, torch.tensor([9]), value)
 
-def test_loss_of_data_in_which_nothing_counts_is_not_a_number(sentences):
-    ignored = (sentences[0], torch.full_like(sentences[1], -100))
+    found = evaluated(model, [(data[0], targets)], loss=lambda x, y: (x.sum(1) - y).square().mean())
 
-    assert math.isnan(runner_of(Tagger(), loss=nn.CrossEntropyLoss()).evaluate([ignored]))
+    assert str(found.loss) == str(value)
 
 
 def test_loss_in_half_precision_does_not_overflow_when_it_is_added_up():
     model = nn.Linear(2, 2, bias=False).half()
     inputs, targets = torch.zeros(8, 2).half(), torch.full((8, 2), 100.0).half()
 
-    found = runner_of(model, loss=nn.MSELoss()).evaluate([(inputs, targets)] * 4)
-
-    assert found == 10_000.0
+    assert runner_of(model, loss=nn.MSELoss()).evaluate([(inputs, targets)] * 4) == 10_000.0
 
 
-@pytest.mark.parametrize("empty", [[], [(torch.zeros(0, 4).double(), torch.zeros(0).long())]], ids=["none", "empty"])
-def test_loader_without_samples_is_refused(empty, model):
-    with pytest.raises(InvalidInputError, match="validation loader gave no samples"):
-        runner_of(model).evaluate(empty)
+@pytest.mark.parametrize("empty", [[], [labelled(0)]], ids=["none", "empty"])
+@pytest.mark.parametrize("evaluate", [evaluated, lambda model, batches: runner_of(model).evaluate(batches)])
+def test_loader_without_samples_is_refused(evaluate, empty, model):
+    with pytest.raises(InvalidInputError, match="val_loader"):
+        evaluate(model, empty)
 
 
 # --- what it leaves --------------------------------------------------------------------------------------------------
 
 
-def test_model_is_left_as_it_was(model, data):
+@pytest.mark.parametrize("scope", ["micro_batch", "window"])
+def test_model_its_gradients_and_random_state_are_left_as_they_were(scope, data):
+    model = classifier()
     model[1].eval()
-    runner = runner_of(model)
+    runner = runner_of(model, loss=functional.cross_entropy, loss_scope=scope)
+    model(data[0]).sum().backward()
     before, random_state = state_of(model), torch.get_rng_state()
 
     runner.evaluate(batches_of(data, *SIZES))
 
     assert_bitwise(state_of(model), before)
     assert torch.equal(torch.get_rng_state(), random_state)
-
-
-def test_modes_are_put_back_when_the_loader_fails(model, data):
-    def loader():
-        yield data
-        raise RuntimeError("CUDA out of memory. The loader's own.")
-
-    model[1].eval()
-    before = state_of(model)
-
-    with pytest.raises(RuntimeError, match="The loader's own"):
-        runner_of(model).evaluate(loader())
-
-    assert_bitwise(state_of(model), before)
 
 
 def test_model_sees_evaluation_mode_and_no_gradients(data):
@@ -206,11 +205,41 @@ def test_model_sees_evaluation_mode_and_no_gradients(data):
     assert set(seen) == {(False, False)}
 
 
+class Drawing(nn.Linear):
+    """Draws, in evaluation too, from generators that it holds."""
+
+    def __init__(self):
+        super().__init__(4, 3, dtype=torch.float64)
+        self.of_torch = torch.Generator().manual_seed(1)
+        self.of_python = random.Random(1)  # noqa: S311 - no secret
+        self.of_numpy = np.random.default_rng(1)
+
+    def forward(self, inputs):
+        noise = torch.rand((), generator=self.of_torch) + self.of_python.random() + self.of_numpy.random()
+        return super().forward(inputs) + noise
+
+    def states(self):
+        generators = self.of_torch.get_state().tolist(), self.of_python.getstate(), self.of_numpy.bit_generator.state
+        return generators, [part.training for part in self.modules()]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["whole", "failing"])
+def test_modes_and_generators_that_modules_hold_are_left_as_they_were(data, fails):
+    model = Drawing()
+    before = model.states()
+
+    def batches():
+        yield data
+        if fails:
+            raise RuntimeError("CUDA out of memory. The loader's own.")
+
+    with pytest.raises(RuntimeError, match="The loader's own") if fails else contextlib.nullcontext():
+        runner_of(model).evaluate(batches())
+
+    assert model.states() == before
+
+
 # --- metrics ---------------------------------------------------------------------------------------------------------
-
-
-def evaluate(model, data, metrics, **options):
-    return Evaluator(training_step(model), metrics, **options).run(batches_of(data, *SIZES)).metrics
 
 
 def right(outputs, targets):
@@ -223,44 +252,37 @@ def hits(outputs, targets):
     return float(right(outputs, targets).double().mean())
 
 
-@pytest.mark.parametrize("metric", [accuracy, right, hits])
-def test_values_of_a_callable_are_averaged_over_the_samples(metric, model, data):
-    assert evaluate(model, data, metric) == {metric.__name__: pytest.approx(exact(model, data, accuracy), rel=1e-12)}
+METRICS = {
+    "number": accuracy,
+    "vector": right,
+    "float": hits,
+    "torchmetrics": micro_accuracy(),
+    "collection": torchmetrics.MetricCollection({"micro": micro_accuracy()}),
+    "extremes": torchmetrics.MinMaxMetric(micro_accuracy()),
+}
 
 
-def test_torchmetrics_object_counts_for_itself(model, data):
-    metric = MulticlassAccuracy(3, average="micro")
+@pytest.mark.parametrize("device", ["cpu", autoaccum.Simulated(MIB)], ids=["micro-batches", "whole batches"])
+def test_metrics_run_over_all_samples_in_each_evaluation_anew(device, model, data):
+    expected = exact(model, data, accuracy)
 
-    found = evaluate(model, data, metric)
+    found = evaluations_of(model, batches_of(data, *SIZES), METRICS, epochs=2, device=device)
 
-    assert found == {"MulticlassAccuracy": pytest.approx(exact(model, data, accuracy))}
-
-
-def test_second_evaluation_begins_anew(model, data):
-    evaluator = Evaluator(training_step(model), [accuracy, MulticlassAccuracy(3, average="micro")])
-    evaluator.run(batches_of(labelled(9), 9))
-
-    metrics = evaluator.run(batches_of(data, *SIZES)).metrics
-
-    assert list(metrics.values()) == [pytest.approx(exact(model, data, accuracy))] * 2
-
-
-def test_names_of_a_mapping_are_kept(model, data):
-    assert evaluate(model, data, {"top": accuracy, "auroc": MulticlassAUROC(3)}).keys() == {"top", "auroc"}
+    names = [*list(METRICS)[:4], "collection/micro", "extremes/raw", "extremes/max", "extremes/min"]
+    assert len(found) == 2
+    for one in found:
+        assert one.metrics == {name: pytest.approx(expected) for name in names}
+        assert (one.loss, one.samples) == (pytest.approx(exact(model, data), rel=1e-12), SAMPLES)
 
 
 def test_metrics_of_one_name_are_told_apart(model, data):
-    found = evaluate(model, data, [lambda x, y: 1.0, lambda x, y: 2.0, accuracy])
+    found = evaluated(model, [data], [lambda x, y: 1.0, lambda x, y: 2.0, accuracy])
 
-    assert found == {"<lambda>": 1.0, "<lambda> 2": 2.0, "accuracy": pytest.approx(exact(model, data, accuracy))}
-
-
-def test_collection_of_metrics_is_reported_by_name(model, data):
-    collection = torchmetrics.MetricCollection({"micro": MulticlassAccuracy(3, average="micro")})
-
-    found = evaluate(model, data, {"accuracy": collection})
-
-    assert found == {"accuracy/micro": pytest.approx(exact(model, data, accuracy))}
+    assert found.metrics == {
+        "<lambda>": 1.0,
+        "<lambda> 2": 2.0,
+        "accuracy": pytest.approx(exact(model, data, accuracy)),
+    }
 
 
 def test_metric_of_a_mapping_batch_gets_the_batch():
@@ -269,307 +291,165 @@ def test_metric_of_a_mapping_batch_gets_the_batch():
             return {"loss": functional.cross_entropy(super().forward(inputs), labels), "logits": inputs}
 
     inputs, labels = labelled(6)
-    batch = {"inputs": inputs, "labels": labels}
-    seen = []
+    batch, seen = {"inputs": inputs, "labels": labels}, []
 
-    Evaluator(training_step(Model(4, 3).double()), lambda outputs, given: seen.append((outputs, given)) or 0.0).run(
-        [batch]
-    )
+    autoaccum.fit(
+        Model(4, 3).double(), [batch], 6, epochs=1, device="cpu", progress=False, val_loader=[batch],
+        metrics=lambda outputs, given: seen.append((outputs, given)) or 0.0,
+    )  # fmt: skip
 
-    ((outputs, given),) = seen
-    assert outputs["logits"] is inputs
-    assert given.keys() == batch.keys()
+    assert all(outputs.keys() == {"loss", "logits"} and given.keys() == batch.keys() for outputs, given in seen)
 
 
-@pytest.mark.parametrize("metric", ["accuracy", 3, [accuracy, None], {"top": "accuracy"}])
-def test_what_is_no_metric_is_refused(metric, model):
-    with pytest.raises(InvalidInputError, match=r"callable of \(outputs, targets\) or a torchmetrics object"):
-        Evaluator(training_step(model), metric)
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
-
-WIDTH = 1000
-
-
-class Wide(nn.Module):
-    """Takes about 8 kB a sample while it runs, and next to nothing otherwise."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, inputs):
-        wide = inputs.repeat(1, WIDTH // 4)
-        return self.head(inputs) + 0 * (wide + wide).sum(1, keepdim=True)
-
-
-def test_memory_that_runs_out_cuts_the_evaluation_and_not_the_training(data):
-    model = Wide().double()
-    memory = autoaccum.Simulated(5 * WIDTH * 8)
-    events = []
-
-    class Notes(autoaccum.Callback):
-        def on_oom(self, event, *, step):
-            events.append(event)
-
-        def on_plan(self, plan, *, step, probe):
-            events.append(plan)
-
-    runner = runner_of(model, device=memory, callbacks=[Notes()])
-    plan = runner.plan
-
-    with memory.limited(None):
-        found = runner.evaluate(batches_of(data, SAMPLES))
-
-    assert found == pytest.approx(exact(model, data), rel=1e-12)
-    assert runner.plan is plan
-    assert (runner.oom_events, events) == (0, [])
-
-
-def test_memory_that_runs_out_is_told_and_the_cut_kept_for_the_next_evaluation(data):
-    model = Wide().double()
-    memory = autoaccum.Simulated(5 * WIDTH * 8)
-    events = []
-    evaluator = Evaluator(training_step(model, memory=memory), accuracy, events.append)
-    with memory.limited(None):
-        first = evaluator.run([data])
-    sizes = [event.size for event in events]
-    events.clear()
-
-    with memory.limited(None):
-        second = evaluator.run([data])
-
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] == SAMPLES
-    assert events == []
-    assert (second.loss, second.metrics, second.samples) == (first.loss, first.metrics, first.samples)
-    assert first.metrics["accuracy"] == pytest.approx(exact(model, data, accuracy), rel=1e-12)
-
-
-def test_one_sample_that_does_not_fit_is_an_error_that_leaves_the_model(data):
-    model = Wide().double()
-    memory = autoaccum.Simulated(WIDTH * 8)
-    runner = runner_of(model, device=memory)
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        ("accuracy", r"callable of \(outputs, targets\) or a torchmetrics object"),
+        ([accuracy, None], r"callable of \(outputs, targets\) or a torchmetrics object"),
+        ({"it": lambda outputs, targets: None}, "metric 'it' returned "),
+        ({"it": lambda outputs, targets: [0.5]}, "metric 'it' returned "),
+        (MulticlassConfusionMatrix(3), r"'MulticlassConfusionMatrix'.*shape \(3, 3\)"),
+    ],
+)
+def test_what_is_no_metric_or_gives_no_number_is_refused_before_training(metric, said, model, data):
     before = state_of(model)
 
-    with memory.limited(None), pytest.raises(DoesNotFitError, match=r"a sample of shape.*in an evaluation"):
-        runner.evaluate(batches_of(data, SAMPLES))
+    with pytest.raises(InvalidInputError, match=said):
+        evaluated(model, [data], metric)
 
     assert_bitwise(state_of(model), before)
 
 
-def running_out(metric, *, at):
-    """A metric whose update number `at` counts and then runs out of memory."""
-    update, calls = metric.update, []
-
-    def failing(outputs, targets):
-        calls.append(len(targets))
-        update(outputs, targets)
-        if len(calls) == at:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    metric.update = failing
-    return metric
+# --- memory ----------------------------------------------------------------------------------------------------------
 
 
-class Counter:
-    """A metric as a user writes it."""
-
-    def __init__(self):
-        self.reset()
-
-    def reset(self):
-        self.right, self.seen, self.classes = 0, [], {}
-
-    def update(self, outputs, targets):
-        self.right += int(right(outputs, targets).sum())
-        self.seen += targets.tolist()
-        for target in targets.tolist():
-            self.classes[target] = self.classes.get(target, 0) + 1
-
-    def compute(self):
-        return {"right": self.right, "seen": len(self.seen), "of class 0": self.classes[0]}
-
-
-class Totals:
-    """An object within a metric."""
-
-    __slots__ = ("right", "seen")
-
-    def __init__(self):
-        self.right, self.seen = 0, []
-
-
-class Nested(Counter):
-    """A metric whose counts lie within other things."""
-
-    def reset(self):
-        self.by_class = {0: [], 1: [], 2: []}
-        self.last = collections.deque(maxlen=1000)
-        self.totals = Totals()
-        self.sums = [torch.zeros(2), (np.zeros(2), [0])]
-        self.counts = collections.defaultdict(collections.Counter)
-
-    def update(self, outputs, targets):
-        hits = right(outputs, targets)
-        for target, hit in zip(targets.tolist(), hits.tolist(), strict=True):
-            self.by_class[target].append(hit)
-            self.counts[target]["seen"] += 1
-        self.last.extend(targets.tolist())
-        self.totals.right += int(hits.sum())
-        self.totals.seen += targets.tolist()
-        self.sums[0] += len(targets)
-        self.sums[1][0][0] += len(targets)
-        self.sums[1][1][0] += len(targets)
-
-    def compute(self):
-        return {
-            "of class 0": len(self.by_class[0]),
-            "last": len(self.last),
-            "right": self.totals.right,
-            "seen": len(self.totals.seen),
-            "tensor": float(self.sums[0][1]),
-            "array": self.sums[1][0][0],
-            "number": self.sums[1][1][0],
-            "counted": sum(self.counts[n]["seen"] for n in range(3)),
-        }
-
-
-class Running:
-    """A callable that returns what it has counted so far."""
-
-    def __init__(self):
-        self.state = {"seen": []}
-
-    def __call__(self, outputs, targets):
-        self.state["seen"].append(len(targets))
-        return sum(self.state["seen"])
-
-
-METRICS = {
-    "counts in tensors": lambda: MulticlassAccuracy(3),
-    "matrix": lambda: torchmetrics.ClasswiseWrapper(MulticlassAccuracy(3, average=None)),
-    "lists": lambda: MulticlassAUROC(3),
-    "collection": lambda: torchmetrics.MetricCollection([MulticlassAccuracy(3), MulticlassAUROC(3)]),
-    "groups": lambda: torchmetrics.MetricCollection(
-        {"micro": MulticlassAccuracy(3, average="micro"), "macro": MulticlassAccuracy(3, average="macro")}
-    ),
-    "wrapper": lambda: torchmetrics.MinMaxMetric(MulticlassAccuracy(3)),
-    "own": Counter,
-    "nested": Nested,
-}
-
-
-@pytest.mark.parametrize("at", [1, 3])
-@pytest.mark.parametrize("make", METRICS.values(), ids=METRICS)
-def test_metric_in_which_memory_ran_out_counts_no_sample_twice(make, at, model, data):
-    expected = evaluate(model, data, {"it": make()})
-
-    found = evaluate(model, data, {"it": running_out(make(), at=at)})
-
-    assert found == expected
-
-
-def test_callable_in_which_memory_ran_out_counts_no_sample_twice(model, data):
-    calls = []
-
-    def failing(outputs, targets):
-        calls.append(len(targets))
-        if len(calls) == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return accuracy(outputs, targets)
-
-    evaluation = Evaluator(training_step(model), [accuracy, failing]).run(batches_of(data, *SIZES))
-
-    assert calls == [4, 1, 7, 4, 3, 3]
-    assert (
-        evaluation.metrics["failing"] == evaluation.metrics["accuracy"] == pytest.approx(exact(model, data, accuracy))
-    )
-    assert evaluation.loss == pytest.approx(exact(model, data), rel=1e-12)
-
-
-def test_callable_that_counts_for_itself_counts_no_sample_twice(model, data):
-    calls = []
-
-    class Failing(Running):
-        def __call__(self, outputs, targets):
-            calls.append(super().__call__(outputs, targets))
-            if len(calls) == 3:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return calls[-1]
-
-    running = Failing()
-
-    evaluate(model, data, running)
-
-    assert len(calls) > len(SIZES)
-    assert sum(running.state["seen"]) == SAMPLES
-
-
-@pytest.mark.parametrize("make", [Counter, Nested])
-def test_metric_is_given_nothing_of_a_cut_whose_forward_pass_failed(make, data):
-    """Also where nothing of it could be put back."""
-    model, given = Wide().double(), []
-
-    class Recording(make):
-        def update(self, outputs, targets):
-            given.append(len(targets))
-            self.kind_that_is_not_known = object()
-            super().update(outputs, targets)
-
-    memory = autoaccum.Simulated("24KiB")
-    with memory.limited(None):
-        found = Evaluator(training_step(model, memory=memory), {"it": Recording()}).run([data, data])
-
-    assert sum(given) == 2 * SAMPLES
-    assert len(given) > 2
-    assert found.metrics["it/seen"] == 2 * SAMPLES
-
-
-class Unknown(Counter):
-    """Holds something of which nobody knows what is in it."""
+class Wide(nn.Module):
+    """Takes about 8 kB a sample while it evaluates, and next to nothing otherwise; counts the samples it evaluates."""
 
     def __init__(self):
         super().__init__()
-        self.held = object()
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, inputs):
+        if self.training:
+            return self.head(inputs)
+        self.seen += len(inputs)
+        wide = inputs.repeat(1, WIDTH // 4)
+        return self.head(inputs) + 0 * (wide + wide).sum(1, keepdim=True)
 
 
-class Gathering(Counter):
-    """Gathers tensors, and writes to one of them."""
+@pytest.fixture
+def wide():
+    return Wide().double()
+
+
+def room(samples):
+    return autoaccum.Simulated(samples * WIDTH * 8)
+
+
+class Sizes(autoaccum.Callback):
+    """Notes how many samples memory ran out with, and when evaluations ended."""
+
+    def __init__(self):
+        self.told = []
+
+    def on_oom(self, event, *, step):
+        self.told.append(event.size)
+
+    def on_evaluation(self, evaluation, *, epoch, step):
+        self.told.append("done")
+
+
+class Seen:
+    """A metric as a user writes it."""
 
     def reset(self):
-        super().reset()
-        self.gathered = [torch.zeros(1) for _ in range(100)]
+        self.sizes = []
 
     def update(self, outputs, targets):
-        super().update(outputs, targets)
-        self.gathered[0] += 1
+        self.sizes.append(len(targets))
+
+    def compute(self):
+        return {"samples": sum(self.sizes), "most": max(self.sizes)}
 
 
-@pytest.mark.parametrize("make", [Unknown, Gathering])
-def test_metric_that_cannot_be_put_back_ends_the_evaluation_and_says_so(make, model, data):
-    with pytest.raises(DoesNotFitError, match=r"metric 'it', a .*, ran out of memory while it was counting"):
-        evaluate(model, data, {"it": running_out(make(), at=2)})
+def test_memory_that_runs_out_changes_no_number_and_the_size_is_kept(wide, data):
+    sizes, metrics = Sizes(), {"it": Seen(), "micro": micro_accuracy(), "auroc": MulticlassAUROC(3), "mean": accuracy}
+    expected = evaluated(wide, [data, data], metrics)
+
+    found = evaluations_of(wide, [data, data], metrics, epochs=2, device=room(9), callbacks=[sizes])
+
+    *failed, done, end = sizes.told
+    assert (failed[0], failed) == (SAMPLES, sorted(failed, reverse=True))
+    assert (done, end) == ("done", "done")
+    for one in found:
+        assert one.metrics["it/most"] < SAMPLES
+        assert one.metrics == pytest.approx({**expected.metrics, "it/most": one.metrics["it/most"]})
+        assert (one.loss, one.samples) == (pytest.approx(expected.loss, rel=1e-12), 2 * SAMPLES)
 
 
-@pytest.mark.parametrize("value", [None, "good", [0.5]])
-def test_metric_that_returns_no_number_is_refused_by_its_name(value, model, data):
-    with pytest.raises(InvalidInputError, match="metric 'it' returned "):
-        evaluate(model, data, {"it": lambda outputs, targets: value})
+def test_what_a_failed_micro_batch_wrote_is_put_back_and_the_plan_is_not_touched(wide, data):
+    runner = runner_of(wide, device=room(5))
+    plan = runner.plan
+
+    found = runner.evaluate([data])
+
+    assert wide.seen == SAMPLES
+    assert (runner.plan, runner.oom_events) == (plan, 0)
+    assert found == pytest.approx(exact(wide, data), rel=1e-12)
 
 
-def test_error_of_a_metric_arrives_as_it_is(model, data):
-    def broken(outputs, targets):
-        raise ZeroDivisionError
+def test_one_sample_that_does_not_fit_is_an_error_that_leaves_the_model(wide, data):
+    runner = runner_of(wide, device=room(1))
+    before = state_of(wide)
 
-    with pytest.raises(ZeroDivisionError):
-        evaluate(model, data, broken)
+    with pytest.raises(DoesNotFitError, match=r"a sample of shape.*in an evaluation"):
+        runner.evaluate([data])
+
+    assert_bitwise(state_of(wide), before)
 
 
-def test_metric_that_gives_a_matrix_is_refused_by_its_name(model, data):
-    with pytest.raises(InvalidInputError, match=r"'MulticlassConfusionMatrix'.*shape \(3, 3\)"):
-        evaluate(model, data, MulticlassConfusionMatrix(3))
+def test_samples_that_the_model_has_changed_in_place_are_not_taken_twice(data):
+    class InPlace(Wide):
+        def forward(self, inputs):
+            return super().forward(inputs.add_(1))
+
+    runner = runner_of(InPlace().double(), device=room(5))
+
+    with pytest.raises(InvalidInputError, match="changed its input in place"):
+        runner.evaluate([data])
+
+
+def test_samples_made_in_inference_mode_are_evaluated(wide, data):
+    with torch.inference_mode():
+        batch = tuple(half.clone() for half in data)
+
+    assert runner_of(wide, device=room(5)).evaluate([batch]) == pytest.approx(exact(wide, data), rel=1e-12)
+
+
+def test_callable_in_which_memory_runs_out_is_called_again_and_no_sample_counts_twice(model, data):
+    def greedy(outputs, targets):
+        if len(targets) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return accuracy(outputs, targets)
+
+    found = evaluated(model, batches_of(data, *SIZES), [accuracy, greedy, Seen(), micro_accuracy()])
+
+    *averages, of_metric = (found.metrics[name] for name in ("accuracy", "greedy", "MulticlassAccuracy"))
+    assert [*averages, of_metric] == [pytest.approx(exact(model, data, accuracy))] * 3
+    assert found.metrics["Seen/samples"] == SAMPLES
+    assert found.loss == pytest.approx(exact(model, data), rel=1e-12)
+
+
+def test_metric_that_counts_and_runs_out_of_memory_says_so_before_training(model, data):
+    class Greedy(Seen):
+        def update(self, outputs, targets):
+            super().update(outputs, targets)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(DoesNotFitError, match=r"metric 'it', a Greedy, ran out of memory while it counted 15 samples"):
+        evaluated(model, [data], {"it": Greedy()})
 
 
 # --- a loss over the whole batch -------------------------------------------------------------------------------------
@@ -581,153 +461,66 @@ def against_each_other(outputs, targets):
     return functional.binary_cross_entropy_with_logits(outputs @ outputs.T, same)
 
 
-def of_batches(model, batches, loss=against_each_other):
+def of_batches(model, batches):
     """The mean over the batches, weighed by their samples, of a loss that sees all of a batch."""
-    total = sum(exact(model, batch, loss) * len(batch[1]) for batch in batches)
+    total = sum(exact(model, batch, against_each_other) * len(batch[1]) for batch in batches)
     return total / sum(len(batch[1]) for batch in batches)
 
 
-@pytest.mark.parametrize("trained_size", [None, 2], ids=["whole batches", "cut"])
-def test_loss_over_the_window_is_that_of_each_batch_of_the_loader(trained_size, model, data):
-    metrics = [accuracy, MulticlassAccuracy(3, average="micro")]
-    evaluator = Evaluator(training_step(model, against_each_other), metrics, loss_scope="window")
-
-    found = evaluator.run(batches_of(data, *SIZES), trained_size=trained_size)
-
-    assert found.loss == pytest.approx(of_batches(model, batches_of(data, *SIZES)), rel=1e-12)
-    assert list(found.metrics.values()) == [pytest.approx(exact(model, data, accuracy))] * 2
-    assert found.samples == SAMPLES
-
-
+@pytest.mark.parametrize("device", ["cpu", autoaccum.Simulated(MIB)], ids=["micro-batches", "whole batches"])
 @pytest.mark.parametrize(
     "loss",
     [
+        against_each_other,
         lambda x, y: {"near": against_each_other(x, y) / 4, "far": against_each_other(x, y) * 3 / 4},
         lambda x, y: (against_each_other(x, y) * len(y), len(y)),
         lambda x, y: against_each_other(x, y).expand(len(y)),
     ],
-    ids=["mapping", "pair", "vector"],
+    ids=["number", "mapping", "pair", "vector"],
 )
-def test_loss_over_the_window_may_have_any_form(loss, model, data):
-    evaluator = Evaluator(training_step(model, loss), loss_scope="window")
+def test_loss_over_the_window_is_that_of_each_batch_of_the_loader(loss, device, model, data):
+    batches = batches_of(data, *SIZES)
 
-    found = evaluator.run(batches_of(data, *SIZES))
+    found = evaluated(model, batches, [accuracy, micro_accuracy()], loss=loss, loss_scope="window", device=device)
 
-    assert found.loss == pytest.approx(of_batches(model, batches_of(data, *SIZES)), rel=1e-12)
-
-
-def test_mean_over_targets_stays_weighed_by_them(sentences):
-    model = Tagger().double()
-    evaluator = Evaluator(training_step(model, nn.CrossEntropyLoss()), loss_scope="window")
-
-    found = evaluator.run(batches_of(sentences, *SIZES))
-
-    assert found.loss == pytest.approx(exact(model, sentences), rel=1e-12)
+    assert found.loss == pytest.approx(of_batches(model, batches), rel=1e-12)
+    assert list(found.metrics.values()) == [pytest.approx(exact(model, data, accuracy))] * 2
+    assert found.samples == SAMPLES
 
 
-def test_memory_that_runs_out_cuts_the_forward_pass_and_not_the_loss(data):
-    model, events, seen = Wide().double(), [], []
-    memory = autoaccum.Simulated(5 * WIDTH * 8)
+def test_memory_that_runs_out_cuts_the_forward_pass_and_not_the_loss(wide, data):
+    seen = []
 
     def loss(outputs, targets):
         seen.append(len(outputs))
         return against_each_other(outputs, targets)
 
-    evaluator = Evaluator(training_step(model, loss, memory=memory), accuracy, events.append, loss_scope="window")
-    with memory.limited(None):
-        found = evaluator.run([data])
+    found = runner_of(wide, loss=loss, loss_scope="window", device=room(5)).evaluate([data])
 
-    assert found.loss == pytest.approx(exact(model, data, against_each_other), rel=1e-12)
-    assert found.metrics["accuracy"] == pytest.approx(exact(model, data, accuracy))
-    assert seen == [SAMPLES]
-    assert len(events) > 0
+    assert found == pytest.approx(exact(wide, data, against_each_other), rel=1e-12)
+    assert seen[0] == SAMPLES
 
 
-def test_representations_that_are_views_do_not_keep_what_they_are_views_of(data):
+@pytest.mark.parametrize("scope", ["micro_batch", "window"])
+def test_outputs_that_are_views_take_no_memory_from_the_next_micro_batch(scope, data):
+    sizes = []
+
     class View(nn.Linear):
         def forward(self, inputs):
+            sizes.append(len(inputs))
             return super().forward(inputs).repeat(1, WIDTH // 4)[:, :4]
 
-    memory, events = autoaccum.Simulated(5 * WIDTH * 8), []
-    evaluator = Evaluator(
-        training_step(View(4, 4).double(), against_each_other, memory=memory), None, events.append, loss_scope="window"
-    )
+    options = {"loss": functional.cross_entropy, "loss_reduction": "mean", "loss_scope": scope}
+    runner_of(View(4, 4).double(), device=room(6), **options).evaluate([data])
 
-    with memory.limited(None):
-        evaluator.run([data])
-
-    # Four or five of the fifteen samples fit at once; kept views would soon leave room for one.
-    assert min(event.size for event in events) > 4
+    assert sizes[-3:] == [5, 5, 5]  # six would fit; kept views would leave room for fewer
 
 
-def test_loss_over_the_window_that_does_not_fit_says_so(data):
+def test_loss_over_the_window_that_does_not_fit_says_so(wide, data):
     def greedy(outputs, targets):
         return outputs.mean() + outputs.new_zeros(10 * WIDTH).mean()
 
-    memory, events = autoaccum.Simulated(5 * WIDTH * 8), []
-    evaluator = Evaluator(
-        training_step(Wide().double(), greedy, memory=memory), None, events.append, loss_scope="window"
-    )
+    runner = runner_of(wide, loss=greedy, loss_scope="window", device=room(5))
 
-    with memory.limited(None), pytest.raises(DoesNotFitError, match=f"the loss over all {SAMPLES} samples"):
-        evaluator.run([data])
-
-    assert [event.size for event in events[-2:]] == [None, None]
-
-
-def test_loss_over_the_window_leaves_the_model_as_it_was(model, data):
-    evaluator = Evaluator(training_step(model, against_each_other), loss_scope="window")
-    before = state_of(model)
-
-    evaluator.run(batches_of(data, *SIZES))
-
-    assert_bitwise(state_of(model), before)
-
-
-def test_loss_over_the_window_has_to_take_outputs(model):
-    with pytest.raises(InvalidInputError, match="loss_scope='window' takes one loss"):
-        Evaluator(training_step(model), loss_scope="window")
-
-
-class Drawing(nn.Module):
-    """Draws, in evaluation too, from generators that it holds; a model and a loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4, 3))
-        self.of_torch = torch.Generator().manual_seed(1)
-        self.of_python = random.Random(1)  # noqa: S311 - no secret
-        self.of_numpy = np.random.default_rng(1)
-
-    def forward(self, *given):
-        noise = torch.rand((), generator=self.of_torch) + self.of_python.random() + self.of_numpy.random()
-        if len(given) > 1:
-            return nn.functional.cross_entropy(*given) + 0.0 * noise
-        return given[0] @ (self.weight + noise).double() + torch.rand(())
-
-    def states(self):
-        return [
-            self.of_torch.get_state().tolist(),
-            self.of_python.getstate(),
-            self.of_numpy.bit_generator.state,
-            torch.get_rng_state().tolist(),
-        ]
-
-
-@pytest.mark.parametrize("fails", [False, True], ids=["whole", "failing"])
-@pytest.mark.parametrize("of", ["model", "loss"])
-def test_evaluation_of_a_runner_leaves_the_generators_that_modules_hold(data, of, fails):
-    model, loss = (Drawing(), nn.CrossEntropyLoss()) if of == "model" else (nn.Linear(4, 3).double(), Drawing())
-    drawing = model if of == "model" else loss
-    runner = autoaccum.Runner(model, torch.optim.SGD(model.parameters()), autoaccum.plan(4, 3), loss=loss, device="cpu")
-    before = drawing.states()
-
-    def batches():
-        yield from batches_of(data, *SIZES)
-        if fails:
-            raise LookupError
-
-    with pytest.raises(LookupError) if fails else contextlib.nullcontext():
-        runner.evaluate(batches())
-
-    assert drawing.states() == before
+    with pytest.raises(DoesNotFitError, match=f"the loss over all {SAMPLES} samples"):
+        runner.evaluate([data])

@@ -185,17 +185,6 @@ def test_default_optimizer_is_reachable():
     assert isinstance(runner.optimizer, torch.optim.AdamW)
 
 
-def test_evaluate_returns_the_mean_loss_over_all_samples():
-    model = network()
-    inputs, targets = samples(25)
-    expected = nn.functional.cross_entropy(model(inputs), targets).item()
-    batches = [(inputs[i : i + 10], targets[i : i + 10]) for i in range(0, 25, 10)]
-
-    loss = runner_of(model, autoaccum.plan(10, 5)).evaluate(batches)
-
-    assert loss == pytest.approx(expected, rel=1e-5)
-
-
 def test_plan_that_is_no_plan_is_refused():
     with pytest.raises(autoaccum.InvalidInputError, match=r"autoaccum\.plan"):
         runner_of(network(), 37)
