@@ -69,7 +69,8 @@ class Evaluator:
     """Evaluates with the model and loss of a training step, which it leaves unchanged.
 
     The micro-batch size is found by failure alone and kept from one evaluation to the next. It is separate from the
-    training's, which is not touched.
+    training's, which is not touched. With loss_scope="window" the loss is computed on each of the loader's batches as a
+    whole; metrics see the micro-batches all the same.
 
     Args:
         step: The training step.

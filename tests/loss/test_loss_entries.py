@@ -372,9 +372,9 @@ def test_evaluation_before_any_training_asks_the_model(form, model, batch):
 
 
 def test_evaluation_over_the_window_adds_what_training_adds(model, batch):
-    step = training_step(model, detached_metric)
+    step = training_step(model, detached_metric, loss_scope="window")
 
-    found = Evaluator(step, loss_scope="window").run([batch])
+    found = Evaluator(step).run([batch])
 
     assert found.loss == pytest.approx(loss_of(model, batch), rel=1e-12)
 
