@@ -395,7 +395,7 @@ class DataParallel:
         if updates is None:
             return
         norm = outcome.run(updates.norm)
-        if not updates.clips:
+        if updates.clip_grad_norm is None:
             return
         if norm is not None:
             outcome.run(lambda: self._norm.fill_(norm))

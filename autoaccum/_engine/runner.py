@@ -47,7 +47,7 @@ from autoaccum._records import TOKENS, DeviceScalar, Plan, StepReport
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system import signals
 from autoaccum._system.notices import Notices, check_notices
-from autoaccum.errors import InvalidInputError, UpdateCompleteError
+from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -277,7 +277,7 @@ class WindowRunner:
         if said is error:
             return
         try:
-            raise said from (error.__cause__ if isinstance(error, UpdateCompleteError) else error)
+            raise said from error
         finally:
             del said  # otherwise it and this frame, which holds the runner, would hold each other
 
@@ -508,11 +508,9 @@ class Runner(WindowRunner):
             InvalidInputError: The window or the loss's return value cannot be used.
             DoesNotFitError: Not even one sample at a time fits.
             DeviceLostError: This process can no longer use the device.
-            StateDamagedError: The optimizer failed after it had begun to write.
-            UpdateCompleteError: The optimizer has stepped, and something after it failed, such as a hook of the
-                optimizer, or memory ran out: the update is made, and this window must not be passed again. Other
-                errors of callbacks, and interrupts, that come after the update are raised unchanged, with a note
-                that says so.
+            StateDamagedError: The optimizer, or a hook on its step, failed after it had begun to write.
+            UpdateCompleteError: Memory ran out after the optimizer's step: the update is made, and this window must not
+                be passed again. Interrupts that come after the update are raised unchanged, with a note that says so.
         """
         check_one_batch("step", others)
         part: Window | None = self._engine.steady.known(window)

@@ -255,10 +255,10 @@ def fit(
         InvalidInputError: An argument, a batch or a loss cannot be used.
         DoesNotFitError: Not even one sample at a time fits.
         DeviceLostError: This process can no longer use the device.
-        StateDamagedError: The optimizer failed while it was writing, and there is no checkpoint to go back to, or it
-            failed again after going back.
-        UpdateCompleteError: The scheduler or an optimizer hook failed, or memory ran out, after an update; the update
-            is made. If the scheduler has not stepped, no checkpoint of that state is written.
+        StateDamagedError: The optimizer, or a hook on its step, failed after it had begun to write, and there is no
+            checkpoint to go back to, or it failed again after going back.
+        UpdateCompleteError: The scheduler failed, or memory ran out, after an update; the update is made. If the
+            scheduler has not stepped, no checkpoint of that state is written.
         StartAgainError: Memory ran out in a model that is sharded across ranks (docs/fsdp.md), or on one rank while the
             others made an update.
         CheckpointError: A checkpoint cannot be written or read, or belongs to another run; in these cases the model is
