@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -36,21 +35,8 @@ if TYPE_CHECKING:
 _VERSION = attrgetter("_version")
 
 
-@dataclass(slots=True)
-class Update:
-    """The outcome of an update.
-
-    Attributes:
-        grad_norm: Norm of the gradient before clipping, on the device; None if it was not clipped.
-        skipped: Whether the scaler skipped the update.
-    """
-
-    grad_norm: Tensor | None
-    skipped: bool = False
-
-
 class Updates:
-    """Makes updates with one optimizer: in one call, or in three parts if several processes update together.
+    """Makes updates with one optimizer: in one call, or in parts if several processes update together.
 
     Args:
         optimizer: The optimizer.
@@ -98,11 +84,12 @@ class Updates:
         self._is_unseen = False  # whether it may write without moving a version counter
         self._copy: OptimizerCopy | None = None  # of what the next step writes, if that is to be measured
 
-    def make(self) -> Update:
+    def make(self) -> None:
         """Make one update from the accumulated gradients; errors as for its parts."""
         try:
             self.reserve()
-            return self.commit(self.unscale_and_clip())
+            self.unscale_and_clip()
+            self.commit()
         finally:
             self.drop_reservation()
 
@@ -161,20 +148,20 @@ class Updates:
         self._stage.phase = Phase.CLIP
         nn.utils.clip_grads_with_norm_(self._held(), self.clip_grad_norm, norm)
 
-    def commit(self, norm: Tensor | None) -> Update:
-        """Step the optimizer on gradients of this norm; after any other error everything is as it was before.
+    def commit(self) -> bool:
+        """Step the optimizer; return whether the scaler skipped it.
 
         Raises:
-            StateDamagedError: The optimizer, or a hook on its step, failed after it had begun to write.
+            StateDamagedError: The optimizer, or a hook on its step, failed after it had begun to write. After any other
+                error everything is as it was before.
         """
         self._stage.phase = Phase.OPTIMIZER
         copy, watch = self._copy, None if self._copy is None else Transients(self._memory.device.type)
         before = _Written(self._optimizer, is_unseen=self._is_unseen) if copy is None else copy
-        # Everything needed after the step is created before it: after it there is no way back.
-        update, coming = Update(norm), self.made + 1
+        coming = self.made + 1  # nothing is created after the step: there is no way back
         try:
             with watch or nullcontext():
-                update.skipped = self._step()
+                is_skipped = self._step()
         except BaseException as error:
             if not before.undo():
                 remedy = ", and leave more room (smaller micro-batches, or foreach=False in the optimizer)"
@@ -184,22 +171,22 @@ class Updates:
                 ) from error
             raise
         self.made = coming
-        if copy is not None and watch is not None and not update.skipped:
+        if copy is not None and watch is not None and not is_skipped:
             self._learn(copy, watch)
-        return update
+        return is_skipped
 
     def _learn(self, copy: OptimizerCopy, watch: Transients) -> None:
         """Learn from a measured step what later ones need, and how they write."""
         optimizer = self._optimizer
         values = chain.from_iterable(state.values() for state in optimizer.state.values())
         try:
+            self._needs[self._last] = self._count_states(), watch.transient_bytes()
             # What is in containers is changed in place, and has no counter. The step was measured by a dispatch mode,
             # under which kernels over lists move no counters.
             self._is_unseen |= any(isinstance(value, list | tuple | dict | deque) for value in values) or (
                 not any(group.get("fused") or _uses_lists(group) for group in optimizer.param_groups)
                 and copy.was_written_unseen()
             )
-            self._needs[self._last] = self._count_states(), watch.transient_bytes()
         except (RuntimeError, TypeError, MemoryError) as error:  # the step is done, so nothing may fail any more
             let_go(error)
             self._is_unseen = True
@@ -208,7 +195,6 @@ class Updates:
         return len(self._optimizer.state) if self.weights is None else int(self.weights.has_state(self._optimizer))
 
     def _held(self) -> list[nn.Parameter]:
-        """Return the optimizer's current parameters, possibly more than at the last update."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _gradients(self) -> list[Tensor]:
