@@ -272,7 +272,7 @@ def fit(
     token_target = check_target(target_batch, target_tokens, tokens, lengths)
     target: Any = target_batch if token_target is None else token_target.tokens
     _check_cuts(target, drop_last, micro_batch, probe, strategy, cache)
-    optimizers.check_scaling(lr_scaling, target, base_batch)
+    optimizers.scaling_factor(lr_scaling, target, base_batch)
     _check_updates(loss_scope, batchnorm, on_nan)
     noise_every = check_noise_scale(noise_scale, loss_scope)
     takes_by_length = check_order(order, lengths, in_tokens=token_target is not None)

@@ -200,7 +200,7 @@ def test_parameter_in_two_of_them_is_refused():
 def test_one_that_evaluates_the_window_itself_is_refused_in_a_list_too():
     model = a_model()
 
-    with pytest.raises(InvalidInputError, match="LBFGS evaluates"):
+    with pytest.raises(InvalidInputError, match=r"LBFGS\.step\(\) requires a closure"):
         fit(model, [parts_of(model)[0], torch.optim.LBFGS(model[2].parameters())])
 
 
