@@ -391,11 +391,9 @@ class DataParallel:
     def _unscale_and_clip(self, outcome: Outcome) -> None:
         """Unscale and clip the gradients for the optimizers, with the same norm on every rank."""
         updates = self._updates
-        if updates is None:
+        if updates is None or updates.clip_grad_norm is None:
             return
         norm = outcome.run(updates.norm)
-        if updates.clip_grad_norm is None:
-            return
         if norm is not None:
             outcome.run(lambda: self._norm.fill_(norm))
         # Other kinds of devices, or other numbers of threads, may sum in another order.

@@ -170,7 +170,6 @@ class ShardedDataParallel(DataParallel):
             # All ranks compute the norm over all shards together.
             self.begin_pass()
             norm = self._training.updates.norm()
-            assert norm is not None
             self._training.updates.clip(norm)
             outcome.norm = norm.full_tensor()  # type: ignore[attr-defined]
             self.end_pass()

@@ -120,20 +120,19 @@ class Updates:
         self._copy = None
 
     def unscale_and_clip(self, correction: float | Tensor = 1.0) -> Tensor | None:
-        """Multiply the gradients by a correction, unscale and clip them; return what `norm` does."""
+        """Multiply the gradients by a correction, unscale and clip them if asked to; return their norm."""
         if not isinstance(correction, float) or correction != 1.0:
             self._stage.phase = Phase.UNSCALE
             if gradients := self._gradients():
                 torch._foreach_mul_(gradients, correction)
-        norm = self.norm()
-        if norm is not None:
-            self.clip(norm)
-        return norm
-
-    def norm(self) -> Tensor | None:
-        """Unscale the gradients and return their norm before clipping, on the device; None if they are not clipped."""
         if self.clip_grad_norm is None:
             return None
+        norm = self.norm()
+        self.clip(norm)
+        return norm
+
+    def norm(self) -> Tensor:
+        """Unscale the gradients and return their norm before clipping, on the device."""
         if self._scaler is not None:
             self._stage.phase = Phase.UNSCALE
             self._scaler.unscale_(self._optimizer)

@@ -131,13 +131,13 @@ def scale_learning_rate(
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> tuple[DeviceScalar | None, ...]:
     """Return the learning rate of each group, without waiting for the device; None for a group that has none."""
-    return tuple([_rate(group.get("lr")) for group in optimizer.param_groups])
-
-
-def _rate(rate: float | torch.Tensor | None) -> DeviceScalar | None:
-    if isinstance(rate, torch.Tensor):
-        rate = rate.detach().clone()  # schedulers write into it
-    return None if rate is None else DeviceScalar(rate)
+    rates = []
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, torch.Tensor):
+            rate = rate.detach().clone()  # schedulers write into it
+        rates.append(None if rate is None else DeviceScalar(rate))
+    return tuple(rates)
 
 
 def parts_of_scheduler(scheduler: Any) -> list[Any]:
