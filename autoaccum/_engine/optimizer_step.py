@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from autoaccum._engine.optimizer_copy import OptimizerCopy, put_back
 from autoaccum._engine.phases import Phase, Stage
@@ -82,6 +83,7 @@ class Updates:
         # and the bytes that every step allocates and frees.
         self._needs: dict[tuple[bool, ...], tuple[int, int]] = {}
         self._is_unseen = False  # whether it may write without moving a version counter
+        self._is_nested = False  # whether its state holds lists and the like, which it can change in place
         self._copy: OptimizerCopy | None = None  # of what the next step writes, if that is to be measured
 
     def make(self) -> None:
@@ -156,7 +158,9 @@ class Updates:
         """
         self._stage.phase = Phase.OPTIMIZER
         copy, watch = self._copy, None if self._copy is None else Transients(self._memory.device.type)
-        before = _Written(self._optimizer, is_unseen=self._is_unseen) if copy is None else copy
+        before: Any = copy
+        if copy is None:
+            before = _Written(self._optimizer, is_unseen=self._is_unseen, is_nested=self._is_nested)
         coming = self.made + 1  # nothing is created after the step: there is no way back
         try:
             with watch or nullcontext():
@@ -180,12 +184,10 @@ class Updates:
         values = chain.from_iterable(state.values() for state in optimizer.state.values())
         try:
             self._needs[self._last] = self._count_states(), watch.transient_bytes()
-            # What is in containers is changed in place, and has no counter. The step was measured by a dispatch mode,
-            # under which kernels over lists move no counters.
-            self._is_unseen |= any(isinstance(value, list | tuple | dict | deque) for value in values) or (
-                not any(group.get("fused") or _uses_lists(group) for group in optimizer.param_groups)
-                and copy.was_written_unseen()
-            )
+            self._is_nested = any(isinstance(value, list | tuple | dict | deque) for value in values)
+            # The step was measured by a dispatch mode, under which kernels over lists move no counters.
+            if not any(group.get("fused") or _uses_lists(group) for group in optimizer.param_groups):
+                self._is_unseen |= copy.was_written_unseen()
         except (RuntimeError, TypeError, MemoryError) as error:  # the step is done, so nothing may fail any more
             let_go(error)
             self._is_unseen = True
@@ -243,16 +245,21 @@ class _Written:
     Args:
         optimizer: The optimizer.
         is_unseen: Whether it may write without moving these counters, as through `.data`.
+        is_nested: Whether its state holds containers.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, is_unseen: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, is_unseen: bool, is_nested: bool) -> None:
         self._optimizer = optimizer
         self._is_unseen = is_unseen
         # Step counters may be kept there.
         self._settings = [dict(group) for group in optimizer.param_groups]
         self._holders, self._entries = list(optimizer.state), list(map(dict, optimizer.state.values()))
         self._tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._tensors += chain.from_iterable(map(dict.values, self._entries))
+        if is_nested:
+            self._entries = tree_map(lambda value: value, self._entries)  # containers of their own
+            self._tensors += tree_leaves(self._entries)
+        else:
+            self._tensors += chain.from_iterable(map(dict.values, self._entries))
         self._versions = _read_versions(self._tensors)
 
     def undo(self) -> bool:
