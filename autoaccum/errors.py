@@ -38,7 +38,7 @@ class DeviceLostError(AutoaccumError):
 
 
 class StateDamagedError(AutoaccumError):
-    """The optimizer failed while writing, so some parameters are updated and others are not.
+    """The optimizer, or a hook on its step, failed after it had begun to write: parameters are part old, part new.
 
     Training must not continue from this state; load a checkpoint. With `checkpoint=`, `fit` goes back to its last
     checkpoint by itself.
@@ -48,15 +48,15 @@ class StateDamagedError(AutoaccumError):
 class UpdateCompleteError(AutoaccumError):
     """The optimizer has stepped, but something that follows the update failed; `__cause__` is the original exception.
 
-    An optimizer hook or the scheduler failed, or memory ran out in either of them or in the library's own bookkeeping
-    after an update. Do not train on the window again: its update is made. If the message says that not all state has
-    moved with the update, no checkpoint of this state is written; resume from the last one.
+    The scheduler failed, or memory ran out in it or in the library's own bookkeeping. Do not train on the window again:
+    its update is made. If the message says that not all state has moved with the update, no checkpoint of this state is
+    written; resume from the last one.
 
     Attributes:
-        step: Number of the update that was made, as in `StepReport.step`; None if no runner made it.
+        step: Number of the update that was made, as in `StepReport.step`.
     """
 
-    def __init__(self, message: str, step: int | None = None) -> None:
+    def __init__(self, message: str, step: int) -> None:
         super().__init__(message)
         self.step = step
 

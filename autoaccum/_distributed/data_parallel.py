@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import Given
-    from autoaccum._engine.optimizer_step import Update
     from autoaccum._engine.peers import BeforeUpdate, Work
     from autoaccum._loss.reduction_inference import Knowledge
     from autoaccum._loss.reported import Slot
@@ -244,7 +243,7 @@ class DataParallel:
         self.is_decided = True
         return Reduced(losses, outcome.reported, self.samples, outcome.norm, outcome.spread)
 
-    def commit(self, reduced: Reduced) -> Update:
+    def commit(self) -> bool:
         """Step the optimizer, as all others do now; if memory runs out, retry once after releasing the caches.
 
         Raises:
@@ -254,14 +253,14 @@ class DataParallel:
         assert updates is not None
         before = updates.made
         try:
-            return updates.commit(reduced.grad_norm)
+            return updates.commit()
         except Exception as error:
             if updates.made != before or not is_oom(error) or is_device_lost(error):
                 raise
             let_go(error)
         memory.release()
         try:
-            return updates.commit(reduced.grad_norm)
+            return updates.commit()
         except Exception as error:
             if updates.made != before or not is_oom(error) or is_device_lost(error):
                 raise
@@ -392,11 +391,9 @@ class DataParallel:
     def _unscale_and_clip(self, outcome: Outcome) -> None:
         """Unscale and clip the gradients for the optimizers, with the same norm on every rank."""
         updates = self._updates
-        if updates is None:
+        if updates is None or updates.clip_grad_norm is None:
             return
         norm = outcome.run(updates.norm)
-        if not updates.clips:
-            return
         if norm is not None:
             outcome.run(lambda: self._norm.fill_(norm))
         # Other kinds of devices, or other numbers of threads, may sum in another order.

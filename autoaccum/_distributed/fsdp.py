@@ -166,11 +166,10 @@ class ShardedDataParallel(DataParallel):
         """Whether every rank holds its shard of the gradients; if so, unscale and clip them."""
         are_ready = super().all_ready(outcome)
         self._is_told = not are_ready and outcome.failure is not None  # and it is on its way to `failed` now
-        if are_ready and self._training.updates.clips:
+        if are_ready and self._training.updates.clip_grad_norm is not None:
             # All ranks compute the norm over all shards together.
             self.begin_pass()
             norm = self._training.updates.norm()
-            assert norm is not None
             self._training.updates.clip(norm)
             outcome.norm = norm.full_tensor()  # type: ignore[attr-defined]
             self.end_pass()

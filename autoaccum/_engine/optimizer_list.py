@@ -7,6 +7,7 @@ and schedulers see a single one. Nothing is copied: settings and state are those
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,12 +49,9 @@ class OptimizerList(torch.optim.Optimizer):
         state: defaultdict[Any, Any] = defaultdict(dict)
         for part in self.parts:
             state.update(part.state)
-        self._is_made = False
-        super().__init__([{"params": []}], {})
-        self._is_made = True
         self.state = state
-
-    # --- what the parts hold ------------------------------------------------------------------------------------------
+        # The base's __init__ would make groups and a state of its own; this makes the rest, as for a copy.
+        super().__setstate__({"defaults": {}})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -62,13 +60,8 @@ class OptimizerList(torch.optim.Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        if not self._is_made:
-            return  # the base sets its own, which there are not
-        start = 0
-        for part in self.parts:
-            end = start + len(part.param_groups)
-            part.param_groups = groups[start:end]
-            start = end
+        for part, own in zip(self.parts, self._by_part(groups), strict=True):
+            part.param_groups = own
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
@@ -77,9 +70,12 @@ class OptimizerList(torch.optim.Optimizer):
 
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
-        if self._is_made:
-            for part in self.parts:
-                part.state = state
+        for part in self.parts:
+            part.state = state
+
+    def _by_part(self, groups: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        rest = iter(groups)
+        return [list(islice(rest, len(part.param_groups))) for part in self.parts]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: which part would step it is not known.
@@ -87,11 +83,10 @@ class OptimizerList(torch.optim.Optimizer):
         Raises:
             InvalidInputError: Always.
         """
-        if self._is_made:
-            raise InvalidInputError(
-                f"a group of {len(list(param_group.get('params', ())))} parameters cannot be added to several "
-                "optimizers together; call add_param_group of the one that is to step it"
-            )
+        raise InvalidInputError(
+            f"a group of {len(list(param_group.get('params', ())))} parameters cannot be added to several "
+            "optimizers together; call add_param_group of the one that is to step it"
+        )
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Step each part.
@@ -104,26 +99,21 @@ class OptimizerList(torch.optim.Optimizer):
         for part in self.parts:
             part.step()
 
-    # --- copies, and what checkpoints load ----------------------------------------------------------------------------
-
     def __getstate__(self) -> dict[str, Any]:
         """Return the parts, which hold everything."""
-        return {"defaults": self.defaults, "parts": self.parts, "_is_made": True}
+        return {"defaults": self.defaults, "parts": self.parts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a copy's parts; or a state and groups for all parts, which become parts of this object alone."""
-        if "parts" in state:
-            super().__setstate__(state)
-            return
-        groups, start, parts = state["param_groups"], 0, []
-        for part in self.parts:
-            own = object.__new__(type(part))
-            own.__dict__ = {name: value for name, value in vars(part).items() if name != "step"}  # a scheduler's
-            end = start + len(part.param_groups)
-            own.__setstate__({"state": state["state"], "param_groups": groups[start:end]})
-            parts.append(own)
-            start = end
-        super().__setstate__({"parts": parts})
+        if "parts" not in state:
+            parts = []
+            for part, groups in zip(self.parts, self._by_part(state["param_groups"]), strict=True):
+                own = object.__new__(type(part))
+                own.__dict__ = {name: value for name, value in vars(part).items() if name != "step"}  # a scheduler's
+                own.__setstate__({"state": state["state"], "param_groups": groups})
+                parts.append(own)
+            state = {"parts": parts}
+        super().__setstate__(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state into the parts themselves."""

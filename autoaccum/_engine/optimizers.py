@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import torch
 
 from autoaccum._arguments import check_call, check_choice, check_positive_int, shown
 from autoaccum._engine.eight_bit_adam import AdamW8bit, adamw8bit
-from autoaccum._engine.optimizer_list import OptimizerList
+from autoaccum._engine.optimizer_list import OptimizerList, name_of
 from autoaccum._records import DeviceScalar
 from autoaccum.errors import InvalidInputError
 
@@ -26,7 +25,7 @@ MakesOptimizer = Callable[[list["nn.Parameter"]], torch.optim.Optimizer | Sequen
 
 # What `fit` takes as `optimizer` by name. Another one changes the training, so nothing chooses it but the user.
 NAMES = ("adamw", "adamw8bit")
-_SCALINGS: dict[str, Callable[[float], float]] = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
+_EXPONENTS = {"linear": 1.0, "sqrt": 0.5}
 
 
 def resolve(
@@ -69,37 +68,28 @@ def resolve(
 
 def is_8bit(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer, or one of several, is what `adamw8bit` makes."""
-    parts = optimizer.parts if isinstance(optimizer, OptimizerList) else [optimizer]
-    return any(isinstance(part, AdamW8bit) or type(part).__name__ == AdamW8bit.__name__ for part in parts)
+    return AdamW8bit.__name__ in name_of(optimizer)
 
 
-def check_scaling(rule: str | None, target_batch: int, base_batch: int | None) -> None:
-    """Check the arguments `lr_scaling` and `base_batch`.
+def scaling_factor(rule: str | None, target_batch: int, base_batch: int | None) -> float:
+    """Return the factor for learning rates; arguments as for `scale_learning_rate`.
 
     Raises:
-        InvalidInputError: One of them cannot be used, or has no effect without the other.
+        InvalidInputError: The rule is unknown, or one of rule and `base_batch` is missing.
     """
-    if rule is not None:
-        scaling_factor(rule, target_batch, base_batch)
-    elif base_batch is not None:
+    if rule is None:
+        if base_batch is None:
+            return 1.0
         raise InvalidInputError(
             f"base_batch={shown(base_batch)} changes nothing without lr_scaling=; pass lr_scaling='linear' or 'sqrt', "
             "or leave it out"
         )
-
-
-def scaling_factor(rule: str, target_batch: int, base_batch: int | None) -> float:
-    """Return the factor for learning rates; arguments as for `scale_learning_rate`.
-
-    Raises:
-        InvalidInputError: The rule is unknown or `base_batch` is missing.
-    """
-    check_choice("lr_scaling", rule, tuple(_SCALINGS))
+    check_choice("lr_scaling", rule, tuple(_EXPONENTS))
     if base_batch is None:
         raise InvalidInputError(
             f"lr_scaling={rule!r} needs base_batch, the batch size that the learning rate was chosen for"
         )
-    return _SCALINGS[rule](target_batch / check_positive_int("base_batch", base_batch))
+    return float((target_batch / check_positive_int("base_batch", base_batch)) ** _EXPONENTS[rule])
 
 
 def scale_learning_rate(
@@ -122,19 +112,16 @@ def scale_learning_rate(
         scheduler: A scheduler created before this call; it continues from the scaled rates.
 
     Raises:
-        InvalidInputError: The rule is unknown or `base_batch` is missing.
+        InvalidInputError: As for `scaling_factor`.
     """
     factor = scaling_factor(rule, target_batch, base_batch)
     for group in optimizer.param_groups:
-        before = group["lr"]
-        group["lr"] = before * factor
+        before = float(group["lr"])
         # Schedulers created after this call start from initial_lr if present; the others belong to OneCycleLR.
-        for name in ("initial_lr", "max_lr", "min_lr"):
+        for name in ("lr", "initial_lr", "max_lr", "min_lr"):
             if name in group:
                 group[name] = group[name] * factor
-        notices.say(
-            f"learning rate: {float(before):g} -> {float(group['lr']):g} ({rule}, {base_batch} -> {target_batch})"
-        )
+        notices.say(f"learning rate: {before:g} -> {float(group['lr']):g} ({rule}, {base_batch} -> {target_batch})")
     # Schedulers created before keep the rates they started with; a scheduler of schedulers keeps its parts'.
     for part in parts_of_scheduler(scheduler):
         for name in ("base_lrs", "max_lrs"):  # the second belongs to CyclicLR
@@ -144,18 +131,13 @@ def scale_learning_rate(
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> tuple[DeviceScalar | None, ...]:
     """Return the learning rate of each group, without waiting for the device; None for a group that has none."""
-    groups = optimizer.param_groups
-    if len(groups) == 1 and isinstance(rate := groups[0].get("lr"), float):
-        return (DeviceScalar(rate),)
-    return tuple(map(_rate, groups))
-
-
-def _rate(group: dict[str, Any]) -> DeviceScalar | None:
-    rate = group.get("lr")
-    if rate is None:
-        return None
-    # Schedulers write into a rate that is a tensor.
-    return DeviceScalar(rate.detach().clone() if isinstance(rate, torch.Tensor) else rate)
+    rates = []
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, torch.Tensor):
+            rate = rate.detach().clone()  # schedulers write into it
+        rates.append(None if rate is None else DeviceScalar(rate))
+    return tuple(rates)
 
 
 def parts_of_scheduler(scheduler: Any) -> list[Any]:
@@ -169,9 +151,7 @@ def _named(name: str | None, trainable: list[nn.Parameter], notices: Notices) ->
     if name is not None:
         check_choice("optimizer", name, NAMES)
     made = adamw8bit(trainable) if name == "adamw8bit" else torch.optim.AdamW(trainable, lr=1e-3)
-    package = type(made).__module__.partition(".")[0]
-    by = {"autoaccum": ", by torchao", "bitsandbytes": ", by bitsandbytes"}.get(package, "")
-    notices.say(f"optimizer: {type(made).__name__}(lr=1e-3){by} (optimizer={name!r})")
+    notices.say(f"optimizer: {type(made).__name__}(lr=1e-3) (optimizer={name!r})")
     return made
 
 
@@ -197,31 +177,20 @@ def _refuse_one_that_evaluates(optimizer: torch.optim.Optimizer) -> None:
         InvalidInputError: It is one.
     """
     name = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise InvalidInputError(
-            "LBFGS evaluates the loss several times an update, which a window cut into micro-batches does not allow; "
-            "use a first-order optimizer"
-        )
     if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
         raise InvalidInputError(
             f"{name} takes two gradients of the window for each update (first_step and second_step, as SAM does), and "
             "an update here is made from one; use the optimizer that it wraps"
         )
-    if _needs_closure(optimizer):
+    try:
+        inspect.signature(type(optimizer).step).bind(optimizer)
+    except TypeError as error:
         raise InvalidInputError(
             f"{name}.step() requires a closure that evaluates the loss again, which a window cut into micro-batches "
             "does not allow; use a first-order optimizer"
-        )
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    try:
-        inspect.signature(type(optimizer).step).bind(optimizer)
-    except TypeError:
-        return True
+        ) from error
     except ValueError:  # it has no signature
-        return False
-    return False
+        pass
 
 
 def _check(optimizer: torch.optim.Optimizer, known: set[nn.Parameter], trainable: list[nn.Parameter]) -> None:

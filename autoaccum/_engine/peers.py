@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.gradients import Given, Losses
-    from autoaccum._engine.optimizer_step import Update, Updates
+    from autoaccum._engine.optimizer_step import Updates
     from autoaccum._sizing.sizing import Sizing
 
     BeforeUpdate = Callable[[Losses, int], None]
@@ -142,8 +142,8 @@ class Peers(GradientPeers, Protocol):
     def expected_gradients(self) -> Sequence[nn.Parameter]:
         """Return parameters that will have a gradient, of which some have one now."""
 
-    def commit(self, reduced: Reduced) -> Update:
-        """Step the optimizer, which all processes do now."""
+    def commit(self) -> bool:
+        """Step the optimizer, which all processes do now; return whether the scaler skipped it."""
 
 
 class Alone:
@@ -180,9 +180,9 @@ class Alone:
         norm = self._updates.unscale_and_clip(1.0 if is_whole else given.correction)
         return Reduced(losses, means(given.slots) if given.reported else {}, given.samples, norm, given.spread)
 
-    def commit(self, reduced: Reduced) -> Update:
+    def commit(self) -> bool:
         """Step the optimizer. Out-of-memory errors pass through unchanged: the window can be retried."""
-        return self._updates.commit(reduced.grad_norm)
+        return self._updates.commit()
 
     def failed(self, error: Exception, work: Work, number: int) -> None:
         """Do nothing: no other process is affected."""

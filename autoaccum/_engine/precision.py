@@ -29,14 +29,16 @@ class Precision:
         name: "fp32", "bf16" or "fp16".
         device: The device to compute on.
         autocasts: Whether operators are cast; False for a model whose parameters already have that type.
+        yields: Whether an autocast that the user's own loop has entered stays in force.
 
     Attributes:
         scaler: Scales the loss so that fp16 gradients do not vanish; None where none is due.
     """
 
-    def __init__(self, name: str, device: torch.device, *, autocasts: bool = True) -> None:
+    def __init__(self, name: str, device: torch.device, *, autocasts: bool = True, yields: bool = False) -> None:
         self.name = name
         self.scaler: torch.amp.GradScaler | None = None
+        self._yields_on = device.type if yields else None
         # One object for all uses: making an autocast context costs more than entering it.
         self._autocast: AbstractContextManager[object] = nullcontext()
         if name == "fp32" or not autocasts:
@@ -44,25 +46,21 @@ class Precision:
         self._autocast = torch.autocast(device.type, dtype=_DTYPES[name])
         if name == "fp16":
             self.scaler = torch.amp.GradScaler(device.type)
-            # The scaler creates its two tensors at first use, and stays broken if memory runs out between them.
-            self.scaler.scale(torch.zeros((), device=device))
+            _prepare(self.scaler, device)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context for a forward pass; not to be nested in itself."""
+        if self._yields_on is not None and torch.is_autocast_enabled(self._yields_on):
+            return nullcontext()
         return self._autocast
 
 
 def resolve(
     name: str, device: torch.device, model: nn.Module, notices: Notices, *, weights: str | None = None
 ) -> Precision:
-    """Create the requested precision; "auto" selects the device's best and reports it.
+    """Create the requested precision; "auto" selects the device's best. What the name does not say is reported.
 
-    Args:
-        name: As for `fit`.
-        device: The device.
-        model: The model.
-        notices: Reports the choice.
-        weights: As for `fit`, and checked. Autocast then casts what meets bf16 weights, such as inputs.
+    With `weights`, as for `fit` and checked, autocast casts what meets bf16 weights, such as inputs.
 
     Raises:
         InvalidInputError: The name is unknown.
@@ -82,23 +80,6 @@ def resolve(
     return Precision(name, device)
 
 
-class Surrounding(Precision):
-    """A precision in a loop of the user's own: where that has entered autocast, it stays in force.
-
-    Args:
-        name: As for `Precision`.
-        device: As for `Precision`.
-    """
-
-    def __init__(self, name: str, device: torch.device) -> None:
-        super().__init__(name, device)
-        self._type = device.type
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """Return the context for a forward pass."""
-        return nullcontext() if torch.is_autocast_enabled(self._type) else super().autocast()
-
-
 def resolve_without_scaler(
     name: str,
     device: torch.device,
@@ -106,20 +87,13 @@ def resolve_without_scaler(
     notices: Notices,
     scale: torch.amp.GradScaler | Callable[[Tensor], Tensor] | None,
 ) -> Precision:
-    """Create the requested precision for a loop that scales its own losses, if any.
-
-    Args:
-        name: As for `fit`.
-        device: The device.
-        model: The model.
-        notices: Reports choices.
-        scale: What scales losses; None for no scaling.
+    """Create the requested precision for a loop that scales its own losses with `scale`, if any.
 
     Raises:
         InvalidInputError: The name is unknown, `scale` cannot be called, or fp16 is asked for without it.
     """
     if isinstance(scale, torch.amp.GradScaler):
-        scale.scale(torch.zeros((), device=device))  # which creates its tensors, as in `Precision`
+        _prepare(scale, device)
     elif scale is not None:
         check_function("scale", scale, "loss")
     found = resolve(name, device, model, notices)
@@ -131,8 +105,15 @@ def resolve_without_scaler(
             )
         notices.say("precision: fp32, since fp16 needs a gradient scaler, and there is no scale=")
         found = Precision("fp32", device)
+    if name == "auto" and own_half_type(model) is None:
+        found = Precision(found.name, device, yields=True)
     found.scaler = None
-    return Surrounding(found.name, device) if name == "auto" and own_half_type(model) is None else found
+    return found
+
+
+def _prepare(scaler: torch.amp.GradScaler, device: torch.device) -> None:
+    """Let a scaler create its two tensors now: it stays broken if memory runs out between them at its first use."""
+    scaler.scale(torch.zeros((), device=device))
 
 
 def own_half_type(model: nn.Module) -> str | None:

@@ -43,7 +43,7 @@ from autoaccum._records import TOKENS, DeviceScalar, Plan, StepReport
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system import signals
 from autoaccum._system.notices import Notices
-from autoaccum.errors import InvalidInputError, UpdateCompleteError
+from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from autoaccum._data.pieces import Split
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.gradients import Given, Losses, Reduced
-    from autoaccum._engine.optimizer_step import Update
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._engine.peers import Peers
     from autoaccum._loss.objective import Loss
@@ -176,7 +175,7 @@ class WindowRunner:
             drop_old_gradients(step, self._notices)
             now.is_at_work = True
             try:
-                reduced, update = self._engine.run(
+                reduced, skipped = self._engine.run(
                     part,
                     self._finish,
                     is_decided=self._is_made,
@@ -186,27 +185,31 @@ class WindowRunner:
             finally:
                 now.is_at_work = False
                 step.updates.drop_reservation()
-            if update is None:
+            if skipped is None:
                 return None
             elapsed_s = time.perf_counter() - started
             if part.samples:
                 self._engine.complete(elapsed_s)
             if step.updates.has_other_gradients:  # some are trained that were not, or the reverse
                 self._engine.steady.void()
-            return self._report(reduced, update, elapsed_s)
+            return self._report(reduced, elapsed_s, skipped=skipped)
         except BaseException as error:  # after the update there is no way back
             if self._is_made():
                 self._raise_as_update_complete(error)
             raise
 
-    def _finish(self, given: Given) -> tuple[Reduced, Update | None] | None:
-        """Make the update from a window's gradient; None if another process lacks memory for it."""
+    def _finish(self, given: Given) -> tuple[Reduced, bool | None] | None:
+        """Make the update from a window's gradient; None if another process lacks memory for it.
+
+        Returns:
+            The window, and whether the scaler skipped its update; None if no process has a sample of it.
+        """
         self._step.updates.reserve(self._peers.expected_gradients())
         reduced = self._peers.reduce(given, self._engine, self._before_update)
         if reduced is None:
             self._step.updates.drop_reservation()
             return None
-        return reduced, self._update(reduced) if reduced.samples else None
+        return reduced, self._update() if reduced.samples else None
 
     def _before_update(self, losses: Losses, samples: int) -> None:
         """Reject an unusable update, and prepare what moves with it, while there is a way back."""
@@ -219,25 +222,25 @@ class WindowRunner:
         if self._moves is not None:
             self._moves.prepare(samples)
 
-    def _update(self, reduced: Reduced) -> Update:
+    def _update(self) -> bool:
         """Step the optimizer, and move everything that moves with it."""
         # An interrupt waits until the window is done: inside the optimizer it would leave half an update.
         self._now.rates = optimizers.learning_rates(self._step.optimizer)
         with signals.held():
-            update = self._peers.commit(reduced)
+            skipped = self._peers.commit()
             if (weights := self._step.updates.weights) is not None:
                 weights.forget_originals()
             self._events.windows = self._now.number
             self._step.clear_gradients()
             if self._moves is not None:
-                self._moves.update_made(skipped=update.skipped)
+                self._moves.update_made(skipped=skipped)
             self._now.has_moved = True
-        return update
+        return skipped
 
-    def _report(self, reduced: Reduced, update: Update, elapsed_s: float) -> StepReport:
+    def _report(self, reduced: Reduced, elapsed_s: float, *, skipped: bool) -> StepReport:
         """Return the report on the window that was just made."""
         engine, noise = self._engine, None
-        if self._noise is not None and reduced.spread is not None and not update.skipped:
+        if self._noise is not None and reduced.spread is not None and not skipped:
             self._noise.learn(reduced.spread, reduced.samples)
             noise = self._noise.samples
         return StepReport(
@@ -247,12 +250,12 @@ class WindowRunner:
             oom_events=len(engine.lacks),
             elapsed_s=elapsed_s,
             peak_bytes=engine.peak_bytes,
-            skipped=update.skipped,
+            skipped=skipped,
             recomputed_samples=engine.recomputed,
             device_losses={name: DeviceScalar(parts) for name, parts in reduced.losses.items()},
             device_reported={name: DeviceScalar(value) for name, value in reduced.reported.items()},
             device_learning_rates=self._now.rates,
-            device_grad_norm=None if update.grad_norm is None else DeviceScalar(update.grad_norm),
+            device_grad_norm=None if reduced.grad_norm is None else DeviceScalar(reduced.grad_norm),
             noise_scale=noise,
         )
 
@@ -266,7 +269,7 @@ class WindowRunner:
         if said is error:
             return
         try:
-            raise said from (error.__cause__ if isinstance(error, UpdateCompleteError) else error)
+            raise said from error
         finally:
             del said  # otherwise it and this frame, which holds the runner, would hold each other
 
@@ -478,11 +481,9 @@ class Runner(WindowRunner):
             InvalidInputError: The window or the loss's return value cannot be used.
             DoesNotFitError: Not even one sample at a time fits.
             DeviceLostError: This process can no longer use the device.
-            StateDamagedError: The optimizer failed after it had begun to write.
-            UpdateCompleteError: The optimizer has stepped, and something after it failed, such as a hook of the
-                optimizer, or memory ran out: the update is made, and this window must not be passed again. Other
-                errors of callbacks, and interrupts, that come after the update are raised unchanged, with a note
-                that says so.
+            StateDamagedError: The optimizer, or a hook on its step, failed after it had begun to write.
+            UpdateCompleteError: Memory ran out after the optimizer's step: the update is made, and this window must not
+                be passed again. Interrupts that come after the update are raised unchanged, with a note that says so.
         """
         check_one_batch("step", others)
         part: Window | None = self._engine.steady.known(window)

@@ -23,9 +23,7 @@ def told(error: BaseException, step: int, *, has_moved: bool) -> BaseException:
         has_moved: Whether everything that moves with the update (the scheduler) has moved.
     """
     if isinstance(error, UpdateCompleteError):
-        if error.step is not None:
-            return error
-        return UpdateCompleteError(_text(str(error), step, has_moved=has_moved), step)
+        return error
     if isinstance(error, Exception) and (not has_moved or is_oom(error)):
         what = f"what follows it failed ({type(error).__name__}: {first_line(error)})"
         return UpdateCompleteError(_text(what, step, has_moved=has_moved), step)

@@ -249,10 +249,10 @@ def fit(
         InvalidInputError: An argument, a batch or a loss cannot be used.
         DoesNotFitError: Not even one sample at a time fits.
         DeviceLostError: This process can no longer use the device.
-        StateDamagedError: The optimizer failed while it was writing, and there is no checkpoint to go back to, or it
-            failed again after going back.
-        UpdateCompleteError: The scheduler or an optimizer hook failed, or memory ran out, after an update; the update
-            is made. If the scheduler has not stepped, no checkpoint of that state is written.
+        StateDamagedError: The optimizer, or a hook on its step, failed after it had begun to write, and there is no
+            checkpoint to go back to, or it failed again after going back.
+        UpdateCompleteError: The scheduler failed, or memory ran out, after an update; the update is made. If the
+            scheduler has not stepped, no checkpoint of that state is written.
         StartAgainError: Memory ran out in a model that is sharded across ranks (docs/fsdp.md), or on one rank while the
             others made an update.
         CheckpointError: A checkpoint cannot be written or read, or belongs to another run; in these cases the model is
@@ -267,7 +267,7 @@ def fit(
     target: Any = target_batch if token_target is None else token_target.tokens
     options = Options.of(fit, locals())
     check_windows(target, drop_last)
-    optimizers.check_scaling(lr_scaling, target, base_batch)
+    optimizers.scaling_factor(lr_scaling, target, base_batch)
     takes_by_length = check_order(order, lengths, in_tokens=token_target is not None)
     if takes_by_length:
         _check_by_length(loss_scope, probe, split, in_tokens=token_target is not None)

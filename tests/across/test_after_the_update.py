@@ -161,33 +161,30 @@ def test_sigterm_beside_a_failing_scheduler_does_not_make_the_window_again(tmp_p
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_hook_of_the_optimizer_that_fails_names_the_update_and_leaves_the_next_window_whole(precision):
-    failing = []
-
+@pytest.mark.parametrize("failing_window", [1, 2])
+@pytest.mark.parametrize("mine", [LookupError("the user's own"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_hook_on_the_optimizer_that_fails_is_undone_in_the_first_step_and_told_later(precision, failing_window, mine):
     def hook(*_):
-        if failing:
-            raise MemoryError
+        if runner.windows_done == failing_window - 1:
+            raise mine
 
-    def trained(fails):
-        torch.manual_seed(0)
-        model = nn.Linear(4, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer.register_step_post_hook(hook)
-        runner = autoaccum.Runner(model, optimizer, autoaccum.plan(4, 2), device="cpu", precision=precision)
-        window = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(4, 2), device="cpu", precision=precision)
+    window = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
+    for _ in range(failing_window - 1):
         runner.step(window)
-        if fails:
-            failing.append(True)
-            with pytest.raises(UpdateCompleteError, match=r"update 2 is made.*register_step_post_hook") as caught:
-                runner.step(window)
-            failing.clear()
-            assert isinstance(caught.value.__cause__, MemoryError)
-        else:
-            runner.step(window)
-        assert runner.step(window).step == 3
-        return list(model.parameters())
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.register_step_post_hook(hook)
 
-    assert same(trained(True), trained(False))
+    with pytest.raises((type(mine), autoaccum.StateDamagedError)) as caught:
+        runner.step(window)
+
+    is_told = isinstance(caught.value, autoaccum.StateDamagedError)
+    assert is_told == (failing_window == 2)
+    assert mine in (caught.value, caught.value.__cause__)
+    assert same(model.parameters(), before) != is_told
+    assert runner.windows_done == failing_window - 1
 
 
 @pytest.mark.parametrize(

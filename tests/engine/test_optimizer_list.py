@@ -197,13 +197,6 @@ def test_parameter_in_two_of_them_is_refused():
         fit(model, parts)
 
 
-def test_one_that_evaluates_the_window_itself_is_refused_in_a_list_too():
-    model = a_model()
-
-    with pytest.raises(InvalidInputError, match="LBFGS evaluates"):
-        fit(model, [parts_of(model)[0], torch.optim.LBFGS(model[2].parameters())])
-
-
 def test_group_and_closure_for_all_together_are_refused():
     both = OptimizerList(parts_of(a_model()))
 

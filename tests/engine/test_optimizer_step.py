@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum._engine import optimizer_copy, optimizer_step
 from autoaccum._engine.optimizer_step import Updates
 from autoaccum._engine.phases import Stage
 from autoaccum._memory._storages import Transients
@@ -77,7 +78,9 @@ def test_optimizer_without_state_is_guarded_by_a_copy_in_its_first_step_only(mon
     model = one_parameter()
     updates = updates_of(model, torch.optim.SGD(model.parameters(), lr=0.1), Asked())
     copies = []
-    monkeypatch.setattr(updates, "_copy", lambda: copies.append(1))
+    monkeypatch.setattr(
+        optimizer_step, "OptimizerCopy", lambda *given: (copies.append(1), optimizer_copy.OptimizerCopy(*given))[1]
+    )
 
     for _ in range(3):
         model.weight.grad = torch.ones_like(model.weight)
@@ -120,6 +123,66 @@ def test_first_step_is_taken_back_wherever_it_fails(foreach):
     hits = sum(run(point).hits for point in range(1, counted + 1))
 
     assert hits == counted > 20
+
+
+@pytest.mark.parametrize(("kernel", "is_told"), [("zeros_like", False), ("_foreach_addcdiv_", True)])
+def test_first_step_for_which_the_host_has_no_memory_for_a_copy_is_undone_or_told(kernel, is_told, monkeypatch):
+    def lacks(*_, **__):
+        raise torch.OutOfMemoryError("out of memory (injected)")
+
+    model = one_parameter()
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, foreach=True)
+    memory = Asked()
+    memory.device = torch.device("cuda")
+    updates = updates_of(model, optimizer, memory)
+    before = copy.deepcopy(state_of(model, optimizer))
+    monkeypatch.setattr(optimizer_step, "OptimizerCopy", lacks)
+
+    run = getattr(torch, kernel)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, kernel, lambda *given, **named: (run(*given, **named), lacks()))
+        with pytest.raises((torch.OutOfMemoryError, autoaccum.StateDamagedError)) as caught:
+            updates.make()
+
+    assert isinstance(caught.value, autoaccum.StateDamagedError) == is_told
+    assert (differences(state_of(model, optimizer), before) == []) != is_told
+
+
+class OwnState(torch.optim.SGD):
+    """Keeps numbers, a list and a dict of tensors in its state, as Shampoo does, and fails when told to."""
+
+    error = None
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state.update(steps=0, factors=[torch.zeros(2)], by_name={"of": torch.zeros(2)})
+            state["steps"] += 1
+            state["factors"][0] = state["factors"][0] + 1
+            if self.error is not None:
+                raise self.error
+            state["by_name"]["of"].add_(1)
+        super().step()
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_containers_in_the_state_are_put_back(is_measured):
+    model = nn.Sequential(one_parameter(), one_parameter())
+    optimizer = OwnState(model.parameters(), lr=0.1)
+    updates = updates_of(model, optimizer, Asked())
+    model[0].weight.grad = torch.ones(SIZE, SIZE)
+    updates.make()
+    optimizer.error = ValueError("mine")
+
+    if is_measured:
+        model[1].weight.grad = torch.ones(SIZE, SIZE)
+    before = copy.deepcopy(state_of(model, optimizer))
+    with pytest.raises(ValueError, match="mine"):
+        updates.make()
+
+    assert differences(state_of(model, optimizer), before) == []
 
 
 def runner_on(memory, optimizer=torch.optim.Adam):

@@ -25,25 +25,23 @@ def held_by(optimizer):
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def test_given_optimizer_is_used_as_it_is(model, notices):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+@pytest.mark.parametrize("part", [slice(None), slice(4, None)], ids=["the model, partly frozen", "a part"])
+def test_given_optimizer_is_used_as_it_is(part, model, notices):
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[part].parameters(), lr=0.1)
 
     assert resolve(optimizer, [model], notices) is optimizer
     assert notices.texts == ()
 
 
-def test_function_gets_the_trainable_parameters_each_once(model, notices):
+@pytest.mark.parametrize("make", [torch.optim.Adam, lambda parameters: torch.optim.Adam(parameters, lr=0.1)])
+def test_function_or_class_gets_the_trainable_parameters_each_once(make, model, notices):
     model[0].weight.requires_grad_(False)
     model.append(model[4])  # a layer that is used twice
 
-    optimizer = resolve(lambda parameters: torch.optim.Adam(parameters, lr=5e-4), [model], notices)
+    optimizer = resolve(make, [model], notices)
 
     assert list(map(id, held_by(optimizer))) == [id(p) for p in model.parameters() if p.requires_grad]
-    assert optimizer.param_groups[0]["lr"] == 5e-4
-
-
-def test_class_is_a_function_too(model, notices):
-    assert isinstance(resolve(torch.optim.SGD, [model], notices), torch.optim.SGD)
 
 
 def test_adamw_is_chosen_and_said(model, notices):
@@ -54,29 +52,13 @@ def test_adamw_is_chosen_and_said(model, notices):
     assert notices.texts == ("optimizer: AdamW(lr=1e-3) (optimizer=None)",)
 
 
-def test_parameters_of_a_loss_are_trained_too(model, notices):
-    loss = nn.Linear(2, 2)
+def test_parameters_of_a_loss_are_trained_too_and_shared_ones_once(model, notices):
+    loss = nn.ModuleList([nn.Linear(2, 2), model[4]])
 
-    assert {id(p) for p in loss.parameters()} <= {id(p) for p in held_by(resolve(None, [model, loss], notices))}
+    held = held_by(resolve(None, [model, loss], notices))
 
-
-def test_layer_that_model_and_loss_share_is_trained_once(model, notices):
-    optimizer = resolve(None, [model, model[4]], notices)
-
-    assert len(held_by(optimizer)) == 6
-
-
-def test_optimizer_over_a_part_of_the_model_is_welcome(model, notices):
-    head = torch.optim.SGD(model[4].parameters(), lr=0.1)
-
-    assert resolve(head, [model], notices) is head
-
-
-def test_frozen_parameters_in_the_optimizer_are_welcome(model, notices):
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    assert resolve(optimizer, [model], notices) is optimizer
+    assert len(held) == len(set(held)) == 6 + 2
+    assert set(loss.parameters()) <= set(held)
 
 
 @pytest.mark.parametrize(
@@ -84,22 +66,14 @@ def test_frozen_parameters_in_the_optimizer_are_welcome(model, notices):
     [
         (lambda model: nn.Linear(2, 2).parameters(), "2 parameters, 2 of them not the model's, and 0 of the 6"),
         (lambda model: [*model.parameters(), *nn.Linear(2, 2).parameters()], "8 parameters, 2 of them not the model's"),
-        (lambda model: [p.detach().clone() for p in model.parameters()], "6 of them not the model's, and 0 of the 6"),
+        (lambda model: model[0].requires_grad_(False).parameters(), "0 of the 4 that the model trains"),
     ],
-    ids=["another model", "more than the model", "copies"],
+    ids=["another model", "more than the model", "frozen alone"],
 )
 def test_optimizer_over_other_parameters_is_refused_with_numbers_and_remedy(parameters, text, model, notices):
     optimizer = torch.optim.SGD(parameters(model), lr=0.1)
 
     with pytest.raises(InvalidInputError, match=rf"{text}.*pass a function"):
-        resolve(optimizer, [model], notices)
-
-
-def test_optimizer_over_frozen_parameters_alone_is_refused(model, notices):
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-
-    with pytest.raises(InvalidInputError, match="0 of the 4 that the model trains"):
         resolve(optimizer, [model], notices)
 
 
@@ -127,27 +101,29 @@ def test_what_is_no_optimizer_is_refused(wrong, model, notices):
         resolve(wrong, [model], notices)
 
 
-def test_optimizer_that_evaluates_several_times_is_refused(model, notices):
-    with pytest.raises(InvalidInputError, match=r"LBFGS.*first-order"):
-        resolve(torch.optim.LBFGS(model.parameters()), [model], notices)
+class SAM(torch.optim.SGD):
+    def first_step(self, zero_grad=False): ...
+
+    def second_step(self, zero_grad=False): ...
 
 
-def test_optimizer_that_takes_two_gradients_is_refused_by_name(model, notices):
-    class SAM(torch.optim.SGD):
-        def first_step(self, zero_grad=False): ...
-
-        def second_step(self, zero_grad=False): ...
-
-    with pytest.raises(InvalidInputError, match=r"SAM takes two gradients.*use the optimizer that it wraps"):
-        resolve(SAM(model.parameters(), lr=0.1), [model], notices)
+class LineSearch(torch.optim.SGD):
+    def step(self, closure): ...
 
 
-def test_optimizer_whose_step_requires_a_closure_is_refused_by_name(model, notices):
-    class LineSearch(torch.optim.SGD):
-        def step(self, closure): ...
-
-    with pytest.raises(InvalidInputError, match=r"LineSearch\.step\(\) requires a closure"):
-        resolve(LineSearch(model.parameters(), lr=0.1), [model], notices)
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (torch.optim.LBFGS, r"LBFGS\.step\(\) requires a closure.*first-order"),
+        (LineSearch, r"LineSearch\.step\(\) requires a closure"),
+        (SAM, r"SAM takes two gradients.*use the optimizer that it wraps"),
+    ],
+)
+def test_optimizer_that_evaluates_several_times_is_refused_by_name(make, text, model, notices):
+    with pytest.raises(InvalidInputError, match=text):
+        resolve(make(model.parameters(), lr=0.1), [model], notices)
+    with pytest.raises(InvalidInputError, match=text):
+        resolve([torch.optim.SGD(model[0].parameters()), make(model[4].parameters(), lr=0.1)], [model], notices)
 
 
 # --- learning rate ---------------------------------------------------------------------------------------------------

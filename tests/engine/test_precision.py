@@ -34,8 +34,9 @@ def test_named_precision_computes_in_its_type_and_scales_where_due(name, dtype, 
     assert notices.texts == ()
 
 
-def test_auto_on_the_host_is_fp32_and_said(notices):
-    precision = resolve("auto", CPU, nn.Linear(2, 2), notices)
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.ReLU()], ids=["linear", "without parameters"])
+def test_auto_on_the_host_is_fp32_and_said(model, notices):
+    precision = resolve("auto", CPU, model, notices)
 
     assert (precision.name, precision.scaler) == ("fp32", None)
     assert notices.texts == ("precision: fp32 on cpu (precision='auto')",)
@@ -57,10 +58,6 @@ def test_model_of_mixed_types_is_cast(notices):
     assert dtype_within(resolve("bf16", CPU, model, notices)) is torch.bfloat16
 
 
-def test_model_without_parameters_has_no_type_of_its_own(notices):
-    assert resolve("auto", CPU, nn.ReLU(), notices).name == "fp32"
-
-
 @pytest.mark.parametrize("name", ["fp8", "FP16", "16-mixed", "", None, 16, torch.bfloat16])
 def test_unknown_precision_is_refused_with_the_known_ones(name, notices):
     with pytest.raises(InvalidInputError) as caught:
@@ -75,13 +72,3 @@ def test_scaler_is_whole_before_the_first_window():
 
     assert isinstance(scaler._scale, torch.Tensor)
     assert isinstance(scaler._growth_tracker, torch.Tensor)
-
-
-def test_context_can_be_entered_again_after_an_error():
-    precision = Precision("bf16", CPU)
-
-    with pytest.raises(ValueError, match="inside"), precision.autocast():
-        raise ValueError("inside")
-
-    assert not torch.is_autocast_enabled("cpu")
-    assert dtype_within(precision) is torch.bfloat16
