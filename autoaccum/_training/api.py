@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autoaccum._arguments import check_bool, check_positive_int, check_whole_number
+from autoaccum._arguments import check_bool, check_positive_int
 from autoaccum._callbacks import check_callbacks
 from autoaccum._data.batches import check_windows
 from autoaccum._data.by_length import check_order
@@ -569,8 +569,8 @@ def check_seed(seed: int | None) -> None:
     Raises:
         InvalidInputError: It is not an integer that torch's generators accept.
     """
-    if seed is not None:
-        check_whole_number("seed", seed, *_SEEDS)
+    if seed is not None and (type(seed) is not int or not _SEEDS[0] <= seed <= _SEEDS[1]):
+        raise InvalidInputError(f"seed={seed!r} must be a whole number from {_SEEDS[0]} to {_SEEDS[1]}")
 
 
 def _seed(seed: int) -> None:
