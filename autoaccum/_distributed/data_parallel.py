@@ -26,6 +26,7 @@ from autoaccum._engine.does_not_fit import whole_does_not_fit
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.gradients import Parts, Reduced
 from autoaccum._engine.noise_scale import Spread, pooled, squared_norm
+from autoaccum._engine.peers import Peers
 from autoaccum._engine.phases import Phase
 from autoaccum._loss.objective import PAIR, SUM
 from autoaccum._loss.reported import LOSS, WEIGHT, means
@@ -92,7 +93,7 @@ class Part:
         return tuple(getattr(self, name) for name in self.__slots__)
 
 
-class DataParallel:
+class DataParallel(Peers):
     """Makes windows together with other ranks.
 
     Args:
@@ -210,9 +211,6 @@ class DataParallel:
                 )
             self.overlap.begin(None if weighs_only_then else self._wanted())
         return self.share
-
-    def begin_attempt(self) -> None:
-        """Prepare for an attempt at the window. Nothing to do, since each rank makes its passes by itself."""
 
     def failed(self, error: Exception, work: Work, number: int) -> None:  # noqa: ARG002 - as Peers has it
         """Handle the consequences of this rank's failure for the others.
