@@ -22,8 +22,7 @@ from autoaccum._engine.fallback import check_memory
 from autoaccum._engine.forward_backward import assemble_without_optimizer
 from autoaccum._engine.measured_batches import MeasuredBatches
 from autoaccum._engine.noise_scale import NoiseScale, check_noise_scale
-from autoaccum._engine.outside_limit import Outside
-from autoaccum._engine.step_limit import StepLimit
+from autoaccum._engine.step_limit import Outside, StepLimit
 from autoaccum._engine.step_savings import StepSavings
 from autoaccum._engine.window_loss import check_loss_scope
 from autoaccum._loss.closures import Closure, modules_used_by

@@ -15,8 +15,8 @@ from autoaccum._engine import devices
 from autoaccum._engine.finiteness import Finiteness
 from autoaccum._engine.forward_backward import drop_old_gradients
 from autoaccum._engine.optimizer_list import name_of
-from autoaccum._engine.outside_limit import Outside
 from autoaccum._engine.rungs import Rungs
+from autoaccum._engine.step_limit import Outside
 from autoaccum._oom import first_line
 from autoaccum._records import SAMPLES, FitResult, TimeSpent
 from autoaccum._system import exceptions, signals
