@@ -356,8 +356,7 @@ class FitResult:
         history: One report per window of this call; empty if the run was already finished.
         plan: The plan in force at the end, or to begin with; a single micro-batch if none was found yet.
         plans: All plans of the whole run, each with the step from which it was in force, which may be the next one.
-        oom_events: Number of times memory ran out during training, in the whole run. In the JSON that `autoaccum fit`
-            prints, this name holds a list instead, with one entry per event of the call.
+        oom_events: Number of times memory ran out during training, in the whole run.
         evaluations: One evaluation per epoch that ended in this call, or every `val_steps` windows; empty without a
             `val_loader`.
         elapsed_s: Duration of the call in seconds.
