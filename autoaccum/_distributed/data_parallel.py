@@ -570,7 +570,7 @@ class Outcome:
         losses: The window's losses by name.
         reported: Values reported in addition, by name.
         norm: The norm of the gradients before clipping, if they are clipped.
-        spread: How far the gradients of all micro-batches are apart, if that was measured.
+        spread: As in `Reduced`.
     """
 
     def __init__(self) -> None:

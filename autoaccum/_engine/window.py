@@ -154,7 +154,7 @@ class Engine:
             finish: Called with what was computed; None to begin again, since another process lacks memory.
             is_decided: Whether nothing may be repeated any more, whatever fails.
             on_change: Called when parameters, or which of them are trained, have changed.
-            measures_noise: Whether to measure how far the gradients of its micro-batches are apart.
+            measures_noise: Whether to measure the noise of its gradient.
 
         Raises:
             DoesNotFitError: Not even one sample at a time fits.

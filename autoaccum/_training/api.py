@@ -232,8 +232,8 @@ def fit(
         on_nan: What to do when a window's loss or gradient norm is NaN or infinite. "warn": print a warning on stderr
             once, even with progress=False; "stop": raise NotFiniteError on all ranks; "ignore": nothing. Unless it is
             "ignore", no checkpoint of non-finite parameters is written, and the last finite one is kept.
-        noise_scale: Whether to measure the gradient noise scale, which says whether a larger batch would pay, from the
-            micro-batches of every 50th window; a number measures every so many windows. A window that is measured takes
+        noise_scale: Whether to measure the gradient noise scale, which says whether a larger batch would pay, from two
+            norms of every 50th window; a number measures every so many windows. A window that is measured takes
             its samples in random order, and is cut in two if it fits at once (docs/batch-size.md).
         target_tokens: Number of tokens per optimizer update, over all ranks, in place of `target_batch`: an update is
             made from as many whole samples as come nearest to it. Tokens are labels that are not -100, else what is no
