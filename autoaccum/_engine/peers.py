@@ -81,7 +81,7 @@ class GradientPeers:
     @property
     def sending(self) -> Sending | None:
         """What sends gradients during the last micro-batch; None if nothing does."""
-        return None
+        raise NotImplementedError
 
     def check_parameters(self) -> None:
         """Raise InvalidInputError if there are new parameters that other processes do not know."""
@@ -129,6 +129,8 @@ class Peers(GradientPeers):
 
 class Alone(Peers):
     """The only process of a training."""
+
+    sending = None
 
     def __init__(self, updates: Updates) -> None:
         self._updates = updates
