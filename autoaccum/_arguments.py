@@ -1,6 +1,6 @@
 """Checks the types and forms of arguments, and rejects others with the name, the value and a next step.
 
-The code that uses an argument checks its meaning.
+All raise InvalidInputError. The code that uses an argument checks its meaning.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 # Beyond it a double cannot represent every integer, and losses are weighted by counts in doubles.
-MOST_COUNTED = 2**53
+_MOST_COUNTED = 2**53
 # The most characters shown of a value: the repr of a tensor or a model would bury the message.
 _SHOWN = 100
 
@@ -32,42 +32,29 @@ def shown(value: object) -> str:
 
 
 def check_positive_int(name: str, value: object) -> int:
-    """Return `value` if it is an int (not a bool) from 1 to `MOST_COUNTED`.
-
-    Raises:
-        InvalidInputError: The value is not.
-    """
+    """Return `value` if it is an int (not a bool) from 1 to 2**53."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidInputError(
             f"{name} must be a whole number, got {shown(value)} ({type(value).__name__}); pass an int of at least 1"
         )
-    if value < 1:
-        raise InvalidInputError(f"{name} must be at least 1, got {shown(value)}")
-    if value > MOST_COUNTED:
-        raise InvalidInputError(f"{name} must be at most 2**53, got {shown(value)}; pass a smaller one")
+    if not 1 <= value <= _MOST_COUNTED:
+        bound = "at least 1" if value < 1 else "at most 2**53"
+        raise InvalidInputError(f"{name} must be {bound}, got {shown(value)}")
     return value
 
 
 def check_positive_number(name: str, value: object) -> float:
-    """Return `value` as a float if it is a number above 0, including infinity.
-
-    Raises:
-        InvalidInputError: The value is not.
-    """
-    if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:  # NaN is not
-        try:
+    """Return `value` as a float if it is a number above 0, including infinity."""
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:  # NaN is not
             return float(value)
-        except OverflowError:  # an int beyond all floats
-            pass
+    except OverflowError:  # an int beyond all floats
+        pass
     raise InvalidInputError(f"{name}={shown(value)} must be a positive number, or None")
 
 
 def check_bool(name: str, value: object) -> None:
-    """Reject anything but True and False, since any non-empty string is true, even "no" and "False".
-
-    Raises:
-        InvalidInputError: The value is neither.
-    """
+    """Reject anything but True and False, since any non-empty string is true, even "no" and "False"."""
     if not isinstance(value, bool):
         raise InvalidInputError(f"{name}={shown(value)} is unknown; choose True or False")
 
@@ -78,15 +65,10 @@ def is_one_of(value: object, choices: Sequence[str]) -> bool:
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Reject a value that is not one of some strings.
-
-    Raises:
-        InvalidInputError: The value is not one of them.
-    """
+    """Reject a value that is not one of some strings."""
     if not is_one_of(value, choices):
         several = [repr(choice) for choice in choices]
-        pair = 2
-        listed = " or ".join(several) if len(several) == pair else f"one of {', '.join(several)}"
+        listed = f"one of {', '.join(several)}" if len(several) > 2 else " or ".join(several)  # noqa: PLR2004 - a pair
         raise InvalidInputError(f"{name}={shown(value)} is unknown; choose {listed}")
 
 
@@ -97,77 +79,40 @@ def check_path(name: str, value: object, what: str) -> Path:
         name: The argument.
         value: Its value.
         what: The meaning of the path, such as "folder for checkpoints".
-
-    Raises:
-        InvalidInputError: The value is not a path, or not a possible one.
     """
     try:
-        text = os.fspath(value)  # type: ignore[call-overload]
-    except Exception:  # noqa: BLE001 - a user's __fspath__ may raise anything
-        text = None
-    if not isinstance(text, str):  # the system accepts bytes as a path, but pathlib does not
-        raise InvalidInputError(f"{name}={shown(value)} is not a path; pass the {what}")
-    if not text:  # pathlib would take it for the current folder
-        raise InvalidInputError(f"{name}='' names no {what}; pass one ('.' for the current folder)")
-    if "\0" in text:
-        raise InvalidInputError(f"{name}={shown(value)} contains a null byte, which no path can; pass another {what}")
-    try:
-        os.fsencode(text)
-        return Path(text).expanduser()
-    except (UnicodeEncodeError, RuntimeError) as error:  # RuntimeError: there is no such user
-        reason = str(error) if isinstance(error, RuntimeError) else "it cannot be encoded"
-        raise InvalidInputError(
-            f"{name}={shown(value)} cannot be found ({reason}); pass the {what} with its full path"
-        ) from None
+        path = Path(value).expanduser()  # type: ignore[arg-type]
+        os.fsencode(path)
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: there is no such user
+        raise InvalidInputError(f"{name}={shown(value)} is not a path ({error}); pass the {what}") from None
+    if value == "" or "\0" in str(path):  # pathlib would take the first for the current folder
+        raise InvalidInputError(f"{name}={shown(value)} names no {what}; pass one ('.' for the current folder)")
+    return path
 
 
 def check_iterable(name: str, value: object) -> None:
-    """Reject a value that does not yield batches.
-
-    Raises:
-        InvalidInputError: The value cannot be iterated over, or is a dataset of single samples.
-    """
-    if isinstance(value, type):
-        raise InvalidInputError(f"{name}={shown(value)} is a class; pass an instance, {value.__name__}(...)")
-    if _is_map_style_dataset(value):
+    """Reject a value that does not yield batches."""
+    # By name, as this module does not import torch.
+    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__}
+    if "torch.utils.data.dataset.Dataset" in kinds and not hasattr(value, "__iter__"):
         raise InvalidInputError(
             f"{name}={shown(value)} is a dataset, which yields single samples; wrap it in torch.utils.data.DataLoader, "
             "which yields batches"
         )
-    if _is_tensor(value):
+    if "torch.Tensor" in kinds:
         raise InvalidInputError(
             f"{name} is a tensor, which yields single rows; pass DataLoader(TensorDataset(inputs, targets), "
             "batch_size=...), or a list of batches"
         )
     gives = hasattr(value, "__iter__") or hasattr(value, "__getitem__")
-    if not gives or isinstance(value, str | bytes | bytearray):
+    if not gives or isinstance(value, str | bytes | bytearray | type):
         raise InvalidInputError(
             f"{name}={shown(value)} cannot be iterated over; pass a DataLoader, or any iterable of batches"
         )
 
 
-def _is_tensor(value: object) -> bool:
-    """Whether a value is a tensor; checked by name, as this module does not import torch."""
-    return any(f"{kind.__module__}.{kind.__qualname__}" == "torch.Tensor" for kind in type(value).__mro__)
-
-
-def _is_map_style_dataset(value: object) -> bool:
-    """Whether a value is a torch Dataset without an iterator; checked by name, as this module does not import torch."""
-    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__}
-    return "torch.utils.data.dataset.Dataset" in names and not hasattr(value, "__iter__")
-
-
 def check_function(name: str, value: object, parameters: str) -> None:
-    """Reject a value that cannot be called with the given parameters.
-
-    Args:
-        name: The argument.
-        value: Its value.
-        parameters: The parameters it is called with, such as "outputs, targets".
-
-    Raises:
-        InvalidInputError: The value is not callable, is a class, or takes other arguments.
-    """
+    """Reject a value that cannot be called with the given parameters, such as "outputs, targets"."""
     if isinstance(value, type):
         raise InvalidInputError(
             f"{name}={shown(value)} is a class, and a call would only create an object; pass one: {value.__name__}()"
@@ -178,15 +123,7 @@ def check_function(name: str, value: object, parameters: str) -> None:
 
 
 def check_one_batch(called: str, others: tuple[object, ...]) -> None:
-    """Reject arguments after the batch.
-
-    Args:
-        called: The method.
-        others: What it was called with beside the batch.
-
-    Raises:
-        InvalidInputError: There are any.
-    """
+    """Reject what a method was called with beside the batch."""
     if others:
         raise InvalidInputError(
             f"{called} takes one batch, and got {1 + len(others)} arguments; pass inputs and targets as one: "
@@ -195,11 +132,7 @@ def check_one_batch(called: str, others: tuple[object, ...]) -> None:
 
 
 def check_call(name: str, function: Callable[..., Any], parameters: str) -> None:
-    """Reject a function (or a class) that cannot take this many positional arguments.
-
-    Raises:
-        InvalidInputError: It cannot.
-    """
+    """Reject a function (or a class) that cannot take this many positional arguments."""
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # a builtin without a signature
@@ -210,23 +143,8 @@ def check_call(name: str, function: Callable[..., Any], parameters: str) -> None
     except TypeError as error:
         called = f"with ({parameters})" if parameters else "without arguments"
         kind = f"{function.__name__}()" if isinstance(function, type) else shown(function)
-        takes = f"({', '.join(signature.parameters)})"
+        advice = f"; give the others, as in {name}=lambda {parameters}: ..., or defaults"
         raise InvalidInputError(
-            f"{name}={kind} is called {called}, but takes {takes} ({error}); give the others, as in "
-            f"{name}=lambda {parameters}: ..., or defaults"
-            if count <= len(signature.parameters)
-            else f"{name}={kind} is called {called}, but takes {takes} ({error})"
+            f"{name}={kind} is called {called}, but takes ({', '.join(signature.parameters)}) ({error})"
+            f"{advice if count <= len(signature.parameters) else ''}"
         ) from None
-
-
-def check_whole_number(name: str, value: object, least: int, most: int) -> int:
-    """Return `value` if it is an int (not a bool) within bounds.
-
-    Raises:
-        InvalidInputError: The value is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidInputError(f"{name}={shown(value)} must be a whole number")
-    if not least <= value <= most:
-        raise InvalidInputError(f"{name}={shown(value)} must be a whole number from {least} to {most}")
-    return value

@@ -189,9 +189,6 @@ def is_oom(exception: BaseException) -> bool:
     and for an exception that was raised *from* one of these, as wrappers around a step do. An exception raised while
     another was handled (`__context__`) is a failure of its own. Errors raised by autoaccum itself never count.
 
-    Args:
-        exception: Any exception.
-
     Raises:
         InvalidInputError: The argument is not an exception.
     """
@@ -203,39 +200,25 @@ def is_oom(exception: BaseException) -> bool:
 def is_too_large(exception: BaseException) -> bool:
     """Return whether a kernel rejected the size as too large for its indices or its grid.
 
-    A smaller micro-batch helps here too, but memory did not run out, and `is_oom` is False. Causes are followed as in
-    `is_oom`.
-
-    Args:
-        exception: Any exception.
+    A smaller micro-batch helps here too, but memory did not run out, and `is_oom` is False.
     """
     return not is_oom(exception) and any(_shows(link, TOO_LARGE_SIGNS) for link in _causes(exception))
 
 
 def is_device_lost(exception: BaseException) -> bool:
-    """Return whether the device can no longer be used by this process; only a new process helps.
-
-    Args:
-        exception: Any exception.
-    """
+    """Return whether the device can no longer be used by this process; only a new process helps."""
     return any(_shows(link, DEVICE_LOST_SIGNS) for link in _causes(exception))
 
 
 def first_line(exception: BaseException) -> str:
-    """Return the first line of the message, at most 200 characters.
-
-    If the message is empty, it is the name of the type.
-
-    Args:
-        exception: Any exception.
-    """
+    """Return the first line of the message, at most 200 characters; of an empty message, the name of the type."""
     lines = str(exception).strip().splitlines()
     line = lines[0].rstrip() if lines else type(exception).__name__
     return line if len(line) <= _FIRST_LINE_CHARS else line[: _FIRST_LINE_CHARS - 1] + "…"
 
 
 def let_go(exception: BaseException) -> None:
-    """Clear the frames that the exception, and all exceptions chained to it, keep alive.
+    """Clear the frames that the exception keeps alive, with its causes, contexts and exceptions in groups.
 
     The traceback holds the frames, the frames hold the local variables, and those hold the activations of the failed
     step. File names and line numbers stay, so the traceback can still be printed.
@@ -243,9 +226,6 @@ def let_go(exception: BaseException) -> None:
     Call this last, before memory is released: afterwards a debugger or a logger finds no local variables. Frames that
     are still running (the handler's own and its callers) cannot be cleared, so `release` still belongs after the
     handler.
-
-    Args:
-        exception: The exception; its causes, contexts and exceptions in groups are cleared too.
     """
     pending: list[BaseException | None] = [exception]
     seen: set[int] = set()

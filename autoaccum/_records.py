@@ -11,27 +11,19 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from autoaccum._arguments import check_choice, check_positive_int, shown
-from autoaccum._system import html_page
-from autoaccum._system.user_files import beside
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from os import PathLike
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
-
 
 # What a plan counts.
 SAMPLES, TOKENS = "samples", "tokens"
 
 
-class _HasItem(Protocol):
-    def item(self) -> Any: ...
-
-
 @runtime_checkable
 class _Sum(Protocol):
-    def total(self) -> _HasItem:
+    def total(self) -> Any:
         """Return the sum of its parts."""
 
 
@@ -39,20 +31,18 @@ class DeviceScalar:  # noqa: PLW1641 - a hash would wait for the device
     """A number that may still be on the device; the first `read()` waits for it and keeps the float.
 
     Args:
-        value: The number, or parts that are added when it is needed.
+        value: The number: a float, a tensor, or parts that are added when it is needed.
     """
 
     __slots__ = ("_value",)
 
-    def __init__(self, value: float | _HasItem | _Sum) -> None:
-        self._value: Any = value
+    def __init__(self, value: Any) -> None:
+        self._value = value
 
     def read(self) -> float:
         """Return the number; the first call waits for the device."""
-        if not isinstance(self._value, float):
-            value = self.value
-            self._value = float(value if isinstance(value, int) else value.item())
-        return float(self._value)
+        value = self._value = float(self.value)
+        return value
 
     @property
     def value(self) -> Any:
@@ -171,8 +161,6 @@ class Plan:
                 f"micro_batches={shown(self.micro_batches)} is not a sequence of sizes; autoaccum.plan(target_batch, "
                 "max_micro_batch) makes one from the largest size"
             ) from None
-        if not self.micro_batches:
-            raise InvalidInputError(f"micro_batches=() contains no samples, but target_batch={self.target_batch}")
         for size in self.micro_batches:
             check_positive_int("each of micro_batches", size)
         if sum(self.micro_batches) != self.target_batch:
@@ -193,8 +181,6 @@ class Plan:
 
 
 class _Losses:
-    """Reads the losses of a report."""
-
     device_losses: Mapping[str, DeviceScalar]
     device_reported: Mapping[str, DeviceScalar]
 
@@ -225,17 +211,11 @@ class StepReport(_Losses):
         elapsed_s: Seconds from the window's arrival to the update; the device may still be working.
         peak_bytes: Peak memory with the plan in force, counted as the limit counts; None if not reported.
         skipped: Whether the gradient scaler skipped the update because a gradient overflowed.
-        recomputed_samples: Number of samples that had to be recomputed because memory ran out: all of a micro-batch
-            that failed, however early, and everything else in the window that was discarded with it. Samples that
-            failed twice count twice, so this can exceed `samples`.
-        loss: Loss of the whole window, the sum of all terms. This and the next two attributes wait for the device when
-            first read.
-        losses: Everything the loss returned, by name: the terms of `loss` and the values that are only reported.
-        grad_norm: Norm of the window's gradient before clipping; None without `clip_grad_norm`.
-        learning_rates: The learning rate of the update, by group of the optimizer; None for a group that has none.
+        recomputed_samples: Number of samples that had to be recomputed because memory ran out. Samples that failed
+            twice count twice, so this can exceed `samples`.
         noise_scale: The gradient noise scale in samples, averaged over the windows measured so far; None in a window
             that was not measured, and where it cannot be measured (docs/batch-size.md).
-        device_losses: The terms of `loss` by name. These and the next two attributes may still be on the device.
+        device_losses: The terms of `loss` by name, as all `device_` attributes perhaps still on the device.
         device_grad_norm: As `grad_norm`.
         device_reported: The values that are only reported, by name.
         device_learning_rates: As `learning_rates`.
@@ -262,10 +242,7 @@ class StepReport(_Losses):
 
     @property
     def learning_rates(self) -> tuple[float | None, ...]:
-        """The learning rate of the update, for each group of the optimizer; None for a group that has none.
-
-        Waits for the device only where the optimizer holds its rates there.
-        """
+        """The learning rate of the update, for each group of the optimizer; None for a group that has none."""
         return tuple(None if rate is None else rate.read() for rate in self.device_learning_rates)
 
 
@@ -273,20 +250,11 @@ class StepReport(_Losses):
 class BackwardReport(_Losses):
     """Report on one call of `Accumulator.backward`, which added the gradient of one batch to `.grad`.
 
+    Attributes of a `StepReport`'s names are as there, for the batch.
+
     Attributes:
-        samples: Number of samples in the batch.
-        micro_batches: Sizes of the micro-batches that the gradient was computed from, in order.
-        oom_events: Number of times memory ran out during the call.
-        elapsed_s: Seconds that the call took; the device may still be working.
-        peak_bytes: Peak memory with the plan in force, counted as the limit counts; None if not reported.
-        recomputed_samples: As for `StepReport`.
         outputs: With `keep="outputs"`, what the model returned for each micro-batch, in order, without graphs; else
             empty.
-        loss: Loss of the whole batch, the sum of all terms. This and the next attribute wait for the device when first
-            read.
-        losses: Everything the loss returned, by name: the terms of `loss` and the values that are only reported.
-        device_losses: The terms of `loss` by name. These and the next attribute may still be on the device.
-        device_reported: The values that are only reported, by name.
     """
 
     samples: int
@@ -345,7 +313,7 @@ class MemoryTrial:
         memory: What saved memory, as `fit` takes it; empty for nothing.
         micro_batch: The largest micro-batch; None if not one sample fitted, or this was refused. On several ranks, the
             smallest of theirs.
-        seconds: Median of the seconds per window; None if it was not timed.
+        seconds: Mean of the seconds per window, of the faster half; None if it was not timed.
         peak_bytes: Peak memory, counted as the limit counts; None if it was not timed, or is not reported.
         is_refused: Whether the model or its loss does not bear it.
     """
@@ -363,13 +331,11 @@ class TimeSpent:
 
     Attributes:
         search_s: Trials before training, and windows whose micro-batches were trials; these became updates too.
-        recomputation_s: Micro-batches that were computed again because memory ran out: the windows' time by their share
-            of samples.
+        recomputation_s: Micro-batches that were computed again because memory ran out.
         data_s: Waiting for the loader.
         evaluation_s: Evaluations.
         checkpoint_s: Writing checkpoints.
-        start_s: From the call to the first window, without search and data: PyTorch imports its compiler with the first
-            optimizer, and a resumed run reads its checkpoint.
+        start_s: From the call to the first window, without search and data.
     """
 
     search_s: float = 0.0
@@ -388,12 +354,9 @@ class FitResult:
         steps: Number of windows completed in the whole run, including those that the scaler skipped.
         samples: Number of samples used in the whole run.
         history: One report per window of this call; empty if the run was already finished.
-        plan: The plan in force at the end. In the `result` of an exception raised before the first window, the plan to
-            begin with: a single micro-batch if none was found yet.
-        plans: All plans of the whole run, each with the step from which it was in force. The last may be for the step
-            after the last one: it was found in the last window.
-        oom_events: Number of times memory ran out during training, in the whole run. In the JSON that `autoaccum fit`
-            prints, this name holds a list instead, with one entry per event of the call.
+        plan: The plan in force at the end, or to begin with; a single micro-batch if none was found yet.
+        plans: All plans of the whole run, each with the step from which it was in force, which may be the next one.
+        oom_events: Number of times memory ran out during training, in the whole run.
         evaluations: One evaluation per epoch that ended in this call, or every `val_steps` windows; empty without a
             `val_loader`.
         elapsed_s: Duration of the call in seconds.
@@ -428,71 +391,3 @@ class FitResult:
     def last_loss(self) -> float | None:
         """The loss of this call's last window; None if the call had no windows to train."""
         return self.history[-1].loss if self.history else None
-
-    def to_html(self) -> str:
-        """Return the result as one self-contained page: the loss by step, the evaluations, the plan.
-
-        Waits for the device if losses are still there.
-        """
-        return html_page.document_of(f"autoaccum.fit: {self._title}", self._repr_html_())
-
-    def save_html(self, path: str | PathLike[str]) -> None:
-        """Write the page to a file; on failure the file is unchanged.
-
-        Raises:
-            InvalidInputError: It is no path, the folder does not exist, or permission to write there is missing.
-        """
-        page = self.to_html()
-        with beside(path) as unfinished:
-            unfinished.write_text(page, encoding="utf-8")
-
-    @property
-    def _title(self) -> str:
-        of_call = "" if self.resumed_from is None else f"; the last {self.steps - self.resumed_from} steps here"
-        stopped = f", stopped: {self.stopped}" if self.stopped else ""
-        return f"{self.steps} steps, {self.samples} samples{of_call}{stopped}"
-
-    def _repr_html_(self) -> str:
-        losses = [(float(report.step), report.loss) for report in self.history]
-        # Here, because Altair is slow to import and few need it.
-        try:
-            from autoaccum._system import curve, drawing  # noqa: PLC0415
-        except ImportError:
-            picture, style = html_page.lacking_of("") if losses else "", ""
-        else:
-            drawn = curve.curve_of("loss", losses, "step")
-            picture, style = (
-                ("", "") if drawn is None else (html_page.figure_of(drawn), drawing.style_of(".autoaccum svg"))
-            )
-        parts = [
-            html_page.header_of("autoaccum.fit", self._title),
-            picture,
-            html_page.table_of("Run", list(self._facts())),
-        ]
-        if self.evaluations:
-            names = list(dict.fromkeys(name for one in self.evaluations for name in one.metrics))
-            rows = [
-                [str(number), f"{one.loss:.4g}", *(f"{one.metrics.get(name, math.nan):.4g}" for name in names)]
-                for number, one in enumerate(self.evaluations, 1)
-            ]
-            parts.append(html_page.table_of("Evaluations", rows, ["", "loss", *names]))
-        return html_page.article_of("\n".join(parts), style)
-
-    def _facts(self) -> Iterator[tuple[str, str]]:
-        sizes = self.plan.micro_batches
-        yield "target batch", f"{self.plan.target_batch} in {len(sizes)} micro-batches of at most {max(sizes)}"
-        yield "time of this call", f"{self.elapsed_s:.1f} s"
-        if self.history and self.elapsed_s > 0:
-            samples = sum(report.samples for report in self.history)
-            yield "speed", f"{samples / self.elapsed_s:.4g} samples/s, evaluations and checkpoints included"
-            yield "last loss", f"{self.history[-1].loss:.4g}"
-        peaks = [report.peak_bytes for report in self.history if report.peak_bytes is not None]
-        if peaks:
-            yield "peak memory", f"{max(peaks) / 2**20:.1f} MiB"
-        yield "out of memory", f"{self.oom_events} times"
-        if self.noise_scale is not None:
-            yield "gradient noise scale", f"{self.noise_scale:.3g} samples"
-        if self.resumed_from is not None:
-            yield "resumed from", f"step {self.resumed_from}"
-        if self.checkpoint is not None:
-            yield "checkpoint", str(self.checkpoint)

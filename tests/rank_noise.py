@@ -27,4 +27,4 @@ def noise(rank, size, *, sizes, batches=40):
     for _ in range(batches):
         accumulating.backward(mean + deviation * torch.randn(sizes[rank], 12).double())
         model.zero_grad()
-    return [(spread.variance, spread.squared_norm, spread.freedom, samples) for spread, samples in found]
+    return [(spread.variance, spread.squared_norm, samples) for spread, samples in found]

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
+from autoaccum._estimate.footprint import Estimate, Footprint
 from autoaccum._estimate.gpus import Card
+from autoaccum._estimate.moments import AliveMemory, ModuleMemory, Moment, StepMemory
 from autoaccum._records import Neighbour, Plan, Trial
 from autoaccum._report import Remedy, Report
 from autoaccum._report.records import DeviceFacts, HostFacts, LoaderFacts, Measured, Pace, Predicted, Subject
-from autoaccum._sizing.footprint import Estimate, Footprint
-from autoaccum._sizing.step_memory import AliveMemory, ModuleMemory, Moment, StepMemory
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -46,7 +46,6 @@ def test_only_errors_adapters_and_former_names_are_importable_by_public_names():
 
     assert public == {
         "autoaccum",
-        "autoaccum.cli_slurm",
         "autoaccum.errors",
         "autoaccum.integrations",
         "autoaccum.integrations.accelerate",

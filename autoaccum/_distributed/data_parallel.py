@@ -25,7 +25,8 @@ from autoaccum._engine.bf16_weights import gradient_type
 from autoaccum._engine.does_not_fit import whole_does_not_fit
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.gradients import Parts, Reduced
-from autoaccum._engine.noise_scale import Spread, pooled, squared_norm
+from autoaccum._engine.noise_scale import Spread, squared_norm
+from autoaccum._engine.peers import Peers
 from autoaccum._engine.phases import Phase
 from autoaccum._loss.objective import PAIR, SUM
 from autoaccum._loss.reported import LOSS, WEIGHT, means
@@ -70,7 +71,7 @@ class Part:
         has_sent: Whether its gradients, as they are now, have already been sent.
         larger: Micro-batch size that it requests from the next window on, if ranks agree on sizes; None for no request.
         open: What `Objective.open_shares` returns for it.
-        spread: The variance and the degrees of freedom of its gradients, if noise was measured.
+        variance: The variance of its gradients, if noise was measured.
     """
 
     samples: int
@@ -83,7 +84,7 @@ class Part:
     note: int
     has_sent: bool = False
     larger: int | None = None
-    spread: tuple[float, int] | None = None
+    variance: float | None = None
     open: bytes | None = None
 
     def packed(self) -> tuple[Any, ...]:
@@ -91,7 +92,7 @@ class Part:
         return tuple(getattr(self, name) for name in self.__slots__)
 
 
-class DataParallel:
+class DataParallel(Peers):
     """Makes windows together with other ranks.
 
     Args:
@@ -210,9 +211,6 @@ class DataParallel:
             self.overlap.begin(None if weighs_only_then else self._wanted())
         return self.share
 
-    def begin_attempt(self) -> None:
-        """Prepare for an attempt at the window. Nothing to do, since each rank makes its passes by itself."""
-
     def failed(self, error: Exception, work: Work, number: int) -> None:  # noqa: ARG002 - as Peers has it
         """Handle the consequences of this rank's failure for the others.
 
@@ -298,7 +296,7 @@ class DataParallel:
             wishes=self._wishes(),
             note=self._note(),
             has_sent=self.overlap is not None and self.overlap.holds(self._weight_beforehand()),
-            spread=None if given.spread is None else (given.spread.variance, given.spread.freedom),
+            variance=None if given.spread is None else given.spread.variance,
             open=self._open_shares(window),
         )
         # New for every window, since the last one's values are read later; and allocated before the others wait for it.
@@ -379,14 +377,15 @@ class DataParallel:
         return outcome
 
     def _spread(self) -> Spread | None:
-        """Return how far the gradients of all ranks' micro-batches are apart, if noise was measured."""
-        found = pooled(part.spread for part in self.parts if part.spread is not None)
-        if found is None:
+        """Return how far the gradients of parts are from the window's, if noise was measured: the ranks' mean."""
+        found = [part.variance for part in self.parts if part.variance is not None]
+        if not found:
             return None
         is_sum = self._step.objective.common_weight == SUM
         unit = self._step.loss_scale() * (self.samples if is_sum else 1.0)
         gradients = (parameter.grad for parameter in self._trained)
-        return Spread(found[0], float(squared_norm(gradients, self._step.memory.device)) / unit**2, found[1])
+        whole = float(squared_norm(gradients, self._step.memory.device)) / unit**2
+        return Spread(sum(found) / len(found), whole)
 
     def _unscale_and_clip(self, outcome: Outcome) -> None:
         """Unscale and clip the gradients for the optimizers, with the same norm on every rank."""
@@ -568,7 +567,7 @@ class Outcome:
         losses: The window's losses by name.
         reported: Values reported in addition, by name.
         norm: The norm of the gradients before clipping, if they are clipped.
-        spread: How far the gradients of all micro-batches are apart, if that was measured.
+        spread: As in `Reduced`.
     """
 
     def __init__(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from autoaccum._engine.gradient_checks import no_gradient
 from autoaccum._engine.gradients import Reduced
 from autoaccum._engine.noise_scale import shuffled
+from autoaccum._engine.peers import GradientPeers
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.steady import NotSteadyError
 from autoaccum._engine.window import Engine
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import Given
     from autoaccum._engine.noise_scale import NoiseScale
-    from autoaccum._engine.peers import BeforeUpdate, GradientPeers, Work
+    from autoaccum._engine.peers import BeforeUpdate, Work
     from autoaccum._records import Plan
     from autoaccum._sizing.cache import Remembered
     from autoaccum._sizing.rung_choice import Rung
@@ -62,27 +63,13 @@ class _Lane:
     entry: CacheEntry
 
 
-class AloneWithGradients:
-    """The only process that computes a gradient.
+class AloneWithGradients(GradientPeers):
+    """The only process that computes a gradient."""
 
-    Args:
-        step: What computes it.
-    """
-
-    is_part = False
     sending = None
 
     def __init__(self, step: GradientStep) -> None:
         self._step = step
-
-    def check_parameters(self) -> None:
-        """Do nothing: any parameters can be trained."""
-
-    def begin(self, window: Window, sizing: Sizing) -> None:
-        """Do nothing: the part is the window."""
-
-    def begin_attempt(self) -> None:
-        """Do nothing: no other process is waiting."""
 
     def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced:  # noqa: ARG002 - as Peers has it
         """Correct the gradient, which already is that of the whole window, by what single micro-batches lack."""
@@ -92,9 +79,6 @@ class AloneWithGradients:
         losses = given.corrected()
         before_update(losses, given.samples)
         return Reduced(losses, means(given.slots) if given.reported else {}, given.samples, spread=given.spread)
-
-    def failed(self, error: Exception, work: Work, number: int) -> None:
-        """Do nothing: no other process is affected."""
 
 
 class GradientAccumulator:

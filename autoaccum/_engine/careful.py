@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autoaccum._engine.forward_backward import Accumulated, check_weight
 from autoaccum._engine.gradients import Given, Parts
-from autoaccum._engine.noise_scale import SquaredNorm, spread_of, squared_norm
+from autoaccum._engine.noise_scale import spread_of, squared_norm
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._loss.objective import PAIR, SAMPLES, SUM
@@ -83,14 +83,14 @@ class CarefulPath:
             at: Follows the micro-batches.
             share: What is known in advance about the weight of the other parts.
             is_first: Whether to check what only a pass with a graph can show.
-            measures_noise: Whether to measure how far the gradients of its micro-batches are apart.
+            measures_noise: Whether to measure how far the gradient of its first micro-batch is from its own.
 
         Raises:
             InvalidInputError: The loss's return value cannot be used.
         """
         if self._whole is not None:
             return self._run_whole(self._whole, window, at, is_first=is_first)
-        step, squares = self._step, list[Tensor | None]()
+        step, first = self._step, None
         accumulated = Accumulated()
         factors: list[Factors] = []
         while at.done < window.samples:
@@ -115,15 +115,15 @@ class CarefulPath:
                 for place in order:
                     at.size, self._sizing.start, factor = sizes[place], starts[place], factors[before + place]
                     with self._sending(is_last=at.done + at.size == window.samples and not measures_noise):
-                        squares += self._one(feed, window, at.size, factor, accumulated, measures_noise=measures_noise)
+                        self._one(feed, window, at.size, factor, accumulated)
+                    if measures_noise and first is None:
+                        first = self._squared_norm()
                     at.done += at.size
             if self._sizing.is_learning:
                 del factors[before + len(order) :]
         at.size = None
         pair_weight = self._pair_weight(accumulated, share)
-        spread = None
-        if measures_noise and self._noise is not None:
-            spread = self._spread(self._noise, window, at.sizes, squares, factors, accumulated, pair_weight)
+        spread = self._spread(first, window, at.sizes, factors, accumulated, pair_weight)
         noted = {slot: sum(numbers[1:], start=numbers[0]) for slot, numbers in accumulated.reported.items()}
         parts = {name: Parts(values) for name, values in _by_name(accumulated.losses).items()}
         return Given(window.samples, parts, pair_weight, noted, spread, tuple(accumulated.outputs))
@@ -144,31 +144,15 @@ class CarefulPath:
         return sorted(range(len(sizes)), key=lambda place: -costs[place])
 
     def _one(
-        self,
-        feed: Generator[Any, None, None],
-        window: Window,
-        size: int,
-        factors: Factors,
-        into: Accumulated,
-        *,
-        measures_noise: bool,
-    ) -> list[Tensor | None]:
-        """Run one micro-batch forward and backward; return the squared norm of its gradient, if that is measured."""
+        self, feed: Generator[Any, None, None], window: Window, size: int, factors: Factors, into: Accumulated
+    ) -> None:
+        """Run one micro-batch forward and backward."""
         step, sizing = self._step, self._sizing
         self._enter(size, window.samples)
         step.stage.phase = Phase.TRANSFER
-        batch = next(feed)
-        if not measures_noise:
-            step.accumulate(batch, size, factors, into)
-            squares: list[Tensor | None] = []
-        else:
-            is_in_parts = len(step.objective.sources) > 1
-            with SquaredNorm(step.parameters, step.memory.device, is_in_parts=is_in_parts) as square:
-                step.accumulate(batch, size, factors, into)
-            squares = [square.value()]
+        step.accumulate(next(feed), size, factors, into)
         if sizing.measures:
             sizing.leave(size)
-        return squares
 
     def _enter(self, size: int, samples: int) -> None:
         if self._norms.rescales:
@@ -265,63 +249,67 @@ class CarefulPath:
     def _cut_to_measure(self, noise: NoiseScale, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """Return the sizes of a window's micro-batches; where the window fits at once, two."""
         if self._norms.is_there:
-            noise.say_batchnorm()
+            noise.say(
+                "BatchNorm computes its statistics from each micro-batch, so the noise scale that is measured depends "
+                "on the micro-batch's size too"
+            )
         if len(sizes) > 1:
             return sizes
         (size,) = sizes
         if size == 1:
-            noise.say_one_sample()
+            noise.say("a window of one sample cannot be cut in two, so it tells nothing about noise", hinders=True)
             return sizes
         if self._norms.is_there:
-            noise.say_not_cut()
+            noise.say(
+                "windows fit at once, and are not cut in two to be measured, since BatchNorm would then compute its "
+                "statistics from halves; smaller micro-batches make it measurable",
+                hinders=True,
+            )
             return sizes
-        noise.say_cut_in_two()
+        noise.say(f"windows fit at once, so one in {noise.every} is cut in two to be measured")
         return size - size // 2, size // 2
+
+    def _squared_norm(self) -> Tensor:
+        return squared_norm((parameter.grad for parameter in self._step.parameters), self._step.memory.device)
 
     def _spread(
         self,
-        noise: NoiseScale,
+        first: Tensor | None,
         window: Window,
         sizes: Sequence[int],
-        squares: Sequence[Tensor | None],
         factors: Sequence[Factors],
         given: Accumulated,
         pair_weight: float | Tensor | None,
     ) -> Spread | None:
-        """Return how far the gradients of the window's micro-batches are apart; waits for the device."""
-        known = [square for square in squares if square is not None]
-        if len(known) < len(squares):
-            noise.say_unknown()
+        """Return how far the first micro-batch's gradient is from the window's, if measured; waits for the device."""
+        if first is None:
             return None
-        whole = squared_norm((parameter.grad for parameter in self._step.parameters), self._step.memory.device)
-        shares, total = self._shares(sizes, window.samples, factors, given, pair_weight)
-        if not total:
+        weights, total = self._weights(sizes, window.samples, factors, given, pair_weight)
+        if not total or not sum(weights):
             return None
         unit = total * self._step.loss_scale()
-        *norms, norm = (number / unit**2 for number in torch.stack([*known, whole]).tolist())
-        return spread_of(norms, shares, norm, window.samples)
+        part, whole = (number / unit**2 for number in torch.stack([first, self._squared_norm()]).tolist())
+        return spread_of(part, whole, weights[0] / sum(weights), window.samples)
 
-    def _shares(
+    def _weights(
         self,
         sizes: Sequence[int],
         samples: int,
         factors: Sequence[Factors],
         given: Accumulated,
         pair_weight: float | Tensor | None,
-    ) -> tuple[list[float], float]:
-        """Return each micro-batch's share in the mean gradient, and what to divide the gradient by for a mean."""
+    ) -> tuple[Sequence[float], float]:
+        """Return each micro-batch's weight in the mean gradient, and what to divide the gradient by for a mean."""
         common = self._step.objective.common_weight
         if common == PAIR:
             weights = [float(weight) for _, weight in given.pair_weights]
-            if pair_weight is None or len(weights) != len(factors):
-                return [], 0.0
-            return [weight / sum(weights) for weight in weights], float(pair_weight) / samples
+            return weights, 0.0 if pair_weight is None else float(pair_weight) / samples
         if common == SUM:
-            return [size / samples for size in sizes], float(samples)
+            return sizes, float(samples)
         # Losses of which each runs over something else have no common weight: that of the samples stands for it.
         usual = common in (None, SAMPLES)
         own = [one.usual if usual else one.of(str(common)) for one in factors]
-        return [factor / sum(own) for factor in own] if sum(own) else [], sum(own)
+        return own, sum(own)
 
 
 def _by_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:

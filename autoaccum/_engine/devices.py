@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,14 +26,9 @@ if TYPE_CHECKING:
 
 
 def resolve(device: str | torch.device | MemoryBackend | None, model: nn.Module, notices: Notices) -> MemoryBackend:
-    """Find the device to train on and its memory backend.
+    """Find the device to train on and its memory backend, which may be given in place of a device.
 
     None means the model's device if that is an accelerator, else the accelerator, else the CPU.
-
-    Args:
-        device: A device, its name, or a memory backend (such as a simulated device) that stands for one.
-        model: Its parameters determine its device.
-        notices: Reports the choice.
 
     Raises:
         InvalidInputError: The device is unknown or missing, or `model` is not a module.
@@ -50,20 +44,10 @@ def resolve(device: str | torch.device | MemoryBackend | None, model: nn.Module,
 
 
 def check_is_module(model: object) -> None:
-    """Reject anything that is not a module.
-
-    Raises:
-        InvalidInputError: It is not.
-    """
+    """Reject anything that is not a module."""
     if isinstance(model, nn.Module):
         return
-    advice = "pass one"
-    if isinstance(model, type):
-        advice = f"pass an instance, not a class: {model.__name__}(...)"
-    elif isinstance(model, Mapping):
-        advice = "pass the model that has loaded it, by model.load_state_dict(...)"
-    elif callable(model):
-        advice = "wrap the function in one, whose forward() calls it"
+    advice = f"pass an instance: {model.__name__}(...)" if isinstance(model, type) else "pass one"
     raise InvalidInputError(f"model={shown(model)} is not a torch.nn.Module; {advice}")
 
 
@@ -92,18 +76,14 @@ def _of_this_process(asked: torch.device) -> torch.device:
     if asked.type == "cpu" or asked.index is not None:
         return asked
     own = _own_accelerator()
-    return (
-        torch.device(asked.type, torch.accelerator.current_device_index()) if own is None or own.index is None else own
-    )
+    if own is not None and own.index is not None:
+        return own
+    return torch.device(asked.type, torch.accelerator.current_device_index())
 
 
 @contextmanager
 def failures_told(memory: MemoryBackend, what: str) -> Iterator[None]:
-    """Translate device failures into the library's own errors, for work that cannot be made smaller.
-
-    Args:
-        memory: The device.
-        what: The work, such as "preparing the training".
+    """Translate device failures in work such as "preparing the training", which cannot be made smaller.
 
     Raises:
         DoesNotFitError: Memory ran out.

@@ -1,8 +1,7 @@
 """Writes the errors for what does not fit: what was asked, what was found, and what the caller can do.
 
-In comes what failed and the step that it failed in, out comes the error to raise. A remedy that is an argument is named
-only if the function that the user has called takes it (`Options.names`). Free memory is mentioned only where
-little is left: why it does not suffice is not known otherwise.
+A remedy that is an argument is named only if the function that the user has called takes it (`Options.names`).
+Free memory is mentioned only where little is left: why it does not suffice is not known otherwise.
 """
 
 from __future__ import annotations
@@ -23,56 +22,41 @@ from autoaccum._oom import let_go
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep
 
-# Three lines of 120 characters, less what their ends leave free.
-_MOST = 345
 # In so many characters, the phase and the device's own message say how much was asked for.
-_LEAST_SAID = 110
-_MOST_SHAPES = 90
+_QUOTED = 110
+_MOST_SHAPES = 4
 # What oneDNN says of lack of memory, and of an operator that it does not have on this processor in this type.
 _UNSUPPORTED = "could not create a primitive descriptor"
 
 ONE_SAMPLE = "one sample"
 
-_DURING = {
-    Phase.WEIGH: "while it is found out what the loss runs over",
-    Phase.TRANSFER: "on the way to the device",
-    Phase.FORWARD: "in the forward pass",
-    Phase.BACKWARD: "in the backward pass",
-    Phase.RESERVE: "in the optimizer's step",
-    Phase.OPTIMIZER: "in the optimizer's step",
-    Phase.EVALUATE: "in an evaluation",
-    Phase.ELSEWHERE: "on another rank",
-}
-# What does not depend on the size of micro-batches.
-_AT_ONCE = {
+_NAMES = {
     Phase.SET_ASIDE: "a copy of what a window that fails is put back to",
     Phase.WEIGH: "finding out what the loss runs over",
-    Phase.FORWARD: "the loss over the whole window",
-    Phase.BACKWARD: "the loss over the whole window",
+    Phase.TRANSFER: "the transfer to the device",
+    Phase.FORWARD: "the forward pass",
+    Phase.BACKWARD: "the backward pass",
     Phase.RESERVE: "the optimizer's step",
     Phase.ADD: "adding the gradient to earlier ones",
     Phase.REDUCE: "adding up the gradient over all ranks",
     Phase.UNSCALE: "unscaling the gradient",
     Phase.CLIP: "clipping the gradient",
     Phase.OPTIMIZER: "the optimizer's step",
+    Phase.EVALUATE: "an evaluation",
+    Phase.ELSEWHERE: "the step of another rank",
 }
 # In these, nothing is kept for a backward pass.
 _OF_THE_OPTIMIZER = (Phase.RESERVE, Phase.UNSCALE, Phase.CLIP, Phase.OPTIMIZER)
 _OVER_THE_WINDOW = (Phase.FORWARD, Phase.BACKWARD)
+# Optimizers that keep two numbers for each parameter.
+_OF_TWO_STATES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 
 
 def sample_of(window: Window, index: int) -> str:
-    """Return which sample of a window it is, in words, with the shapes of its tensors.
-
-    Args:
-        window: The window.
-        index: The sample's index in it.
-    """
+    """Return which sample of a window it is, in words, with the shapes of its tensors."""
     if index >= window.samples:  # another process has it
         return ONE_SAMPLE
     try:
@@ -94,23 +78,15 @@ def described(batch: Any, name: str | None = None, *, has_rows: bool = True) -> 
     shapes = shapes_of_sample(batch, has_rows=has_rows)
     if not shapes:
         return name or ONE_SAMPLE
-    of_shapes = f"of shape{'s' if len(shapes) > 1 else ''} {_listed(shapes)}"
+    more = len(shapes) - _MOST_SHAPES
+    listed = _joined(shapes, "and") if more <= 0 else f"{', '.join(shapes[:_MOST_SHAPES])} and {more} more"
+    of_shapes = f"of shape{'s' if len(shapes) > 1 else ''} {listed}"
     return f"a sample {of_shapes}" if name is None else f"{name}, {of_shapes},"
 
 
 def abridged(said: str) -> str:
     """Return what a device said, in few enough characters to be quoted."""
-    return textwrap.shorten(said, _LEAST_SAID, placeholder=" ...")
-
-
-def _listed(shapes: list[str]) -> str:
-    """Return shapes in words, as many as there is room for."""
-    shown = len(shapes)
-    while shown > 1 and len(", ".join(shapes[:shown])) > _MOST_SHAPES:
-        shown -= 1
-    if shown < len(shapes):
-        return f"{', '.join(shapes[:shown])} and {len(shapes) - shown} more"
-    return _joined(shapes, "and")
+    return textwrap.shorten(said, _QUOTED, placeholder=" ...")
 
 
 def sample_does_not_fit(
@@ -125,17 +101,13 @@ def sample_does_not_fit(
         phase: In which phase that was; None if it is not known.
         is_whole: Whether the loss takes all samples of a window at once.
     """
-    remedies = [*_limit(step), *_precision(step, said)]
-    if is_whole:
-        remedies.append("fewer samples in a window")
-    if phase != Phase.EVALUATE:
-        remedies += _savings(step)
-    remedies.append("smaller inputs")
-    if phase != Phase.EVALUATE:
-        remedies += _less_state(step)
-    where = _DURING.get(Phase(phase), f"in the {phase} step") if phase is not None else ""
-    found = ": ".join(part for part in (where, said) if part)
-    return DoesNotFitError(_composed(step, f"{sample} does not fit", found, remedies))
+    remedies = _less_memory(step, said) + ["fewer samples in a window"] * is_whole
+    if phase == Phase.EVALUATE:
+        remedies += ["smaller inputs"]
+    else:
+        remedies += [*_savings(step), "smaller inputs", *_less_state(step)]
+    where = "" if phase is None else f"in {_NAMES[Phase(phase)]}: "
+    return _error(step, f"{sample} does not fit", where + said, remedies)
 
 
 def whole_does_not_fit(
@@ -150,19 +122,20 @@ def whole_does_not_fit(
         tries: How often it was tried.
         what: What it was, in words; None for what the phase is for.
     """
+    limit, smaller = _less_memory(step, said), ["a smaller model"]
     if phase in _OF_THE_OPTIMIZER:
-        remedies = [*_limit(step), *_less_state(step), "an optimizer with foreach=False", "a smaller model"]
+        remedies = [*limit, *_less_state(step), "an optimizer with foreach=False", *smaller]
     elif phase == Phase.WEIGH:
         says = ["loss_reduction='mean' or 'sum'"] if "loss_reduction" in step.options.names else []
-        remedies = [*says, *_limit(step), *_precision(step, said), *_savings(step), "smaller inputs"]
+        remedies = [*says, *limit, *_savings(step), "smaller inputs"]
     elif phase in (*_OVER_THE_WINDOW, Phase.EVALUATE):
-        batch = "batch for evaluation" if phase == Phase.EVALUATE else "window"
-        remedies = [f"fewer samples in a {batch}", *_limit(step), *_precision(step, said)]
+        remedies = [f"fewer samples in a {'batch' if phase == Phase.EVALUATE else 'window'}", *limit]
     else:
-        remedies = [*_limit(step), "a smaller model"]
-    what = what or _AT_ONCE.get(Phase(phase), f"the {phase} step")
-    times = " even with no activations alive" if phase in _OF_THE_OPTIMIZER else f" in {tries} attempts"
-    error = DoesNotFitError(_composed(step, f"{what} does not fit", said, remedies, times))
+        remedies = [*limit, *smaller]
+    if what is None:
+        what = "the loss over the whole window" if phase in _OVER_THE_WINDOW else _NAMES[Phase(phase)]
+    times = "even with no activations alive" if phase in _OF_THE_OPTIMIZER else f"in {tries} attempts"
+    error = _error(step, f"{what} does not fit, {times},", said, remedies)
     error.saving_helps = phase not in _OF_THE_OPTIMIZER
     return error
 
@@ -175,39 +148,16 @@ def input_has_moved() -> InvalidInputError:
     )
 
 
-def short_window(options: frozenset[str]) -> str:
-    """Return how to leave out a last window that is shorter than others, in words."""
-    if "drop_last" in options:
-        return "drop_last=True leaves a short last window out"
-    return "drop_last=True of autoaccum.windows, or of the DataLoader, leaves a short last one out"
-
-
-def other_sizes(options: frozenset[str]) -> str:
-    """Return how to avoid a last micro-batch of one sample, in words."""
-    ways = ["strategy='balanced'"] if "strategy" in options else []
-    ways.append("a larger micro_batch" if "micro_batch" in options else "a plan of other micro-batches")
-    return _joined([*ways, "samples of one shape"], "or")
-
-
-# --- remedies ---------------------------------------------------------------------------------------------------------
-
-
-def _limit(step: GradientStep) -> list[str]:
-    is_set = step.memory.limit_bytes is not None and "memory_limit" in step.options.names
-    return ["a higher memory_limit"] if is_set else []
-
-
-def _precision(step: GradientStep, said: str) -> list[str]:
-    if "precision" not in step.options.names:
-        return []
-    name = step.precision.name
-    if name == "fp32":
-        return ["precision='bf16'"]
-    if _UNSUPPORTED not in said:
-        return []
-    halved = isinstance(step, TrainingStep) and step.updates.weights is not None
-    instead = "float32 weights (weights=None)" if halved else "precision='fp32'"
-    return [f"{instead}, since this processor may have no such operator in {name}"]
+def _less_memory(step: GradientStep, said: str) -> list[str]:
+    """A limit and a precision that leave more, as far as the user can choose them."""
+    remedies = []
+    if step.memory.limit_bytes is not None and "memory_limit" in step.options.names:
+        remedies.append("a higher memory_limit")
+    if step.precision.name == "fp32":
+        remedies += ["precision='bf16'"] if "precision" in step.options.names else []
+    elif _UNSUPPORTED in said:
+        remedies.append(f"float32, since this processor may have no such operator in {step.precision.name}")
+    return remedies
 
 
 def _savings(step: GradientStep) -> list[str]:
@@ -218,34 +168,18 @@ def _savings(step: GradientStep) -> list[str]:
 
 
 def _less_state(step: GradientStep) -> list[str]:
-    """An optimizer with less state, if the one in use keeps two numbers for each parameter as Adam does."""
-    kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
-    if not isinstance(step, TrainingStep) or not isinstance(step.optimizer, kinds):
+    if not isinstance(step, TrainingStep) or not isinstance(step.optimizer, _OF_TWO_STATES):
         return []
     return [f"an optimizer with less state than {name_of(step.optimizer)}"]
 
 
-# --- sentences --------------------------------------------------------------------------------------------------------
-
-
-def _composed(step: GradientStep, what: str, said: str, remedies: Iterable[str], times: str = "") -> str:
-    """Return a text of at most three lines: the last remedies go first, and then what the device said is shortened."""
-    left, memory = list(remedies), step.memory
-    room = describe_room(memory)
-    head = f"{what} on {memory.name}"
-    if memory.limit_bytes is not None:
-        head += f" under {room}"
-        room = ""
-    head += times
-
-    def of(found: str) -> str:
-        return f"{head}{f' ({found})' if found else ''}; try {_joined(left, 'or')}"
-
-    while len(left) > 1 and len(of("")) + min(len(said), _LEAST_SAID) > _MOST:
-        left.pop()
-    said = textwrap.shorten(said, max(_MOST - len(of("")), _LEAST_SAID), placeholder=" ...")
-    found = "; ".join(part for part in (said, room) if part)
-    return of(found) if len(of(found)) <= _MOST else of(said)
+def _error(step: GradientStep, what: str, said: str, remedies: list[str]) -> DoesNotFitError:
+    memory, room = step.memory, describe_room(step.memory)
+    under = f" under {room}" if memory.limit_bytes is not None else ""
+    found = "; ".join(part for part in (abridged(said), "" if under else room) if part)
+    return DoesNotFitError(
+        f"{what} on {memory.name}{under}{f' ({found})' if found else ''}; try {_joined(remedies, 'or')}"
+    )
 
 
 def _joined(parts: list[str], word: str) -> str:

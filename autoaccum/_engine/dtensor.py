@@ -32,12 +32,9 @@ def is_sharded(modules: Iterable[nn.Module]) -> bool:
 
 
 def refuse_sharded(modules: Iterable[nn.Module]) -> None:
-    """Reject sharded modules if this process trains alone.
-
-    Raises:
-        InvalidInputError: A parameter is sharded over ranks.
-    """
-    for name, _ in _spread(modules):
+    """Raise InvalidInputError if a parameter is sharded over ranks, where this process trains alone."""
+    spread = (name for module in modules for name, one in module.named_parameters() if is_spread(one))
+    if name := next(spread, None):
         raise InvalidInputError(
             f"parameter {name!r} is a DTensor, spread over ranks by fully_shard or tensor parallelism, and only fit "
             "trains such a model, in every process that torchrun started; call fit there, or leave fully_shard out"
@@ -62,20 +59,19 @@ def check_sharded(modules: Iterable[nn.Module], ranks: int, asked: Mapping[str, 
     modules = list(modules)
     if not is_sharded(modules):
         return None
-    for text in (text for text, is_asked in asked.items() if is_asked):
+    if text := next((text for text, is_asked in asked.items() if is_asked), None):
         raise InvalidInputError(
             f"{text} is not for a model that fully_shard has spread over ranks, whose passes are made by all of them "
             "together; leave it out (docs/fsdp.md says what there is instead)"
         )
-    for name, parameter in _spread(modules):
-        size = parameter.device_mesh.size()
-        if size != ranks:
-            raise InvalidInputError(
-                f"parameter {name!r} is spread over {size} ranks, and this training has {ranks}, each with samples of "
-                "its own; spread it over all of them (tensor and pipeline parallelism need a loop of your own)"
-            )
     for module in modules:
         for name, parameter in module.named_parameters():
+            mesh = getattr(parameter, "device_mesh", None)
+            if mesh is not None and (size := mesh.size()) != ranks:
+                raise InvalidInputError(
+                    f"parameter {name!r} is spread over {size} ranks, and this training has {ranks}, each with samples "
+                    "of its own; spread it over all of them (tensor and pipeline parallelism need a loop of your own)"
+                )
             if parameter.requires_grad and not is_spread(parameter):
                 raise InvalidInputError(
                     f"parameter {name!r} is trained and on every rank whole, while others are spread by fully_shard, "
@@ -88,9 +84,3 @@ def least_size(modules: Iterable[nn.Module]) -> int:
     """Return the fewest samples that the modules can be trained on at once."""
     has_norm = any(isinstance(part, _BatchNorm) for module in modules for part in module.modules())
     return 2 if has_norm else 1  # BatchNorm rejects a single value per channel
-
-
-def _spread(modules: Iterable[nn.Module]) -> list[tuple[str, Any]]:
-    return [
-        (name, parameter) for module in modules for name, parameter in module.named_parameters() if is_spread(parameter)
-    ]

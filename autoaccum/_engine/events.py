@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class Events:
-    """Reports what happens in the windows of one run. The run refers to it, not the reverse.
+    """Reports what happens in the windows of one run.
 
     Args:
         callbacks: Called with trials, plans and out-of-memory events.
         notices: Reports these to the user; None if a callback does that.
-        windows: Windows completed earlier, if training resumes.
+        windows: As the attribute, where training resumes.
 
     Attributes:
         windows: Windows that have become an update so far.
@@ -32,7 +32,7 @@ class Events:
         self._notices = notices
 
     def trial(self, trial: Trial) -> None:
-        """Report a trial."""
+        """Report a trial to callbacks."""
         for callback in self._callbacks:
             callback.on_trial(trial)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._system.notices import Notices
 
-_GRADIENT, _VERSION = attrgetter("grad"), attrgetter("_version")
-_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 # The function by which modules run their backward hooks.
 _OF_MODULE_HOOKS = "BackwardHookFunctionBackward"
 
@@ -39,6 +36,9 @@ class GradientChecks:
         step: The step, which calls this while it is its `watch`.
         elsewhere: Where the user may change gradients, for messages.
         refuses_strangers: Whether the loss may reach no parameters but the step's.
+
+    Raises:
+        InvalidInputError: By all methods: a check fails.
     """
 
     def __init__(self, step: GradientStep, elsewhere: str, *, refuses_strangers: bool) -> None:
@@ -51,16 +51,10 @@ class GradientChecks:
 
     def _note(self) -> None:
         """Record that gradients are as they have to be, and how often each has been changed in place."""
-        self._gradients = list(map(_GRADIENT, self._step.parameters))
-        self._held: list[Tensor] = [gradient for gradient in self._gradients if gradient is not None]
-        self._versions = list(map(_VERSION, self._held))
+        self._before = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in self._step.parameters]
 
     def begin(self, total: Tensor) -> None:
-        """Check the gradients before the backward pass of a loss, and what it reaches.
-
-        Raises:
-            InvalidInputError: They were changed, or it reaches parameters of other modules.
-        """
+        """Check the gradients before the backward pass of a loss, and that it reaches no strangers."""
         self.check()
         self._total = weakref.ref(total)
         if self._known is None:
@@ -75,18 +69,9 @@ class GradientChecks:
             )
 
     def check(self) -> None:
-        """Check that gradients are as the last backward pass left them.
-
-        Raises:
-            InvalidInputError: They are not.
-        """
-        are_same = all(map(is_, map(_GRADIENT, self._step.parameters), self._gradients))
-        if are_same and list(map(_VERSION, self._held)) == self._versions:
-            return
-        versions = iter(self._versions)
-        for parameter, gradient in zip(self._step.parameters, self._gradients, strict=True):
-            version = 0 if gradient is None else next(versions)
-            if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
+        """Check that gradients are as the last backward pass left them."""
+        for parameter, gradient, version in self._before:
+            if parameter.grad is not gradient or _version(gradient) != version:
                 raise InvalidInputError(
                     f"a model, loss, closure or callback changed .grad of a parameter of shape "
                     f"{tuple(parameter.shape)} in the middle of a batch (by zero_grad(), backward() or an optimizer's "
@@ -95,44 +80,38 @@ class GradientChecks:
                 )
 
     def end(self) -> None:
-        """Check that the backward pass added to gradients once, and that nothing took them away.
-
-        Raises:
-            InvalidInputError: A gradient was cleared, replaced or changed.
-        """
-        if not any(map(_HOOKS, self._step.parameters)):  # of which the user is told that they run each time
+        """Check that the backward pass added to gradients once, and that nothing took them away."""
+        if not hooked(self._step.parameters, after=True):  # of which the user is told that they run each time
             self._compare()
         self._note()
 
     def _compare(self) -> None:
         total = None if self._total is None else self._total()
-        versions = iter(self._versions)
         # Gradients may be parts of one tensor, as those of parameters that the model joins: they are changed together.
-        together = Counter(map(_place, self._held))
-        for parameter, gradient in zip(self._step.parameters, self._gradients, strict=True):
-            if gradient is None:
+        together = Counter(_place(gradient) for _, gradient, _ in self._before if gradient is not None)
+        for parameter, gradient, version in self._before:
+            if gradient is None or gradient.layout is not torch.strided:
                 continue
-            version = next(versions)
-            if gradient.layout is not torch.strided:
-                continue
-            now = parameter.grad
-            if now is None or id(now) != id(gradient):
+            now, how = parameter.grad, ""
+            if now is not gradient:
                 if now is None or now.layout is torch.strided:  # to which autograd adds in place
-                    raise _changed_in_backward("cleared or replaced", parameter)
-            elif now._version > version + together[_place(now)] and not _may_add_twice(total):
-                raise _changed_in_backward("changed", parameter)
+                    how = "cleared or replaced"
+            elif _version(now) > version + together[_place(now)] and not _may_add_twice(total):
+                how = "changed"
+            if how:
+                raise InvalidInputError(
+                    f"a hook {how} .grad of a parameter of shape {tuple(parameter.shape)} during the backward pass, "
+                    "and with it what earlier micro-batches added; change gradients after backward(), or return the "
+                    "changed gradient from a hook of register_hook"
+                )
+
+
+def _version(gradient: Tensor | None) -> int:
+    return 0 if gradient is None else gradient._version
 
 
 def _place(gradient: Tensor) -> int:
     return gradient.untyped_storage().data_ptr() if gradient.layout is torch.strided else id(gradient)
-
-
-def _changed_in_backward(how: str, parameter: nn.Parameter) -> InvalidInputError:
-    return InvalidInputError(
-        f"a hook {how} .grad of a parameter of shape {tuple(parameter.shape)} during the "
-        "backward pass, and with it what earlier micro-batches added; change gradients after backward(), "
-        "or return the changed gradient from a hook of register_hook"
-    )
 
 
 def _may_add_twice(total: Tensor | None) -> bool:
@@ -157,22 +136,13 @@ def nodes(total: Tensor) -> list[Any]:
 
 
 def hooked(parameters: Sequence[nn.Parameter], *, after: bool = False) -> list[nn.Parameter]:
-    """Return the parameters that have hooks on their gradients.
-
-    Args:
-        parameters: The parameters to look at.
-        after: Whether to look only for hooks that run after a gradient is accumulated.
-    """
+    """Return the parameters with hooks on their gradients, or only with hooks `after` a gradient is accumulated."""
     names = ("_post_accumulate_grad_hooks",) if after else ("_post_accumulate_grad_hooks", "_backward_hooks")
     return [parameter for parameter in parameters if any(getattr(parameter, name, None) for name in names)]
 
 
 def refuse_hooks(parameters: Sequence[nn.Parameter]) -> None:
-    """Check that no hook runs after a gradient is accumulated.
-
-    Raises:
-        InvalidInputError: One does.
-    """
+    """Raise InvalidInputError if a hook runs after a gradient is accumulated."""
     if hooked(parameters, after=True):
         raise InvalidInputError(
             "a parameter has a post-accumulate-grad hook, as an optimizer that steps in the backward pass adds them, "

@@ -64,7 +64,7 @@ class Given:
         pair_weight: Weight of a (sum, weight) pair. Gradients and losses have been divided by the number of samples
             instead, and are still to be divided by it; None if nothing is left to correct.
         reported: Values reported in addition to the losses: sums and weights, as `reported.means` expects them.
-        spread: How far the gradients of the micro-batches are apart, if that is measured.
+        spread: How far the gradient of the first micro-batch is from the whole, if that is measured.
         outputs: The model's outputs for each micro-batch, without graphs, if the step keeps them.
     """
 
@@ -106,7 +106,7 @@ class Reduced:
         reported: Values reported in addition to the losses, by name.
         samples: Samples of the window; 0 means that there is no update to make.
         grad_norm: Norm of the gradient before clipping, on the device; None if it is not clipped.
-        spread: How far the gradients of all micro-batches are apart, if that was measured.
+        spread: As in `Given`, over all processes.
     """
 
     losses: Losses = field(default_factory=dict)

@@ -1,8 +1,7 @@
-"""The protocol by which the processes of one training make a window together, and its single-process implementation.
+"""How the processes of one training make a window together, and the single process as the first implementation.
 
 Every window takes the same steps: each process accumulates the gradient of its part, the parts are reduced to the
-gradient of the whole window, and each process steps its optimizer. `Alone` is the first implementation of `Peers`;
-those for several ranks are in `_distributed`.
+gradient of the whole window, and each process steps its optimizer. Several ranks are in `_distributed`.
 """
 
 from __future__ import annotations
@@ -63,45 +62,33 @@ class Work(Protocol):
 
 
 class Talk(Protocol):
-    """Messages between ranks, as used by an evaluation."""
+    """Messages between ranks, in rank order, as used by an evaluation."""
 
     @property
     def size(self) -> int: ...
 
-    def exchange(self, what: str, value: Any) -> list[Any]:
-        """Return each rank's value, in rank order."""
+    def exchange(self, what: str, value: Any) -> list[Any]: ...
 
-    def exchange_tensors(self, what: str, value: Any) -> list[Any]:
-        """Return each rank's value, which may contain tensors, in rank order."""
+    def exchange_tensors(self, what: str, value: Any) -> list[Any]: ...
 
 
-class GradientPeers(Protocol):
-    """The processes that compute the gradient of a window together, from the point of view of one of them.
+class GradientPeers:
+    """The processes that compute the gradient of a window together; by default, this one alone."""
 
-    Attributes:
-        is_part: Whether other processes have other parts of the same windows.
-        sending: Sends gradients during the last micro-batch; None if this is not done.
-    """
-
-    is_part: bool
+    # Whether other processes have other parts of the same windows.
+    is_part: bool = False
 
     @property
-    def sending(self) -> Sending | None: ...
+    def sending(self) -> Sending | None:
+        """What sends gradients during the last micro-batch; None if nothing does."""
+        raise NotImplementedError
 
     def check_parameters(self) -> None:
-        """Check that the current parameters can be trained.
+        """Raise InvalidInputError if there are new parameters that other processes do not know."""
 
-        Raises:
-            InvalidInputError: There are new parameters that other processes do not know.
-        """
-
-    def begin(self, window: Window, sizing: Sizing) -> SharedWeights | None:
-        """Begin a window; return the weights of all of it if they have to be known beforehand.
-
-        Args:
-            window: This process's part.
-            sizing: Cuts this process's part.
-        """
+    def begin(self, window: Window, sizing: Sizing) -> SharedWeights | None:  # noqa: ARG002
+        """Begin this part of a window; return the weights of all of it if they have to be known beforehand."""
+        return None
 
     def begin_attempt(self) -> None:
         """Prepare for an attempt at the window."""
@@ -119,58 +106,34 @@ class GradientPeers(Protocol):
             The window; None if the attempt must be repeated, since another process lacks memory or has learned more
             about what a loss runs over.
         """
+        raise NotImplementedError
 
     def failed(self, error: Exception, work: Work, number: int) -> None:
-        """Handle the consequences of this process's failure for the others, and raise if it ends the training.
-
-        Args:
-            error: The failure.
-            work: The micro-batches of the window.
-            number: The number of the update.
-        """
+        """Tell the others of a failure in update `number`, and raise if it ends the training."""
 
 
-class Peers(GradientPeers, Protocol):
-    """The processes that make an update from a window together.
+class Peers(GradientPeers):
+    """The processes that make an update from a window together."""
 
-    Attributes:
-        is_decided: Whether the others make, or have made, the current window's update, whatever happens here.
-    """
-
-    is_decided: bool
+    # Whether the others make, or have made, the current window's update, whatever happens here.
+    is_decided: bool = False
 
     def expected_gradients(self) -> Sequence[nn.Parameter]:
         """Return parameters that will have a gradient, of which some have one now."""
+        return ()
 
     def commit(self) -> bool:
         """Step the optimizer, which all processes do now; return whether the scaler skipped it."""
+        raise NotImplementedError
 
 
-class Alone:
-    """The only process of a training.
+class Alone(Peers):
+    """The only process of a training."""
 
-    Args:
-        updates: Makes the updates.
-    """
-
-    is_part = is_decided = False
     sending = None
 
     def __init__(self, updates: Updates) -> None:
         self._updates = updates
-
-    def check_parameters(self) -> None:
-        """Do nothing: any parameters can be trained."""
-
-    def begin(self, window: Window, sizing: Sizing) -> None:
-        """Do nothing: the part is the window."""
-
-    def begin_attempt(self) -> None:
-        """Do nothing: no other process is waiting."""
-
-    def expected_gradients(self) -> tuple[()]:
-        """Return nothing: those that have one now."""
-        return ()
 
     def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced:  # noqa: ARG002 - as Peers has it
         """Correct, unscale and clip the gradient, which already is that of the whole window."""
@@ -183,6 +146,3 @@ class Alone:
     def commit(self) -> bool:
         """Step the optimizer. Out-of-memory errors pass through unchanged: the window can be retried."""
         return self._updates.commit()
-
-    def failed(self, error: Exception, work: Work, number: int) -> None:
-        """Do nothing: no other process is affected."""

@@ -30,11 +30,10 @@ from autoaccum._engine.forward_backward import drop_old_gradients
 from autoaccum._engine.gradient_checks import no_gradient
 from autoaccum._engine.noise_scale import NoiseScale, shuffled
 from autoaccum._engine.options import Options
-from autoaccum._engine.outside_limit import Outside, drawn
 from autoaccum._engine.peers import Alone
 from autoaccum._engine.rungs import AVOIDABLE
 from autoaccum._engine.sample_order import LengthOrder
-from autoaccum._engine.step_limit import StepLimit
+from autoaccum._engine.step_limit import Outside, StepLimit, drawn
 from autoaccum._engine.step_savings import StepSavings
 from autoaccum._engine.window import Engine
 from autoaccum._loss.closures import used_by

@@ -21,10 +21,8 @@ from autoaccum._engine.careful import CarefulPath
 from autoaccum._engine.does_not_fit import (
     ONE_SAMPLE,
     input_has_moved,
-    other_sizes,
     sample_does_not_fit,
     sample_of,
-    short_window,
     whole_does_not_fit,
 )
 from autoaccum._engine.gradient_checks import GradientChecks, refuse_hooks, tell_of_hooks
@@ -151,7 +149,7 @@ class Engine:
             finish: Called with what was computed; None to begin again, since another process lacks memory.
             is_decided: Whether nothing may be repeated any more, whatever fails.
             on_change: Called when parameters, or which of them are trained, have changed.
-            measures_noise: Whether to measure how far the gradients of its micro-batches are apart.
+            measures_noise: Whether to measure the noise of its gradient.
 
         Raises:
             DoesNotFitError: Not even one sample at a time fits.
@@ -455,7 +453,7 @@ class Engine:
             exceptions.note(
                 error,
                 "autoaccum: this window has one sample, and BatchNorm takes its statistics of more; "
-                f"{short_window(self._step.options.names)}",
+                "drop_last=True (of fit, autoaccum.windows or the DataLoader) leaves a short last one out",
             )
         elif size == 1 and (self._has_failed or (self._had_failed and refuses_one)):
             reason = f"one sample alone is refused: {error}"
@@ -465,7 +463,7 @@ class Engine:
             exceptions.note(
                 error,
                 f"autoaccum: the micro-batches {format_cut(sizes)} of this window leave one of a single sample, and "
-                f"BatchNorm takes its statistics of more; {other_sizes(self._step.options.names)} avoid it",
+                "BatchNorm takes its statistics of more; strategy='balanced' or a larger micro_batch avoids it",
             )
 
     # --- what others see ----------------------------------------------------------------------------------------------

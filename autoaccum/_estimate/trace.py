@@ -9,8 +9,8 @@ from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.card_properties import properties_of
 from autoaccum._estimate.cuda_allocator import Served, serve
 from autoaccum._estimate.cuda_dispatch import cublas_bytes
+from autoaccum._estimate.footprint import Estimate, Footprint
 from autoaccum._estimate.moments import condensed
-from autoaccum._sizing.footprint import Estimate, Footprint
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.gpus import Card
-    from autoaccum._sizing.step_memory import StepMemory
+    from autoaccum._estimate.moments import StepMemory
 
 # A prediction that is only about right, by the bends of workspaces and by the allocator's fragments, is within this
 # factor, and segments.
@@ -102,15 +102,7 @@ class Replayed(Estimate):
     card: Card | None = field(kw_only=True)
 
     def at(self, size: int, room_bytes: int | None = None) -> Footprint:
-        """Return the footprint of a step of this size.
-
-        Args:
-            size: Samples in the micro-batch.
-            room_bytes: The memory that the card's allocator may reserve; None for all of the card.
-
-        Returns:
-            The footprint. If the step does not fit, what it would reserve without a limit.
-        """
+        """Return the footprint of a step of this size; if it does not fit, what it would reserve without a limit."""
         return _footprint(self.step_of(size), self.card, room_bytes)
 
     def fits(self, size: int, room_bytes: int) -> bool:

@@ -64,11 +64,11 @@ if TYPE_CHECKING:
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.estimate import Traced
     from autoaccum._estimate.gpus import Card
+    from autoaccum._estimate.moments import StepMemory
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import Trial
     from autoaccum._report.records import Lengths, LoaderFacts, Measured, Predicted, Remedy
-    from autoaccum._sizing.step_memory import StepMemory
 
     _Timing = Callable[[Sequence[Remedy]], tuple[Remedy, ...]]
 

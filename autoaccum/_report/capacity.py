@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from autoaccum._engine.forward_backward import TrainingStep
+    from autoaccum._estimate.footprint import Estimate
     from autoaccum._estimate.gpus import Card
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import MemoryReading, Plan, ProbeResult, Trial
-    from autoaccum._sizing.footprint import Estimate
 
 
 @dataclass(frozen=True)

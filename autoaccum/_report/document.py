@@ -11,14 +11,14 @@ from dataclasses import asdict
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._estimate.moments import KINDS
 from autoaccum._json import finite, plan_record, trial_record
-from autoaccum._sizing.step_memory import KINDS
 from autoaccum._system.own_distribution import __version__
 
 if TYPE_CHECKING:
+    from autoaccum._estimate.moments import StepMemory
     from autoaccum._records import Plan
     from autoaccum._report.records import Findings, LoaderFacts, Measured, Pace, Predicted
-    from autoaccum._sizing.step_memory import StepMemory
 
 SCHEMA_VERSION = 1
 

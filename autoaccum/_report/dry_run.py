@@ -16,11 +16,11 @@ from autoaccum._data.batches import Window, count
 from autoaccum._engine.optimizer_copy import Snapshot
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.trial import Trials, standing_still
+from autoaccum._estimate.footprint import Footprint
 from autoaccum._memory._storages import gradient_bytes
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._report.records import Pace
-from autoaccum._sizing.footprint import Footprint
 from autoaccum._sizing.planner import balanced
 from autoaccum._system import signals
 

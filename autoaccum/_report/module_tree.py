@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from autoaccum._sizing.step_memory import ModuleMemory
+    from autoaccum._estimate.moments import ModuleMemory
 
 _MODEL, _LOSS, _NONE = "(model)", "(loss)", "outside modules"
 _NAMES = {_MODEL: "model", _LOSS: "loss"}

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from autoaccum._estimate.footprint import Estimate, Footprint
     from autoaccum._estimate.gpus import Card
+    from autoaccum._estimate.moments import StepMemory
     from autoaccum._records import Neighbour, Plan, Trial
-    from autoaccum._sizing.footprint import Estimate, Footprint
-    from autoaccum._sizing.step_memory import StepMemory
 
 
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from autoaccum._estimate.allocation_trace import Timeline
+    from autoaccum._estimate.footprint import Estimate
     from autoaccum._estimate.gpus import Card
     from autoaccum._estimate.trace import Traced
     from autoaccum._report.capacity import Asked
-    from autoaccum._sizing.footprint import Estimate
 
 # With this many micro-batches per window or more, a cut is worth improving.
 MANY_MICRO_BATCHES = 8

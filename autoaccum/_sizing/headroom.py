@@ -20,14 +20,11 @@ _LOOKS_AT_THRASHING = 2
 class Headroom:
     """Measures the memory that windows leave free on a device.
 
-    Args:
-        memory: The device.
+    Memory of the same process that is no part of a window, such as a callback's, counts in peaks. What windows need is
+    therefore taken from the windows since the last time that a larger size was found to have no room.
 
     Attributes:
         peak_bytes: The highest use among windows that were measured with the current plan; None before.
-
-    Memory of the same process that is no part of a window, such as a callback's, counts in peaks. What windows need is
-    therefore taken from the windows since the last time that a larger size was found to have no room.
     """
 
     def __init__(self, memory: MemoryBackend) -> None:
@@ -50,8 +47,7 @@ class Headroom:
     def is_thrashing(self, *, reads_peak: bool) -> bool:
         """Take a reading after a window, if one is due; return whether the allocator is thrashing.
 
-        Args:
-            reads_peak: Whether to read the peak; False while other code resets it.
+        The peak is not read while other code resets it.
         """
         now = time.perf_counter()
         if now - self._looked_at < _LOOK_INTERVAL_S:
@@ -61,7 +57,11 @@ class Headroom:
             self._recent = self._memory.peak_bytes()
             if self._recent is not None:
                 self.peak_bytes = max(self.peak_bytes or 0, self._recent)
-        return self._keeps_retrying()
+        retries = self._memory.alloc_retries()
+        risen = self._retries is not None and retries > self._retries
+        self._retries = retries
+        self._thrashing = self._thrashing + 1 if risen else 0
+        return self._thrashing >= _LOOKS_AT_THRASHING
 
     def is_free(self, extra_bytes: int) -> bool:
         """Whether a window could use this much more than earlier ones with this plan.
@@ -80,10 +80,3 @@ class Headroom:
         self._memory.reset_peak()
         self._recent = None
         self._looked_at = -math.inf
-
-    def _keeps_retrying(self) -> bool:
-        retries = self._memory.alloc_retries()
-        risen = self._retries is not None and retries > self._retries
-        self._retries = retries
-        self._thrashing = self._thrashing + 1 if risen else 0
-        return self._thrashing >= _LOOKS_AT_THRASHING

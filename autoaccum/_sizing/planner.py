@@ -58,8 +58,8 @@ def plan(
             - "greedy": as large as possible, the remainder last; 100 with at most 37 is (37, 37, 26).
             - "fastest": as "balanced"; `fit` then times whole windows to improve on it.
         trials: Trials of the probe; all planned sizes are below the smallest failed trial.
-        multiple_of: A size that the hardware prefers, such as 8 in half precision: as many sizes as possible are
-            multiples of it, without adding micro-batches. Equal sizes stay equal.
+        multiple_of: A size that the hardware prefers, such as 8 in half precision: all sizes but one are multiples of
+            it where that adds no micro-batch. Equal sizes stay equal.
         counts: What the first two count: "samples", or "tokens" (`Plan.counts`).
 
     Raises:
@@ -68,8 +68,10 @@ def plan(
     check_positive_int("target_batch", target_batch)
     check_positive_int("max_micro_batch", max_micro_batch)
     check_positive_int("multiple_of", multiple_of)
-    _check_strategy(strategy)
-    trials = _checked(trials)
+    check_choice("strategy", strategy, STRATEGIES)
+    trials = tuple(trials) if isinstance(trials, Iterable) else trials
+    if not isinstance(trials, tuple) or not all(isinstance(trial, Trial) for trial in trials):
+        raise InvalidInputError(f"trials={shown(trials)} must be autoaccum.Trial records, as find_micro_batch returns")
     smallest_failed = min((trial.size for trial in trials if not trial.fits), default=max_micro_batch + 1)
     if smallest_failed == 1:
         raise InvalidInputError("a trial with one sample did not fit, so there is nothing to plan; see DoesNotFitError")
@@ -88,7 +90,7 @@ def cut(samples: int, max_micro_batch: int, strategy: str = "balanced", multiple
     Raises:
         InvalidInputError: The strategy is unknown.
     """
-    _check_strategy(strategy)
+    check_choice("strategy", strategy, STRATEGIES)
     if strategy == "uniform":
         return _uniform(samples, max_micro_batch, multiple_of)
     if strategy == "greedy":
@@ -105,14 +107,11 @@ def balanced(samples: int, max_micro_batch: int) -> tuple[int, ...]:
 
 
 def shrink(samples: int, failed_size: int) -> int | None:
-    """Return the largest micro-batch to try after `failed_size` ran out of memory.
+    """Return the largest micro-batch to try after `failed_size` ran out of memory; None after a single sample.
 
     Args:
         samples: Samples in the window, which sizes are chosen to cut evenly.
         failed_size: The size that failed, at least 1.
-
-    Returns:
-        A size below `failed_size`; None if `failed_size` is 1.
     """
     if failed_size == 1:
         return None
@@ -122,62 +121,22 @@ def shrink(samples: int, failed_size: int) -> int | None:
     return max(1, min(-(-samples // steps), failed_size - 1))
 
 
-def _checked(trials: Iterable[Trial]) -> tuple[Trial, ...]:
-    if isinstance(trials, Iterable):
-        several = tuple(trials)
-        if all(isinstance(trial, Trial) for trial in several):
-            for trial in several:
-                check_positive_int("the size of each of trials", trial.size)
-            return several
-    raise InvalidInputError(f"trials={shown(trials)} must be autoaccum.Trial records, as find_micro_batch returns")
-
-
-def _check_strategy(strategy: str) -> None:
-    check_choice("strategy", strategy, STRATEGIES)
-
-
 def _split(samples: int, parts: int) -> tuple[int, ...]:
     small, larger_ones = divmod(samples, parts)
     return (small + 1,) * larger_ones + (small,) * (parts - larger_ones)
 
 
 def _even(samples: int, parts: int, most: int, multiple_of: int) -> tuple[int, ...]:
-    """Split into `parts` of at most `most`, as many as possible multiples, else as even as possible, larger first."""
-    if multiple_of == 1 or multiple_of > most:
-        return _split(samples, parts)
-    others, fewest, highest = _multiples(samples, parts, most, multiple_of)
-    exact = parts - others
-    if exact == 0:
-        return _split(samples, parts)
-    if others == 0:
-        return tuple(multiple_of * size for size in _split(highest, exact))
-    # Sizes are most even when each is near samples / parts. One multiple more or less per part is far enough to search:
-    # beyond that the larger ones only get larger.
-    middle = min(max(exact * samples // (parts * multiple_of), fewest), highest)
-    candidates = range(max(fewest, middle - 2 * exact), min(highest, middle + 2 * exact) + 1)
-
-    def unevenness(count: int) -> tuple[int, int]:
-        rest = samples - multiple_of * count
-        largest = max(multiple_of * -(-count // exact), -(-rest // others))
-        return largest, -min(multiple_of * (count // exact), rest // others)
-
-    count = min(candidates, key=unevenness)
-    sizes = [multiple_of * size for size in _split(count, exact)]
-    return tuple(sorted([*sizes, *_split(samples - multiple_of * count, others)], reverse=True))
+    """Split into `parts` of at most `most`, all but one a multiple if that can be, else as even as possible."""
+    below = samples // parts // multiple_of * multiple_of
+    found = [_but_one(samples, parts, most, size) for size in (below, below + multiple_of)] if multiple_of > 1 else []
+    return min(filter(None, found), key=max, default=_split(samples, parts))
 
 
-def _multiples(samples: int, parts: int, most: int, multiple_of: int) -> tuple[int, int, int]:
-    """Return how many of the parts cannot be multiples, and the least and the most that the others may sum to.
-
-    The sums are counted in multiples.
-    """
-    for others in range(parts):
-        exact = parts - others
-        fewest = max(exact, -(-(samples - others * most) // multiple_of))
-        highest = min(exact * (most // multiple_of), (samples - others) // multiple_of)
-        if fewest <= highest and (others or samples % multiple_of == 0):
-            return others, fewest, highest
-    return parts, 0, 0
+def _but_one(samples: int, parts: int, most: int, size: int) -> tuple[int, ...]:
+    """Split into `parts` of which all but one have this size, the larger first; () if one is 0, or above `most`."""
+    sizes = (*(size,) * (parts - 1), samples - size * (parts - 1))
+    return tuple(sorted(sizes, reverse=True)) if min(sizes) > 0 and max(sizes) <= most else ()
 
 
 def _uniform(samples: int, most: int, multiple_of: int) -> tuple[int, ...]:
@@ -185,13 +144,10 @@ def _uniform(samples: int, most: int, multiple_of: int) -> tuple[int, ...]:
     for parts in range(fewest, min(samples, MOST_STEPS_FOR_EQUAL_SIZES * fewest) + 1):
         if samples % parts == 0:
             return (samples // parts,) * parts
-    # The smallest size that takes no additional step, so that the last part is closest to the others. There are at
-    # least two parts, because a single one counts as equal.
+    # The smallest size that takes no additional step, so that the last part is closest to the others.
     size = -(-samples // fewest)
     rounded = -(-size // multiple_of) * multiple_of
-    if rounded <= most and rounded * (fewest - 1) < samples:
-        size = rounded
-    return (size,) * (fewest - 1) + (samples - size * (fewest - 1),)
+    return _but_one(samples, fewest, most, rounded) or _but_one(samples, fewest, most, size)
 
 
 def _greedy(samples: int, most: int, multiple_of: int) -> tuple[int, ...]:

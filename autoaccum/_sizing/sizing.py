@@ -495,12 +495,9 @@ class Sizing:
         self._windows += 1
         if self._tempo is not None:
             work = sum(self._each or (samples * relative for samples, relative in self._rests(0)))
-            is_full = (
-                work >= _FULL * self.plan.target_batch
-                if self._counts_tokens
-                else (sum(self._groups) == self.plan.target_batch)
-            )
-            if is_clean and is_full:
+            least = _FULL if self._counts_tokens else 1.0
+            made_of = work if self._counts_tokens else sum(self._groups)
+            if is_clean and made_of >= least * self.plan.target_batch:
                 self._memory.synchronize()
                 self._tempo.note((self._ended or time.perf_counter()) - self._began, work / self.plan.target_batch)
             self._time(self._tempo)
@@ -562,13 +559,6 @@ class Sizing:
         """Return the remaining samples of each group from `start` on, with the relative size of those that come."""
         if self._each is not None:
             return [(len(self._each) - start, self._each[start])] if start < len(self._each) else []
-        return _rests(self._groups, self._relative, start)
-
-
-def _rests(groups: list[int], relative: list[float], start: int) -> list[tuple[int, float]]:
-    """Return the remaining samples of each group from `start` on, with their relative size."""
-    rests = []
-    for group, each, end in zip(groups, relative, itertools.accumulate(groups), strict=True):
-        if end > start:
-            rests.append((min(group, end - start), each))
-    return rests
+        ends = itertools.accumulate(self._groups)
+        groups = zip(self._groups, self._relative, ends, strict=True)
+        return [(min(group, end - start), each) for group, each, end in groups if end > start]

@@ -10,8 +10,6 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from autoaccum._system.drawing import Drawing
 
 
@@ -36,22 +34,6 @@ def header_of(kind: str, title: str) -> str:
     return f'<header><p class="kind">{escape(kind)}</p><h1>{escape(title)}</h1></header>'
 
 
-def table_of(title: str, rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> str:
-    """Return a section with a table, whose columns after the first hold numbers if it has a header."""
-    head = "".join(f'<th scope="col"{_number(place)}>{escape(name)}</th>' for place, name in enumerate(header))
-    lines = [
-        f'<tr><th scope="row">{escape(first)}</th>'
-        + "".join(f"<td{_number(1) if header else ''}>{escape(text)}</td>" for text in others)
-        + "</tr>"
-        for first, *others in rows
-    ]
-    kind, top = ("columns", f"<thead><tr>{head}</tr></thead>") if header else ("facts", "")
-    return (
-        f'<section><h2>{escape(title)}</h2><div class="wide"><table class="{kind}">{top}'
-        f"<tbody>{''.join(lines)}</tbody></table></div></section>"
-    )
-
-
 def figure_of(drawing: Drawing) -> str:
     """Return a picture with its title and caption."""
     caption = f"<figcaption>{escape(drawing.caption)}</figcaption>" if drawing.caption else ""
@@ -64,7 +46,3 @@ def lacking_of(what: str) -> str:
         f"Pictures are drawn by Altair and vl-convert, which are not installed: pip install 'autoaccum[report]'. {what}"
     )
     return f'<p class="lacking">{escape(told.strip())}</p>'
-
-
-def _number(place: int) -> str:
-    return ' class="number"' if place else ""

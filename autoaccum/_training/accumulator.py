@@ -20,8 +20,7 @@ from autoaccum._engine.events import Events
 from autoaccum._engine.measured_batches import MeasuredBatches
 from autoaccum._engine.noise_scale import NoiseScale
 from autoaccum._engine.options import Options
-from autoaccum._engine.outside_limit import Outside
-from autoaccum._engine.step_limit import StepLimit
+from autoaccum._engine.step_limit import Outside, StepLimit
 from autoaccum._engine.step_savings import StepSavings
 from autoaccum._loss.closures import Closure, modules_used_by
 from autoaccum._oom import is_oom, let_go

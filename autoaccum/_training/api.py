@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autoaccum._arguments import check_positive_int, check_whole_number
+from autoaccum._arguments import check_positive_int
 from autoaccum._data.batches import check_windows
 from autoaccum._data.by_length import check_order
 from autoaccum._data.loader_checks import check_loader
@@ -226,8 +226,8 @@ def fit(
         on_nan: What to do when a window's loss or gradient norm is NaN or infinite. "warn": print a warning on stderr
             once, even with progress=False; "stop": raise NotFiniteError on all ranks; "ignore": nothing. Unless it is
             "ignore", no checkpoint of non-finite parameters is written, and the last finite one is kept.
-        noise_scale: Whether to measure the gradient noise scale, which says whether a larger batch would pay, from the
-            micro-batches of every 50th window; a number measures every so many windows. A window that is measured takes
+        noise_scale: Whether to measure the gradient noise scale, which says whether a larger batch would pay, from two
+            norms of every 50th window; a number measures every so many windows. A window that is measured takes
             its samples in random order, and is cut in two if it fits at once (docs/batch-size.md).
         target_tokens: Number of tokens per optimizer update, over all ranks, in place of `target_batch`: an update is
             made from as many whole samples as come nearest to it. Tokens are labels that are not -100, else what is no
@@ -518,8 +518,8 @@ def check_seed(seed: int | None) -> None:
     Raises:
         InvalidInputError: It is not an integer that torch's generators accept.
     """
-    if seed is not None:
-        check_whole_number("seed", seed, *_SEEDS)
+    if seed is not None and (type(seed) is not int or not _SEEDS[0] <= seed <= _SEEDS[1]):
+        raise InvalidInputError(f"seed={seed!r} must be a whole number from {_SEEDS[0]} to {_SEEDS[1]}")
 
 
 def _seed(seed: int) -> None:

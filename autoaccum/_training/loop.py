@@ -15,8 +15,8 @@ from autoaccum._engine import devices
 from autoaccum._engine.finiteness import Finiteness
 from autoaccum._engine.forward_backward import drop_old_gradients
 from autoaccum._engine.optimizer_list import name_of
-from autoaccum._engine.outside_limit import Outside
 from autoaccum._engine.rungs import Rungs
+from autoaccum._engine.step_limit import Outside
 from autoaccum._oom import first_line
 from autoaccum._records import SAMPLES, FitResult, TimeSpent
 from autoaccum._system import exceptions, signals
@@ -50,6 +50,10 @@ if TYPE_CHECKING:
 
 # Unread losses stay on the device. Reading them at this interval, in windows, takes a single wait.
 _READ_EVERY = 256
+_NOT_SHUFFLED = (
+    "the loader does not shuffle; where its samples are sorted, those of a window are more alike than those of the "
+    "data, and the noise scale that is measured is too small; pass shuffle=True"
+)
 
 
 class Training:
@@ -299,7 +303,7 @@ class Training:
             drop_old_gradients(self._step, self._notices)
             self._say_what_counts(first)
             if self._noise is not None and keeps_order(self._world.loader):
-                self._noise.say_not_shuffled()
+                self._noise.say(_NOT_SHUFFLED)
             started = time.perf_counter()
             begins_with, probed = self._lifecycle.find(first)
             self._search_s += time.perf_counter() - started

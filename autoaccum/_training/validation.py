@@ -10,8 +10,8 @@ from autoaccum._data.random_state import OwnGenerators
 from autoaccum._distributed.loader import DealtLoader
 from autoaccum._engine import devices
 from autoaccum._engine.evaluation import Evaluator
-from autoaccum._engine.outside_limit import drawn
 from autoaccum._engine.savepoint import Savepoint
+from autoaccum._engine.step_limit import drawn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -8,9 +8,8 @@ from autoaccum._data.batches import Window
 from autoaccum._engine import devices
 from autoaccum._engine.does_not_fit import abridged, sample_of
 from autoaccum._engine.events import Events
-from autoaccum._engine.outside_limit import Outside
 from autoaccum._engine.savepoint import Savepoint
-from autoaccum._engine.step_limit import StepLimit
+from autoaccum._engine.step_limit import Outside, StepLimit
 from autoaccum._oom import first_line, is_device_lost, is_oom, is_too_large, let_go
 from autoaccum._records import MemoryEvent
 from autoaccum._sizing.planner import shrink

@@ -1,4 +1,4 @@
-"""The same training, with checkpoints, evaluations, a log and a page of the result."""
+"""The same training, with checkpoints, evaluations and a log."""
 
 import os
 import signal
@@ -35,6 +35,5 @@ result = autoaccum.fit(
     checkpoint_steps=3,
     callbacks=callbacks,
 )
-result.save_html("run.html")
 last = result.evaluations[-1]
 print(f"{result.steps} updates, accuracy {last.metrics['accuracy']:.3f}")

@@ -29,9 +29,7 @@ def notebook() -> str:
     )
     page = re.sub(r'<div class="unbuilt".*?</div>\n\n', "", page, flags=re.DOTALL)
     # A notebook shows no screenshots of its own files.
-    page = re.sub(
-        r"`(?:run|report)\.html` is the [^!]*?\n\n!\[[^\]]*\]\([^)]*\.png\)\{[^}]*\}\n\n", "", page, flags=re.DOTALL
-    )
+    page = re.sub(r"`report\.html` is the [^!]*?\n\n!\[[^\]]*\]\([^)]*\.png\)\{[^}]*\}\n\n", "", page, flags=re.DOTALL)
     cells: list[dict[str, Any]] = []
     while found := min(
         filter(None, (_FILE.search(page), _PRINTED.search(page))), key=lambda hit: hit.start(), default=None

@@ -19,8 +19,8 @@ SCRIPTS = ROOT / "examples" / "tutorial"
 OUTPUT = ROOT / "docs" / "output"
 IMAGES = ROOT / "docs" / "images"
 KILLED = -9
-# The pages that its scripts write, each with the size of its picture.
-SCREENSHOTS = {"run": "900,640", "report": "1000,640"}
+# The page that its scripts write, with the size of its picture.
+SCREENSHOTS = {"report": "1000,640"}
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 # Runs a script as `python SCRIPT` does, and keeps a value of it afterwards.
 KEEPING = """

@@ -14,7 +14,6 @@ from autoaccum._engine.does_not_fit import (
     described,
     sample_does_not_fit,
     sample_of,
-    short_window,
     whole_does_not_fit,
 )
 from autoaccum._engine.options import Options
@@ -50,10 +49,6 @@ def step_on(device=None, *, takes=autoaccum.fit, model=None, optimizer=None):
 
 def said_of(step, **what):
     return str(sample_does_not_fit(step, SAID, **what))
-
-
-def lines(text):
-    return textwrap.wrap(text, 120)
 
 
 # --- the sample -------------------------------------------------------------------------------------------------------
@@ -180,16 +175,11 @@ def test_what_the_optimizer_takes_is_not_saved_by_keeping_less_for_backward():
     assert whole_does_not_fit(step, SAID, Phase.FORWARD, 2).saving_helps
 
 
-def test_short_window_is_left_out_by_the_function_that_was_called_or_by_what_makes_windows():
-    assert short_window(Options.of(autoaccum.fit, {}).names).startswith("drop_last=True leaves")
-    assert short_window(Options.of(autoaccum.Runner, {}).names).startswith("drop_last=True of autoaccum.windows")
-
-
 # --- its length -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("limit_bytes", [None, 3 * GIB])
-def test_text_takes_three_lines_whatever_there_is_to_say(limit_bytes):
+def test_text_takes_seven_lines_whatever_there_is_to_say(limit_bytes):
     others = [Neighbour(pid, "a process with a long name", GIB) for pid in range(5)]
     device = Device(GIB, others)
     batch = {f"an entry of a long name {number}": torch.zeros(1, 31, 7) for number in range(30)}
@@ -198,7 +188,7 @@ def test_text_takes_three_lines_whatever_there_is_to_say(limit_bytes):
     with device.limited(limit_bytes):
         text = said_of(step, sample=described(batch, "sample 3 of the window, 31 columns long"), phase=Phase.WEIGH)
 
-    assert len(lines(text)) <= 3
-    assert "and 28 more" in text
+    assert len(textwrap.wrap(text, 120)) <= 7
+    assert "and 26 more" in text
     assert "CUDA out of memory. Tried to allocate 1.00 GiB" in text
     assert "; try " in text

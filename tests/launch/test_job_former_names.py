@@ -58,16 +58,6 @@ def test_task_that_was_pickled_by_its_former_name_trains(tmp_path, on_a_node):
     assert task()["steps"] == 4
 
 
-def test_what_the_command_line_pickled_by_its_former_name_is_the_task_with_exit_codes(tmp_path, on_a_node):
-    task = Task("a.py:job", str(tmp_path))
-
-    waiting = pickle.loads(pickled("autoaccum.cli_slurm", "TaskWithExitCodes", task=task))  # noqa: S301 - made here
-
-    with pytest.raises(SystemExit) as ended:
-        waiting()
-    assert (waiting.task, ended.value.code) == (task, 3)  # there is no such recipe
-
-
 @pytest.mark.parametrize("module", ["autoaccum.jobs.slurm_again", "autoaccum._launch.slurm.again"])
 def test_batch_script_that_names_a_module_gets_the_same_answer(tmp_path, module):
     folder = JobFolder(tmp_path)

@@ -1,5 +1,5 @@
+from autoaccum._estimate.moments import ModuleMemory
 from autoaccum._report.module_tree import cells_of
-from autoaccum._sizing.step_memory import ModuleMemory
 
 
 def of(**sizes):

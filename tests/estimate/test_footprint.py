@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoaccum._sizing.footprint import PARTS, Estimate
+from autoaccum._estimate.footprint import PARTS, Estimate
 from report_examples import GIB, estimate, footprint
 
 
@@ -24,16 +24,6 @@ def test_beyond_the_largest_the_line_goes_on():
 
 def test_one_size_alone_is_all_there_is():
     assert Estimate((footprint(8),)).at(3) == replace(footprint(8), size=3)
-
-
-def test_a_small_size_has_the_peak_of_the_update_where_that_is_higher():
-    update = footprint(1, fixed=2 * GIB, phase="optimizer")
-    bent = Estimate((update, footprint(128), footprint(256)))
-
-    small, large = bent.at(20), bent.at(100)
-
-    assert (small.phase, small.reserved_bytes) == ("optimizer", update.reserved_bytes)
-    assert (large.phase, large.reserved_bytes) == ("backward", bent.reserved_bytes(100))
 
 
 @pytest.mark.parametrize("size", [1, 3, 77, 300])

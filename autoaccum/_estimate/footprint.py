@@ -1,7 +1,4 @@
-"""Records the peak memory of a training step by category, and extrapolates what tensors hold to other sizes by a line.
-
-`_estimate/estimate.py` creates these records and the report reads them.
-"""
+"""Records the predicted peak memory of a training step by category; sizes that were not traced are on a line."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autoaccum._sizing.step_memory import StepMemory
+    from autoaccum._estimate.moments import StepMemory
 
 # Micro-batches are smaller than two to this power.
 _POWERS = 40
@@ -86,19 +83,12 @@ class Estimate:
         return max(0, last.peak_bytes - last.size * self.bytes_per_sample)
 
     def at(self, size: int, room_bytes: int | None = None) -> Footprint:  # noqa: ARG002 - only a card's allocator asks
-        """Return the footprint of a step of this size: as traced, or else on a line through what tensors hold.
-
-        Args:
-            size: Samples in the micro-batch.
-            room_bytes: The memory that the allocator may reserve; it returns cached segments before it exceeds it.
-        """
+        """Return the footprint of a step of this size, whose allocator may reserve `room_bytes`."""
         known = {footprint.size: footprint for footprint in self.footprints}
         if size in known:
             return known[size]
-        least, peak_bytes = self.footprints[0], self.fixed_bytes + size * self.bytes_per_sample
-        if len(known) == 1 or peak_bytes <= least.peak_bytes:
-            # The peak of small sizes does not depend on the size; it is, for example, in the update.
-            return replace(least, size=size)
+        if len(known) == 1:
+            return replace(self.footprints[0], size=size)
         low, high = self.footprints[-2:]
         share = (size - low.size) / (high.size - low.size)
         parts = {
