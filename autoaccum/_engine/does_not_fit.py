@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 # In so many characters, the phase and the device's own message say how much was asked for.
 _QUOTED = 110
-_MOST_SHAPES = 4
+_MOST_SHAPES = 90  # characters
+# Three lines of 120 characters, less what their ends leave free.
+_MOST = 345
 # What oneDNN says of lack of memory, and of an operator that it does not have on this processor in this type.
 _UNSUPPORTED = "could not create a primitive descriptor"
 
@@ -78,8 +80,11 @@ def described(batch: Any, name: str | None = None, *, has_rows: bool = True) -> 
     shapes = shapes_of_sample(batch, has_rows=has_rows)
     if not shapes:
         return name or ONE_SAMPLE
-    more = len(shapes) - _MOST_SHAPES
-    listed = _joined(shapes, "and") if more <= 0 else f"{', '.join(shapes[:_MOST_SHAPES])} and {more} more"
+    shown = len(shapes)
+    while shown > 1 and len(", ".join(shapes[:shown])) > _MOST_SHAPES:
+        shown -= 1
+    more = len(shapes) - shown
+    listed = f"{', '.join(shapes[:shown])} and {more} more" if more else _joined(shapes, "and")
     of_shapes = f"of shape{'s' if len(shapes) > 1 else ''} {listed}"
     return f"a sample {of_shapes}" if name is None else f"{name}, {of_shapes},"
 
@@ -174,12 +179,14 @@ def _less_state(step: GradientStep) -> list[str]:
 
 
 def _error(step: GradientStep, what: str, said: str, remedies: list[str]) -> DoesNotFitError:
-    memory, room = step.memory, describe_room(step.memory)
-    under = f" under {room}" if memory.limit_bytes is not None else ""
-    found = "; ".join(part for part in (abridged(said), "" if under else room) if part)
-    return DoesNotFitError(
-        f"{what} on {memory.name}{under}{f' ({found})' if found else ''}; try {_joined(remedies, 'or')}"
-    )
+    """Compose an error of at most three lines, for which the room, and then the last remedies, are left out."""
+    memory, room, found = step.memory, describe_room(step.memory), abridged(said)
+    where = f"{what} on {memory.name}{f' under {room}' if memory.limit_bytes is not None else ''}"
+    forms = [f"{where} ({found}; {room})"] if room and memory.limit_bytes is None else []
+    forms.append(f"{where} ({found})")
+    shown = range(len(remedies), 0, -1)
+    texts = [f"{form}; try {_joined(remedies[:number], 'or')}" for number in shown for form in forms]
+    return DoesNotFitError(next((text for text in texts if len(text) <= _MOST), texts[-1]))
 
 
 def _joined(parts: list[str], word: str) -> str:
