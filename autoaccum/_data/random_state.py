@@ -46,7 +46,7 @@ class RandomState:
             None if self._module is None else self._module.get_rng_state(self._device),
             random.getstate() if of_host else None,
             np.random.get_state(legacy=False) if of_host else None,  # noqa: NPY002 - the user's global generator
-            [_state(generator) for generator in self._own],
+            list(map(_state, self._own)),
         )
 
     def put_back(self) -> None:

@@ -178,11 +178,11 @@ class GradientAccumulator:
         lane.entry.follow(lane.sizing.probe, lane.sizing.fastest)
         return BackwardReport(
             samples=reduced.samples,
-            micro_batches=engine.sizes,
+            micro_batches=engine.at.sizes,
             oom_events=len(engine.lacks),
             elapsed_s=elapsed_s,
             peak_bytes=engine.peak_bytes,
-            recomputed_samples=engine.recomputed,
+            recomputed_samples=engine.at.recomputed,
             device_losses={name: DeviceScalar(parts) for name, parts in reduced.losses.items()},
             device_reported={name: DeviceScalar(value) for name, value in reduced.reported.items()},
             outputs=outputs,

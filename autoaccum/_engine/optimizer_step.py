@@ -11,7 +11,7 @@ import math
 from collections import deque
 from contextlib import nullcontext
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -252,9 +252,9 @@ class _Written:
         self._optimizer = optimizer
         self._is_unseen = is_unseen
         # Step counters may be kept there.
-        self._settings = [dict(group) for group in optimizer.param_groups]
+        self._settings = list(map(dict, optimizer.param_groups))
         self._holders, self._entries = list(optimizer.state), list(map(dict, optimizer.state.values()))
-        self._tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._tensors = list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
         if is_nested:
             self._entries = tree_map(lambda value: value, self._entries)  # containers of their own
             self._tensors += tree_leaves(self._entries)

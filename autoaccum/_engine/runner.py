@@ -245,12 +245,12 @@ class WindowRunner:
         return StepReport(
             step=self._events.windows,
             samples=reduced.samples,
-            micro_batches=engine.sizes,
+            micro_batches=engine.at.sizes,
             oom_events=len(engine.lacks),
             elapsed_s=elapsed_s,
             peak_bytes=engine.peak_bytes,
             skipped=skipped,
-            recomputed_samples=engine.recomputed,
+            recomputed_samples=engine.at.recomputed,
             device_losses={name: DeviceScalar(parts) for name, parts in reduced.losses.items()},
             device_reported={name: DeviceScalar(value) for name, value in reduced.reported.items()},
             device_learning_rates=self._now.rates,
@@ -484,7 +484,8 @@ class Runner(WindowRunner):
             UpdateCompleteError: Memory ran out after the optimizer's step: the update is made, and this window must not
                 be passed again. Interrupts that come after the update are raised unchanged, with a note that says so.
         """
-        check_one_batch("step", others)
+        if others:
+            check_one_batch("step", others)
         part: Window | None = self._engine.steady.known(window)
         if part is None:
             part = as_window(window, self._step.objective.split)

@@ -208,9 +208,10 @@ class Savepoint:
             ]
             self._small.append(_Small(saved, views, copy))
         self._small_tensors = [saved.tensor for small in self._small for saved in small.saved]
-        self._small_at = self._now_at()
         if self._parameters is not None:
             self._sort_parameters(list(self._parameters()), copies_all=copies_all)
+        self._single_tensors = [saved.tensor for saved in self._single]
+        self._small_at = self._now_at()
         self._watched_tensors = [tensor for _, tensor in self._watched]
         self._address = Tensor.data_ptr if all(map(_is_plain, self._watched_tensors)) else _address
         self._arranged = copies_all
@@ -250,7 +251,7 @@ class Savepoint:
         """Return what changes when a model resizes a buffer in place: addresses and numbers of elements."""
         at = list(map(Tensor.data_ptr, self._small_tensors))
         at += map(Tensor.numel, self._small_tensors)
-        at += [saved.tensor.numel() for saved in self._single]
+        at += map(Tensor.numel, self._single_tensors)
         return at
 
     def _copies(self) -> Iterator[_Saved]:

@@ -80,6 +80,7 @@ class Engine:
     Attributes:
         steady: The path of windows that need no check.
         is_due: Whether the current window is due for all checks.
+        at: How far the current window is.
         lacks: What has failed in the current window for lack of memory, without trials.
         has_lost_parameters: Whether a window that was given up has left parameters changed, as its error states.
     """
@@ -122,7 +123,7 @@ class Engine:
         )
         self.lacks: list[MemoryEvent] = []
         self.has_lost_parameters = False
-        self._at = Progress()
+        self.at = Progress()
         self._given: Given | None = None
         self._has_failed = self._had_failed = False
         self._is_steady = self.is_due = self._is_saved = self._is_restored = False
@@ -172,7 +173,7 @@ class Engine:
         """Choose the path of a window, and its micro-batches."""
         step, sizing = self._step, self._sizing
         self._window, self._measures_noise = window, measures_noise
-        self._at, self._given, self._share = Progress(), None, None
+        self.at, self._given, self._share = Progress(), None, None
         self._is_saved = self._is_restored = False
         self._dropped: list[nn.Parameter] = []
         self.lacks = []
@@ -256,7 +257,7 @@ class Engine:
         """Return the results of all micro-batches, which are run unless only what follows them has failed."""
         if self._given is not None:
             return self._given
-        step, at = self._step, self._at
+        step, at = self._step, self.at
         if not self._is_saved:
             step.stage.phase = Phase.SET_ASIDE
             is_first = self.is_due and self.steady.is_first()
@@ -311,7 +312,7 @@ class Engine:
             sizing.shrink()
             self._is_quiet = False
         elif self.lacks or not self._is_quiet:
-            sizing.end(self._at.sizes, is_clean=not self.lacks, has_room=self._room.is_free)
+            sizing.end(self.at.sizes, is_clean=not self.lacks, has_room=self._room.is_free)
 
     # --- failures -----------------------------------------------------------------------------------------------------
 
@@ -324,7 +325,7 @@ class Engine:
         Raises:
             Exception: The error itself, unless it is lack of memory that smaller micro-batches can resolve.
         """
-        step, at = self._step, self._at
+        step, at = self._step, self.at
         if not (_oom.is_oom(error) or _oom.is_too_large(error)) or _oom.is_device_lost(error):
             raise  # noqa: PLE0704 - the error that is being handled
         if step.witness is not None:
@@ -340,7 +341,7 @@ class Engine:
 
     def _restore(self) -> None:
         """Restore the state before the window."""
-        at = self._at
+        at = self.at
         with signals.held():
             if self._peers.sending is not None:
                 self._peers.sending.spoil()
@@ -433,7 +434,7 @@ class Engine:
             self._restore()
             return
         torch.set_grad_enabled(self._has_gradients)  # which an interrupt within torch's own no_grad can leave off
-        size, sizes = self._at.size, self._at.sizes
+        size, sizes = self.at.size, self.at.sizes
         self._restore()
         if damage := self._damage():
             exceptions.note(error, f"autoaccum: it came after {damage}")
@@ -471,21 +472,16 @@ class Engine:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The sizes of the last window's micro-batches."""
-        return self._at.sizes
+        return self.at.sizes
 
     @property
     def size(self) -> int | None:
         """That of the micro-batch which is running; None for none."""
-        return self._at.size
+        return self.at.size
 
     @size.setter
     def size(self, size: int | None) -> None:
-        self._at.size = size
-
-    @property
-    def recomputed(self) -> int:
-        """Samples of the last window that were computed and discarded."""
-        return self._at.recomputed
+        self.at.size = size
 
     @property
     def peak_bytes(self) -> int | None:
