@@ -72,6 +72,8 @@ def plan(
     trials = tuple(trials) if isinstance(trials, Iterable) else trials
     if not isinstance(trials, tuple) or not all(isinstance(trial, Trial) for trial in trials):
         raise InvalidInputError(f"trials={shown(trials)} must be autoaccum.Trial records, as find_micro_batch returns")
+    for trial in trials:
+        check_positive_int("the size of each of trials", trial.size)
     smallest_failed = min((trial.size for trial in trials if not trial.fits), default=max_micro_batch + 1)
     if smallest_failed == 1:
         raise InvalidInputError("a trial with one sample did not fit, so there is nothing to plan; see DoesNotFitError")

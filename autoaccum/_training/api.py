@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autoaccum._arguments import check_positive_int
+from autoaccum._arguments import check_positive_int, shown
 from autoaccum._data.batches import check_windows
 from autoaccum._data.by_length import check_order
 from autoaccum._data.loader_checks import check_loader
@@ -519,7 +519,7 @@ def check_seed(seed: int | None) -> None:
         InvalidInputError: It is not an integer that torch's generators accept.
     """
     if seed is not None and (type(seed) is not int or not _SEEDS[0] <= seed <= _SEEDS[1]):
-        raise InvalidInputError(f"seed={seed!r} must be a whole number from {_SEEDS[0]} to {_SEEDS[1]}")
+        raise InvalidInputError(f"seed={shown(seed)} must be a whole number from {_SEEDS[0]} to {_SEEDS[1]}")
 
 
 def _seed(seed: int) -> None:

@@ -341,7 +341,7 @@ def test_damage_is_gone_back_from_and_the_run_ends_as_if_it_had_not_happened(tmp
     assert (result.steps, result.samples, len(result.evaluations)) == (STEPS, 150, EPOCHS)
     assert result.resumed_from is None
     error = capsys.readouterr().err
-    assert "step 9: the optimizer failed after it had begun to write" in error
+    assert "step 9: the optimizer, or a hook on its step, failed after it had begun to write" in error
     assert "resuming from the checkpoint" in error
 
 
