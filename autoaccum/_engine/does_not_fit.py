@@ -106,7 +106,7 @@ def sample_does_not_fit(
         phase: In which phase that was; None if it is not known.
         is_whole: Whether the loss takes all samples of a window at once.
     """
-    remedies = _less_memory(step, said) + ["fewer samples in a window"] * is_whole
+    remedies = [*_limit(step), *_precision(step, said), *["fewer samples in a window"] * is_whole]
     if phase == Phase.EVALUATE:
         remedies += ["smaller inputs"]
     else:
@@ -127,16 +127,17 @@ def whole_does_not_fit(
         tries: How often it was tried.
         what: What it was, in words; None for what the phase is for.
     """
-    limit, smaller = _less_memory(step, said), ["a smaller model"]
+    limit = _limit(step)
     if phase in _OF_THE_OPTIMIZER:
-        remedies = [*limit, *_less_state(step), "an optimizer with foreach=False", *smaller]
+        remedies = [*limit, *_less_state(step), "an optimizer with foreach=False", "a smaller model"]
     elif phase == Phase.WEIGH:
         says = ["loss_reduction='mean' or 'sum'"] if "loss_reduction" in step.options.names else []
-        remedies = [*says, *limit, *_savings(step), "smaller inputs"]
+        remedies = [*says, *limit, *_precision(step, said), *_savings(step), "smaller inputs"]
     elif phase in (*_OVER_THE_WINDOW, Phase.EVALUATE):
-        remedies = [f"fewer samples in a {'batch' if phase == Phase.EVALUATE else 'window'}", *limit]
+        unit = "batch" if phase == Phase.EVALUATE else "window"
+        remedies = [f"fewer samples in a {unit}", *limit, *_precision(step, said)]
     else:
-        remedies = [*limit, *smaller]
+        remedies = [*limit, "a smaller model"]
     if what is None:
         what = "the loss over the whole window" if phase in _OVER_THE_WINDOW else _NAMES[Phase(phase)]
     times = "even with no activations alive" if phase in _OF_THE_OPTIMIZER else f"in {tries} attempts"
@@ -153,16 +154,17 @@ def input_has_moved() -> InvalidInputError:
     )
 
 
-def _less_memory(step: GradientStep, said: str) -> list[str]:
-    """A limit and a precision that leave more, as far as the user can choose them."""
-    remedies = []
-    if step.memory.limit_bytes is not None and "memory_limit" in step.options.names:
-        remedies.append("a higher memory_limit")
-    if step.precision.name == "fp32":
-        remedies += ["precision='bf16'"] if "precision" in step.options.names else []
-    elif _UNSUPPORTED in said:
-        remedies.append(f"float32, since this processor may have no such operator in {step.precision.name}")
-    return remedies
+def _limit(step: GradientStep) -> list[str]:
+    is_set = step.memory.limit_bytes is not None and "memory_limit" in step.options.names
+    return ["a higher memory_limit"] if is_set else []
+
+
+def _precision(step: GradientStep, said: str) -> list[str]:
+    """A precision of less activations, or one for which there are operators."""
+    name = step.precision.name
+    if name == "fp32":
+        return ["precision='bf16'"] if "precision" in step.options.names else []
+    return [f"float32, since this processor may have no such operator in {name}"] * (_UNSUPPORTED in said)
 
 
 def _savings(step: GradientStep) -> list[str]:

@@ -171,7 +171,10 @@ def test_an_evaluation_is_advised_nothing_about_backward_passes_and_updates():
 def test_what_the_optimizer_takes_is_not_saved_by_keeping_less_for_backward():
     step = step_on()
 
-    assert not whole_does_not_fit(step, SAID, Phase.RESERVE, 2).saving_helps
+    of_the_optimizer = whole_does_not_fit(step, SAID, Phase.RESERVE, 2)
+
+    assert not of_the_optimizer.saving_helps
+    assert "precision" not in str(of_the_optimizer)
     assert whole_does_not_fit(step, SAID, Phase.FORWARD, 2).saving_helps
 
 
