@@ -206,8 +206,9 @@ class SteadyPath:
         losses: list[Tensor] = []
         stage.phase = Phase.TRANSFER
         with self._batches(window, sizes) as batches:
-            for size, share, batch in zip(sizes, shares, batches, strict=True):
-                at.size = size
+            for size, share in zip(sizes, shares, strict=True):
+                at.size = size  # before its transfer, which it can be made smaller for
+                batch = next(batches)
                 if measures:
                     sizing.start = at.done
                     sizing.enter(size)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum._data.transfer import Transfer
 
 
 def network():
@@ -361,3 +362,25 @@ def test_wrong_shapes_are_not_taken_for_lack_of_memory():
 
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         runner.step(samples(10))
+
+
+def test_memory_that_runs_out_for_the_first_transfer_of_a_steady_window_makes_its_parts_smaller(monkeypatch):
+    most, feed = [12], Transfer.feed
+
+    def feed_what_fits(transfer, window, sizes):
+        for size, batch in zip(sizes, feed(transfer, window, sizes), strict=True):
+            if size > most[0]:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            yield batch
+
+    runner = runner_of(network(), autoaccum.plan(12, 4))
+    runner._step.transfer.copy_always()
+    for _ in range(5):
+        runner.step(samples(12))
+    monkeypatch.setattr(Transfer, "feed", feed_what_fits)
+    most[0] = 3
+
+    report = runner.step(samples(12))
+
+    assert runner._engine._is_steady
+    assert report.micro_batches == (3, 3, 3, 3)
