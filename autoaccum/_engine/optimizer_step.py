@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from contextlib import nullcontext
-from itertools import chain
+from itertools import chain, compress
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -79,8 +79,8 @@ class Updates:
         if self.weights is not None:
             self.weights.begin(optimizer)
         self._optimizer = optimizer
-        # By which parameters have a gradient: how many have state (a step before which fewer have is measured again),
-        # and the bytes that every step allocates and frees.
+        # Of measured steps, by which parameters had a gradient: how many have state (a step before which fewer have is
+        # measured again), and the bytes that every step allocates and frees.
         self._needs: dict[tuple[bool, ...], tuple[int, int]] = {}
         self._is_unseen = False  # whether it may write without moving a version counter
         self._is_nested = False  # whether its state holds lists and the like, which it can change in place
@@ -109,13 +109,22 @@ class Updates:
         key = tuple([parameter.grad is not None or id(parameter) in coming for parameter in held])
         self.has_other_gradients = key != self._last
         self._last = key
-        states, transient_bytes = self._needs.get(key, (math.inf, 0))
+        states, transient_bytes = self._needs.get(key) or self._needs_of_parts(key)
         if self._count_states() < states:
             self._copy = self._copied()
             if self._copy is None:
                 self._needs[key] = 0, 0
         elif transient_bytes:
             self._memory.reserve(transient_bytes)
+
+    def _needs_of_parts(self, key: tuple[bool, ...]) -> tuple[float, int]:
+        """Return what a step needs at most whose parameters were all in measured ones, as where layers are dropped."""
+        measured = {had: need for had, need in self._needs.items() if len(had) == len(key)}
+        if not measured or not all(map(any, compress(zip(*measured, strict=True), key))):
+            return math.inf, 0
+        states, sizes = zip(*measured.values(), strict=True)
+        wider = [size for had, (_, size) in measured.items() if all(compress(had, key))]
+        return max(states), min(wider, default=sum(sizes))
 
     def drop_reservation(self) -> None:
         """Release the preparations for a step."""

@@ -100,6 +100,22 @@ def test_parameters_that_begin_to_train_later_are_measured_again():
     assert [asked // BYTES for asked in memory.asked] == [1, 2]
 
 
+def test_layers_that_are_dropped_at_random_are_measured_no_more_than_once_each():
+    model, memory = nn.Sequential(*(one_parameter() for _ in range(4))), Asked()
+    updates = updates_of(model, torch.optim.Adam(model.parameters(), lr=0.1, foreach=True), memory)
+    for number in range(1, 16):  # each of their combinations
+        for place, layer in enumerate(model):
+            layer.weight.grad = torch.ones(SIZE, SIZE) if number >> place & 1 else None
+        updates.make()
+        if number not in (1, 2, 4, 8):  # which are measured
+            assert memory.asked[-1] >= BYTES * number.bit_count()
+
+    assert len(memory.asked) == 15 - 4
+    updates._optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    updates.make()  # of which nothing is known
+    assert len(memory.asked) == 15 - 4
+
+
 @pytest.mark.parametrize("foreach", [False, True])
 def test_first_step_is_taken_back_wherever_it_fails(foreach):
     def run(*points):
