@@ -58,7 +58,7 @@ class Callback:
         """Called after each window; reading `report.loss` waits for the device."""
 
     def on_oom(self, event: MemoryEvent, *, step: int) -> None:
-        """Called when memory ran out in window `step`; the failure was undone and the window continues, cut smaller."""
+        """Called when memory ran out in window `step`; the window is undone and restarted, cut smaller."""
 
     def on_epoch_end(self, epoch: int) -> None:
         """Called after the last window of an epoch; epochs count from 1."""

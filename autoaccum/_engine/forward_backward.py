@@ -28,6 +28,7 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from autoaccum._engine.gradient_checks import GradientChecks
     from autoaccum._engine.options import Options
     from autoaccum._engine.precision import Precision
     from autoaccum._engine.time_first import TimeFirst
@@ -71,16 +72,6 @@ class Witness(Protocol):
         """Inspect what is alive."""
 
 
-class Watch(Protocol):
-    """Checks gradients before and after each backward pass of a careful window."""
-
-    def begin(self, total: Tensor) -> None:
-        """Check a loss before its backward pass."""
-
-    def end(self) -> None:
-        """Check the gradients after it."""
-
-
 @dataclass(slots=True)
 class Accumulated:
     """Results of a window's micro-batches so far.
@@ -96,14 +87,6 @@ class Accumulated:
     pair_weights: list[tuple[str, Tensor | float]] = field(default_factory=list)
     reported: dict[reported.Slot, list[Any]] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
-
-    def add(self, other: Accumulated) -> None:
-        """Add the results of a further micro-batch."""
-        self.losses += other.losses
-        self.pair_weights += other.pair_weights
-        for slot, numbers in other.reported.items():
-            self.reported.setdefault(slot, []).extend(numbers)
-        self.outputs += other.outputs
 
 
 class GradientStep:
@@ -138,7 +121,7 @@ class GradientStep:
         self.passes: Passes | None = None
         self.time_first: TimeFirst | None = None
         self.scale: Callable[[Tensor], Tensor] | None = None if precision.scaler is None else precision.scaler.scale
-        self.watch: Watch | None = None
+        self.watch: GradientChecks | None = None
         self.keeps_outputs = False
         self.stage = Stage()
         # `fully_shard` swaps a module's parameters during a pass, which is not a change.

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._system.notices import Notices
 
 # The function by which modules run their backward hooks.
@@ -33,7 +32,7 @@ class GradientChecks:
     """Checks the gradients of a step before and after each backward pass of one window.
 
     Args:
-        step: The step, which calls this while it is its `watch`.
+        parameters: The step's, which calls this while it is its `watch`.
         elsewhere: Where the user may change gradients, for messages.
         refuses_strangers: Whether the loss may reach no parameters but the step's.
 
@@ -41,17 +40,17 @@ class GradientChecks:
         InvalidInputError: By all methods: a check fails.
     """
 
-    def __init__(self, step: GradientStep, elsewhere: str, *, refuses_strangers: bool) -> None:
-        self._step = step
+    def __init__(self, parameters: Sequence[nn.Parameter], elsewhere: str, *, refuses_strangers: bool) -> None:
+        self._parameters = parameters
         self._elsewhere = elsewhere
-        self._known = set(step.parameters) if refuses_strangers else None
+        self._known = set(parameters) if refuses_strangers else None
         # Not kept alive: its graph holds the activations of a micro-batch that may have failed.
         self._total: weakref.ref[Tensor] | None = None
         self._note()
 
     def _note(self) -> None:
         """Record that gradients are as they have to be, and how often each has been changed in place."""
-        self._before = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in self._step.parameters]
+        self._before = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in self._parameters]
 
     def begin(self, total: Tensor) -> None:
         """Check the gradients before the backward pass of a loss, and that it reaches no strangers."""
@@ -81,7 +80,7 @@ class GradientChecks:
 
     def end(self) -> None:
         """Check that the backward pass added to gradients once, and that nothing took them away."""
-        if not hooked(self._step.parameters, after=True):  # of which the user is told that they run each time
+        if not hooked(self._parameters, after=True):  # of which the user is told that they run each time
             self._compare()
         self._note()
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._system.notices import Notices
 
-# Windows between two that are measured, with noise_scale=True.
 # The weight of all earlier windows in the moving averages, once there are many.
 _KEPT = 0.9
 # From this multiple of the target batch on, a larger one is said to pay, and below the inverse a smaller one.

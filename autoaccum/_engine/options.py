@@ -39,7 +39,7 @@ BATCHNORM_MODES = ("keep", "rescale")
 ON_NAN = ("warn", "stop", "ignore")
 # Before the device is known, a limit and names are read as on one that is larger than any.
 _ANY_DEVICE_BYTES = 2**60
-_NOISE_EVERY = 50
+_NOISE_EVERY = 50  # windows, with noise_scale=True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -273,7 +273,9 @@ class Engine:
         """Run the micro-batches on the careful path, with all checks if they are due."""
         step, checks = self._step, None
         if self.is_due and step.passes is None:  # sharded gradients are not in `.grad` before they are reduced
-            step.watch = checks = GradientChecks(step, self._elsewhere, refuses_strangers=not self._owns_gradients)
+            step.watch = checks = GradientChecks(
+                step.parameters, self._elsewhere, refuses_strangers=not self._owns_gradients
+            )
         try:
             given = self._careful.run(
                 self._window, at, self._share, is_first=self.is_due, measures_noise=self._measures_noise

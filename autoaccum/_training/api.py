@@ -17,7 +17,7 @@ from autoaccum._data.batches import check_windows
 from autoaccum._data.by_length import check_order
 from autoaccum._data.loader_checks import check_loader
 from autoaccum._data.peeking import can_be_read_once
-from autoaccum._data.splits import Along, check_split
+from autoaccum._data.splits import Along
 from autoaccum._data.token_windows import check_target
 from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
 from autoaccum._distributed.load_balance import check_shares
@@ -122,9 +122,8 @@ def fit(
     """Train a model with updates of `target_batch` samples, regardless of how many fit on the device at once.
 
     Finds the largest micro-batch that fits, plans how to cut each window of `target_batch` samples into micro-batches,
-    and makes one optimizer update with the gradient of the whole window. When memory runs out, `fit` undoes the
-    micro-batch that failed and cuts the rest of its window into smaller ones; micro-batches grow back once memory is
-    free again.
+    and makes one optimizer update with the gradient of the whole window. When memory runs out, `fit` begins
+    the window again from the state before it, in smaller micro-batches; they grow back once memory is free again.
 
     Args:
         model: The model to train, in place. `fit` moves it to the device and leaves it there; its submodules keep their
@@ -477,7 +476,6 @@ def _check_length(epochs: int | None, max_steps: int | None) -> tuple[int | None
 def _check_data(
     loader: Any, val_loader: Any, split: Split | None, val_steps: int | None, metrics: Any, epochs: int | None
 ) -> None:
-    check_split(split)
     check_loader("loader", loader, split)
     check_metrics(metrics)
     _check_val_steps(val_steps, loader, val_loader)

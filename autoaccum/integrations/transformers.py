@@ -70,8 +70,8 @@ def windowed(
 
     It is used as before. `per_device_train_batch_size` is now the batch that you mean for this device, whatever fits at
     once, and `gradient_accumulation_steps` multiplies it as before. When memory runs out, in training or evaluation,
-    the micro-batch that failed is undone and cut smaller. The loss of an update is a mean over all its tokens, on all
-    ranks, also for models that take no `num_items_in_batch`.
+    what failed is undone and restarted in smaller micro-batches. The loss of an update is a mean over all its tokens,
+    on all ranks, also for models that take no `num_items_in_batch`.
 
     Args:
         trainer: `transformers.Trainer`, or a class made from it.
