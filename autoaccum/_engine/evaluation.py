@@ -23,6 +23,7 @@ from autoaccum._loss.modes import evaluation_mode
 from autoaccum._loss.weighting import Over, in_full
 from autoaccum._oom import first_line, is_device_lost, is_oom, is_too_large, let_go
 from autoaccum._records import Evaluation, MemoryEvent
+from autoaccum._sizing.backoff import wait_for_memory
 from autoaccum._sizing.planner import balanced, shrink
 from autoaccum._system import exceptions
 from autoaccum.errors import InvalidInputError
@@ -98,6 +99,8 @@ class Evaluator:
         self._callables = {name: metric for name, metric in named.items() if not keeps_count(metric)}
         self._counting = [CountingMetric(*item, device, ranks) for item in named.items() if keeps_count(item[1])]
         self._max_size: int | None = None
+        self._savepoint = Savepoint(step.objective.modules, device, step.objective.functions)
+        self._has_settled = False
 
     def run(self, batches: Iterable[Any], *, trained_size: int | None = None) -> Evaluation:
         """Evaluate `batches` once, without gradients; modes, and what a failed attempt has changed, are restored.
@@ -119,11 +122,10 @@ class Evaluator:
             self._max_size = min(self._max_size or trained_size, trained_size)
         for metric in self._counting:
             metric.reset()
-        savepoint = Savepoint(step.objective.modules, step.memory.device, step.objective.functions)
         with evaluation_mode(step.objective.modules), torch.no_grad():
             for batch in batches:
                 window = Window.of_checked([batch], step.objective.split)
-                self._one_batch(window, sums, savepoint)
+                self._one_batch(window, sums)
                 samples += window.samples
             if step.passes is not None:
                 step.passes.evaluate_with_others(self._passes)
@@ -177,17 +179,18 @@ class Evaluator:
 
     # --- micro-batches ------------------------------------------------------------------------------------------------
 
-    def _one_batch(self, window: Window, sums: _Sums, savepoint: Savepoint) -> None:
-        start = 0
+    def _one_batch(self, window: Window, sums: _Sums) -> None:
+        start = tries = 0
         parts: list[Any] = []
         while start < window.samples:
             size = min(self._max_size or window.samples, window.samples - start)
-            done = self._attempt(partial(self._one_part, window, start, size, savepoint), window, size, savepoint)
+            done = self._attempt(partial(self._one_part, window, start, size, settles=True), window, size)
             if isinstance(done, MemoryEvent):
-                self._max_size = shrink(window.samples, size)
-                if self._max_size is None:
+                self._max_size = shrink(window.samples, size) or 1
+                if size == 1 and not wait_for_memory(tries, may_wait=True):
                     sample = sample_of(window, start)
                     raise sample_does_not_fit(self._step, done.message, sample=sample, phase=Phase.EVALUATE)
+                tries += size == 1
                 continue
             found, outputs, targets = done
             sums.add_all(found)
@@ -196,28 +199,30 @@ class Evaluator:
             if self._whole is not None:
                 parts.append(outputs)
             del done, outputs, targets  # the next micro-batch needs their memory
-            start += size
+            start, tries = start + size, 0
         if self._whole is not None and parts:
-            sums.add_all(self._of_whole(partial(self._over_all, self._whole, window, parts), window, savepoint))
+            sums.add_all(self._of_whole(partial(self._over_all, self._whole, window, parts), window))
 
-    def _of_whole(self, work: Callable[[], _Sums], window: Window, savepoint: Savepoint) -> _Sums:
+    def _of_whole(self, work: Callable[[], _Sums], window: Window) -> _Sums:
         for _ in range(_TRIES):  # there is no smaller size: try once more with empty caches
-            done = self._attempt(work, window, None, savepoint)
+            done = self._attempt(work, window, None)
             if not isinstance(done, MemoryEvent):
                 return done
             said = done.message
         what = f"the loss over all {window.samples} samples of a batch"
         raise whole_does_not_fit(self._step, said, Phase.EVALUATE, _TRIES, what)
 
-    def _attempt(
-        self, work: Callable[[], _T], window: Window, size: int | None, savepoint: Savepoint
-    ) -> _T | MemoryEvent:
+    def _attempt(self, work: Callable[[], _T], window: Window, size: int | None) -> _T | MemoryEvent:
         """Do some work; if memory runs out, restore everything and return what happened."""
         step, versions, is_saved = self._step, _versions_in(window), False
+        savepoint, is_first = self._savepoint, not self._has_settled
         try:
-            savepoint.take()
+            savepoint.take(copies_all=is_first, sums_up=is_first)
             is_saved = True
-            return work()
+            done = work()
+            if is_first:  # which large buffers move is known now
+                savepoint.settle()
+                self._has_settled = True
         except Exception as error:
             if step.passes is not None:
                 step.passes.evaluation_failed(error, size)
@@ -229,6 +234,8 @@ class Evaluator:
                 raise input_has_moved() from error
             failure = MemoryEvent(Phase.EVALUATE.value, size, first_line(error))
             let_go(error)
+        else:
+            return done
         # The handler has ended: inside it the traceback would still pin the activations.
         if is_saved:
             savepoint.restore()
@@ -236,17 +243,19 @@ class Evaluator:
         self._on_oom(failure)
         return failure
 
-    def _one_part(
-        self, window: Window, start: int, size: int, savepoint: Savepoint | None = None
-    ) -> tuple[_Sums, Any, Any]:
+    def _one_part(self, window: Window, start: int, size: int, *, settles: bool = False) -> tuple[_Sums, Any, Any]:
         """Run a micro-batch; return its sums, without losses that are taken over the whole batch, outputs and targets.
 
-        With a savepoint, the objective finds out what the losses run over, if not yet known.
+        Args:
+            window: The batch.
+            start: The first sample.
+            size: The samples.
+            settles: Whether to find out what the losses run over, if that is not known yet.
         """
         step, part, sums = self._step, window.part(start, start + size), _Sums()
-        if savepoint is not None and self._whole is None and step.passes is None:
+        if settles and self._whole is None and step.passes is None:
             halves = balanced(window.samples, math.ceil(window.samples / 2))
-            step.objective.settle(window, halves, step.transfer.place, savepoint, step.precision.autocast)
+            step.objective.settle(window, halves, step.transfer.place, self._savepoint, step.precision.autocast)
         cut = window.cut(start, start + size)
         batch = step.transfer.place(cut)
         if step.passes is not None:

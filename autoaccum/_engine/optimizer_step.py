@@ -11,7 +11,7 @@ import math
 from collections import deque
 from contextlib import nullcontext
 from itertools import chain, compress
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, or_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +50,7 @@ class Updates:
     Attributes:
         clip_grad_norm: As above.
         weights: Keeps weights in bf16; None if they are left as they are.
-        has_other_gradients: Whether the last update had gradients of other parameters than the one before.
+        has_new_gradients: Whether the last update had a gradient of a parameter that had none in any before.
         made: Number of updates made. It rises as soon as the optimizer has stepped, whatever fails after that: a window
             that has raised it must never be retried.
     """
@@ -69,7 +69,8 @@ class Updates:
         self.clip_grad_norm = clip_grad_norm
         self._stage = stage
         self._last: tuple[bool, ...] = ()  # which parameters have a gradient
-        self.has_other_gradients = False
+        self._ever: tuple[bool, ...] = ()  # which have had one
+        self.has_new_gradients = False
         self.weights: Bf16Weights | None = None
         self.made = 0
         self.use(optimizer)
@@ -107,8 +108,11 @@ class Updates:
         held = groups[0]["params"] if len(groups) == 1 else self._held()
         coming = set(map(id, more))
         key = tuple([parameter.grad is not None or id(parameter) in coming for parameter in held])
-        self.has_other_gradients = key != self._last
-        self._last = key
+        self.has_new_gradients = False
+        if key != self._last:
+            before = self._ever if len(self._ever) == len(key) else (False,) * len(key)
+            self._ever, self._last = tuple(map(or_, key, before)), key
+            self.has_new_gradients = self._ever != before
         states, transient_bytes = self._needs.get(key) or self._needs_of_parts(key)
         if self._count_states() < states:
             self._copy = self._copied()

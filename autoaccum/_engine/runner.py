@@ -189,7 +189,7 @@ class WindowRunner:
             elapsed_s = time.perf_counter() - started
             if part.samples:
                 self._engine.complete(elapsed_s)
-            if step.updates.has_other_gradients:  # some are trained that were not, or the reverse
+            if step.updates.has_new_gradients:  # some are trained that were not
                 self._engine.steady.void()
             return self._report(reduced, elapsed_s, skipped=skipped)
         except BaseException as error:  # after the update there is no way back
@@ -489,7 +489,7 @@ class Runner(WindowRunner):
         part: Window | None = self._engine.steady.known(window)
         if part is None:
             part = as_window(window, self._step.objective.split)
-        while True:
+        while self._savings.rungs is not None:
             try:
                 return self._stepped(part)
             except AVOIDABLE as error:
@@ -498,6 +498,7 @@ class Runner(WindowRunner):
                 let_go(error)
             self._step.memory.release()
             self._sizing.set(self._sizing.set_plan)
+        return self._stepped(part)
 
     def _stepped(self, part: Window) -> StepReport:
         if self._limit.enforces or self._savings.names:

@@ -388,7 +388,7 @@ class Engine:
             self._events.ran_out(lack)
         if lack.size is None:
             self._refuse_to_try_for_ever(lack)
-        elif not self._sizing.fail(lack.size):
+        elif not self._sizing.fail(lack.size, may_wait=self._events.windows > 0):
             sample = ONE_SAMPLE if lack.phase == Phase.ELSEWHERE else sample_of(self._window, self._sizing.start)
             raise sample_does_not_fit(self._step, lack.message, sample=sample, phase=lack.phase)
         self._room.follow(self._sizing.plan)

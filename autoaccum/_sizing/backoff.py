@@ -1,4 +1,4 @@
-"""Shrinks micro-batches after a failure and grows them back later. Pure arithmetic, no torch.
+"""Shrinks micro-batches after a failure and grows them back later.
 
 A size that failed is retried after a number of windows that doubles with each of its failures. A process that shared
 the card for a while does not reduce speed forever, and a size that never fits costs about twenty micro-batches in ten
@@ -6,6 +6,8 @@ thousand windows.
 """
 
 from __future__ import annotations
+
+import time
 
 from autoaccum._sizing.planner import shrink
 
@@ -15,8 +17,26 @@ FIRST_WAIT_WINDOWS = 32
 # noticed after as many. With an interval eight times as long, the simulation of neighbours that come and go at random
 # (tests/sizing/test_backoff.py) keeps 0.46 to 0.71 of the best throughput instead of 0.66 to 0.80.
 LONGEST_WAIT_WINDOWS = 512
+# Seconds before a sample that failed alone is tried again: a neighbour's peak is over, or its process ends.
+WAITS_S = (0.0, 0.2, 0.8)
 # Windows between two growths: enough to show that the larger size fits.
 CLEAN_WINDOWS = 4
+
+
+def wait_for_memory(tries: int, *, may_wait: bool) -> bool:
+    """Wait before a sample that has failed alone is tried again; return whether it is worth it.
+
+    Something else may have taken the memory for a moment: another process, or garbage that is not collected yet.
+
+    Args:
+        tries: How often it has failed before.
+        may_wait: Whether single samples have fitted before. Otherwise it is tried once more, at once.
+    """
+    waits_s = WAITS_S if may_wait else WAITS_S[:1]
+    if tries >= len(waits_s):
+        return False
+    time.sleep(waits_s[tries])
+    return True
 
 
 class Backoff:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,7 +17,7 @@ from autoaccum._memory._storages import gradient_bytes
 from autoaccum._records import TOKENS, Plan, ProbeResult, Trial
 from autoaccum._sizing import planner
 from autoaccum._sizing.autotune import Autotune
-from autoaccum._sizing.backoff import Backoff
+from autoaccum._sizing.backoff import Backoff, wait_for_memory
 from autoaccum._sizing.by_cost import cut_by_cost
 from autoaccum._sizing.online_search import OnlineSearch
 from autoaccum._sizing.planner import plan
@@ -163,7 +164,7 @@ class Sizing:
         self._trials: list[Trial] = []
         self._before_state = 0  # how many of them ran before the optimizer had state
         self._pace = Backoff(plan.target_batch, plan.micro_batch)
-        self._alone: set[int] = set()  # indices of this window's samples that failed alone
+        self._alone: Counter[int] = Counter()  # how often this window's samples failed alone, by their indices
         self._windows = 0
         self._fits = wanted.fits  # may exceed the plan's size; the rest of a window can use it
         self._may_fit = math.inf  # for samples larger than the unit of counting
@@ -323,16 +324,20 @@ class Sizing:
         self._ended = time.perf_counter()
         return self._ended - self._began
 
-    def fail(self, size: int) -> bool:
-        """Switch to smaller sizes after a micro-batch ran out of memory; return whether there are any."""
+    def fail(self, size: int, *, may_wait: bool = False) -> bool:
+        """Switch to smaller sizes after a micro-batch ran out of memory; return whether to try again.
+
+        Args:
+            size: Its samples.
+            may_wait: Whether single samples have fitted before.
+        """
         counted = self._counted_size(self.start, size)
         if self._learning is not None:
             self._note(Trial(counted, fits=False, peak_bytes=None, elapsed_s=time.perf_counter() - self._entered))
         if size == 1 and (self._learning is not None or self.plan.micro_batch == 1 or self._each is not None):
-            # No smaller size is left. Retry once, in case something else took the memory for a moment.
-            again = self.start not in self._alone
-            self._alone.add(self.start)
-            return again
+            # No smaller size is left, but something else may have taken the memory for a moment.
+            tries, self._alone[self.start] = self._alone[self.start], self._alone[self.start] + 1
+            return wait_for_memory(tries, may_wait=may_wait)
         if counted == 1 < size:
             # Many samples with small inputs did not fit, so memory does not follow input bytes here.
             self._counts_bytes, self.sample_bytes, counted = False, None, size

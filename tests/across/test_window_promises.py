@@ -563,9 +563,23 @@ def test_sample_that_fitted_before_may_fail_twice_in_a_row(lack):
     model = nn.Linear(4, 3)
     model.register_forward_pre_hook(lack)
     runner = runner_of(model, micro_batch=1)
-    runner.step(window())
-    lack.arm(2, 3)
+    for _ in range(5):  # the sixth makes no checks, so that each call is a sample's
+        runner.step(window())
+    lack.arm(2, 5, 8)  # the third sample, each time the window begins again
 
     report = runner.step(window())
 
-    assert (lack.hits, report.oom_events) == (2, 2)
+    assert (lack.hits, report.oom_events) == (3, 3)
+
+
+def test_sample_of_an_evaluation_may_fail_twice_in_a_row(lack):
+    model = nn.Linear(4, 3)
+    runner = runner_of(model)
+    expected = runner.evaluate([window(2)])
+    model.register_forward_pre_hook(lack)
+    lack.arm(0, 1, 2)  # both samples at once, then the first alone
+
+    found = runner.evaluate([window(2)])
+
+    assert lack.hits == 3
+    assert found == pytest.approx(expected, rel=1e-6)
