@@ -177,8 +177,8 @@ class Sweep:
                     self._interrupt(self._with(faults(), window, fault), fault, where)
 
     def _trouble(self):
-        """Return faults after which gradients are taken aside, and one more while they are."""
-        return {_WINDOW: LackAt(1), _WINDOW + 1: FailInTurn(self._operators // 2, None)}
+        """Return a fault after which micro-batches are smaller, and one among these, before the optimizer steps."""
+        return {_WINDOW: LackAt(1), _WINDOW + 1: FailInTurn(self._operators // 4, None)}
 
     @staticmethod
     def _with(faults, window, fault):
