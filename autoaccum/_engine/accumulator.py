@@ -275,7 +275,9 @@ class GradientAccumulator:
             raise no_gradient(self._step.parameters)
         pairs = [(before, parameter.grad) for parameter, before in zip(self._parameters, self._earlier, strict=True)]
         if any(gradient is not None and gradient.layout is not torch.strided for pair in pairs for gradient in pair):
-            self._sparse = [own if before is None else before if own is None else before + own for before, own in pairs]
+            self._sparse = [
+                own if before is None else before if own is None else _sum(before, own) for before, own in pairs
+            ]
 
     def _add(self) -> None:
         """Add to earlier gradients in place, which allocates nothing."""
@@ -344,6 +346,11 @@ def _experience(known: _Lane | None) -> dict[str, Any]:
         return {}
     size, slope = known.sizing.plan.micro_batch, known.sizing.bytes_per_sample
     return {"begins_with": size, "fitted_before": size, "line": Line(0.0, slope) if slope else None}
+
+
+def _sum(before: Tensor, own: Tensor) -> Tensor:
+    # PyTorch adds a sparse tensor to a dense one, not the reverse.
+    return before + own if before.layout is torch.strided else own + before
 
 
 def _is_outgrown(sizing: Sizing, window: Window) -> bool:
