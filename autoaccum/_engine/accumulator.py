@@ -22,7 +22,7 @@ from autoaccum._sizing.cache_entry import CacheEntry
 from autoaccum._sizing.offline_search import Line
 from autoaccum._sizing.planner import TILE, plan
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
-from autoaccum._system import signals
+from autoaccum._system import exceptions, signals
 from autoaccum._system.environment import max_micro_batch
 
 if TYPE_CHECKING:
@@ -158,8 +158,12 @@ class GradientAccumulator:
                 on_change=self._on_change,
                 measures_noise=measures,
             )
+            elapsed_s = time.perf_counter() - started
+            engine.complete(elapsed_s)
         except BaseException as error:
-            if not self._is_added:
+            if self._is_added:
+                exceptions.note(error, "autoaccum: the gradient of this batch is in .grad, so it must not be repeated")
+            else:
                 self._put(self._earlier)
             if _GRAPH_IS_GONE in str(error):
                 error.add_note(
@@ -171,8 +175,6 @@ class GradientAccumulator:
             self._earlier, self._parameters = [], []
             if engine.lacks:
                 lane.entry.forget()
-        elapsed_s = time.perf_counter() - started
-        engine.complete(elapsed_s)
         if noise is not None and reduced.spread is not None:
             noise.learn(reduced.spread, reduced.samples)
         lane.entry.follow(lane.sizing.probe, lane.sizing.fastest)
@@ -275,7 +277,9 @@ class GradientAccumulator:
             raise no_gradient(self._step.parameters)
         pairs = [(before, parameter.grad) for parameter, before in zip(self._parameters, self._earlier, strict=True)]
         if any(gradient is not None and gradient.layout is not torch.strided for pair in pairs for gradient in pair):
-            self._sparse = [own if before is None else before if own is None else before + own for before, own in pairs]
+            self._sparse = [
+                own if before is None else before if own is None else _sum(before, own) for before, own in pairs
+            ]
 
     def _add(self) -> None:
         """Add to earlier gradients in place, which allocates nothing."""
@@ -344,6 +348,11 @@ def _experience(known: _Lane | None) -> dict[str, Any]:
         return {}
     size, slope = known.sizing.plan.micro_batch, known.sizing.bytes_per_sample
     return {"begins_with": size, "fitted_before": size, "line": Line(0.0, slope) if slope else None}
+
+
+def _sum(before: Tensor, own: Tensor) -> Tensor:
+    # PyTorch adds a sparse tensor to a dense one, not the reverse.
+    return before + own if before.layout is torch.strided else own + before
 
 
 def _is_outgrown(sizing: Sizing, window: Window) -> bool:

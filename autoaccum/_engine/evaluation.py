@@ -171,9 +171,9 @@ class Evaluator:
                 raise InvalidInputError(_NO_SAMPLES)
             return
         size = window.samples if self._step.memory.fails_cleanly else min(window.samples, most or _TRIED, _TRIED)
-        _, outputs, targets = self._one_part(window, 0, size)
+        _, outputs, targets, kept = self._one_part(window, 0, size)
         if self._whole is not None:
-            self._over_all(self._whole, window.part(0, size), [outputs])
+            self._over_all(self._whole, window.part(0, size), [kept])
         for metric in self._counting:
             metric.try_out(outputs, targets, size)
 
@@ -192,13 +192,13 @@ class Evaluator:
                     raise sample_does_not_fit(self._step, done.message, sample=sample, phase=Phase.EVALUATE)
                 tries += size == 1
                 continue
-            found, outputs, targets = done
+            found, outputs, targets, kept = done
             sums.add_all(found)
             for metric in self._counting:
                 metric.update(outputs, targets, size)
             if self._whole is not None:
-                parts.append(outputs)
-            del done, outputs, targets  # the next micro-batch needs their memory
+                parts.append(kept)
+            del done, outputs, targets, kept  # the next micro-batch needs their memory
             start, tries = start + size, 0
         if self._whole is not None and parts:
             sums.add_all(self._of_whole(partial(self._over_all, self._whole, window, parts), window))
@@ -243,8 +243,10 @@ class Evaluator:
         self._on_oom(failure)
         return failure
 
-    def _one_part(self, window: Window, start: int, size: int, *, settles: bool = False) -> tuple[_Sums, Any, Any]:
+    def _one_part(self, window: Window, start: int, size: int, *, settles: bool = False) -> tuple[_Sums, Any, Any, Any]:
         """Run a micro-batch; return its sums, without losses that are taken over the whole batch, outputs and targets.
+
+        Last come the outputs to keep for such losses, as they were before metrics, which may write into them.
 
         Args:
             window: The batch.
@@ -260,18 +262,20 @@ class Evaluator:
         batch = step.transfer.place(cut)
         if step.passes is not None:
             step.passes.begin_evaluation_pass()
+        kept: Any = None
         if self._whole is None:
             terms, outputs = self._passes(batch, size)
             for of_pass in terms:
                 self._add(of_pass, cut, part, sums)
         else:
-            outputs = copied(self._whole.outputs(batch, size))  # which may be views of a whole layer and keep it alive
+            outputs = self._whole.outputs(batch, size)
+            kept = copied(outputs)  # outputs may be views of a whole layer and keep it alive
         if step.passes is not None:
             step.passes.end_pass()
         targets = batch[1] if is_pair(batch) else batch
         for name, metric in self._callables.items():
             sums.add(_METRIC, name, mean_of(name, metric(outputs, targets)) * size, size)
-        return sums, outputs, targets
+        return sums, outputs, targets, kept
 
     def _passes(self, batch: Any, size: int) -> tuple[list[list[Term]], Any]:
         """Run a micro-batch's forward passes; return the terms of each, and the outputs if metrics need them."""

@@ -5,6 +5,7 @@ They are in host memory so that they work for a model that does not fit twice. B
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,8 @@ class OptimizerCopy:
         self._scaler = scaler
         self._scaler_state = None if scaler is None else scaler.state_dict()
         self._holders = list(optimizer.state)
-        self._leaves, self._form = tree_flatten((list(optimizer.state.values()), optimizer.param_groups))
+        leaves, self._form = tree_flatten((list(optimizer.state.values()), optimizer.param_groups))
+        self._leaves = list(map(own_container, leaves))
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self._copies = [(tensor, tensor._version, _aside(tensor)) for tensor in tensors]
 
@@ -52,6 +54,11 @@ class OptimizerCopy:
             tensor.requires_grad and tensor._version == version and not torch.equal(tensor.detach().cpu(), value)
             for tensor, version, value in self._copies
         )
+
+
+def own_container(leaf: Any) -> Any:
+    """Return a copy of a container that PyTorch's trees do not look into (a Counter, a set); anything else as it is."""
+    return copy.copy(leaf) if isinstance(leaf, dict | list | set) else leaf
 
 
 def put_back(

@@ -20,7 +20,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autoaccum._engine.optimizer_copy import OptimizerCopy, put_back
+from autoaccum._engine.optimizer_copy import OptimizerCopy, own_container, put_back
 from autoaccum._engine.phases import Phase, Stage
 from autoaccum._memory._storages import Transients
 from autoaccum._oom import first_line, is_oom, let_go
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 
 _VERSION = attrgetter("_version")
+# What an optimizer can keep numbers in, and change in place.
+_CHANGEABLE = (list, dict, deque, set)
+_CONTAINERS = (*_CHANGEABLE, tuple)
 
 
 class Updates:
@@ -84,7 +87,7 @@ class Updates:
         # measured again), and the bytes that every step allocates and frees.
         self._needs: dict[tuple[bool, ...], tuple[int, int]] = {}
         self._is_unseen = False  # whether it may write without moving a version counter
-        self._is_nested = False  # whether its state holds lists and the like, which it can change in place
+        self._is_nested = False  # whether its state, or a group, holds what it can change in place
         self._copy: OptimizerCopy | None = None  # of what the next step writes, if that is to be measured
 
     def make(self) -> None:
@@ -197,7 +200,12 @@ class Updates:
         values = chain.from_iterable(state.values() for state in optimizer.state.values())
         try:
             self._needs[self._last] = self._count_states(), watch.transient_bytes()
-            self._is_nested = any(isinstance(value, list | tuple | dict | deque) for value in values)
+            self._is_nested = any(isinstance(value, _CONTAINERS) for value in values) or any(
+                isinstance(value, (Tensor, *_CHANGEABLE))
+                for group in optimizer.param_groups
+                for name, value in group.items()
+                if name != "params"
+            )
             # The step was measured by a dispatch mode, under which kernels over lists move no counters.
             if not any(group.get("fused") or _uses_lists(group) for group in optimizer.param_groups):
                 self._is_unseen |= copy.was_written_unseen()
@@ -258,7 +266,7 @@ class _Written:
     Args:
         optimizer: The optimizer.
         is_unseen: Whether it may write without moving these counters, as through `.data`.
-        is_nested: Whether its state holds containers.
+        is_nested: Whether its state, or a group, holds containers, or a group tensors.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, is_unseen: bool, is_nested: bool) -> None:
@@ -269,8 +277,10 @@ class _Written:
         self._holders, self._entries = list(optimizer.state), list(map(dict, optimizer.state.values()))
         self._tensors = list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
         if is_nested:
-            self._entries = tree_map(lambda value: value, self._entries)  # containers of their own
-            self._tensors += tree_leaves(self._entries)
+            self._entries = tree_map(own_container, self._entries)  # containers of their own
+            for group in self._settings:
+                group.update({name: tree_map(own_container, one) for name, one in group.items() if name != "params"})
+            self._tensors += tree_leaves([self._entries, self._settings])
         else:
             self._tensors += chain.from_iterable(map(dict.values, self._entries))
         self._versions = _read_versions(self._tensors)

@@ -153,6 +153,12 @@ class _Items(Mapping[Any, Any]):
             raise KeyError(name)
         return self._read(name)
 
+    def __getattr__(self, name: str) -> Any:
+        # Some mappings (a Transformers BatchEncoding) also give their items as attributes.
+        if name.startswith("_") or name not in self._names:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self._read(name)
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self._names)
 
