@@ -72,6 +72,30 @@ def test_shared_arguments_are_described_by_fit_alone(entry):
             assert re.match(r"As for `(fit|Accumulator)`", text), (name, text)
 
 
+def adapters():
+    """The entry point of each adapter, and a call of it with options."""
+    from accelerate import Accelerator  # noqa: PLC0415
+
+    from autoaccum.integrations import accelerate, lightning, transformers  # noqa: PLC0415
+
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(3, 2))
+    yield accelerate.windowed, lambda **options: accelerate.windowed(accelerator, model, **options)
+    yield lightning.Windowed, lightning.Windowed
+    yield transformers.windowed, lambda **options: transformers.windowed(transformers.Trainer, **options)
+
+
+def test_adapters_have_the_defaults_and_the_checks_of_fit():
+    fits = arguments_of(autoaccum.fit)
+    for entry, call in adapters():
+        taken = arguments_of(entry)
+        for name in SHARED & taken.keys() & fits.keys():
+            assert taken[name].default == fits[name].default, (entry, name)
+        for name in BAD.keys() & taken.keys():
+            with pytest.raises(autoaccum.InvalidInputError, match=name):
+                call(**{name: BAD[name]})
+
+
 @pytest.mark.parametrize("entry", [autoaccum.fit, *ENTRIES], ids=lambda entry: entry.__name__)
 def test_bad_values_are_refused_alike_and_change_nothing(entry):
     model = nn.Linear(3, 2)
