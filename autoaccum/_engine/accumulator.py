@@ -116,7 +116,7 @@ class GradientAccumulator:
         self._entry_of = entry_of or (lambda *_: CacheEntry(step.memory))
         self._parameters: list[nn.Parameter] = []  # those of which gradients are set aside
         self._earlier: list[Tensor | None] = []
-        self._sparse: list[Tensor | None] | None = None  # the sums, where some are sparse
+        self._sums: list[Tensor | None] | None = None  # where some gradients cannot be added in place
         self._is_added = False
         self._lane: _Lane | None = None
         self._lanes_of: dict[Rung, _Lane | None] = {}
@@ -261,9 +261,9 @@ class GradientAccumulator:
             return None
         with signals.held():  # an interrupt would leave some gradients with this batch, and others without it
             self._is_added = True
-            if self._sparse is not None:
-                self._put(self._sparse)
-                self._sparse = None
+            if self._sums is not None:
+                self._put(self._sums)
+                self._sums = None
             else:
                 self._add()
             self._events.windows += 1
@@ -276,8 +276,9 @@ class GradientAccumulator:
                 raise NotSteadyError  # the parameters may be new
             raise no_gradient(self._step.parameters)
         pairs = [(before, parameter.grad) for parameter, before in zip(self._parameters, self._earlier, strict=True)]
-        if any(gradient is not None and gradient.layout is not torch.strided for pair in pairs for gradient in pair):
-            self._sparse = [
+        added = [(before, own) for before, own in pairs if before is not None and own is not None]
+        if not all(_is_plain(before) and _is_plain(own) for before, own in added):
+            self._sums = [
                 own if before is None else before if own is None else _sum(before, own) for before, own in pairs
             ]
 
@@ -348,6 +349,11 @@ def _experience(known: _Lane | None) -> dict[str, Any]:
         return {}
     size, slope = known.sizing.plan.micro_batch, known.sizing.bytes_per_sample
     return {"begins_with": size, "fitted_before": size, "line": Line(0.0, slope) if slope else None}
+
+
+def _is_plain(gradient: Tensor) -> bool:
+    """Whether it can be added to in place: it is dense, and each element has its own place."""
+    return gradient.layout is torch.strided and 0 not in gradient.stride()
 
 
 def _sum(before: Tensor, own: Tensor) -> Tensor:

@@ -139,6 +139,17 @@ def test_dense_gradients_are_added_to_sparse_ones():
     torch.testing.assert_close(table.weight.grad, expected)
 
 
+def test_gradient_is_added_to_an_expanded_one():
+    model, batch = nn.Linear(3, 2), _data()
+    accumulator = autoaccum.Accumulator(model, loss=functional.cross_entropy, micro_batch=2)
+    accumulator.backward(batch)
+    expected = [parameter.grad + 1.0 for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(1).expand(parameter.shape)
+    accumulator.backward(batch)
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
+
+
 def test_callback_that_fails_once_a_gradient_is_added_is_noted():
     class Fails(autoaccum.Callback):
         def on_plan(self, plan, *, step, probe):
