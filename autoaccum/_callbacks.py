@@ -6,6 +6,7 @@ except `StopTraining`, which ends it in order.
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING
 
 from autoaccum._arguments import shown
@@ -84,9 +85,29 @@ def check_callbacks(callbacks: object) -> None:
     """Check the argument `callbacks`.
 
     Raises:
-        InvalidInputError: It is not a list or tuple of callbacks.
+        InvalidInputError: It is no list or tuple of callbacks, or a method of one cannot take what it is called with.
     """
     if isinstance(callbacks, Callback):
         raise InvalidInputError(f"callbacks={shown(callbacks)} is a single callback; pass [it]")
     if not isinstance(callbacks, list | tuple) or not all(isinstance(one, Callback) for one in callbacks):
         raise InvalidInputError(f"callbacks={shown(callbacks)} must be a list of autoaccum.Callback objects")
+    for callback in callbacks:
+        for name in (name for name in vars(Callback) if name.startswith("on_")):
+            _check_method(callback, name)
+
+
+def _check_method(callback: Callback, name: str) -> None:
+    """Check that a method can be called as it will be, which may be hours later."""
+    _, *expected = inspect.signature(getattr(Callback, name)).parameters.values()
+    named = [one.name for one in expected if one.kind is one.KEYWORD_ONLY]
+    given = [one.name for one in expected if one.kind is not one.KEYWORD_ONLY]
+    try:
+        inspect.signature(getattr(callback, name)).bind(*given, **dict.fromkeys(named))
+    except ValueError:  # it has no signature
+        return
+    except TypeError as error:
+        written = ", ".join(["self", *given, *["*"] * bool(named), *named])
+        raise InvalidInputError(
+            f"callbacks: {type(callback).__name__}.{name} cannot be called as it will be ({error}); write "
+            f"def {name}({written})"
+        ) from None

@@ -169,3 +169,15 @@ def test_callback_that_fails_once_a_gradient_is_added_is_noted():
         train()
     assert model.weight.grad is not None
     assert "gradient of this batch is in .grad" in " ".join(caught.value.__notes__)
+
+
+def test_callback_that_cannot_be_called_is_refused_before_anything_is_trained():
+    class Counts(autoaccum.Callback):
+        def on_step(self, report):
+            pass
+
+    model, batch = nn.Linear(3, 2), _data()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(autoaccum.InvalidInputError, match=r"Counts.on_step .*on_step\(self, report, \*, epoch\)"):
+        autoaccum.fit(model, [batch], 6, loss=functional.cross_entropy, callbacks=[Counts()], **QUIET)
+    assert all(map(torch.equal, before, model.parameters()))
