@@ -245,11 +245,13 @@ class Updates:
         # A fused optimizer is always called and skips inside its kernel; only the lowered scale shows it.
         scale = scaler.get_scale() if getattr(optimizer, "_step_supports_amp_scaling", False) else None
         stepped: list[bool] = []
-        handle = optimizer.register_step_post_hook(lambda *_: stepped.append(True))
+        # Not by register_step_post_hook, which moves torch's count of hooks, by which new ones are noticed.
+        hooks, key = optimizer._optimizer_step_post_hooks, id(stepped)
+        hooks[key] = lambda *_: stepped.append(True)
         try:
             scaler.step(optimizer)
         finally:
-            handle.remove()
+            hooks.pop(key, None)
             # What a step that failed has left here of the scale, the next one would multiply its own by.
             for name in ("grad_scale", "found_inf"):
                 vars(optimizer).pop(name, None)

@@ -346,3 +346,15 @@ def test_a_number_that_becomes_a_pair_is_refused():
     is_pair = True
     with pytest.raises(autoaccum.InvalidInputError, match="was a number in earlier windows"):
         runner.step((inputs, targets))
+
+
+def test_a_steady_window_with_a_scaler_registers_no_hooks():
+    torch.manual_seed(0)
+    model, options = plain(), {"loss": nn.CrossEntropyLoss(), "device": "cpu", "precision": "fp16"}
+    runner = autoaccum.Runner(model, torch.optim.SGD(model.parameters(), 0.1), autoaccum.plan(12, 4), **options)
+    for _ in range(WINDOWS):
+        runner.step(data())
+    before = torch.utils.hooks.RemovableHandle.next_id
+
+    assert not runner.step(data()).skipped
+    assert torch.utils.hooks.RemovableHandle.next_id == before
