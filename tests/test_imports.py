@@ -40,7 +40,7 @@ def test_root_is_a_contents_page():
     assert len(files) <= MOST_FILES_IN_ROOT
 
 
-def test_only_errors_adapters_and_former_names_are_importable_by_public_names():
+def test_only_errors_and_adapters_are_importable_by_public_names():
     names = {name_of(path) for path in MODULES} - {"autoaccum.__main__"}
     public = {name for name in names if "._" not in name}
 
@@ -51,9 +51,6 @@ def test_only_errors_adapters_and_former_names_are_importable_by_public_names():
         "autoaccum.integrations.accelerate",
         "autoaccum.integrations.lightning",
         "autoaccum.integrations.transformers",
-        "autoaccum.jobs",
-        "autoaccum.jobs.slurm_again",
-        "autoaccum.jobs.slurm_task",
     }
 
 

@@ -1,9 +1,11 @@
 """What a step's end says about another start."""
 
 import signal
+import subprocess
 
 import pytest
 
+import warm
 from autoaccum._launch.slurm.again import MARK, StepEnd, main, next_start
 from autoaccum._launch.slurm.folder import IN_VAIN, JobFolder, Progress, Restart, Submitted
 
@@ -162,3 +164,17 @@ def test_folder_that_is_gone_ends_the_job_without_a_traceback(tmp_path, capsys):
     assert main([str(tmp_path / "gone"), "5", "137"]) == 1
 
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_batch_script_runs_it_as_a_module(tmp_path):
+    folder = JobFolder(tmp_path)
+    folder.write_submitted(Submitted(name="a", recipe="a.py:job", tasks=1, retries=2, submitted_at=0.0))
+    folder.write_progress(Progress(phase="training", step=7, micro_batch=64))
+    folder.log("5").write_text(f"{MARK}\n")
+    command = [*warm.python(), "-m", "autoaccum._launch.slurm.again", folder.path, "5", "137"]
+
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert ran.returncode == 0, ran.stderr
+    assert folder.max_micro_batch == 32
+    assert "restarted in micro-batches of at most 32" in ran.stderr
