@@ -1,0 +1,89 @@
+"""Counts what a mean may run over in a micro-batch on the host: labels, what a mask keeps, elements, samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from autoaccum._data.batches import Window
+
+IGNORED = -100  # the label that does not count, by default in torch.nn.CrossEntropyLoss and every Transformers model
+# How something is counted, and in which entry of the batch.
+Count = tuple[str, str]
+SAMPLES: Count = ("samples", "")
+# The most dimensions, and elements a sample, of a tensor that may hold labels, a mask or weights.
+_MOST_DIMS = 2
+_MOST_ELEMENTS = 2**16
+
+_WAYS: dict[str, Callable[[Tensor], Any]] = {
+    f"labels that are not {IGNORED}": lambda one: (one != IGNORED).sum(),
+    f"labels that are not {IGNORED}, shifted by one": lambda one: (one[..., 1:] != IGNORED).sum(),
+    "the sum": lambda one: one.sum(dtype=torch.float64),
+    "the number above 0": lambda one: (one > 0).sum(),
+}
+_ELEMENTS, _ROWS = "elements", "rows"
+
+
+def counts_in(batch: Any, samples: int) -> dict[Count, float]:
+    """Return everything that is counted in a batch; the counts of parts add up to those of the whole.
+
+    Args:
+        batch: Samples as the loader yields them, best on the host: counting waits for the device that they are on.
+        samples: Their number.
+    """
+    found: dict[Count, float] = {SAMPLES: float(samples)}
+    for name, tensor in _named(batch, ""):
+        for way, number in _counted(tensor, samples):
+            found[way, name] = found.get((way, name), 0.0) + number
+    return found
+
+
+def counts_of(window: Window, start: int, stop: int, wanted: frozenset[Count]) -> dict[Count, float]:
+    """Return some counts of samples `start` to `stop` (exclusive) of a window."""
+    is_nested = window.is_nested
+    parts = window.parts(start, stop) if is_nested else [(window.seen(start, stop), stop - start)]
+    found = dict.fromkeys(wanted, 0.0)
+    for batch, samples in parts:
+        for count, number in counts_in(batch, samples).items():
+            if count in wanted:
+                found[count] += number
+    return found
+
+
+def in_words(count: Count) -> str:
+    """Return what is counted, for a message."""
+    way, name = count
+    return way if not name else f"{way} in {name}"
+
+
+def _named(batch: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Return the tensors of a batch by name; those of a list of samples share theirs."""
+    if isinstance(batch, Tensor):
+        if batch.dim():
+            yield name or "the batch", batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from _named(value, f"{name}[{key!r}]")
+    elif isinstance(batch, tuple | list):
+        for place, value in enumerate(batch):
+            is_sample = isinstance(batch, list) and bool(name)
+            yield from _named(value, f"{name}[]" if is_sample else f"{name}[{place}]")
+
+
+def _counted(tensor: Tensor, samples: int) -> Iterator[tuple[str, float]]:
+    if tensor.is_complex() or tensor.is_sparse:
+        return
+    may_count = tensor.dim() <= _MOST_DIMS and tensor.numel() <= _MOST_ELEMENTS * max(samples, 1)
+    if may_count:
+        of_labels = not (tensor.is_floating_point() or tensor.dtype is torch.bool)
+        for way, count in _WAYS.items():
+            if of_labels or not way.startswith("labels"):
+                yield way, float(count(tensor))
+    yield _ELEMENTS, float(tensor.numel())
+    yield _ROWS, float(len(tensor))

@@ -1,0 +1,350 @@
+"""Checks on a few samples what was read of a loss: that two parts of them give together what they give at once.
+
+The samples come from all over a window. Their losses and gradients, and those of two parts of unlike size, must agree
+in one of the ways in which a loss over a batch can be put together from parts: as a mean, whose weights add up; as a
+sum; or as a constant, which no sample changes. What a loss divides by is read from its graph. Where that cannot be
+read, it is looked for among the counts of the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from autoaccum._loss.batch_counts import counts_in
+from autoaccum._loss.graph_reader import read
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import nn
+
+    from autoaccum._data.batches import Window
+    from autoaccum._loss.batch_counts import Count
+    from autoaccum._loss.graph_reader import ReadTerm
+
+# The most samples of a check, and the number below which its two parts are alike.
+MOST_SAMPLES = 8
+_TO_HALVE = 6
+_FOUR_BYTES = 4
+# The relative difference that rounding may cause, by the lowest precision of the passes.
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-4}
+_OF_GPU, _OF_HALF = 5e-3, 4e-2  # with TensorFloat-32, and in half precision
+# Relative differences of weights, which are counts, or sums in single precision.
+_SAME_WEIGHT = 1e-5
+# A gradient is multiplied by one pattern of signs, over and over: a prime length meets every row and column.
+_PATTERN = 4099
+
+
+class Form(Enum):
+    """How the losses of micro-batches make the loss of the window."""
+
+    MEAN = "a mean"
+    SUM = "a sum"
+    CONSTANT = "the same for all samples"
+    UNCONFIRMED = "not confirmed"
+
+
+@dataclass(frozen=True, slots=True)
+class TermForm:
+    """How a term of a loss is put together from micro-batches.
+
+    Attributes:
+        form: The form; constants and what is not confirmed are weighted by samples.
+        is_read: Whether the graph says what it is divided by.
+        per_sample: What it is divided by, for each sample.
+        shares: What the parts were divided by, relative to the whole: those of terms with one divisor are the same.
+        counts: Counts of the batch that are proportional to what it is divided by, and what it is for each.
+    """
+
+    form: Form
+    is_read: bool = True
+    per_sample: float = 1.0
+    shares: tuple[float, ...] = ()
+    counts: Mapping[Count, float] = field(default_factory=dict)
+
+    @property
+    def is_weighted_by_samples(self) -> bool:
+        """Whether micro-batches count by their samples."""
+        return self.form in (Form.CONSTANT, Form.UNCONFIRMED)
+
+
+@dataclass(slots=True)
+class Run:
+    """What a loss gave for some samples.
+
+    Attributes:
+        samples: Their number.
+        value: The loss.
+        terms: Its terms.
+        weights: What each is divided by; None if it could not be read.
+        gradients: One number for each parameter of each term, shape (terms, parameters), on the host.
+        counts: What is counted in the samples.
+    """
+
+    samples: int
+    value: float
+    terms: list[ReadTerm]
+    weights: list[float | None]
+    gradients: Tensor
+    counts: Mapping[Count, float]
+
+    def whole(self) -> Run:
+        """Return the same as a loss of a single term that could not be read."""
+        return replace(self, terms=self.terms[:1], weights=[None], gradients=self.gradients.sum(0, keepdim=True))
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+def choose(window: Window, most: int) -> tuple[Window, int] | None:
+    """Return samples from all over a window, and how many of them are in the first of two parts; None if it has one.
+
+    Samples in which little is counted come first, where there are some, then samples in which much is.
+
+    Args:
+        window: The window.
+        most: The most samples.
+    """
+    groups = window.groups()
+    largest = max(range(len(groups)), key=groups.__getitem__)
+    start, samples = sum(groups[:largest]), groups[largest]
+    number = min(most, samples)
+    if number == 1:
+        return None
+    evenly = [start + place * (samples - 1) // (number - 1) for place in range(number)]
+    rows = list(dict.fromkeys([*_unusual(window, start, samples, number // 2), *evenly]))[:number]
+    # A third in the first part: losses may need two samples.
+    first = number // 3 if number >= _TO_HALVE else number // 2
+    return window.chosen([rows[0], *rows[:0:-1]]), first
+
+
+def _unusual(window: Window, start: int, samples: int, most: int) -> list[int]:
+    """Return samples in which the least and the most is counted, in turn."""
+    if not window.is_nested or samples <= most:
+        return []
+    step = max(1, samples // 64)
+    rows = range(start, start + samples, step)
+    counts = [counts_in(window.cut(row, row + 1), 1) for row in rows]
+    found: list[int] = []
+    for count in counts[0]:
+        numbers = [of_row.get(count, 0.0) for of_row in counts]
+        if count[0] != "the sum" and min(numbers) != max(numbers):
+            found += [rows[numbers.index(min(numbers))], rows[numbers.index(max(numbers))]]
+    return list(dict.fromkeys(found))[:most]
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+
+def run_of(
+    loss: Tensor, samples: int, counts: Mapping[Count, float], parameters: Sequence[nn.Parameter], *, keep: bool
+) -> Run:
+    """Return what a loss gave; its graph is used up.
+
+    Args:
+        loss: The loss, with a graph.
+        samples: Its number of samples.
+        counts: What is counted in them.
+        parameters: The parameters whose gradients are compared.
+        keep: Whether the graph is used again.
+    """
+    terms = read(loss)
+    weights = [None if term.weight is None else float(term.weight) for term in terms]
+    rows = []
+    for number in range(len(terms)):
+        kept = keep or number + 1 < len(terms)
+        with _only(terms, number):
+            rows.append(_projected(_gradients(loss, parameters, keep=kept)))
+    return Run(samples, float(loss.detach()), terms, weights, torch.stack(rows), counts)
+
+
+class _only:  # noqa: N801 - used as a context, like `closing`
+    """Lets the gradient of a single term pass."""
+
+    def __init__(self, terms: Sequence[ReadTerm], number: int) -> None:
+        others = [term.node for place, term in enumerate(terms) if place != number] if len(terms) > 1 else []
+        self._handles = [node.register_prehook(_nothing) for node in others if not hasattr(node, "variable")]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _nothing(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if one is None else torch.zeros_like(one) for one in gradients)
+
+
+def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter], *, keep: bool) -> list[Tensor | None]:
+    # What has half precision would underflow.
+    scale = torch.full_like(loss, 1024.0)
+    try:
+        return list(torch.autograd.grad(loss, parameters, scale, retain_graph=keep, allow_unused=True))
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+    # Blocks that are checkpointed the old way need a whole backward pass.
+    loss.backward(scale, retain_graph=True)
+    found = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return found
+
+
+def _projected(gradients: Sequence[Tensor | None]) -> Tensor:
+    """Return the product of each gradient with fixed signs, on the host."""
+    found: list[Tensor] = []
+    patterns: dict[torch.device, Tensor] = {}
+    for gradient in gradients:
+        if gradient is None:
+            found.append(torch.zeros((), dtype=torch.float64))
+            continue
+        flat = (gradient.to_dense() if gradient.is_sparse else gradient).detach().flatten()
+        flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+        flat = flat if flat.dtype is torch.float64 else flat.float()
+        if flat.device not in patterns:
+            generator = torch.Generator().manual_seed(0)
+            signs = torch.randint(0, 2, (_PATTERN,), generator=generator, dtype=torch.float32) * 2 - 1
+            patterns[flat.device] = signs.to(flat.device)
+        signs, whole = patterns[flat.device].to(flat.dtype), len(flat) - len(flat) % _PATTERN
+        rows, rest = flat[:whole].view(-1, _PATTERN).sum(0), flat[whole:]
+        found.append((rows @ signs + rest @ signs[: len(rest)]).to("cpu", torch.float64))
+    return torch.stack(found) if found else torch.zeros(0, dtype=torch.float64)
+
+
+def tolerance_of(loss: Tensor, *, casts: bool, dtypes: Iterator[torch.dtype]) -> float:
+    """Return the relative difference that rounding may cause in values and gradients."""
+    used = {loss.dtype, *(dtype for dtype in dtypes if dtype.is_floating_point)}
+    if casts or any(dtype.itemsize < _FOUR_BYTES for dtype in used):
+        return _OF_HALF
+    if loss.device.type != "cpu" and torch.float32 in used:
+        return _OF_GPU
+    return max(_TOLERANCES.get(dtype, _OF_HALF) for dtype in used)
+
+
+# --- what runs show ---------------------------------------------------------------------------------------------------
+
+
+def forms_of(whole: Run, parts: Sequence[Run], again: Run | None, tolerance: float) -> list[TermForm]:
+    """Return how each term of a loss is put together.
+
+    Args:
+        whole: The run of all samples.
+        parts: The runs of two parts of them.
+        again: One more run of all samples, with other random numbers; None if nothing is random.
+        tolerance: The relative difference that rounding may cause.
+    """
+    is_random = again is not None and not _close(whole.value, again.value, tolerance * abs(whole.value))
+    if len({len(run.terms) for run in (whole, *parts)}) > 1:
+        whole, parts = whole.whole(), [part.whole() for part in parts]
+    forms = [_form_of(number, whole, parts, tolerance, is_random=is_random) for number in range(len(whole.terms))]
+    if len(forms) == 1 and not is_random and forms[0].form in (Form.MEAN, Form.SUM):
+        forms = [_checked_value(forms[0], whole, parts, tolerance)]
+    if len(forms) == 1 and forms[0].form is Form.UNCONFIRMED and forms[0].is_read and not is_random:
+        # It was misread: perhaps a count of the batch fits.
+        unread = [replace(run, weights=[None]) for run in (whole, *parts)]
+        other = _form_of(0, unread[0], unread[1:], tolerance, is_random=False)
+        forms = [other if other.form is Form.UNCONFIRMED else _checked_value(other, whole, parts, tolerance)]
+    return forms
+
+
+def _form_of(number: int, whole: Run, parts: Sequence[Run], tolerance: float, *, is_random: bool) -> TermForm:
+    """Return how one term is put together."""
+    gradient, of_parts = whole.gradients[number], [part.gradients[number] for part in parts]
+    weight, weights = whole.weights[number], [part.weights[number] for part in parts]
+
+    def agrees(factors: Sequence[float]) -> bool:
+        """Whether gradients of the parts, times these factors, add up to that of the whole."""
+        pairs = zip(factors, of_parts, strict=True)
+        added = torch.stack([factor * one if factor else torch.zeros_like(one) for factor, one in pairs])
+        room = tolerance * float(added.norm(dim=1).sum() + gradient.norm())
+        return float((added.sum(0) - gradient).norm()) <= room
+
+    is_constant = all(_near(one, gradient, tolerance) for one in of_parts)
+    if is_constant and float(gradient.norm()):
+        return TermForm(Form.CONSTANT)
+    if weight is not None and None not in weights:
+        known = [float(one or 0.0) for one in weights]
+        room = _SAME_WEIGHT * max(abs(weight), *map(abs, known))
+        if _close(sum(known), weight, room) and weight and (is_random or agrees([one / weight for one in known])):
+            counts = _proportional([weight, *known], [whole, *parts])
+            shares = tuple(one / weight for one in known)
+            return TermForm(Form.MEAN, per_sample=abs(weight) / whole.samples, shares=shares, counts=counts)
+        if all(_close(one, weight, room) for one in known) and (is_random or agrees([1.0] * len(parts))):
+            return TermForm(Form.SUM)
+        return TermForm(Form.UNCONFIRMED)
+    if is_random:
+        return TermForm(Form.UNCONFIRMED, is_read=False)
+    fitting = [
+        count
+        for count, total in whole.counts.items()
+        if total > 0
+        and all(part.counts.get(count, 0.0) >= 0 for part in parts)
+        and agrees([part.counts.get(count, 0.0) / total for part in parts])
+    ]
+    if fitting:
+        total = whole.counts[fitting[0]]
+        of_first = [part.counts.get(fitting[0], 0.0) / total for part in parts]
+        # Others that fit to within rounding, but weigh the parts otherwise, would make it a guess.
+        alike = all(
+            _close(part.counts.get(count, 0.0) / whole.counts[count], share, _SAME_WEIGHT)
+            for count in fitting
+            for part, share in zip(parts, of_first, strict=True)
+        )
+        if alike and not agrees([1.0] * len(parts)):
+            counts = dict.fromkeys(fitting, 1.0)
+            per_sample = total / whole.samples
+            return TermForm(Form.MEAN, is_read=False, per_sample=per_sample, shares=tuple(of_first), counts=counts)
+    elif agrees([1.0] * len(parts)):
+        return TermForm(Form.SUM, is_read=False)
+    return TermForm(Form.UNCONFIRMED, is_read=False)
+
+
+def _checked_value(form: TermForm, whole: Run, parts: Sequence[Run], tolerance: float) -> TermForm:
+    """Return a form if the values of the parts agree with it too; otherwise one that is not confirmed."""
+    if form.form is Form.SUM:
+        factors = [1.0] * len(parts)
+    elif form.is_read:
+        total = whole.weights[0] or 1.0
+        factors = [(part.weights[0] or 0.0) / total for part in parts]
+    else:
+        factors = list(form.shares)
+    added = [factor * part.value for factor, part in zip(factors, parts, strict=True) if factor]
+    room = tolerance * (abs(whole.value) + sum(map(abs, added)))
+    return form if _close(sum(added), whole.value, room) else replace(form, form=Form.UNCONFIRMED)
+
+
+def _proportional(weights: Sequence[float], runs: Sequence[Run]) -> dict[Count, float]:
+    """Return the counts of the batch that are proportional to weights, and what the weights are for each."""
+    room = _SAME_WEIGHT * abs(weights[0])
+    found = {count: weights[0] / total for count, total in runs[0].counts.items() if total > 0}
+    return {
+        count: each
+        for count, each in found.items()
+        if all(_close(run.counts.get(count, 0.0) * each, own, room) for run, own in zip(runs, weights, strict=True))
+    }
+
+
+def share_a_divisor(forms: Sequence[TermForm]) -> bool:
+    """Whether means are divided by numbers that are proportional to each other."""
+    return all(
+        _close(one, first, _SAME_WEIGHT)
+        for form in forms
+        for one, first in zip(form.shares, forms[0].shares, strict=True)
+    )
+
+
+def _near(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    return float((one - other).norm()) <= tolerance * float(one.norm() + other.norm())
+
+
+def _close(one: float, other: float, room: float) -> bool:
+    return abs(one - other) <= room  # False where either is NaN
+
