@@ -18,6 +18,10 @@ class SavingRefusedError(InvalidInputError):
     """What saves memory (`memory=`) does not go with this model or loss; everything is as it was before the step."""
 
 
+class LossWarning(UserWarning):
+    """The gradient of a window may differ from that of the whole batch, because of how its loss is written."""
+
+
 class DeviceMissingError(InvalidInputError):
     """The requested device does not exist; nothing was changed."""
 

@@ -46,19 +46,21 @@ class ReadTerm:
             could not be read.
         divides: Whether the gradient of the term is NaN where its weight is 0.
         divisor_of_one: Whether a divisor that the graph holds is exactly 1, as `max(1, n)` is where n is 0.
-        counts: Whether the weight comes from a count or a divisor, and not from constants alone.
+        divisor: A divisor on the device, where it cannot be compared with 1 without waiting.
+        is_counted: Whether its weight comes from a count or a divisor.
     """
 
     node: Any
     weight: float | Tensor | None
     divides: bool = False
     divisor_of_one: bool = False
-    counts: bool = False
+    divisor: Tensor | None = None
+    is_counted: bool = False
 
     def at(self, node: Any, weight: float | Tensor | None = None) -> ReadTerm:
         """Return the same for another node, and another weight if given."""
         weight = self.weight if weight is None else weight
-        return ReadTerm(node, weight, self.divides, self.divisor_of_one, self.counts)
+        return ReadTerm(node, weight, self.divides, self.divisor_of_one, self.divisor, self.is_counted)
 
 
 def read(loss: Tensor) -> list[ReadTerm]:
@@ -201,8 +203,7 @@ def _mean(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> None
     inner, of_inner, _ = _only_input(node)
     if math.prod(_shape(node, number)) != 1:
         raise _UnreadError
-    term.weight = _known(term.weight) * _elements(node, inner, of_inner)
-    term.counts = True
+    term.weight, term.is_counted = _known(term.weight) * _elements(node, inner, of_inner), True
     _read_elements(inner, of_inner, term, found)
 
 
@@ -218,8 +219,7 @@ def _margin(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> No
     if node._saved_reduction == _MEAN:
         inner, of_inner, _ = _only_input(node)
         shape = _shape(inner, of_inner)
-        term.weight = _known(term.weight) * (shape[0] if len(shape) > 1 else 1)
-        term.counts = True
+        term.weight, term.is_counted = _known(term.weight) * (shape[0] if len(shape) > 1 else 1), True
     elif node._saved_reduction != _SUM:
         raise _UnreadError
     found.append(term)
@@ -242,8 +242,7 @@ def _contraction(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) 
 
 def _nll(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> None:  # noqa: ARG001
     if node._saved_reduction == _MEAN:
-        term.weight = _known(term.weight) * _total_weight(node)
-        term.counts = True
+        term.weight, term.is_counted = _known(term.weight) * _total_weight(node), True
     elif node._saved_reduction != _SUM:
         raise _UnreadError
     found.append(term)
@@ -265,8 +264,7 @@ def _total_weight(node: Any) -> float | Tensor:
 def _elementwise(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> None:  # noqa: ARG001
     if node._saved_reduction == _MEAN:
         inner, of_inner = next(one for one in node.next_functions if one[0] is not None)
-        term.weight = _known(term.weight) * math.prod(_shape(inner, of_inner))
-        term.counts = True
+        term.weight, term.is_counted = _known(term.weight) * math.prod(_shape(inner, of_inner)), True
     elif node._saved_reduction != _SUM:
         raise _UnreadError
     found.append(term)
@@ -281,34 +279,37 @@ def _read_elements(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]
     if not shape:
         _read_number(node, number, term, found)
         return
+    inputs = [(place, *one) for place, one in enumerate(node.next_functions) if one[0] is not None]
     kind = node.name().rstrip("0123456789")
-    if kind == "ExpandBackward":
-        inner, of_inner, _ = _only_input(node)
-        if math.prod(_shape(inner, of_inner)) == 1:  # copies of one number
-            term.weight = _divided(_known(term.weight), math.prod(shape))
-            _read_number(inner, of_inner, term, found)
+    if kind in ("StackBackward", "CatBackward", "ExpandBackward"):
+        if all(math.prod(_shape(inner, of_inner)) == 1 for _, inner, of_inner in inputs):
+            for _, inner, of_inner in inputs:
+                own = term.at(inner if len(inputs) > 1 else term.node)
+                if kind == "ExpandBackward":  # copies of one number
+                    own.weight = _divided(_known(own.weight), math.prod(shape))
+                _read_number(inner, of_inner, own, found)
             return
-    elif kind in ("StackBackward", "CatBackward"):
-        inputs = [one for one in node.next_functions if one[0] is not None]
-        if all(math.prod(_shape(*one)) == 1 for one in inputs):
-            for inner, of_inner in inputs:
-                _read_number(inner, of_inner, term.at(inner), found)
-            return
-    elif kind in ("MulBackward", "DivBackward", "NegBackward"):
-        inputs = [(place, one) for place, one in enumerate(node.next_functions) if one[0] is not None]
-        if len(inputs) == 1:
-            place, (inner, of_inner) = inputs[0]
-            other = 1.0 if kind == "NegBackward" else _saved_number(node, place)
-            if other is not None and (kind != "DivBackward" or place == 0):
-                if kind == "NegBackward":
-                    term.weight = -_known(term.weight)
-                elif kind == "DivBackward":
-                    _divide(term, other)
-                else:
-                    term.weight = _divided(_known(term.weight), other)
-                _read_elements(inner, of_inner, term, found)
-                return
+    elif len(inputs) == 1 and _scale(node, kind, inputs[0][0], term):
+        _read_elements(inputs[0][1], inputs[0][2], term, found)
+        return
     found.append(term)
+
+
+def _scale(node: Any, kind: str, place: int, term: ReadTerm) -> bool:
+    """Note the number that a node multiplies all elements of its only input by; return whether there is one."""
+    if kind == "NegBackward":
+        term.weight = -_known(term.weight)
+        return True
+    if kind not in ("MulBackward", "DivBackward") or (kind == "DivBackward" and place):
+        return False
+    other = _saved_number(node, place)
+    if other is None:
+        return False
+    if kind == "DivBackward":
+        _divide(term, other)
+    else:
+        term.weight = _divided(_known(term.weight), other)
+    return True
 
 
 def _saved_number(node: Any, place: int) -> float | Tensor | None:
@@ -330,8 +331,11 @@ def _known(weight: float | Tensor | None) -> Any:
 
 def _divide(term: ReadTerm, divisor: Any) -> None:
     term.weight = _known(term.weight) * divisor
-    term.divides = term.counts = True
-    term.divisor_of_one = term.divisor_of_one or (not isinstance(divisor, Tensor) and divisor == 1.0)
+    term.divides = term.is_counted = True
+    if isinstance(divisor, Tensor):
+        term.divisor = divisor
+    elif divisor == 1.0:
+        term.divisor_of_one = True
 
 
 def _divided(weight: Any, number: Any) -> Any:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 MOST_SAMPLES = 8
 _TO_HALVE = 6
 _FOUR_BYTES = 4
+# The most samples that are looked at to choose these.
+_LOOKED_AT = 64
 # The relative difference that rounding may cause, by the lowest precision of the passes.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-4}
 _OF_GPU, _OF_HALF = 5e-3, 4e-2  # with TensorFloat-32, and in half precision
@@ -56,16 +58,18 @@ class TermForm:
     Attributes:
         form: The form; constants and what is not confirmed are weighted by samples.
         is_read: Whether the graph says what it is divided by.
-        per_sample: What it is divided by, for each sample.
+        per_sample: What it is divided by, for each sample; None if that is not known.
         shares: What the parts were divided by, relative to the whole: those of terms with one divisor are the same.
         counts: Counts of the batch that are proportional to what it is divided by, and what it is for each.
+        may_be_clamped: Whether a divisor that is 1 would be news.
     """
 
     form: Form
     is_read: bool = True
-    per_sample: float = 1.0
+    per_sample: float | None = None
     shares: tuple[float, ...] = ()
     counts: Mapping[Count, float] = field(default_factory=dict)
+    may_be_clamped: bool = False
 
     @property
     def is_weighted_by_samples(self) -> bool:
@@ -101,7 +105,7 @@ class Run:
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 
-def choose(window: Window, most: int) -> tuple[Window, int] | None:
+def choose(window: Window, most: int, telling: frozenset[Count] = frozenset()) -> tuple[Window, int] | None:
     """Return samples from all over a window, and how many of them are in the first of two parts; None if it has one.
 
     Samples in which little is counted come first, where there are some, then samples in which much is.
@@ -109,6 +113,7 @@ def choose(window: Window, most: int) -> tuple[Window, int] | None:
     Args:
         window: The window.
         most: The most samples.
+        telling: Counts that the samples should tell apart.
     """
     groups = window.groups()
     largest = max(range(len(groups)), key=groups.__getitem__)
@@ -117,23 +122,24 @@ def choose(window: Window, most: int) -> tuple[Window, int] | None:
     if number == 1:
         return None
     evenly = [start + place * (samples - 1) // (number - 1) for place in range(number)]
-    rows = list(dict.fromkeys([*_unusual(window, start, samples, number // 2), *evenly]))[:number]
+    rows = list(dict.fromkeys([*_unusual(window, start, samples, number // 2, telling), *evenly]))[:number]
     # A third in the first part: losses may need two samples.
     first = number // 3 if number >= _TO_HALVE else number // 2
     return window.chosen([rows[0], *rows[:0:-1]]), first
 
 
-def _unusual(window: Window, start: int, samples: int, most: int) -> list[int]:
-    """Return samples in which the least and the most is counted, in turn."""
+def _unusual(window: Window, start: int, samples: int, most: int, telling: frozenset[Count]) -> list[int]:
+    """Return samples in which the least and the most is counted, in turn; first those that tell counts apart."""
     if not window.is_nested or samples <= most:
         return []
-    step = max(1, samples // 64)
-    rows = range(start, start + samples, step)
+    rows = range(start, start + samples, 1 if telling else max(1, samples // _LOOKED_AT))
     counts = [counts_in(window.cut(row, row + 1), 1) for row in rows]
     found: list[int] = []
-    for count in counts[0]:
-        numbers = [of_row.get(count, 0.0) for of_row in counts]
-        if count[0] != "the sum" and min(numbers) != max(numbers):
+    columns = {count: [of_row.get(count, 0.0) for of_row in counts] for count in counts[0]}
+    shares = [[one / (sum(columns[count]) or 1.0) for one in columns[count]] for count in telling if count in columns]
+    columns_first = [[one - its for one, its in zip(shares[0], other, strict=True)] for other in shares[1:]]
+    for numbers in (*columns_first, *(column for count, column in columns.items() if count[0] != "the sum")):
+        if min(numbers) != max(numbers):
             found += [rows[numbers.index(min(numbers))], rows[numbers.index(max(numbers))]]
     return list(dict.fromkeys(found))[:most]
 
@@ -276,7 +282,9 @@ def _form_of(number: int, whole: Run, parts: Sequence[Run], tolerance: float, *,
         if _close(sum(known), weight, room) and weight and (is_random or agrees([one / weight for one in known])):
             counts = _proportional([weight, *known], [whole, *parts])
             shares = tuple(one / weight for one in known)
-            return TermForm(Form.MEAN, per_sample=abs(weight) / whole.samples, shares=shares, counts=counts)
+            term = whole.terms[number]
+            clamped = term.divides and not term.divisor_of_one
+            return TermForm(Form.MEAN, True, abs(weight) / whole.samples, shares, counts, clamped)
         if all(_close(one, weight, room) for one in known) and (is_random or agrees([1.0] * len(parts))):
             return TermForm(Form.SUM)
         return TermForm(Form.UNCONFIRMED)
@@ -347,4 +355,3 @@ def _near(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 def _close(one: float, other: float, room: float) -> bool:
     return abs(one - other) <= room  # False where either is NaN
-

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 _MOST_DIVISORS = 3
 # Relative differences of counts in double precision, and of what is read in single precision.
 _SAME_COUNT, _SAME_WEIGHT = 1e-9, 1e-5
-# Differences from 1 that are rounding in double precision: gradients are not multiplied by them.
-_ROUNDING = 1e-14
 # The total of a window's samples, among the totals of its divisors.
 SAMPLES = ("", 0)
 # A term of a loss: the name of the loss, and the term's number.
@@ -60,10 +58,12 @@ class Factors:
     Attributes:
         alone: Whether the micro-batch is the whole window, so that every loss is as it is.
         usual: For a loss that counts by samples.
-        provisional: For what is summed in a loss that is divided by its weight: one over the provisional total.
+        provisional: For what is summed in a loss that is divided by its weight: one over the window's samples, in
+            place of its total weight in units of a sample's.
         weight: What a loss is divided by if its graph does not say so; None if it does.
         pairs: For the sums of (sum, weight) pairs whose total is known, by name.
         terms: For each term of a loss that has divisors of its own, by name.
+        expected: What these terms are divided by, as the batch counts it.
     """
 
     alone: bool = False
@@ -72,14 +72,26 @@ class Factors:
     weight: float | None = None
     pairs: dict[str, float] = field(default_factory=dict)
     terms: dict[str, list[float]] = field(default_factory=dict)
+    expected: dict[Slot, float] = field(default_factory=dict)
 
     def times(self, number: float) -> Factors:
         """Return these factors multiplied by a number."""
         pairs = {name: factor * number for name, factor in self.pairs.items()}
         terms = {name: [factor * number for factor in factors] for name, factors in self.terms.items()}
-        return Factors(
-            self.alone, self.usual * number, self.provisional * number, self.weight, pairs, terms
-        )
+        usual, provisional = self.usual * number, self.provisional * number
+        return Factors(self.alone, usual, provisional, self.weight, pairs, terms, self.expected)
+
+
+class NotCheckedError(Exception):
+    """A loss is not what it was when it was checked, or has not been checked: the window begins again with a check.
+
+    Args:
+        said: The error for the user, if the check has been made already.
+    """
+
+    def __init__(self, said: InvalidInputError) -> None:
+        super().__init__(str(said))
+        self.said = said
 
 
 class LossWeights:
@@ -97,36 +109,35 @@ class LossWeights:
     def __init__(self, said: Common | None) -> None:
         self.said = said
         self.forms: dict[str, tuple[TermForm, ...]] = {}
-        self.pairs: dict[str, float] = {}  # names of (sum, weight) pairs, and their weight a sample
-        self.others: set[str] = set()  # names of losses for each sample
         self.is_checked = False
         self.warnings: list[str] = []
-        self._clamped: list[tuple[str, Tensor]] = []
-        self._compared: list[tuple[str, float, Tensor]] = []
+        self._pairs: set[str] = set()  # names of (sum, weight) pairs
+        self._units: dict[str, float] = {}  # about what a loss is divided by for each sample
+        self._vectors: set[str] = set()  # names of losses for each sample
+        self._trusted: set[str] = set()  # names of losses of torch, which need no check
+        # On the device, to be looked at a window later: divisors that may be clamped, and weights beside their counts.
+        self._divisors: list[tuple[str, Tensor]] = []
+        self._counted_weights: list[tuple[str, Tensor, float]] = []
 
     # --- what is known ------------------------------------------------------------------------------------------------
 
     @property
     def common(self) -> Common:
         """What all losses have in common."""
-        forms = [] if self.said is not None else [form for of_name in self.forms.values() for form in of_name]
-        kinds: set[Common] = set()
-        if self.forms and self.said is not None:
-            kinds.add(self.said)
-        if self.others:
+        if self.said is not None:
+            forms: list[TermForm] = []
+            kinds = {self.said} if self.forms else set()
+        else:
+            forms = [form for of_name in self.forms.values() for form in of_name]
+            kinds = {_COMMON[form.form] for form in forms}
+        if self._vectors:
             kinds.add(Common.SUM if self.said is Common.SUM else Common.SAMPLES)
-        if self.pairs:
-            kinds.add(Common.DIVISOR if len(self.pairs) == 1 else Common.NOTHING)
+        if self._pairs:
+            kinds.add(Common.DIVISOR)
         means = [form for form in forms if form.form is Form.MEAN]
-        if means:
-            kinds.add(Common.DIVISOR if share_a_divisor(means) and not self.pairs else Common.NOTHING)
-        if any(form.form is Form.SUM for form in forms):
-            kinds.add(Common.SUM)
-        if any(form.is_weighted_by_samples for form in forms):
-            kinds.add(Common.SAMPLES)
-        if not kinds:
-            return self.said or Common.SAMPLES
-        return kinds.pop() if len(kinds) == 1 else Common.NOTHING
+        if len(self._pairs) + bool(means) > 1 or not share_a_divisor(means) or len(kinds) > 1:
+            return Common.NOTHING
+        return kinds.pop() if kinds else self.said or Common.SAMPLES
 
     def note(self, terms: Sequence[Term]) -> None:
         """Note which losses are pairs and which are losses of each sample."""
@@ -134,29 +145,56 @@ class LossWeights:
             if term.is_reported:
                 continue
             if term.over is Over.VECTOR:
-                self.others.add(term.name)
+                self._vectors.add(term.name)
             elif term.over is Over.PAIR:
                 if term.name in self.forms:
                     raise InvalidInputError(
                         f"loss {term.name!r} is a (sum, weight) pair, and was a number in earlier windows; return the "
                         "same form in all of them"
                     )
-                self.pairs.setdefault(term.name, 1.0)
+                self._pairs.add(term.name)
 
-    def learn(self, found: Mapping[str, Sequence[TermForm]]) -> None:
+    def trust(self, name: str, form: TermForm | None) -> None:
+        """Take the form of a loss of torch, which needs no check; None if it is no such loss."""
+        self._trusted.discard(name)
+        self.forms.pop(name, None)
+        if form is not None:
+            self._trusted.add(name)
+            self.forms[name] = (form,)
+
+    def forget(self, name: str) -> None:
+        """Forget a loss that turned out to be only reported."""
+        self.forms.pop(name, None)
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether no loss needs a check, as far as is known."""
+        return self.said is not None or bool(self._trusted)
+
+    def knows(self, name: str) -> bool:
+        """Whether a loss needs no check."""
+        return self.said is not None or name in self._trusted
+
+    def learn(self, found: Mapping[str, Sequence[TermForm]], *, is_checked: bool = True) -> None:
         """Take what a check has shown.
+
+        Args:
+            found: The terms of each loss, by name.
+            is_checked: Whether they were tried on several samples.
 
         Raises:
             InvalidInputError: Losses cannot be put together from micro-batches.
         """
+        if self.said is None:
+            self.forms |= {name: tuple(forms) for name, forms in found.items()}
+            self._trusted -= set(found)
+        self.is_checked = is_checked
         for name, forms in found.items():
-            self.forms[name] = tuple(forms)
-        self.is_checked = True
-        self._refuse_what_is_not_counted()
+            self._refuse_or_warn(name, forms)
+        if self.common is Common.NOTHING:
+            self._refuse_what_is_not_counted()
 
     def _refuse_what_is_not_counted(self) -> None:
-        if self.common is not Common.NOTHING:
-            return
         means = [(name, form) for name, forms in self.forms.items() for form in forms if form.form is Form.MEAN]
         divisors: list[TermForm] = []
         for name, form in means:
@@ -242,9 +280,9 @@ class LossWeights:
                 raise nothing_counts("split.weight(batch) is 0", len(sizes))
             return [Factors(usual=weight / total) for weight in weights]
         if common is Common.DIVISOR:
-            provisional = 1.0 / self.provisional_total(window.samples)
+            self._set_units(window)
             for one in factors:
-                one.provisional = provisional
+                one.provisional = 1.0 / window.samples
             if unread := [form for form in self._counted() if not form.is_read]:
                 count = min(unread[0].counts)
                 for one, counted in zip(factors, self._counts(window, sizes, frozenset([count])), strict=True):
@@ -253,11 +291,16 @@ class LossWeights:
             self._weigh_each_term(factors, window, sizes, totals or self.totals(window))
         return factors
 
-    def provisional_total(self, samples: int) -> float:
-        """Return about what losses with one divisor are divided by, for a number of samples; never 0."""
-        forms = [form for of_name in self.forms.values() for form in of_name if form.form is Form.MEAN]
-        each = forms[0].per_sample if forms else next(iter(self.pairs.values()), 1.0)
-        return samples * each if math.isfinite(each) and each > 0 else float(samples)
+    def _set_units(self, window: Window) -> None:
+        """Set about what each loss is divided by for a sample, so that provisional totals have the right magnitude."""
+        for name, forms in self.forms.items():
+            each = _targets_a_sample(window) if forms[0].per_sample is None else forms[0].per_sample
+            self._units[name] = each if math.isfinite(each) and each > 0 else 1.0
+
+    def in_samples(self, name: str, weight: Any) -> Any:
+        """Return a weight of a loss in units of a sample's, about."""
+        unit = self._units.get(name, 1.0)
+        return weight if unit == 1.0 else weight / unit
 
     def _weigh_each_term(
         self, factors: Sequence[Factors], window: Window, sizes: Sequence[int], totals: Mapping[Slot, float]
@@ -271,6 +314,8 @@ class LossWeights:
                     if not total:
                         raise nothing_counts(f"nothing counts ({in_words(count)})", len(sizes))
                     own = [one / total for one in counted]
+                    for one, number_counted in zip(factors, counted, strict=True):
+                        one.expected[name, number] = number_counted * form.counts[count]
                 else:
                     own = [1.0 if form.form is Form.SUM else one.usual for one in factors]
                 for one, factor in zip(factors, own, strict=True):
@@ -306,49 +351,90 @@ class LossWeights:
         term.weight = self._weight_of(term, samples) if factors.weight is None else factors.weight
         if not isinstance(term.weight, Tensor) and not term.weight:
             return None
-        return value * (term.weight * factors.provisional)
+        return value * (self.in_samples(name, term.weight) * factors.provisional)
 
     def _weight_of(self, term: Term, samples: int) -> float | Tensor:
         """Return what a loss is divided by, as its graph says."""
-        read_terms = read(term.value)
-        first = read_terms[0]
-        forms = self.forms.get(term.name)
-        if forms is None or len(forms) != len(read_terms) or first.weight is None:
-            raise changed(term.name, forms, read_terms)
-        weight = first.weight
-        if first.divides:
-            self._watch_clamps(term.name, first, samples)
-            if isinstance(weight, Tensor) and not float(weight):  # its gradient would be NaN; this waits for the device
-                return 0.0
-        if isinstance(weight, Tensor):
-            return weight if weight.dtype is not torch.float64 else weight.detach()
-        if not math.isfinite(weight):
+        found, forms = read(term.value), self.forms.get(term.name)
+        first = found[0]
+        is_known = forms is not None and (term.name in self._trusted or len(forms) == len(found))
+        if not is_known or first.weight is None:
+            raise changed(term.name, forms, found)
+        assert forms is not None
+        if first.divides and forms[0].may_be_clamped and samples > 1:
+            if first.divisor_of_one:
+                self.warn(_clamp_text(term.name))
+            elif first.divisor is not None:
+                self._divisors.append((term.name, first.divisor))
+        if isinstance(first.weight, Tensor):
+            # The gradient of a division by 0 is NaN, even times 0. This waits for the device.
+            return 0.0 if first.divides and not float(first.weight) else first.weight
+        if not math.isfinite(first.weight):
             raise InvalidInputError(
-                f"loss {term.name!r} divides by {weight}; look for a division by 0, or NaN among the weights"
+                f"loss {term.name!r} divides by {first.weight}; look for a division by 0, or NaN among the weights"
             )
-        return weight
-
-    def _watch_clamps(self, name: str, term: ReadTerm, samples: int) -> None:
-        if term.divisor_of_one and samples > 1:
-            self.warn(_clamp_text(name))
+        return first.weight
 
     def _weigh_terms(self, term: Term, factors: Factors) -> Tensor:
         """Return a loss whose terms have factors of their own, which its backward pass applies."""
-        own, share = factors.terms[term.name], factors.usual
-        if len(own) == 1:
-            return term.value * own[0]
+        own, share, forms = factors.terms[term.name], factors.usual, self.forms[term.name]
         found = read(term.value)
         if len(found) != len(own):
-            raise changed(term.name, self.forms.get(term.name), found)
-        for one, factor, form in zip(found, own, self.forms[term.name], strict=True):
-            if form.form is Form.MEAN and form.is_read and isinstance(one.weight, float):
-                self._compare(term.name, one.weight, form)
+            raise changed(term.name, forms, found)
+        for number, (one, form) in enumerate(zip(found, forms, strict=True)):
+            if form.form is Form.MEAN and form.is_read:
+                self._compare(term.name, one, factors.expected[term.name, number])
+        if len(own) == 1:
+            return term.value * own[0]
+        for one, factor in zip(found, own, strict=True):
             if factor != share:
                 one.node.register_prehook(_scaling(factor / share))
         return term.value * share
 
-    def _compare(self, name: str, weight: float, form: TermForm) -> None:
-        """Compare what a term was divided by with what the batch counts. (Counts are noted by `factors`.)"""
+    def _compare(self, name: str, term: ReadTerm, expected: float) -> None:
+        """Compare what a term is divided by with what the batch counts.
+
+        Raises:
+            InvalidInputError: They differ.
+        """
+        if isinstance(term.weight, Tensor):
+            self._counted_weights.append((name, term.weight, expected))
+        elif term.weight is None or abs(term.weight - expected) > _SAME_WEIGHT * abs(expected):
+            raise counted_otherwise(name, term.weight, expected)
+
+    def look_back(self) -> None:
+        """Look at what was left on the device in the window before.
+
+        Raises:
+            InvalidInputError: What a loss was divided by is not what the batch counts.
+        """
+        divisors, self._divisors = self._divisors, []
+        for name in {name for name, _ in divisors}:
+            if bool((torch.stack([one.reshape(()) for of_name, one in divisors if of_name == name]) == 1).any()):
+                self.warn(_clamp_text(name))
+        weights, self._counted_weights = self._counted_weights, []
+        for name, weight, expected in weights:
+            if abs(float(weight) - expected) > _SAME_WEIGHT * abs(expected):
+                raise counted_otherwise(name, float(weight), expected)
+
+    def forget_window(self) -> None:
+        """Drop what was left on the device, since the window begins again."""
+        self._divisors, self._counted_weights = [], []
+
+
+_COMMON = {
+    Form.MEAN: Common.DIVISOR,
+    Form.SUM: Common.SUM,
+    Form.CONSTANT: Common.SAMPLES,
+    Form.UNCONFIRMED: Common.SAMPLES,
+}
+
+
+def _targets_a_sample(window: Window) -> float:
+    """Return the elements of each sample's targets, if batches are pairs of tensors."""
+    batch = window.spans[0].piece.batch if window.spans else None
+    targets = batch[1] if isinstance(batch, tuple | list) and len(batch) == len(("inputs", "targets")) else None
+    return targets.numel() / max(len(targets), 1) if isinstance(targets, Tensor) and targets.dim() else 1.0
 
 
 def _scaling(factor: float) -> Any:
@@ -367,14 +453,6 @@ def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
     return all(abs(mine - its) <= _SAME_COUNT for mine, its in zip(one, other, strict=True))
 
 
-def quotient(provisional: float, total: float | Tensor) -> float | Tensor:
-    """Return what gradients and losses are multiplied by at the end of a window; 1.0 if that makes no difference."""
-    if isinstance(total, Tensor):
-        return provisional / total
-    found = provisional / total
-    return 1.0 if abs(found - 1.0) <= _ROUNDING else found
-
-
 def nothing_counts(why: str, micro_batches: int) -> InvalidInputError:
     """Return the error for a window in which nothing counts."""
     return InvalidInputError(
@@ -383,14 +461,23 @@ def nothing_counts(why: str, micro_batches: int) -> InvalidInputError:
     )
 
 
-def changed(name: str, forms: Sequence[TermForm] | None, found: Sequence[ReadTerm]) -> InvalidInputError:
+def counted_otherwise(name: str, weight: float | None, expected: float) -> InvalidInputError:
+    """Return the error for a term that is not divided by what its batch counts."""
+    return InvalidInputError(
+        f"loss {name!r} has a mean beside other terms that was divided by {weight:g}, where the batch counts "
+        f"{expected:g}, as it did when the loss was checked; return its terms by name as (sum, weight) pairs"
+    )
+
+
+def changed(name: str, forms: Sequence[TermForm] | None, found: Sequence[ReadTerm]) -> NotCheckedError:
     """Return the error for a loss that has another form than it had when it was checked."""
     before = "was not there" if forms is None else f"had {len(forms)} terms"
-    return InvalidInputError(
+    said = InvalidInputError(
         f"loss {name!r} {before} when it was checked, and now has {len(found)}, of which "
         f"{sum(one.weight is None for one in found)} cannot be read; return the same form in every micro-batch (a term "
         "of 0 where nothing counts), a (sum, weight) pair, or pass loss_reduction="
     )
+    return NotCheckedError(said)
 
 
 def _clamp_text(name: str) -> str:

@@ -1,16 +1,16 @@
-"""Runs a micro-batch through the model and the loss, and weights its samples within the loss of the window.
+"""Runs a micro-batch through the model and the loss.
 
-Returns loss terms with their graphs, which the caller back-propagates. `reduction_inference` infers how an unknown loss
-weights its samples.
+Returns loss terms with their graphs, which the caller back-propagates. `loss_weights` knows how they weigh samples.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,72 +21,35 @@ from autoaccum import _oom
 from autoaccum._arguments import check_function, is_one_of, shown
 from autoaccum._data.batches import chosen
 from autoaccum._data.nesting import map_tensors
-from autoaccum._data.numbers import spelled
 from autoaccum._data.pieces import weigher_of
-from autoaccum._data.random_state import RandomState
 from autoaccum._data.splits import Along, ByDefault, check_split
-from autoaccum._loss import calling_conventions, divisor, weighting
+from autoaccum._loss import calling_conventions, weighting
+from autoaccum._loss.batch_counts import in_words
 from autoaccum._loss.closures import Closure
-from autoaccum._loss.counting import is_pair, tallies_of, target_tensors
+from autoaccum._loss.loss_check import MOST_SAMPLES, Form
 from autoaccum._loss.loss_entries import TOTAL, Entries
-from autoaccum._loss.modes import Modes, evaluation_mode
-from autoaccum._loss.observation import Run, eager
-from autoaccum._loss.reduction_inference import Settler
-from autoaccum._loss.terms import Term, describe, reported_term, term_of
-from autoaccum._loss.weighting import Over, Weighting
+from autoaccum._loss.loss_weights import Common, LossWeights
+from autoaccum._loss.modes import Modes, eager, evaluation_mode
+from autoaccum._loss.terms import Term, describe, is_pair, reported_term, term_of
+from autoaccum._loss.trial_losses import TrialLosses
+from autoaccum._loss.weighting import Over
 from autoaccum._loss.whole_batch import call_with
-from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from autoaccum._data.batches import Window
-    from autoaccum._data.numbers import Path
     from autoaccum._data.pieces import Split
-    from autoaccum._loss.modes import Mark
-    from autoaccum._loss.reduction_inference import Knowledge
-    from autoaccum._loss.weighting import Tally
+    from autoaccum._loss.loss_weights import Factors, Slot
     from autoaccum._system.notices import Notices
 
 CALLS_USER_CODE = True  # for own_code.raised_here
 
 Loss = Callable[..., Any]
 
-# The weight by which parts of a window are combined: their samples, none, or the weight of a pair, which only its loss
-# returns; otherwise the weight of the loss of that name.
-SAMPLES, SUM, PAIR = "", " sum", " pair"
-# Relative difference by which a window's weight may differ from the sum of its micro-batches'.
-_ADDS_UP = 1e-6
-_BY_SAMPLES = Weighting(Over.SAMPLES)
 # For recognising (inputs, targets) as `counting.is_pair` does, inlined because it is done for every micro-batch.
 _PAIRS, _PAIR = (tuple, list), 2
-
-
-@dataclass(slots=True)
-class Factors:
-    """The factors of the losses of one micro-batch, with which those of a window sum to its loss.
-
-    Attributes:
-        usual: For every loss not in `named`: the micro-batch's share of the window's samples.
-        provisional: For the sum of a (sum, weight) pair whose total weight over the window is not known yet.
-        alone: Whether the micro-batch is the whole window, so that a pair is divided by its own weight.
-        named: By name, for losses with another weighting. For a (sum, weight) pair the factor applies to the sum.
-    """
-
-    usual: float
-    provisional: float
-    alone: bool
-    named: dict[str, float] = field(default_factory=dict)
-
-    def of(self, name: str) -> float:
-        """Return the factor of the loss of this name."""
-        return self.named.get(name, self.usual)
-
-    def times(self, number: float) -> Factors:
-        """Return these factors multiplied by a number."""
-        named = {name: factor * number for name, factor in self.named.items()}
-        return Factors(self.usual * number, self.provisional * number, self.alone, named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +73,15 @@ class Objective:
         loss: A callable of (outputs, targets) or (outputs, batch); a list of callables of (model, batch), each with a
             forward pass of its own; None for the model's own loss or one chosen by the targets' type.
         forward: A callable of (model, batch) that returns the outputs, replacing the conventions.
-        loss_reduction: "mean" or "sum"; None to infer it.
+        loss_reduction: "mean" or "sum"; None to find it out.
         notices: Reports choices.
-        split: Counts, cuts and joins batches; None where samples run along the first dimension. Its `weight` replaces
-            the inference of a mean's reduction, except for `torch.nn` losses, per-sample losses and pairs.
+        split: Counts, cuts and joins batches; None where samples run along the first dimension. Its `weight` is what a
+            mean runs over, except for `torch.nn` losses, per-sample losses and pairs.
         further: Modules beside the model that the loss uses, whose buffers and parameters belong to the step too.
 
     Attributes:
         split: As the argument.
+        weights: What is known of how losses weigh samples.
         returns_pairs: Whether any loss so far was a (sum, weight) pair.
         may_look: Whether a sample may be run through the model to determine which entries of a mapping have a gradient.
         casts_itself: Whether the model, or a closure, enters autocast by itself.
@@ -150,26 +114,24 @@ class Objective:
         self._forward = forward
         self._notices = notices
         self._accepted = _accepted_names(model)
-        self._default: Over | None = None
         self.returns_pairs = False
         self.may_look = True
         self.casts_itself = False
         self.gave_number = False
         self._has_lacked_memory = False
         self._adds_up = False  # whether the split's weight was seen to
-        self._said = _said_by(loss_reduction, split)
+        self.weights = LossWeights(_said_by(loss_reduction, split))
+        self._most = MOST_SAMPLES  # samples of the next check
         self.sources: tuple[Source, ...]
         if isinstance(loss, list | tuple):
             self.sources = self._from_callables(loss)
         else:
             self.sources = (Source(Objective._forward_and_loss),)
-        self._settler = Settler(takes_outputs=self.takes_outputs, said=self._said, notices=notices)
         self._takes_pairs = self._forward is None and loss is not None and not isinstance(loss, list | tuple)
         self._modes: Modes | None = None  # as they were, while something is tried in evaluation mode
-        self._entries = Entries(notices, self._settler.forget)
+        self._entries = Entries(notices, self.weights.forget)
         self._loss_reduction = loss_reduction
         self._settings: tuple[Any, ...] | None = None
-        self._class_weights: Tensor | None = None
         self._read_settings()
 
     @property
@@ -211,8 +173,7 @@ class Objective:
             self.gave_number, terms = True, [Term(name, value)]
         else:
             terms = self._terms(raw, samples, source.total, self._with_gradients(source, batch))
-        if self._settler.put_off is not None:
-            self._settler.say_put_off()
+            self.weights.note(terms)
         return terms, outputs
 
     def _with_gradients(self, source: Source, batch: Any) -> Callable[[], Mapping[str, Any] | None]:
@@ -267,237 +228,90 @@ class Objective:
         """Whether a pass gives outputs beside the loss: the model's, or those that a closure returns."""
         return not isinstance(self._loss, list | tuple) or isinstance(self._loss[0], Closure)
 
-    @property
-    def weighting_by_default(self) -> Weighting | None:
-        """The weighting of the default loss, once it has run; None if a loss was given."""
-        return None if self._default is None else Weighting(self._default)
-
-    @property
-    def doubts(self) -> tuple[str, ...]:
-        """What was said of losses whose gradient may differ from that of the whole batch."""
-        return tuple(self._settler.doubts)
-
-    def weighting(self, name: str) -> Weighting:
-        """Return the weighting of the loss of this name; by samples while it is unknown."""
-        return self._settler.known.get(name, self._said or _BY_SAMPLES)
-
-    def factors(
-        self, window: Window, sizes: Sequence[int], totals: Mapping[str, float] | None = None, *, is_part: bool = False
-    ) -> list[Factors]:
-        """Return the factors of each micro-batch's losses.
-
-        A micro-batch's factors are bitwise identical however the rest of the window is cut.
+    def needs_check(self, window: Window, sizes: Sequence[int], *, is_part: bool, is_due: bool) -> bool:
+        """Whether the losses have to be tried on a few samples before a window.
 
         Args:
-            window: The samples.
+            window: The window, or this process's part of it.
             sizes: The micro-batch sizes.
-            totals: `weights` of the window that these samples are a part of; None if they are the whole.
-            is_part: Whether they are a part, whose losses are later combined with those of other parts.
+            is_part: Whether it is a part.
+            is_due: Whether the window is due for all checks.
+        """
+        weights = self.weights
+        if (len(sizes) == 1 and not is_part) or window.samples == 1:
+            return False
+        if weights.knows_all and weights.is_checked:
+            return False  # of torch, or what the arguments say
+        if is_due or not weights.is_checked:
+            return not weights.knows_all or is_due
+        return bool(weights.is_ambiguous(window, sizes))
+
+    def check(
+        self,
+        window: Window,
+        sizes: Sequence[int],
+        place: Callable[[Any], Any],
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        parameters: Sequence[nn.Parameter] = (),
+    ) -> None:
+        """Try the losses on a few samples of a window, and learn how they weigh samples.
+
+        What forward passes change has to be restored afterwards. If memory runs out, the next call tries half as many.
+
+        Args:
+            window: The window.
+            sizes: The micro-batch sizes.
+            place: Moves a batch to the device.
+            autocast: Returns the context that the model runs in.
+            parameters: The parameters whose gradients are compared.
 
         Raises:
-            InvalidInputError: No target of the window counts, and it is not a part.
+            InvalidInputError: A loss cannot be put together from micro-batches.
         """
-        alone = len(sizes) == 1 and not is_part
-        usual_total = None if totals is None else totals[SAMPLES]
-        usual_how = self._said or _BY_SAMPLES
-        weights = tallies_of(usual_how, window, sizes)
-        if self._is_weighed and not self._adds_up and len(sizes) > 1:
-            self._check_weight(window, weights)
-        usual = weighting.shares(usual_how, weights, window.samples, usual_total)
-        factors = [Factors(share, 1.0 / (usual_total or window.samples), alone) for share in usual]
-        for name, how in self._settler.known.items():
-            if self._is_usual(how):
-                continue
-            total = None if totals is None else totals.get(name)
-            if how.divisor is not None:
-                shares = self._shares_of_divided(how.divisor, window, sizes, total, is_part=is_part)
-                for micro, share in zip(factors, shares, strict=True):
-                    micro.named[name] = share
-                continue
-            tallies = tallies_of(how, window, sizes, in_full=totals is not None)
-            if totals is None and is_part:
-                # With an unknown weighting all samples count, including those without counted targets.
-                total = float(window.samples) if how.over is Over.OPAQUE else how.worth(sum(tallies))
-            shares = weighting.shares(how, tallies, window.samples, total)
-            for micro, share in zip(factors, shares, strict=True):
-                micro.named[name] = share
-        return factors
-
-    def _shares_of_divided(
-        self, path: Path, window: Window, sizes: Sequence[int], total: float | None, *, is_part: bool
-    ) -> list[float]:
-        total = self._divisor(path, window) if total is None else total
-        if not total and not is_part:
+        most, self._most = self._most, self._most // 2
+        weights, telling = self.weights, self.weights.is_ambiguous(window, sizes)
+        casts = not isinstance(autocast(), nullcontext)
+        trial = TrialLosses(self, place, autocast, casts=casts, parameters=parameters)
+        self._modes = Modes(self.modules)
+        eager.take()
+        try:
+            forms = trial.forms(window, most, telling) if most > 1 else None
+            if forms is None:
+                forms = trial.unchecked(window)
+                weights.warn_unchecked(forms)
+        finally:
+            self.put_back_modes()
+        weights.learn(forms, is_checked=most > 1)
+        self._most = MOST_SAMPLES
+        if telling and weights.is_ambiguous(window, sizes):
             raise InvalidInputError(
-                f"{spelled(path)} of the batches of this window is 0, so the loss over it does not exist; leave such "
-                "batches out"
+                f"what the loss is divided by could be {' or '.join(sorted(map(in_words, telling)))}, which differ in "
+                "this window; return a (sum, weight) pair, or pass loss_reduction="
             )
-        return [number / total if total else 0.0 for number in divisor.of_micro_batches(path, window, sizes)]
 
-    def _divisor(self, path: Path, window: Window) -> float:
-        found = divisor.of_window(path, window)
-        if found.is_of_window:
-            self._notices.say(
-                f"{spelled(path)} is the count of a whole window on each of its batches already, and is not added up",
-                key=f"of window {path}",
-            )
-        if not found.is_known:
-            self._notices.say(
-                f"{spelled(path)} of a batch is not the number of its targets that count (those that are not "
-                f"{weighting.IGNORE_INDEX}), and a window holds a part of that batch: the part is given its share of "
-                "the number by samples. Choose a target batch that is a multiple of the loader's batch size for "
-                "windows that end where batches do",
-                key=f"part of {path}",
-            )
-        return found.total
+    def factors(
+        self, window: Window, sizes: Sequence[int], totals: Mapping[Slot, float] | None = None, *, is_part: bool = False
+    ) -> list[Factors]:
+        """Return the factors of each micro-batch's losses; arguments as for `LossWeights.factors`."""
+        if self.weights.common is Common.SPLIT and not self._adds_up and len(sizes) > 1:
+            self._check_weight(window, sizes)
+        return self.weights.factors(window, sizes, totals, is_part=is_part)
 
-    def weigh(self, name: str, cut: Any, part: Window) -> tuple[float, float]:
-        """Return what the loss of a part of a window is multiplied by for the sum over its targets, and their weight.
-
-        Args:
-            name: Name of the loss, which is no (sum, weight) pair.
-            cut: The samples, as the model gets them.
-            part: The samples.
-        """
-        how = self.weighting(name)
-        if how.divisor is not None:
-            return divisor.of_micro_batches(how.divisor, part, [part.samples])[0], self._divisor(how.divisor, part)
-        if how.over is Over.SUM:
-            return 1.0, float(part.samples)
-        is_weighed = how.over is Over.WEIGHED
-        weight = part.weight(0, part.samples) if is_weighed else how.weigh(part.samples, target_tensors(cut))
-        return weight, weight
-
-    def weights(self, window: Window) -> dict[str, float]:
-        """Return the weights of a window's samples: the usual one, and one for each loss with another weighting."""
-        found = {SAMPLES: window.weight(0, window.samples) if self._is_weighed else float(window.samples)}
-        for name, how in self._settler.known.items():
-            if self._is_usual(how) or how.over is Over.SUM or not window.samples:
-                continue
-            if how.divisor is not None:
-                found[name] = self._divisor(how.divisor, window)
-                continue
-            # With an unknown weighting all samples count, as in one process.
-            is_guess = how.over is Over.OPAQUE
-            found[name] = how.worth(
-                window.samples if is_guess else tallies_of(how, window, [window.samples], in_full=True)[0]
-            )
-        return found
-
-    @property
-    def common_weight(self) -> str | None:
-        """The one of `weights` by which parts of a window are combined; None if losses differ in it."""
-        known = self._settler.known
-        names = {
-            SAMPLES if self._is_usual(how) else SUM if how.over is Over.SUM else name for name, how in known.items()
-        }
-        pairs = [name for name, how in known.items() if how.over is Over.PAIR]
-        if pairs:
-            return PAIR if len(known) == 1 else None
-        if not known:
-            return SUM if self._said is not None and self._said.over is Over.SUM else SAMPLES
-        return names.pop() if len(names) == 1 else None
-
-    @property
-    def _is_weighed(self) -> bool:
-        """Whether the usual weight is what the split counts, and not the number of samples."""
-        return self._said is not None and self._said.over is Over.WEIGHED
-
-    def _check_weight(self, window: Window, weights: Sequence[Tally]) -> None:
+    def _check_weight(self, window: Window, sizes: Sequence[int]) -> None:
         """Reject a weight of the split that does not add up over the micro-batches of a window.
 
         Raises:
             InvalidInputError: It does not.
         """
-        whole, added = window.weight(0, window.samples), float(sum(weights))
+        stops = list(accumulate(sizes))
+        added = sum(window.weight(stop - size, stop) for size, stop in zip(sizes, stops, strict=True))
+        whole = window.weight(0, window.samples)
         if not math.isclose(whole, added, rel_tol=_ADDS_UP):
             raise InvalidInputError(
                 f"split={self.split!r}: weight does not add up: {whole:g} for a window, and {added:g} for its "
-                f"{len(weights)} micro-batches together, as a mean or a maximum would; return a sum, such as the tokens"
+                f"{len(sizes)} micro-batches together, as a mean or a maximum would; return a sum, such as the tokens"
             )
         self._adds_up = True
-
-    def is_known_as_number(self, name: str) -> bool:
-        """Whether the loss of this name was seen to weigh samples in a way that only numbers do."""
-        how = self._settler.known.get(name)
-        return how is not None and not self._is_usual(how)
-
-    def is_by_samples(self, name: str) -> bool:
-        """Whether the loss of this name is weighed by samples."""
-        return not self._is_weighed and self._is_usual(self.weighting(name))
-
-    def _is_usual(self, how: Weighting) -> bool:
-        """Whether a loss has the usual weight, as an unknown one has, so that it needs no factor of its own."""
-        if how.over is Over.PAIR:
-            return True  # its weight comes with it
-        by_samples = how.over in (Over.VECTOR, Over.SAMPLES, Over.OPAQUE) and not how.void
-        return how.over is Over.WEIGHED if self._is_weighed else by_samples
-
-    @property
-    def has_questions(self) -> bool:
-        """Whether the reduction of a loss is still to be inferred."""
-        return self._settler.has_questions
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether nothing is left to infer in windows like those so far."""
-        return self._settler.is_settled and self._settler.has_compared
-
-    @property
-    def knowledge(self) -> dict[str, Knowledge]:
-        """What is known of each loss's reduction."""
-        return self._settler.knowledge
-
-    def adopt(self, known: Mapping[str, Knowledge]) -> None:
-        """Adopt what another process of the same training knows."""
-        self._settler.adopt({name: how for name, how in known.items() if not self._entries.is_reported(name)})
-
-    def open_shares(self, window: Window) -> bytes | None:
-        """Return how much this part of a window would weigh, for each weighting of a loss that is still possible.
-
-        Returns:
-            A digest, equal on all ranks if it does not matter which weighting is right; b"" if it matters whatever the
-            other parts weigh, and None if nothing is open.
-        """
-        with _random_kept(window):
-            return self._settler.open_shares(window)
-
-    def mixes_pairs(self) -> bool:
-        """Whether one of several losses is known to be a (sum, weight) pair."""
-        known = self._settler.known.values()
-        return len(known) > 1 and any(how.over is Over.PAIR for how in known)
-
-    def settle(
-        self,
-        window: Window,
-        sizes: Sequence[int],
-        place: Callable[[Any], Any],
-        mark: Mark,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        """Infer the reductions of the losses that are unknown and matter.
-
-        An unknown loss is run on a few samples and on parts of them, in evaluation mode and without gradients. If the
-        samples do not distinguish two candidates (no padding yet), the question stays open until a window in which they
-        differ.
-
-        Args:
-            window: Samples to try the losses on.
-            sizes: The micro-batch sizes that the window will be cut into.
-            place: Moves a batch to the device.
-            mark: Taken and restored here.
-            autocast: Returns a context to run the model in if it fails without.
-
-        Raises:
-            InvalidInputError: A loss returned a pair that is not (sum, weight).
-        """
-        settler = self._settler
-        if settler.is_settled and (len(sizes) == 1 or (settler.has_compared and not settler.compares_again)):
-            return
-        self._modes = Modes(self.modules)
-        with _random_kept(window):
-            self._settler.settle(window, sizes, Run(self, place, mark, autocast))
-        self._modes = None
 
     def put_back_modes(self) -> None:
         """Restore the modules' modes and the compiler if something was tried in evaluation mode and never ended.
@@ -509,23 +323,18 @@ class Objective:
             self._modes.put_back()
             self._modes = None
 
-    def begin_window(self, number: int | None = None) -> None:
+    def begin_window(self) -> None:
         """Read the settings of a `torch.nn` loss, which may change from one window to the next.
 
-        Args:
-            number: The number of the window; None outside of windows.
-
         Raises:
-            InvalidInputError: As for `_read_settings`.
+            InvalidInputError: They contradict `loss_reduction`, or a loss was weighted wrongly in the window before.
         """
-        if number is not None:
-            self._settler.windows = number
         self._read_settings()
+        self.weights.look_back()
 
     def settings(self) -> tuple[Any, ...]:
-        """Return the settings of a `torch.nn` loss, the identity of its class weights, and how losses weigh samples."""
-        settings, class_weights = weighting.settings_of(self._loss)
-        return settings, id(class_weights), list(self._settler.known.values())
+        """Return the settings of a `torch.nn` loss, and how losses weigh samples, to be compared with later ones."""
+        return weighting.settings_of(self._loss), list(self.weights.forms.values())
 
     def _read_settings(self) -> None:
         """Read the settings of a `torch.nn` loss.
@@ -533,24 +342,18 @@ class Objective:
         Raises:
             InvalidInputError: They contradict `loss_reduction`.
         """
-        settings, class_weights = weighting.settings_of(self._loss)
-        if settings == self._settings and class_weights is self._class_weights:
+        settings = weighting.settings_of(self._loss)
+        if settings == self._settings:
             return
-        if self._settings is not None:
-            self._settler.forget(TOTAL)
-        self._settings, self._class_weights = settings, class_weights
-        self._read_module(self._loss, self._loss_reduction)
-
-    def _read_module(self, loss: Any, loss_reduction: str | None) -> None:
-        how = weighting.of_loss_module(loss)
-        if how is None or how.over is Over.VECTOR:
-            return
-        if loss_reduction is not None and (loss_reduction == "sum") != (how.over is Over.SUM):
-            raise InvalidInputError(
-                f"loss_reduction={loss_reduction!r} contradicts the loss, a {type(loss).__name__} with "
-                f"reduction={loss.reduction!r}; leave loss_reduction out"
-            )
-        self._settler.known[TOTAL] = how
+        self._settings = settings
+        form = weighting.of_loss_module(self._loss)
+        if form is not None and self._loss_reduction is not None:
+            if (self._loss_reduction == "sum") != (form.form is Form.SUM):
+                raise InvalidInputError(
+                    f"loss_reduction={self._loss_reduction!r} contradicts the loss, a {type(self._loss).__name__} with "
+                    f"reduction={self._loss.reduction!r}; leave loss_reduction out"
+                )
+        self.weights.trust(TOTAL, form)
 
     # --- calling the model and the loss -------------------------------------------------------------------------------
 
@@ -585,7 +388,7 @@ class Objective:
     def _terms(
         self, raw: Mapping[str, Any], samples: int, total: str, with_gradients: Callable[[], Mapping[str, Any] | None]
     ) -> list[Term]:
-        summed = self._said is not None and self._said.over is Over.SUM
+        summed = self.weights.said is Common.SUM
         added = self._entries.added(raw, total, with_gradients)
         terms = [term_of(name, value, samples, summed=summed) for name, value in raw.items() if name in added]
         self.returns_pairs = self.returns_pairs or any(term.over is Over.PAIR for term in terms)
@@ -622,7 +425,7 @@ class Objective:
         return None
 
     def _loss_of_batch(self, outputs: Any, batch: Any) -> Any:
-        if weighting.of_loss_module(self._loss) is not None:
+        if weighting.is_of_torch(self._loss):
             raise InvalidInputError(
                 f"{type(self._loss).__name__} needs targets, but a batch of type {type(batch).__name__} is not an "
                 "(inputs, targets) pair; pass loss=lambda outputs, batch: ... to select them"
@@ -654,7 +457,7 @@ class Objective:
                 f"no loss: the model returned {describe(outputs)}, which contains none, and a batch of type "
                 f"{type(batch).__name__} is not an (inputs, targets) pair; pass loss=, or targets (labels) to the model"
             )
-        loss, self._default = _default_loss(outputs, batch[1])
+        loss = _default_loss(outputs, batch[1])
         self._notices.say(f"loss: {loss.__name__} for {batch[1].dtype} targets (loss=None)", key="default loss")
         return loss(outputs, batch[1])
 
@@ -688,13 +491,13 @@ def check_loss_reduction(loss_reduction: object) -> None:
         raise InvalidInputError(f"loss_reduction={shown(loss_reduction)} is unknown; choose 'mean', 'sum' or None")
 
 
-def _said_by(loss_reduction: str | None, split: Split | None) -> Weighting | None:
-    """Return the weighting that the arguments give to every unknown loss; None to infer it."""
+def _said_by(loss_reduction: str | None, split: Split | None) -> Common | None:
+    """Return how the arguments weigh every loss that is a number; None to find it out."""
     if loss_reduction == "sum":
-        return Weighting(Over.SUM)
+        return Common.SUM
     if weigher_of(split) is not None:
-        return Weighting(Over.WEIGHED)
-    return None if loss_reduction is None else Weighting(Over.OPAQUE)
+        return Common.SPLIT
+    return None if loss_reduction is None else Common.SAMPLES
 
 
 def _one_of_several(name: str, loss: Loss) -> Callable[[Objective, Any], tuple[dict[str, Any], Any]]:
@@ -758,21 +561,7 @@ def _own_loss(outputs: Any) -> Any:
     }
 
 
-@contextmanager
-def _random_kept(window: Window) -> Iterator[None]:
-    """Restore the random state after a block that looks at targets: samples may be collated for that, and draw."""
-    if window.is_nested:
-        yield
-        return
-    random = RandomState(torch.device("cpu"))
-    random.take()
-    try:
-        yield
-    finally:
-        random.put_back()
-
-
-def _default_loss(outputs: Any, targets: Any) -> tuple[Loss, Over]:
+def _default_loss(outputs: Any, targets: Any) -> Loss:
     """Choose cross entropy for integer targets and mean squared error for floating-point ones."""
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.dtype is torch.bool:
         raise InvalidInputError(
@@ -781,7 +570,7 @@ def _default_loss(outputs: Any, targets: Any) -> tuple[Loss, Over]:
         )
     if targets.is_floating_point() or targets.is_complex():
         _check_same_shape(outputs, targets, "mean squared error")
-        return functional.mse_loss, Over.ELEMENTS
+        return functional.mse_loss
     classes_second = outputs.dim() > 1 and (outputs.shape[0], *outputs.shape[2:]) == tuple(targets.shape)
     classes_last = outputs.dim() > 1 and tuple(outputs.shape[:-1]) == tuple(targets.shape)
     if (not classes_second and not classes_last) or outputs.shape[1 if classes_second else -1] == 1:
@@ -790,7 +579,7 @@ def _default_loss(outputs: Any, targets: Any) -> tuple[Loss, Over]:
             f"{tuple(targets.shape)}: cross entropy needs (N, C, ...) against (N, ...), with C classes of at least 2; "
             "pass loss= (for one logit a sample, torch.nn.BCEWithLogitsLoss() and floating targets)"
         )
-    return (cross_entropy if classes_second else cross_entropy_of_last), Over.COUNTED
+    return cross_entropy if classes_second else cross_entropy_of_last
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoaccum._loss.counting import is_pair
 from autoaccum._loss.weighting import Over, weight_of_pair
 from autoaccum.errors import InvalidInputError
 
@@ -30,6 +29,11 @@ class Term:
     over: Over | None = None
     weight: Tensor | float | None = None
     is_reported: bool = False
+
+
+def is_pair(value: Any) -> bool:
+    """Whether a batch is (inputs, targets), or a loss (sum, weight)."""
+    return isinstance(value, tuple | list) and len(value) == len(("inputs", "targets"))
 
 
 def reported_term(name: str, raw: Any, samples: int, *, summed: bool) -> Term | None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Layers of torch whose training mode draws numbers or takes a batch's statistics, and has no term of a loss.
 _QUIET = (_DropoutNd, _NormBase, nn.RReLU, nn.RNNBase, nn.MultiheadAttention)
+# What timm, torchvision and others call a layer that drops whole residual branches at random.
+_STOCHASTIC_DEPTH = ("DropPath", "StochasticDepth")
 # Functions that are told whether they train: the place and the name of that argument.
 _OF_TRAINING = {
     functional.dropout: (2, "training"),
@@ -38,20 +40,17 @@ _STATISTICS, _RATE = 1, 4  # places of batch_norm's running mean, and of attenti
 
 
 @contextmanager
-def quiet_training(modules: Sequence[nn.Module], *, layers_without_parameters: bool) -> Iterator[None]:
+def quiet_training(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Keep modules in their modes for the block, except for layers that draw numbers or take a batch's statistics.
 
     Args:
         modules: The modules.
-        layers_without_parameters: Whether every layer that has neither parameters nor layers is put into evaluation
-            mode, as it may draw numbers (stochastic depth).
     """
     parts = dict.fromkeys(part for module in modules for part in module.modules())
     modes = [(part, part.training) for part in parts]
     try:
         for part in parts:
-            is_bare = not part._modules and not part._parameters
-            if isinstance(part, _QUIET) or (layers_without_parameters and is_bare):
+            if isinstance(part, _QUIET) or type(part).__name__ in _STOCHASTIC_DEPTH:
                 part.training = False
         with _Quiet():
             yield

@@ -1,0 +1,134 @@
+"""Runs the losses on a few samples of a window, and on two parts of them, for `loss_check`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from autoaccum import _oom
+from autoaccum._loss.batch_counts import counts_in
+from autoaccum._loss.loss_check import Form, TermForm, choose, forms_of, run_of, tolerance_of
+from autoaccum._loss.training_mode import quiet_training
+from autoaccum._loss.weighting import Over, check_pair
+from autoaccum._oom import first_line
+from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+
+    from autoaccum._data.batches import Window
+    from autoaccum._loss.batch_counts import Count
+    from autoaccum._loss.loss_check import Run
+    from autoaccum._loss.objective import Objective, Source
+    from autoaccum._loss.terms import Term
+
+
+class TrialLosses:
+    """Tries losses on a few samples. What passes change is left to the caller, who restores it.
+
+    Args:
+        objective: The model and its losses.
+        place: Moves a batch to the device.
+        autocast: Returns the context that the model runs in.
+        casts: Whether that context casts.
+        parameters: The parameters whose gradients are compared.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        place: Callable[[Any], Any],
+        autocast: Callable[[], AbstractContextManager[object]],
+        *,
+        casts: bool,
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        self._objective = objective
+        self._place = place
+        self._autocast = autocast
+        self._casts = casts or objective.casts_itself
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._tolerance = 0.0
+
+    def forms(self, window: Window, most: int, telling: frozenset[Count]) -> dict[str, list[TermForm]] | None:
+        """Return the terms of each loss that is a number, by name; None if the window has no two samples to try.
+
+        Args:
+            window: The window.
+            most: The most samples to try.
+            telling: Counts that the samples should tell apart.
+
+        Raises:
+            InvalidInputError: A pair is not (sum, weight), or a loss cannot be computed for a part of the samples.
+        """
+        chosen = choose(window, most, telling)
+        if chosen is None:
+            return None
+        sample, first = chosen
+        objective, found = self._objective, dict[str, list[TermForm]]()
+        with quiet_training(objective.modules):
+            for source in objective.sources:
+                whole = self._runs(source, sample, 0, sample.samples)
+                parts = [self._part(source, sample, *ends) for ends in ((0, first), (first, sample.samples))]
+                again: dict[str, Run] | None = None
+                for name, run in whole.items():
+                    of_parts = [part[name] for part in parts if name in part]
+                    if len(of_parts) != len(parts) or objective.weights.knows(name):
+                        continue
+                    forms = forms_of(run, of_parts, None, self._tolerance)
+                    if any(form.form is Form.UNCONFIRMED for form in forms):
+                        if again is None:
+                            again = self._runs(source, sample, 0, sample.samples)
+                        forms = forms_of(run, of_parts, again.get(name), self._tolerance)
+                    found[name] = forms
+        return found
+
+    def _part(self, source: Source, sample: Window, start: int, stop: int) -> dict[str, Run]:
+        try:
+            return self._runs(source, sample, start, stop)
+        except Exception as error:
+            if isinstance(error, InvalidInputError) or _oom.is_oom(error) or _oom.is_too_large(error):
+                raise
+            if _oom.is_device_lost(error):
+                raise
+            raise InvalidInputError(
+                f"the loss could be computed for {sample.samples} samples, and not for {stop - start} of them "
+                f"({first_line(error)}), so micro-batches of such sizes cannot be trained on; loss_reduction='mean' or "
+                "'sum' leaves this check out"
+            ) from error
+
+    def _runs(self, source: Source, sample: Window, start: int, stop: int) -> dict[str, Run]:
+        """Return the losses of one forward pass by name, as runs of samples `start` to `stop` (exclusive)."""
+        cut, samples = sample.cut(start, stop), stop - start
+        counts = counts_in(cut, samples)
+        with self._autocast():
+            terms, _ = self._objective.terms(source, self._place(cut), samples)
+        numbers = [term for term in terms if not term.is_reported and term.over is None and term.value.requires_grad]
+        self._note_pairs(terms, start, stop, sample.samples)
+        if numbers:
+            dtypes = (parameter.dtype for parameter in self._parameters)
+            self._tolerance = tolerance_of(numbers[0].value, casts=self._casts, dtypes=dtypes)
+        last = len(numbers) - 1
+        return {
+            term.name: run_of(term.value, samples, counts, self._parameters, keep=place < last)
+            for place, term in enumerate(numbers)
+        }
+
+    def _note_pairs(self, terms: Sequence[Term], start: int, stop: int, samples: int) -> None:
+        """Check that the (sum, weight) pairs of the two parts add up to those of the whole."""
+        pairs = {
+            term.name: (float(term.value.detach()), float(term.weight or 0.0))
+            for term in terms
+            if term.over is Over.PAIR and not term.is_reported
+        }
+        if (start, stop) == (0, samples):
+            self._whole_pairs: Mapping[str, tuple[float, float]] = pairs
+        elif start == 0:
+            self._first_pairs: Mapping[str, tuple[float, float]] = pairs
+        else:
+            for name, pair in pairs.items():
+                if name in self._whole_pairs and name in self._first_pairs:
+                    tolerance = max(self._tolerance, 1e-4)
+                    check_pair(name, self._whole_pairs[name], [self._first_pairs[name], pair], tolerance)
