@@ -563,7 +563,6 @@ CALLS = {
             "loss_scope": choice("micro_batch", "window"),
             "cache": is_bool,
             "batchnorm": choice("keep", "rescale"),
-            "noise_scale": FIT["noise_scale"],
             "split": or_none(nothing),
             "scale": or_none(nothing),
             "callbacks": FIT["callbacks"],

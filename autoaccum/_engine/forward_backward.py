@@ -167,9 +167,8 @@ class GradientStep:
 
     def loss_scale(self) -> float:
         """Return the factor by which losses are scaled for the backward pass; waits for the device."""
-        if self.scale is None:
-            return 1.0
-        return float(self.scale(torch.ones((), device=self.memory.device, requires_grad=True)).detach())
+        scaler = self.precision.scaler
+        return 1.0 if scaler is None else scaler.get_scale()
 
     def holds_gradients(self) -> bool:
         """Whether any parameter has a gradient."""
