@@ -389,7 +389,7 @@ FIT = STEP | {
     "loss_scope": choice("micro_batch", "window"),
     "batchnorm": choice("keep", "rescale"),
     "split": or_none(nothing),
-    "on_nan": choice("warn", "stop", "ignore"),
+    "on_nan": choice("warn", "stop"),
     "noise_scale": lambda value: is_bool(value) or whole()(value),
     "weights": or_none(choice("bf16", "bf16-master")),
     "fallback": or_none(lambda value: value in ([], ())),
