@@ -34,11 +34,12 @@ from autoaccum._oom import first_line, is_oom, is_too_large
 from autoaccum._sizing.fsdp_growth import Growth
 from autoaccum._sizing.planner import balanced
 from autoaccum._system import reason_file
+from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.reason_file import OUT_OF_MEMORY, Reason
 from autoaccum.errors import InvalidInputError, RankFailedError, StartAgainError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from autoaccum._data.batches import Window
     from autoaccum._distributed.process_group import Ranks
@@ -239,10 +240,26 @@ class ShardedDataParallel(DataParallel):
         """Record that this rank has completed the pass."""
         self.ranks.is_in_pass = False
 
-    def begin_evaluation_pass(self) -> None:
-        """Wait until all ranks are ready for the next forward pass of an evaluation."""
+    @contextmanager
+    def evaluation_pass(self, size: int) -> Iterator[None]:
+        """Wait until all ranks are ready for the next forward pass of an evaluation.
+
+        Outside of a pass no rank waits for this one, which can try a smaller cut.
+
+        Args:
+            size: Samples of the pass.
+
+        Raises:
+            StartAgainError: As for `failed`.
+        """
         self.ranks.exchange("evaluation pass", value=True)
         self.ranks.is_in_pass = True
+        try:
+            yield
+        except Exception as error:
+            self._end(error, size)
+            raise
+        self.ranks.is_in_pass = False
 
     def evaluate_with_others(self, make_passes: Callable[[Any, int], object]) -> None:
         """Make the forward passes of an evaluation that others still have to make.
@@ -254,15 +271,6 @@ class ShardedDataParallel(DataParallel):
             self.ranks.is_in_pass = True
             make_passes(*self._nothing())
             self.ranks.is_in_pass = False
-
-    def evaluation_failed(self, error: Exception, size: int | None) -> None:
-        """Handle a failure in an evaluation. Outside of a pass no rank waits for this one, which can try a smaller cut.
-
-        Raises:
-            StartAgainError: As for `failed`.
-        """
-        if self.ranks.is_in_pass:
-            self._end(error, size or self._sizing.plan.micro_batch)
 
     def _tell_lack(self, lack: _Lack | None) -> None:
         """Report whether this rank lacks memory, and receive the others' reports."""

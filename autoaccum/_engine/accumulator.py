@@ -11,7 +11,6 @@ import torch
 
 from autoaccum._engine.gradient_checks import no_gradient
 from autoaccum._engine.gradients import Reduced
-from autoaccum._engine.noise_scale import shuffled
 from autoaccum._engine.peers import GradientPeers
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.steady import NotSteadyError
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from autoaccum._engine.events import Events
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import Given
-    from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.peers import BeforeUpdate, Work
     from autoaccum._records import Plan
     from autoaccum._sizing.cache import Remembered
@@ -90,7 +88,6 @@ class GradientAccumulator:
         notices: Reports choices made for the user.
         peers: Makes what stands for the processes that compute the gradient together, again whenever the parameters
             have changed; None if this one is alone.
-        noise: The gradient noise scale to measure; None without `noise_scale`.
         entry_of: Returns what the cache holds of batches like a window with what memory="auto" has chosen (None without
             it); None for nothing.
     """
@@ -102,11 +99,9 @@ class GradientAccumulator:
         notices: Notices,
         *,
         peers: Callable[[], GradientPeers] | None = None,
-        noise: NoiseScale | None = None,
         entry_of: Callable[[Window, Rung | None], CacheEntry] | None = None,
     ) -> None:
         self._step = step
-        self._noise = noise
         self._events = events
         self._notices = notices
         self._make_peers = peers or (lambda: AloneWithGradients(step))
@@ -141,13 +136,10 @@ class GradientAccumulator:
             AutoaccumError: As for `Accumulator.backward`.
         """
         started = time.perf_counter()
-        step, noise = self._step, self._noise
+        step = self._step
         self._earlier, self._parameters = list(map(_GRADIENT, step.parameters)), step.parameters
         lane = self._lane_for(window)
         engine = lane.engine
-        measures = noise is not None and noise.is_due(self._events.windows + 1) and lane.sizing.is_settled
-        if measures and not step.keeps_outputs:
-            window = shuffled(window, self._events.windows)
         step.clear_gradients()
         self._is_added = False
         try:
@@ -156,7 +148,6 @@ class GradientAccumulator:
                 self._finish,
                 is_decided=lambda: self._is_added,
                 on_change=self._on_change,
-                measures_noise=measures,
             )
             elapsed_s = time.perf_counter() - started
             engine.complete(elapsed_s)
@@ -175,8 +166,6 @@ class GradientAccumulator:
             self._earlier, self._parameters = [], []
             if engine.lacks:
                 lane.entry.forget()
-        if noise is not None and reduced.spread is not None:
-            noise.learn(reduced.spread, reduced.samples)
         lane.entry.follow(lane.sizing.probe, lane.sizing.fastest)
         return BackwardReport(
             samples=reduced.samples,
@@ -336,7 +325,6 @@ class GradientAccumulator:
             self._events,
             self._notices,
             peers=self._peers,
-            noise=self._noise,
             elsewhere="outside of Accumulator.backward()",
             owns_gradients=False,
         )

@@ -19,11 +19,12 @@ from autoaccum._engine.optimizer_list import name_of
 from autoaccum._engine.phases import Phase
 from autoaccum._memory.limits import describe_room
 from autoaccum._oom import let_go
-from autoaccum.errors import DoesNotFitError, InvalidInputError
+from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep
+    from autoaccum._memory.base import MemoryBackend
 
 # In so many characters, the phase and the device's own message say how much was asked for.
 _QUOTED = 110
@@ -89,11 +90,6 @@ def described(batch: Any, name: str | None = None, *, has_rows: bool = True) -> 
     return f"a sample {of_shapes}" if name is None else f"{name}, {of_shapes},"
 
 
-def abridged(said: str) -> str:
-    """Return what a device said, in few enough characters to be quoted."""
-    return textwrap.shorten(said, _QUOTED, placeholder=" ...")
-
-
 def sample_does_not_fit(
     step: GradientStep, said: str, *, sample: str = ONE_SAMPLE, phase: str | None = None, is_whole: bool = False
 ) -> DoesNotFitError:
@@ -112,7 +108,7 @@ def sample_does_not_fit(
     else:
         remedies += [*_savings(step), "smaller inputs", *_less_state(step)]
     where = "" if phase is None else f"in {_NAMES[Phase(phase)]}: "
-    return _error(step, f"{sample} does not fit", where + said, remedies)
+    return refusal(step.memory, f"{sample} does not fit", where + said, remedies)
 
 
 def whole_does_not_fit(
@@ -141,17 +137,9 @@ def whole_does_not_fit(
     if what is None:
         what = "the loss over the whole window" if phase in _OVER_THE_WINDOW else _NAMES[Phase(phase)]
     times = "even with no activations alive" if phase in _OF_THE_OPTIMIZER else f"in {tries} attempts"
-    error = _error(step, f"{what} does not fit, {times},", said, remedies)
+    error = refusal(step.memory, f"{what} does not fit, {times},", said, remedies)
     error.saving_helps = phase not in _OF_THE_OPTIMIZER
     return error
-
-
-def input_has_moved() -> InvalidInputError:
-    """Return the error for samples that were changed in place, so that they cannot be processed again."""
-    return InvalidInputError(
-        "memory ran out after the model had changed its input in place, so the samples cannot be processed again from "
-        "the same data; let the model work on a copy (inputs.clone())"
-    )
 
 
 def _limit(step: GradientStep) -> list[str]:
@@ -180,9 +168,9 @@ def _less_state(step: GradientStep) -> list[str]:
     return [f"an optimizer with less state than {name_of(step.optimizer)}"]
 
 
-def _error(step: GradientStep, what: str, said: str, remedies: list[str]) -> DoesNotFitError:
+def refusal(memory: MemoryBackend, what: str, said: str, remedies: list[str]) -> DoesNotFitError:
     """Compose an error of at most three lines, for which the room, and then the last remedies, are left out."""
-    memory, room, found = step.memory, describe_room(step.memory), abridged(said)
+    room, found = describe_room(memory), textwrap.shorten(said, _QUOTED, placeholder=" ...")
     where = f"{what} on {memory.name}{f' under {room}' if memory.limit_bytes is not None else ''}"
     forms = [f"{where} ({found}; {room})"] if room and memory.limit_bytes is None else []
     forms.append(f"{where} ({found})")

@@ -5,26 +5,27 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from autoaccum._data.batches import Window
 from autoaccum._data.nesting import copied
-from autoaccum._engine.does_not_fit import input_has_moved, sample_does_not_fit, sample_of, whole_does_not_fit
+from autoaccum._engine.does_not_fit import sample_does_not_fit, whole_does_not_fit
 from autoaccum._engine.metrics import CountingMetric, keeps_count, mean_of, metrics_by_name
+from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.window_loss import WindowLoss
 from autoaccum._loss.counting import is_pair
 from autoaccum._loss.modes import evaluation_mode
 from autoaccum._loss.weighting import Over, in_full
-from autoaccum._oom import first_line, is_device_lost, is_oom, is_too_large, let_go
+from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._records import Evaluation, MemoryEvent
-from autoaccum._sizing.backoff import wait_for_memory
-from autoaccum._sizing.planner import balanced, shrink
+from autoaccum._sizing.planner import balanced
 from autoaccum._system import exceptions
 from autoaccum.errors import InvalidInputError
 
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from autoaccum._engine.metrics import Metric
     from autoaccum._engine.peers import Talk
     from autoaccum._loss.terms import Term
+    from autoaccum.errors import DoesNotFitError
 
-_T = TypeVar("_T")
 _NO_SAMPLES = (
     "the validation loader gave no samples (val_loader=), so there is nothing to evaluate; make it a "
     "DataLoader or a list, since a generator can be read only once"
@@ -69,9 +70,9 @@ class _Sums(dict[tuple[str, str], tuple[Any, Any]]):
 class Evaluator:
     """Evaluates with the model and loss of a training step, which it leaves unchanged.
 
-    The micro-batch size is found by failure alone and kept from one evaluation to the next. It is separate from the
-    training's, which is not touched. With loss_scope="window" the loss is computed on each of the loader's batches as a
-    whole; metrics see the micro-batches all the same.
+    The micro-batch size is found by failure alone, kept from one evaluation to the next, and grows back. The training's
+    is not touched. With loss_scope="window" the loss is computed on each of the loader's batches as a whole; metrics
+    see the micro-batches all the same.
 
     Args:
         step: The training step.
@@ -93,14 +94,12 @@ class Evaluator:
     ) -> None:
         named, device = metrics_by_name(metrics), step.memory.device
         self._step = step
-        self._on_oom = on_oom
         self._ranks = ranks
         self._whole = WindowLoss(step) if step.options.loss_scope == "window" else None
         self._callables = {name: metric for name, metric in named.items() if not keeps_count(metric)}
         self._counting = [CountingMetric(*item, device, ranks) for item in named.items() if keeps_count(item[1])]
-        self._max_size: int | None = None
         self._savepoint = Savepoint(step.objective.modules, device, step.objective.functions)
-        self._has_settled = False
+        self._parts = PartsThatFit(step.memory, self._savepoint, self._does_not_fit, on_oom)
 
     def run(self, batches: Iterable[Any], *, trained_size: int | None = None) -> Evaluation:
         """Evaluate `batches` once, without gradients; modes, and what a failed attempt has changed, are restored.
@@ -118,8 +117,7 @@ class Evaluator:
         step, sums, samples = self._step, _Sums(), 0
         # If a failure within a pass ends all ranks, an attempt larger than what is known to fit would end them again.
         is_survived = step.memory.fails_cleanly and step.passes is None
-        if trained_size is not None and not is_survived:
-            self._max_size = min(self._max_size or trained_size, trained_size)
+        self._parts.begin(None if is_survived else trained_size, step.witness)
         for metric in self._counting:
             metric.reset()
         with evaluation_mode(step.objective.modules), torch.no_grad():
@@ -180,68 +178,30 @@ class Evaluator:
     # --- micro-batches ------------------------------------------------------------------------------------------------
 
     def _one_batch(self, window: Window, sums: _Sums) -> None:
-        start = tries = 0
         parts: list[Any] = []
-        while start < window.samples:
-            size = min(self._max_size or window.samples, window.samples - start)
-            done = self._attempt(partial(self._one_part, window, start, size, settles=True), window, size)
-            if isinstance(done, MemoryEvent):
-                self._max_size = shrink(window.samples, size) or 1
-                if size == 1 and not wait_for_memory(tries, may_wait=True):
-                    sample = sample_of(window, start)
-                    raise sample_does_not_fit(self._step, done.message, sample=sample, phase=Phase.EVALUATE)
-                tries += size == 1
-                continue
-            found, outputs, targets, kept = done
+        for size, (found, outputs, targets, kept) in self._parts.of(
+            window, lambda start, size: self._one_part(window, start, size, settles=True)
+        ):
             sums.add_all(found)
             for metric in self._counting:
                 metric.update(outputs, targets, size)
             if self._whole is not None:
                 parts.append(kept)
-            del done, outputs, targets, kept  # the next micro-batch needs their memory
-            start, tries = start + size, 0
+            del found, outputs, targets, kept  # the next micro-batch needs their memory
         if self._whole is not None and parts:
             sums.add_all(self._of_whole(partial(self._over_all, self._whole, window, parts), window))
 
     def _of_whole(self, work: Callable[[], _Sums], window: Window) -> _Sums:
         for _ in range(_TRIES):  # there is no smaller size: try once more with empty caches
-            done = self._attempt(work, window, None)
+            done = self._parts.attempt(work, window)
             if not isinstance(done, MemoryEvent):
                 return done
             said = done.message
         what = f"the loss over all {window.samples} samples of a batch"
         raise whole_does_not_fit(self._step, said, Phase.EVALUATE, _TRIES, what)
 
-    def _attempt(self, work: Callable[[], _T], window: Window, size: int | None) -> _T | MemoryEvent:
-        """Do some work; if memory runs out, restore everything and return what happened."""
-        step, versions, is_saved = self._step, _versions_in(window), False
-        savepoint, is_first = self._savepoint, not self._has_settled
-        try:
-            savepoint.take(copies_all=is_first, sums_up=is_first)
-            is_saved = True
-            done = work()
-            if is_first:  # which large buffers move is known now
-                savepoint.settle()
-                self._has_settled = True
-        except Exception as error:
-            if step.passes is not None:
-                step.passes.evaluation_failed(error, size)
-            if not (is_oom(error) or is_too_large(error)) or is_device_lost(error):
-                raise
-            if step.witness is not None:
-                step.witness.see(error, phase=Phase.EVALUATE, size=size)
-            if _versions_in(window) != versions:
-                raise input_has_moved() from error
-            failure = MemoryEvent(Phase.EVALUATE.value, size, first_line(error))
-            let_go(error)
-        else:
-            return done
-        # The handler has ended: inside it the traceback would still pin the activations.
-        if is_saved:
-            savepoint.restore()
-        step.memory.release()
-        self._on_oom(failure)
-        return failure
+    def _does_not_fit(self, said: str, sample: str) -> DoesNotFitError:
+        return sample_does_not_fit(self._step, said, sample=sample, phase=Phase.EVALUATE)
 
     def _one_part(self, window: Window, start: int, size: int, *, settles: bool = False) -> tuple[_Sums, Any, Any, Any]:
         """Run a micro-batch; return its sums, without losses that are taken over the whole batch, outputs and targets.
@@ -260,18 +220,15 @@ class Evaluator:
             step.objective.settle(window, halves, step.transfer.place, self._savepoint, step.precision.autocast)
         cut = window.cut(start, start + size)
         batch = step.transfer.place(cut)
-        if step.passes is not None:
-            step.passes.begin_evaluation_pass()
         kept: Any = None
-        if self._whole is None:
-            terms, outputs = self._passes(batch, size)
-            for of_pass in terms:
-                self._add(of_pass, cut, part, sums)
-        else:
-            outputs = self._whole.outputs(batch, size)
-            kept = copied(outputs)  # outputs may be views of a whole layer and keep it alive
-        if step.passes is not None:
-            step.passes.end_pass()
+        with nullcontext() if step.passes is None else step.passes.evaluation_pass(size):
+            if self._whole is None:
+                terms, outputs = self._passes(batch, size)
+                for of_pass in terms:
+                    self._add(of_pass, cut, part, sums)
+            else:
+                outputs = self._whole.outputs(batch, size)
+                kept = copied(outputs)  # outputs may be views of a whole layer and keep it alive
         targets = batch[1] if is_pair(batch) else batch
         for name, metric in self._callables.items():
             sums.add(_METRIC, name, mean_of(name, metric(outputs, targets)) * size, size)
@@ -323,7 +280,3 @@ def _times(value: Tensor, factor: Any) -> Tensor:
     value = in_full(value)  # the sum could overflow in half precision
     # If nothing counts, a mean is NaN and must add nothing.
     return torch.zeros_like(value) if isinstance(factor, float) and not factor else value * factor
-
-
-def _versions_in(window: Window) -> list[int]:
-    return [tensor._version for tensor in window.tensors() if not tensor.is_inference()]

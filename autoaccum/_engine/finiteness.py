@@ -64,8 +64,6 @@ class Finiteness:
         Raises:
             NotFiniteError: A value was not finite, and on_nan is "stop".
         """
-        if self._on_nan == "ignore":
-            return
         self._read(at_most=self._most_coming)
         self._skipped = self._skipped + 1 if report.skipped else 0
         if self._skipped == _SKIPPED_IN_A_ROW:
@@ -132,7 +130,7 @@ class Finiteness:
     def note(self) -> None:
         """Note what is finite: at the beginning, and of the optimizer's state after the update that creates it."""
         has_state = bool(self._step.optimizer.state)
-        if self._on_nan == "ignore" or has_state == self._has_state:
+        if has_state == self._has_state:
             return
         self._has_state = has_state
         new = {name: tensor for name, tensor in self._held() if name not in self._was_finite and tensor.numel()}
@@ -141,8 +139,6 @@ class Finiteness:
 
     def damage(self) -> list[str]:
         """Return the names of values that are not finite now but were so when noted; waits for the device."""
-        if self._on_nan == "ignore":
-            return []
         return _not_finite({name: tensor for name, tensor in self._held() if self._has_to_be_finite(name, tensor)})
 
     def _has_to_be_finite(self, name: str, tensor: Tensor) -> bool:
@@ -154,8 +150,7 @@ class Finiteness:
         listed = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
         kept = "there is none yet" if newest is None else f"the last finite one stays: {newest}"
         self._notices.say(
-            f"WARNING: step {step}: no checkpoint is written, since it would hold NaN or infinity ({listed}); {kept} "
-            "(on_nan='ignore' writes them all the same)",
+            f"WARNING: step {step}: no checkpoint is written, since it would hold NaN or infinity ({listed}); {kept}",
             key=f"refused {newest}",
         )
 

@@ -27,8 +27,10 @@ from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from autoaccum._engine.gradient_checks import GradientChecks
+    from autoaccum._engine.lack_of_memory import Witness
     from autoaccum._engine.options import Options
     from autoaccum._engine.precision import Precision
     from autoaccum._engine.time_first import TimeFirst
@@ -50,26 +52,18 @@ class Passes(Protocol):
             torch.OutOfMemoryError: One of them lacks memory for the pass.
         """
 
-    def begin_evaluation_pass(self) -> None:
-        """Wait until all are ready for the next forward pass of an evaluation, which ranks without data join too."""
-
     def end_pass(self) -> None:
         """Record that this process has completed the pass."""
 
     def evaluate_with_others(self, make_passes: Callable[[Any, int], object]) -> None:
         """Run the forward passes that others still have to make, in evaluation mode and without gradients."""
 
-    def evaluation_failed(self, error: Exception, size: int | None) -> None:
-        """Handle what a failure with `size` samples means for others that may wait for this process in a pass."""
+    def evaluation_pass(self, size: int) -> AbstractContextManager[None]:
+        """Wait until all are ready for a forward pass of an evaluation, which ranks without data join too.
 
-
-class Witness(Protocol):
-    """Called on the first lack of memory, while the frames in which it happened still exist."""
-
-    def see(
-        self, error: BaseException, *, phase: str, size: int | None, step: int | None = None, is_trial: bool = False
-    ) -> None:
-        """Inspect what is alive."""
+        Args:
+            size: Samples of the pass, for the error if it fails while others wait for it.
+        """
 
 
 @dataclass(slots=True)
@@ -173,9 +167,8 @@ class GradientStep:
 
     def loss_scale(self) -> float:
         """Return the factor by which losses are scaled for the backward pass; waits for the device."""
-        if self.scale is None:
-            return 1.0
-        return float(self.scale(torch.ones((), device=self.memory.device, requires_grad=True)).detach())
+        scaler = self.precision.scaler
+        return 1.0 if scaler is None else scaler.get_scale()
 
     def holds_gradients(self) -> bool:
         """Whether any parameter has a gradient."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from autoaccum._engine.lack_of_memory import first_of
 from autoaccum._engine.metric_states import is_metric
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
     from autoaccum._system.notices import Notices
 
-# The most that are named in a message.
-_NAMED = 3
 # The counter of normalisation layers, which only momentum=None reads.
 _OF_NORMS = "num_batches_tracked"
 
@@ -51,9 +50,8 @@ class MovingLayers:
         names = [name for name in moved if name not in usual and not name.endswith(_OF_NORMS)]
         if names:
             self._has_told = True
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             self._notices.say(
-                f"forward() moves {', '.join(names[:_NAMED])}{more}: once for each micro-batch, {len(sizes)} times in "
+                f"forward() moves {first_of(names)}: once for each micro-batch, {len(sizes)} times in "
                 "this update instead of once, and later micro-batches meet other values than the first. For the whole "
                 "batch's gradient, collect in forward() what moves them, and move them once an update, from a "
                 "callback's on_step (docs/moving-layers.md)"

@@ -110,7 +110,7 @@ class PostMortem:
 
     def _begin(self) -> None:
         self._is_looking = True
-        self._step.witness = self
+        self._step.witness = self.see
         self._places.begin()
         if self._step.memory.device.type == "cuda":
             self._history = _History(self._step.memory.device)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 LOSS_SCOPES = ("micro_batch", "window")
 BATCHNORM_MODES = ("keep", "rescale")
-ON_NAN = ("warn", "stop", "ignore")
+ON_NAN = ("warn", "stop")
 # Before the device is known, a limit and names are read as on one that is larger than any.
 _ANY_DEVICE_BYTES = 2**60
 _NOISE_EVERY = 50  # windows, with noise_scale=True

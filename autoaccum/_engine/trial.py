@@ -15,11 +15,12 @@ from autoaccum._data.splits import is_default
 from autoaccum._engine.bf16_weights import gradient_type
 from autoaccum._engine.does_not_fit import described
 from autoaccum._engine.forward_backward import Accumulated
+from autoaccum._engine.lack_of_memory import resolvable_lack
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.objective import Factors
-from autoaccum._oom import first_line, is_oom, is_too_large, let_go
-from autoaccum._records import MemoryEvent, Trial
+from autoaccum._oom import is_oom, let_go
+from autoaccum._records import Trial
 from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import StateDamagedError
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.window_loss import WholeWindow
+    from autoaccum._records import MemoryEvent
 
 
 class Trials:
@@ -92,16 +94,13 @@ class Trials:
                 started = time.perf_counter()
             self._one_step(size)
             memory.synchronize()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - what is not lack of memory is raised again
             # An optimizer that ran out of memory midway does no harm here: everything is restored in the end.
             half_way = isinstance(error, StateDamagedError) and error.__cause__ is not None and is_oom(error.__cause__)
-            if not (is_oom(error) or is_too_large(error) or half_way):
-                raise
+            cause = error.__cause__ if half_way and isinstance(error.__cause__, Exception) else error
+            phase = self._step.phase
+            self.lack = resolvable_lack(cause, phase, size, self._step.witness, is_trial=True)
             fits = False
-            if self._step.witness is not None:
-                self._step.witness.see(error, phase=self._step.phase, size=size, is_trial=True)
-            cause = error.__cause__ if half_way and error.__cause__ is not None else error
-            self.lack = MemoryEvent(self._step.phase, size, first_line(cause))
             let_go(error)
         elapsed_s = time.perf_counter() - started
         peak = memory.peak_bytes() if fits else None

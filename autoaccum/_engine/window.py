@@ -13,25 +13,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from autoaccum import _oom
 from autoaccum._data.splits import whole_as_samples
 from autoaccum._engine import devices
 from autoaccum._engine.batchnorm import BatchNorms
 from autoaccum._engine.careful import CarefulPath
 from autoaccum._engine.does_not_fit import (
     ONE_SAMPLE,
-    input_has_moved,
     sample_does_not_fit,
     sample_of,
     whole_does_not_fit,
 )
 from autoaccum._engine.gradient_checks import GradientChecks, refuse_hooks, tell_of_hooks
 from autoaccum._engine.gradients import Given, Progress
+from autoaccum._engine.lack_of_memory import resolvable_lack, told_damage
 from autoaccum._engine.moving_layers import MovingLayers
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.steady import NotSteadyError, SteadyPath
-from autoaccum._records import MemoryEvent
+from autoaccum._oom import is_device_lost
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.planner import format_cut
 from autoaccum._system import exceptions, signals
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.peers import GradientPeers, SharedWeights
-    from autoaccum._records import Plan
+    from autoaccum._records import MemoryEvent, Plan
     from autoaccum._sizing.sizing import Sizing
     from autoaccum._system.notices import Notices
 
@@ -55,8 +54,6 @@ _T = TypeVar("_T")
 # Attempts at finding out what the loss runs over; it takes many small steps, and each can fail.
 _TRIES_TO_WEIGH = 4
 _TRIES = 2
-# The most parameters or buffers that an error names.
-_NAMED = 3
 # Seconds from which saving the random state of Python and NumPy, which takes 42 microseconds, is not worth leaving out.
 _LONG_S = 0.05
 # What BatchNorm says of a single value per channel.
@@ -327,18 +324,19 @@ class Engine:
         Raises:
             Exception: The error itself, unless it is lack of memory that smaller micro-batches can resolve.
         """
-        step, at = self._step, self.at
-        if not (_oom.is_oom(error) or _oom.is_too_large(error)) or _oom.is_device_lost(error):
-            raise  # noqa: PLE0704 - the error that is being handled
-        if step.witness is not None:
-            number, is_trial = self._events.windows + 1, self._sizing.is_learning
-            step.witness.see(error, phase=step.phase, size=at.size, step=number, is_trial=is_trial)
-        if self._window.versions() != self._versions_of_data:
-            raise input_has_moved()
-        event = MemoryEvent(step.phase.value, at.size, _oom.first_line(error))
-        if step.phase is not Phase.RESERVE:  # in which nothing was touched
+        step = self._step
+        phase = step.phase
+        event = resolvable_lack(
+            error,
+            phase,
+            self.at.size,
+            step.witness,
+            has_moved=self._window.versions() != self._versions_of_data,
+            step=self._events.windows + 1,
+            is_trial=self._sizing.is_learning,
+        )
+        if phase is not Phase.RESERVE:  # in which nothing was touched
             self._restore()
-        _oom.let_go(error)
         return event
 
     def _restore(self) -> None:
@@ -405,11 +403,7 @@ class Engine:
         if not names:
             return ""
         self.has_lost_parameters = True
-        shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-        return (
-            f"forward() or backward() had written {shown}, which was not saved before the window and is not as it was: "
-            "load it from a checkpoint"
-        )
+        return told_damage(names)
 
     def _refuse_to_try_for_ever(self, lack: MemoryEvent) -> None:
         """Give up if memory runs out repeatedly while no micro-batch is being processed.
@@ -430,7 +424,7 @@ class Engine:
             DeviceLostError: This process can no longer use the device.
             DoesNotFitError: Not even one sample at a time fits.
         """
-        if _oom.is_device_lost(error):
+        if is_device_lost(error):
             raise devices.lost(self._step.memory, error) from error
         if isinstance(error, StateDamagedError):
             self._restore()

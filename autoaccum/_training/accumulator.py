@@ -18,7 +18,6 @@ from autoaccum._engine.accumulator import GradientAccumulator
 from autoaccum._engine.assembly import assemble_without_optimizer
 from autoaccum._engine.events import Events
 from autoaccum._engine.measured_batches import MeasuredBatches
-from autoaccum._engine.noise_scale import NoiseScale
 from autoaccum._engine.options import Options
 from autoaccum._engine.step_limit import Outside, StepLimit
 from autoaccum._engine.step_savings import StepSavings
@@ -84,7 +83,6 @@ class Accumulator:
         split: As for `fit`.
         scale: A `torch.amp.GradScaler`, or a function of the loss that returns what is backpropagated. Gradients stay
             scaled, for `scaler.unscale_` and `scaler.step`.
-        noise_scale: As for `fit`, with batches in place of windows; the property of this name is the newest estimate.
         callbacks: Called when memory runs out and when the plan changes.
         notices: Reports choices made on your behalf; None for stderr.
 
@@ -121,7 +119,6 @@ class Accumulator:
         batchnorm: str = "keep",
         split: Split | None = None,
         scale: torch.amp.GradScaler | Callable[[Tensor], Tensor] | None = None,
-        noise_scale: bool | int = False,
         callbacks: Sequence[Callback] = (),
         notices: Notices | None = None,
     ) -> None:
@@ -173,14 +170,12 @@ class Accumulator:
         ranks, step = self._ranks, self._step
         of_all = {} if ranks is None else {"of_all": ranks.exchange}
         self._savings = StepSavings(step.objective.modules, names, backend, notices, **of_all)
-        self._noise = None if options.noise_every is None else NoiseScale(options.noise_every, notices)
         measures = options.micro_batch == "auto" and options.loss_scope == "micro_batch"
         accumulating = GradientAccumulator(
             step,
             Events([Outside(callback, backend) for callback in options.callbacks], notices),
             notices,
             peers=None if ranks is None else lambda: DataParallel(ranks, step, say=notices.say),
-            noise=self._noise,
             entry_of=_entries(step, limit_bytes, names, closure, notices) if options.cache and measures else None,
         )
         self._accumulating = accumulating
@@ -218,11 +213,6 @@ class Accumulator:
     def memory_trials(self) -> tuple[MemoryTrial, ...]:
         """What memory="auto" has tried, in order; empty without it."""
         return () if self._savings.rungs is None else self._savings.rungs.trials
-
-    @property
-    def noise_scale(self) -> float | None:
-        """The gradient noise scale in samples; None as long as it has not been, or cannot be, measured."""
-        return None if self._noise is None else self._noise.samples
 
     def backward(self, batch: Any, *others: Any, keep: str | None = None) -> BackwardReport:
         """Add the gradient of a batch to `.grad`, as one backward pass of the whole batch would.

@@ -223,8 +223,8 @@ def fit(
         overlap: On several ranks, whether to overlap the all-reduce with a window's last backward pass, which takes
             memory for a second set of gradients (docs/ranks.md).
         on_nan: What to do when a window's loss or gradient norm is NaN or infinite. "warn": print a warning on stderr
-            once, even with progress=False; "stop": raise NotFiniteError on all ranks; "ignore": nothing. Unless it is
-            "ignore", no checkpoint of non-finite parameters is written, and the last finite one is kept.
+            once, even with progress=False; "stop": raise NotFiniteError on all ranks. No checkpoint of non-finite
+            parameters is written, and the last finite one is kept.
         noise_scale: Whether to measure the gradient noise scale, which says whether a larger batch would pay, from two
             norms of every 50th window; a number measures every so many windows. A window that is measured takes
             its samples in random order, and is cut in two if it fits at once (docs/batch-size.md).

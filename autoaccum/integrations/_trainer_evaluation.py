@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import inspect
 import math
-from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.trainer_pt_utils import nested_concat
 
-from autoaccum._data.batches import Window
 from autoaccum._engine import devices
 from autoaccum._engine.assembly import assemble_without_optimizer
-from autoaccum._engine.does_not_fit import abridged, sample_of
+from autoaccum._engine.does_not_fit import refusal
 from autoaccum._engine.options import Options
+from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.closures import Closure
-from autoaccum._oom import first_line, is_oom, is_too_large, let_go
-from autoaccum._sizing.planner import balanced, shrink
+from autoaccum._oom import is_oom, let_go
+from autoaccum._sizing.planner import balanced
 from autoaccum._system.exceptions import contextmanager
-from autoaccum.errors import DoesNotFitError, InvalidInputError
 from autoaccum.integrations._padding import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._system.notices import Notices
@@ -41,7 +41,7 @@ _LOSS = "loss"
 class EvaluationInParts:
     """Runs a trainer's `prediction_step` on parts of a batch, where it does not fit as a whole.
 
-    The size that fits is found by failure, and kept for the batches that follow.
+    The size that fits is found by failure, kept for the batches that follow, and grows back.
 
     Args:
         trainer: The trainer.
@@ -55,7 +55,6 @@ class EvaluationInParts:
         self._metrics = metrics
         self._split = split
         self._notices = notices
-        self._most: int | None = None
         self._model: nn.Module | None = None
         self._weights = _Weights(trainer, metrics, split, notices)
 
@@ -68,73 +67,39 @@ class EvaluationInParts:
 
         Raises:
             DoesNotFitError: Not even one sample fits.
+            InvalidInputError: Memory ran out, and the batch cannot be cut.
         """
-        try:
-            window = Window([dict(inputs)], self._split)
-        except InvalidInputError:  # what cannot be cut may fit as a whole
-            return step(inputs)
         self._begin(self._trainer.model)
-        done: list[tuple[_Predicted, Window]] = []
-        records: list[Record] = []
-        start, has_tried_again = 0, False
-        while start < window.samples:
-            size = min(self._most or window.samples, window.samples - start)
-            record, found = self._try(step, partial(window.cut, start, start + size), size)
-            if record is not None:
-                records.append(record)
-                done.append((found, window.part(start, start + size)))
-                start += size
-                continue
-            smaller = shrink(window.samples, size)
-            if smaller is None and has_tried_again:
-                raise DoesNotFitError(
-                    f"{sample_of(window, start)} does not fit on {self._memory.name} in an evaluation "
-                    f"({abridged(found)}); evaluate on shorter samples, or set "
-                    "eval_accumulation_steps=1, so that outputs leave the device"
-                )
-            has_tried_again = smaller is None  # with empty caches it may fit
-            self._most = smaller or self._most
-            self._notices.say("evaluation is cut into parts that fit, since memory ran out in it")
-        self._metrics.append(records, "eval")
-        loss, outputs, labels = done[0][0] if len(done) == 1 else self._joined(done, window)
+
+        def one_part(batch: Mapping[str, Any], size: int) -> tuple[Record, _Predicted]:
+            with self._metrics.recorded(batch, size) as record, own_tokens(self._trainer.args):
+                return record, step(dict(batch))
+
+        done, sizes, window = self._parts.of_batch(dict(inputs), self._split, one_part)
+        self._metrics.append([record for record, _ in done], "eval")
+        found = [predicted for _, predicted in done]
+        loss, outputs, labels = found[0] if window is None or len(found) == 1 else self._joined(found, window, sizes)
         return self._over_all_ranks(loss, inputs), outputs, labels
 
     def _begin(self, model: nn.Module) -> None:
-        if self._model is not model:
-            self._model = model
-            self._memory = devices.resolve(self._trainer.args.device, model, self._notices)
-            self._mark = Savepoint([model], self._memory.device)
+        if self._model is model:
+            return
+        self._model = model
+        memory = devices.resolve(self._trainer.args.device, model, self._notices)
+        remedies = ["shorter samples", "eval_accumulation_steps=1, so that outputs leave the device"]
+        self._parts = PartsThatFit(
+            memory,
+            Savepoint([model], memory.device),
+            lambda said, sample: refusal(memory, f"{sample} does not fit in an evaluation", said, remedies),
+            lambda _: self._notices.say("evaluation is cut into parts that fit, since memory ran out in it"),
+        )
 
-    def _try(
-        self, step: Callable[[Mapping[str, Any]], _Predicted], cut: Callable[[], Mapping[str, Any]], size: int
-    ) -> tuple[Record | None, Any]:
-        """Cut a part and run a step on it; return its record and what it returns, or None and why memory ran out."""
-        is_marked = False
-        try:
-            self._mark.take()
-            is_marked = True
-            batch = cut()
-            with self._metrics.recorded(batch, size) as record, own_tokens(self._trainer.args):
-                found = step(dict(batch))
-        except Exception as error:
-            if not (is_oom(error) or is_too_large(error)):
-                raise
-            failure = first_line(error)
-            let_go(error)
-        else:
-            return record, found
-        # The handler has ended: inside it the traceback would still pin the activations.
-        if is_marked:
-            self._mark.restore()
-        self._memory.release()
-        return None, failure
-
-    def _joined(self, done: Sequence[tuple[_Predicted, Window]], window: Window) -> _Predicted:
+    def _joined(self, found: Sequence[_Predicted], window: Window, sizes: Sequence[int]) -> _Predicted:
         """Return what the parts of a batch give together."""
-        losses, outputs, labels = zip(*(predicted for predicted, _ in done), strict=True)
+        losses, outputs, labels = zip(*found, strict=True)
         loss = None
         if losses[0] is not None:
-            weights = self._weights.of(window, [part for _, part in done])
+            weights = self._weights.of(window, sizes)
             whole = sum(weights)
             loss = sum(weight / whole * part for weight, part in zip(weights, losses, strict=True) if weight)
         return loss, _concatenated(outputs), _concatenated(labels)
@@ -185,7 +150,7 @@ class _Weights:
         self._step: GradientStep | None = None
         self._model: nn.Module | None = None
 
-    def of(self, window: Window, parts: Sequence[Window]) -> list[float]:
+    def of(self, window: Window, sizes: Sequence[int]) -> list[float]:
         """Return the weights of the mean losses of parts of a window."""
         step = self._step_of(self._trainer.model)
         step.objective.begin_window()
@@ -199,6 +164,7 @@ class _Weights:
             else:
                 break
             step.memory.release()
+        parts = [window.part(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
         return [step.objective.weigh(_LOSS, part.cut(0, part.samples), part)[1] for part in parts]
 
     def _settle(self, step: GradientStep, window: Window) -> None:

@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 
 import autoaccum
 from autoaccum._system.notices import Notices
-from autoaccum.errors import DoesNotFitError, InvalidInputError
+from autoaccum.errors import DoesNotFitError, InvalidInputError, StateDamagedError
 from helpers import CountingLoader, assert_bitwise, batches_of, classifier, labelled, state_of
 
 SIZES = (4, 1, 7, 3)
@@ -408,6 +408,48 @@ def test_one_sample_that_does_not_fit_is_an_error_that_leaves_the_model(wide, da
         runner.evaluate([data])
 
     assert_bitwise(state_of(wide), before)
+
+
+def test_size_grows_back_once_the_memory_is_there_again(data):
+    sizes = []
+
+    class Beside(nn.Linear):
+        """Has a neighbour at first, which leaves memory for three samples."""
+
+        def forward(self, inputs):
+            if len(sizes) < 20 and len(inputs) > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            sizes.append(len(inputs))
+            return super().forward(inputs)
+
+    model = Beside(4, 3).double()
+    options = {"device": autoaccum.Simulated(MIB), "loss": functional.cross_entropy, "loss_reduction": "mean"}
+    found = runner_of(model, **options).evaluate([data] * 80)
+
+    assert (sizes[:20], sizes[-1]) == ([3] * 20, SAMPLES)
+    assert found == pytest.approx(exact(model, data), rel=1e-12)
+
+
+def test_lack_of_memory_after_a_large_buffer_has_begun_to_move_is_not_hidden(data):
+    class Bank(nn.Linear):
+        """Writes a bank of features in a late evaluation pass, and then runs out of memory."""
+
+        def __init__(self):
+            super().__init__(4, 3)
+            self.register_buffer("bank", torch.zeros(70_000))
+            self.passes = 0
+
+        def forward(self, inputs):
+            self.passes += 1
+            if self.passes == 20:
+                self.bank += 1
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().forward(inputs)
+
+    runner = runner_of(Bank().double(), device=autoaccum.Simulated(MIB), loss_reduction="mean")
+
+    with pytest.raises(StateDamagedError, match="had written bank"):
+        runner.evaluate([data] * 20)
 
 
 def test_samples_that_the_model_has_changed_in_place_are_not_taken_twice(data):

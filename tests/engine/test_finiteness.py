@@ -88,13 +88,6 @@ def test_stop_raises_in_the_window_itself_and_leaves_the_last_finite_checkpoint(
     assert "is saved in" not in capsys.readouterr().err
 
 
-def test_ignore_says_nothing_and_keeps_what_there_is(tmp_path, capsys):
-    result = fit(on_nan="ignore", checkpoint=tmp_path, checkpoint_steps=1)
-
-    assert not is_finite(result.checkpoint)
-    assert "WARNING" not in capsys.readouterr().err
-
-
 class Freezes(autoaccum.Callback):
     """Changes what is trained just before the window that is not finite."""
 
@@ -105,7 +98,7 @@ class Freezes(autoaccum.Callback):
         self.model.bias.requires_grad_(report.step != BAD - 1)
 
 
-@pytest.mark.parametrize(("on_nan", "steps"), [("ignore", 8), ("warn", 8), ("stop", None)])
+@pytest.mark.parametrize(("on_nan", "steps"), [("warn", 8), ("stop", None)])
 def test_window_after_a_change_of_the_model_is_held_to_on_nan_and_not_taken_for_the_first(on_nan, steps):
     model = nn.Linear(3, 2)
 
@@ -134,7 +127,7 @@ def test_run_that_has_lost_its_folder_ends_also_where_no_checkpoint_would_be_wri
 
 
 def test_unknown_word_is_refused():
-    with pytest.raises(InvalidInputError, match="on_nan='raise' is unknown; choose one of 'warn', 'stop', 'ignore'"):
+    with pytest.raises(InvalidInputError, match="on_nan='raise' is unknown; choose one of 'warn', 'stop'"):
         fit(on_nan="raise")
 
 
@@ -257,15 +250,3 @@ def test_numbers_of_a_device_without_events_are_read_together_and_at_the_end(cap
 
     assert (read_before, OnDevice.read) == (0, 64)
     assert "step 61: not finite" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("on_nan", ["ignore", "warn", "stop"])
-def test_run_goes_on_from_a_checkpoint_of_nan_as_on_nan_says(tmp_path, capsys, on_nan):
-    fit(checkpoint=tmp_path, max_steps=5, on_nan="ignore")
-
-    if on_nan == "stop":
-        with pytest.raises(autoaccum.NotFiniteError, match="step 6: not finite"):
-            fit(checkpoint=tmp_path, on_nan=on_nan)
-    else:
-        assert fit(checkpoint=tmp_path, on_nan=on_nan).steps == 8
-        assert len(lines(capsys, "step 6: not finite")) == (on_nan == "warn")

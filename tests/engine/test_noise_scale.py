@@ -172,51 +172,14 @@ def test_memory_that_runs_out_in_a_measured_window_changes_no_gradient():
 
 def test_scale_of_a_scaler_divides_out():
     found = []
-    by_hand = lambda loss: 8.0 * loss  # noqa: E731 - as users write it
-    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=2.0**10), by_hand):
-        torch.manual_seed(0)
-        model = Distance()
-        accumulator = autoaccum.Accumulator(
-            model,
-            loss=LOSSES["mean"],
-            scale=scaler,
-            micro_batch=5,
-            noise_scale=1,
-            precision="fp32",
-            device="cpu",
-            notices=Notices(silent=True),
-        )
+    for precision in ("fp32", "fp16"):  # which touches nothing in this model but the scale of its loss
+        runner = runner_of(Distance(), autoaccum.plan(12, 5), LOSSES["mean"], precision=precision)
         for batch in batches(3, 12):
-            accumulator.backward(batch)
-        found.append(accumulator.noise_scale)
+            runner.step(batch)
+        found.append(runner.noise_scale)
 
     assert found[0] is not None
     assert found[1] == pytest.approx(found[0], rel=1e-12)
-    assert found[2] == pytest.approx(found[0], rel=1e-12)
-
-
-def test_accumulator_measures_each_batch_though_gradients_add_up():
-    accumulator = autoaccum.Accumulator(
-        Distance(), loss=LOSSES["mean"], micro_batch=8, noise_scale=1, device="cpu", notices=Notices(silent=True)
-    )
-    found, learn = [], accumulator._noise.learn
-    accumulator._noise.learn = lambda spread, samples: (found.append(spread), learn(spread, samples))
-
-    for batch in batches(60, 24):
-        accumulator.backward(batch)
-
-    assert_within_four_errors([spread.variance for spread in found], VARIANCE)
-
-
-def test_outputs_that_are_kept_stay_in_order():
-    accumulator = autoaccum.Accumulator(
-        Distance(), loss=LOSSES["mean"], micro_batch=4, noise_scale=1, device="cpu", notices=Notices(silent=True)
-    )
-    ((inputs, targets),) = batches(1, 12)
-
-    report = accumulator.backward((inputs, targets), keep="outputs")
-
-    torch.testing.assert_close(torch.cat(report.outputs), 0.5 * inputs.square().sum(1))
 
 
 def test_overflow_is_passed_over():

@@ -1,0 +1,73 @@
+"""Tells which failures smaller micro-batches can resolve, and what they have left behind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autoaccum._oom import first_line, is_device_lost, is_oom, is_too_large, let_go
+from autoaccum._records import MemoryEvent
+from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from autoaccum._engine.phases import Phase
+
+    # Called on the first lack of memory, while the frames in which it happened still exist.
+    Witness = Callable[..., None]
+
+# The most names in a message.
+_NAMED = 3
+
+
+def resolvable_lack(
+    error: Exception,
+    phase: Phase,
+    size: int | None,
+    witness: Witness | None,
+    *,
+    has_moved: bool = False,
+    step: int | None = None,
+    is_trial: bool = False,
+) -> MemoryEvent:
+    """Return what happened, once the error keeps nothing alive any more. Call from the handler that caught it.
+
+    Args:
+        error: What was caught.
+        phase: In which phase.
+        size: The samples of the micro-batch; None where smaller ones would not help.
+        witness: Sees the error first.
+        has_moved: Whether the samples were changed in place since they were first used.
+        step: The number of the update.
+        is_trial: Whether the size was tried without need.
+
+    Raises:
+        Exception: The error itself, unless it is lack of memory that smaller micro-batches can resolve.
+        InvalidInputError: The samples cannot be processed again.
+    """
+    if not (is_oom(error) or is_too_large(error)) or is_device_lost(error):
+        raise  # noqa: PLE0704 - the error that is being handled
+    if witness is not None:
+        witness(error, phase=phase, size=size, step=step, is_trial=is_trial)
+    if has_moved:
+        raise InvalidInputError(
+            "memory ran out after the model had changed its input in place, so the samples cannot be processed again "
+            "from the same data; let the model work on a copy (inputs.clone())"
+        ) from error
+    event = MemoryEvent(phase.value, size, first_line(error))
+    let_go(error)
+    return event
+
+
+def told_damage(names: Sequence[str]) -> str:
+    """Return in words that tensors of these names were written and cannot be restored."""
+    return (
+        f"forward() or backward() had written {first_of(names)}, which was not saved before and is not as it was: "
+        "load it from a checkpoint"
+    )
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Return names in words, only the first of many."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -1,0 +1,155 @@
+"""Runs a function, without gradients, on parts of batches that fit, and repeats only parts that run out of memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from autoaccum._data.batches import Window
+from autoaccum._engine.does_not_fit import sample_of
+from autoaccum._engine.lack_of_memory import resolvable_lack, told_damage
+from autoaccum._engine.phases import Phase
+from autoaccum._records import MemoryEvent
+from autoaccum._sizing.backoff import Backoff, wait_for_memory
+from autoaccum.errors import InvalidInputError, StateDamagedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from autoaccum._data.pieces import Split
+    from autoaccum._engine.lack_of_memory import Witness
+    from autoaccum._engine.savepoint import Savepoint
+    from autoaccum._memory.base import MemoryBackend
+    from autoaccum.errors import DoesNotFitError
+
+_T = TypeVar("_T")
+
+
+class PartsThatFit:
+    """The size of parts that fit: whole batches at first, smaller ones after a failure, which later grow back.
+
+    Args:
+        memory: The device.
+        savepoint: Of all that functions may change.
+        refuse: Returns the error for a sample that does not fit alone, given what the device said and the sample in
+            words.
+        on_oom: Called each time memory runs out.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryBackend,
+        savepoint: Savepoint,
+        refuse: Callable[[str, str], DoesNotFitError],
+        on_oom: Callable[[MemoryEvent], None],
+    ) -> None:
+        self._memory = memory
+        self._savepoint = savepoint
+        self._refuse = refuse
+        self._on_oom = on_oom
+        self._backoff: Backoff | None = None  # None as long as whole batches fit
+        self.begin()
+
+    def begin(self, most: int | None = None, witness: Witness | None = None) -> None:
+        """Look anew at what the model's passes move, in the next part.
+
+        Args:
+            most: The largest size to try; None for whole batches.
+            witness: Sees each lack of memory, before anything is freed.
+        """
+        self._most = most
+        self._witness = witness
+        self._knows_what_moves = False
+
+    def of(self, window: Window, function: Callable[[int, int], _T]) -> Iterator[tuple[int, _T]]:
+        """Yield the size of each part of a batch, in order, and what a function of its start and size returns.
+
+        Raises:
+            DoesNotFitError: Not even one sample fits.
+            InvalidInputError: Memory ran out, and the samples were changed in place.
+            StateDamagedError: Memory ran out after something was written that cannot be restored.
+        """
+        start = tries = 0
+        is_clean = True
+        while start < window.samples:
+            size = min(self._largest(window.samples), window.samples - start)
+            done = self.attempt(partial(function, start, size), window, size)
+            if isinstance(done, MemoryEvent):
+                is_clean = False
+                if size > 1:
+                    self._backoff = self._backoff or Backoff(window.samples, self._largest(window.samples))
+                    self._backoff.fail(size)
+                elif not wait_for_memory(tries, may_wait=True):
+                    raise self._refuse(done.message, sample_of(window, start))
+                tries += size == 1
+                continue
+            start, tries = start + size, 0
+            result = [done]
+            del done  # the next part needs its memory
+            yield size, result.pop()
+        if is_clean and self._backoff is not None and self._memory.fails_cleanly:
+            if larger := self._backoff.succeed():
+                self._backoff.grow(larger)
+            if self._backoff.is_quiet:
+                self._backoff = None
+
+    def of_batch(
+        self, batch: Any, split: Split | None, function: Callable[[Any, int], _T]
+    ) -> tuple[list[_T], list[int], Window | None]:
+        """Return what a function of each part and its size returns; the sizes; and the batch as a window.
+
+        A batch that cannot be cut is a single part, of size 1, and no window.
+
+        Raises:
+            InvalidInputError: Memory ran out, and the batch cannot be cut; or as for `of`.
+        """
+        try:
+            window = Window([batch], split)
+        except InvalidInputError:
+            whole = self.attempt(partial(function, batch, 1))
+            if isinstance(whole, MemoryEvent):
+                raise
+            return [whole], [1], None
+        found = list(self.of(window, lambda start, size: function(window.cut(start, start + size), size)))
+        return [done for _, done in found], [size for size, _ in found], window
+
+    def _largest(self, samples: int) -> int:
+        """Return the largest size to use now in a batch of so many samples."""
+        most = samples if self._most is None else min(samples, self._most)
+        return most if self._backoff is None else min(most, self._backoff.size)
+
+    def attempt(
+        self, function: Callable[[], _T], window: Window | None = None, size: int | None = None
+    ) -> _T | MemoryEvent:
+        """Call a function; if memory runs out in it, restore everything and return what happened.
+
+        Args:
+            function: What to do.
+            window: Samples that it reads; None if that is not known.
+            size: How many of them; None if that cannot be changed.
+        """
+        versions, is_saved, is_first = _versions_in(window), False, not self._knows_what_moves
+        try:
+            self._savepoint.take(copies_all=is_first, sums_up=is_first)
+            is_saved = True
+            done = function()
+            if is_first:
+                self._savepoint.settle()
+                self._knows_what_moves = True
+        except Exception as error:  # noqa: BLE001 - what is not lack of memory is raised again
+            has_moved = _versions_in(window) != versions
+            lack = resolvable_lack(error, Phase.EVALUATE, size, self._witness, has_moved=has_moved)
+        else:
+            return done
+        # The handler has ended: inside it the traceback would still pin the activations.
+        if is_saved:
+            self._savepoint.restore()
+        self._memory.release()
+        if is_saved and (damage := self._savepoint.damage()):
+            raise StateDamagedError(f"memory ran out after {told_damage(damage)}")
+        self._on_oom(lack)
+        return lack
+
+
+def _versions_in(window: Window | None) -> list[int]:
+    return [] if window is None else [tensor._version for tensor in window.tensors() if not tensor.is_inference()]
