@@ -64,8 +64,6 @@ class _Lane:
 class AloneWithGradients(GradientPeers):
     """The only process that computes a gradient."""
 
-    sending = None
-
     def __init__(self, step: GradientStep) -> None:
         self._step = step
 

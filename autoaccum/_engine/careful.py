@@ -7,7 +7,7 @@ know: losses that are pairs, vectors or several, sizes that are searched for, mo
 from __future__ import annotations
 
 from bisect import bisect_right
-from contextlib import closing, nullcontext
+from contextlib import closing
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from autoaccum._engine.gradients import Given, Parts
 from autoaccum._engine.noise_scale import spread_of, squared_norm
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.window_loss import WholeWindow
-from autoaccum._loss.objective import PAIR, SAMPLES, SUM
+from autoaccum._loss.loss_weights import Common
 from autoaccum._loss.weighting import in_full
 from autoaccum.errors import InvalidInputError
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.noise_scale import NoiseScale, Spread
     from autoaccum._engine.peers import GradientPeers, SharedWeights
     from autoaccum._engine.savepoint import Savepoint
-    from autoaccum._loss.objective import Factors
+    from autoaccum._loss.loss_weights import Factors
     from autoaccum._sizing.sizing import Sizing
 
 
@@ -69,8 +69,8 @@ class CarefulPath:
         self._norms = norms
         self.peers = peers
         self._noise = noise
-        # Of the state before the loss is asked what it runs over.
-        self._before_asking = savepoint.like_it()
+        # Of the state before losses are tried on a few samples.
+        self._before_trying = savepoint.like_it()
         self._whole = WholeWindow(step, savepoint) if takes_whole else None
 
     def run(
@@ -99,14 +99,12 @@ class CarefulPath:
             starts = tuple(accumulate(sizes[:-1], initial=at.done))
             at.sizes = (*at.sizes[: len(factors)], *sizes)
             if not factors:
-                self._settle(window, sizes)
+                self._check_losses(window, sizes, is_first=is_first)
             before = len(factors)
             factors = [*factors, *self._weigh(window, at.sizes, share)[before:]]
-            if self.peers.sending is not None:
-                self.peers.sending.offer()
             if self._norms.is_there and not self._sizing.is_learning:
                 self._norms.announce(at.sizes)  # only for sizes that will be used again
-            if self._sizing.is_learning and not step.objective.mixes_pairs():
+            if self._sizing.is_learning and step.objective.weights.common is not Common.NOTHING:
                 order: Sequence[int] = [0]  # its measurement decides the next size
             else:
                 order = range(len(sizes)) if measures_noise else self._order(window, starts, sizes)
@@ -114,19 +112,18 @@ class CarefulPath:
             with closing(feed):
                 for place in order:
                     at.size, self._sizing.start, factor = sizes[place], starts[place], factors[before + place]
-                    with self._sending(is_last=at.done + at.size == window.samples and not measures_noise):
-                        self._one(feed, window, at.size, factor, accumulated)
+                    self._one(feed, window, at.size, factor, accumulated)
                     if measures_noise and first is None:
                         first = self._squared_norm()
                     at.done += at.size
             if self._sizing.is_learning:
                 del factors[before + len(order) :]
         at.size = None
-        pair_weight = self._pair_weight(accumulated, share)
-        spread = self._spread(first, window, at.sizes, factors, accumulated, pair_weight)
+        weight = self._weight(accumulated, window, share)
+        spread = self._spread(first, window, at.sizes, factors, accumulated)
         noted = {slot: sum(numbers[1:], start=numbers[0]) for slot, numbers in accumulated.reported.items()}
         parts = {name: Parts(values) for name, values in _by_name(accumulated.losses).items()}
-        return Given(window.samples, parts, pair_weight, noted, spread, tuple(accumulated.outputs))
+        return Given(window.samples, parts, weight, noted, spread, tuple(accumulated.outputs))
 
     # --- micro-batches ------------------------------------------------------------------------------------------------
 
@@ -160,10 +157,6 @@ class CarefulPath:
         if self._sizing.measures:
             self._sizing.enter(size)
 
-    def _sending(self, *, is_last: bool) -> Any:
-        sending = self.peers.sending
-        return sending.last() if sending is not None and is_last else nullcontext()
-
     def _run_whole(self, whole: WholeWindow, window: Window, at: Progress, *, is_first: bool) -> Given:
         """Run a window whose loss is computed over all of it."""
         at.sizes = self._sizing.cut(0)
@@ -181,35 +174,34 @@ class CarefulPath:
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    def _settle(self, window: Window, sizes: Sequence[int]) -> None:
-        """Infer what losses run over, as far as it matters for this cut, or between the parts of the window."""
-        step = self._step
-        if step.passes is not None:
-            return  # determined together with the others
-        if self.peers.is_part and len(sizes) == 1 and window.samples > 1:
-            sizes = (window.samples - window.samples // 2, window.samples // 2)
-        step.objective.settle(window, sizes, step.transfer.place, self._before_asking, step.precision.autocast)
+    def _check_losses(self, window: Window, sizes: Sequence[int], *, is_first: bool) -> None:
+        """Try the losses on a few samples, where it is not known yet how they weigh them, or it is time again."""
+        step, is_part = self._step, self.peers.is_part
+        if step.passes is not None or not step.objective.needs_check(window, sizes, is_part=is_part, is_due=is_first):
+            return  # or determined together with the others
+        samples = self.peers.samples_to_try or window
+        self._before_trying.take()
+        step.objective.check(samples, sizes, step.transfer.place, step.precision.autocast, step.parameters)
+        self._before_trying.restore()
 
     def _weigh(self, window: Window, sizes: tuple[int, ...], share: SharedWeights | None) -> list[Factors]:
         objective, is_part = self._step.objective, self.peers.is_part
-        if is_part and share is None:
-            return objective.factors(window, sizes, is_part=True)  # within the part; parts are combined by their weight
         factors = objective.factors(window, sizes, None if share is None else share.totals, is_part=is_part)
         if share is not None and share.multiplier != 1.0:
             factors = [one.times(share.multiplier) for one in factors]
-        if (len(sizes) > 1 or is_part) and objective.mixes_pairs():
+        if (len(sizes) > 1 or is_part) and objective.weights.mixes_pairs:
             # Gradients of several losses share one .grad and cannot be corrected one by one afterwards, so the weights
             # of (sum, weight) pairs are computed beforehand, in a forward pass without a graph.
             weights = self._pair_weights(window, sizes)
             for name, weight in (weights if share is None else share.of_pairs(weights)).items():
                 for factor in factors:
-                    factor.named[name] = 1.0 / weight
+                    factor.pairs[name] = 1.0 / weight
         return factors
 
     def _pair_weights(self, window: Window, sizes: tuple[int, ...]) -> dict[str, float]:
         step = self._step
         weights: dict[str, float] = {}
-        self._before_asking.take()
+        self._before_trying.take()
         with torch.no_grad(), closing(step.transfer.feed(window, sizes)) as feed:
             for size in sizes:
                 batch = next(feed)
@@ -219,30 +211,23 @@ class CarefulPath:
                     for term in terms:
                         if term.weight is not None and not term.is_reported:
                             weights[term.name] = weights.get(term.name, 0.0) + float(term.weight)
-        self._before_asking.restore()
+        self._before_trying.restore()
         if not self.peers.is_part:
             for name, weight in weights.items():
                 check_weight(name, weight)
         return weights
 
-    def _pair_weight(self, given: Accumulated, share: SharedWeights | None) -> float | Tensor | None:
-        """Return the total weight of a (sum, weight) pair, whose gradients were accumulated with a provisional one."""
-        if not given.pair_weights:
+    def _weight(self, given: Accumulated, window: Window, share: SharedWeights | None) -> float | Tensor | None:
+        """Return what the window's loss is divided by, in units of a sample's; None if it is divided already."""
+        weights, is_part = self._step.objective.weights, self.peers.is_part
+        if share is not None and not given.weights:
             return None
-        names, is_part = {name for name, _ in given.losses}, self.peers.is_part
-        if is_part and share is None and len(names) > 1:
-            return None
-        if len(names) > 1:
-            raise InvalidInputError(
-                f"losses {', '.join(map(repr, sorted(names)))}: a (sum, weight) pair cannot be combined with other "
-                "losses if its weight is not known before the backward pass"
-            )
-        ((name, weights),) = _by_name(given.pair_weights).items()
-        total: Any = sum(weights)
-        if not is_part:
-            check_weight(name, total)
-        # A count on the device may be an integer, and would round the quotient to single precision.
-        return in_full(total) if isinstance(total, Tensor) and total.device.type != "cpu" else float(total)
+        if not given.weights:
+            return weights.of_part(window) if is_part else None
+        by_name = _by_name(given.weights)
+        # Those of several losses are proportional to each other.
+        name, found = next(iter(by_name.items()))
+        return weights.total(name, found, may_be_nothing=is_part)
 
     # --- windows in which the noise of gradients is measured ----------------------------------------------------------
 
@@ -279,12 +264,11 @@ class CarefulPath:
         sizes: Sequence[int],
         factors: Sequence[Factors],
         given: Accumulated,
-        pair_weight: float | Tensor | None,
     ) -> Spread | None:
         """Return how far the first micro-batch's gradient is from the window's, if measured; waits for the device."""
         if first is None:
             return None
-        weights, total = self._weights(sizes, window.samples, factors, given, pair_weight)
+        weights, total = self._weights(sizes, window.samples, factors, given)
         if not total or not sum(weights):
             return None
         unit = total * self._step.loss_scale()
@@ -292,23 +276,18 @@ class CarefulPath:
         return spread_of(part, whole, weights[0] / sum(weights), window.samples)
 
     def _weights(
-        self,
-        sizes: Sequence[int],
-        samples: int,
-        factors: Sequence[Factors],
-        given: Accumulated,
-        pair_weight: float | Tensor | None,
+        self, sizes: Sequence[int], samples: int, factors: Sequence[Factors], given: Accumulated
     ) -> tuple[Sequence[float], float]:
         """Return each micro-batch's weight in the mean gradient, and what to divide the gradient by for a mean."""
-        common = self._step.objective.common_weight
-        if common == PAIR:
-            weights = [float(weight) for _, weight in given.pair_weights]
-            return weights, 0.0 if pair_weight is None else float(pair_weight) / samples
-        if common == SUM:
+        known = self._step.objective.weights
+        if known.common is Common.SUM:
             return sizes, float(samples)
+        if given.weights:
+            name, found = next(iter(_by_name(given.weights).items()))
+            weights = [float(known.in_samples(name, weight)) for weight in found]
+            return weights, sum(weights) / samples
         # Losses of which each runs over something else have no common weight: that of the samples stands for it.
-        usual = common in (None, SAMPLES)
-        own = [one.usual if usual else one.of(str(common)) for one in factors]
+        own = [one.usual for one in factors]
         return own, sum(own)
 
 

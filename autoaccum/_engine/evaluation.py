@@ -20,8 +20,9 @@ from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.window_loss import WindowLoss
-from autoaccum._loss.counting import is_pair
+from autoaccum._loss.loss_weights import Common
 from autoaccum._loss.modes import evaluation_mode
+from autoaccum._loss.terms import is_pair
 from autoaccum._loss.weighting import Over, in_full
 from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._records import Evaluation, MemoryEvent
@@ -216,8 +217,7 @@ class Evaluator:
         """
         step, part, sums = self._step, window.part(start, start + size), _Sums()
         if settles and self._whole is None and step.passes is None:
-            halves = balanced(window.samples, math.ceil(window.samples / 2))
-            step.objective.settle(window, halves, step.transfer.place, self._savepoint, step.precision.autocast)
+            self._check_losses(window)
         cut = window.cut(start, start + size)
         batch = step.transfer.place(cut)
         kept: Any = None
@@ -225,7 +225,7 @@ class Evaluator:
             if self._whole is None:
                 terms, outputs = self._passes(batch, size)
                 for of_pass in terms:
-                    self._add(of_pass, cut, part, sums)
+                    self._add(of_pass, part, sums)
             else:
                 outputs = self._whole.outputs(batch, size)
                 kept = copied(outputs)  # outputs may be views of a whole layer and keep it alive
@@ -240,6 +240,11 @@ class Evaluator:
         terms: list[list[Term]] = []
         outputs: Any = None
         with self._step.precision.autocast():
+            if objective.weights.common is Common.DIVISOR and objective.computes_from_outputs:
+                # The graph of the loss alone says what it is divided by.
+                outputs = objective.outputs(batch)
+                with torch.enable_grad():
+                    return [objective.terms_of(map_tensors(_as_leaf, outputs), batch, size)], outputs
             for source in objective.sources:
                 found, outputs = objective.terms(source, batch, size)
                 terms.append(found)
@@ -250,33 +255,55 @@ class Evaluator:
     def _over_all(self, whole: WindowLoss, window: Window, parts: list[Any]) -> _Sums:
         sums = _Sums()
         terms = whole.terms(whole.join(parts), whole.batch(window), window.samples)
-        self._add(terms, window[0], window, sums)
+        self._add(terms, window, sums)
         return sums
 
-    def _add(self, terms: Sequence[Term], cut: Any, part: Window, sums: _Sums) -> None:
+    def _add(self, terms: Sequence[Term], part: Window, sums: _Sums) -> None:
         """Add the losses and reported values of one forward pass."""
-        objective, samples = self._step.objective, float(part.samples)
+        samples = float(part.samples)
         losses = [term for term in terms if not term.is_reported]
-        # What a value is multiplied by for its sum, and its weight.
-        shares: list[Any] = [
-            (1.0, term.weight) if term.over is Over.PAIR else objective.weigh(term.name, cut, part) for term in losses
-        ]
+        shares = [self._share(term, part) for term in losses]
         for term, share in zip(losses, shares, strict=True):
             sums.add(_LOSS, term.name, _times(term.value, share[0]), share[1])
-        if len(losses) == 1:  # a number reported beside a loss is weighted as that
-            ((factor, weight),) = shares
-            usual = (weight if losses[0].over is Over.PAIR else factor), weight
-        else:
-            is_sum = all(one.over is not Over.PAIR and objective.weighting(one.name).over is Over.SUM for one in losses)
-            usual = (1.0 if is_sum else samples), samples
+        is_sum = self._step.objective.weights.common is Common.SUM
+        # A number reported beside a loss is weighted as that.
+        usual = ((shares[0][1] if len(losses) == 1 and not is_sum else 1.0 if is_sum else samples), samples)
+        usual = (usual[0], shares[0][1]) if len(losses) == 1 else usual
         for term in terms:
             if term.is_reported:
                 own: dict[Any, Any] = {Over.PAIR: (1.0, term.weight), Over.VECTOR: (samples, samples)}
                 factor, weight = own.get(term.over, usual)
                 sums.add(_REPORTED, term.name, _times(term.value, factor), weight)
 
+    def _share(self, term: Term, part: Window) -> tuple[Any, Any]:
+        """Return what a loss of some samples is multiplied by for its sum, and the weight of that."""
+        weights, samples = self._step.objective.weights, part.samples
+        if term.over is Over.PAIR:
+            return 1.0, term.weight
+        if term.over is Over.VECTOR or weights.common is not Common.DIVISOR:
+            total = weights.of_part(part)
+            return (1.0, float(samples)) if total is None else (total, total)
+        if term.value.requires_grad:
+            weight = weights.weight_of(term.name, term.value, samples)
+        else:
+            weight = weights.counted(term.name, part)
+        return weight, weight
+
+    def _check_losses(self, window: Window) -> None:
+        """Try the losses on a few samples, where it is not known yet how they weigh them."""
+        step = self._step
+        halves = balanced(window.samples, math.ceil(window.samples / 2))
+        if step.objective.needs_check(window, halves, is_part=False, is_due=False):
+            self._savepoint.take()
+            step.objective.check(window, halves, step.transfer.place, step.precision.autocast, step.parameters)
+            self._savepoint.restore()
+
+
+def _as_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
+
 
 def _times(value: Tensor, factor: Any) -> Tensor:
-    value = in_full(value)  # the sum could overflow in half precision
+    value = in_full(value.detach())  # the sum could overflow in half precision
     # If nothing counts, a mean is NaN and must add nothing.
     return torch.zeros_like(value) if isinstance(factor, float) and not factor else value * factor

@@ -21,7 +21,6 @@ from autoaccum._engine.optimizer_step import Updates
 from autoaccum._engine.phases import Phase, Stage
 from autoaccum._loss import reported
 from autoaccum._loss.objective import no_gradient
-from autoaccum._loss.weighting import Over
 from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
@@ -34,7 +33,8 @@ if TYPE_CHECKING:
     from autoaccum._engine.options import Options
     from autoaccum._engine.precision import Precision
     from autoaccum._engine.time_first import TimeFirst
-    from autoaccum._loss.objective import Factors, Objective, Source
+    from autoaccum._loss.loss_weights import Factors
+    from autoaccum._loss.objective import Objective, Source
     from autoaccum._loss.terms import Term
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
@@ -72,13 +72,13 @@ class Accumulated:
 
     Attributes:
         losses: Names, and what each micro-batch adds to the window's loss, on the device.
-        pair_weights: Names, and the weights of (sum, weight) pairs.
+        weights: Names, and what losses are divided by, where that is known only after a forward pass.
         reported: Values reported in addition to the losses, as recorded by `reported.note`.
         outputs: The model's outputs for each micro-batch, without graphs, if the step keeps them.
     """
 
     losses: list[tuple[str, Tensor]] = field(default_factory=list)
-    pair_weights: list[tuple[str, Tensor | float]] = field(default_factory=list)
+    weights: list[tuple[str, Tensor | float]] = field(default_factory=list)
     reported: dict[reported.Slot, list[Any]] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
 
@@ -223,14 +223,14 @@ class GradientStep:
             if term.is_reported:
                 has_reported = True
                 continue
-            value = self._weighted(term, factors, into)
+            value = self._weighted(term, samples, factors, into)
             if value is not None:
                 # As it is now: without a factor it may be a buffer that the next micro-batch overwrites.
                 seen = value.detach().clone() if value is term.value and not factors.alone else value.detach()
                 into.losses.append((term.name, seen))
                 weighted.append(value)
         if has_reported:
-            reported.note(terms, samples, factors, self.objective.weighting, into.reported)
+            reported.note(terms, samples, factors, self.objective.weights, into.reported)
         if not weighted:
             return
         total = weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
@@ -247,26 +247,17 @@ class GradientStep:
         if self.watch is not None:
             self.watch.end()
 
-    def _weighted(self, term: Term, factors: Factors, into: Accumulated) -> Tensor | None:
+    def _weighted(self, term: Term, samples: int, factors: Factors, into: Accumulated) -> Tensor | None:
         """Return what a term adds to the window's loss; None if nothing in it counts."""
-        factor = factors.named.get(term.name, factors.usual)
-        if term.over is Over.PAIR and self.objective.is_known_as_number(term.name):
-            raise InvalidInputError(
-                f"loss {term.name!r} is a (sum, weight) pair, and was a number in earlier windows; return the same "
-                "form in all of them"
-            )
-        if term.over is Over.PAIR and term.name not in factors.named:
-            assert term.weight is not None
+        value = self.objective.weights.weigh(term, samples, factors)
+        if term.weight is not None:
             if factors.alone:
                 check_weight(term.name, term.weight)
-                return term.value / term.weight
-            # The window's weight is known only at its end: until then, use a close estimate.
-            into.pair_weights.append((term.name, term.weight))
-            factor = factors.provisional
-        if factor == 0.0:
-            # The mean over nothing is NaN. If others wait for the backward pass, it runs nevertheless.
-            return None if self.passes is None else term.value.nan_to_num() * 0.0
-        return term.value if factor == 1.0 else term.value * factor
+            elif term.name not in factors.pairs:
+                into.weights.append((term.name, term.weight))
+        if value is None and self.passes is not None:  # others wait for the backward pass
+            return term.value.nan_to_num() * 0.0
+        return value
 
 
 class TrainingStep(GradientStep):

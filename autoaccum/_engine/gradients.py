@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     Losses = Mapping[str, "Parts"]
 
 
+# A relative difference that is rounding of double precision.
+_ROUNDING = 1e-14
+
+
 class Parts:
     """What each micro-batch adds to a loss, on the device. They are added only when the loss is read.
 
@@ -61,8 +65,8 @@ class Given:
     Attributes:
         samples: Samples of the window or part.
         parts: The losses by name, as what each micro-batch adds to them.
-        pair_weight: Weight of a (sum, weight) pair. Gradients and losses have been divided by the number of samples
-            instead, and are still to be divided by it; None if nothing is left to correct.
+        weight: What the loss is divided by, in units of about a sample's. Gradients and losses have been divided by
+            the number of samples instead, and are still to be divided by it; None if nothing is left to correct.
         reported: Values reported in addition to the losses: sums and weights, as `reported.means` expects them.
         spread: How far the gradient of the first micro-batch is from the whole, if that is measured.
         outputs: The model's outputs for each micro-batch, without graphs, if the step keeps them.
@@ -70,7 +74,7 @@ class Given:
 
     samples: int
     parts: Losses
-    pair_weight: float | Tensor | None = None
+    weight: float | Tensor | None = None
     reported: dict[Slot, Any] = field(default_factory=dict)
     spread: Spread | None = None
     outputs: tuple[Any, ...] = ()
@@ -88,13 +92,18 @@ class Given:
     @property
     def correction(self) -> float | Tensor:
         """The factor for gradients and losses if these samples are the whole window."""
-        return 1.0 if self.pair_weight is None else self.samples / self.pair_weight
+        if self.weight is None:
+            return 1.0
+        if isinstance(self.weight, float) and abs(self.weight - self.samples) <= _ROUNDING * self.samples:
+            return 1.0
+        return self.samples / self.weight
 
     def corrected(self) -> Losses:
         """Return the losses if these samples are the whole window."""
-        if self.pair_weight is None:
+        factor = self.correction
+        if isinstance(factor, float) and factor == 1.0:
             return self.parts
-        return {name: Parts([loss * self.correction]) for name, loss in self.losses.items()}
+        return {name: Parts([loss * factor]) for name, loss in self.losses.items()}
 
 
 @dataclass(slots=True)

@@ -13,7 +13,6 @@ from autoaccum._loss.reported import means
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from torch import nn
 
@@ -34,19 +33,6 @@ class SharedWeights(Protocol):
 
     def of_pairs(self, weights: Mapping[str, float]) -> Mapping[str, float]:
         """Return the weights of (sum, weight) pairs in the whole window, given those in this part."""
-
-
-class Sending(Protocol):
-    """Sends a window's gradients to other processes while the last micro-batch still computes the rest."""
-
-    def offer(self) -> None:
-        """Called before a window's micro-batches, once their weights are known."""
-
-    def last(self) -> AbstractContextManager[None]:
-        """Return a context for the last micro-batch."""
-
-    def spoil(self) -> None:
-        """Called when gradients are discarded."""
 
 
 class Work(Protocol):
@@ -77,11 +63,8 @@ class GradientPeers:
 
     # Whether other processes have other parts of the same windows.
     is_part: bool = False
-
-    @property
-    def sending(self) -> Sending | None:
-        """What sends gradients during the last micro-batch; None if nothing does."""
-        raise NotImplementedError
+    # Samples of several processes on which losses are tried before this window; None for those of this one.
+    samples_to_try: Window | None = None
 
     def check_parameters(self) -> None:
         """Raise InvalidInputError if there are new parameters that other processes do not know."""
@@ -130,17 +113,14 @@ class Peers(GradientPeers):
 class Alone(Peers):
     """The only process of a training."""
 
-    sending = None
-
     def __init__(self, updates: Updates) -> None:
         self._updates = updates
 
     def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced:  # noqa: ARG002 - as Peers has it
         """Correct, unscale and clip the gradient, which already is that of the whole window."""
-        is_whole = given.pair_weight is None
-        losses = given.parts if is_whole else given.corrected()
+        losses = given.parts if given.weight is None else given.corrected()
         before_update(losses, given.samples)
-        norm = self._updates.unscale_and_clip(1.0 if is_whole else given.correction)
+        norm = self._updates.unscale_and_clip(1.0 if given.weight is None else given.correction)
         return Reduced(losses, means(given.slots) if given.reported else {}, given.samples, norm, given.spread)
 
     def commit(self) -> bool:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from autoaccum._data.batches import KnownWindow
 from autoaccum._engine.gradients import Given, Parts
 from autoaccum._engine.phases import Phase
-from autoaccum._loss.weighting import Over
+from autoaccum._loss.loss_weights import Common
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import Progress
     from autoaccum._loss.objective import Objective
-    from autoaccum._loss.weighting import Weighting
     from autoaccum._records import Plan
     from autoaccum._sizing.sizing import Sizing
 
@@ -51,7 +50,8 @@ class _Known:
     Attributes:
         windows: How many there have been.
         name: The name of their loss; None if the steady path cannot compute it.
-        weighting: How it weighs samples; None if that is not known here, or by samples.
+        common: How it weighs samples.
+        may_cut: Whether it is known how its micro-batches are put together.
         kinds: The tensors of the last window, by type, shape and device; None if it was not a batch of them.
         is_split: Whether that batch can be taken apart where it is.
         plan: The plan of `sizes`.
@@ -63,7 +63,8 @@ class _Known:
     structure: Hashable
     windows: int = 0
     name: str | None = None
-    weighting: Weighting | None = None
+    common: Common = Common.SAMPLES
+    may_cut: bool = False
     kinds: list[Any] | None = None
     is_split: bool = False
     plan: Plan | None = None
@@ -123,15 +124,16 @@ class SteadyPath:
     def learn(self, window: Window, given: Given) -> None:
         """Note that a careful window is complete, and whether those that are like it may take this path."""
         objective = self._objective
-        is_plain = objective.gave_number and len(given.parts) == 1 and given.pair_weight is None and not given.reported
-        may = is_plain and self._step.passes is None and not self._step.keeps_outputs and objective.is_settled
+        weights = objective.weights
+        is_plain = objective.gave_number and len(given.parts) == 1 and not given.reported
+        may = is_plain and self._step.passes is None and not self._step.keeps_outputs and weights.are_read
         known = self._now
         known.name = known.kinds = known.plan = None
         known.epoch = self._epoch
         self._state, self._hooked, self._handles = self._now_in_force(), self._are_hooked(), RemovableHandle.next_id
         if may:
-            known.name = name = next(iter(given.parts))
-            known.weighting = None if objective.is_by_samples(name) else objective.weighting(name)
+            known.name = next(iter(given.parts))
+            known.common, known.may_cut = weights.common, weights.is_checked or weights.knows_all
             batch = window.plain_batch()
             if batch is not None:
                 known.kinds = _kinds(batch)
@@ -197,16 +199,20 @@ class SteadyPath:
         step, sizing, stage = self._step, self._sizing, self._step.stage
         run, scale, context = self._objective.number_of, step.scale, step.precision.autocast()
         casts, measures = not isinstance(context, nullcontext), sizing.measures
-        name = self._now.name
+        known, weights, samples = self._now, self._objective.weights, window.samples
+        name = known.name
         assert name is not None
         at.sizes = sizes = self._sizes(window)
-        alone = len(sizes) == 1
-        stage.phase = Phase.WEIGH
-        shares = self._shares(window, sizes, name)
+        is_whole = len(sizes) == 1 and not self._is_part
+        if not is_whole and not known.may_cut:
+            raise NotSteadyError
+        divides = known.common is Common.DIVISOR and not is_whole
         losses: list[Tensor] = []
+        found: list[float | Tensor] = []
+        share: float | Tensor = 1.0
         stage.phase = Phase.TRANSFER
         with self._batches(window, sizes) as batches:
-            for size, share in zip(sizes, shares, strict=True):
+            for size in sizes:
                 at.size = size  # before its transfer, which it can be made smaller for
                 batch = next(batches)
                 if measures:
@@ -220,16 +226,24 @@ class SteadyPath:
                     value = run(batch)
                 if not isinstance(value, Tensor) or value.dim() or not value.requires_grad:
                     raise NotSteadyError
-                if share:
-                    loss = value * share if share != 1.0 else value
+                if divides:
+                    weight = weights.weight_of(name, value, size)
+                    found.append(weight)
+                    share = weights.in_samples(name, weight) / samples
+                elif not is_whole and known.common is Common.SAMPLES:
+                    share = size / samples
+                if isinstance(share, Tensor) or share:
+                    loss = value if isinstance(share, float) and share == 1.0 else value * share
                     # Without a factor, it may be a buffer that the next micro-batch overwrites.
-                    losses.append(loss.detach() if loss is not value or alone else loss.detach().clone())
+                    losses.append(loss.detach() if loss is not value or is_whole else loss.detach().clone())
                     stage.phase = Phase.BACKWARD
                     (loss if scale is None else scale(loss)).backward()  # type: ignore[no-untyped-call]
                 at.done += size
                 stage.phase = Phase.TRANSFER
         at.size = None
-        return Given(window.samples, {name: Parts(losses)})
+        if divides:
+            return Given(samples, {name: Parts(losses)}, weights.total(name, found))
+        return Given(samples, {name: Parts(losses)}, weights.of_part(window) if self._is_part else None)
 
     def _sizes(self, window: Window) -> tuple[int, ...]:
         known, plan = self._now, self._sizing.plan
@@ -246,17 +260,6 @@ class SteadyPath:
         batch = window.plain_batch()
         parts = zip(*[tensor.split(sizes) for tensor in batch], strict=True)
         return nullcontext(parts if type(batch) is tuple else map(list, parts))
-
-    def _shares(self, window: Window, sizes: Sequence[int], name: str) -> Sequence[float]:
-        """Return the factor of each micro-batch's loss."""
-        if not self._is_part:
-            how, batch = self._now.weighting, window.plain_batch()
-            if how is not None and how.over is Over.SUM:
-                return [1.0] * len(sizes)
-            if how is None or (batch is not None and how.counts_all_of_pair(batch)):
-                samples = window.samples
-                return [size / samples for size in sizes]
-        return [one.of(name) for one in self._objective.factors(window, sizes, is_part=self._is_part)]
 
 
 def _kinds(batch: Sequence[Tensor]) -> list[Any]:

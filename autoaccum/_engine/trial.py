@@ -18,7 +18,7 @@ from autoaccum._engine.forward_backward import Accumulated
 from autoaccum._engine.lack_of_memory import resolvable_lack
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.savepoint import Savepoint
-from autoaccum._loss.objective import Factors
+from autoaccum._loss.loss_weights import Factors
 from autoaccum._oom import is_oom, let_go
 from autoaccum._records import Trial
 from autoaccum._system.exceptions import contextmanager
@@ -145,7 +145,7 @@ class Trials:
         batch = copied(repeated(self._batch, size, self._step.objective.split))
         window = Window.of_micro_batches([batch, batch], size)
         with closing(self._step.transfer.feed(window, [size, size])) as feed:
-            self._step.accumulate(next(feed), size, Factors(1.0, 1.0 / size, alone=False), Accumulated())
+            self._step.accumulate(next(feed), size, Factors(alone=True), Accumulated())
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from autoaccum._engine.moving_layers import MovingLayers
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.steady import NotSteadyError, SteadyPath
+from autoaccum._loss.loss_weights import NotCheckedError
 from autoaccum._oom import is_device_lost
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.planner import format_cut
@@ -126,7 +127,6 @@ class Engine:
         self._is_steady = self.is_due = self._is_saved = self._is_restored = False
         self._is_long, self._is_quiet = True, False  # whether windows are long, and their sizes stay as they are
         self._plan: Plan | None = None
-        self._windows = 0
         self._sized: Any = None  # the `kinds` of the known window whose groups the sizing has
 
     # --- the story of a window ----------------------------------------------------------------------------------------
@@ -173,13 +173,15 @@ class Engine:
         self.at, self._given, self._share = Progress(), None, None
         self._is_saved = self._is_restored = False
         self._dropped: list[nn.Parameter] = []
+        self._has_checked_again = False
         self.lacks = []
         self._had_failed, self._has_failed = self._had_failed or self._has_failed, False
-        self._windows += 1
         self._has_gradients = torch.is_grad_enabled()
         self._is_steady = self._is_admitted(window)
         if not self._is_steady:
-            step.objective.begin_window(self._windows)
+            step.objective.begin_window()
+        elif step.objective.weights.has_left:
+            step.objective.weights.look_back()
         if self.is_due:
             self._look(on_change)
         self._versions_of_data = window.versions()
@@ -226,7 +228,7 @@ class Engine:
             return False
         is_admitted = self.steady.admits(window)
         self.is_due = not is_admitted and self.steady.is_due
-        may = not (self._measures_noise or self._norms.rescales or self._peers.sending is not None)
+        may = not (self._measures_noise or self._norms.rescales)
         return is_admitted and may
 
     def _attempt(
@@ -237,7 +239,11 @@ class Engine:
         try:
             self._peers.begin_attempt()
             return finish(self._gradient())
-        except NotSteadyError:
+        except (NotSteadyError, NotCheckedError) as error:
+            if isinstance(error, NotCheckedError):
+                if self._has_checked_again:
+                    raise error.said from None
+                self._has_checked_again, self._step.objective.weights.is_checked = True, False
             self._restore()
             self.steady.forget()
             self._is_steady, self.is_due = False, True
@@ -277,7 +283,7 @@ class Engine:
             given = self._careful.run(
                 self._window, at, self._share, is_first=self.is_due, measures_noise=self._measures_noise
             )
-            if checks is not None and not self._takes_whole and self._peers.sending is None:
+            if checks is not None and not self._takes_whole:
                 checks.check()
         finally:
             step.watch = None
@@ -343,12 +349,11 @@ class Engine:
         """Restore the state before the window."""
         at = self.at
         with signals.held():
-            if self._peers.sending is not None:
-                self._peers.sending.spoil()
             if not self._owns_gradients and not self.is_due:
                 self._dropped = self._step.gradients_of_new()
             self._step.abandon()
             self._step.objective.put_back_modes()
+            self._step.objective.weights.forget_window()
             if self._is_saved:
                 self._savepoint.restore()
                 self._is_restored = True

@@ -31,8 +31,9 @@ from autoaccum._engine.gradients import Given, Parts
 from autoaccum._engine.phases import Phase
 from autoaccum._loss import divisor, reported
 from autoaccum._loss.closures import used_by
-from autoaccum._loss.counting import is_pair
-from autoaccum._loss.objective import Factors, no_gradient
+from autoaccum._loss.loss_weights import Factors
+from autoaccum._loss.objective import no_gradient
+from autoaccum._loss.terms import is_pair
 from autoaccum._loss.weighting import Over
 from autoaccum.errors import InvalidInputError
 
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 # far below, another dropout mask or other noise goes far beyond.
 _SAME = 1e-2
 # Factors for a loss computed over a whole window.
-_ALL_AT_ONCE = Factors(1.0, 1.0, alone=True)
+_ALL_AT_ONCE = Factors(alone=True)
 
 
 class WindowLoss:
@@ -304,7 +305,7 @@ class WholeWindow:
         terms = self._loss.terms(map_tensors(Tensor.clone, joined), batch, samples)
         values = {term.name: _value(term) for term in terms if not term.is_reported}
         noted: dict[reported.Slot, list[Any]] = {}
-        reported.note(terms, samples, _ALL_AT_ONCE, self._step.objective.weighting, noted)
+        reported.note(terms, samples, _ALL_AT_ONCE, self._step.objective.weights, noted)
         total = torch.stack(list(values.values())).sum() if len(values) > 1 else next(iter(values.values()))
         if not total.requires_grad:
             raise no_gradient(values)

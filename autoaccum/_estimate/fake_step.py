@@ -23,7 +23,8 @@ from autoaccum._estimate.fake import ValuesAssumed
 from autoaccum._estimate.fake_backward import loosened
 from autoaccum._estimate.owners import Owners
 from autoaccum._estimate.tracer import Ledger
-from autoaccum._loss.objective import Factors, Objective
+from autoaccum._loss.loss_weights import Factors
+from autoaccum._loss.objective import Objective
 from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class Rehearsal:
         is_cuda = self._device.type == "cuda"
         there = without_driver(self._answers) if is_cuda else nullcontext()
         with there, CudaCalls() if is_cuda else nullcontext(), ledger:
-            step.accumulate(batch, size, Factors(1.0, 1.0 / size, alone=False), Accumulated())
+            step.accumulate(batch, size, Factors(alone=True), Accumulated())
             step.stage.phase = Phase.OPTIMIZER
             ledger.enter("optimizer")
             self._make_update(ledger.timeline)

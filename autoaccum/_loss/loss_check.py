@@ -62,6 +62,7 @@ class TermForm:
         shares: What the parts were divided by, relative to the whole: those of terms with one divisor are the same.
         counts: Counts of the batch that are proportional to what it is divided by, and what it is for each.
         may_be_clamped: Whether a divisor that is 1 would be news.
+        name: The reported value that it is computed from, if that is known.
     """
 
     form: Form
@@ -70,6 +71,7 @@ class TermForm:
     shares: tuple[float, ...] = ()
     counts: Mapping[Count, float] = field(default_factory=dict)
     may_be_clamped: bool = False
+    name: str = ""
 
     @property
     def is_weighted_by_samples(self) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from autoaccum._loss.batch_counts import counts_of, in_words
 from autoaccum._loss.graph_reader import read
 from autoaccum._loss.loss_check import Form, TermForm, share_a_divisor
-from autoaccum._loss.weighting import Over
+from autoaccum._loss.weighting import Over, in_full
 from autoaccum.errors import InvalidInputError, LossWarning
 
 if TYPE_CHECKING:
@@ -171,6 +171,17 @@ class LossWeights:
         """Whether no loss needs a check, as far as is known."""
         return self.said is not None or bool(self._trusted)
 
+    @property
+    def mixes_pairs(self) -> bool:
+        """Whether one of several losses with divisors of their own is a (sum, weight) pair."""
+        return bool(self._pairs) and self.common is Common.NOTHING
+
+    def of_part(self, window: Window) -> float | None:
+        """Return by what a part of a window is put together with others; None if parts are added."""
+        if self.common is Common.SUM:
+            return None
+        return window.weight(0, window.samples) if self.common is Common.SPLIT else float(window.samples)
+
     def knows(self, name: str) -> bool:
         """Whether a loss needs no check."""
         return self.said is not None or name in self._trusted
@@ -188,11 +199,35 @@ class LossWeights:
         if self.said is None:
             self.forms |= {name: tuple(forms) for name, forms in found.items()}
             self._trusted -= set(found)
-        self.is_checked = is_checked
-        for name, forms in found.items():
+        self.is_checked = True
+        for name, forms in found.items() if self.said is None else ():
             self._refuse_or_warn(name, forms)
+        if found and not is_checked and self.said is None:
+            self.warn(
+                "two samples that can be joined do not fit at once, so what the loss is divided by is read from its "
+                "graph and not checked; a (sum, weight) pair or loss_reduction= says it"
+            )
         if self.common is Common.NOTHING:
             self._refuse_what_is_not_counted()
+
+    def _refuse_or_warn(self, name: str, forms: Sequence[TermForm]) -> None:
+        """Reject a loss of which a check confirms nothing, and warn of single terms that it does not confirm."""
+        doubtful = [number for number, form in enumerate(forms) if form.form is Form.UNCONFIRMED]
+        if not doubtful:
+            return
+        if len(forms) == 1:
+            what = "is" if forms[0].is_read else "cannot be read from its graph, and is"
+            raise InvalidInputError(
+                f"loss {name!r} {what} neither a mean nor a sum over samples: micro-batches do not give the gradient "
+                "of the whole batch. Return a (sum, weight) pair; pass loss_scope='window' if the loss compares "
+                "samples; or loss_reduction='mean' to average micro-batches all the same"
+            )
+        for number in doubtful:
+            term = f"{forms[number].name!r}" if forms[number].name else f"term {number + 1} of {len(forms)}"
+            self.warn(
+                f"loss {name!r}: {term} is neither a mean nor a sum over samples, as a router's balancing loss is "
+                "not: it counts by samples in each micro-batch, and its gradient may differ from the whole batch's"
+            )
 
     def _refuse_what_is_not_counted(self) -> None:
         means = [(name, form) for name, forms in self.forms.items() for form in forms if form.form is Form.MEAN]
@@ -229,6 +264,11 @@ class LossWeights:
                 if any(not _alike(one, shares[0]) for one in shares):
                     return frozenset(form.counts)
         return frozenset()
+
+    @property
+    def are_read(self) -> bool:
+        """Whether factors depend on nothing that is counted in the batch."""
+        return self.common not in (Common.NOTHING, Common.SPLIT) and not self._counted()
 
     def _counted(self) -> list[TermForm]:
         """Return the means whose weights are counted in the batch."""
@@ -302,6 +342,32 @@ class LossWeights:
         unit = self._units.get(name, 1.0)
         return weight if unit == 1.0 else weight / unit
 
+    def counted(self, name: str, window: Window) -> float:
+        """Return what a loss without a graph is divided by for some samples, as the batch counts it, or their number."""
+        counts = self.forms[name][0].counts if name in self.forms else {}
+        if not counts:
+            self.warn(
+                f"loss {name!r} is evaluated by the model itself, and what it is divided by is no count of the batch: "
+                "the evaluation's mean weighs micro-batches by their samples"
+            )
+            return float(window.samples)
+        count = min(counts)
+        return counts_of(window, 0, window.samples, frozenset([count]))[count]
+
+    def total(self, name: str, found: Sequence[float | Tensor], *, may_be_nothing: bool = False) -> float | Tensor:
+        """Return the weight of a window from those of its micro-batches, in units of a sample's.
+
+        Raises:
+            InvalidInputError: Nothing counts, as far as can be seen without waiting for the device.
+        """
+        total: Any = self.in_samples(name, sum(found[1:], start=found[0]))
+        if isinstance(total, Tensor) and total.device.type != "cpu":
+            # It may be an integer, which would round a quotient to single precision.
+            return in_full(total)
+        if not may_be_nothing and not float(total):
+            raise nothing_counts(f"what loss {name!r} is divided by is 0", len(found))
+        return float(total)
+
     def _weigh_each_term(
         self, factors: Sequence[Factors], window: Window, sizes: Sequence[int], totals: Mapping[Slot, float]
     ) -> None:
@@ -341,37 +407,54 @@ class LossWeights:
             if name in factors.pairs:
                 return value * factors.pairs[name]
             assert term.weight is not None
-            return value / term.weight if factors.alone else value * factors.provisional
+            if factors.alone:
+                return value / term.weight
+            return value * factors.provisional if factors.provisional else None
         if factors.alone:
             return value
         if name in factors.terms:
             return self._weigh_terms(term, factors)
         if term.over is Over.VECTOR or self.common is not Common.DIVISOR:
-            return value if factors.usual == 1.0 else value * factors.usual
-        term.weight = self._weight_of(term, samples) if factors.weight is None else factors.weight
+            return self._times(value, factors.usual)
+        term.weight = self.weight_of(name, value, samples) if factors.weight is None else factors.weight
         if not isinstance(term.weight, Tensor) and not term.weight:
             return None
         return value * (self.in_samples(name, term.weight) * factors.provisional)
 
-    def _weight_of(self, term: Term, samples: int) -> float | Tensor:
-        """Return what a loss is divided by, as its graph says."""
-        found, forms = read(term.value), self.forms.get(term.name)
+    @staticmethod
+    def _times(value: Tensor, factor: float) -> Tensor | None:
+        if not factor:
+            return None  # a mean over nothing is NaN
+        return value if factor == 1.0 else value * factor
+
+    def weight_of(self, name: str, loss: Tensor, samples: int) -> float | Tensor:
+        """Return what a loss is divided by, as its graph says; on the device if it is known only there.
+
+        Args:
+            name: Its name.
+            loss: A number.
+            samples: Samples of the micro-batch.
+
+        Raises:
+            NotCheckedError: It has another form than when it was checked.
+            InvalidInputError: It is divided by no finite number.
+        """
+        found, forms = read(loss), self.forms.get(name)
         first = found[0]
-        is_known = forms is not None and (term.name in self._trusted or len(forms) == len(found))
-        if not is_known or first.weight is None:
-            raise changed(term.name, forms, found)
-        assert forms is not None
+        if forms is None or first.weight is None or (len(forms) != len(found) and name not in self._trusted):
+            raise changed(name, forms, found)
+        divides = any(one.divides for one in found)
         if first.divides and forms[0].may_be_clamped and samples > 1:
             if first.divisor_of_one:
-                self.warn(_clamp_text(term.name))
+                self.warn(_clamp_text(name))
             elif first.divisor is not None:
-                self._divisors.append((term.name, first.divisor))
+                self._divisors.append((name, first.divisor))
         if isinstance(first.weight, Tensor):
             # The gradient of a division by 0 is NaN, even times 0. This waits for the device.
-            return 0.0 if first.divides and not float(first.weight) else first.weight
+            return 0.0 if divides and not float(first.weight) else first.weight
         if not math.isfinite(first.weight):
             raise InvalidInputError(
-                f"loss {term.name!r} divides by {first.weight}; look for a division by 0, or NaN among the weights"
+                f"loss {name!r} divides by {first.weight}; look for a division by 0, or NaN among the weights"
             )
         return first.weight
 
@@ -401,6 +484,11 @@ class LossWeights:
             self._counted_weights.append((name, term.weight, expected))
         elif term.weight is None or abs(term.weight - expected) > _SAME_WEIGHT * abs(expected):
             raise counted_otherwise(name, term.weight, expected)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether something on the device is to be looked at."""
+        return bool(self._divisors or self._counted_weights)
 
     def look_back(self) -> None:
         """Look at what was left on the device in the window before.

@@ -12,7 +12,6 @@ from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
     from contextlib import AbstractContextManager
 
     from torch import nn

@@ -48,7 +48,9 @@ CALLS_USER_CODE = True  # for own_code.raised_here
 
 Loss = Callable[..., Any]
 
-# For recognising (inputs, targets) as `counting.is_pair` does, inlined because it is done for every micro-batch.
+# Relative difference by which a window's weight may differ from the sum of its micro-batches'.
+_ADDS_UP = 1e-6
+# For recognising (inputs, targets) as `terms.is_pair` does, inlined because it is done for every micro-batch.
 _PAIRS, _PAIR = (tuple, list), 2
 
 
@@ -83,6 +85,7 @@ class Objective:
         split: As the argument.
         weights: What is known of how losses weigh samples.
         returns_pairs: Whether any loss so far was a (sum, weight) pair.
+        nodes: Names of reported values, by the identity of the graph's node, while losses are checked.
         may_look: Whether a sample may be run through the model to determine which entries of a mapping have a gradient.
         casts_itself: Whether the model, or a closure, enters autocast by itself.
         gave_number: Whether the last pass returned a single number.
@@ -122,6 +125,7 @@ class Objective:
         self._adds_up = False  # whether the split's weight was seen to
         self.weights = LossWeights(_said_by(loss_reduction, split))
         self._most = MOST_SAMPLES  # samples of the next check
+        self.nodes: dict[int, str] = {}  # of reported values in the graph of the loss, by identity
         self.sources: tuple[Source, ...]
         if isinstance(loss, list | tuple):
             self.sources = self._from_callables(loss)
@@ -224,6 +228,11 @@ class Objective:
         return self._loss is not None and not isinstance(self._loss, list | tuple)
 
     @property
+    def computes_from_outputs(self) -> bool:
+        """Whether the loss is computed from the model's outputs, outside of the model."""
+        return self.takes_outputs
+
+    @property
     def gives_outputs(self) -> bool:
         """Whether a pass gives outputs beside the loss: the model's, or those that a closure returns."""
         return not isinstance(self._loss, list | tuple) or isinstance(self._loss[0], Closure)
@@ -238,13 +247,9 @@ class Objective:
             is_due: Whether the window is due for all checks.
         """
         weights = self.weights
-        if (len(sizes) == 1 and not is_part) or window.samples == 1:
+        if (len(sizes) == 1 and not is_part) or weights.knows_all:
             return False
-        if weights.knows_all and weights.is_checked:
-            return False  # of torch, or what the arguments say
-        if is_due or not weights.is_checked:
-            return not weights.knows_all or is_due
-        return bool(weights.is_ambiguous(window, sizes))
+        return is_due or not weights.is_checked or bool(weights.is_ambiguous(window, sizes))
 
     def check(
         self,
@@ -276,12 +281,12 @@ class Objective:
         eager.take()
         try:
             forms = trial.forms(window, most, telling) if most > 1 else None
-            if forms is None:
-                forms = trial.unchecked(window)
-                weights.warn_unchecked(forms)
+            is_checked = forms is not None
+            forms = trial.unchecked(window) if forms is None else forms
         finally:
             self.put_back_modes()
-        weights.learn(forms, is_checked=most > 1)
+            self.nodes.clear()
+        weights.learn(forms, is_checked=is_checked)
         self._most = MOST_SAMPLES
         if telling and weights.is_ambiguous(window, sizes):
             raise InvalidInputError(
@@ -347,12 +352,12 @@ class Objective:
             return
         self._settings = settings
         form = weighting.of_loss_module(self._loss)
-        if form is not None and self._loss_reduction is not None:
-            if (self._loss_reduction == "sum") != (form.form is Form.SUM):
-                raise InvalidInputError(
-                    f"loss_reduction={self._loss_reduction!r} contradicts the loss, a {type(self._loss).__name__} with "
-                    f"reduction={self._loss.reduction!r}; leave loss_reduction out"
-                )
+        asked = self._loss_reduction
+        if form is not None and asked is not None and (asked == "sum") != (form.form is Form.SUM):
+            raise InvalidInputError(
+                f"loss_reduction={asked!r} contradicts the loss, a {type(self._loss).__name__} with "
+                f"reduction={getattr(self._loss, 'reduction', None)!r}; leave loss_reduction out"
+            )
         self.weights.trust(TOTAL, form)
 
     # --- calling the model and the loss -------------------------------------------------------------------------------
@@ -394,6 +399,8 @@ class Objective:
         self.returns_pairs = self.returns_pairs or any(term.over is Over.PAIR for term in terms)
         for name, value in raw.items():
             if name not in added and value is not None:
+                if self._modes is not None and isinstance(value, Tensor) and value.grad_fn is not None:
+                    self.nodes[id(value.grad_fn)] = name
                 reported = reported_term(name, value, samples, summed=summed)
                 if reported is None:
                     self._notices.say(

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._loss.loss_weights import Common
 from autoaccum._loss.weighting import Over, in_full
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from autoaccum._loss.objective import Factors
+    from autoaccum._loss.loss_weights import Factors, LossWeights
     from autoaccum._loss.terms import Term
-    from autoaccum._loss.weighting import Weighting
 
 # Kinds of named numbers that ranks sum over a window. Those up to WEIGHT are multiplied by the weight of a rank's part;
 # the others are summed unweighted.
@@ -31,7 +31,7 @@ def note(
     terms: Sequence[Term],
     samples: int,
     factors: Factors,
-    weighting_of: Callable[[str], Weighting],
+    weights: LossWeights,
     into: dict[Slot, list[Any]],
 ) -> None:
     """Record the values that one micro-batch reports.
@@ -40,11 +40,11 @@ def note(
         terms: Losses and reported entries of one forward pass.
         samples: Samples in the micro-batch.
         factors: The factors of its losses.
-        weighting_of: Returns the weighting of the loss of a name.
+        weights: What is known of how losses weigh samples.
         into: The sums and weights to add to.
     """
     losses = [term for term in terms if not term.is_reported]
-    weight, is_sum = _like_total(losses, factors, weighting_of)
+    weight, is_sum = _like_total(losses, factors, weights)
     for term in terms:
         if not term.is_reported:
             continue
@@ -75,14 +75,12 @@ def _append(into: dict[Slot, list[Any]], kind: int, name: str, total: Any, weigh
     into.setdefault((kind + 1, name), []).append(weight)
 
 
-def _like_total(losses: Sequence[Term], factors: Factors, weighting_of: Callable[[str], Weighting]) -> tuple[Any, bool]:
+def _like_total(losses: Sequence[Term], factors: Factors, weights: LossWeights) -> tuple[Any, bool]:
     """Return the weight of a plain number of this micro-batch, and whether it is summed without averaging."""
-    is_sum = bool(losses) and all(weighting_of(term.name).over in (Over.SUM, Over.DIVIDED) for term in losses)
-    if len(losses) != 1:
-        return factors.usual, is_sum
+    if factors.alone:
+        return 1.0, False
+    if len(losses) != 1 or losses[0].weight is None:
+        return factors.usual, weights.common is Common.SUM
     (loss,) = losses
-    if loss.over is Over.PAIR:
-        if factors.alone:
-            return 1.0, False
-        return loss.weight * factors.named.get(loss.name, factors.provisional), False  # type: ignore[operator]
-    return factors.of(loss.name), is_sum
+    factor = factors.pairs.get(loss.name, factors.provisional)
+    return weights.in_samples(loss.name, loss.weight) * factor, False

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from autoaccum import _oom
 from autoaccum._loss.batch_counts import counts_in
+from autoaccum._loss.graph_reader import read
 from autoaccum._loss.loss_check import Form, TermForm, choose, forms_of, run_of, tolerance_of
 from autoaccum._loss.training_mode import quiet_training
 from autoaccum._loss.weighting import Over, check_pair
-from autoaccum._oom import first_line
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -20,9 +23,13 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._loss.batch_counts import Count
+    from autoaccum._loss.graph_reader import ReadTerm
     from autoaccum._loss.loss_check import Run
     from autoaccum._loss.objective import Objective, Source
     from autoaccum._loss.terms import Term
+
+# How far from a term the value is looked for that it is computed from.
+_STEPS = 8
 
 
 class TrialLosses:
@@ -68,7 +75,7 @@ class TrialLosses:
             return None
         sample, first = chosen
         objective, found = self._objective, dict[str, list[TermForm]]()
-        with quiet_training(objective.modules):
+        with torch.enable_grad(), quiet_training(objective.modules):
             for source in objective.sources:
                 whole = self._runs(source, sample, 0, sample.samples)
                 parts = [self._part(source, sample, *ends) for ends in ((0, first), (first, sample.samples))]
@@ -82,8 +89,34 @@ class TrialLosses:
                         if again is None:
                             again = self._runs(source, sample, 0, sample.samples)
                         forms = forms_of(run, of_parts, again.get(name), self._tolerance)
-                    found[name] = forms
+                    found[name] = [
+                        replace(form, name=self._name_of(term)) for form, term in zip(forms, run.terms, strict=False)
+                    ]
         return found
+
+    def unchecked(self, window: Window) -> dict[str, list[TermForm]]:
+        """Return the terms of each loss as the graph of a single sample suggests."""
+        objective, found = self._objective, dict[str, list[TermForm]]()
+        cut = window.cut(0, 1)
+        with torch.enable_grad(), quiet_training(objective.modules):
+            for source in objective.sources:
+                with self._autocast():
+                    terms, _ = objective.terms(source, self._place(cut), 1)
+                for term in terms:
+                    if term.is_reported or term.over is not None or objective.weights.knows(term.name):
+                        continue
+                    found[term.name] = [_supposed(one) for one in read(term.value)]
+        return found
+
+    def _name_of(self, term: ReadTerm) -> str:
+        """Return the name of the reported value that a term is computed from; "" if there is none."""
+        node = term.node
+        for _ in range(_STEPS):
+            if node is None or id(node) in self._objective.nodes:
+                return self._objective.nodes.get(id(node), "")
+            inputs = [one for one, _ in node.next_functions if one is not None]
+            node = inputs[0] if len(inputs) == 1 else None
+        return ""
 
     def _part(self, source: Source, sample: Window, start: int, stop: int) -> dict[str, Run]:
         try:
@@ -95,7 +128,7 @@ class TrialLosses:
                 raise
             raise InvalidInputError(
                 f"the loss could be computed for {sample.samples} samples, and not for {stop - start} of them "
-                f"({first_line(error)}), so micro-batches of such sizes cannot be trained on; loss_reduction='mean' or "
+                f"({_oom.first_line(error)}), so micro-batches of such sizes cannot be trained on; loss_reduction='mean' or "
                 "'sum' leaves this check out"
             ) from error
 
@@ -132,3 +165,9 @@ class TrialLosses:
                 if name in self._whole_pairs and name in self._first_pairs:
                     tolerance = max(self._tolerance, 1e-4)
                     check_pair(name, self._whole_pairs[name], [self._first_pairs[name], pair], tolerance)
+
+
+def _supposed(term: ReadTerm) -> TermForm:
+    if term.weight is None:
+        return TermForm(Form.UNCONFIRMED, is_read=False)
+    return TermForm(Form.MEAN, per_sample=abs(float(term.weight))) if term.is_counted else TermForm(Form.SUM)

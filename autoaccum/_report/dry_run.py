@@ -228,13 +228,18 @@ class _Stage:
         sizes = balanced(samples, min(self._plan.micro_batch, samples - 1))
         try:
             window = Window([self._batch], step.objective.split)
-            step.objective.settle(window, sizes, step.transfer.place, mark, step.precision.autocast)
+            if step.objective.needs_check(window, sizes, is_part=False, is_due=True):
+                mark.take()
+                step.objective.check(window, sizes, step.transfer.place, step.precision.autocast, step.parameters)
+                mark.restore()
+        except InvalidInputError as error:
+            self._warnings.append(str(error))
         except Exception as error:
             if not (is_oom(error) or is_too_large(error)):
                 raise
             let_go(error)
             return
-        self._warnings += step.objective.doubts
+        self._warnings += step.objective.weights.warnings
 
 
 class _Kept:
