@@ -122,9 +122,6 @@ _BY_NAME = {
     "oom_report": _Form(Path, "FOLDER", "When memory first runs out, write there what was alive."),
     "shard": _Form(bool, flag="--shard", help="Under torchrun: each rank takes its part of what the loader yields."),
     "shares": _Form(str, "|".join(SHARES), "How --shard divides windows between ranks."),
-    "overlap": _Form(
-        bool, flag="--overlap", help="Under torchrun: overlap the all-reduce with the last backward pass."
-    ),
     "order": _Form(str, "|".join(ORDERS)),
     "on_nan": _Form(str, "|".join(ON_NAN)),
     "noise_scale": _Form(

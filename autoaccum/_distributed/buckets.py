@@ -81,8 +81,6 @@ class Buckets:
     Args:
         like: Tensors with the shapes, types and device of those that will be sent.
         bucket_bytes: Maximum size of a bucket.
-        are_apart: Whether each bucket has its own memory, so that several can be in flight, and the last tensors go
-            first, since their gradients are ready first. Otherwise all buckets share the same memory.
         of_gradients: Whether the gradients of `like` will be sent, which may have other types.
     """
 
@@ -91,29 +89,20 @@ class Buckets:
         like: Sequence[Tensor],
         bucket_bytes: int = BUCKET_BYTES,
         *,
-        are_apart: bool = False,
         of_gradients: bool = False,
     ) -> None:
         self._bucket_bytes = bucket_bytes
         self._shapes = [_real(tensor.detach()).shape for tensor in like]
         by_type: dict[torch.dtype, list[int]] = defaultdict(list)
-        for index in reversed(range(len(like))) if are_apart else range(len(like)):
+        for index in range(len(like)):
             kind = gradient_type(like[index]) if of_gradients else like[index].dtype
             by_type[kind.to_real()].append(index)
         self._chunks: list[tuple[torch.dtype, list[_Part]]] = []
         for dtype, indices in by_type.items():
             sizes = [shape.numel() for shape in self._shapes]
             self._chunks += [(dtype, parts) for parts in _chunks(indices, sizes, self._most(dtype))]
-        if are_apart:
-            self._chunks.sort(key=lambda chunk: -min(part.index for part in chunk[1]))
         lengths = [sum(part.end - part.begin for part in parts) for _, parts in self._chunks]
         device = like[0].device if like else torch.device("cpu")
-        if are_apart:
-            kinds = (dtype for dtype, _ in self._chunks)
-            self._buffers = [
-                torch.zeros(length, dtype=dtype, device=device) for length, dtype in zip(lengths, kinds, strict=True)
-            ]
-            return
         largest: dict[torch.dtype, int] = defaultdict(int)
         for length, (dtype, _) in zip(lengths, self._chunks, strict=True):
             largest[dtype] = max(largest[dtype], length)

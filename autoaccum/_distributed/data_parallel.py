@@ -4,8 +4,7 @@ Processes do not communicate while they work on their micro-batches, so one that
 others only by the time of its second attempt. Then they agree in two steps, like a distributed commit. In the first,
 they exchange the weights of their parts and confirm that all are done; gradients are then summed in flat buckets. In
 the second, they confirm that all hold the sum; each then steps its own optimizer. Until then every process can still go
-back to the start of the window, and if one has to, all do. Where gradients may be sent before all are done,
-`_distributed/overlap.py` does so.
+back to the start of the window, and if one has to, all do.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum._distributed.buckets import Buckets
-from autoaccum._distributed.joint_questions import JointQuestions
-from autoaccum._distributed.overlap import SHARED, Overlap
+from autoaccum._distributed.samples_of_ranks import samples_of
 from autoaccum._engine.bf16_weights import gradient_type
 from autoaccum._engine.does_not_fit import whole_does_not_fit
 from autoaccum._engine.forward_backward import TrainingStep
@@ -28,7 +26,8 @@ from autoaccum._engine.gradients import Parts, Reduced
 from autoaccum._engine.noise_scale import Spread, squared_norm
 from autoaccum._engine.peers import Peers
 from autoaccum._engine.phases import Phase
-from autoaccum._loss.objective import PAIR, SUM
+from autoaccum._loss.loss_check import MOST_SAMPLES
+from autoaccum._loss.loss_weights import Common
 from autoaccum._loss.reported import LOSS, WEIGHT, means
 from autoaccum._loss.weighting import in_full
 from autoaccum._oom import first_line, is_device_lost, is_oom, let_go
@@ -38,18 +37,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from autoaccum._data.batches import Window
-    from autoaccum._distributed.overlap import Weight
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import Given
     from autoaccum._engine.peers import BeforeUpdate, Work
-    from autoaccum._loss.reduction_inference import Knowledge
-    from autoaccum._loss.reported import Slot
-    from autoaccum._loss.weighting import Weighting
+    from autoaccum._loss import reported
+    from autoaccum._loss.loss_weights import Slot
     from autoaccum._sizing.sizing import Sizing
 
 
 _T = TypeVar("_T")
+_LAST_POWER, _EVERY = 1024, 1000
 # Attempts at determining the weights of parts.
 _TRIES = 4
 _STATISTICS = ("running_mean", "running_var")
@@ -61,16 +59,14 @@ class Part:
 
     Attributes:
         samples: Samples in the part.
-        weight: Weight of the part; None if it is on the device, or makes no difference.
+        weight: What the part's loss is divided by; None if it is on the device, or makes no difference.
         known: Digest of what is known about the losses and of their names.
         gradients: Which parameters have a gradient, as bits.
         buffers: Which buffers were written, as bits.
         seconds: Time the rank spent on its part.
         wishes: Actions that the rank requests after this window, as bits.
         note: Number of windows in this epoch that its loader has reached.
-        has_sent: Whether its gradients, as they are now, have already been sent.
         larger: Micro-batch size that it requests from the next window on, if ranks agree on sizes; None for no request.
-        open: What `Objective.open_shares` returns for it.
         variance: The variance of its gradients, if noise was measured.
     """
 
@@ -82,10 +78,8 @@ class Part:
     seconds: float
     wishes: int
     note: int
-    has_sent: bool = False
     larger: int | None = None
     variance: float | None = None
-    open: bytes | None = None
 
     def packed(self) -> tuple[Any, ...]:
         """Return only the values, which are short to send."""
@@ -103,13 +97,10 @@ class DataParallel(Peers):
         look: Called with these numbers of all ranks before an update is made. It may reject the update, on every rank
             alike.
         is_timed: Whether device time matters, which requires waiting for the device.
-        room: Buckets in which all gradients can be in flight at once; None to send them after all ranks have worked.
-        say: Reports to the user what became of that, and what cannot be inferred.
 
     Attributes:
         parts: Each rank's message about its part of the current window, in rank order.
         share: Combined weights of the current window's parts, if needed before their gradients are computed.
-        overlap: Sends gradients while the last ones are computed; None if this is not done.
         is_decided: As for `Peers`.
     """
 
@@ -126,8 +117,6 @@ class DataParallel(Peers):
         note: Callable[[], int] = lambda: 0,
         look: Callable[[Sequence[int]], None] = lambda _: None,
         is_timed: bool = False,
-        room: Buckets | None = None,
-        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.ranks = ranks
         self.parts: list[Part] = []
@@ -139,22 +128,16 @@ class DataParallel(Peers):
         self._step = step
         self._updates = step.updates if isinstance(step, TrainingStep) else None
         self._trained = trained(step)
-        self._gradients = room or Buckets(self._trained if self.adds_up_gradients else [], of_gradients=True)
-        self.overlap: Overlap | None = None
-        if room is not None:
-            self.overlap = Overlap(ranks, step, self._trained, room, self._weight_beforehand, say)
-        self._say = say
-        self._is_on_its_way = False
+        self._gradients = Buckets(self._trained if self.adds_up_gradients else [], of_gradients=True)
         self._present = 0
         self._buffers = _SharedBuffers(step)
-        self._slots: list[Slot] = []  # the losses, and values reported in addition
+        self._slots: list[reported.Slot] = []  # the losses, and values reported in addition
         self._norm, self._pair = (in_full(torch.zeros((), device=step.memory.device)) for _ in range(2))
         self._values = self._norm
         self.share: Share | None = None
         self._known_before = b""
         self._begun: Window | None = None
-        self._weighed: tuple[bytes, float] | None = None  # the current part's weight, by knowledge of the losses
-        self._questions = JointQuestions(ranks, step, say)
+        self._windows = 0
         # The first collective allocates GPU memory for all later ones: better now than next to a window's activations.
         ranks.add_up(self._norm)
 
@@ -181,11 +164,6 @@ class DataParallel(Peers):
                 "gradients of those they began with; end this call of fit, and go on with the changed model in another"
             )
 
-    @property
-    def sending(self) -> Overlap | None:
-        """Sends gradients during the last micro-batch; None if this is not done."""
-        return self.overlap
-
     def begin(self, window: Window, sizing: Sizing) -> Share | None:
         """Begin a window; return the combined weights of its parts if they are needed before the parts are computed.
 
@@ -197,19 +175,21 @@ class DataParallel(Peers):
         self._buffers.begin()
         if self._begun is window:
             return self.share  # a second attempt of this rank alone
-        self._begun, self._weighed = window, None
-        self._questions.begin_window()
+        self._begun = window
+        self._windows += 1
+        self.samples_to_try = None
+        if is_number_due(self._windows) and not self._step.objective.weights.knows_all:
+            self.samples_to_try = self._samples_to_try(window)
         self._known_before = self._known()
         self.share = self._share_of(window)
-        if self.overlap is not None:
-            weighs_only_then = self._weighs_only_then()
-            if weighs_only_then:
-                self._say(
-                    "overlap=True has no effect with a loss that is a (sum, weight) pair: the weights of a window's "
-                    "parts are known only after the forward pass"
-                )
-            self.overlap.begin(None if weighs_only_then else self._wanted())
         return self.share
+
+    def _samples_to_try(self, window: Window) -> Window | None:
+        """Return samples of several ranks, the same on each, so that all learn the same of the losses."""
+        counts = self.ranks.exchange("samples", window.samples)
+        sources = [rank for rank, count in enumerate(counts) if count][:MOST_SAMPLES]
+        most = -(-MOST_SAMPLES // max(len(sources), 1))
+        return samples_of(self.ranks, window, sources, most, self._step.objective.split)
 
     def failed(self, error: Exception, work: Work, number: int) -> None:  # noqa: ARG002 - as Peers has it
         """Handle the consequences of this rank's failure for the others.
@@ -266,10 +246,7 @@ class DataParallel(Peers):
 
     def _synchronize(self) -> None:
         """Wait until the device has finished this rank's own work, but not for other ranks."""
-        if self.overlap is None or self._step.memory.device.type == "cpu":
-            self._step.memory.synchronize()
-        else:
-            torch.accelerator.current_stream(self._step.memory.device).synchronize()
+        self._step.memory.synchronize()
 
     def _seconds(self) -> float:
         """Return how long this rank has worked on its part."""
@@ -284,35 +261,26 @@ class DataParallel(Peers):
             RankFailedError: Another rank cannot continue.
         """
         window, objective, seconds = self._window, self._step.objective, self._seconds()
-        if self.overlap is not None:
-            self.overlap.flush()
         mine = Part(
             samples=window.samples,
-            weight=self._weight(window),
+            weight=given.weight if isinstance(given.weight, float) else None,
             known=self._known(given.slots),
             gradients=sum(1 << n for n, parameter in enumerate(self._trained) if parameter.grad is not None),
             buffers=self._buffers.written(),
             seconds=seconds,
             wishes=self._wishes(),
             note=self._note(),
-            has_sent=self.overlap is not None and self.overlap.holds(self._weight_beforehand()),
             variance=None if given.spread is None else given.spread.variance,
-            open=self._open_shares(window),
         )
         # New for every window, since the last one's values are read later; and allocated before the others wait for it.
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         self.parts = [Part(*said) for said in self.ranks.exchange("window", mine.packed())]
         agree = len({part.known for part in self.parts}) == 1
-        asks = agree and self._questions.are_to_be_asked([part.open for part in self.parts if part.samples])
-        agree = agree and not asks
-        was_shared, is_shared = self.share is not None, objective.common_weight is None
+        was_shared, is_shared = self.share is not None, objective.weights.common is Common.NOTHING
         goes_on = agree and was_shared == is_shared and (not is_shared or mine.known == self._known_before)
-        self._look_what_is_on_its_way(goes_on=goes_on)
         self._look([part.note for part in self.parts])
         if goes_on:
             return True
-        if asks:
-            self._questions.ask(window, [rank for rank, part in enumerate(self.parts) if part.samples])
         if not agree:
             self._learn_from_others()
         self._known_before = self._known()
@@ -320,16 +288,6 @@ class DataParallel(Peers):
         if was_shared or is_shared or self.share is not None or self._known_before != mine.known:
             work.start_over(self.share)
         return False
-
-    def _look_what_is_on_its_way(self, *, goes_on: bool) -> None:
-        """Determine, from all ranks' messages, whether the gradients already sent are those of the whole window."""
-        if self.overlap is None:
-            return
-        held = all(part.has_sent for part in self.parts) and self._bits() == self._present
-        self.overlap.end(held=held)
-        self._is_on_its_way = goes_on and held
-        if not self._is_on_its_way:
-            self.overlap.drop()
 
     def _bits(self) -> int:
         """Return, as bits, which parameters have a gradient on any rank."""
@@ -363,11 +321,8 @@ class DataParallel(Peers):
         self._present = self._bits()
         wanted = self._wanted()
         outcome.run(lambda: self._make_gradients(wanted))
-        if self.overlap is not None and self._is_on_its_way:
-            outcome.note(self.overlap.take())
-        else:
-            gradients = [parameter.grad for parameter in self._trained]
-            outcome.note(self._gradients.exchange(gradients, self.ranks.add_up, factor=factor, wanted=wanted))
+        gradients = [parameter.grad for parameter in self._trained]
+        outcome.note(self._gradients.exchange(gradients, self.ranks.add_up, factor=factor, wanted=wanted))
         outcome.run(lambda: self._fill_losses(given, factor))
         self.ranks.add_up(self._values)
         outcome.note(self._buffers.exchange(self.ranks, self.parts))
@@ -381,7 +336,7 @@ class DataParallel(Peers):
         found = [part.variance for part in self.parts if part.variance is not None]
         if not found:
             return None
-        is_sum = self._step.objective.common_weight == SUM
+        is_sum = self._step.objective.weights.common is Common.SUM
         unit = self._step.loss_scale() * (self.samples if is_sum else 1.0)
         gradients = (parameter.grad for parameter in self._trained)
         whole = float(squared_norm(gradients, self._step.memory.device)) / unit**2
@@ -411,20 +366,20 @@ class DataParallel(Peers):
     # --- what parts weigh ---------------------------------------------------------------------------------------------
 
     def _share_of(self, window: Window) -> Share | None:
-        if self._step.objective.common_weight is not None:
+        if self._step.objective.weights.common is not Common.NOTHING:
             return None
         said = self._weights_of_all(window)
         totals = {name: sum(one.get(name, 0.0) for one in said) for one in said for name in one}
         share = Share(self.ranks, totals)
-        if not window.samples and self._step.objective.mixes_pairs():
+        if not window.samples and self._step.objective.weights.mixes_pairs:
             share.of_pairs({})  # the others exchange this too, and wait for this rank
         return share
 
-    def _weights_of_all(self, window: Window) -> list[dict[str, float]]:
+    def _weights_of_all(self, window: Window) -> list[dict[Slot, float]]:
         """Return the weights of each part; if one rank runs out of memory computing them, all retry."""
         for _ in range(_TRIES):
             outcome = Outcome()
-            own = outcome.run(lambda: self._step.objective.weights(window))
+            own = outcome.run(lambda: self._step.objective.weights.totals(window))
             said = self.ranks.exchange("weights", own)
             if None not in said:
                 return said
@@ -435,76 +390,44 @@ class DataParallel(Peers):
         lacking = ", ".join(str(rank) for rank, own in enumerate(said) if own is None)
         raise whole_does_not_fit(self._step, f"memory runs out on rank {lacking}", Phase.WEIGH, _TRIES)
 
-    def _weighs_only_then(self) -> bool:
-        """Whether the weights of the parts are known only after the parts are computed."""
-        return self.share is None and self._step.objective.common_weight == PAIR
-
-    def _weight_beforehand(self) -> Weight | None:
-        """Return the weight of this rank's part if it is known before the part is computed."""
-        common = self._step.objective.common_weight
-        if self.share is not None:
-            return SHARED  # its gradients already carry their weight in the whole window
-        if common is None or common == PAIR or self._begun is None:
-            return None
-        return common, self._weight(self._begun)
-
-    def _weight(self, window: Window) -> float | None:
-        common = self._step.objective.common_weight
-        if common is None or common in (PAIR, SUM):
-            return None
-        known = self._known()
-        if self._weighed is None or self._weighed[0] != known:
-            self._weighed = known, self._step.objective.weights(window).get(common, 0.0)
-        return self._weighed[1]
-
     def _factor(self, given: Given, outcome: Outcome) -> float | Tensor:
         """Return the factor for this rank's gradients and losses before they are summed over ranks."""
-        common = self._step.objective.common_weight
-        if self.share is not None or common == SUM:
+        common = self._step.objective.weights.common
+        if self.share is not None or common is Common.SUM:
             return 1.0
-        if common == PAIR:
-            return self._factor_of_pair(given, outcome)
-        own, total = self.parts[self.ranks.rank].weight or 0.0, sum(part.weight or 0.0 for part in self.parts)
+        if any(part.samples and part.weight is None for part in self.parts):
+            return self._factor_on_device(given, outcome)
+        total = sum(part.weight or 0.0 for part in self.parts)
         if total == 0.0:
             raise nothing_counts()
-        return own / total
+        return given.provisional / total
 
-    def _factor_of_pair(self, given: Given, outcome: Outcome) -> float | Tensor:
-        weight = 0.0 if given.pair_weight is None else given.pair_weight
-        outcome.run(lambda: self._pair.fill_(weight))
+    def _factor_on_device(self, given: Given, outcome: Outcome) -> float | Tensor:
+        outcome.run(lambda: self._pair.fill_(given.weight or 0.0))
         self.ranks.add_up(self._pair)
         outcome.run(self._check_pair)
-        factor = outcome.run(lambda: given.samples / self._pair)
+        factor = outcome.run(lambda: given.provisional / self._pair)
         return 1.0 if factor is None else factor
 
     def _check_pair(self) -> None:
         if self._pair.device.type == "cpu" and not float(self._pair):
             raise pairs_weigh_nothing()
 
-    def _known(self, slots: Mapping[Slot, Any] | None = None) -> bytes:
+    def _known(self, slots: Mapping[reported.Slot, Any] | None = None) -> bytes:
         """Return a digest of everything known about the losses, equal wherever that is equal."""
         self._slots = sorted({*self._slots, *(slots or ())})
-        known = self._step.objective.knowledge
-        text = [(name, _spelled(one.how)) for name, one in sorted(known.items())]
-        return hashlib.blake2b(repr((text, self._slots)).encode(), digest_size=8).digest()
-
-    def _open_shares(self, window: Window) -> bytes | None:
-        return self._step.objective.open_shares(window)
+        text = repr((self._step.objective.weights.in_short(), self._slots))
+        return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
     def _learn_from_others(self) -> None:
-        """For each loss, adopt the knowledge of the rank that has ruled out most; the first of equal ranks."""
-        said = self.ranks.exchange("losses", (self._step.objective.knowledge, self._slots))
+        """Adopt what other ranks know of losses that this one has not seen.
+
+        Raises:
+            InvalidInputError: They know something else. Raised on every rank.
+        """
+        said = self.ranks.exchange("losses", (self._step.objective.weights.knowledge, self._slots))
         self._slots = sorted({slot for _, slots in said for slot in slots})
-        self._questions.learn([known for known, _ in said])
-        best: dict[str, Knowledge] = {}
-        for known, _ in said:
-            for name, one in known.items():
-                if name not in best or one.ruled_out > best[name].ruled_out:
-                    best[name] = one
-        own = self._step.objective.knowledge
-        self._step.objective.adopt(
-            {name: one for name, one in best.items() if name not in own or _spelled(own[name].how) != _spelled(one.how)}
-        )
+        self._step.objective.weights.adopt([known for known, _ in said])
 
     # --- adding up ----------------------------------------------------------------------------------------------------
 
@@ -528,6 +451,11 @@ class DataParallel(Peers):
         found = dict(zip(self._slots, self._values.unbind(), strict=True))
         outcome.losses = {name: value for (kind, name), value in found.items() if kind == LOSS}
         outcome.reported = means(found)
+
+
+def is_number_due(number: int) -> bool:
+    """Whether losses are checked in the window of this number: the first, second, fourth, and so on."""
+    return number % _EVERY == 0 or (number & (number - 1) == 0 and number <= _LAST_POWER)
 
 
 def trained(step: GradientStep) -> list[nn.Parameter]:
@@ -596,7 +524,7 @@ class Share:
 
     multiplier = 1.0
 
-    def __init__(self, ranks: Ranks, totals: Mapping[str, float]) -> None:
+    def __init__(self, ranks: Ranks, totals: Mapping[Slot, float]) -> None:
         self.totals = totals
         self._ranks = ranks
         self._pairs: dict[str, float] | None = None
@@ -666,9 +594,3 @@ class _SharedBuffers:
         factor = parts[ranks.rank].samples / sum(part.samples for part in parts)
         failure = self._buckets.exchange(self._now(), ranks.add_up, factor=factor, wanted=means)
         return self._buckets.exchange(self._now(), lambda one: ranks.spread(one, source), wanted=others) or failure
-
-
-def _spelled(how: Weighting) -> tuple[Any, ...]:
-    weights = None if how.class_weights is None else tuple(how.class_weights.tolist())
-    void = sorted(map(sorted, how.void))
-    return how.over.name, how.ignore_index, how.target, how.nor, how.divisor, void, weights

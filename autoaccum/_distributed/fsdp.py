@@ -19,16 +19,16 @@ from autoaccum._distributed.data_parallel import (
     Outcome,
     Part,
     Share,
+    is_number_due,
     nothing_counts,
     pairs_weigh_nothing,
 )
-from autoaccum._distributed.joint_questions import samples_of
 from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, sample_of
 from autoaccum._engine.dtensor import least_size
 from autoaccum._engine.forward_backward import Accumulated
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.savepoint import Savepoint
-from autoaccum._loss.objective import SAMPLES, Factors
+from autoaccum._loss.loss_weights import SAMPLES, Factors
 from autoaccum._loss.weighting import in_full
 from autoaccum._oom import first_line, is_oom, is_too_large
 from autoaccum._sizing.fsdp_growth import Growth
@@ -39,7 +39,7 @@ from autoaccum._system.reason_file import OUT_OF_MEMORY, Reason
 from autoaccum.errors import InvalidInputError, RankFailedError, StartAgainError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from autoaccum._data.batches import Window
     from autoaccum._distributed.process_group import Ranks
@@ -49,11 +49,7 @@ if TYPE_CHECKING:
     from autoaccum._sizing.sizing import Sizing
 
 # A rank with no samples left makes its passes with these factors, so that they contribute nothing.
-_NOTHING = Factors(0.0, 0.0, alone=False)
-# If it is unknown what a loss runs over, all ranks test the same samples, in this many first windows.
-_WINDOWS_TO_ASK = 8
-_SAMPLES_TO_ASK = 64
-_RANKS_TO_ASK = 4
+_NOTHING = Factors(usual=0.0, weight=0.0, scale=0.0)
 # BatchNorm refuses to train on a single value per channel.
 _LEAST = 2
 # The size that did not fit, if a micro-batch was being processed, and the reason.
@@ -85,7 +81,6 @@ class ShardedDataParallel(DataParallel):
         self._growth = None if grows_to is None else Growth(grows_to)
         self._larger: int | None = None
         self._least = least_size(step.objective.modules)
-        self._windows = 0
         self._passes = 0  # of the current attempt, on the rank with the most
         self._sample: Window | None = None
         self._lacking: dict[int, _Lack] = {}
@@ -101,7 +96,7 @@ class ShardedDataParallel(DataParallel):
         if self._begun is not window or self.share is None:
             self._begun = window
             try:
-                self._ask(window)
+                self._try_losses(window)
             except Exception as error:
                 if self.ranks.is_in_pass:
                     self._end(error, sizing.plan.micro_batch)
@@ -128,10 +123,9 @@ class ShardedDataParallel(DataParallel):
             self._pass_with_nothing()
         self._slots = sorted({*self._slots, *given.slots})
         self._tell_lack(None)
-        pair_weight = None if given.pair_weight is None else float(given.pair_weight)
         mine = Part(
             samples=window.samples,
-            weight=pair_weight,
+            weight=None if given.weight is None else float(given.weight),
             known=repr(self._slots).encode(),
             gradients=0,
             buffers=self._buffers.written(),
@@ -295,51 +289,40 @@ class ShardedDataParallel(DataParallel):
 
     # --- what parts weigh ---------------------------------------------------------------------------------------------
 
-    def _open_shares(self, window: Window) -> None:
-        """Return nothing, since all ranks ask about the same samples before a window."""
-
-    def _ask(self, window: Window) -> None:
-        """Determine, from the same samples on all ranks, what the losses run over."""
-        if self._windows >= _WINDOWS_TO_ASK:
-            return
+    def _try_losses(self, window: Window) -> None:
+        """Try the losses on the same samples on all ranks."""
         self._windows += 1
-        counts = self.ranks.exchange("samples", window.samples)
-        sources = [rank for rank, count in enumerate(counts) if count]
-        # Other samples than in the window before, since one rank's samples may all be alike.
-        turn = self._windows % max(len(sources), 1)
-        chosen = [*sources[turn:], *sources[:turn]][:_RANKS_TO_ASK]
-        for source in chosen:
-            self._ask_about(window, [source], _SAMPLES_TO_ASK)
-            if not self._step.objective.has_questions:
-                return
-        if len(chosen) > 1:  # each rank may have a single sample, or samples that are alike
-            self._ask_about(window, chosen, _SAMPLES_TO_ASK // _RANKS_TO_ASK)
-
-    def _ask_about(self, window: Window, sources: Sequence[int], most: int) -> None:
-        """Ask about samples of some ranks, at most `most` of each."""
-        asked = samples_of(self.ranks, window, sources, most, self._step.objective.split)
+        is_due = is_number_due(self._windows)
+        if not is_due and self._sample is not None:
+            return
+        asked = self._samples_to_try(window)
         if asked is None:
             raise InvalidInputError(
                 "ranks that hold shards of a model send each other samples, and those of this loader cannot be pickled"
             )
         self._sample = self._sample or asked.part(0, min(asked.samples, _LEAST))
-        # At least two parts, since uncut it makes no difference; at most half the samples run at once.
-        sizes = balanced(asked.samples, min(self._sizing.plan.micro_batch, math.ceil(asked.samples / 2)))
-        place, autocast = self._step.transfer.place, self._step.precision.autocast
-        self.begin_pass()
-        self._step.stage.phase = Phase.WEIGH
-        self._step.objective.settle(asked, sizes, place, self._mark, autocast)
-        self.end_pass()
+        step, objective = self._step, self._step.objective
+        sizes = balanced(asked.samples, math.ceil(asked.samples / 2))
+        if objective.needs_check(asked, sizes, is_part=True, is_due=is_due):
+            self.begin_pass()
+            step.stage.phase = Phase.WEIGH
+            self._mark.take()
+            # Backward passes of shards would reduce gradients: the values and weights of the samples have to do.
+            objective.check(asked, sizes, step.transfer.place, step.precision.autocast)
+            self._mark.restore()
+            self.end_pass()
 
     def _share_of(self, window: Window) -> Share:
-        if self._step.objective.mixes_pairs():
+        if self._step.objective.weights.mixes_pairs:
             raise InvalidInputError(
                 "several losses, some of them (sum, weight) pairs, cannot be weighted in a model that fully_shard has "
                 "sharded; return one loss, or means"
             )
         said = self._weights_of_all(window)
         totals = {name: sum(one.get(name, 0.0) for one in said) for one in said for name in one}
-        if totals[SAMPLES] and not all(totals.values()):
+        if not totals[SAMPLES]:
+            return Share(self.ranks, totals)
+        if not all(totals.values()):
             raise nothing_counts()
         share = Share(self.ranks, totals)
         # The reduction of gradients takes their mean over the ranks.
@@ -354,7 +337,9 @@ class ShardedDataParallel(DataParallel):
         if not sum(weights):
             raise pairs_weigh_nothing()
         assert self.share is not None
-        return self.share.totals[SAMPLES] / sum(weights)
+        known = self._step.objective.weights
+        known.set_provisional(self._window, self.share.totals)
+        return known.common_provisional / sum(weights)
 
     def _wished_size(self) -> int:
         """Return the size that this rank requests for the next window."""

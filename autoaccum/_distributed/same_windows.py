@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autoaccum._loss.counting import target_tensors
+from autoaccum._data.nesting import tensors_in
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ def _stands_for(window: Window) -> int:
     found = 0
     for batch, samples in window.parts(0, window.samples):
         # Targets need not be tensors: there may be none at all, texts, or one number for all.
-        for tensor in target_tensors(batch).values():
-            if len(tensor) == samples and not tensor.is_floating_point() and not tensor.is_complex():
+        for tensor in tensors_in(batch):
+            if tensor.dim() and len(tensor) == samples and not tensor.is_floating_point() and not tensor.is_complex():
                 each = tensor.reshape(samples, tensor.numel() // samples).sum(1, dtype=torch.int64)
                 found = found * 31 + int((each * torch.arange(1, samples + 1, device=each.device)).sum())
     return found % (1 << _BITS)

@@ -20,8 +20,6 @@ from autoaccum._engine.noise_scale import spread_of, squared_norm
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._loss.loss_weights import Common
-from autoaccum._loss.weighting import in_full
-from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
@@ -119,11 +117,11 @@ class CarefulPath:
             if self._sizing.is_learning:
                 del factors[before + len(order) :]
         at.size = None
-        weight = self._weight(accumulated, window, share)
+        weight, provisional = self._weight(accumulated, window, share)
         spread = self._spread(first, window, at.sizes, factors, accumulated)
         noted = {slot: sum(numbers[1:], start=numbers[0]) for slot, numbers in accumulated.reported.items()}
         parts = {name: Parts(values) for name, values in _by_name(accumulated.losses).items()}
-        return Given(window.samples, parts, weight, noted, spread, tuple(accumulated.outputs))
+        return Given(window.samples, parts, weight, provisional, noted, spread, tuple(accumulated.outputs))
 
     # --- micro-batches ------------------------------------------------------------------------------------------------
 
@@ -217,17 +215,17 @@ class CarefulPath:
                 check_weight(name, weight)
         return weights
 
-    def _weight(self, given: Accumulated, window: Window, share: SharedWeights | None) -> float | Tensor | None:
-        """Return what the window's loss is divided by, in units of a sample's; None if it is divided already."""
+    def _weight(
+        self, given: Accumulated, window: Window, share: SharedWeights | None
+    ) -> tuple[float | Tensor | None, float]:
+        """Return what the window's loss is divided by, None if nothing is to be corrected; and what stood for it."""
         weights, is_part = self._step.objective.weights, self.peers.is_part
-        if share is not None and not given.weights:
-            return None
         if not given.weights:
-            return weights.of_part(window) if is_part else None
-        by_name = _by_name(given.weights)
+            is_combined = is_part and share is None
+            return (weights.of_part(window) if is_combined else None), float(window.samples)
         # Those of several losses are proportional to each other.
-        name, found = next(iter(by_name.items()))
-        return weights.total(name, found, may_be_nothing=is_part)
+        name, found = next(iter(_by_name(given.weights).items()))
+        return weights.total(name, found, may_be_nothing=is_part), weights.provisional_total(name)
 
     # --- windows in which the noise of gradients is measured ----------------------------------------------------------
 
@@ -284,8 +282,8 @@ class CarefulPath:
             return sizes, float(samples)
         if given.weights:
             name, found = next(iter(_by_name(given.weights).items()))
-            weights = [float(known.in_samples(name, weight)) for weight in found]
-            return weights, sum(weights) / samples
+            weights = [float(weight) for weight in found]
+            return weights, sum(weights) / known.provisional_total(name)
         # Losses of which each runs over something else have no common weight: that of the samples stands for it.
         own = [one.usual for one in factors]
         return own, sum(own)

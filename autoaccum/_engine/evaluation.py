@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autoaccum._data.batches import Window
-from autoaccum._data.nesting import copied
+from autoaccum._data.nesting import copied, map_tensors
 from autoaccum._engine.does_not_fit import sample_does_not_fit, whole_does_not_fit
 from autoaccum._engine.metrics import CountingMetric, keeps_count, mean_of, metrics_by_name
 from autoaccum._engine.parts_that_fit import PartsThatFit

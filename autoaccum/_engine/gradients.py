@@ -65,8 +65,8 @@ class Given:
     Attributes:
         samples: Samples of the window or part.
         parts: The losses by name, as what each micro-batch adds to them.
-        weight: What the loss is divided by, in units of about a sample's. Gradients and losses have been divided by
-            the number of samples instead, and are still to be divided by it; None if nothing is left to correct.
+        weight: What the loss is divided by; None if nothing is left to correct.
+        provisional: What gradients and losses have been divided by instead.
         reported: Values reported in addition to the losses: sums and weights, as `reported.means` expects them.
         spread: How far the gradient of the first micro-batch is from the whole, if that is measured.
         outputs: The model's outputs for each micro-batch, without graphs, if the step keeps them.
@@ -75,6 +75,7 @@ class Given:
     samples: int
     parts: Losses
     weight: float | Tensor | None = None
+    provisional: float = 1.0
     reported: dict[Slot, Any] = field(default_factory=dict)
     spread: Spread | None = None
     outputs: tuple[Any, ...] = ()
@@ -94,9 +95,9 @@ class Given:
         """The factor for gradients and losses if these samples are the whole window."""
         if self.weight is None:
             return 1.0
-        if isinstance(self.weight, float) and abs(self.weight - self.samples) <= _ROUNDING * self.samples:
+        if isinstance(self.weight, float) and abs(self.weight - self.provisional) <= _ROUNDING * self.provisional:
             return 1.0
-        return self.samples / self.weight
+        return self.provisional / self.weight
 
     def corrected(self) -> Losses:
         """Return the losses if these samples are the whole window."""

@@ -207,6 +207,10 @@ class SteadyPath:
         if not is_whole and not known.may_cut:
             raise NotSteadyError
         divides = known.common is Common.DIVISOR and not is_whole
+        provisional = float(samples)
+        if divides:
+            weights.set_provisional(window)
+            provisional = weights.provisional_total(name)
         losses: list[Tensor] = []
         found: list[float | Tensor] = []
         share: float | Tensor = 1.0
@@ -229,7 +233,7 @@ class SteadyPath:
                 if divides:
                     weight = weights.weight_of(name, value, size)
                     found.append(weight)
-                    share = weights.in_samples(name, weight) / samples
+                    share = weight / provisional
                 elif not is_whole and known.common is Common.SAMPLES:
                     share = size / samples
                 if isinstance(share, Tensor) or share:
@@ -242,8 +246,9 @@ class SteadyPath:
                 stage.phase = Phase.TRANSFER
         at.size = None
         if divides:
-            return Given(samples, {name: Parts(losses)}, weights.total(name, found))
-        return Given(samples, {name: Parts(losses)}, weights.of_part(window) if self._is_part else None)
+            total = weights.total(name, found, may_be_nothing=self._is_part)
+            return Given(samples, {name: Parts(losses)}, total, provisional)
+        return Given(samples, {name: Parts(losses)}, weights.of_part(window) if self._is_part else None, provisional)
 
     def _sizes(self, window: Window) -> tuple[int, ...]:
         known, plan = self._now, self._sizing.plan

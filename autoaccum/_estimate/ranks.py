@@ -1,7 +1,6 @@
 """What a training step takes on each of several ranks, from its timeline on one: buckets of gradients, or shards.
 
-Whole models (docs/ranks.md): each rank holds the model and sends gradients through buckets of 25 MiB, or with
-`overlap=True`, as DistributedDataParallel, through a second set of all gradients.
+Whole models (docs/ranks.md): each rank holds the model and sends gradients through buckets of 25 MiB.
 
 Sharded models (docs/fsdp.md): `fully_shard` of each repeated block and of the model. A rank holds its share of weights,
 gradients and optimizer state. PyTorch's documentation of `fully_shard` gives the rest: the model's own group, what is
@@ -29,10 +28,10 @@ _SHARDED = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
 _AT_ONCE = 2
 
 
-def in_buckets(timeline: Timeline, *, overlap: bool) -> Timeline:
+def in_buckets(timeline: Timeline) -> Timeline:
     """Return the step of a rank that holds the whole model, with its buckets."""
     gradients = _bytes_of(timeline, Category.GRADIENTS)
-    return timeline.with_held(gradients if overlap else min(gradients, BUCKET_BYTES))
+    return timeline.with_held(min(gradients, BUCKET_BYTES))
 
 
 def sharding(model: nn.Module, ranks: int) -> Callable[[Timeline], Timeline]:

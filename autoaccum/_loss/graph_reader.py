@@ -48,6 +48,7 @@ class ReadTerm:
         divisor_of_one: Whether a divisor that the graph holds is exactly 1, as `max(1, n)` is where n is 0.
         divisor: A divisor on the device, where it cannot be compared with 1 without waiting.
         is_counted: Whether its weight comes from a count or a divisor.
+        end: The node whose result is summed, as far as its elements have one factor.
     """
 
     node: Any
@@ -56,6 +57,7 @@ class ReadTerm:
     divisor_of_one: bool = False
     divisor: Tensor | None = None
     is_counted: bool = False
+    end: Any = None
 
     def at(self, node: Any, weight: float | Tensor | None = None) -> ReadTerm:
         """Return the same for another node, and another weight if given."""
@@ -101,7 +103,8 @@ def _read_number(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) 
         handler(node, number, term, found)
     except _UnreadError:
         term.weight = None
-        found.append(term)
+        term.end = node
+    found.append(term)
 
 
 def _handler_of(kind: str) -> Callable[[Any, int, ReadTerm, list[ReadTerm]], None]:
@@ -222,6 +225,7 @@ def _margin(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> No
         term.weight, term.is_counted = _known(term.weight) * (shape[0] if len(shape) > 1 else 1), True
     elif node._saved_reduction != _SUM:
         raise _UnreadError
+    term.end = node
     found.append(term)
 
 
@@ -237,6 +241,7 @@ def _contraction(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) 
     _only_input(node)
     if math.prod(_shape(node, number)) != 1:
         raise _UnreadError
+    term.end = node
     found.append(term)
 
 
@@ -245,6 +250,7 @@ def _nll(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> None:
         term.weight, term.is_counted = _known(term.weight) * _total_weight(node), True
     elif node._saved_reduction != _SUM:
         raise _UnreadError
+    term.end = node
     found.append(term)
 
 
@@ -267,6 +273,7 @@ def _elementwise(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) 
         term.weight, term.is_counted = _known(term.weight) * math.prod(_shape(inner, of_inner)), True
     elif node._saved_reduction != _SUM:
         raise _UnreadError
+    term.end = node
     found.append(term)
 
 
@@ -292,6 +299,7 @@ def _read_elements(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]
     elif len(inputs) == 1 and _scale(node, kind, inputs[0][0], term):
         _read_elements(inputs[0][1], inputs[0][2], term, found)
         return
+    term.end = node
     found.append(term)
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from autoaccum._data.numbers import numbers_in
 from autoaccum._loss.batch_counts import counts_in
 from autoaccum._loss.graph_reader import read
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoaccum._data.batches import Window
+    from autoaccum._data.numbers import Path
     from autoaccum._loss.batch_counts import Count
     from autoaccum._loss.graph_reader import ReadTerm
 
@@ -63,6 +65,7 @@ class TermForm:
         counts: Counts of the batch that are proportional to what it is divided by, and what it is for each.
         may_be_clamped: Whether a divisor that is 1 would be news.
         name: The reported value that it is computed from, if that is known.
+        number: Of a sum: where the batch carries the number that it is divided by; None if it is no such number.
     """
 
     form: Form
@@ -72,6 +75,7 @@ class TermForm:
     counts: Mapping[Count, float] = field(default_factory=dict)
     may_be_clamped: bool = False
     name: str = ""
+    number: Path | None = None
 
     @property
     def is_weighted_by_samples(self) -> bool:
@@ -90,6 +94,7 @@ class Run:
         weights: What each is divided by; None if it could not be read.
         gradients: One number for each parameter of each term, shape (terms, parameters), on the host.
         counts: What is counted in the samples.
+        numbers: Numbers other than 1 that the batch carries.
     """
 
     samples: int
@@ -98,6 +103,7 @@ class Run:
     weights: list[float | None]
     gradients: Tensor
     counts: Mapping[Count, float]
+    numbers: Mapping[Path, float]
 
     def whole(self) -> Run:
         """Return the same as a loss of a single term that could not be read."""
@@ -149,26 +155,29 @@ def _unusual(window: Window, start: int, samples: int, most: int, telling: froze
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
-def run_of(
-    loss: Tensor, samples: int, counts: Mapping[Count, float], parameters: Sequence[nn.Parameter], *, keep: bool
-) -> Run:
+def run_of(loss: Tensor, samples: int, batch: Any, parameters: Sequence[nn.Parameter], *, keep: bool) -> Run:
     """Return what a loss gave; its graph is used up.
 
     Args:
         loss: The loss, with a graph.
         samples: Its number of samples.
-        counts: What is counted in them.
+        batch: The batch of them, on the host.
         parameters: The parameters whose gradients are compared.
         keep: Whether the graph is used again.
     """
     terms = read(loss)
     weights = [None if term.weight is None else float(term.weight) for term in terms]
     rows = []
-    for number in range(len(terms)):
+    for number in range(len(terms)) if parameters else ():
         kept = keep or number + 1 < len(terms)
         with _only(terms, number):
             rows.append(_projected(_gradients(loss, parameters, keep=kept)))
-    return Run(samples, float(loss.detach()), terms, weights, torch.stack(rows), counts)
+    numbers = {path: number for path, number in numbers_in(batch).items() if number != 1.0}
+    counts = counts_in(batch, samples)
+    # Where gradients cannot be had, the value of a single term has to do.
+    value = loss.detach().to("cpu", torch.float64)
+    gradients = torch.stack(rows) if rows else value.new_zeros(len(terms), 1) if len(terms) > 1 else value.reshape(1, 1)
+    return Run(samples, float(value), terms, weights, gradients, counts, numbers)
 
 
 class _only:  # noqa: N801 - used as a context, like `closing`
@@ -288,7 +297,8 @@ def _form_of(number: int, whole: Run, parts: Sequence[Run], tolerance: float, *,
             clamped = term.divides and not term.divisor_of_one
             return TermForm(Form.MEAN, True, abs(weight) / whole.samples, shares, counts, clamped)
         if all(_close(one, weight, room) for one in known) and (is_random or agrees([1.0] * len(parts))):
-            return TermForm(Form.SUM)
+            number_at = next((path for path, one in whole.numbers.items() if _close(one, abs(weight), room)), None)
+            return TermForm(Form.SUM, number=number_at)
         return TermForm(Form.UNCONFIRMED)
     if is_random:
         return TermForm(Form.UNCONFIRMED, is_read=False)

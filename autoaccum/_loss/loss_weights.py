@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from autoaccum._loss import divisor
 from autoaccum._loss.batch_counts import counts_of, in_words
 from autoaccum._loss.graph_reader import read
 from autoaccum._loss.loss_check import Form, TermForm, share_a_divisor
+from autoaccum._loss.terms import is_pair
 from autoaccum._loss.weighting import Over, in_full
 from autoaccum.errors import InvalidInputError, LossWarning
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from autoaccum._data.batches import Window
+    from autoaccum._data.numbers import Path
     from autoaccum._loss.batch_counts import Count
     from autoaccum._loss.graph_reader import ReadTerm
     from autoaccum._loss.terms import Term
@@ -58,8 +61,7 @@ class Factors:
     Attributes:
         alone: Whether the micro-batch is the whole window, so that every loss is as it is.
         usual: For a loss that counts by samples.
-        provisional: For what is summed in a loss that is divided by its weight: one over the window's samples, in
-            place of its total weight in units of a sample's.
+        scale: A further factor for all losses, to compensate for a reduction that divides gradients.
         weight: What a loss is divided by if its graph does not say so; None if it does.
         pairs: For the sums of (sum, weight) pairs whose total is known, by name.
         terms: For each term of a loss that has divisors of its own, by name.
@@ -68,7 +70,7 @@ class Factors:
 
     alone: bool = False
     usual: float = 1.0
-    provisional: float = 1.0
+    scale: float = 1.0
     weight: float | None = None
     pairs: dict[str, float] = field(default_factory=dict)
     terms: dict[str, list[float]] = field(default_factory=dict)
@@ -78,8 +80,8 @@ class Factors:
         """Return these factors multiplied by a number."""
         pairs = {name: factor * number for name, factor in self.pairs.items()}
         terms = {name: [factor * number for factor in factors] for name, factors in self.terms.items()}
-        usual, provisional = self.usual * number, self.provisional * number
-        return Factors(self.alone, usual, provisional, self.weight, pairs, terms, self.expected)
+        usual, scale = self.usual * number, self.scale * number
+        return Factors(self.alone, usual, scale, self.weight, pairs, terms, self.expected)
 
 
 class NotCheckedError(Exception):
@@ -103,6 +105,7 @@ class LossWeights:
     Attributes:
         forms: The terms of each loss that is a number, by name.
         is_checked: Whether losses were tried on a few samples.
+        divided_by: What the sums of this window are divided by together, where each loader batch carries a number.
         warnings: What was said of gradients that may be wrong.
     """
 
@@ -110,9 +113,10 @@ class LossWeights:
         self.said = said
         self.forms: dict[str, tuple[TermForm, ...]] = {}
         self.is_checked = False
+        self.divided_by: float | None = None
         self.warnings: list[str] = []
         self._pairs: set[str] = set()  # names of (sum, weight) pairs
-        self._units: dict[str, float] = {}  # about what a loss is divided by for each sample
+        self._provisional: dict[str, float] = {}  # about what each loss is divided by in this window
         self._vectors: set[str] = set()  # names of losses for each sample
         self._trusted: set[str] = set()  # names of losses of torch, which need no check
         # On the device, to be looked at a window later: divisors that may be clamped, and weights beside their counts.
@@ -129,7 +133,7 @@ class LossWeights:
             kinds = {self.said} if self.forms else set()
         else:
             forms = [form for of_name in self.forms.values() for form in of_name]
-            kinds = {_COMMON[form.form] for form in forms}
+            kinds = {_common_of(form) for form in forms}
         if self._vectors:
             kinds.add(Common.SUM if self.said is Common.SUM else Common.SAMPLES)
         if self._pairs:
@@ -161,6 +165,41 @@ class LossWeights:
         if form is not None:
             self._trusted.add(name)
             self.forms[name] = (form,)
+
+    # --- several ranks ------------------------------------------------------------------------------------------------
+
+    @property
+    def knowledge(self) -> tuple[Any, ...]:
+        """Everything that is known of losses."""
+        return self.forms, self._pairs, self._vectors, self.is_checked
+
+    def in_short(self) -> Any:
+        """Return what must be the same on all ranks, to be compared."""
+        forms = {
+            name: [(form.form.name, form.is_read, min(form.counts, default=None)) for form in of_name]
+            for name, of_name in sorted(self.forms.items())
+        }
+        return forms, sorted(self._pairs), sorted(self._vectors)
+
+    def adopt(self, known: Sequence[tuple[Any, ...]]) -> None:
+        """Take what all ranks know together.
+
+        Raises:
+            InvalidInputError: They know different things of one loss.
+        """
+        for forms, pairs, vectors, is_checked in known:
+            self._pairs |= pairs
+            self._vectors |= vectors
+            self.is_checked = self.is_checked or is_checked
+            for name, theirs in forms.items():
+                mine = self.forms.setdefault(name, theirs)
+                if [(one.form, one.is_read) for one in mine] != [(one.form, one.is_read) for one in theirs]:
+                    raise InvalidInputError(
+                        f"loss {name!r} is put together otherwise on some ranks: {_in_words(mine)}, and "
+                        f"{_in_words(theirs)}; return the same form on all, a (sum, weight) pair, or pass "
+                        "loss_reduction="
+                    )
+                self.forms[name] = tuple(_with_counts_of_both(*pair) for pair in zip(mine, theirs, strict=True))
 
     def forget(self, name: str) -> None:
         """Forget a loss that turned out to be only reported."""
@@ -268,7 +307,14 @@ class LossWeights:
     @property
     def are_read(self) -> bool:
         """Whether factors depend on nothing that is counted in the batch."""
-        return self.common not in (Common.NOTHING, Common.SPLIT) and not self._counted()
+        return self.common not in (Common.NOTHING, Common.SPLIT) and not self._counted() and self._number is None
+
+    @property
+    def _number(self) -> Path | None:
+        """Where each batch carries the number that all losses are divided by; None if there is none."""
+        forms = [form for of_name in self.forms.values() for form in of_name] if self.said is None else []
+        numbers = {form.number for form in forms}
+        return numbers.pop() if len(numbers) == 1 else None
 
     def _counted(self) -> list[TermForm]:
         """Return the means whose weights are counted in the batch."""
@@ -285,8 +331,10 @@ class LossWeights:
         """Return what each term with a divisor of its own is divided by in a window, as the batch counts it."""
         found: dict[Slot, float] = {SAMPLES: float(window.samples)}
         for name, forms in self.forms.items():
+            if forms[0].per_sample is None:
+                found[name, -1] = _targets_in(window) if window.samples else 0.0
             for number, form in enumerate(forms):
-                if form.form is Form.MEAN and window.samples:
+                if form.form is Form.MEAN and form.counts and window.samples:
                     count = min(form.counts)
                     found[name, number] = counts_of(window, 0, window.samples, frozenset([count]))[count]
         return found
@@ -320,9 +368,12 @@ class LossWeights:
                 raise nothing_counts("split.weight(batch) is 0", len(sizes))
             return [Factors(usual=weight / total) for weight in weights]
         if common is Common.DIVISOR:
-            self._set_units(window)
-            for one in factors:
-                one.provisional = 1.0 / window.samples
+            self.set_provisional(window, totals)
+            self.divided_by = None
+            if (number := self._number) is not None:
+                self.divided_by = divisor.of_window(number, window)
+                for one, own in zip(factors, divisor.of_micro_batches(number, window, sizes), strict=True):
+                    one.weight = own
             if unread := [form for form in self._counted() if not form.is_read]:
                 count = min(unread[0].counts)
                 for one, counted in zip(factors, self._counts(window, sizes, frozenset([count])), strict=True):
@@ -331,16 +382,30 @@ class LossWeights:
             self._weigh_each_term(factors, window, sizes, totals or self.totals(window))
         return factors
 
-    def _set_units(self, window: Window) -> None:
-        """Set about what each loss is divided by for a sample, so that provisional totals have the right magnitude."""
-        for name, forms in self.forms.items():
-            each = _targets_a_sample(window) if forms[0].per_sample is None else forms[0].per_sample
-            self._units[name] = each if math.isfinite(each) and each > 0 else 1.0
+    def set_provisional(self, window: Window, totals: Mapping[Slot, float] | None = None) -> None:
+        """Set about what each loss is divided by in a window, so that gradients have about their final magnitude.
 
-    def in_samples(self, name: str, weight: Any) -> Any:
-        """Return a weight of a loss in units of a sample's, about."""
-        unit = self._units.get(name, 1.0)
-        return weight if unit == 1.0 else weight / unit
+        Args:
+            window: The window, or this process's part of it.
+            totals: `totals` of the whole, if all parts need the same; None if each has its own.
+        """
+        samples = window.samples if totals is None else totals[SAMPLES]
+        self._provisional = dict.fromkeys(self._pairs, float(samples))
+        for name, forms in self.forms.items():
+            each = forms[0].per_sample
+            if each is None:
+                self._provisional[name] = _targets_in(window) if totals is None else totals[name, -1]
+            else:
+                self._provisional[name] = samples * (each if math.isfinite(each) and each > 0 else 1.0)
+
+    def provisional_total(self, name: str) -> float:
+        """Return about what a loss is divided by in this window, by which it is multiplied at the end."""
+        return self._provisional.get(name, 1.0)
+
+    @property
+    def common_provisional(self) -> float:
+        """About what all losses of this window are divided by, in units of the first."""
+        return next(iter(self._provisional.values()), 1.0)
 
     def counted(self, name: str, window: Window) -> float:
         """Return what a loss without a graph is divided by for some samples, as the batch counts it, or their number."""
@@ -355,15 +420,16 @@ class LossWeights:
         return counts_of(window, 0, window.samples, frozenset([count]))[count]
 
     def total(self, name: str, found: Sequence[float | Tensor], *, may_be_nothing: bool = False) -> float | Tensor:
-        """Return the weight of a window from those of its micro-batches, in units of a sample's.
+        """Return the weight of a window from those of its micro-batches.
 
         Raises:
             InvalidInputError: Nothing counts, as far as can be seen without waiting for the device.
         """
-        total: Any = self.in_samples(name, sum(found[1:], start=found[0]))
+        total: Any = sum(found[1:], start=found[0])
         if isinstance(total, Tensor) and total.device.type != "cpu":
             # It may be an integer, which would round a quotient to single precision.
             return in_full(total)
+        total = total if self.divided_by is None else self.divided_by
         if not may_be_nothing and not float(total):
             raise nothing_counts(f"what loss {name!r} is divided by is 0", len(found))
         return float(total)
@@ -409,7 +475,7 @@ class LossWeights:
             assert term.weight is not None
             if factors.alone:
                 return value / term.weight
-            return value * factors.provisional if factors.provisional else None
+            return self._times(value, factors.scale / self.provisional_total(name))
         if factors.alone:
             return value
         if name in factors.terms:
@@ -419,7 +485,7 @@ class LossWeights:
         term.weight = self.weight_of(name, value, samples) if factors.weight is None else factors.weight
         if not isinstance(term.weight, Tensor) and not term.weight:
             return None
-        return value * (self.in_samples(name, term.weight) * factors.provisional)
+        return value * (term.weight * (factors.scale / self.provisional_total(name)))
 
     @staticmethod
     def _times(value: Tensor, factor: float) -> Tensor | None:
@@ -458,7 +524,7 @@ class LossWeights:
             )
         return first.weight
 
-    def _weigh_terms(self, term: Term, factors: Factors) -> Tensor:
+    def _weigh_terms(self, term: Term, factors: Factors) -> Tensor | None:
         """Return a loss whose terms have factors of their own, which its backward pass applies."""
         own, share, forms = factors.terms[term.name], factors.usual, self.forms[term.name]
         found = read(term.value)
@@ -468,10 +534,12 @@ class LossWeights:
             if form.form is Form.MEAN and form.is_read:
                 self._compare(term.name, one, factors.expected[term.name, number])
         if len(own) == 1:
-            return term.value * own[0]
+            return self._times(term.value, own[0])
         for one, factor in zip(found, own, strict=True):
             if factor != share:
                 one.node.register_prehook(_scaling(factor / share))
+            if not factor and one.end is not None:  # a division by 0 makes NaN of 0
+                one.end.register_prehook(_nothing)
         return term.value * share
 
     def _compare(self, name: str, term: ReadTerm, expected: float) -> None:
@@ -510,6 +578,10 @@ class LossWeights:
         self._divisors, self._counted_weights = [], []
 
 
+def _common_of(form: TermForm) -> Common:
+    return Common.DIVISOR if form.number is not None else _COMMON[form.form]
+
+
 _COMMON = {
     Form.MEAN: Common.DIVISOR,
     Form.SUM: Common.SUM,
@@ -518,11 +590,25 @@ _COMMON = {
 }
 
 
-def _targets_a_sample(window: Window) -> float:
-    """Return the elements of each sample's targets, if batches are pairs of tensors."""
+def _targets_in(window: Window) -> float:
+    """Return the number of elements of a window's targets, if batches are pairs of tensors; else of its samples."""
     batch = window.spans[0].piece.batch if window.spans else None
-    targets = batch[1] if isinstance(batch, tuple | list) and len(batch) == len(("inputs", "targets")) else None
-    return targets.numel() / max(len(targets), 1) if isinstance(targets, Tensor) and targets.dim() else 1.0
+    targets = batch[1] if is_pair(batch) else None
+    of_tensors = isinstance(targets, Tensor) and targets.dim() and targets.numel()
+    return float(window.samples * targets.numel() / len(targets)) if of_tensors else float(max(window.samples, 1))
+
+
+def _in_words(forms: Sequence[TermForm]) -> str:
+    return " + ".join(form.form.value for form in forms)
+
+
+def _with_counts_of_both(mine: TermForm, theirs: TermForm) -> TermForm:
+    counts = {count: each for count, each in mine.counts.items() if count in theirs.counts}
+    return mine if len(counts) == len(mine.counts) else replace(mine, counts=counts)
+
+
+def _nothing(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if one is None else torch.zeros_like(one) for one in gradients)
 
 
 def _scaling(factor: float) -> Any:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum import _oom
-from autoaccum._loss.batch_counts import counts_in
 from autoaccum._loss.graph_reader import read
 from autoaccum._loss.loss_check import Form, TermForm, choose, forms_of, run_of, tolerance_of
 from autoaccum._loss.training_mode import quiet_training
@@ -135,7 +134,6 @@ class TrialLosses:
     def _runs(self, source: Source, sample: Window, start: int, stop: int) -> dict[str, Run]:
         """Return the losses of one forward pass by name, as runs of samples `start` to `stop` (exclusive)."""
         cut, samples = sample.cut(start, stop), stop - start
-        counts = counts_in(cut, samples)
         with self._autocast():
             terms, _ = self._objective.terms(source, self._place(cut), samples)
         numbers = [term for term in terms if not term.is_reported and term.over is None and term.value.requires_grad]
@@ -145,7 +143,7 @@ class TrialLosses:
             self._tolerance = tolerance_of(numbers[0].value, casts=self._casts, dtypes=dtypes)
         last = len(numbers) - 1
         return {
-            term.name: run_of(term.value, samples, counts, self._parameters, keep=place < last)
+            term.name: run_of(term.value, samples, cut, self._parameters, keep=place < last)
             for place, term in enumerate(numbers)
         }
 

@@ -100,7 +100,6 @@ def preflight(
     display: int | str | None = None,
     ranks: int = 1,
     fsdp: bool = False,
-    overlap: bool = False,
     loader: Iterable[Any] | None = None,
     length: int | Mapping[str, int] | None = None,
     epochs: int | None = None,
@@ -140,7 +139,6 @@ def preflight(
         ranks: The processes that train together, each with a device and its share of `target_batch`. Predictions count
             the buckets through which gradients are sent.
         fsdp: Whether the model is sharded over the ranks by `fully_shard`, each repeated block and then the whole.
-        overlap: As for `fit`.
         loader: The loader; its speed is measured by iterating over it briefly.
         length: The sequence length; batches are cut or padded to it. If the sequences of a batch differ in length, a
             mapping by their names in the batch: `{"input_ids": 512, "labels": 64}`. None keeps the batch's length, or
@@ -163,7 +161,7 @@ def preflight(
     """
     check_positive_int("target_batch", target_batch)
     options = Options.of(preflight, locals())
-    group = ManyRanks(ranks, target_batch, fsdp, overlap)
+    group = ManyRanks(ranks, target_batch, fsdp)
     most = group.share if max_micro_batch is None else check_positive_int("max_micro_batch", max_micro_batch)
     if fsdp and weights is not None:
         raise InvalidInputError(

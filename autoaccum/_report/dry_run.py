@@ -23,6 +23,7 @@ from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._report.records import Pace
 from autoaccum._sizing.planner import balanced
 from autoaccum._system import signals
+from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

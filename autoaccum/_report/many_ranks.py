@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from autoaccum._arguments import check_bool, check_positive_int
@@ -26,19 +25,16 @@ class ManyRanks:
         number: How many; 1 for one that trains alone.
         target_batch: Samples per update, of all together.
         fsdp: Whether `fully_shard` shards the model over them.
-        overlap: As for `fit`.
     """
 
     number: int
     target_batch: int
     fsdp: bool
-    overlap: bool
 
     def __post_init__(self) -> None:
-        """Check the arguments `ranks`, `fsdp` and `overlap`."""
+        """Check the arguments `ranks` and `fsdp`."""
         check_positive_int("ranks", self.number)
         check_bool("fsdp", self.fsdp)
-        check_bool("overlap", self.overlap)
         if self.number > self.target_batch:
             raise InvalidInputError(
                 f"ranks={self.number}: a target batch of {self.target_batch} has not one sample for each; use fewer "
@@ -60,8 +56,6 @@ class ManyRanks:
         how = "each holds the whole model, and buckets of gradients"
         if self.fsdp:
             how = "fully_shard of each repeated block and of the model, which was not confirmed on cards"
-        elif self.overlap:
-            how = "each holds the whole model, and a second set of gradients"
         told = f"ranks: {self.share} samples on each of {self.number}; {how}"
         return (f"{told}; the network library's own memory is not counted",)
 
@@ -69,4 +63,4 @@ class ManyRanks:
         """Return what makes the step of one rank from that of a process that trains alone."""
         if self.number == 1:
             return lambda timeline: timeline
-        return sharding(model, self.number) if self.fsdp else partial(in_buckets, overlap=self.overlap)
+        return sharding(model, self.number) if self.fsdp else in_buckets

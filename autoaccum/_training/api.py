@@ -21,7 +21,6 @@ from autoaccum._data.splits import Along
 from autoaccum._data.token_windows import check_target
 from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
 from autoaccum._distributed.load_balance import check_shares
-from autoaccum._distributed.overlap import check_overlap, hindrance
 from autoaccum._distributed.process_group import joined
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble
@@ -111,7 +110,6 @@ def fit(
     oom_report: str | PathLike[str] | None = None,
     shard: bool = False,
     shares: str = "equal",
-    overlap: bool = False,
     on_nan: str = "warn",
     noise_scale: bool | int = False,
     target_tokens: int | None = None,
@@ -220,8 +218,6 @@ def fit(
             (DistributedSampler); see docs/ranks.md.
         shares: How to divide a window among ranks with `shard`: "equal", or "speed" for shares proportional to each
             rank's speed so far.
-        overlap: On several ranks, whether to overlap the all-reduce with a window's last backward pass, which takes
-            memory for a second set of gradients (docs/ranks.md).
         on_nan: What to do when a window's loss or gradient norm is NaN or infinite. "warn": print a warning on stderr
             once, even with progress=False; "stop": raise NotFiniteError on all ranks. No checkpoint of non-finite
             parameters is written, and the last finite one is kept.
@@ -276,7 +272,6 @@ def fit(
     folders = [check_saving(checkpoint, checkpoint_steps, checkpoint_minutes, resume), check_folder_name(oom_report)]
     check_seed(seed)
     check_shares(shares, shard=shard)
-    check_overlap(overlap)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module  # DDP's own first forward pass would wait for all ranks
     rank, cap, counts = own_rank(), max_micro_batch(), SAMPLES if token_target is None else TOKENS
@@ -303,7 +298,6 @@ def fit(
                 "drop_last": drop_last,
                 "shard": shard,
                 "shares": shares,
-                "overlap": overlap,
                 "epochs": epochs,
                 "max_steps": max_steps,
                 "clip_grad_norm": clip_grad_norm,
@@ -326,7 +320,6 @@ def fit(
                 f"memory={memory!r}": bool(savings),
                 f"weights={weights!r}": weights is not None,
                 "optimizer='adamw8bit'": optimizers.is_8bit(step.optimizer),
-                f"overlap={overlap!r}": overlap,
                 f"noise_scale={noise_scale!r}": bool(noise_scale),
                 f"order={order!r}": takes_by_length,
                 f"probe={probe!r}": probe == "before" and micro_batch == "auto",
@@ -338,7 +331,6 @@ def fit(
                 loader,
                 alike | {"target_tokens": target_tokens},
                 tokens=token_target,
-                hindrance=hindrance(backend, limit_bytes),
                 notices=notices,
             )
         untouched.use_weights(step, weights)  # ranks have the same weights by now
@@ -405,7 +397,6 @@ def _ranks_of(
     arguments: dict[str, Any],
     *,
     tokens: TokenTarget | None,
-    hindrance: str,
     notices: Notices,
 ) -> SeveralRanks:
     """Set up training on several ranks: check that they agree, and broadcast the weights.
@@ -428,8 +419,6 @@ def _ranks_of(
         drop_last=arguments["drop_last"],
         shard=arguments["shard"],
         shares=arguments["shares"],
-        overlap=arguments["overlap"],
-        hindrance=hindrance,
         notices=notices,
         split=step.objective.split,
         tokens=tokens,

@@ -15,7 +15,7 @@ from autoaccum._data.batches import Window, stream
 from autoaccum._data.token_windows import stream_of_tokens
 from autoaccum._distributed import dcp
 from autoaccum._distributed.consistency import look_at_data
-from autoaccum._distributed.data_parallel import DataParallel, trained
+from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._distributed.fsdp import ShardedDataParallel
 from autoaccum._distributed.load_balance import Shares, cut, cut_by
 from autoaccum._distributed.loader import (
@@ -27,7 +27,6 @@ from autoaccum._distributed.loader import (
     in_windows,
     of_whole,
 )
-from autoaccum._distributed.overlap import room_for_all
 from autoaccum._distributed.same_windows import GoneThrough
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum._oom import first_line
@@ -62,8 +61,6 @@ class SeveralRanks(OneProcess):
         drop_last: As for `fit`.
         shard: As for `fit`.
         shares: As for `fit`.
-        overlap: As for `fit`.
-        hindrance: Why this rank cannot overlap; "" if it can.
         split: As for `fit`.
         tokens: The target in tokens; None for windows of so many samples.
         notices: Reports choices made for the user.
@@ -88,8 +85,6 @@ class SeveralRanks(OneProcess):
         shard: bool,
         shares: str,
         notices: Notices,
-        overlap: bool = False,
-        hindrance: str = "",
         split: Split | None = None,
         tokens: TokenTarget | None = None,
     ) -> None:
@@ -103,7 +98,6 @@ class SeveralRanks(OneProcess):
         self.ranks: Ranks = ranks
         self.peers: DataParallel | None = None
         self._notices = notices
-        self._overlap, self._hindrance = overlap, hindrance
         self._shards = shard
         self._costs = [0] * ranks.size  # tokens of each rank's part of the window
         self._shares = Shares(ranks.size, by_speed=shares == "speed")
@@ -188,10 +182,7 @@ class SeveralRanks(OneProcess):
         if is_sharded(step.objective.modules):
             self.peers = ShardedDataParallel(self.ranks, step, grows_to, **said)
             return
-        room = None
-        if self._overlap:
-            room = room_for_all(self.ranks, trained(step), step.memory, self._hindrance, self._notices)
-        self.peers = DataParallel(self.ranks, step, room=room, say=self._notices.say, **said)
+        self.peers = DataParallel(self.ranks, step, **said)
 
     # --- data sharding ------------------------------------------------------------------------------------------------
 
