@@ -64,7 +64,7 @@ def assert_full_batch_gradient(model, loss, window, sizes, *, tolerance=1e-12, *
     """Check that a model in float64 gets the gradient and the loss of the full batch."""
     expected, expected_loss = full_batch_gradient(model, loss, window)
     found, report = cut_gradient(model, loss, window, sizes, **options)
-    assert distance(found, expected) <= tolerance
+    assert distance(found, expected) <= tolerance, distance(found, expected)
     assert abs(report.loss - expected_loss) <= tolerance * abs(expected_loss)
 
 

@@ -28,7 +28,7 @@ from autoaccum._engine.dtensor import least_size
 from autoaccum._engine.forward_backward import Accumulated
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.savepoint import Savepoint
-from autoaccum._loss.loss_weights import SAMPLES, Factors
+from autoaccum._loss.loss_weights import OF_SAMPLES, Factors
 from autoaccum._loss.weighting import in_full
 from autoaccum._oom import first_line, is_oom, is_too_large
 from autoaccum._sizing.fsdp_growth import Growth
@@ -320,7 +320,7 @@ class ShardedDataParallel(DataParallel):
             )
         said = self._weights_of_all(window)
         totals = {name: sum(one.get(name, 0.0) for one in said) for one in said for name in one}
-        if not totals[SAMPLES]:
+        if not totals[OF_SAMPLES]:
             return Share(self.ranks, totals)
         if not all(totals.values()):
             raise nothing_counts()

@@ -283,6 +283,8 @@ class Evaluator:
         if term.over is Over.VECTOR or weights.common is not Common.DIVISOR:
             total = weights.of_part(part)
             return (1.0, float(samples)) if total is None else (total, total)
+        if (share := weights.share_of_number(part)) is not None:
+            return share
         if term.value.requires_grad:
             weight = weights.weight_of(term.name, term.value, samples)
         else:

@@ -129,7 +129,7 @@ class WindowLoss:
 
         def item(name: Any) -> Any:
             if name == ITEMS and window.carries_counts():
-                return divisor.of_window((*path, name), window)
+                return divisor.of_window((*path, name), window).total
             return placed([part[name] for part in parts], f"{name!r} of the window's batches, which the loss reads")
 
         if isinstance(parts[0], Mapping):

@@ -21,38 +21,40 @@ SAMPLES: Count = ("samples", "")
 _MOST_DIMS = 2
 _MOST_ELEMENTS = 2**16
 
+LABELS = f"labels that are not {IGNORED}"
 _WAYS: dict[str, Callable[[Tensor], Any]] = {
-    f"labels that are not {IGNORED}": lambda one: (one != IGNORED).sum(),
-    f"labels that are not {IGNORED}, shifted by one": lambda one: (one[..., 1:] != IGNORED).sum(),
+    LABELS: lambda one: (one != IGNORED).sum(),
+    f"{LABELS}, shifted by one": lambda one: (one[..., 1:] != IGNORED).sum(),
     "the sum": lambda one: one.sum(dtype=torch.float64),
     "the number above 0": lambda one: (one > 0).sum(),
 }
 _ELEMENTS, _ROWS = "elements", "rows"
 
 
-def counts_in(batch: Any, samples: int) -> dict[Count, float]:
-    """Return everything that is counted in a batch; the counts of parts add up to those of the whole.
+def counts_in(batch: Any, samples: int, wanted: frozenset[Count] | None = None) -> dict[Count, float]:
+    """Return what is counted in a batch; the counts of parts add up to those of the whole.
 
     Args:
         batch: Samples as the loader yields them, best on the host: counting waits for the device that they are on.
         samples: Their number.
+        wanted: The counts to return; None for all.
     """
-    found: dict[Count, float] = {SAMPLES: float(samples)}
+    found: dict[Count, float] = {SAMPLES: float(samples)} if wanted is None or SAMPLES in wanted else {}
+    names = None if wanted is None else {name for _, name in wanted}
     for name, tensor in _named(batch, ""):
-        for way, number in _counted(tensor, samples):
-            found[way, name] = found.get((way, name), 0.0) + number
+        if names is None or name in names:
+            for way, number in _counted(tensor, samples, wanted, name):
+                found[way, name] = found.get((way, name), 0.0) + number
     return found
 
 
 def counts_of(window: Window, start: int, stop: int, wanted: frozenset[Count]) -> dict[Count, float]:
     """Return some counts of samples `start` to `stop` (exclusive) of a window."""
-    is_nested = window.is_nested
-    parts = window.parts(start, stop) if is_nested else [(window.seen(start, stop), stop - start)]
+    parts = window.parts(start, stop) if window.is_nested else [(window.seen(start, stop), stop - start)]
     found = dict.fromkeys(wanted, 0.0)
     for batch, samples in parts:
-        for count, number in counts_in(batch, samples).items():
-            if count in wanted:
-                found[count] += number
+        for count, number in counts_in(batch, samples, wanted).items():
+            found[count] += number
     return found
 
 
@@ -76,14 +78,15 @@ def _named(batch: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             yield from _named(value, f"{name}[]" if is_sample else f"{name}[{place}]")
 
 
-def _counted(tensor: Tensor, samples: int) -> Iterator[tuple[str, float]]:
+def _counted(tensor: Tensor, samples: int, wanted: frozenset[Count] | None, name: str) -> Iterator[tuple[str, float]]:
     if tensor.is_complex() or tensor.is_sparse:
         return
-    may_count = tensor.dim() <= _MOST_DIMS and tensor.numel() <= _MOST_ELEMENTS * max(samples, 1)
-    if may_count:
+    if tensor.dim() <= _MOST_DIMS and tensor.numel() <= _MOST_ELEMENTS * max(samples, 1):
         of_labels = not (tensor.is_floating_point() or tensor.dtype is torch.bool)
         for way, count in _WAYS.items():
-            if of_labels or not way.startswith("labels"):
+            if (of_labels or not way.startswith("labels")) and (wanted is None or (way, name) in wanted):
                 yield way, float(count(tensor))
-    yield _ELEMENTS, float(tensor.numel())
-    yield _ROWS, float(len(tensor))
+    if wanted is None or (_ELEMENTS, name) in wanted:
+        yield _ELEMENTS, float(tensor.numel())
+    if wanted is None or (_ROWS, name) in wanted:
+        yield _ROWS, float(len(tensor))

@@ -7,9 +7,9 @@ carries the number of the whole window already.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from autoaccum._data.numbers import number_at
+from autoaccum._data.numbers import is_count, number_at, numbers_in
 from autoaccum._loss.batch_counts import counts_in
 
 if TYPE_CHECKING:
@@ -20,13 +20,44 @@ if TYPE_CHECKING:
     from autoaccum._data.pieces import Span
 
 
-def of_window(path: Path, window: Window) -> float:
+class Divisor(NamedTuple):
+    """What the loss of a window is divided by.
+
+    Attributes:
+        total: The number.
+        is_counted: False if a part of one of the loader's batches was given a share of its number by samples, since the
+            number is no count of that batch.
+    """
+
+    total: float
+    is_counted: bool
+
+
+def carries_numbers(window: Window) -> bool:
+    """Whether a window holds several of the loader's batches, or a part of one, that carry numbers of their own."""
+    spans = window.spans
+    is_several = len(spans) > 1 or any(not span.is_whole for span in spans)
+    return is_several and window.is_nested and bool(numbers_in(spans[0].piece.batch))
+
+
+def is_count_at(path: Path, window: Window) -> bool:
+    """Whether the number at a path counts something: by its name, or by its value in the loader's batches."""
+    if is_count(path):
+        return True
+    return all(
+        number_at(span.piece.batch, path) in counts_in(span.piece.batch, span.piece.samples).values()
+        for span in window.spans
+    )
+
+
+def of_window(path: Path, window: Window) -> Divisor:
     """Return what the loss of a window is divided by, given the path of the number in its batches."""
     spans = window.spans
     numbers = [number_at(span.piece.batch, path) for span in spans]
     if _is_of_window(spans, numbers):
-        return numbers[0]
-    return sum(_share(span, number) for span, number in zip(spans, numbers, strict=True))
+        return Divisor(numbers[0], is_counted=True)
+    shares = [_share(span, number) for span, number in zip(spans, numbers, strict=True)]
+    return Divisor(sum(share.total for share in shares), all(share.is_counted for share in shares))
 
 
 def of_micro_batches(path: Path, window: Window, sizes: Sequence[int]) -> list[float]:
@@ -38,14 +69,14 @@ def of_micro_batches(path: Path, window: Window, sizes: Sequence[int]) -> list[f
     return numbers
 
 
-def _share(span: Span, number: float) -> float:
+def _share(span: Span, number: float) -> Divisor:
     """Return the share of its batch's number that belongs to a part of it: what it counts there, else by samples."""
     if span.is_whole or not number:
-        return number
+        return Divisor(number, is_counted=True)
     counts = counts_in(span.piece.batch, span.piece.samples)
     if matching := [count for count, total in counts.items() if total == number]:
-        return counts_in(span.cut(), span.samples)[min(matching)]
-    return number * span.samples / span.piece.samples
+        return Divisor(counts_in(span.cut(), span.samples)[min(matching)], is_counted=True)
+    return Divisor(number * span.samples / span.piece.samples, is_counted=False)
 
 
 def _is_of_window(spans: Sequence[Span], numbers: Sequence[float]) -> bool:

@@ -86,8 +86,14 @@ def _merged(terms: list[ReadTerm]) -> list[ReadTerm]:
         first = by_node.setdefault(id(term.node), term)
         if first is not term:
             is_read = first.weight is not None and term.weight is not None
-            first.weight = 1.0 / (1.0 / _known(first.weight) + 1.0 / _known(term.weight)) if is_read else None
+            first.weight = _together(first.weight, term.weight) if is_read else None
     return list(by_node.values())
+
+
+def _together(one: Any, other: Any) -> Any:
+    """Return what the sum of two terms with the same elements is divided by."""
+    both = one + other
+    return one * other / both if isinstance(both, Tensor) or both else 0.0
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -184,19 +190,29 @@ def _quotient(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> 
 def _added(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> None:  # noqa: ARG001
     inputs = [(one, of_one, place) for place, (one, of_one) in enumerate(node.next_functions) if one is not None]
     is_subtraction, is_reversed = "Sub" in node.name(), node.name().startswith("Rsub")
-    alpha = getattr(node, "_saved_alpha", 1)
+    alpha, weight, own = getattr(node, "_saved_alpha", 1), _known(term.weight), list[ReadTerm]()
     for inner, of_inner, place in inputs:
         if math.prod(_shape(inner, of_inner)) != 1:
             raise _UnreadError
-        weight = _known(term.weight)
         is_second = (place == 0) if is_reversed else (place == 1)
-        if is_second:
-            weight = weight / alpha
-        if (is_subtraction and is_second) or (is_reversed and place == 0):
-            weight = -weight
+        if is_second and alpha != 1:
+            scaled = weight / alpha
+        else:
+            scaled = weight
+        if is_subtraction and is_second:
+            scaled = -scaled
         # With a single input the rest is a constant, and the gradient of the whole node is that of the term.
         at = inner if len(inputs) > 1 else term.node
-        _read_number(inner, of_inner, term.at(at, weight), found)
+        _read_number(inner, of_inner, term.at(at, scaled), own)
+    found += _as_one(term, node, own)
+
+
+def _as_one(term: ReadTerm, node: Any, parts: list[ReadTerm]) -> list[ReadTerm]:
+    """Return parts of a sum, as one term if they are sums that are divided together, as those of chunks are."""
+    if len(parts) > 1 and all(one.weight is term.weight for one in parts):
+        term.end = node
+        return [term]
+    return parts
 
 
 # --- reductions -------------------------------------------------------------------------------------------------------
@@ -290,11 +306,13 @@ def _read_elements(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]
     kind = node.name().rstrip("0123456789")
     if kind in ("StackBackward", "CatBackward", "ExpandBackward"):
         if all(math.prod(_shape(inner, of_inner)) == 1 for _, inner, of_inner in inputs):
+            own = list[ReadTerm]()
             for _, inner, of_inner in inputs:
-                own = term.at(inner if len(inputs) > 1 else term.node)
+                one = term.at(inner if len(inputs) > 1 else term.node)
                 if kind == "ExpandBackward":  # copies of one number
-                    own.weight = _divided(_known(own.weight), math.prod(shape))
-                _read_number(inner, of_inner, own, found)
+                    one.weight = _divided(_known(one.weight), math.prod(shape))
+                _read_number(inner, of_inner, one, own)
+            found += _as_one(term, node, own)
             return
     elif len(inputs) == 1 and _scale(node, kind, inputs[0][0], term):
         _read_elements(inputs[0][1], inputs[0][2], term, found)

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from autoaccum._data.numbers import spelled
 from autoaccum._loss import divisor
-from autoaccum._loss.batch_counts import counts_of, in_words
+from autoaccum._loss.batch_counts import LABELS, SAMPLES, counts_of, in_words
+from autoaccum._loss.divisor import carries_numbers
 from autoaccum._loss.graph_reader import read
 from autoaccum._loss.loss_check import Form, TermForm, share_a_divisor
 from autoaccum._loss.terms import is_pair
@@ -39,7 +41,9 @@ _MOST_DIVISORS = 3
 # Relative differences of counts in double precision, and of what is read in single precision.
 _SAME_COUNT, _SAME_WEIGHT = 1e-9, 1e-5
 # The total of a window's samples, among the totals of its divisors.
-SAMPLES = ("", 0)
+OF_SAMPLES = ("", 0)
+_HOST = torch.device("cpu")
+_LABELS_OF_PAIR = frozenset([(LABELS, "[1]")])
 # A term of a loss: the name of the loss, and the term's number.
 Slot = tuple[str, int]
 
@@ -113,7 +117,7 @@ class LossWeights:
         self.said = said
         self.forms: dict[str, tuple[TermForm, ...]] = {}
         self.is_checked = False
-        self.divided_by: float | None = None
+        self.divided_by: divisor.Divisor | None = None
         self.warnings: list[str] = []
         self._pairs: set[str] = set()  # names of (sum, weight) pairs
         self._provisional: dict[str, float] = {}  # about what each loss is divided by in this window
@@ -329,10 +333,9 @@ class LossWeights:
 
     def totals(self, window: Window) -> dict[Slot, float]:
         """Return what each term with a divisor of its own is divided by in a window, as the batch counts it."""
-        found: dict[Slot, float] = {SAMPLES: float(window.samples)}
+        found: dict[Slot, float] = {OF_SAMPLES: float(window.samples)}
         for name, forms in self.forms.items():
-            if forms[0].per_sample is None:
-                found[name, -1] = _targets_in(window) if window.samples else 0.0
+            found[name, -1] = _expected(forms[0], window) if window.samples else 0.0
             for number, form in enumerate(forms):
                 if form.form is Form.MEAN and form.counts and window.samples:
                     count = min(form.counts)
@@ -353,10 +356,10 @@ class LossWeights:
         Raises:
             InvalidInputError: Nothing that a loss counts is in the window.
         """
-        if len(sizes) == 1 and not is_part:
-            return [Factors(alone=True)]
         common = self.common
-        samples = window.samples if totals is None else totals[SAMPLES]
+        if len(sizes) == 1 and not is_part and not (self._number is not None and carries_numbers(window)):
+            return [Factors(alone=True)]
+        samples = window.samples if totals is None else totals[OF_SAMPLES]
         if common is Common.SUM:
             return [Factors() for _ in sizes]
         factors = [Factors(usual=size / samples) for size in sizes]
@@ -374,6 +377,8 @@ class LossWeights:
                 self.divided_by = divisor.of_window(number, window)
                 for one, own in zip(factors, divisor.of_micro_batches(number, window, sizes), strict=True):
                     one.weight = own
+                if not self.divided_by.is_counted:
+                    self.warn(_share_text(number))
             if unread := [form for form in self._counted() if not form.is_read]:
                 count = min(unread[0].counts)
                 for one, counted in zip(factors, self._counts(window, sizes, frozenset([count])), strict=True):
@@ -389,18 +394,23 @@ class LossWeights:
             window: The window, or this process's part of it.
             totals: `totals` of the whole, if all parts need the same; None if each has its own.
         """
-        samples = window.samples if totals is None else totals[SAMPLES]
+        samples = window.samples if totals is None else totals[OF_SAMPLES]
         self._provisional = dict.fromkeys(self._pairs, float(samples))
         for name, forms in self.forms.items():
-            each = forms[0].per_sample
-            if each is None:
-                self._provisional[name] = _targets_in(window) if totals is None else totals[name, -1]
+            if totals is not None and (name, -1) in totals:
+                self._provisional[name] = totals[name, -1]
             else:
-                self._provisional[name] = samples * (each if math.isfinite(each) and each > 0 else 1.0)
+                self._provisional[name] = _expected(forms[0], window)
 
     def provisional_total(self, name: str) -> float:
         """Return about what a loss is divided by in this window, by which it is multiplied at the end."""
         return self._provisional.get(name, 1.0)
+
+    def share_of_number(self, window: Window) -> tuple[float, float] | None:
+        """Return the number that a loss of some samples was divided by, and their share of it; None without one."""
+        if (number := self._number) is None:
+            return None
+        return divisor.of_micro_batches(number, window, [window.samples])[0], divisor.of_window(number, window).total
 
     @property
     def common_provisional(self) -> float:
@@ -429,7 +439,7 @@ class LossWeights:
         if isinstance(total, Tensor) and total.device.type != "cpu":
             # It may be an integer, which would round a quotient to single precision.
             return in_full(total)
-        total = total if self.divided_by is None else self.divided_by
+        total = total if self.divided_by is None else self.divided_by.total
         if not may_be_nothing and not float(total):
             raise nothing_counts(f"what loss {name!r} is divided by is 0", len(found))
         return float(total)
@@ -590,12 +600,27 @@ _COMMON = {
 }
 
 
-def _targets_in(window: Window) -> float:
-    """Return the number of elements of a window's targets, if batches are pairs of tensors; else of its samples."""
-    batch = window.spans[0].piece.batch if window.spans else None
-    targets = batch[1] if is_pair(batch) else None
-    of_tensors = isinstance(targets, Tensor) and targets.dim() and targets.numel()
-    return float(window.samples * targets.numel() / len(targets)) if of_tensors else float(max(window.samples, 1))
+def _expected(form: TermForm, window: Window) -> float:
+    """Return about what a loss is divided by in a window; exactly, where its batches are on the host and are counted.
+
+    Gradients then need no multiplication at the end of the window.
+    """
+    if form.per_sample is None:
+        batch = window.spans[0].piece.batch if window.spans else None
+        targets = batch[1] if is_pair(batch) else None
+        if not isinstance(targets, Tensor) or not targets.numel() or not targets.dim():
+            return float(window.samples)
+        if targets.device.type == "cpu" and not targets.is_floating_point():
+            found = counts_of(window, 0, window.samples, _LABELS_OF_PAIR)
+        else:
+            found = {SAMPLES: window.samples * targets.numel() / len(targets)}
+        return next(iter(found.values())) or float(window.samples)
+    if SAMPLES not in form.counts and window.is_on(_HOST):
+        for count, each in form.counts.items():
+            if each > 0 and (total := counts_of(window, 0, window.samples, frozenset([count]))[count]) > 0:
+                return total * each
+    each = form.per_sample
+    return window.samples * (each if math.isfinite(each) and each > 0 else 1.0)
 
 
 def _in_words(forms: Sequence[TermForm]) -> str:
@@ -652,6 +677,22 @@ def changed(name: str, forms: Sequence[TermForm] | None, found: Sequence[ReadTer
         "of 0 where nothing counts), a (sum, weight) pair, or pass loss_reduction="
     )
     return NotCheckedError(said)
+
+
+def _share_text(number: Path) -> str:
+    return (
+        f"{spelled(number)} of a batch, which the loss is divided by, is no count of the batch, and a window holds a "
+        "part of that batch: the part is given its share by samples; a target batch that is a multiple of the "
+        "loader's batch size avoids it"
+    )
+
+
+def scale_text(number: Path) -> str:
+    """Return the warning about a number of the batch that divides the loss and is no count."""
+    return (
+        f"{spelled(number)} differs between the loader's batches and divides the loss; it is taken for a scale and not "
+        "for a count, since it counts nothing in its batch"
+    )
 
 
 def _clamp_text(name: str) -> str:

@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +21,16 @@ from autoaccum import _oom
 from autoaccum._arguments import check_function, is_one_of, shown
 from autoaccum._data.batches import chosen
 from autoaccum._data.nesting import map_tensors
+from autoaccum._data.numbers import number_at
 from autoaccum._data.pieces import weigher_of
 from autoaccum._data.splits import Along, ByDefault, check_split
-from autoaccum._loss import calling_conventions, weighting
+from autoaccum._loss import calling_conventions, divisor, weighting
 from autoaccum._loss.batch_counts import in_words
 from autoaccum._loss.closures import Closure
+from autoaccum._loss.divisor import carries_numbers
 from autoaccum._loss.loss_check import MOST_SAMPLES, Form
 from autoaccum._loss.loss_entries import TOTAL, Entries
-from autoaccum._loss.loss_weights import Common, LossWeights
+from autoaccum._loss.loss_weights import Common, LossWeights, scale_text
 from autoaccum._loss.modes import Modes, eager, evaluation_mode
 from autoaccum._loss.terms import Term, describe, is_pair, reported_term, term_of
 from autoaccum._loss.trial_losses import TrialLosses
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
+    from autoaccum._loss.loss_check import TermForm
     from autoaccum._loss.loss_weights import Factors, Slot
     from autoaccum._system.notices import Notices
 
@@ -247,7 +250,7 @@ class Objective:
             is_due: Whether the window is due for all checks.
         """
         weights = self.weights
-        if (len(sizes) == 1 and not is_part) or weights.knows_all:
+        if weights.knows_all or (len(sizes) == 1 and not is_part and not carries_numbers(window)):
             return False
         return is_due or not weights.is_checked or bool(weights.is_ambiguous(window, sizes))
 
@@ -286,6 +289,7 @@ class Objective:
         finally:
             self.put_back_modes()
             self.nodes.clear()
+        forms = {name: [self._without_scale(form, window) for form in of_name] for name, of_name in forms.items()}
         weights.learn(forms, is_checked=is_checked)
         self._most = MOST_SAMPLES
         if telling and weights.is_ambiguous(window, sizes):
@@ -293,6 +297,15 @@ class Objective:
                 f"what the loss is divided by could be {' or '.join(sorted(map(in_words, telling)))}, which differ in "
                 "this window; return a (sum, weight) pair, or pass loss_reduction="
             )
+
+    def _without_scale(self, form: TermForm, window: Window) -> TermForm:
+        """Return a form without the number of the batch that divides it, if that is a scale and counts nothing."""
+        path = form.number
+        if path is None or divisor.is_count_at(path, window):
+            return form
+        if len({number_at(span.piece.batch, path) for span in window.spans}) > 1:
+            self.weights.warn(scale_text(path))
+        return replace(form, number=None)
 
     def factors(
         self, window: Window, sizes: Sequence[int], totals: Mapping[Slot, float] | None = None, *, is_part: bool = False
