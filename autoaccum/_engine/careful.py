@@ -97,7 +97,7 @@ class CarefulPath:
             starts = tuple(accumulate(sizes[:-1], initial=at.done))
             at.sizes = (*at.sizes[: len(factors)], *sizes)
             if not factors:
-                self._check_losses(window, sizes, is_first=is_first)
+                self._check_losses(window, at, sizes, is_first=is_first)
             before = len(factors)
             factors = [*factors, *self._weigh(window, at.sizes, share)[before:]]
             if self._norms.is_there and not self._sizing.is_learning:
@@ -172,15 +172,17 @@ class CarefulPath:
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    def _check_losses(self, window: Window, sizes: Sequence[int], *, is_first: bool) -> None:
+    def _check_losses(self, window: Window, at: Progress, sizes: Sequence[int], *, is_first: bool) -> None:
         """Try the losses on a few samples, where it is not known yet how they weigh them, or it is time again."""
         step, is_part = self._step, self.peers.is_part
         if step.passes is not None or not step.objective.needs_check(window, sizes, is_part=is_part, is_due=is_first):
             return  # or determined together with the others
         samples = self.peers.samples_to_try or window
+        at.size = None if step.objective.tries_several else 1  # if that does not fit, nothing does
         self._before_trying.take()
         step.objective.check(samples, sizes, step.transfer.place, step.precision.autocast, step.parameters)
         self._before_trying.restore()
+        at.size = None
 
     def _weigh(self, window: Window, sizes: tuple[int, ...], share: SharedWeights | None) -> list[Factors]:
         objective, is_part = self._step.objective, self.peers.is_part

@@ -37,6 +37,7 @@ from autoaccum._engine.step_limit import Outside, StepLimit, drawn
 from autoaccum._engine.step_savings import StepSavings
 from autoaccum._engine.window import Engine
 from autoaccum._loss.closures import used_by
+from autoaccum._loss.terms import not_finite
 from autoaccum._oom import let_go
 from autoaccum._records import TOKENS, DeviceScalar, Plan, StepReport
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
@@ -538,11 +539,7 @@ class Runner(WindowRunner):
 def _check_finite(losses: Losses) -> None:
     values = {name: parts.total().item() for name, parts in losses.items()}
     if not all(map(math.isfinite, values.values())):
-        found = ", ".join(f"{name}={value}" for name, value in values.items())
-        raise InvalidInputError(
-            f"the loss is not finite from the start ({found}); look for NaN in the inputs, log(0) or a division "
-            "by 0 in the loss, or too large initial weights"
-        )
+        raise not_finite(values)
 
 
 def _check_plan(plan: object) -> None:

@@ -230,11 +230,13 @@ class SteadyPath:
                     value = run(batch)
                 if not isinstance(value, Tensor) or value.dim() or not value.requires_grad:
                     raise NotSteadyError
-                if divides:
+                if is_whole:
+                    weights.refuse_nothing(name, value)
+                elif divides:
                     weight = weights.weight_of(name, value, size)
                     found.append(weight)
                     share = weight / provisional
-                elif not is_whole and known.common is Common.SAMPLES:
+                elif known.common is Common.SAMPLES:
                     share = size / samples
                 if isinstance(share, Tensor) or share:
                     loss = value if isinstance(share, float) and share == 1.0 else value * share

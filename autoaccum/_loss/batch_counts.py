@@ -22,10 +22,11 @@ _MOST_DIMS = 2
 _MOST_ELEMENTS = 2**16
 
 LABELS = f"labels that are not {IGNORED}"
-_WAYS: dict[str, Callable[[Tensor], Any]] = {
-    LABELS: lambda one: (one != IGNORED).sum(),
-    f"{LABELS}, shifted by one": lambda one: (one[..., 1:] != IGNORED).sum(),
-    "the sum": lambda one: one.sum(dtype=torch.float64),
+SHIFTED = f"{LABELS}, shifted by one"
+_WAYS: dict[str, Callable[[Any], Any]] = {
+    LABELS: lambda one: one.size - _ignored(one),
+    SHIFTED: lambda one: one[..., 1:].size - _ignored(one[..., 1:]),
+    "the sum": lambda one: one.sum(dtype="float64"),
     "the number above 0": lambda one: (one > 0).sum(),
 }
 _ELEMENTS, _ROWS = "elements", "rows"
@@ -58,6 +59,18 @@ def counts_of(window: Window, start: int, stop: int, wanted: frozenset[Count]) -
     return found
 
 
+def _ignored(labels: Any) -> int:
+    """Return how many labels do not count. Labels are never negative, and the minimum takes one pass."""
+    return int((labels == IGNORED).sum()) if labels.size and labels.min() < 0 else 0
+
+
+def _as_array(tensor: Tensor) -> Any:
+    """Return a tensor for NumPy, which counts without an operator of torch."""
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    tensor = tensor.cpu() if tensor.device.type != "cpu" else tensor
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
 def in_words(count: Count) -> str:
     """Return what is counted, for a message."""
     way, name = count
@@ -85,7 +98,7 @@ def _counted(tensor: Tensor, samples: int, wanted: frozenset[Count] | None, name
         of_labels = not (tensor.is_floating_point() or tensor.dtype is torch.bool)
         for way, count in _WAYS.items():
             if (of_labels or not way.startswith("labels")) and (wanted is None or (way, name) in wanted):
-                yield way, float(count(tensor))
+                yield way, float(count(_as_array(tensor)))
     if wanted is None or (_ELEMENTS, name) in wanted:
         yield _ELEMENTS, float(tensor.numel())
     if wanted is None or (_ROWS, name) in wanted:

@@ -486,7 +486,10 @@ class LossWeights:
             if factors.alone:
                 return value / term.weight
             return self._times(value, factors.scale / self.provisional_total(name))
+        if not value.requires_grad:
+            return value  # of which the caller says that it has no gradient
         if factors.alone:
+            self.refuse_nothing(name, value)
             return value
         if name in factors.terms:
             return self._weigh_terms(term, factors)
@@ -496,6 +499,15 @@ class LossWeights:
         if not isinstance(term.weight, Tensor) and not term.weight:
             return None
         return value * (term.weight * (factors.scale / self.provisional_total(name)))
+
+    def refuse_nothing(self, name: str, loss: Tensor) -> None:
+        """Reject a window of one micro-batch in which nothing counts, if that can be seen without waiting.
+
+        Raises:
+            InvalidInputError: Nothing counts.
+        """
+        if self.said is None and any(isinstance(one.weight, float) and not one.weight for one in read(loss)):
+            raise nothing_counts(f"what loss {name!r} is divided by is 0", 1)
 
     @staticmethod
     def _times(value: Tensor, factor: float) -> Tensor | None:

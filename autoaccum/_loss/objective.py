@@ -240,6 +240,11 @@ class Objective:
         """Whether a pass gives outputs beside the loss: the model's, or those that a closure returns."""
         return not isinstance(self._loss, list | tuple) or isinstance(self._loss[0], Closure)
 
+    @property
+    def tries_several(self) -> bool:
+        """Whether the next check tries several samples: it has not run out of memory with two."""
+        return self._most > 1
+
     def needs_check(self, window: Window, sizes: Sequence[int], *, is_part: bool, is_due: bool) -> bool:
         """Whether the losses have to be tried on a few samples before a window.
 
@@ -291,6 +296,7 @@ class Objective:
             self.nodes.clear()
         forms = {name: [self._without_scale(form, window) for form in of_name] for name, of_name in forms.items()}
         weights.learn(forms, is_checked=is_checked)
+        weights.is_checked = trial.is_complete
         self._most = MOST_SAMPLES
         if telling and weights.is_ambiguous(window, sizes):
             raise InvalidInputError(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from autoaccum._loss.weighting import Over, weight_of_pair
 from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(slots=True)
@@ -29,6 +32,15 @@ class Term:
     over: Over | None = None
     weight: Tensor | float | None = None
     is_reported: bool = False
+
+
+def not_finite(losses: Mapping[str, float]) -> InvalidInputError:
+    """Return the error for losses that are not finite before anything was trained."""
+    found = ", ".join(f"{name}={value}" for name, value in losses.items())
+    return InvalidInputError(
+        f"the loss is not finite from the start ({found}); look for NaN in the inputs, log(0) or a division by 0 in the "
+        "loss, or too large initial weights"
+    )
 
 
 def is_pair(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 from autoaccum import _oom
 from autoaccum._loss.graph_reader import read
 from autoaccum._loss.loss_check import Form, TermForm, choose, forms_of, run_of, tolerance_of
+from autoaccum._loss.terms import not_finite
 from autoaccum._loss.training_mode import quiet_training
 from autoaccum._loss.weighting import Over, check_pair
 from autoaccum.errors import InvalidInputError
@@ -40,6 +42,9 @@ class TrialLosses:
         autocast: Returns the context that the model runs in.
         casts: Whether that context casts.
         parameters: The parameters whose gradients are compared.
+
+    Attributes:
+        is_complete: Whether something counted in every loss.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class TrialLosses:
         self._casts = casts or objective.casts_itself
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._tolerance = 0.0
+        self.is_complete = True
 
     def forms(self, window: Window, most: int, telling: frozenset[Count]) -> dict[str, list[TermForm]] | None:
         """Return the terms of each loss that is a number, by name; None if the window has no two samples to try.
@@ -80,6 +86,12 @@ class TrialLosses:
                 parts = [self._part(source, sample, *ends) for ends in ((0, first), (first, sample.samples))]
                 again: dict[str, Run] | None = None
                 for name, run in whole.items():
+                    if any(weight == 0.0 for weight in run.weights):  # nothing counts in these samples
+                        found[name] = [_supposed(term) for term in run.terms]
+                        self.is_complete = False
+                        continue
+                    if not math.isfinite(run.value):
+                        raise not_finite({name: run.value})
                     of_parts = [part[name] for part in parts if name in part]
                     if len(of_parts) != len(parts) or objective.weights.knows(name):
                         continue
