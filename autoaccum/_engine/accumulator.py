@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum._engine.gradient_checks import no_gradient
-from autoaccum._engine.gradients import Reduced
-from autoaccum._engine.peers import GradientPeers
+from autoaccum._engine.peers import Alone
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.steady import NotSteadyError
 from autoaccum._engine.window import Engine
-from autoaccum._loss.reported import means
 from autoaccum._records import BackwardReport, DeviceScalar
 from autoaccum._sizing.cache_entry import CacheEntry
 from autoaccum._sizing.offline_search import Line
@@ -32,8 +30,8 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._engine.events import Events
     from autoaccum._engine.forward_backward import GradientStep
-    from autoaccum._engine.gradients import Given
-    from autoaccum._engine.peers import BeforeUpdate, Work
+    from autoaccum._engine.gradients import Given, Reduced
+    from autoaccum._engine.peers import GradientPeers
     from autoaccum._records import Plan
     from autoaccum._sizing.cache import Remembered
     from autoaccum._sizing.rung_choice import Rung
@@ -61,24 +59,6 @@ class _Lane:
     entry: CacheEntry
 
 
-class AloneWithGradients(GradientPeers):
-    """The only process that computes a gradient."""
-
-    sending = None
-
-    def __init__(self, step: GradientStep) -> None:
-        self._step = step
-
-    def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced:  # noqa: ARG002 - as Peers has it
-        """Correct the gradient, which already is that of the whole window, by what single micro-batches lack."""
-        factor = given.correction
-        if not isinstance(factor, float) or factor != 1.0:
-            torch._foreach_mul_([p.grad for p in self._step.parameters if p.grad is not None], factor)
-        losses = given.corrected()
-        before_update(losses, given.samples)
-        return Reduced(losses, means(given.slots) if given.reported else {}, given.samples, spread=given.spread)
-
-
 class GradientAccumulator:
     """Adds gradients of whole batches to `.grad`, whatever fits at once.
 
@@ -104,7 +84,7 @@ class GradientAccumulator:
         self._step = step
         self._events = events
         self._notices = notices
-        self._make_peers = peers or (lambda: AloneWithGradients(step))
+        self._make_peers = peers or (lambda: Alone(step))
         self._peers: GradientPeers = self._make_peers()
         self._asked = step.options.micro_batch
         self._strategy = step.options.strategy or ("fastest" if self._asked == "auto" else "balanced")

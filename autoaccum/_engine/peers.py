@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from autoaccum._engine.gradients import Reduced
 from autoaccum._loss.reported import means
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoaccum._data.batches import Window
+    from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import Given, Losses
     from autoaccum._engine.optimizer_step import Updates
     from autoaccum._sizing.sizing import Sizing
@@ -128,21 +131,31 @@ class Peers(GradientPeers):
 
 
 class Alone(Peers):
-    """The only process of a training."""
+    """The only process of a training.
+
+    Args:
+        step: The training step.
+        updates: Makes its updates; None where gradients are only added up.
+    """
 
     sending = None
 
-    def __init__(self, updates: Updates) -> None:
+    def __init__(self, step: GradientStep, updates: Updates | None = None) -> None:
+        self._step = step
         self._updates = updates
 
     def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced:  # noqa: ARG002 - as Peers has it
         """Correct, unscale and clip the gradient, which already is that of the whole window."""
         is_whole = given.pair_weight is None
+        factor = 1.0 if is_whole else given.correction
+        if self._updates is None and not is_whole:
+            torch._foreach_mul_([p.grad for p in self._step.parameters if p.grad is not None], factor)
         losses = given.parts if is_whole else given.corrected()
         before_update(losses, given.samples)
-        norm = self._updates.unscale_and_clip(1.0 if is_whole else given.correction)
+        norm = None if self._updates is None else self._updates.unscale_and_clip(factor)
         return Reduced(losses, means(given.slots) if given.reported else {}, given.samples, norm, given.spread)
 
     def commit(self) -> bool:
         """Step the optimizer. Out-of-memory errors pass through unchanged: the window can be retried."""
+        assert self._updates is not None
         return self._updates.commit()

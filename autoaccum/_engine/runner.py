@@ -15,7 +15,7 @@ import math
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from autoaccum import _oom
 from autoaccum._arguments import check_one_batch, shown
@@ -64,24 +64,6 @@ if TYPE_CHECKING:
 _SETTABLE = ("plan", "optimizer")
 
 
-class MovesWithUpdates(Protocol):
-    """Whatever must move with every update."""
-
-    def prepare(self, samples: int) -> None:
-        """Allocate the memory that moving needs, while the update can still be abandoned; called again on a retry.
-
-        Args:
-            samples: Samples of the window, over all processes.
-        """
-
-    def update_made(self, *, skipped: bool) -> None:
-        """Move; called as soon as the update is made, before a pending interrupt is delivered.
-
-        Args:
-            skipped: Whether the scaler skipped the update.
-        """
-
-
 @dataclass(slots=True)
 class _Now:
     """The current window.
@@ -112,7 +94,10 @@ class WindowRunner:
         events: Counts windows and reports out-of-memory errors.
         notices: Reports choices made on the user's behalf.
         peers: The processes that make the windows together; None if this one is alone.
-        moves: Moves with every update; None for nothing.
+        prepare: Allocates what `update_made` needs, while the update can still be abandoned, and again on a retry;
+            given the window's samples, over all processes. None for nothing.
+        update_made: Moves everything that moves with an update, as soon as it is made, before a pending interrupt is
+            delivered; told whether the scaler `skipped` it. None for nothing.
         noise: The gradient noise scale to measure; None without `noise_scale`.
         order: Puts the samples of windows in order; None for the loader's. A window that is measured has a random one.
     """
@@ -125,7 +110,8 @@ class WindowRunner:
         notices: Notices,
         *,
         peers: Peers | None = None,
-        moves: MovesWithUpdates | None = None,
+        prepare: Callable[[int], None] | None = None,
+        update_made: Callable[..., None] | None = None,
         noise: NoiseScale | None = None,
         order: LengthOrder | None = None,
     ) -> None:
@@ -135,8 +121,9 @@ class WindowRunner:
         self._sizing = sizing
         self._events = events
         self._notices = notices
-        self._peers: Peers = peers or Alone(step.updates)
-        self._moves = moves
+        self._peers: Peers = peers or Alone(step, step.updates)
+        self._prepare = prepare
+        self._update_made = update_made
         self._engine = Engine(
             step,
             sizing,
@@ -218,8 +205,8 @@ class WindowRunner:
             if not self._step.holds_gradients():
                 raise no_gradient(self._step.parameters)
             self._now.checks_finite = False
-        if self._moves is not None:
-            self._moves.prepare(samples)
+        if self._prepare is not None:
+            self._prepare(samples)
 
     def _update(self) -> bool:
         """Step the optimizer, and move everything that moves with it."""
@@ -231,8 +218,8 @@ class WindowRunner:
                 weights.forget_originals()
             self._events.windows = self._now.number
             self._step.clear_gradients()
-            if self._moves is not None:
-                self._moves.update_made(skipped=skipped)
+            if self._update_made is not None:
+                self._update_made(skipped=skipped)
             self._now.has_moved = True
         return skipped
 
@@ -310,24 +297,9 @@ class WindowRunner:
         return self._engine.has_lost_parameters
 
     @property
-    def cutting(self) -> Cutting:
-        """How windows are currently cut."""
-        return self._sizing.cutting
-
-    @property
-    def plan(self) -> Plan:
-        """The current plan. It shrinks when memory runs out, and grows back."""
-        return self._sizing.plan
-
-    @property
-    def fastest(self) -> Plan | None:
-        """The plan chosen by autotuning; None before that, or without autotuning."""
-        return self._sizing.fastest
-
-    @property
-    def is_learning(self) -> bool:
-        """Whether current windows are trials."""
-        return self._sizing.is_learning
+    def sizing(self) -> Sizing:
+        """What cuts windows."""
+        return self._sizing
 
 
 class Runner(WindowRunner):
