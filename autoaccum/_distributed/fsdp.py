@@ -25,7 +25,7 @@ from autoaccum._distributed.data_parallel import (
 from autoaccum._distributed.joint_questions import samples_of
 from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, sample_of
 from autoaccum._engine.dtensor import least_size
-from autoaccum._engine.forward_backward import Accumulated
+from autoaccum._engine.gradients import Given
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.objective import SAMPLES, Factors
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._engine.gradients import Given
     from autoaccum._engine.peers import Work
     from autoaccum._sizing.sizing import Sizing
 
@@ -285,7 +284,7 @@ class ShardedDataParallel(DataParallel):
         """Make a pass that contributes nothing, since others have samples left."""
         self._mark.take()
         batch, samples = self._nothing()
-        self._step.accumulate(batch, samples, _NOTHING, Accumulated())
+        self._step.accumulate(batch, samples, _NOTHING, Given())
         self._mark.restore()
 
     def _nothing(self) -> tuple[Any, int]:

@@ -236,7 +236,7 @@ class GradientAccumulator:
             else:
                 self._add()
             self._events.windows += 1
-        return reduced, given.outputs
+        return reduced, tuple(given.outputs)
 
     def _before_adding(self, *_: object) -> None:
         """Reject a window without gradients, and allocate while there is a way back."""

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autoaccum._engine.forward_backward import Accumulated, check_weight
-from autoaccum._engine.gradients import Given, Parts
+from autoaccum._engine.forward_backward import check_weight
+from autoaccum._engine.gradients import Given
 from autoaccum._engine.noise_scale import spread_of, squared_norm
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.window_loss import WholeWindow
@@ -24,7 +24,7 @@ from autoaccum._loss.weighting import in_full
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Sequence
+    from collections.abc import Generator, Sequence
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.batchnorm import BatchNorms
@@ -91,7 +91,7 @@ class CarefulPath:
         if self._whole is not None:
             return self._run_whole(self._whole, window, at, is_first=is_first)
         step, first = self._step, None
-        accumulated = Accumulated()
+        given = Given(window.samples)
         factors: list[Factors] = []
         while at.done < window.samples:
             step.stage.phase, at.size = Phase.WEIGH, None
@@ -115,18 +115,16 @@ class CarefulPath:
                 for place in order:
                     at.size, self._sizing.start, factor = sizes[place], starts[place], factors[before + place]
                     with self._sending(is_last=at.done + at.size == window.samples and not measures_noise):
-                        self._one(feed, window, at.size, factor, accumulated)
+                        self._one(feed, window, at.size, factor, given)
                     if measures_noise and first is None:
                         first = self._squared_norm()
                     at.done += at.size
             if self._sizing.is_learning:
                 del factors[before + len(order) :]
         at.size = None
-        pair_weight = self._pair_weight(accumulated, share)
-        spread = self._spread(first, window, at.sizes, factors, accumulated, pair_weight)
-        noted = {slot: sum(numbers[1:], start=numbers[0]) for slot, numbers in accumulated.reported.items()}
-        parts = {name: Parts(values) for name, values in _by_name(accumulated.losses).items()}
-        return Given(window.samples, parts, pair_weight, noted, spread, tuple(accumulated.outputs))
+        given.pair_weight = self._pair_weight(given, share)
+        given.spread = self._spread(first, window, at.sizes, factors, given)
+        return given
 
     # --- micro-batches ------------------------------------------------------------------------------------------------
 
@@ -143,9 +141,7 @@ class CarefulPath:
         costs = [bytes_each[bisect_right(bounds, start)] * size for start, size in zip(starts, sizes, strict=True)]
         return sorted(range(len(sizes)), key=lambda place: -costs[place])
 
-    def _one(
-        self, feed: Generator[Any, None, None], window: Window, size: int, factors: Factors, into: Accumulated
-    ) -> None:
+    def _one(self, feed: Generator[Any, None, None], window: Window, size: int, factors: Factors, into: Given) -> None:
         """Run one micro-batch forward and backward."""
         step, sizing = self._step, self._sizing
         self._enter(size, window.samples)
@@ -225,11 +221,11 @@ class CarefulPath:
                 check_weight(name, weight)
         return weights
 
-    def _pair_weight(self, given: Accumulated, share: SharedWeights | None) -> float | Tensor | None:
+    def _pair_weight(self, given: Given, share: SharedWeights | None) -> float | Tensor | None:
         """Return the total weight of a (sum, weight) pair, whose gradients were accumulated with a provisional one."""
         if not given.pair_weights:
             return None
-        names, is_part = {name for name, _ in given.losses}, self.peers.is_part
+        names, is_part = given.losses.keys(), self.peers.is_part
         if is_part and share is None and len(names) > 1:
             return None
         if len(names) > 1:
@@ -237,7 +233,7 @@ class CarefulPath:
                 f"losses {', '.join(map(repr, sorted(names)))}: a (sum, weight) pair cannot be combined with other "
                 "losses if its weight is not known before the backward pass"
             )
-        ((name, weights),) = _by_name(given.pair_weights).items()
+        ((name, weights),) = given.pair_weights.items()
         total: Any = sum(weights)
         if not is_part:
             check_weight(name, total)
@@ -278,13 +274,12 @@ class CarefulPath:
         window: Window,
         sizes: Sequence[int],
         factors: Sequence[Factors],
-        given: Accumulated,
-        pair_weight: float | Tensor | None,
+        given: Given,
     ) -> Spread | None:
         """Return how far the first micro-batch's gradient is from the window's, if measured; waits for the device."""
         if first is None:
             return None
-        weights, total = self._weights(sizes, window.samples, factors, given, pair_weight)
+        weights, total = self._weights(sizes, window.samples, factors, given)
         if not total or not sum(weights):
             return None
         unit = total * self._step.loss_scale()
@@ -296,24 +291,16 @@ class CarefulPath:
         sizes: Sequence[int],
         samples: int,
         factors: Sequence[Factors],
-        given: Accumulated,
-        pair_weight: float | Tensor | None,
+        given: Given,
     ) -> tuple[Sequence[float], float]:
         """Return each micro-batch's weight in the mean gradient, and what to divide the gradient by for a mean."""
         common = self._step.objective.common_weight
         if common == PAIR:
-            weights = [float(weight) for _, weight in given.pair_weights]
-            return weights, 0.0 if pair_weight is None else float(pair_weight) / samples
+            weights = [float(weight) for several in given.pair_weights.values() for weight in several]
+            return weights, 0.0 if given.pair_weight is None else float(given.pair_weight) / samples
         if common == SUM:
             return sizes, float(samples)
         # Losses of which each runs over something else have no common weight: that of the samples stands for it.
         usual = common in (None, SAMPLES)
         own = [one.usual if usual else one.of(str(common)) for one in factors]
         return own, sum(own)
-
-
-def _by_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for name, value in pairs:
-        found.setdefault(name, []).append(value)
-    return found

@@ -32,6 +32,10 @@ class Parts:
     def __init__(self, parts: list[Tensor]) -> None:
         self._parts = parts
 
+    def add(self, part: Tensor) -> None:
+        """Add what another micro-batch adds."""
+        self._parts.append(part)
+
     def total(self) -> Tensor:
         """Return the loss, on the device."""
         return self._parts[0] if len(self._parts) == 1 else torch.stack(self._parts).sum()
@@ -54,36 +58,34 @@ class Progress:
     recomputed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Given:
     """Results of a window's micro-batches, or of this process's part of it. Gradients are in `.grad`.
 
     Attributes:
         samples: Samples of the window or part.
-        parts: The losses by name, as what each micro-batch adds to them.
-        pair_weight: Weight of a (sum, weight) pair. Gradients and losses have been divided by the number of samples
-            instead, and are still to be divided by it; None if nothing is left to correct.
-        reported: Values reported in addition to the losses: sums and weights, as `reported.means` expects them.
+        losses: The losses by name, as what each micro-batch adds to them.
+        pair_weights: By name, the weights of (sum, weight) pairs.
+        pair_weight: Their sum. Gradients and losses have been divided by the number of samples instead, and are still
+            to be divided by it; None if nothing is left to correct.
+        reported: Sums and weights of values reported in addition to the losses, as recorded by `reported.note`.
         spread: How far the gradient of the first micro-batch is from the whole, if that is measured.
         outputs: The model's outputs for each micro-batch, without graphs, if the step keeps them.
     """
 
-    samples: int
-    parts: Losses
+    samples: int = 0
+    losses: dict[str, Parts] = field(default_factory=dict)
+    pair_weights: dict[str, list[Tensor | float]] = field(default_factory=dict)
     pair_weight: float | Tensor | None = None
-    reported: dict[Slot, Any] = field(default_factory=dict)
+    reported: dict[Slot, list[Any]] = field(default_factory=dict)
     spread: Spread | None = None
-    outputs: tuple[Any, ...] = ()
-
-    @property
-    def losses(self) -> dict[str, Tensor]:
-        """The losses by name, on the device."""
-        return {name: parts.total() for name, parts in self.parts.items()}
+    outputs: list[Any] = field(default_factory=list)
 
     @property
     def slots(self) -> dict[Slot, Any]:
         """The losses and reported values, as `reported.means` expects them."""
-        return {(LOSS, name): loss for name, loss in self.losses.items()} | self.reported
+        losses = {(LOSS, name): loss.total() for name, loss in self.losses.items()}
+        return losses | {slot: sum(numbers[1:], start=numbers[0]) for slot, numbers in self.reported.items()}
 
     @property
     def correction(self) -> float | Tensor:
@@ -92,9 +94,7 @@ class Given:
 
     def corrected(self) -> Losses:
         """Return the losses if these samples are the whole window."""
-        if self.pair_weight is None:
-            return self.parts
-        return {name: Parts([loss * self.correction]) for name, loss in self.losses.items()}
+        return {name: Parts([loss.total() * self.correction]) for name, loss in self.losses.items()}
 
 
 @dataclass(slots=True)

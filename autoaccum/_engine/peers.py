@@ -150,7 +150,7 @@ class Alone(Peers):
         factor = 1.0 if is_whole else given.correction
         if self._updates is None and not is_whole:
             torch._foreach_mul_([p.grad for p in self._step.parameters if p.grad is not None], factor)
-        losses = given.parts if is_whole else given.corrected()
+        losses = given.losses if is_whole else given.corrected()
         before_update(losses, given.samples)
         norm = None if self._updates is None else self._updates.unscale_and_clip(factor)
         return Reduced(losses, means(given.slots) if given.reported else {}, given.samples, norm, given.spread)

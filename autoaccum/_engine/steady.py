@@ -123,14 +123,14 @@ class SteadyPath:
     def learn(self, window: Window, given: Given) -> None:
         """Note that a careful window is complete, and whether those that are like it may take this path."""
         objective = self._objective
-        is_plain = objective.gave_number and len(given.parts) == 1 and given.pair_weight is None and not given.reported
+        is_plain = objective.gave_number and len(given.losses) == 1 and given.pair_weight is None and not given.reported
         may = is_plain and self._step.passes is None and not self._step.keeps_outputs and objective.is_settled
         known = self._now
         known.name = known.kinds = known.plan = None
         known.epoch = self._epoch
         self._state, self._hooked, self._handles = self._now_in_force(), self._are_hooked(), RemovableHandle.next_id
         if may:
-            known.name = name = next(iter(given.parts))
+            known.name = name = next(iter(given.losses))
             known.weighting = None if objective.is_by_samples(name) else objective.weighting(name)
             batch = window.plain_batch()
             if batch is not None:

@@ -14,7 +14,7 @@ from autoaccum._data.nesting import copied
 from autoaccum._data.splits import is_default
 from autoaccum._engine.bf16_weights import gradient_type
 from autoaccum._engine.does_not_fit import described
-from autoaccum._engine.forward_backward import Accumulated
+from autoaccum._engine.gradients import Given
 from autoaccum._engine.lack_of_memory import resolvable_lack
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.savepoint import Savepoint
@@ -145,7 +145,7 @@ class Trials:
         batch = copied(repeated(self._batch, size, self._step.objective.split))
         window = Window.of_micro_batches([batch, batch], size)
         with closing(self._step.transfer.feed(window, [size, size])) as feed:
-            self._step.accumulate(next(feed), size, Factors(1.0, 1.0 / size, alone=False), Accumulated())
+            self._step.accumulate(next(feed), size, Factors(1.0, 1.0 / size, alone=False), Given())
 
 
 @contextmanager

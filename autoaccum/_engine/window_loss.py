@@ -230,7 +230,7 @@ class WholeWindow:
         outputs = self._loss.outputs(batch, size)
         if window.carries_counts():
             batch = self._loss.batch(window)
-        kept = (without_graphs(outputs),) if self._step.keeps_outputs else ()
+        kept = [without_graphs(outputs)] if self._step.keeps_outputs else []
         joined = map_tensors(_as_leaf, outputs)
         given = self._backward(joined, batch, size, kept, is_first=is_first)
         self._pass_on(outputs, 0, joined, compares=False)
@@ -249,7 +249,7 @@ class WholeWindow:
                 del batch  # before the next comes
         self._step.stage.phase = Phase.FORWARD
         entering(window.samples, None)
-        kept = tuple(parts) if self._step.keeps_outputs else ()
+        kept = list(parts) if self._step.keeps_outputs else []
         joined, is_rehearsal = self._loss.join(parts), sum(sizes) < window.samples
         if is_rehearsal:
             joined = repeated(joined, window.samples, FIRST)
@@ -298,7 +298,7 @@ class WholeWindow:
                 del batch
                 start += size
 
-    def _backward(self, joined: Any, batch: Any, samples: int, outputs: tuple[Any, ...], *, is_first: bool) -> Given:
+    def _backward(self, joined: Any, batch: Any, samples: int, outputs: list[Any], *, is_first: bool) -> Given:
         """Compute the window's loss, and its gradient with respect to the representations."""
         # Copies, since the loss may modify them in place like a model's outputs.
         terms = self._loss.terms(map_tensors(Tensor.clone, joined), batch, samples)
@@ -312,7 +312,7 @@ class WholeWindow:
             self._refuse_other_ways(total)
         self._step.backward(total)
         losses = {name: Parts([value.detach()]) for name, value in values.items()}
-        return Given(samples, losses, reported={slot: number for slot, (number,) in noted.items()}, outputs=outputs)
+        return Given(samples, losses, reported=noted, outputs=outputs)
 
     def _refuse_other_ways(self, total: Tensor) -> None:
         """Check that the loss of detached outputs reaches no parameters of the model.
