@@ -24,7 +24,7 @@ from autoaccum._distributed.overlap import SHARED, Overlap
 from autoaccum._engine.bf16_weights import gradient_type
 from autoaccum._engine.does_not_fit import whole_does_not_fit
 from autoaccum._engine.forward_backward import TrainingStep
-from autoaccum._engine.gradients import Parts, Reduced
+from autoaccum._engine.gradients import LossSum, WindowResult
 from autoaccum._engine.noise_scale import Spread, squared_norm
 from autoaccum._engine.peers import Peers
 from autoaccum._engine.phases import Phase
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from autoaccum._distributed.overlap import Weight
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import GradientStep
-    from autoaccum._engine.gradients import Given
+    from autoaccum._engine.gradients import PartResult
     from autoaccum._engine.peers import BeforeUpdate, Work
     from autoaccum._loss.reduction_inference import Knowledge
     from autoaccum._loss.reported import Slot
@@ -220,14 +220,14 @@ class DataParallel(Peers):
         if self.is_decided and is_oom(error) and not self.ranks.is_in_pass:
             raise _left_behind(error, self.ranks.rank, number) from error
 
-    def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced | None:
+    def reduce(self, given: PartResult, work: Work, before_update: BeforeUpdate) -> WindowResult | None:
         """Agree with the other ranks and sum the gradients; return None if the attempt must be repeated."""
         if not self.agree(given, work):
             return None
         if not self.samples:
-            return Reduced()
+            return WindowResult()
         outcome = self.add_up(given)
-        losses = {name: Parts([loss]) for name, loss in outcome.losses.items()}
+        losses = {name: LossSum([loss]) for name, loss in outcome.losses.items()}
         outcome.run(lambda: before_update(losses, self.samples))
         # From here on, this rank cannot know whether the others have received its message and make the update. If the
         # model sums gradients itself, they all meet once more.
@@ -239,7 +239,7 @@ class DataParallel(Peers):
             work.start_over(self.share)
             return None
         self.is_decided = True
-        return Reduced(losses, outcome.reported, self.samples, outcome.norm, outcome.spread)
+        return WindowResult(losses, outcome.reported, self.samples, outcome.norm, outcome.spread)
 
     def commit(self) -> bool:
         """Step the optimizer, as all others do now; if memory runs out, retry once after releasing the caches.
@@ -277,7 +277,7 @@ class DataParallel(Peers):
             return 0.0
         return self._sizing.wait(is_timed=self._is_timed, synchronize=self._synchronize)
 
-    def agree(self, given: Given, work: Work) -> bool:
+    def agree(self, given: PartResult, work: Work) -> bool:
         """Confirm that all ranks have completed their parts; return False if some have to repeat theirs.
 
         Raises:
@@ -341,7 +341,7 @@ class DataParallel(Peers):
     def _wanted(self) -> list[bool]:
         return [bool(self._present >> number & 1) for number in range(len(self._trained))]
 
-    def add_up(self, given: Given) -> Outcome:
+    def add_up(self, given: PartResult) -> Outcome:
         """Replace gradients, losses and buffers by those of the whole window, and unscale and clip the gradients.
 
         If anything fails on this rank alone, it still sends everything that the others wait for; what it holds
@@ -457,7 +457,7 @@ class DataParallel(Peers):
             self._weighed = known, self._step.objective.weights(window).get(common, 0.0)
         return self._weighed[1]
 
-    def _factor(self, given: Given, outcome: Outcome) -> float | Tensor:
+    def _factor(self, given: PartResult, outcome: Outcome) -> float | Tensor:
         """Return the factor for this rank's gradients and losses before they are summed over ranks."""
         common = self._step.objective.common_weight
         if self.share is not None or common == SUM:
@@ -469,7 +469,7 @@ class DataParallel(Peers):
             raise nothing_counts()
         return own / total
 
-    def _factor_of_pair(self, given: Given, outcome: Outcome) -> float | Tensor:
+    def _factor_of_pair(self, given: PartResult, outcome: Outcome) -> float | Tensor:
         weight = 0.0 if given.pair_weight is None else given.pair_weight
         outcome.run(lambda: self._pair.fill_(weight))
         self.ranks.add_up(self._pair)
@@ -516,7 +516,7 @@ class DataParallel(Peers):
             else:
                 parameter.grad = self._gradients.make_sendable(parameter.grad)
 
-    def _fill_losses(self, given: Given, factor: float | Tensor) -> None:
+    def _fill_losses(self, given: PartResult, factor: float | Tensor) -> None:
         found = given.slots
         for value, slot in zip(self._values.unbind(), self._slots, strict=True):
             if slot in found:
@@ -567,7 +567,7 @@ class Outcome:
         losses: The window's losses by name.
         reported: Values reported in addition, by name.
         norm: The norm of the gradients before clipping, if they are clipped.
-        spread: As in `Reduced`.
+        spread: As in `WindowResult`.
     """
 
     def __init__(self) -> None:

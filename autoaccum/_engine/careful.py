@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autoaccum._engine.forward_backward import check_weight
-from autoaccum._engine.gradients import Given
+from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.noise_scale import spread_of, squared_norm
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.window_loss import WholeWindow
@@ -75,7 +75,7 @@ class CarefulPath:
 
     def run(
         self, window: Window, at: Progress, share: SharedWeights | None, *, is_first: bool, measures_noise: bool
-    ) -> Given:
+    ) -> PartResult:
         """Run a window from its start.
 
         Args:
@@ -91,7 +91,7 @@ class CarefulPath:
         if self._whole is not None:
             return self._run_whole(self._whole, window, at, is_first=is_first)
         step, first = self._step, None
-        given = Given(window.samples)
+        given = PartResult(window.samples)
         factors: list[Factors] = []
         while at.done < window.samples:
             step.stage.phase, at.size = Phase.WEIGH, None
@@ -141,7 +141,9 @@ class CarefulPath:
         costs = [bytes_each[bisect_right(bounds, start)] * size for start, size in zip(starts, sizes, strict=True)]
         return sorted(range(len(sizes)), key=lambda place: -costs[place])
 
-    def _one(self, feed: Generator[Any, None, None], window: Window, size: int, factors: Factors, into: Given) -> None:
+    def _one(
+        self, feed: Generator[Any, None, None], window: Window, size: int, factors: Factors, into: PartResult
+    ) -> None:
         """Run one micro-batch forward and backward."""
         step, sizing = self._step, self._sizing
         self._enter(size, window.samples)
@@ -160,7 +162,7 @@ class CarefulPath:
         sending = self.peers.sending
         return sending.last() if sending is not None and is_last else nullcontext()
 
-    def _run_whole(self, whole: WholeWindow, window: Window, at: Progress, *, is_first: bool) -> Given:
+    def _run_whole(self, whole: WholeWindow, window: Window, at: Progress, *, is_first: bool) -> PartResult:
         """Run a window whose loss is computed over all of it."""
         at.sizes = self._sizing.cut(0)
         self._norms.announce(at.sizes)
@@ -221,7 +223,7 @@ class CarefulPath:
                 check_weight(name, weight)
         return weights
 
-    def _pair_weight(self, given: Given, share: SharedWeights | None) -> float | Tensor | None:
+    def _pair_weight(self, given: PartResult, share: SharedWeights | None) -> float | Tensor | None:
         """Return the total weight of a (sum, weight) pair, whose gradients were accumulated with a provisional one."""
         if not given.pair_weights:
             return None
@@ -274,7 +276,7 @@ class CarefulPath:
         window: Window,
         sizes: Sequence[int],
         factors: Sequence[Factors],
-        given: Given,
+        given: PartResult,
     ) -> Spread | None:
         """Return how far the first micro-batch's gradient is from the window's, if measured; waits for the device."""
         if first is None:
@@ -291,7 +293,7 @@ class CarefulPath:
         sizes: Sequence[int],
         samples: int,
         factors: Sequence[Factors],
-        given: Given,
+        given: PartResult,
     ) -> tuple[Sequence[float], float]:
         """Return each micro-batch's weight in the mean gradient, and what to divide the gradient by for a mean."""
         common = self._step.objective.common_weight

@@ -16,7 +16,7 @@ from autoaccum._data.transfer import Transfer
 from autoaccum._engine import devices
 from autoaccum._engine.bf16_weights import Bf16Weights
 from autoaccum._engine.dtensor import is_sharded
-from autoaccum._engine.gradients import Parts
+from autoaccum._engine.gradients import LossSum
 from autoaccum._engine.optimizer_step import Updates
 from autoaccum._engine.phases import Phase, Stage
 from autoaccum._loss import reported
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from autoaccum._engine.gradient_checks import GradientChecks
-    from autoaccum._engine.gradients import Given
+    from autoaccum._engine.gradients import PartResult
     from autoaccum._engine.lack_of_memory import Witness
     from autoaccum._engine.options import Options
     from autoaccum._engine.precision import Precision
@@ -159,7 +159,7 @@ class GradientStep:
         # Lists compare by identity first, so nothing else is looked at where all are None.
         return list(map(_GRADIENT, self.parameters)) != [None] * len(self.parameters)
 
-    def accumulate(self, batch: Any, samples: int, factors: Factors, into: Given) -> None:
+    def accumulate(self, batch: Any, samples: int, factors: Factors, into: PartResult) -> None:
         """Run one micro-batch forward and backward, adding to the gradients.
 
         Several losses with their own forward passes run one after the other, so that only one graph is alive at a time.
@@ -188,7 +188,7 @@ class GradientStep:
         if self.passes is not None:
             self.passes.end_pass()
 
-    def _run(self, source: Source, batch: Any, samples: int, factors: Factors, into: Given) -> None:
+    def _run(self, source: Source, batch: Any, samples: int, factors: Factors, into: PartResult) -> None:
         """Run one forward pass and the backward pass of its result."""
         self.stage.phase = Phase.FORWARD
         with self.precision.autocast():
@@ -211,7 +211,7 @@ class GradientStep:
             if value is not None:
                 # As it is now: without a factor it may be a buffer that the next micro-batch overwrites.
                 seen = value.detach().clone() if value is term.value and not factors.alone else value.detach()
-                into.losses.setdefault(term.name, Parts([])).add(seen)
+                into.losses.setdefault(term.name, LossSum([])).add(seen)
                 weighted.append(value)
         if has_reported:
             reported.note(terms, samples, factors, self.objective.weighting, into.reported)
@@ -231,7 +231,7 @@ class GradientStep:
         if self.watch is not None:
             self.watch.end()
 
-    def _weighted(self, term: Term, factors: Factors, into: Given) -> Tensor | None:
+    def _weighted(self, term: Term, factors: Factors, into: PartResult) -> Tensor | None:
         """Return what a term adds to the window's loss; None if nothing in it counts."""
         factor = factors.named.get(term.name, factors.usual)
         if term.over is Over.PAIR and self.objective.is_known_as_number(term.name):

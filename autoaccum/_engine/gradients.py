@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from autoaccum._engine.noise_scale import Spread
     from autoaccum._loss.reported import Slot
 
-    Losses = Mapping[str, "Parts"]
+    Losses = Mapping[str, "LossSum"]
 
 
-class Parts:
+class LossSum:
     """What each micro-batch adds to a loss, on the device. They are added only when the loss is read.
 
     Args:
@@ -59,7 +59,7 @@ class Progress:
 
 
 @dataclass(slots=True)
-class Given:
+class PartResult:
     """Results of a window's micro-batches, or of this process's part of it. Gradients are in `.grad`.
 
     Attributes:
@@ -74,7 +74,7 @@ class Given:
     """
 
     samples: int = 0
-    losses: dict[str, Parts] = field(default_factory=dict)
+    losses: dict[str, LossSum] = field(default_factory=dict)
     pair_weights: dict[str, list[Tensor | float]] = field(default_factory=dict)
     pair_weight: float | Tensor | None = None
     reported: dict[Slot, list[Any]] = field(default_factory=dict)
@@ -94,11 +94,11 @@ class Given:
 
     def corrected(self) -> Losses:
         """Return the losses if these samples are the whole window."""
-        return {name: Parts([loss.total() * self.correction]) for name, loss in self.losses.items()}
+        return {name: LossSum([loss.total() * self.correction]) for name, loss in self.losses.items()}
 
 
 @dataclass(slots=True)
-class Reduced:
+class WindowResult:
     """Results of a whole window, over all processes. Its gradient is in `.grad`, unscaled and clipped.
 
     Attributes:
@@ -106,7 +106,7 @@ class Reduced:
         reported: Values reported in addition to the losses, by name.
         samples: Samples of the window; 0 means that there is no update to make.
         grad_norm: Norm of the gradient before clipping, on the device; None if it is not clipped.
-        spread: As in `Given`, over all processes.
+        spread: As in `PartResult`, over all processes.
     """
 
     losses: Losses = field(default_factory=dict)

@@ -130,7 +130,7 @@ class PartsThatFit:
         """
         versions, is_saved, is_first = _versions_in(window), False, not self._knows_what_moves
         try:
-            self._savepoint.take(copies_all=is_first, sums_up=is_first)
+            self._savepoint.take(copies_all=is_first, is_thorough=is_first)
             is_saved = True
             done = function()
             if is_first:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from autoaccum._engine.gradients import Reduced
+from autoaccum._engine.gradients import WindowResult
 from autoaccum._loss.reported import means
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep
-    from autoaccum._engine.gradients import Given, Losses
+    from autoaccum._engine.gradients import Losses, PartResult
     from autoaccum._engine.optimizer_step import Updates
     from autoaccum._sizing.sizing import Sizing
 
@@ -96,7 +96,7 @@ class GradientPeers:
     def begin_attempt(self) -> None:
         """Prepare for an attempt at the window."""
 
-    def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced | None:
+    def reduce(self, given: PartResult, work: Work, before_update: BeforeUpdate) -> WindowResult | None:
         """Reduce the parts of all processes to the gradient and the losses of the whole window, unscaled and clipped.
 
         Args:
@@ -144,7 +144,7 @@ class Alone(Peers):
         self._step = step
         self._updates = updates
 
-    def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced:  # noqa: ARG002 - as Peers has it
+    def reduce(self, given: PartResult, work: Work, before_update: BeforeUpdate) -> WindowResult:  # noqa: ARG002 - as Peers has it
         """Correct, unscale and clip the gradient, which already is that of the whole window."""
         is_whole = given.pair_weight is None
         factor = 1.0 if is_whole else given.correction
@@ -153,7 +153,7 @@ class Alone(Peers):
         losses = given.losses if is_whole else given.corrected()
         before_update(losses, given.samples)
         norm = None if self._updates is None else self._updates.unscale_and_clip(factor)
-        return Reduced(losses, means(given.slots) if given.reported else {}, given.samples, norm, given.spread)
+        return WindowResult(losses, means(given.slots) if given.reported else {}, given.samples, norm, given.spread)
 
     def commit(self) -> bool:
         """Step the optimizer. Out-of-memory errors pass through unchanged: the window can be retried."""

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
     from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._engine.gradients import Given, Losses, Reduced
+    from autoaccum._engine.gradients import Losses, PartResult, WindowResult
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._engine.peers import Peers
     from autoaccum._loss.objective import Loss
@@ -184,7 +184,7 @@ class WindowRunner:
                 self._raise_as_update_complete(error)
             raise
 
-    def _finish(self, given: Given) -> tuple[Reduced, bool | None] | None:
+    def _finish(self, given: PartResult) -> tuple[WindowResult, bool | None] | None:
         """Make the update from a window's gradient; None if another process lacks memory for it.
 
         Returns:
@@ -223,7 +223,7 @@ class WindowRunner:
             self._now.has_moved = True
         return skipped
 
-    def _report(self, reduced: Reduced, elapsed_s: float, *, skipped: bool) -> StepReport:
+    def _report(self, reduced: WindowResult, elapsed_s: float, *, skipped: bool) -> StepReport:
         """Return the report on the window that was just made."""
         engine, noise = self._engine, None
         if self._noise is not None and reduced.spread is not None and not skipped:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from autoaccum._data.batches import KnownWindow
-from autoaccum._engine.gradients import Given, Parts
+from autoaccum._engine.gradients import LossSum, PartResult
 from autoaccum._engine.phases import Phase
 from autoaccum._loss.weighting import Over
 
@@ -56,7 +56,7 @@ class _Known:
         is_split: Whether that batch can be taken apart where it is.
         plan: The plan of `sizes`.
         sizes: The micro-batches of windows like the last known one.
-        sized: The `kinds` of that window; None if there was none.
+        kinds_of_sizes: The `kinds` of that window; None if there was none.
         epoch: That of the steady path when this was learned.
     """
 
@@ -68,7 +68,7 @@ class _Known:
     is_split: bool = False
     plan: Plan | None = None
     sizes: tuple[int, ...] = ()
-    sized: list[Any] | None = None
+    kinds_of_sizes: list[Any] | None = None
     epoch: int = 0
 
 
@@ -120,7 +120,7 @@ class SteadyPath:
         """Whether the window that `admits` was asked about is the first of its structure."""
         return self._now.windows == 1
 
-    def learn(self, window: Window, given: Given) -> None:
+    def learn(self, window: Window, given: PartResult) -> None:
         """Note that a careful window is complete, and whether those that are like it may take this path."""
         objective = self._objective
         is_plain = objective.gave_number and len(given.losses) == 1 and given.pair_weight is None and not given.reported
@@ -184,7 +184,7 @@ class SteadyPath:
 
     # --- a window -----------------------------------------------------------------------------------------------------
 
-    def run(self, window: Window, at: Progress) -> Given:
+    def run(self, window: Window, at: Progress) -> PartResult:
         """Run a window from its start.
 
         Args:
@@ -229,13 +229,13 @@ class SteadyPath:
                 at.done += size
                 stage.phase = Phase.TRANSFER
         at.size = None
-        return Given(window.samples, {name: Parts(losses)})
+        return PartResult(window.samples, {name: LossSum(losses)})
 
     def _sizes(self, window: Window) -> tuple[int, ...]:
         known, plan = self._now, self._sizing.plan
-        if known.plan is plan and known.sized is window.kinds is not None:
+        if known.plan is plan and known.kinds_of_sizes is window.kinds is not None:
             return known.sizes
-        known.sizes, known.sized = self._sizing.cut(0), window.kinds
+        known.sizes, known.kinds_of_sizes = self._sizing.cut(0), window.kinds
         known.plan = plan if self._sizing.is_quiet else None
         return known.sizes
 

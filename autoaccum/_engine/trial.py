@@ -14,7 +14,7 @@ from autoaccum._data.nesting import copied
 from autoaccum._data.splits import is_default
 from autoaccum._engine.bf16_weights import gradient_type
 from autoaccum._engine.does_not_fit import described
-from autoaccum._engine.gradients import Given
+from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.lack_of_memory import resolvable_lack
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.savepoint import Savepoint
@@ -130,7 +130,7 @@ class Trials:
         for parameter in self._with_gradient or ():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=gradient_type(parameter))
-        self._savepoint.take(sums_up=True)  # as before the first window, for which most is held
+        self._savepoint.take(is_thorough=True)  # as before the first window, for which most is held
         if self._whole is None or self._window is None:
             self.one_micro_batch(size)
         else:
@@ -145,7 +145,7 @@ class Trials:
         batch = copied(repeated(self._batch, size, self._step.objective.split))
         window = Window.of_micro_batches([batch, batch], size)
         with closing(self._step.transfer.feed(window, [size, size])) as feed:
-            self._step.accumulate(next(feed), size, Factors(1.0, 1.0 / size, alone=False), Given())
+            self._step.accumulate(next(feed), size, Factors(1.0, 1.0 / size, alone=False), PartResult())
 
 
 @contextmanager
