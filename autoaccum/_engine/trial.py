@@ -94,13 +94,15 @@ class Trials:
                 started = time.perf_counter()
             self._one_step(size)
             memory.synchronize()
-        except Exception as error:  # noqa: BLE001 - what is not lack of memory is raised again
+        except Exception as error:
             # An optimizer that ran out of memory midway does no harm here: everything is restored in the end.
             half_way = isinstance(error, StateDamagedError) and error.__cause__ is not None and is_oom(error.__cause__)
             cause = error.__cause__ if half_way and isinstance(error.__cause__, Exception) else error
             phase = self._step.phase
-            self.lack = resolvable_lack(cause, phase, size, self._step.witness, is_trial=True)
-            fits = False
+            lack = resolvable_lack(cause, phase, size, self._step.witness, is_trial=True)
+            if lack is None:
+                raise
+            self.lack, fits = lack, False
             let_go(error)
         elapsed_s = time.perf_counter() - started
         peak = memory.peak_bytes() if fits else None

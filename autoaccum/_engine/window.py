@@ -335,6 +335,8 @@ class Engine:
             step=self._events.windows + 1,
             is_trial=self._sizing.is_learning,
         )
+        if event is None:
+            raise  # noqa: PLE0704 - the error that is being handled
         if phase is not Phase.RESERVE:  # in which nothing was touched
             self._restore()
         return event

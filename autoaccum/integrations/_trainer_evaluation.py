@@ -85,13 +85,14 @@ class EvaluationInParts:
         if self._model is model:
             return
         self._model = model
-        memory = devices.resolve(self._trainer.args.device, model, self._notices)
+        notices = self._notices
+        memory = devices.resolve(self._trainer.args.device, model, notices)
         remedies = ["shorter samples", "eval_accumulation_steps=1, so that outputs leave the device"]
         self._parts = PartsThatFit(
             memory,
             Savepoint([model], memory.device),
             lambda said, sample: refusal(memory, f"{sample} does not fit in an evaluation", said, remedies),
-            lambda _: self._notices.say("evaluation is cut into parts that fit, since memory ran out in it"),
+            lambda _: notices.say("evaluation is cut into parts that fit, since memory ran out in it"),
         )
 
     def _joined(self, found: Sequence[_Predicted], window: Window, sizes: Sequence[int]) -> _Predicted:
