@@ -273,7 +273,7 @@ class MemoryEvent:
     """A single occasion on which memory ran out.
 
     Attributes:
-        phase: The operation that failed: "set aside" (copying buffers), "weigh" (determining what the loss averages
+        phase: The operation that failed: "save" (copying buffers), "weigh" (determining what the loss averages
             over), "transfer", "forward", "backward", "add" (adding a batch's gradient to earlier ones), "reserve"
             (reserving memory for the optimizer's step), "unscale", "clip", "optimizer" or "evaluate"; "on another rank"
             if it failed there.

@@ -22,7 +22,7 @@ from autoaccum._distributed.samples_of_ranks import samples_of
 from autoaccum._engine.bf16_weights import gradient_type
 from autoaccum._engine.does_not_fit import whole_does_not_fit
 from autoaccum._engine.forward_backward import TrainingStep
-from autoaccum._engine.gradients import Parts, Reduced
+from autoaccum._engine.gradients import LossSum, WindowResult
 from autoaccum._engine.noise_scale import Spread, squared_norm
 from autoaccum._engine.peers import Peers
 from autoaccum._engine.phases import Phase
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import GradientStep
-    from autoaccum._engine.gradients import Given
+    from autoaccum._engine.gradients import PartResult
     from autoaccum._engine.peers import BeforeUpdate, Work
     from autoaccum._loss import reported
     from autoaccum._loss.loss_weights import Slot
@@ -200,14 +200,14 @@ class DataParallel(Peers):
         if self.is_decided and is_oom(error) and not self.ranks.is_in_pass:
             raise _left_behind(error, self.ranks.rank, number) from error
 
-    def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced | None:
+    def reduce(self, given: PartResult, work: Work, before_update: BeforeUpdate) -> WindowResult | None:
         """Agree with the other ranks and sum the gradients; return None if the attempt must be repeated."""
         if not self.agree(given, work):
             return None
         if not self.samples:
-            return Reduced()
+            return WindowResult()
         outcome = self.add_up(given)
-        losses = {name: Parts([loss]) for name, loss in outcome.losses.items()}
+        losses = {name: LossSum([loss]) for name, loss in outcome.losses.items()}
         outcome.run(lambda: before_update(losses, self.samples))
         # From here on, this rank cannot know whether the others have received its message and make the update. If the
         # model sums gradients itself, they all meet once more.
@@ -219,7 +219,7 @@ class DataParallel(Peers):
             work.start_over(self.share)
             return None
         self.is_decided = True
-        return Reduced(losses, outcome.reported, self.samples, outcome.norm, outcome.spread)
+        return WindowResult(losses, outcome.reported, self.samples, outcome.norm, outcome.spread)
 
     def commit(self) -> bool:
         """Step the optimizer, as all others do now; if memory runs out, retry once after releasing the caches.
@@ -254,7 +254,7 @@ class DataParallel(Peers):
             return 0.0
         return self._sizing.wait(is_timed=self._is_timed, synchronize=self._synchronize)
 
-    def agree(self, given: Given, work: Work) -> bool:
+    def agree(self, given: PartResult, work: Work) -> bool:
         """Confirm that all ranks have completed their parts; return False if some have to repeat theirs.
 
         Raises:
@@ -299,7 +299,7 @@ class DataParallel(Peers):
     def _wanted(self) -> list[bool]:
         return [bool(self._present >> number & 1) for number in range(len(self._trained))]
 
-    def add_up(self, given: Given) -> Outcome:
+    def add_up(self, given: PartResult) -> Outcome:
         """Replace gradients, losses and buffers by those of the whole window, and unscale and clip the gradients.
 
         If anything fails on this rank alone, it still sends everything that the others wait for; what it holds
@@ -390,7 +390,7 @@ class DataParallel(Peers):
         lacking = ", ".join(str(rank) for rank, own in enumerate(said) if own is None)
         raise whole_does_not_fit(self._step, f"memory runs out on rank {lacking}", Phase.WEIGH, _TRIES)
 
-    def _factor(self, given: Given, outcome: Outcome) -> float | Tensor:
+    def _factor(self, given: PartResult, outcome: Outcome) -> float | Tensor:
         """Return the factor for this rank's gradients and losses before they are summed over ranks."""
         common = self._step.objective.weights.common
         if self.share is not None or common is Common.SUM:
@@ -402,7 +402,7 @@ class DataParallel(Peers):
             raise nothing_counts()
         return given.provisional / total
 
-    def _factor_on_device(self, given: Given, outcome: Outcome) -> float | Tensor:
+    def _factor_on_device(self, given: PartResult, outcome: Outcome) -> float | Tensor:
         outcome.run(lambda: self._pair.fill_(given.weight or 0.0))
         self.ranks.add_up(self._pair)
         outcome.run(self._check_pair)
@@ -439,7 +439,7 @@ class DataParallel(Peers):
             else:
                 parameter.grad = self._gradients.make_sendable(parameter.grad)
 
-    def _fill_losses(self, given: Given, factor: float | Tensor) -> None:
+    def _fill_losses(self, given: PartResult, factor: float | Tensor) -> None:
         found = given.slots
         for value, slot in zip(self._values.unbind(), self._slots, strict=True):
             if slot in found:
@@ -495,7 +495,7 @@ class Outcome:
         losses: The window's losses by name.
         reported: Values reported in addition, by name.
         norm: The norm of the gradients before clipping, if they are clipped.
-        spread: As in `Reduced`.
+        spread: As in `WindowResult`.
     """
 
     def __init__(self) -> None:

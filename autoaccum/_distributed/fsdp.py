@@ -25,7 +25,7 @@ from autoaccum._distributed.data_parallel import (
 )
 from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, sample_of
 from autoaccum._engine.dtensor import least_size
-from autoaccum._engine.forward_backward import Accumulated
+from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.loss_weights import OF_SAMPLES, Factors
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._engine.gradients import Given
     from autoaccum._engine.peers import Work
     from autoaccum._sizing.sizing import Sizing
 
@@ -116,7 +115,7 @@ class ShardedDataParallel(DataParallel):
             memory.reset_peak()
             self._held_bytes = memory.peak_bytes()
 
-    def agree(self, given: Given, work: Work) -> bool:
+    def agree(self, given: PartResult, work: Work) -> bool:
         """Make the passes that others still have to make, and confirm that all have finished."""
         window, seconds = self._window, self._seconds()
         for _ in range(self._passes - len(work.sizes)):
@@ -142,7 +141,7 @@ class ShardedDataParallel(DataParallel):
             self._slots = sorted({slot for slots in said for slot in slots})
         return True
 
-    def add_up(self, given: Given) -> Outcome:
+    def add_up(self, given: PartResult) -> Outcome:
         """Sum losses and buffers; gradients have already been reduced, pass by pass."""
         self._step.stage.phase = Phase.REDUCE
         outcome = Outcome()
@@ -279,7 +278,7 @@ class ShardedDataParallel(DataParallel):
         """Make a pass that contributes nothing, since others have samples left."""
         self._mark.take()
         batch, samples = self._nothing()
-        self._step.accumulate(batch, samples, _NOTHING, Accumulated())
+        self._step.accumulate(batch, samples, _NOTHING, PartResult())
         self._mark.restore()
 
     def _nothing(self) -> tuple[Any, int]:

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum._engine.gradient_checks import no_gradient
-from autoaccum._engine.gradients import Reduced
-from autoaccum._engine.peers import GradientPeers
+from autoaccum._engine.peers import Alone
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.steady import NotSteadyError
 from autoaccum._engine.window import Engine
-from autoaccum._loss.reported import means
 from autoaccum._records import BackwardReport, DeviceScalar
 from autoaccum._sizing.cache_entry import CacheEntry
 from autoaccum._sizing.offline_search import Line
@@ -32,8 +30,8 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._engine.events import Events
     from autoaccum._engine.forward_backward import GradientStep
-    from autoaccum._engine.gradients import Given
-    from autoaccum._engine.peers import BeforeUpdate, Work
+    from autoaccum._engine.gradients import PartResult, WindowResult
+    from autoaccum._engine.peers import GradientPeers
     from autoaccum._records import Plan
     from autoaccum._sizing.cache import Remembered
     from autoaccum._sizing.rung_choice import Rung
@@ -47,7 +45,7 @@ _BATCHES_BEFORE_TIMING = 10
 
 
 @dataclass(frozen=True, slots=True)
-class _Lane:
+class _SizedEngine:
     """What cuts and runs batches, up to one that is larger than any that fitted.
 
     Attributes:
@@ -59,22 +57,6 @@ class _Lane:
     sizing: Sizing
     engine: Engine
     entry: CacheEntry
-
-
-class AloneWithGradients(GradientPeers):
-    """The only process that computes a gradient."""
-
-    def __init__(self, step: GradientStep) -> None:
-        self._step = step
-
-    def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced:  # noqa: ARG002 - as Peers has it
-        """Correct the gradient, which already is that of the whole window, by what single micro-batches lack."""
-        factor = given.correction
-        if not isinstance(factor, float) or factor != 1.0:
-            torch._foreach_mul_([p.grad for p in self._step.parameters if p.grad is not None], factor)
-        losses = given.corrected()
-        before_update(losses, given.samples)
-        return Reduced(losses, means(given.slots) if given.reported else {}, given.samples, spread=given.spread)
 
 
 class GradientAccumulator:
@@ -102,7 +84,7 @@ class GradientAccumulator:
         self._step = step
         self._events = events
         self._notices = notices
-        self._make_peers = peers or (lambda: AloneWithGradients(step))
+        self._make_peers = peers or (lambda: Alone(step))
         self._peers: GradientPeers = self._make_peers()
         self._asked = step.options.micro_batch
         self._strategy = step.options.strategy or ("fastest" if self._asked == "auto" else "balanced")
@@ -111,8 +93,8 @@ class GradientAccumulator:
         self._earlier: list[Tensor | None] = []
         self._sums: list[Tensor | None] | None = None  # where some gradients cannot be added in place
         self._is_added = False
-        self._lane: _Lane | None = None
-        self._lanes_of: dict[Rung, _Lane | None] = {}
+        self._current: _SizedEngine | None = None
+        self._of_rungs: dict[Rung, _SizedEngine | None] = {}
         self._rung: Rung | None = None
         self._tried: str | None = None
         self._compares, self._keeps = False, True
@@ -122,7 +104,7 @@ class GradientAccumulator:
     @property
     def plan(self) -> Plan | None:
         """How the largest batch so far is cut; None before the first batch."""
-        return None if self._lane is None else self._lane.sizing.plan
+        return None if self._current is None else self._current.sizing.plan
 
     def add(self, window: Window) -> BackwardReport:
         """Add the gradient of a window to `.grad`.
@@ -136,8 +118,8 @@ class GradientAccumulator:
         started = time.perf_counter()
         step = self._step
         self._earlier, self._parameters = list(map(_GRADIENT, step.parameters)), step.parameters
-        lane = self._lane_for(window)
-        engine = lane.engine
+        current = self._current_for(window)
+        engine = current.engine
         step.clear_gradients()
         self._is_added = False
         try:
@@ -163,8 +145,8 @@ class GradientAccumulator:
         finally:
             self._earlier, self._parameters = [], []
             if engine.lacks:
-                lane.entry.forget()
-        lane.entry.follow(lane.sizing.probe, lane.sizing.fastest)
+                current.entry.forget()
+        current.entry.follow(current.sizing.probe, current.sizing.fastest)
         return BackwardReport(
             samples=reduced.samples,
             micro_batches=engine.at.sizes,
@@ -179,7 +161,7 @@ class GradientAccumulator:
 
     def known(self, batch: Any) -> Window | None:
         """Return a window of a batch of tensors just like those of the last one; None if it is anything else."""
-        return None if self._lane is None else self._lane.engine.steady.known(batch)
+        return None if self._current is None else self._current.engine.steady.known(batch)
 
     # --- memory="auto" ------------------------------------------------------------------------------------------------
 
@@ -198,21 +180,21 @@ class GradientAccumulator:
             tried: What was tried before, in words, for that run to tell.
         """
         if self._rung is not None:
-            self._lanes_of[self._rung] = self._lane
-        self._lane, self._compares = self._lanes_of.pop(rung, None), compares
+            self._of_rungs[self._rung] = self._current
+        self._current, self._compares = self._of_rungs.pop(rung, None), compares
         self._rung, self._keeps, self._tried = rung, is_chosen, tried
         if is_chosen:
-            self._found = None if self._lane is None else self._lane.entry.found
-            self._lane, self._lanes_of = None, {}
+            self._found = None if self._current is None else self._current.entry.found
+            self._current, self._of_rungs = None, {}
 
     @property
     def sizing(self) -> Sizing | None:
         """What cuts batches; None before the first of them."""
-        return None if self._lane is None else self._lane.sizing
+        return None if self._current is None else self._current.sizing
 
     def look_up(self, window: Window) -> None:
         """Look up what the cache holds of a batch that is about to be added, as long as modules are as the user's."""
-        if self._keeps and (self._lane is None or _is_outgrown(self._lane.sizing, window)):
+        if self._keeps and (self._current is None or _is_outgrown(self._current.sizing, window)):
             self._looked_up = self._entry_of(window, self._rung)
 
     def _entry(self, window: Window) -> CacheEntry:
@@ -236,14 +218,14 @@ class GradientAccumulator:
         for parameter in new:
             parameter.grad = None
         self._peers = self._make_peers()
-        if self._lane is not None:
-            self._lane.engine.use(self._peers)
+        if self._current is not None:
+            self._current.engine.use(self._peers)
 
-    def _finish(self, given: Given) -> tuple[Reduced, tuple[Any, ...]] | None:
+    def _finish(self, given: PartResult) -> tuple[WindowResult, tuple[Any, ...]] | None:
         """Add a window's gradient to earlier ones; None if another process lacks memory for it."""
         self._step.stage.phase = Phase.ADD
-        assert self._lane is not None
-        reduced = self._peers.reduce(given, self._lane.engine, self._before_adding)
+        assert self._current is not None
+        reduced = self._peers.reduce(given, self._current.engine, self._before_adding)
         if reduced is None:
             return None
         with signals.held():  # an interrupt would leave some gradients with this batch, and others without it
@@ -254,12 +236,12 @@ class GradientAccumulator:
             else:
                 self._add()
             self._events.windows += 1
-        return reduced, given.outputs
+        return reduced, tuple(given.outputs)
 
     def _before_adding(self, *_: object) -> None:
         """Reject a window without gradients, and allocate while there is a way back."""
         if not self._step.holds_gradients():
-            if self._lane is not None and not self._lane.engine.is_due:
+            if self._current is not None and not self._current.engine.is_due:
                 raise NotSteadyError  # the parameters may be new
             raise no_gradient(self._step.parameters)
         pairs = [(before, parameter.grad) for parameter, before in zip(self._parameters, self._earlier, strict=True)]
@@ -289,13 +271,13 @@ class GradientAccumulator:
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 
-    def _lane_for(self, window: Window) -> _Lane:
+    def _current_for(self, window: Window) -> _SizedEngine:
         """Return what cuts and runs a batch, newly made for the first one and for one larger than any that fitted."""
-        if self._lane is None or _is_outgrown(self._lane.sizing, window):
-            self._lane = self._new_lane(window, self._lane, self._entry(window))
-        return self._lane
+        if self._current is None or _is_outgrown(self._current.sizing, window):
+            self._current = self._new(window, self._current, self._entry(window))
+        return self._current
 
-    def _new_lane(self, window: Window, known: _Lane | None, entry: CacheEntry) -> _Lane:
+    def _new(self, window: Window, known: _SizedEngine | None, entry: CacheEntry) -> _SizedEngine:
         step, samples, cap = self._step, window.samples, max_micro_batch()
         is_auto = not isinstance(self._asked, int)
         most = min(samples if is_auto else int(self._asked), samples if cap is None else cap)
@@ -326,10 +308,10 @@ class GradientAccumulator:
             elsewhere="outside of Accumulator.backward()",
             owns_gradients=False,
         )
-        return _Lane(sizing, engine, entry)
+        return _SizedEngine(sizing, engine, entry)
 
 
-def _experience(known: _Lane | None) -> dict[str, Any]:
+def _experience(known: _SizedEngine | None) -> dict[str, Any]:
     """Return what is known from other batches, as options of `SizingOptions`."""
     if known is None:
         return {}

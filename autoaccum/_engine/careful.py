@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autoaccum._engine.forward_backward import Accumulated, check_weight
-from autoaccum._engine.gradients import Given, Parts
+from autoaccum._engine.forward_backward import check_weight
+from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.noise_scale import spread_of, squared_norm
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._loss.loss_weights import Common
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Sequence
+    from collections.abc import Generator, Sequence
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.batchnorm import BatchNorms
@@ -73,7 +73,7 @@ class CarefulPath:
 
     def run(
         self, window: Window, at: Progress, share: SharedWeights | None, *, is_first: bool, measures_noise: bool
-    ) -> Given:
+    ) -> PartResult:
         """Run a window from its start.
 
         Args:
@@ -89,7 +89,7 @@ class CarefulPath:
         if self._whole is not None:
             return self._run_whole(self._whole, window, at, is_first=is_first)
         step, first = self._step, None
-        accumulated = Accumulated()
+        given = PartResult(window.samples)
         factors: list[Factors] = []
         while at.done < window.samples:
             step.stage.phase, at.size = Phase.WEIGH, None
@@ -110,18 +110,16 @@ class CarefulPath:
             with closing(feed):
                 for place in order:
                     at.size, self._sizing.start, factor = sizes[place], starts[place], factors[before + place]
-                    self._one(feed, window, at.size, factor, accumulated)
+                    self._one(feed, window, at.size, factor, given)
                     if measures_noise and first is None:
                         first = self._squared_norm()
                     at.done += at.size
             if self._sizing.is_learning:
                 del factors[before + len(order) :]
         at.size = None
-        weight, provisional = self._weight(accumulated, window, share)
-        spread = self._spread(first, window, at.sizes, factors, accumulated)
-        noted = {slot: sum(numbers[1:], start=numbers[0]) for slot, numbers in accumulated.reported.items()}
-        parts = {name: Parts(values) for name, values in _by_name(accumulated.losses).items()}
-        return Given(window.samples, parts, weight, provisional, noted, spread, tuple(accumulated.outputs))
+        given.weight, given.provisional = self._weight(given, window, share)
+        given.spread = self._spread(first, window, at.sizes, factors, given)
+        return given
 
     # --- micro-batches ------------------------------------------------------------------------------------------------
 
@@ -139,7 +137,7 @@ class CarefulPath:
         return sorted(range(len(sizes)), key=lambda place: -costs[place])
 
     def _one(
-        self, feed: Generator[Any, None, None], window: Window, size: int, factors: Factors, into: Accumulated
+        self, feed: Generator[Any, None, None], window: Window, size: int, factors: Factors, into: PartResult
     ) -> None:
         """Run one micro-batch forward and backward."""
         step, sizing = self._step, self._sizing
@@ -155,7 +153,7 @@ class CarefulPath:
         if self._sizing.measures:
             self._sizing.enter(size)
 
-    def _run_whole(self, whole: WholeWindow, window: Window, at: Progress, *, is_first: bool) -> Given:
+    def _run_whole(self, whole: WholeWindow, window: Window, at: Progress, *, is_first: bool) -> PartResult:
         """Run a window whose loss is computed over all of it."""
         at.sizes = self._sizing.cut(0)
         self._norms.announce(at.sizes)
@@ -218,7 +216,7 @@ class CarefulPath:
         return weights
 
     def _weight(
-        self, given: Accumulated, window: Window, share: SharedWeights | None
+        self, given: PartResult, window: Window, share: SharedWeights | None
     ) -> tuple[float | Tensor | None, float]:
         """Return what the window's loss is divided by, None if nothing is to be corrected; and what stood for it."""
         weights, is_part = self._step.objective.weights, self.peers.is_part
@@ -226,7 +224,7 @@ class CarefulPath:
             is_combined = is_part and share is None
             return (weights.of_part(window) if is_combined else None), float(window.samples)
         # Those of several losses are proportional to each other.
-        name, found = next(iter(_by_name(given.weights).items()))
+        name, found = next(iter(given.weights.items()))
         return weights.total(name, found, may_be_nothing=is_part), weights.provisional_total(name)
 
     # --- windows in which the noise of gradients is measured ----------------------------------------------------------
@@ -263,7 +261,7 @@ class CarefulPath:
         window: Window,
         sizes: Sequence[int],
         factors: Sequence[Factors],
-        given: Accumulated,
+        given: PartResult,
     ) -> Spread | None:
         """Return how far the first micro-batch's gradient is from the window's, if measured; waits for the device."""
         if first is None:
@@ -276,23 +274,16 @@ class CarefulPath:
         return spread_of(part, whole, weights[0] / sum(weights), window.samples)
 
     def _weights(
-        self, sizes: Sequence[int], samples: int, factors: Sequence[Factors], given: Accumulated
+        self, sizes: Sequence[int], samples: int, factors: Sequence[Factors], given: PartResult
     ) -> tuple[Sequence[float], float]:
         """Return each micro-batch's weight in the mean gradient, and what to divide the gradient by for a mean."""
         known = self._step.objective.weights
         if known.common is Common.SUM:
             return sizes, float(samples)
         if given.weights:
-            name, found = next(iter(_by_name(given.weights).items()))
+            name, found = next(iter(given.weights.items()))
             weights = [float(weight) for weight in found]
             return weights, sum(weights) / known.provisional_total(name)
         # Losses of which each runs over something else have no common weight: that of the samples stands for it.
         own = [one.usual for one in factors]
         return own, sum(own)
-
-
-def _by_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for name, value in pairs:
-        found.setdefault(name, []).append(value)
-    return found

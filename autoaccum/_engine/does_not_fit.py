@@ -37,7 +37,7 @@ _UNSUPPORTED = "could not create a primitive descriptor"
 ONE_SAMPLE = "one sample"
 
 _NAMES = {
-    Phase.SET_ASIDE: "a copy of what a window that fails is put back to",
+    Phase.SAVE: "a copy of what a window that fails is put back to",
     Phase.WEIGH: "finding out what the loss runs over",
     Phase.TRANSFER: "the transfer to the device",
     Phase.FORWARD: "the forward pass",

@@ -100,7 +100,7 @@ class Evaluator:
         self._callables = {name: metric for name, metric in named.items() if not keeps_count(metric)}
         self._counting = [CountingMetric(*item, device, ranks) for item in named.items() if keeps_count(item[1])]
         self._savepoint = Savepoint(step.objective.modules, device, step.objective.functions)
-        self._parts = PartsThatFit(step.memory, self._savepoint, self._does_not_fit, on_oom)
+        self._parts = PartsThatFit(step.memory, self._savepoint, partial(_does_not_fit, step), on_oom)
 
     def run(self, batches: Iterable[Any], *, trained_size: int | None = None) -> Evaluation:
         """Evaluate `batches` once, without gradients; modes, and what a failed attempt has changed, are restored.
@@ -201,9 +201,6 @@ class Evaluator:
         what = f"the loss over all {window.samples} samples of a batch"
         raise whole_does_not_fit(self._step, said, Phase.EVALUATE, _TRIES, what)
 
-    def _does_not_fit(self, said: str, sample: str) -> DoesNotFitError:
-        return sample_does_not_fit(self._step, said, sample=sample, phase=Phase.EVALUATE)
-
     def _one_part(self, window: Window, start: int, size: int, *, settles: bool = False) -> tuple[_Sums, Any, Any, Any]:
         """Run a micro-batch; return its sums, without losses that are taken over the whole batch, outputs and targets.
 
@@ -303,6 +300,10 @@ class Evaluator:
 
 def _as_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+
+def _does_not_fit(step: TrainingStep, said: str, sample: str) -> DoesNotFitError:
+    return sample_does_not_fit(step, said, sample=sample, phase=Phase.EVALUATE)
 
 
 def _times(value: Tensor, factor: Any) -> Tensor:

@@ -5,7 +5,6 @@ Nothing is caught here. `phase` records what was being done when something faile
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +16,7 @@ from autoaccum._data.transfer import Transfer
 from autoaccum._engine import devices
 from autoaccum._engine.bf16_weights import Bf16Weights
 from autoaccum._engine.dtensor import is_sharded
+from autoaccum._engine.gradients import LossSum
 from autoaccum._engine.optimizer_step import Updates
 from autoaccum._engine.phases import Phase, Stage
 from autoaccum._loss import reported
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from autoaccum._engine.gradient_checks import GradientChecks
+    from autoaccum._engine.gradients import PartResult
     from autoaccum._engine.lack_of_memory import Witness
     from autoaccum._engine.options import Options
     from autoaccum._engine.precision import Precision
@@ -64,23 +65,6 @@ class Passes(Protocol):
         Args:
             size: Samples of the pass, for the error if it fails while others wait for it.
         """
-
-
-@dataclass(slots=True)
-class Accumulated:
-    """Results of a window's micro-batches so far.
-
-    Attributes:
-        losses: Names, and what each micro-batch adds to the window's loss, on the device.
-        weights: Names, and what losses are divided by, where that is known only after a forward pass.
-        reported: Values reported in addition to the losses, as recorded by `reported.note`.
-        outputs: The model's outputs for each micro-batch, without graphs, if the step keeps them.
-    """
-
-    losses: list[tuple[str, Tensor]] = field(default_factory=list)
-    weights: list[tuple[str, Tensor | float]] = field(default_factory=list)
-    reported: dict[reported.Slot, list[Any]] = field(default_factory=dict)
-    outputs: list[Any] = field(default_factory=list)
 
 
 class GradientStep:
@@ -175,7 +159,7 @@ class GradientStep:
         # Lists compare by identity first, so nothing else is looked at where all are None.
         return list(map(_GRADIENT, self.parameters)) != [None] * len(self.parameters)
 
-    def accumulate(self, batch: Any, samples: int, factors: Factors, into: Accumulated) -> None:
+    def accumulate(self, batch: Any, samples: int, factors: Factors, into: PartResult) -> None:
         """Run one micro-batch forward and backward, adding to the gradients.
 
         Several losses with their own forward passes run one after the other, so that only one graph is alive at a time.
@@ -184,7 +168,7 @@ class GradientStep:
             batch: The micro-batch, on the device.
             samples: Its number of samples.
             factors: Factors for its losses.
-            into: Where its losses are recorded.
+            into: Where its results are added.
 
         Raises:
             InvalidInputError: The result is not a loss, or has no graph.
@@ -204,7 +188,7 @@ class GradientStep:
         if self.passes is not None:
             self.passes.end_pass()
 
-    def _run(self, source: Source, batch: Any, samples: int, factors: Factors, into: Accumulated) -> None:
+    def _run(self, source: Source, batch: Any, samples: int, factors: Factors, into: PartResult) -> None:
         """Run one forward pass and the backward pass of its result."""
         self.stage.phase = Phase.FORWARD
         with self.precision.autocast():
@@ -227,7 +211,7 @@ class GradientStep:
             if value is not None:
                 # As it is now: without a factor it may be a buffer that the next micro-batch overwrites.
                 seen = value.detach().clone() if value is term.value and not factors.alone else value.detach()
-                into.losses.append((term.name, seen))
+                into.losses.setdefault(term.name, LossSum([])).add(seen)
                 weighted.append(value)
         if has_reported:
             reported.note(terms, samples, factors, self.objective.weights, into.reported)
@@ -247,14 +231,14 @@ class GradientStep:
         if self.watch is not None:
             self.watch.end()
 
-    def _weighted(self, term: Term, samples: int, factors: Factors, into: Accumulated) -> Tensor | None:
+    def _weighted(self, term: Term, samples: int, factors: Factors, into: PartResult) -> Tensor | None:
         """Return what a term adds to the window's loss; None if nothing in it counts."""
         value = self.objective.weights.weigh(term, samples, factors)
         if term.weight is not None:
             if factors.alone:
                 check_weight(term.name, term.weight)
             elif term.name not in factors.pairs:
-                into.weights.append((term.name, term.weight))
+                into.weights.setdefault(term.name, []).append(term.weight)
         if value is None and self.passes is not None:  # others wait for the backward pass
             return term.value.nan_to_num() * 0.0
         return value

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from autoaccum._engine.noise_scale import Spread
     from autoaccum._loss.reported import Slot
 
-    Losses = Mapping[str, "Parts"]
+    Losses = Mapping[str, "LossSum"]
 
 
 # A relative difference that is rounding of double precision.
 _ROUNDING = 1e-14
 
 
-class Parts:
+class LossSum:
     """What each micro-batch adds to a loss, on the device. They are added only when the loss is read.
 
     Args:
@@ -35,6 +35,10 @@ class Parts:
 
     def __init__(self, parts: list[Tensor]) -> None:
         self._parts = parts
+
+    def add(self, part: Tensor) -> None:
+        """Add what another micro-batch adds."""
+        self._parts.append(part)
 
     def total(self) -> Tensor:
         """Return the loss, on the device."""
@@ -58,37 +62,35 @@ class Progress:
     recomputed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
+@dataclass(slots=True)
+class PartResult:
     """Results of a window's micro-batches, or of this process's part of it. Gradients are in `.grad`.
 
     Attributes:
         samples: Samples of the window or part.
-        parts: The losses by name, as what each micro-batch adds to them.
+        losses: The losses by name, as what each micro-batch adds to them.
+        weights: By name, what each micro-batch's loss is divided by, where that is known only after a forward pass.
         weight: What the loss is divided by; None if nothing is left to correct.
         provisional: What gradients and losses have been divided by instead.
-        reported: Values reported in addition to the losses: sums and weights, as `reported.means` expects them.
+        reported: Sums and weights of values reported in addition to the losses, as recorded by `reported.note`.
         spread: How far the gradient of the first micro-batch is from the whole, if that is measured.
         outputs: The model's outputs for each micro-batch, without graphs, if the step keeps them.
     """
 
-    samples: int
-    parts: Losses
+    samples: int = 0
+    losses: dict[str, LossSum] = field(default_factory=dict)
+    weights: dict[str, list[Tensor | float]] = field(default_factory=dict)
     weight: float | Tensor | None = None
     provisional: float = 1.0
-    reported: dict[Slot, Any] = field(default_factory=dict)
+    reported: dict[Slot, list[Any]] = field(default_factory=dict)
     spread: Spread | None = None
-    outputs: tuple[Any, ...] = ()
-
-    @property
-    def losses(self) -> dict[str, Tensor]:
-        """The losses by name, on the device."""
-        return {name: parts.total() for name, parts in self.parts.items()}
+    outputs: list[Any] = field(default_factory=list)
 
     @property
     def slots(self) -> dict[Slot, Any]:
         """The losses and reported values, as `reported.means` expects them."""
-        return {(LOSS, name): loss for name, loss in self.losses.items()} | self.reported
+        losses = {(LOSS, name): loss.total() for name, loss in self.losses.items()}
+        return losses | {slot: sum(numbers[1:], start=numbers[0]) for slot, numbers in self.reported.items()}
 
     @property
     def correction(self) -> float | Tensor:
@@ -103,12 +105,12 @@ class Given:
         """Return the losses if these samples are the whole window."""
         factor = self.correction
         if isinstance(factor, float) and factor == 1.0:
-            return self.parts
-        return {name: Parts([loss * factor]) for name, loss in self.losses.items()}
+            return self.losses
+        return {name: LossSum([loss.total() * factor]) for name, loss in self.losses.items()}
 
 
 @dataclass(slots=True)
-class Reduced:
+class WindowResult:
     """Results of a whole window, over all processes. Its gradient is in `.grad`, unscaled and clipped.
 
     Attributes:
@@ -116,7 +118,7 @@ class Reduced:
         reported: Values reported in addition to the losses, by name.
         samples: Samples of the window; 0 means that there is no update to make.
         grad_norm: Norm of the gradient before clipping, on the device; None if it is not clipped.
-        spread: As in `Given`, over all processes.
+        spread: As in `PartResult`, over all processes.
     """
 
     losses: Losses = field(default_factory=dict)

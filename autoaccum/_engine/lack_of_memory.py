@@ -29,8 +29,8 @@ def resolvable_lack(
     has_moved: bool = False,
     step: int | None = None,
     is_trial: bool = False,
-) -> MemoryEvent:
-    """Return what happened, once the error keeps nothing alive any more. Call from the handler that caught it.
+) -> MemoryEvent | None:
+    """Return what happened, once the error keeps nothing alive; None if smaller micro-batches cannot resolve it.
 
     Args:
         error: What was caught.
@@ -42,11 +42,10 @@ def resolvable_lack(
         is_trial: Whether the size was tried without need.
 
     Raises:
-        Exception: The error itself, unless it is lack of memory that smaller micro-batches can resolve.
         InvalidInputError: The samples cannot be processed again.
     """
     if not (is_oom(error) or is_too_large(error)) or is_device_lost(error):
-        raise  # noqa: PLE0704 - the error that is being handled
+        return None
     if witness is not None:
         witness(error, phase=phase, size=size, step=step, is_trial=is_trial)
     if has_moved:

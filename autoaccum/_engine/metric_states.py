@@ -5,7 +5,6 @@ They are known by their attributes, so that torchmetrics need not be installed.
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,15 +17,13 @@ if TYPE_CHECKING:
 _PLAIN = (bool, int, float, str, type(None))
 # Results that are replaced and never written to.
 _RESULTS = ("_computed", "_forward_cache", "_cache")
-# What a collection knows of metrics that share a state.
-_OF_COLLECTIONS = {"_groups", "_groups_checked", "_state_is_copy"}
 
 
 class MetricStates:
     """The states of all metrics among some modules.
 
     Args:
-        modules: Modules, of which those that are metrics or collections of metrics are watched.
+        modules: Modules, of which those that are metrics are watched.
 
     Attributes:
         are_there: Whether there are any.
@@ -35,15 +32,12 @@ class MetricStates:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = list({id(module): module for module in modules}.values())  # a metric's hash is that of its states
         self._metrics = [module for module in modules if is_metric(module)]
-        self._collections = [module for module in modules if _is_collection(module)]
-        self.are_there = bool(self._metrics or self._collections)
+        self.are_there = bool(self._metrics)
         self._kept: list[dict[str, tuple[Any, Any]]] = []
-        self._groups: list[dict[str, Any]] = []
 
     def take(self) -> None:
         """Save the current states."""
         self._kept = [_state_of(metric) for metric in self._metrics]
-        self._groups = [{name: copy.deepcopy(vars(one)[name]) for name in _OF_COLLECTIONS} for one in self._collections]
 
     def put_back(self) -> None:
         """Restore the states saved by `take`."""
@@ -54,17 +48,11 @@ class MetricStates:
                 elif isinstance(content, list):
                     value[:] = content
                 vars(metric)[name] = value
-        for collection, groups in zip(self._collections, self._groups, strict=True):
-            vars(collection).update(copy.deepcopy(groups))
 
 
 def is_metric(module: object) -> bool:
     """Whether a module is a metric of torchmetrics."""
     return isinstance(module, nn.Module) and hasattr(module, "_defaults") and hasattr(module, "_update_count")
-
-
-def _is_collection(module: nn.Module) -> bool:
-    return vars(module).keys() >= _OF_COLLECTIONS
 
 
 def _state_of(metric: nn.Module) -> dict[str, tuple[Any, Any]]:

@@ -24,42 +24,27 @@ if TYPE_CHECKING:
 _OF_NORMS = "num_batches_tracked"
 
 
-class MovingLayers:
-    """Tells which buffers and parameters the model's forward passes write.
+def tell_of_moving_layers(
+    modules: Iterable[nn.Module], moved: Sequence[str], sizes: Sequence[int], notices: Notices
+) -> None:
+    """Tell once which buffers and parameters have moved in a window, given their names and its micro-batches."""
+    if not moved or len(sizes) == 1:
+        return
+    usual = set(_usual(modules))
+    names = [name for name in moved if name not in usual and not name.endswith(_OF_NORMS)]
+    if names:
+        notices.say(
+            f"forward() moves {first_of(names)}: once for each micro-batch, {len(sizes)} times in this update instead "
+            "of once, and later micro-batches meet other values than the first. For the whole batch's gradient, "
+            "collect in forward() what moves them, and move them once an update, from a callback's on_step "
+            "(docs/moving-layers.md)",
+            key="moving layers",
+        )
 
-    Args:
-        modules: The model, and losses that are modules.
-        notices: Reports them.
-    """
 
-    def __init__(self, modules: Iterable[nn.Module], notices: Notices) -> None:
-        self._modules = list(modules)
-        self._notices = notices
-        self._has_told = False
-
-    def tell(self, moved: Sequence[str], sizes: Sequence[int]) -> None:
-        """Tell what has moved in a window.
-
-        Args:
-            moved: The names of buffers and parameters.
-            sizes: The window's micro-batches.
-        """
-        if not moved or len(sizes) == 1 or self._has_told:
-            return
-        usual = set(self._usual())
-        names = [name for name in moved if name not in usual and not name.endswith(_OF_NORMS)]
-        if names:
-            self._has_told = True
-            self._notices.say(
-                f"forward() moves {first_of(names)}: once for each micro-batch, {len(sizes)} times in "
-                "this update instead of once, and later micro-batches meet other values than the first. For the whole "
-                "batch's gradient, collect in forward() what moves them, and move them once an update, from a "
-                "callback's on_step (docs/moving-layers.md)"
-            )
-
-    def _usual(self) -> Iterable[str]:
-        """Yield the names of what is told elsewhere, or is meant to move: BatchNorm's statistics, metrics' states."""
-        for module in self._modules:
-            for path, part in module.named_modules():
-                if isinstance(part, _BatchNorm) or is_metric(part):
-                    yield from (f"{path}.{name}" if path else name for name in part._buffers)
+def _usual(modules: Iterable[nn.Module]) -> Iterable[str]:
+    """Yield the names of what is told elsewhere, or is meant to move: BatchNorm's statistics, metrics' states."""
+    for module in modules:
+        for path, part in module.named_modules():
+            if isinstance(part, _BatchNorm) or is_metric(part):
+                yield from (f"{path}.{name}" if path else name for name in part._buffers)

@@ -130,15 +130,17 @@ class PartsThatFit:
         """
         versions, is_saved, is_first = _versions_in(window), False, not self._knows_what_moves
         try:
-            self._savepoint.take(copies_all=is_first, sums_up=is_first)
+            self._savepoint.take(copies_all=is_first, is_thorough=is_first)
             is_saved = True
             done = function()
             if is_first:
                 self._savepoint.settle()
                 self._knows_what_moves = True
-        except Exception as error:  # noqa: BLE001 - what is not lack of memory is raised again
+        except Exception as error:
             has_moved = _versions_in(window) != versions
             lack = resolvable_lack(error, Phase.EVALUATE, size, self._witness, has_moved=has_moved)
+            if lack is None:
+                raise
         else:
             return done
         # The handler has ended: inside it the traceback would still pin the activations.

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from autoaccum._engine.gradients import Reduced
+import torch
+
+from autoaccum._engine.gradients import WindowResult
 from autoaccum._loss.reported import means
 
 if TYPE_CHECKING:
@@ -17,8 +19,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoaccum._data.batches import Window
-    from autoaccum._engine.gradients import Given, Losses
+    from autoaccum._engine.forward_backward import GradientStep
+    from autoaccum._engine.gradients import Losses, PartResult
     from autoaccum._engine.optimizer_step import Updates
+    from autoaccum._loss.loss_weights import Slot
     from autoaccum._sizing.sizing import Sizing
 
     BeforeUpdate = Callable[[Losses, int], None]
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
 class SharedWeights(Protocol):
     """Weights of the whole window, for processes that have to know them before they work on their part."""
 
-    totals: Mapping[str, float]
+    totals: Mapping[Slot, float]
     # Factor for all losses, to compensate for a reduction that divides gradients.
     multiplier: float
 
@@ -76,7 +80,7 @@ class GradientPeers:
     def begin_attempt(self) -> None:
         """Prepare for an attempt at the window."""
 
-    def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced | None:
+    def reduce(self, given: PartResult, work: Work, before_update: BeforeUpdate) -> WindowResult | None:
         """Reduce the parts of all processes to the gradient and the losses of the whole window, unscaled and clipped.
 
         Args:
@@ -111,18 +115,30 @@ class Peers(GradientPeers):
 
 
 class Alone(Peers):
-    """The only process of a training."""
+    """The only process of a training.
 
-    def __init__(self, updates: Updates) -> None:
+    Args:
+        step: The training step.
+        updates: Makes its updates; None where gradients are only added up.
+    """
+
+    def __init__(self, step: GradientStep, updates: Updates | None = None) -> None:
+        self._step = step
         self._updates = updates
 
-    def reduce(self, given: Given, work: Work, before_update: BeforeUpdate) -> Reduced:  # noqa: ARG002 - as Peers has it
+    def reduce(self, given: PartResult, work: Work, before_update: BeforeUpdate) -> WindowResult:  # noqa: ARG002 - as Peers has it
         """Correct, unscale and clip the gradient, which already is that of the whole window."""
-        losses = given.parts if given.weight is None else given.corrected()
+        factor = 1.0 if given.weight is None else given.correction
+        losses = given.losses if given.weight is None else given.corrected()
         before_update(losses, given.samples)
-        norm = self._updates.unscale_and_clip(1.0 if given.weight is None else given.correction)
-        return Reduced(losses, means(given.slots) if given.reported else {}, given.samples, norm, given.spread)
+        norm = None
+        if self._updates is not None:
+            norm = self._updates.unscale_and_clip(factor)
+        elif not isinstance(factor, float) or factor != 1.0:
+            torch._foreach_mul_([p.grad for p in self._step.parameters if p.grad is not None], factor)
+        return WindowResult(losses, means(given.slots) if given.reported else {}, given.samples, norm, given.spread)
 
     def commit(self) -> bool:
         """Step the optimizer. Out-of-memory errors pass through unchanged: the window can be retried."""
+        assert self._updates is not None
         return self._updates.commit()

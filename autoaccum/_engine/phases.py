@@ -9,7 +9,7 @@ from enum import StrEnum
 class Phase(StrEnum):
     """A phase of a window. Its value appears in `MemoryEvent.phase` and in reports."""
 
-    SET_ASIDE = "set aside"  # copy buffers and random state, to restore them later
+    SAVE = "save"  # buffers and random state, to restore them later
     WEIGH = "weigh"  # determine what the loss runs over and the weights of micro-batches
     TRANSFER = "transfer"
     FORWARD = "forward"

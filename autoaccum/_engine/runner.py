@@ -15,7 +15,7 @@ import math
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from autoaccum import _oom
 from autoaccum._arguments import check_one_batch, shown
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
     from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._engine.gradients import Given, Losses, Reduced
+    from autoaccum._engine.gradients import Losses, PartResult, WindowResult
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._engine.peers import Peers
     from autoaccum._loss.objective import Loss
@@ -63,24 +63,6 @@ if TYPE_CHECKING:
 
 # The attributes that can be set on a runner; setting any other would have no effect.
 _SETTABLE = ("plan", "optimizer")
-
-
-class MovesWithUpdates(Protocol):
-    """Whatever must move with every update."""
-
-    def prepare(self, samples: int) -> None:
-        """Allocate the memory that moving needs, while the update can still be abandoned; called again on a retry.
-
-        Args:
-            samples: Samples of the window, over all processes.
-        """
-
-    def update_made(self, *, skipped: bool) -> None:
-        """Move; called as soon as the update is made, before a pending interrupt is delivered.
-
-        Args:
-            skipped: Whether the scaler skipped the update.
-        """
 
 
 @dataclass(slots=True)
@@ -113,7 +95,10 @@ class WindowRunner:
         events: Counts windows and reports out-of-memory errors.
         notices: Reports choices made on the user's behalf.
         peers: The processes that make the windows together; None if this one is alone.
-        moves: Moves with every update; None for nothing.
+        prepare: Allocates what `update_made` needs, while the update can still be abandoned, and again on a retry;
+            given the window's samples, over all processes. None for nothing.
+        update_made: Moves everything that moves with an update, as soon as it is made, before a pending interrupt is
+            delivered; told whether the scaler `skipped` it. None for nothing.
         noise: The gradient noise scale to measure; None without `noise_scale`.
         order: Puts the samples of windows in order; None for the loader's. A window that is measured has a random one.
     """
@@ -126,7 +111,8 @@ class WindowRunner:
         notices: Notices,
         *,
         peers: Peers | None = None,
-        moves: MovesWithUpdates | None = None,
+        prepare: Callable[[int], None] | None = None,
+        update_made: Callable[..., None] | None = None,
         noise: NoiseScale | None = None,
         order: LengthOrder | None = None,
     ) -> None:
@@ -136,8 +122,9 @@ class WindowRunner:
         self._sizing = sizing
         self._events = events
         self._notices = notices
-        self._peers: Peers = peers or Alone(step.updates)
-        self._moves = moves
+        self._peers: Peers = peers or Alone(step, step.updates)
+        self._prepare = prepare
+        self._update_made = update_made
         self._engine = Engine(
             step,
             sizing,
@@ -198,7 +185,7 @@ class WindowRunner:
                 self._raise_as_update_complete(error)
             raise
 
-    def _finish(self, given: Given) -> tuple[Reduced, bool | None] | None:
+    def _finish(self, given: PartResult) -> tuple[WindowResult, bool | None] | None:
         """Make the update from a window's gradient; None if another process lacks memory for it.
 
         Returns:
@@ -219,8 +206,8 @@ class WindowRunner:
             if not self._step.holds_gradients():
                 raise no_gradient(self._step.parameters)
             self._now.checks_finite = False
-        if self._moves is not None:
-            self._moves.prepare(samples)
+        if self._prepare is not None:
+            self._prepare(samples)
 
     def _update(self) -> bool:
         """Step the optimizer, and move everything that moves with it."""
@@ -232,12 +219,12 @@ class WindowRunner:
                 weights.forget_originals()
             self._events.windows = self._now.number
             self._step.clear_gradients()
-            if self._moves is not None:
-                self._moves.update_made(skipped=skipped)
+            if self._update_made is not None:
+                self._update_made(skipped=skipped)
             self._now.has_moved = True
         return skipped
 
-    def _report(self, reduced: Reduced, elapsed_s: float, *, skipped: bool) -> StepReport:
+    def _report(self, reduced: WindowResult, elapsed_s: float, *, skipped: bool) -> StepReport:
         """Return the report on the window that was just made."""
         engine, noise = self._engine, None
         if self._noise is not None and reduced.spread is not None and not skipped:
@@ -311,24 +298,9 @@ class WindowRunner:
         return self._engine.has_lost_parameters
 
     @property
-    def cutting(self) -> Cutting:
-        """How windows are currently cut."""
-        return self._sizing.cutting
-
-    @property
-    def plan(self) -> Plan:
-        """The current plan. It shrinks when memory runs out, and grows back."""
-        return self._sizing.plan
-
-    @property
-    def fastest(self) -> Plan | None:
-        """The plan chosen by autotuning; None before that, or without autotuning."""
-        return self._sizing.fastest
-
-    @property
-    def is_learning(self) -> bool:
-        """Whether current windows are trials."""
-        return self._sizing.is_learning
+    def sizing(self) -> Sizing:
+        """What cuts windows."""
+        return self._sizing
 
 
 class Runner(WindowRunner):

@@ -99,19 +99,20 @@ class Savepoint:
         self._tables = [part._buffers for part in parts]
         self._has_looked, self._arranged = True, None
 
-    def take(self, *, copies_all: bool = True, sums_up: bool = False, of_host: bool = True) -> None:
+    def take(self, *, copies_all: bool = True, is_thorough: bool = False, with_host_random: bool = True) -> None:
         """Save the current state.
 
         Args:
             copies_all: Whether to copy also what has not been seen to move, but for large tensors of whole numbers
                 (quantised weights), and for frozen parameters if they are larger than the trained ones.
-            sums_up: Whether to look at all modules anew, and at the values of what is not copied, so that `settle` and
-                `damage` find what changes without a trace.
-            of_host: Whether to save the random state of Python and NumPy also where it has not been seen to move.
+            is_thorough: Whether to look at all modules anew, and at the values of what is not copied, so that `settle`
+                and `damage` find what changes without a trace.
+            with_host_random: Whether to save the random state of Python and NumPy also where it has not been seen to
+                move.
         """
-        if sums_up or not self._has_looked:
+        if is_thorough or not self._has_looked:
             self.look()
-        self.random.take(of_host=of_host or sums_up or self._host_moves)
+        self.random.take(of_host=with_host_random or is_thorough or self._host_moves)
         if self._metrics.are_there:
             self._metrics.take()
         if self._arranged is not copies_all or not self._are_in_place():
@@ -121,7 +122,7 @@ class Savepoint:
                 torch.cat(small.views, out=small.copy)
             for _, tensor, copy in self._single:
                 copy.copy_(tensor)
-            self._sums = [_sum(tensor) for _, tensor in self._watched] if sums_up else None
+            self._sums = [_sum(tensor) for _, tensor in self._watched] if is_thorough else None
         self._versions = list(map(_VERSION, self._watched_tensors))
         self._addresses = list(map(self._address, self._watched_tensors))
 
@@ -139,7 +140,7 @@ class Savepoint:
         self.random.put_back()
 
     def settle(self) -> list[str]:
-        """Learn what has moved since `take(sums_up=True)`.
+        """Learn what has moved since `take(is_thorough=True)`.
 
         Returns:
             The names of the buffers and parameters that have; without buffers that were empty, and so collect

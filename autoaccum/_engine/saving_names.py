@@ -21,24 +21,6 @@ SAVINGS = (CHUNKED, *FALLBACKS)
 AUTO = "auto"
 
 
-def check_fallback(fallback: Sequence[str] | str | None, memory: MemoryBackend) -> tuple[str, ...]:
-    """Return the fallback names from `fit`'s argument, in order.
-
-    Raises:
-        InvalidInputError: A name is unknown, or its fallback has no effect here.
-    """
-    names = _names(fallback, "fallback")
-    for name in names:
-        if not is_one_of(name, FALLBACKS):
-            raise InvalidInputError(f"fallback={shown(name)} is unknown; choose from {', '.join(map(repr, FALLBACKS))}")
-    if "offload" in names and memory.is_host:
-        raise InvalidInputError(
-            f"fallback='offload' moves activations to host memory, and on {memory.name} they already are there; "
-            "choose 'checkpoint'"
-        )
-    return names
-
-
 def check_memory(
     memory: Sequence[str] | str | None, fallback: Sequence[str] | str | None, backend: MemoryBackend
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -47,7 +29,10 @@ def check_memory(
     Raises:
         InvalidInputError: A name is unknown, or has no effect here; or both are given.
     """
-    fallbacks, names = check_fallback(fallback, backend), _names(memory, "memory")
+    fallbacks, names = _names(fallback, "fallback"), _names(memory, "memory")
+    for name in fallbacks:
+        if not is_one_of(name, FALLBACKS):
+            raise InvalidInputError(f"fallback={shown(name)} is unknown; choose from {', '.join(map(repr, FALLBACKS))}")
     if names and fallback is not None:
         raise InvalidInputError(
             f"memory={shown(memory)} saves memory from the start, and fallback={shown(fallback)} where not even one "
@@ -65,9 +50,10 @@ def check_memory(
                 f"'{CHUNKED}:NAME' with the name of the layer that makes the logits, or 'checkpoint:N' for the first N "
                 f"blocks ('checkpoint:0-2,5-5' for these)"
             )
-    if "offload" in names and backend.is_host:
+    if "offload" in (*names, *fallbacks) and backend.is_host:
+        argument = "memory" if "offload" in names else "fallback"
         raise InvalidInputError(
-            f"memory='offload' moves activations to host memory, and on {backend.name} they already are there; "
+            f"{argument}='offload' moves activations to host memory, and on {backend.name} they already are there; "
             "choose 'checkpoint'"
         )
     kinds = [_kind(name) for name in names]

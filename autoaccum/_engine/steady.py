@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from autoaccum._data.batches import KnownWindow
-from autoaccum._engine.gradients import Given, Parts
+from autoaccum._engine.gradients import LossSum, PartResult
 from autoaccum._engine.phases import Phase
 from autoaccum._loss.loss_weights import Common
 
@@ -56,7 +56,7 @@ class _Known:
         is_split: Whether that batch can be taken apart where it is.
         plan: The plan of `sizes`.
         sizes: The micro-batches of windows like the last known one.
-        sized: The `kinds` of that window; None if there was none.
+        kinds_of_sizes: The `kinds` of that window; None if there was none.
         epoch: That of the steady path when this was learned.
     """
 
@@ -69,7 +69,7 @@ class _Known:
     is_split: bool = False
     plan: Plan | None = None
     sizes: tuple[int, ...] = ()
-    sized: list[Any] | None = None
+    kinds_of_sizes: list[Any] | None = None
     epoch: int = 0
 
 
@@ -121,18 +121,18 @@ class SteadyPath:
         """Whether the window that `admits` was asked about is the first of its structure."""
         return self._now.windows == 1
 
-    def learn(self, window: Window, given: Given) -> None:
+    def learn(self, window: Window, given: PartResult) -> None:
         """Note that a careful window is complete, and whether those that are like it may take this path."""
         objective = self._objective
         weights = objective.weights
-        is_plain = objective.gave_number and len(given.parts) == 1 and not given.reported
+        is_plain = objective.gave_number and len(given.losses) == 1 and not given.reported
         may = is_plain and self._step.passes is None and not self._step.keeps_outputs and weights.are_read
         known = self._now
         known.name = known.kinds = known.plan = None
         known.epoch = self._epoch
         self._state, self._hooked, self._handles = self._now_in_force(), self._are_hooked(), RemovableHandle.next_id
         if may:
-            known.name = next(iter(given.parts))
+            known.name = next(iter(given.losses))
             known.common, known.may_cut = weights.common, weights.is_checked or weights.knows_all
             batch = window.plain_batch()
             if batch is not None:
@@ -186,7 +186,7 @@ class SteadyPath:
 
     # --- a window -----------------------------------------------------------------------------------------------------
 
-    def run(self, window: Window, at: Progress) -> Given:
+    def run(self, window: Window, at: Progress) -> PartResult:
         """Run a window from its start.
 
         Args:
@@ -248,15 +248,16 @@ class SteadyPath:
                 stage.phase = Phase.TRANSFER
         at.size = None
         if divides:
-            total = weights.total(name, found, may_be_nothing=self._is_part)
-            return Given(samples, {name: Parts(losses)}, total, provisional)
-        return Given(samples, {name: Parts(losses)}, weights.of_part(window) if self._is_part else None, provisional)
+            total: Any = weights.total(name, found, may_be_nothing=self._is_part)
+            return PartResult(samples, {name: LossSum(losses)}, weight=total, provisional=provisional)
+        total = weights.of_part(window) if self._is_part else None
+        return PartResult(samples, {name: LossSum(losses)}, weight=total, provisional=provisional)
 
     def _sizes(self, window: Window) -> tuple[int, ...]:
         known, plan = self._now, self._sizing.plan
-        if known.plan is plan and known.sized is window.kinds is not None:
+        if known.plan is plan and known.kinds_of_sizes is window.kinds is not None:
             return known.sizes
-        known.sizes, known.sized = self._sizing.cut(0), window.kinds
+        known.sizes, known.kinds_of_sizes = self._sizing.cut(0), window.kinds
         known.plan = plan if self._sizing.is_quiet else None
         return known.sizes
 

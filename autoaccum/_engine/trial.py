@@ -14,7 +14,7 @@ from autoaccum._data.nesting import copied
 from autoaccum._data.splits import is_default
 from autoaccum._engine.bf16_weights import gradient_type
 from autoaccum._engine.does_not_fit import described
-from autoaccum._engine.forward_backward import Accumulated
+from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.lack_of_memory import resolvable_lack
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.savepoint import Savepoint
@@ -94,13 +94,15 @@ class Trials:
                 started = time.perf_counter()
             self._one_step(size)
             memory.synchronize()
-        except Exception as error:  # noqa: BLE001 - what is not lack of memory is raised again
+        except Exception as error:
             # An optimizer that ran out of memory midway does no harm here: everything is restored in the end.
             half_way = isinstance(error, StateDamagedError) and error.__cause__ is not None and is_oom(error.__cause__)
             cause = error.__cause__ if half_way and isinstance(error.__cause__, Exception) else error
             phase = self._step.phase
-            self.lack = resolvable_lack(cause, phase, size, self._step.witness, is_trial=True)
-            fits = False
+            lack = resolvable_lack(cause, phase, size, self._step.witness, is_trial=True)
+            if lack is None:
+                raise
+            self.lack, fits = lack, False
             let_go(error)
         elapsed_s = time.perf_counter() - started
         peak = memory.peak_bytes() if fits else None
@@ -130,7 +132,7 @@ class Trials:
         for parameter in self._with_gradient or ():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=gradient_type(parameter))
-        self._savepoint.take(sums_up=True)  # as before the first window, for which most is held
+        self._savepoint.take(is_thorough=True)  # as before the first window, for which most is held
         if self._whole is None or self._window is None:
             self.one_micro_batch(size)
         else:
@@ -145,7 +147,7 @@ class Trials:
         batch = copied(repeated(self._batch, size, self._step.objective.split))
         window = Window.of_micro_batches([batch, batch], size)
         with closing(self._step.transfer.feed(window, [size, size])) as feed:
-            self._step.accumulate(next(feed), size, Factors(alone=True), Accumulated())
+            self._step.accumulate(next(feed), size, Factors(alone=True), PartResult())
 
 
 @contextmanager

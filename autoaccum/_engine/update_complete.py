@@ -24,23 +24,19 @@ def told(error: BaseException, step: int, *, has_moved: bool) -> BaseException:
     """
     if isinstance(error, UpdateCompleteError):
         return error
+    rest = (
+        "everything that moves with it has moved"
+        if has_moved
+        else "not all that moves with it (the scheduler) has moved"
+    )
     if isinstance(error, Exception) and (not has_moved or is_oom(error)):
+        then = "go on with the next window"
+        if not has_moved:
+            then = (
+                "do not make this window again; fix what failed, and resume from the last checkpoint, or start over if "
+                "there is none"
+            )
         what = f"what follows it failed ({type(error).__name__}: {first_line(error)})"
-        return UpdateCompleteError(_text(what, step, has_moved=has_moved), step)
-    exceptions.note(error, f"autoaccum: update {step} is made, {_REST[has_moved]}")
+        return UpdateCompleteError(f"update {step} is made, and {rest}: {what}; {then}", step)
+    exceptions.note(error, f"autoaccum: update {step} is made, and {rest}")
     return error
-
-
-_REST = {
-    True: "and everything that moves with it has moved",
-    False: "and not all that moves with it (the scheduler) has moved",
-}
-_NEXT = {
-    True: "go on with the next window",
-    False: "do not make this window again; fix what failed, and resume from the last checkpoint, or "
-    "start over if there is none",
-}
-
-
-def _text(what: str, step: int, *, has_moved: bool) -> str:
-    return f"update {step} is made, {_REST[has_moved]}: {what}; {_NEXT[has_moved]}"

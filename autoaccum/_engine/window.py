@@ -24,9 +24,9 @@ from autoaccum._engine.does_not_fit import (
     whole_does_not_fit,
 )
 from autoaccum._engine.gradient_checks import GradientChecks, refuse_hooks, tell_of_hooks
-from autoaccum._engine.gradients import Given, Progress
+from autoaccum._engine.gradients import PartResult, Progress
 from autoaccum._engine.lack_of_memory import resolvable_lack, told_damage
-from autoaccum._engine.moving_layers import MovingLayers
+from autoaccum._engine.moving_layers import tell_of_moving_layers
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.steady import NotSteadyError, SteadyPath
@@ -106,7 +106,6 @@ class Engine:
         self._takes_whole = step.options.loss_scope == "window"
         self._room = Headroom(step.memory)
         self._norms = BatchNorms(modules, step.options.batchnorm, notices)
-        self._moving = MovingLayers(modules, notices)
         saved = None if step.is_sharded else lambda: step.parameters
         self._savepoint = Savepoint(modules, device, step.objective.functions, parameters=saved)
         self.steady = SteadyPath(step, sizing, is_part=peers.is_part)
@@ -122,19 +121,19 @@ class Engine:
         self.lacks: list[MemoryEvent] = []
         self.has_lost_parameters = False
         self.at = Progress()
-        self._given: Given | None = None
-        self._has_failed = self._had_failed = False
+        self._given: PartResult | None = None
+        self._ran_out = self._ran_out_before = False
         self._is_steady = self.is_due = self._is_saved = self._is_restored = False
-        self._is_long, self._is_quiet = True, False  # whether windows are long, and their sizes stay as they are
+        self._windows_are_long, self._sizes_are_fixed = True, False
         self._plan: Plan | None = None
-        self._sized: Any = None  # the `kinds` of the known window whose groups the sizing has
+        self._begun_kinds: Any = None  # the `kinds` of the known window whose groups the sizing has
 
     # --- the story of a window ----------------------------------------------------------------------------------------
 
     def run(
         self,
         window: Window,
-        finish: Callable[[Given], _T | None],
+        finish: Callable[[PartResult], _T | None],
         *,
         is_decided: Callable[[], bool],
         on_change: Callable[[], None],
@@ -175,7 +174,7 @@ class Engine:
         self._dropped: list[nn.Parameter] = []
         self._has_checked_again = False
         self.lacks = []
-        self._had_failed, self._has_failed = self._had_failed or self._has_failed, False
+        self._ran_out_before, self._ran_out = self._ran_out_before or self._ran_out, False
         self._has_gradients = torch.is_grad_enabled()
         self._is_steady = self._is_admitted(window)
         if not self._is_steady:
@@ -185,14 +184,14 @@ class Engine:
         if self.is_due:
             self._look(on_change)
         self._versions_of_data = window.versions()
-        if not self._is_quiet or sizing.plan is not self._plan:
-            self._plan, self._is_quiet = sizing.plan, sizing.is_quiet
+        if not self._sizes_are_fixed or sizing.plan is not self._plan:
+            self._plan, self._sizes_are_fixed = sizing.plan, sizing.is_quiet
             self._room.follow(sizing.plan)
-        is_sized = window.kinds is not None and window.kinds is self._sized and self._is_steady and self._is_quiet
-        if window.samples and not is_sized:
-            self._sized = None
+        is_begun = window.kinds is not None and window.kinds is self._begun_kinds
+        if window.samples and not (is_begun and self._is_steady and self._sizes_are_fixed):
+            self._begun_kinds = None
             sizing.begin(window)
-            self._sized = window.kinds
+            self._begun_kinds = window.kinds
             if self.is_due:
                 self._tell_of_batches_apart(window)
         self._share = self._peers.begin(window, sizing)
@@ -232,7 +231,7 @@ class Engine:
         return is_admitted and may
 
     def _attempt(
-        self, finish: Callable[[Given], _T | None], is_decided: Callable[[], bool], on_change: Callable[[], None]
+        self, finish: Callable[[PartResult], _T | None], is_decided: Callable[[], bool], on_change: Callable[[], None]
     ) -> _T | None:
         """Compute the gradient and finish the window; None if it has to begin again."""
         lack = None
@@ -256,15 +255,15 @@ class Engine:
         self._begin_again(lack)
         return None
 
-    def _gradient(self) -> Given:
+    def _gradient(self) -> PartResult:
         """Return the results of all micro-batches, which are run unless only what follows them has failed."""
         if self._given is not None:
             return self._given
         step, at = self._step, self.at
         if not self._is_saved:
-            step.stage.phase = Phase.SET_ASIDE
+            step.stage.phase = Phase.SAVE
             is_first = self.is_due and self.steady.is_first()
-            self._savepoint.take(copies_all=is_first, sums_up=self.is_due, of_host=self._is_long)
+            self._savepoint.take(copies_all=is_first, is_thorough=self.is_due, with_host_random=self._windows_are_long)
             self._is_saved = True
         if self._is_steady:
             self._given = self.steady.run(self._window, at)
@@ -272,7 +271,7 @@ class Engine:
             self._given = self._run_carefully(at)
         return self._given
 
-    def _run_carefully(self, at: Progress) -> Given:
+    def _run_carefully(self, at: Progress) -> PartResult:
         """Run the micro-batches on the careful path, with all checks if they are due."""
         step, checks = self._step, None
         if self.is_due and step.passes is None:  # sharded gradients are not in `.grad` before they are reduced
@@ -288,7 +287,8 @@ class Engine:
         finally:
             step.watch = None
         if self.is_due:
-            self._moving.tell(self._savepoint.settle(), at.sizes)
+            moved = self._savepoint.settle()
+            tell_of_moving_layers(step.objective.modules, moved, at.sizes, self._notices)
             self.steady.learn(self._window, given)
             if len(at.sizes) > 1:
                 tell_of_hooks(step.parameters, self._notices)
@@ -310,13 +310,13 @@ class Engine:
             elapsed_s: How long it took.
         """
         sizing = self._sizing
-        self._is_long = elapsed_s > _LONG_S
-        is_learning = not self._is_quiet and sizing.is_learning
+        self._windows_are_long = elapsed_s > _LONG_S
+        is_learning = not self._sizes_are_fixed and sizing.is_learning
         if self._room.is_thrashing(reads_peak=not is_learning) and not is_learning:
             self._notices.say("the allocator finds no room without giving back its cache; micro-batches get smaller")
             sizing.shrink()
-            self._is_quiet = False
-        elif self.lacks or not self._is_quiet:
+            self._sizes_are_fixed = False
+        elif self.lacks or not self._sizes_are_fixed:
             sizing.end(self.at.sizes, is_clean=not self.lacks, has_room=self._room.is_free)
 
     # --- failures -----------------------------------------------------------------------------------------------------
@@ -341,6 +341,8 @@ class Engine:
             step=self._events.windows + 1,
             is_trial=self._sizing.is_learning,
         )
+        if event is None:
+            raise  # noqa: PLE0704 - the error that is being handled
         if phase is not Phase.RESERVE:  # in which nothing was touched
             self._restore()
         return event
@@ -385,7 +387,7 @@ class Engine:
             return
         if damage := self._damage():
             raise StateDamagedError(f"memory ran out after {damage}, and begin with smaller micro-batches")
-        self._has_failed, self._is_quiet = True, False
+        self._ran_out, self._sizes_are_fixed = True, False
         if lack.size is None or not self._sizing.is_learning:  # trials are expected to fail
             self.lacks.append(lack)
             self._events.ran_out(lack)
@@ -457,7 +459,7 @@ class Engine:
                 "autoaccum: this window has one sample, and BatchNorm takes its statistics of more; "
                 "drop_last=True (of fit, autoaccum.windows or the DataLoader) leaves a short last one out",
             )
-        elif size == 1 and (self._has_failed or (self._had_failed and refuses_one)):
+        elif size == 1 and (self._ran_out or (self._ran_out_before and refuses_one)):
             reason = f"one sample alone is refused: {error}"
             sample = sample_of(self._window, self._sizing.start)
             raise sample_does_not_fit(self._step, reason, sample=sample, phase=self._step.phase) from error

@@ -27,7 +27,7 @@ from autoaccum._data.random_state import RandomState
 from autoaccum._data.splits import FIRST, Along
 from autoaccum._engine.forward_backward import check_weight
 from autoaccum._engine.gradient_checks import nodes
-from autoaccum._engine.gradients import Given, Parts
+from autoaccum._engine.gradients import LossSum, PartResult
 from autoaccum._engine.phases import Phase
 from autoaccum._loss import divisor, reported
 from autoaccum._loss.closures import used_by
@@ -193,7 +193,7 @@ class WholeWindow:
         *,
         entering: Entering = lambda _, __: None,
         is_first: bool = False,
-    ) -> Given:
+    ) -> PartResult:
         """Accumulate the gradient of the window's loss in `.grad`, scaled if there is a scaler.
 
         Afterwards buffers and random state are as after one pass over the micro-batches and the loss.
@@ -224,20 +224,20 @@ class WholeWindow:
         self._at_start.take()
         self.run(window, [min(size, window.samples)])
 
-    def _run_at_once(self, window: Window, entering: Entering, *, is_first: bool) -> Given:
+    def _run_at_once(self, window: Window, entering: Entering, *, is_first: bool) -> PartResult:
         """Run a window that is a single micro-batch, which needs no second pass."""
         with closing(self._batches(window, [window.samples], entering, {})) as batches:
             _, size, batch = next(batches)
         outputs = self._loss.outputs(batch, size)
         if window.carries_counts():
             batch = self._loss.batch(window)
-        kept = (without_graphs(outputs),) if self._step.keeps_outputs else ()
+        kept = [without_graphs(outputs)] if self._step.keeps_outputs else []
         joined = map_tensors(_as_leaf, outputs)
         given = self._backward(joined, batch, size, kept, is_first=is_first)
         self._pass_on(outputs, 0, joined, compares=False)
         return given
 
-    def _run_twice(self, window: Window, sizes: Sequence[int], entering: Entering, *, is_first: bool) -> Given:
+    def _run_twice(self, window: Window, sizes: Sequence[int], entering: Entering, *, is_first: bool) -> PartResult:
         """Run the micro-batches forward, then the loss, then the micro-batches forward and backward."""
         states: dict[int, Any] = {}
         parts = []
@@ -250,7 +250,7 @@ class WholeWindow:
                 del batch  # before the next comes
         self._step.stage.phase = Phase.FORWARD
         entering(window.samples, None)
-        kept = tuple(parts) if self._step.keeps_outputs else ()
+        kept = list(parts) if self._step.keeps_outputs else []
         joined, is_rehearsal = self._loss.join(parts), sum(sizes) < window.samples
         if is_rehearsal:
             joined = repeated(joined, window.samples, FIRST)
@@ -299,7 +299,7 @@ class WholeWindow:
                 del batch
                 start += size
 
-    def _backward(self, joined: Any, batch: Any, samples: int, outputs: tuple[Any, ...], *, is_first: bool) -> Given:
+    def _backward(self, joined: Any, batch: Any, samples: int, outputs: list[Any], *, is_first: bool) -> PartResult:
         """Compute the window's loss, and its gradient with respect to the representations."""
         # Copies, since the loss may modify them in place like a model's outputs.
         terms = self._loss.terms(map_tensors(Tensor.clone, joined), batch, samples)
@@ -312,8 +312,8 @@ class WholeWindow:
         if is_first:
             self._refuse_other_ways(total)
         self._step.backward(total)
-        losses = {name: Parts([value.detach()]) for name, value in values.items()}
-        return Given(samples, losses, reported={slot: number for slot, (number,) in noted.items()}, outputs=outputs)
+        losses = {name: LossSum([value.detach()]) for name, value in values.items()}
+        return PartResult(samples, losses, reported=noted, outputs=outputs)
 
     def _refuse_other_ways(self, total: Tensor) -> None:
         """Check that the loss of detached outputs reaches no parameters of the model.

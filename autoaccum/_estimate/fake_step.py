@@ -13,7 +13,7 @@ import torch
 
 from autoaccum._data.nesting import copied, tensors_in
 from autoaccum._engine.bf16_weights import MASTER, Bf16Weights, gradient_type
-from autoaccum._engine.forward_backward import Accumulated
+from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.precision import Precision
 from autoaccum._estimate import cuda_dispatch
@@ -160,7 +160,7 @@ class Rehearsal:
         is_cuda = self._device.type == "cuda"
         there = without_driver(self._answers) if is_cuda else nullcontext()
         with there, CudaCalls() if is_cuda else nullcontext(), ledger:
-            step.accumulate(batch, size, Factors(alone=True), Accumulated())
+            step.accumulate(batch, size, Factors(alone=True), PartResult())
             step.stage.phase = Phase.OPTIMIZER
             ledger.enter("optimizer")
             self._make_update(ledger.timeline)

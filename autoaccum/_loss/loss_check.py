@@ -208,7 +208,7 @@ def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter], *, keep: bool) 
         if "use_reentrant" not in str(error):
             raise
     # Blocks that are checkpointed the old way need a whole backward pass.
-    loss.backward(scale, retain_graph=True)
+    loss.backward(scale, retain_graph=True)  # type: ignore[no-untyped-call]
     found = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None

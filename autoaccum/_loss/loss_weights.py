@@ -417,6 +417,17 @@ class LossWeights:
         """About what all losses of this window are divided by, in units of the first."""
         return next(iter(self._provisional.values()), 1.0)
 
+    def counts(self, name: str) -> bool:
+        """Whether what a loss is divided by is a count of the batch."""
+        return self.common is Common.DIVISOR and any(form.counts for form in self.forms.get(name, ()))
+
+    def of_samples(self, name: str, window: Window) -> float:
+        """Return what a loss without a graph weighs for some samples."""
+        if self.common is Common.DIVISOR:
+            share = self.share_of_number(window)
+            return self.counted(name, window) if share is None else share[1]
+        return self.of_part(window) or float(window.samples)
+
     def counted(self, name: str, window: Window) -> float:
         """Return what a loss without a graph is divided by for some samples, as the batch counts it, or their number."""
         counts = self.forms[name][0].counts if name in self.forms else {}
@@ -619,7 +630,7 @@ def _expected(form: TermForm, window: Window) -> float:
     """
     if form.per_sample is None:
         batch = window.spans[0].piece.batch if window.spans else None
-        targets = batch[1] if is_pair(batch) else None
+        targets: Any = batch[1] if batch is not None and is_pair(batch) else None
         if not isinstance(targets, Tensor) or not targets.numel() or not targets.dim():
             return float(window.samples)
         if targets.device.type == "cpu" and not targets.is_floating_point():

@@ -82,5 +82,6 @@ def _like_total(losses: Sequence[Term], factors: Factors, weights: LossWeights) 
     if len(losses) != 1 or losses[0].weight is None:
         return factors.usual, weights.common is Common.SUM
     (loss,) = losses
+    weight: Any = loss.weight
     factor = factors.pairs.get(loss.name, factors.scale / weights.provisional_total(loss.name))
-    return loss.weight * factor, False
+    return weight * factor, False

@@ -381,7 +381,7 @@ class Training:
     def _step_with(self, window: Window) -> bool:
         """Make the update of a window and do what follows it; return False if the window is left out."""
         part = self._progress.part_to_make(window)
-        is_trial = self._lifecycle.current.is_learning
+        is_trial = self._lifecycle.current.sizing.is_learning
         report = None if part is None else self._lifecycle.step(part)
         if report is None:
             return False
@@ -448,7 +448,7 @@ class Training:
     def _evaluate(self, epoch: int) -> Evaluation | None:
         if self._validation is None:
             return None
-        evaluation = self._validation.run(self._lifecycle.current.plan.micro_batch)
+        evaluation = self._validation.run(self._lifecycle.current.sizing.plan.micro_batch)
         self._evaluation_s += evaluation.elapsed_s
         for callback in self._callbacks:
             callback.on_evaluation(evaluation, epoch=epoch, step=self._progress.moment.windows)

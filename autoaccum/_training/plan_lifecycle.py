@@ -125,7 +125,7 @@ class PlanLifecycle:
         """The plan in force; before there is a runner, the one to begin with as far as it is known."""
         if self._is_measuring and self._last is not None:
             return self._last[0]  # what is to be tried next may not fit
-        return self.current.plan if self.has_begun else self._finding.plan()
+        return self.current.sizing.plan if self.has_begun else self._finding.plan()
 
     @property
     def _is_measuring(self) -> bool:
@@ -228,14 +228,15 @@ class PlanLifecycle:
             events,
             self._notices,
             peers=self._world.peers,
-            moves=self._progress,
+            prepare=self._progress.prepare,
+            update_made=self._progress.update_made,
             noise=self._noise,
             order=self._order,
         )
 
     def tell_beginning(self, plan: Plan, probed: ProbeResult | None) -> None:
         """Notify callbacks of the initial plan, unless the first windows are to find a better one."""
-        if self.current.is_learning:
+        if self.current.sizing.is_learning:
             return
         for callback in self.callbacks[1:] if self._noting.plans else self.callbacks:
             callback.on_plan(plan, step=self._progress.moment.windows + 1, probe=probed)
@@ -296,7 +297,7 @@ class PlanLifecycle:
             The window's report; None if no process has any of its samples.
         """
         is_measuring = self._is_measuring
-        was_trial, work = self.current.is_learning, work_of(part) if is_measuring else 0
+        was_trial, work = self.current.sizing.is_learning, work_of(part) if is_measuring else 0
         started = time.perf_counter()
         try:
             report = self.current.step(part)
@@ -315,7 +316,7 @@ class PlanLifecycle:
         # After the handler: inside it, the traceback still pins the activations.
         self._step.memory.release()
         self._earlier_oom_events += self.current.oom_events
-        self.begin(self._cutting_after_fallback(is_timed=self.current.cutting.is_timed))
+        self.begin(self._cutting_after_fallback(is_timed=self.current.sizing.cutting.is_timed))
         return self.step(part)
 
     def _cutting_after_fallback(self, *, is_timed: bool) -> Cutting:
@@ -329,10 +330,10 @@ class PlanLifecycle:
         Args:
             report: The window's report.
         """
-        self._last = self.current.plan, self._fallbacks.names
+        self._last = self.current.sizing.plan, self._fallbacks.names
         if self._rungs is None or not self._rungs.is_measuring:
             return
-        former, cutting = self._rungs.rung, self.current.cutting
+        former, cutting = self._rungs.rung, self.current.sizing.cutting
         if cutting.is_found:
             self._cuttings[former] = cutting
         seconds, work, was_trial = self._timing
@@ -361,7 +362,7 @@ class PlanLifecycle:
 
     def _note_fastest(self) -> None:
         """Record the plan that autotuning has chosen, once."""
-        fastest = self.current.fastest
+        fastest = self.current.sizing.fastest
         if fastest is not None and fastest is not self._fastest:
             self._fastest = fastest
             self._finding.note_fastest(fastest)
@@ -371,7 +372,8 @@ class PlanLifecycle:
     def kept(self) -> Kept:
         """The present cut and all plans, as a checkpoint stores them."""
         chosen = None if self._rungs is None else self._rungs.kept
-        return Kept(self.current.cutting, tuple(self._noting.plans), self._finding.asked, self.oom_events, chosen)
+        cutting, plans = self.current.sizing.cutting, tuple(self._noting.plans)
+        return Kept(cutting, plans, self._finding.asked, self.oom_events, chosen)
 
     @property
     def memory(self) -> tuple[str, ...]:
@@ -385,7 +387,7 @@ class PlanLifecycle:
 
     def begin_anew(self) -> None:
         """Make a new runner with the present cut, after training has gone back to an earlier moment."""
-        former = self.current.cutting
+        former = self.current.sizing.cutting
         self._earlier_oom_events += self.current.oom_events
         next_step = self._progress.moment.windows + 1
         self._noting.plans = [(since, earlier) for since, earlier in self._noting.plans if since <= next_step]

@@ -10,17 +10,15 @@ import torch
 from torch import Tensor
 
 from autoaccum._data.nesting import holds_tensor
-from autoaccum._loss.counting import target_tensors
-from autoaccum._loss.weighting import Over, in_full
+from autoaccum._loss.loss_weights import Common
+from autoaccum._loss.weighting import in_full
 
 if TYPE_CHECKING:
     from autoaccum._data.batches import Window
+    from autoaccum._loss.loss_weights import LossWeights
     from autoaccum._loss.objective import Objective
-    from autoaccum._loss.weighting import Weighting
 
 _LOSS = "loss"
-_SUMS = (Over.SUM, Over.DIVIDED)
-_OF_TARGETS = (Over.ELEMENTS, Over.COUNTED, Over.SHIFTED)
 
 
 class Weights:
@@ -38,8 +36,8 @@ class Weights:
 
     def __init__(self, sizes: Sequence[int], window: Window | None, objective: Objective | None) -> None:
         self.sizes = list(sizes)
-        self._how = None if objective is None else objective.weighting(_LOSS)
-        self.is_sum = self._how is not None and self._how.over in _SUMS
+        self._known: LossWeights | None = None if objective is None else objective.weights
+        self.is_sum = self._known is not None and self._known.common is Common.SUM
         self._window = window
         self._of_loss: list[float] | None = None
 
@@ -53,24 +51,17 @@ class Weights:
     @property
     def usual(self) -> list[float]:
         """What each part weighs in a mean of which nothing else is known: its targets that count, or its samples."""
-        how = self._how
-        by_targets = how is not None and how.over in _OF_TARGETS and how.class_weights is None
+        by_targets = self._known is not None and self._known.counts(_LOSS)
         return self.of_loss if by_targets else list(map(float, self.sizes))
 
     def _weigh(self) -> list[float]:
-        if self._window is None or self._how is None or self._how.over in (*_SUMS, Over.PAIR):
+        if self._window is None or self._known is None or self.is_sum:
             return list(map(float, self.sizes))
         found, start = [], 0
         for size in self.sizes:
-            found.append(_weight_of(self._how, self._window, start, start + size))
+            found.append(self._known.of_samples(_LOSS, self._window.part(start, start + size)))
             start += size
         return found
-
-
-def _weight_of(how: Weighting, window: Window, start: int, stop: int) -> float:
-    if how.over is Over.WEIGHED:
-        return window.weight(start, stop)
-    return how.weigh(stop - start, target_tensors(window.cut(start, stop)))
 
 
 def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,13 +84,14 @@ class EvaluationInParts:
         if self._model is model:
             return
         self._model = model
-        memory = devices.resolve(self._trainer.args.device, model, self._notices)
+        notices = self._notices
+        memory = devices.resolve(self._trainer.args.device, model, notices)
         remedies = ["shorter samples", "eval_accumulation_steps=1, so that outputs leave the device"]
         self._parts = PartsThatFit(
             memory,
             Savepoint([model], memory.device),
             lambda said, sample: refusal(memory, f"{sample} does not fit in an evaluation", said, remedies),
-            lambda _: self._notices.say("evaluation is cut into parts that fit, since memory ran out in it"),
+            lambda _: notices.say("evaluation is cut into parts that fit, since memory ran out in it"),
         )
 
     def _joined(self, found: Sequence[_Predicted], window: Window, sizes: Sequence[int]) -> _Predicted:
@@ -153,24 +153,23 @@ class _Weights:
     def of(self, window: Window, sizes: Sequence[int]) -> list[float]:
         """Return the weights of the mean losses of parts of a window."""
         step = self._step_of(self._trainer.model)
-        step.objective.begin_window()
-        for is_last in (False, False, True):
-            try:
-                self._settle(step, window)
-            except Exception as error:
-                if is_last or not is_oom(error):
-                    raise
-                let_go(error)
-            else:
-                break
-            step.memory.release()
-        parts = [window.part(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
-        return [step.objective.weigh(_LOSS, part.cut(0, part.samples), part)[1] for part in parts]
-
-    def _settle(self, step: GradientStep, window: Window) -> None:
+        objective = step.objective
+        objective.begin_window()
         halves = balanced(window.samples, math.ceil(window.samples / 2))
-        with torch.no_grad():
-            step.objective.settle(window, halves, step.transfer.place, self._mark, step.precision.autocast)
+        if objective.needs_check(window, halves, is_part=False, is_due=False):
+            for is_last in (False, False, True):  # each tries fewer samples
+                try:
+                    self._mark.take()
+                    objective.check(window, halves, step.transfer.place, step.precision.autocast)
+                except Exception as error:
+                    if is_last or not is_oom(error):
+                        raise
+                    let_go(error)
+                else:
+                    break
+                finally:
+                    self._mark.restore()
+        return [objective.weights.of_samples(_LOSS, part) for part in parts]
 
     def _step_of(self, model: nn.Module) -> GradientStep:
         if self._step is None or self._model is not model:

@@ -10,7 +10,7 @@ import autoaccum
 from autoaccum._engine.checkpointing import checkpointed
 from autoaccum._engine.fallback import Fallbacks
 from autoaccum._engine.offloading import offloaded
-from autoaccum._engine.saving_names import check_fallback
+from autoaccum._engine.saving_names import check_memory
 from autoaccum._memory import Host, Simulated
 from fallback_models import Stack, Wide, a_step, data, seed
 from helpers import CPU, live_tensors
@@ -233,9 +233,9 @@ def test_model_without_blocks_is_said_to_have_none(capsys):
 @pytest.mark.parametrize("fallback", ["checkpoints", ("offload", 3)])
 def test_unknown_way_is_refused(fallback):
     with pytest.raises(autoaccum.InvalidInputError, match="choose from 'checkpoint', 'offload'"):
-        check_fallback(fallback, Simulated("1MiB"))
+        check_memory(None, fallback, Simulated("1MiB"))
 
 
 def test_offloading_from_the_host_to_the_host_is_refused():
     with pytest.raises(autoaccum.InvalidInputError, match="on host memory they already are there"):
-        check_fallback("offload", Host())
+        check_memory(None, "offload", Host())

@@ -127,7 +127,7 @@ def test_run_that_has_lost_its_folder_ends_also_where_no_checkpoint_would_be_wri
 
 
 def test_unknown_word_is_refused():
-    with pytest.raises(InvalidInputError, match="on_nan='raise' is unknown; choose one of 'warn', 'stop'"):
+    with pytest.raises(InvalidInputError, match="on_nan='raise' is unknown; choose 'warn' or 'stop'"):
         fit(on_nan="raise")
 
 

@@ -205,7 +205,7 @@ def test_first_buffer_of_a_module_that_had_none_is_taken_away_again():
 def test_large_buffer_is_not_copied_any_more_once_it_was_seen_to_stay_and_one_that_moves_then_is_named():
     holder, calm = Holder(LARGE), Holder(LARGE)
     mark = Savepoint([nn.ModuleList([holder, calm])], CPU)
-    mark.take(sums_up=True)
+    mark.take(is_thorough=True)
     add_in_place(holder)
     assert mark.settle() == ["0.seen"]
 
@@ -222,7 +222,7 @@ def test_large_buffer_is_not_copied_any_more_once_it_was_seen_to_stay_and_one_th
 def test_parameter_that_is_written_through_data_is_seen():
     layer = nn.Linear(3, 2)
     mark = Savepoint([layer], CPU, parameters=layer.parameters)
-    mark.take(sums_up=True)
+    mark.take(is_thorough=True)
     layer.bias.data.add_(1.0)
 
     mark.restore()

@@ -5,9 +5,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from autoaccum import _oom
 from autoaccum._data.batches import Window
 from autoaccum._data.random_state import RandomState
+from autoaccum._engine import lack_of_memory
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.optimizer_copy import OptimizerCopy
 from autoaccum._engine.optimizer_step import _Written
@@ -73,7 +73,7 @@ SABOTAGES = {
     "the scaler keeps its stage": (RICH, TrainingStep, "abandon", _stage_kept, {"errors": 40}),
     "the first update is not taken back": (PLAIN, OptimizerCopy, "undo", lambda _: True, {"first": 60}),
     "half an update passes for none": (PLAIN, _Written, "undo", lambda _: True, {"memory": 60}),
-    "errors are kept with their frames": (PLAIN, _oom, "let_go", _kept_errors.append, {"counted": 20}),
+    "errors are kept with their frames": (PLAIN, lack_of_memory, "let_go", _kept_errors.append, {"counted": 20}),
     "interrupts are not held": (PLAIN, signals, "held", nullcontext, {"interrupts": 60}),
     "damage is told of what is whole": (PLAIN, Savepoint, "damage", lambda _: ["all"], {"memory": 20}),
 }
