@@ -146,42 +146,39 @@ def by_samples(form, model, optimizer):
 def outcome(form, way, windows=WINDOWS, at_once=1):
     """Train on these windows, so many `at_once`; return what `loss_forms.Form.allowed` calls it, or "wrong by ...".
 
-    A refused window must leave all as it was, and name what to do.
+    A refused window must leave all as it was, and its error must name what to do.
     """
     model = form.model().to(form.dtype)
     plain, optimizer = PlainLoop(form, model), sgd(form, model)
-    batches = [converted(form.batch(window), form.dtype) for window in windows]
-    train = told_at = wrong_at = wrong_by = None
-    for number in range(0, len(batches), at_once):
-        some = batches[number : number + at_once]
+    train = told_at = wrong_at = wrong_by = refusal = None
+    for number in range(0, len(windows), at_once):
+        batches = [form.batch(window) for window in windows[number : number + at_once]]
         optimizer.zero_grad()
         before = state_of(model), copy.deepcopy(optimizer.state_dict())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 train = train or way(form, model, optimizer)
-                losses, reported = train(some)
+                losses, reported = train([converted(batch, form.dtype) for batch in batches])
             except autoaccum.InvalidInputError as error:
-                assert_bitwise((state_of(model), optimizer.state_dict()), before)
-                assert REMEDIES.search(str(error)), f"names no remedy: {error}"
-                return _of_error(number, wrong_at, wrong_by)
+                refusal = str(error)
+        if refusal is not None:
+            assert_bitwise((state_of(model), optimizer.state_dict()), before)
+            assert REMEDIES.search(refusal), f"names no remedy: {refusal}"
+            if number == 0:
+                return "refused"
+            return "stopped" if wrong_at is None else _late(number, wrong_at, wrong_by)
         if told_at is None and (reported or any(issubclass(each.category, LOSS_WARNING) for each in caught)):
             told_at = number
-        expected = [plain.step(converted(form.batch(window), form.dtype)) for window in windows[number:][:at_once]]
-        distance = plain.distance(model)
+        expected = [plain.step(converted(batch, torch.float64)) for batch in batches]
         off = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(losses, expected, strict=True))
+        distance = plain.distance(model)
         if wrong_at is None and not (distance <= form.tolerance and off <= form.tolerance):
-            wrong_at, wrong_by = number, f"{distance:.1%}, the loss by {off:.1%}, in window {number + 1}"
+            wrong_at, wrong_by = number, f"wrong by {distance:.1%}, the loss by {off:.1%}, in window {number + 1}"
     if told_at is None:
-        return "exact" if wrong_at is None else f"wrong by {wrong_by}"
-    if wrong_at is None or told_at <= wrong_at:
-        return "warned"
-    return "late" if told_at == wrong_at + 1 else f"wrong by {wrong_by}"
+        return wrong_by or "exact"
+    return "warned" if wrong_at is None or told_at <= wrong_at else _late(told_at, wrong_at, wrong_by)
 
 
-def _of_error(number, wrong_at, wrong_by):
-    if number == 0:
-        return "refused"
-    if wrong_at is None:
-        return "stopped"
-    return "late" if wrong_at == number - 1 else f"wrong by {wrong_by}"
+def _late(told_at, wrong_at, wrong_by):
+    return "late" if told_at == wrong_at + 1 else wrong_by
