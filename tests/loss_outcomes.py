@@ -162,6 +162,7 @@ def outcome(form, way, windows=WINDOWS, at_once=1):
                 losses, reported = train([converted(batch, form.dtype) for batch in batches])
             except autoaccum.InvalidInputError as error:
                 refusal = str(error)
+            expected = [plain.step(converted(batch, torch.float64)) for batch in batches]
         if refusal is not None:
             assert_bitwise((state_of(model), optimizer.state_dict()), before)
             assert REMEDIES.search(refusal), f"names no remedy: {refusal}"
@@ -170,7 +171,6 @@ def outcome(form, way, windows=WINDOWS, at_once=1):
             return "stopped" if wrong_at is None else _late(number, wrong_at, wrong_by)
         if told_at is None and (reported or any(issubclass(each.category, LOSS_WARNING) for each in caught)):
             told_at = number
-        expected = [plain.step(converted(batch, torch.float64)) for batch in batches]
         off = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(losses, expected, strict=True))
         distance = plain.distance(model)
         if wrong_at is None and not (distance <= form.tolerance and off <= form.tolerance):
