@@ -3,7 +3,8 @@
 A form is a model, what of a window the loader gives, and the loss of it. `allowed` says what may come of it:
 
 - "exact": each update is that of a plain loop over whole batches, to `tolerance`, without a warning.
-- "warned": a warning came before the first update that is not exact, or with it.
+- "warned": a warning came before the first update that is not exact, or with it. A count that is exactly 1 may be a clamp,
+  so that some exact forms may be warned of as well.
 - "late": it came one window later, as for divisors that are clamped. An error counts as well.
 - "refused": InvalidInputError before the first update.
 - "stopped": InvalidInputError before a later one, and all updates until then were exact.
@@ -394,7 +395,7 @@ FORMS = {
     ),
     "losses[mask].mean()": Form("exact", lambda o, b: each(o, b)[b["mask"].bool()].mean()),
     "losses[has].mean() or 0": Form(
-        "exact", lambda o, b: each(o, b)[b["has"].bool()].mean() if b["has"].any() else o.sum() * 0
+        "exact or stopped", lambda o, b: each(o, b)[b["has"].bool()].mean() if b["has"].any() else o.sum() * 0
     ),
     "sum / numel": Form("exact", lambda o, b: each(o, b).sum() / each(o, b).numel()),
     "sum * (1 / samples)": Form("exact", lambda o, b: each(o, b).sum() * (1 / len(o))),
@@ -578,7 +579,7 @@ FORMS |= {
         "exact", lambda o, b: ((each(o, b) * b["w_tokens"]).sum(), b["w_tokens"].sum())
     ),
     "weights by losses[has], none in some": Form(
-        "exact", lambda o, b: (row(o, b) * b["w_later"] * b["has"]).sum() / (b["w_later"] * b["has"]).sum()
+        "exact or warned", lambda o, b: (row(o, b) * b["w_later"] * b["has"]).sum() / (b["w_later"] * b["has"]).sum()
     ),
 }
 
@@ -606,7 +607,7 @@ FORMS |= {
     ),
     "ce + a sum": Form("exact or refused", lambda o, b: ce(o, b["labels"]) + 1e-2 * o.square().sum()),
     "masked mean + mean of some": Form(
-        "exact", lambda o, b: weighted(o, b, "mask") + 0.5 * (row(o, b) * b["has"]).sum() / b["has"].sum()
+        "exact or warned", lambda o, b: weighted(o, b, "mask") + 0.5 * (row(o, b) * b["has"]).sum() / b["has"].sum()
     ),
     "three divisors": Form(
         "exact or refused",
@@ -840,7 +841,7 @@ FORMS |= {
         **LOW,
     ),
     "no guard where nothing counts": Form("exact", lambda o, b: each(o, b)[b["has"].bool()].mean()),
-    "no guard, masked sum / sum": Form("exact", lambda o, b: weighted(o, b, "has")),
+    "no guard, masked sum / sum": Form("exact or warned", lambda o, b: weighted(o, b, "has")),
     "needs two samples": Form("exact or refused", needs_two, cut=(4, 2, 4)),
     "variance of the batch": Form("warned or refused", lambda o, b: o.var(0).mean(), cut=(4, 2, 4)),
     "inputs are the targets": Form(

@@ -168,7 +168,9 @@ def outcome(form, way, windows=WINDOWS, at_once=1):
             assert REMEDIES.search(refusal), f"names no remedy: {refusal}"
             if number == 0:
                 return "refused"
-            return "stopped" if wrong_at is None else _late(number, wrong_at, wrong_by)
+            return (
+                "stopped" if wrong_at is None else _by_when(number if told_at is None else told_at, wrong_at, wrong_by)
+            )
         if told_at is None and (reported or any(issubclass(each.category, LOSS_WARNING) for each in caught)):
             told_at = number
         off = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(losses, expected, strict=True))
@@ -177,8 +179,10 @@ def outcome(form, way, windows=WINDOWS, at_once=1):
             wrong_at, wrong_by = number, f"wrong by {distance:.1%}, the loss by {off:.1%}, in window {number + 1}"
     if told_at is None:
         return wrong_by or "exact"
-    return "warned" if wrong_at is None or told_at <= wrong_at else _late(told_at, wrong_at, wrong_by)
+    return "warned" if wrong_at is None else _by_when(told_at, wrong_at, wrong_by)
 
 
-def _late(told_at, wrong_at, wrong_by):
+def _by_when(told_at, wrong_at, wrong_by):
+    if told_at <= wrong_at:
+        return "warned"
     return "late" if told_at == wrong_at + 1 else wrong_by

@@ -12,7 +12,7 @@ from loss_outcomes import by_accumulator, by_fit, by_runner, by_samples, outcome
 LOW_PRECISION = [name for name, form in FORMS.items() if form.dtype is not torch.float64]
 # Some by their number, and those to which a closure makes a difference.
 IN_CLOSURES = dict.fromkeys([
-    *list(FORMS)[::5],
+    *list(FORMS)[::8],
     "F.cross_entropy, weight mean",
     "nn.CrossEntropyLoss weight",
     "class weights in the model",
