@@ -3,8 +3,8 @@
 A form is a model, what of a window the loader gives, and the loss of it. `allowed` says what may come of it:
 
 - "exact": each update is that of a plain loop over whole batches, to `tolerance`, without a warning.
-- "warned": a warning came before the first update that is not exact, or with it. A count that is exactly 1 may be a clamp,
-  so that some exact forms may be warned of as well.
+- "warned": a warning came before the first update that is not exact, or with it. Some exact forms may be warned of as
+  well: a count that is exactly 1 may be a clamp.
 - "late": it came one window later, as for divisors that are clamped. An error counts as well.
 - "refused": InvalidInputError before the first update.
 - "stopped": InvalidInputError before a later one, and all updates until then were exact.
