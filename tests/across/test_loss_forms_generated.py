@@ -1,0 +1,151 @@
+"""No loss that is put together from masks, weights, sums, means, counts and factors trains silently wrong."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from gradients import cuts
+from loss_forms import Form, N, each, window
+from loss_outcomes import by_accumulator, by_runner, outcome
+
+# Of tokens, (N, T). Some labels are ignored, whose losses are 0.
+LOSSES = {
+    "ce": lambda o, b: each(o, b, "labels"),
+    "square": lambda o, b: (o - b["z"]).square().mean(-1),
+    "abs": lambda o, b: (o - b["z"]).abs().sum(-1),
+}
+WEIGHTS = {
+    "nothing": lambda b: torch.ones_like(b["mask"]),
+    "mask": lambda b: b["mask"],
+    "has": lambda b: b["has"][:, None] * b["mask"],
+    "w": lambda b: b["w"][:, None] * b["mask"],
+    "w_tokens": lambda b: b["w_tokens"],
+}
+# From (N, T) to (N,); the means over time that divide by a sample's own weights are those of sequences.
+OVER_TIME = {
+    "sum": lambda losses, w: (losses * w).sum(1),
+    "mean": lambda losses, w: (losses * w).mean(1),
+    "weighted mean": lambda losses, w: (losses * w).sum(1) / (w.sum(1) + 1e-6),
+}
+OVER_SAMPLES = {"sum": torch.sum, "mean": torch.mean, "none": lambda losses: losses}
+DIVISORS = {
+    "nothing": lambda b, w: 1,
+    "weights": lambda b, w: w.sum(),
+    "weights, clamped": lambda b, w: w.sum().clamp(min=1),
+    "weights, float": lambda b, w: max(1.0, w.sum().item()),
+    "labels": lambda b, w: (b["labels"] != -100).sum(),
+    "samples": lambda b, w: len(b["x"]),
+    "constant": lambda b, w: 16,
+}
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of a loss, by the names of its parts."""
+
+    loss: str
+    weights: str
+    over_time: str
+    over_samples: str
+    divisor: str
+    factor: float
+
+    def __call__(self, o, b):
+        weights = WEIGHTS[self.weights](b)
+        losses = OVER_TIME[self.over_time](LOSSES[self.loss](o, b), weights)
+        value = OVER_SAMPLES[self.over_samples](losses) / DIVISORS[self.divisor](b, weights)
+        return value if self.factor == 1 else self.factor * value
+
+    @property
+    def is_clamped(self):
+        return self.divisor in ("weights, clamped", "weights, float")
+
+    @property
+    def is_divided_once(self):
+        """Whether it is a sum, a mean or a weighted mean: a mean divided by a count again is none of them."""
+        return self.over_samples == "sum" or self.divisor in ("nothing", "constant")
+
+
+TERMS = st.builds(
+    Term,
+    st.sampled_from(list(LOSSES)),
+    st.sampled_from(list(WEIGHTS)),
+    st.sampled_from(list(OVER_TIME)),
+    st.sampled_from(["sum", "mean"]),
+    st.sampled_from(list(DIVISORS)),
+    st.sampled_from([1, 0.3, 5]),
+)
+VECTORS = st.builds(
+    Term,
+    st.sampled_from(list(LOSSES)),
+    st.sampled_from(list(WEIGHTS)),
+    st.sampled_from(list(OVER_TIME)),
+    st.just("none"),
+    st.sampled_from(["nothing", "constant"]),
+    st.sampled_from([1, 0.3]),
+)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The sum of some terms, as one number or by name."""
+
+    terms: tuple[Term, ...]
+    is_named: bool
+
+    def __call__(self, o, b):
+        values = [term(o, b) for term in self.terms]
+        if self.is_named:
+            return {str(number): value for number, value in enumerate(values)}
+        return sum(values[1:], values[0])
+
+    @property
+    def is_clamped(self):
+        return any(term.is_clamped for term in self.terms)
+
+    @property
+    def is_simple(self):
+        """Whether it has to be trained on."""
+        return len(self.terms) == 1 and self.terms[0].is_divided_once
+
+
+LOSSES_OF_TERMS = st.one_of(
+    st.builds(Loss, st.one_of(st.tuples(TERMS), st.tuples(VECTORS)), st.just(value=False)),
+    st.builds(Loss, st.tuples(TERMS, TERMS), st.booleans()),
+)
+# The lengths of a window's samples, and which of these are positive, as digits.
+LENGTHS = st.text("123456", min_size=N, max_size=N)
+POSITIVES = st.text("01", min_size=N, max_size=N).filter(lambda digits: "1" in digits)
+WINDOWS = st.tuples(*[st.tuples(LENGTHS, POSITIVES)] * 3)
+
+
+def numbers(digits):
+    return [int(digit) for digit in digits]
+
+
+@pytest.mark.parametrize("examples", [60, pytest.param(600, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("way", [by_runner, by_accumulator])
+def test_no_loss_trains_silently_wrong(way, examples):
+    @settings(
+        max_examples=examples,
+        phases=[Phase.reuse, Phase.generate],  # a loss says what it is made of; making it smaller takes minutes
+        report_multiple_bugs=False,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(loss=LOSSES_OF_TERMS, several=WINDOWS, seed=st.integers(0, 99), cut=cuts(N))
+    def assert_of(loss, several, seed, cut):
+        windows = [window(number, *map(numbers, each), seed) for number, each in enumerate(several)]
+        allowed = ["exact", "warned"]
+        if loss.is_clamped:
+            allowed.append("late")
+        if not loss.is_simple:
+            allowed += ["refused", "stopped"]
+
+        found = outcome(Form("", loss, cut=cut, lr=1e-3, tolerance=1e-8), way, windows)
+
+        assert found in allowed
+
+    assert_of()

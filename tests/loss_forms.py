@@ -1,0 +1,855 @@
+"""Forms of losses that people write, each with what autoaccum may do about it.
+
+A form is a model, what of a window the loader gives, and the loss of it. `allowed` says what may come of it:
+
+- "exact": each update is that of a plain loop over whole batches, to `tolerance`, without a warning.
+- "warned": a warning came before the first update that is not exact, or with it. Some exact forms may be warned of as
+  well: a count that is exactly 1 may be a clamp.
+- "late": it came one window later, as for divisors that are clamped. An error counts as well.
+- "refused": InvalidInputError before the first update.
+- "stopped": InvalidInputError before a later one, and all updates until then were exact.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+N, T, C, D = 10, 6, 5, 8  # samples, tokens, classes, features
+CUT = (3, 1, 4, 2)
+CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 4.0, 0.1])
+
+# --- four windows, of which none is like another ----------------------------------------------------------------------
+
+LENGTHS = (
+    (6, 6, 6, 6, 3, 2, 5, 1, 4, 6),  # long ones first, as in many a dataset
+    (2, 6, 1, 3, 5, 5, 6, 6, 2, 4),
+    (1, 1, 3, 2, 6, 6, 6, 6, 6, 5),
+    (6, 2, 4, 6, 1, 1, 2, 3, 5, 6),
+)
+POSITIVES = (
+    (1, 1, 1, 1, 0, 0, 1, 0, 1, 1),
+    (1, 0, 1, 1, 0, 0, 0, 0, 1, 1),  # the third micro-batch has none
+    (0, 0, 0, 0, 0, 1, 0, 0, 0, 0),  # one only
+    (0, 0, 0, 1, 1, 1, 0, 1, 0, 0),  # the first and the last have none
+)
+
+
+def window(number, lengths, positives, seed=0):
+    """A batch with all that the losses below want."""
+    chance = torch.Generator().manual_seed(10 * seed + number)
+    real = functools.partial(torch.randn, generator=chance, dtype=torch.float64)
+    y = torch.randint(0, C, (N, T), generator=chance)
+    is_there = torch.arange(T) < torch.tensor(lengths)[:, None]
+    has = torch.tensor(positives, dtype=torch.float64)
+    w = torch.rand(N, generator=chance, dtype=torch.float64) * 3 + 0.1
+    w_later = w if number > 1 else torch.ones_like(w)
+    token_weights = torch.rand(N, T, generator=chance, dtype=torch.float64) + 0.05
+    z = real(N, T, C)
+    ids = torch.randint(3, 30, (N, T), generator=chance)
+    return {
+        "x": real(N, T, D),
+        "z": z,  # targets for a regression
+        "p": z.softmax(-1),  # probabilities
+        "y": y,
+        "labels": y.masked_fill(~is_there, -100),
+        "labels_0": (y.clamp(min=1)).masked_fill(~is_there, 0),
+        "labels_255": y.masked_fill(~is_there, 255),
+        "labels_of_some": y.masked_fill(has[:, None] == 0, -100),  # those of some samples are all ignored
+        "mask": is_there.double(),
+        "has": has,
+        "w": w,
+        "w_later": w_later,  # sums like the samples in the first two windows
+        "w_tokens": token_weights * w_later[:, None] * T / token_weights.sum(1, keepdim=True),  # like the tokens
+        "cls": y[:, 0],
+        "cls_rejected": (y[:, 0] + 1) % C,
+        "signs": z[:, 0].sign(),
+        "number": torch.arange(N) + N * number,
+        "input_ids": ids.masked_fill(~is_there, 0),
+        "attention_mask": is_there.long(),
+        "ids_labels": ids.masked_fill(~is_there, -100),
+        "ids_masked": ids.masked_fill(~is_there | (torch.rand(N, T, generator=chance) > 0.4), -100),
+    }
+
+
+WINDOWS = [window(number, *each) for number, each in enumerate(zip(LENGTHS, POSITIVES, strict=True))]
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Logits (N, T, C)."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b = nn.Linear(D, 16), nn.Linear(16, C)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+class Tagger(Net):
+    """Logits (N, C, T), as torch wants them."""
+
+    def forward(self, x):
+        return super().forward(x).transpose(1, 2)
+
+
+class Classifier(Net):
+    """Logits (N, C)."""
+
+    def forward(self, x):
+        return super().forward(x).mean(1)
+
+
+class LogProbabilities(Classifier):
+    def forward(self, x):
+        return super().forward(x).log_softmax(-1)
+
+
+class Autoencoder(Net):
+    def __init__(self):
+        super().__init__()
+        self.b = nn.Linear(16, D)
+
+
+class WithPenalty(Net):
+    """Gives the sum of its parameters' squares too."""
+
+    def forward(self, x):
+        return super().forward(x), sum(p.square().sum() for p in self.parameters())
+
+
+class WithLoss(Net):
+    """Computes its loss itself, with class weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.loss = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS.clone())
+
+    def forward(self, x, labels):
+        logits = super().forward(x)
+        return {"loss": self.loss(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+# What was drawn for each sample in the last pass that went backward, by the sample's number.
+DRAWN: dict[int, Any] = {}
+
+
+class Noisy(Net):
+    """Adds noise of its own, at a strength of its own; `replays` takes what was drawn before."""
+
+    replays = False
+
+    def forward(self, x, number):
+        if self.replays:
+            noise, time = (torch.stack(each) for each in zip(*(DRAWN[int(n)] for n in number), strict=True))
+        else:
+            noise, time = torch.randn(len(x), T, D, dtype=x.dtype), torch.rand(len(x), dtype=x.dtype)
+        out = super().forward(x + noise * time[:, None, None])
+        if out.requires_grad and not self.replays:
+            rows = dict(zip(map(int, number), zip(noise, time, strict=True), strict=True))
+            out.register_hook(lambda _: DRAWN.update(rows))
+        return {"out": out, "noise": noise, "time": time}
+
+
+def transformer(name, config, **options):
+    """A tiny model of Transformers in evaluation of nothing: without Dropout."""
+
+    def make():
+        import transformers  # noqa: PLC0415 - slow
+
+        torch.manual_seed(1)
+        return getattr(transformers, name)(getattr(transformers, config)(vocab_size=30, **options))
+
+    return make
+
+
+BERT = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "max_position_embeddings": T,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+GPT2 = transformer(
+    "GPT2LMHeadModel",
+    "GPT2Config",
+    n_positions=T,
+    n_embd=8,
+    n_layer=1,
+    n_head=2,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+    bos_token_id=1,
+    eos_token_id=2,
+    use_cache=False,
+)
+LLAMA = transformer(
+    "LlamaForCausalLM",
+    "LlamaConfig",
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    use_cache=False,
+)
+T5 = transformer(
+    "T5ForConditionalGeneration",
+    "T5Config",
+    d_model=8,
+    d_kv=4,
+    d_ff=8,
+    num_layers=1,
+    num_heads=2,
+    dropout_rate=0.0,
+    decoder_start_token_id=0,
+)
+
+
+# --- forms ------------------------------------------------------------------------------------------------------------
+
+
+def of_x(model, batch):
+    return model(batch["x"])
+
+
+def entries(**names):
+    """Makes a batch of some of a window's entries, under other names."""
+    return lambda window: {name: window[entry] for name, entry in names.items()}
+
+
+def pair(x, y):
+    return lambda window: (window[x], window[y])
+
+
+@dataclass(frozen=True)
+class Form:
+    """A model and its loss.
+
+    Attributes:
+        allowed: What may come of it, joined by " or ".
+        loss: As `Runner` takes it; None for the model's own.
+        model: Makes the model.
+        batch: What the loader gives of a window; all of it by default.
+        forward: As `Runner` takes it.
+        cut: The sizes of the micro-batches.
+        dtype: Of the parameters and the batch.
+        precision: As `Runner` takes it.
+        lr: The learning rate.
+        tolerance: How far the training may be from the plain loop, relative to how far that came.
+    """
+
+    allowed: str
+    loss: Any = None
+    model: Callable[[], nn.Module] = Net
+    batch: Callable[[dict[str, Any]], Any] = lambda window: window
+    forward: Callable[..., Any] | None = of_x
+    cut: tuple[int, ...] = CUT
+    dtype: torch.dtype = torch.float64
+    precision: str = "fp32"
+    lr: float = 0.01
+    tolerance: float = 1e-9
+
+    def raw(self, model, batch):
+        """What the loss returns."""
+        if self.loss is None:
+            return model(**batch)["loss"]
+        outputs = self.forward(model, batch) if self.forward else model(batch[0])
+        return self.loss(outputs, batch[1] if isinstance(batch, tuple) else batch)
+
+
+def of_module(allowed, loss, model, x, y, **options):
+    """A loss of torch.nn with a loader of pairs."""
+    return Form(allowed, loss, model, pair(x, y), forward=None, **options)
+
+
+def of_model(allowed, model, batch, tolerance=1e-5):
+    """A model with its own loss; those of Transformers are in float32, whatever the model is in."""
+    return Form(allowed, None, model, batch, forward=None, tolerance=tolerance)
+
+
+def ce(o, y, **options):
+    if "weight" in options:
+        options["weight"] = options["weight"].to(o.dtype)
+    return functional.cross_entropy(o.flatten(0, 1), y.flatten(), **options)
+
+
+def each(o, b, y="y"):
+    """The loss of each token, (N, T)."""
+    return ce(o, b[y], reduction="none").view(o.shape[0], T)
+
+
+def row(o, b):
+    """The loss of each sample."""
+    return each(o, b).mean(1)
+
+
+def mse(o, b):
+    return functional.mse_loss(o, b["z"])
+
+
+class CustomCE(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, o, y):
+        with torch.enable_grad():
+            leaf = o.detach().requires_grad_()
+            value = ce(leaf, y)
+            (ctx.gradient,) = torch.autograd.grad(value, leaf)
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx, given):
+        return ctx.gradient * given, None
+
+
+def label_smoother(o, b, epsilon=0.1):
+    """Of Transformers' Trainer."""
+    logp, ignored = -o.log_softmax(-1), b["labels"].eq(-100)[..., None]
+    nll = logp.gather(-1, b["labels"].clamp(min=0)[..., None]).masked_fill(ignored, 0)
+    smooth = logp.sum(-1, keepdim=True).masked_fill(ignored, 0)
+    n = ignored.numel() - ignored.long().sum()
+    return (1 - epsilon) * nll.sum() / n + epsilon * smooth.sum() / (n * C)
+
+
+def dice(o, b):
+    p, t = o.softmax(-1), functional.one_hot(b["y"], C)
+    return 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
+
+
+def mean_of_classes(o, b):
+    losses = row(o, b)
+    return torch.stack([losses[b["cls"] == k].mean() for k in b["cls"].unique()]).mean()
+
+
+def over_time(o, b):
+    """As older tutorials of seq2seq do it."""
+    losses = [ce(o[:, t : t + 1], b["labels"][:, t]) for t in range(T) if (b["labels"][:, t] != -100).any()]
+    return sum(losses) / T
+
+
+def balanced(a, b):
+    return a + b * (a / b).detach()
+
+
+def over_itself(o, b):
+    loss = ce(o, b["labels"])
+    return loss / loss.detach()
+
+
+def focal(o, b):
+    losses = each(o, b)
+    return (1 - torch.exp(-losses)) ** 2 * losses
+
+
+def info_nce(o, b):
+    similar = functional.normalize(o[:, 0]) @ functional.normalize(o[:, 1]).T / 0.1
+    return functional.cross_entropy(similar, torch.arange(len(o)))
+
+
+def ctc(o, b, reduction="mean"):
+    n, logp = len(o), o.log_softmax(-1).transpose(0, 1)
+    targets = torch.stack([b["cls"].clamp(min=1, max=2), torch.full_like(b["cls"], 3)], dim=1)
+    return functional.ctc_loss(logp, targets, torch.full((n,), T), torch.full((n,), 2), reduction=reduction)
+
+
+# The first 63 are those of the design's prototype; what stands behind a name is what its author would call it.
+FORMS = {
+    "ce mean": Form("exact", lambda o, b: ce(o, b["y"])),
+    "ce ignore": Form("exact", lambda o, b: ce(o, b["labels"])),
+    "ce class weights": Form("exact", lambda o, b: ce(o, b["labels"], weight=CLASS_WEIGHTS)),
+    "ce smoothing, ignore": Form("exact", lambda o, b: ce(o, b["labels"], label_smoothing=0.1)),
+    "ce smoothing, weights": Form("exact", lambda o, b: ce(o, b["labels"], label_smoothing=0.1, weight=CLASS_WEIGHTS)),
+    "ce probabilities": Form("exact", lambda o, b: functional.cross_entropy(o[:, 0], b["p"][:, 0])),
+    "mean of a scalar": Form("exact", lambda o, b: ce(o, b["labels"]).mean()),
+    "stack of two means, mean": Form("exact", lambda o, b: torch.stack([ce(o, b["labels"]), mse(o, b)]).mean()),
+    "stack of two means, sum": Form("exact", lambda o, b: torch.stack([ce(o, b["y"]), mse(o, b)]).sum()),
+    "masked sum / mask sum": Form("exact", lambda o, b: (each(o, b) * b["mask"]).sum() / b["mask"].sum()),
+    "masked mean / mask mean": Form("exact", lambda o, b: (each(o, b) * b["mask"]).mean() / b["mask"].mean()),
+    "masked mean * (numel / mask sum)": Form(
+        "exact", lambda o, b: (each(o, b) * b["mask"]).mean() * (b["mask"].numel() / b["mask"].sum())
+    ),
+    "masked mean * (numel / mask sum), float": Form(
+        "exact", lambda o, b: (each(o, b) * b["mask"]).mean() * (b["mask"].numel() / b["mask"].sum().item())
+    ),
+    "sum / count.clamp(min=1)": Form(
+        "exact or warned or late", lambda o, b: (row(o, b) * b["has"]).sum() / b["has"].sum().clamp(min=1)
+    ),
+    "sum / max(1, count)": Form(
+        "exact or warned or late", lambda o, b: (row(o, b) * b["has"]).sum() / max(1, int(b["has"].sum()))
+    ),
+    "masked sum / (mask sum + 1e-8)": Form(
+        "exact", lambda o, b: (each(o, b) * b["mask"]).sum() / (b["mask"].sum() + 1e-8), tolerance=1e-8
+    ),
+    "losses[mask].mean()": Form("exact", lambda o, b: each(o, b)[b["mask"].bool()].mean()),
+    "losses[has].mean() or 0": Form(
+        "exact or stopped", lambda o, b: each(o, b)[b["has"].bool()].mean() if b["has"].any() else o.sum() * 0
+    ),
+    "sum / numel": Form("exact", lambda o, b: each(o, b).sum() / each(o, b).numel()),
+    "sum * (1 / samples)": Form("exact", lambda o, b: each(o, b).sum() * (1 / len(o))),
+    "sum / constant": Form("exact", lambda o, b: each(o, b).sum() / 64),
+    "sum": Form("exact", lambda o, b: each(o, b).sum()),
+    "mean of masked means": Form("exact", lambda o, b: ((each(o, b) * b["mask"]).sum(1) / b["mask"].sum(1)).mean()),
+    "einsum / mask sum": Form(
+        "exact or refused", lambda o, b: torch.einsum("bt,bt->", each(o, b), b["mask"]) / b["mask"].sum()
+    ),
+    "einsum with weights": Form(
+        "exact or refused", lambda o, b: torch.einsum("b,bt->", b["w"] / b["w"].sum(), each(o, b)) / T
+    ),
+    "(l * w / w.sum() * n).mean()": Form("exact", lambda o, b: (row(o, b) * b["w"] / b["w"].sum() * len(o)).mean()),
+    "l @ (w / w.sum())": Form("exact or refused", lambda o, b: row(o, b) @ (b["w"] / b["w"].sum())),
+    "softmax of weights": Form("exact or warned or refused", lambda o, b: (row(o, b) * b["w"].softmax(0)).sum()),
+    "mse": Form("exact", mse),
+    "bce pos_weight": Form(
+        "exact",
+        lambda o, b: functional.binary_cross_entropy_with_logits(o, (b["z"] > 0).to(o), pos_weight=CLASS_WEIGHTS.to(o)),
+    ),
+    "focal mean": Form("exact", lambda o, b: focal(o, b).mean()),
+    "focal / positives": Form(
+        "exact or warned or late",
+        lambda o, b: (focal(o, b) * b["has"][:, None]).sum() / max(1.0, b["has"].sum().item()),
+    ),
+    "dice": Form("warned or refused", dice),
+    "kl batchmean": Form("exact", lambda o, b: functional.kl_div(o.log_softmax(-1), b["p"], reduction="batchmean")),
+    "kl mean": Form("exact", lambda o, b: functional.kl_div(o.log_softmax(-1), b["p"])),
+    "ctc": Form("exact", ctc),
+    "triplet": Form("exact", lambda o, b: functional.triplet_margin_loss(o[:, 0], o[:, 1], o[:, 2])),
+    "gaussian nll": Form("exact", lambda o, b: functional.gaussian_nll_loss(o, b["z"], torch.ones_like(o))),
+    "0.3 * ce": Form("exact", lambda o, b: 0.3 * ce(o, b["labels"])),
+    "ce / accumulation": Form("exact", lambda o, b: ce(o, b["labels"]) / 4),
+    "ce + L2 of weights": Form("exact", lambda o, b: ce(o[0], b["labels"]) + 1e-2 * o[1], WithPenalty),
+    "ce + mse": Form("exact", lambda o, b: ce(o, b["labels"]) + mse(o, b)),
+    "Trainer's LabelSmoother": Form("exact", label_smoother),
+    "divided by what is learnt": Form(
+        "exact or warned or refused", lambda o, b: ce(o[0], b["labels"]) / (1 + o[1]) + 0.1 * o[1], WithPenalty
+    ),
+    "loss / loss.detach()": Form("exact or refused", over_itself),
+    "a + b * (a / b).detach()": Form("warned or refused", lambda o, b: balanced(ce(o, b["labels"]), mse(o, b))),
+    "mean of classes": Form("warned or refused", mean_of_classes),
+    "loop over samples": Form(
+        "exact or refused",
+        lambda o, b: sum(functional.cross_entropy(*one) for one in zip(o, b["labels"], strict=True)) / len(o),
+    ),
+    "loop over time": Form("exact or refused", over_time),
+    "custom autograd": Form("exact or refused", lambda o, b: CustomCE.apply(o, b["labels"])),
+    "in place": Form("exact", lambda o, b: each(o, b).mul_(b["mask"]).sum() / b["mask"].sum()),
+    "loss += 0": Form("exact", lambda o, b: ce(o, b["labels"]).add_(0)),
+    "rmse": Form("warned or refused", lambda o, b: mse(o, b).sqrt()),
+    "contrastive": Form("refused", info_nce),
+    "hardest half": Form("warned or refused", lambda o, b: row(o, b).topk(max(1, len(o) // 2)).values.mean()),
+    "gather, -sum / mask sum": Form(
+        "exact",
+        lambda o, b: -(o.log_softmax(-1).gather(-1, b["y"][..., None])[..., 0] * b["mask"]).sum().div(b["mask"].sum()),
+    ),
+    "logsumexp": Form("warned or refused", lambda o, b: row(o, b).logsumexp(0)),
+    "smoothed ce, samples all ignored": Form("exact", lambda o, b: ce(o, b["labels_of_some"], label_smoothing=0.1)),
+    "ce, samples all ignored": Form("exact", lambda o, b: ce(o, b["labels_of_some"])),
+    "num_items tensor": Form("exact", lambda o, b: ce(o, b["labels"], reduction="sum") / torch.tensor(41.0)),
+    "nan_to_num": Form("exact or refused", lambda o, b: torch.nan_to_num(ce(o, b["labels"]))),
+    "weights / their mean": Form("exact or refused", lambda o, b: (row(o, b) * (b["w"] / b["w"].mean())).mean()),
+    "vmap": Form("exact", lambda o, b: torch.vmap(functional.cross_entropy)(o, b["y"]).mean()),
+}
+
+# --- torch.nn and torch.nn.functional, each with every reduction ------------------------------------------------------
+
+ELEMENTWISE = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "PoissonNLLLoss")
+FORMS |= {
+    f"nn.{name} {reduction}": of_module(
+        "exact" if reduction != "none" else "exact or refused", getattr(nn, name)(reduction=reduction), Net, "x", "z"
+    )
+    for name in ELEMENTWISE
+    for reduction in ("mean", "sum", "none")
+}
+FORMS |= {
+    f"nn.{name} {reduction}": of_module("exact", getattr(nn, name)(reduction=reduction), model, "x", target)
+    for name, model, target in (
+        ("CrossEntropyLoss", Classifier, "cls"),
+        ("NLLLoss", LogProbabilities, "cls"),
+        ("MultiMarginLoss", Classifier, "cls"),
+    )
+    for reduction in ("mean", "sum", "none")
+}
+FORMS |= {
+    f"nn.CrossEntropyLoss {name}": of_module(allowed, nn.CrossEntropyLoss(**options), Tagger, "x", labels)
+    for name, allowed, labels, options in (
+        ("of tokens", "exact", "labels", {}),
+        ("of tokens, sum", "exact", "labels", {"reduction": "sum"}),
+        ("of tokens, none", "exact or refused", "labels", {"reduction": "none"}),
+        ("ignore_index=0", "exact", "labels_0", {"ignore_index": 0}),
+        ("ignore_index=255, smoothing", "exact", "labels_255", {"ignore_index": 255, "label_smoothing": 0.2}),
+        ("weight", "exact", "labels", {"weight": CLASS_WEIGHTS.double()}),
+        ("weight, smoothing", "exact", "labels", {"weight": CLASS_WEIGHTS.double(), "label_smoothing": 0.1}),
+        ("samples all ignored", "exact", "labels_of_some", {}),
+    )
+}
+
+
+OF_ELEMENTS = ("binary_cross_entropy", "soft_margin_loss", "hinge_embedding_loss")  # unreduced, they have no form
+
+
+def functional_loss(name, reduction):
+    return {
+        "binary_cross_entropy": lambda o, b: functional.binary_cross_entropy(
+            o.sigmoid(), b["p"], weight=b["mask"][..., None], reduction=reduction
+        ),
+        "soft_margin_loss": lambda o, b: functional.soft_margin_loss(o[:, 0], b["signs"], reduction=reduction),
+        "multilabel_soft_margin_loss": lambda o, b: functional.multilabel_soft_margin_loss(
+            o[:, 0], b["p"][:, 0], reduction=reduction
+        ),
+        "hinge_embedding_loss": lambda o, b: functional.hinge_embedding_loss(o[:, 0], b["signs"], reduction=reduction),
+        "cosine_embedding_loss": lambda o, b: functional.cosine_embedding_loss(
+            o[:, 0], o[:, 1], b["signs"][:, 0], reduction=reduction
+        ),
+        "margin_ranking_loss": lambda o, b: functional.margin_ranking_loss(
+            o[:, 0, 0], o[:, 1, 0], b["signs"][:, 0], margin=0.5, reduction=reduction
+        ),
+        "triplet_margin_loss": lambda o, b: functional.triplet_margin_loss(
+            o[:, 0], o[:, 1], o[:, 2], reduction=reduction
+        ),
+        "cross_entropy, weight": lambda o, b: functional.cross_entropy(
+            o[:, 0], b["cls"], weight=CLASS_WEIGHTS.to(o), reduction=reduction
+        ),
+        "ctc_loss": lambda o, b: ctc(o, b, reduction),
+        "kl_div": lambda o, b: functional.kl_div(o.log_softmax(-1), b["p"], reduction=reduction),
+    }[name]
+
+
+FORMS |= {
+    f"F.{name} {reduction}": Form(
+        "exact or refused" if reduction == "none" and name in OF_ELEMENTS else "exact", functional_loss(name, reduction)
+    )
+    for name in (
+        "binary_cross_entropy",
+        "soft_margin_loss",
+        "multilabel_soft_margin_loss",
+        "hinge_embedding_loss",
+        "cosine_embedding_loss",
+        "margin_ranking_loss",
+        "triplet_margin_loss",
+        "cross_entropy, weight",
+        "ctc_loss",
+    )
+    for reduction in ("mean", "sum", "none")
+} | {f"F.kl_div {reduction}": Form("exact", functional_loss("kl_div", reduction)) for reduction in ("sum", "batchmean")}
+
+# --- weights that sum like the samples or the tokens at first, and later do not ---------------------------------------
+
+
+def weighted(o, b, name):
+    """The weighted mean of a batch, whose weights are of samples or of tokens."""
+    return ((row if b[name].dim() == 1 else each)(o, b) * b[name]).sum() / b[name].sum()
+
+
+FORMS |= {
+    f"weights {entry} as {name!r}": Form(
+        "exact",
+        lambda o, b, name=name: weighted(o, b, name),
+        batch=lambda window, entry=entry, name=name: {"x": window["x"], "y": window["y"], name: window[entry]},
+    )
+    for entry in ("w_later", "w_tokens")
+    for name in ("weights", "mask", "importance", "q7")
+}
+FORMS |= {
+    "weights from the start": Form("exact", lambda o, b: weighted(o, b, "w")),
+    "weights in a tuple of targets": Form(
+        "exact",
+        lambda o, targets: weighted(o, dict(zip("yw", targets, strict=True)), "w"),
+        batch=lambda window: (window["x"], (window["y"], window["w_tokens"])),
+        forward=None,
+    ),
+    "weights of labels in a tuple of targets": Form(
+        "exact",
+        lambda o, targets: (ce(o, targets[0], reduction="none") * targets[1].flatten()).sum() / targets[1].sum(),
+        batch=lambda window: (window["x"], (window["labels"], window["w_tokens"])),
+        forward=None,
+    ),
+    "weights in a pair (sum, weight)": Form(
+        "exact", lambda o, b: ((each(o, b) * b["w_tokens"]).sum(), b["w_tokens"].sum())
+    ),
+    "weights by losses[has], none in some": Form(
+        "exact or warned", lambda o, b: (row(o, b) * b["w_later"] * b["has"]).sum() / (b["w_later"] * b["has"]).sum()
+    ),
+}
+
+# --- pairs and terms --------------------------------------------------------------------------------------------------
+
+FORMS |= {
+    "pair": Form("exact", lambda o, b: (ce(o, b["labels"], reduction="sum"), (b["labels"] != -100).sum())),
+    "pair, none in some": Form("exact", lambda o, b: ((row(o, b) * b["has"]).sum(), b["has"].sum())),
+    "pair beside a mean": Form(
+        "exact", lambda o, b: {"pair": ((row(o, b) * b["has"]).sum(), b["has"].sum()), "ce": ce(o, b["labels"])}
+    ),
+    "dict of two, equal divisors": Form("exact", lambda o, b: {"ce": ce(o, b["y"]), "mse": mse(o, b)}),
+    "dict of two, unlike divisors": Form("exact", lambda o, b: {"ce": ce(o, b["labels"]), "mse": mse(o, b)}),
+    "dict of three": Form(
+        "exact",
+        lambda o, b: {"ce": ce(o, b["labels"]), "mse": mse(o, b), "weighted": 0.1 * weighted(o, b, "w")},
+    ),
+    "dict with a sum": Form("exact", lambda o, b: {"ce": ce(o, b["labels"]), "sum": 1e-2 * o.square().sum()}),
+    "dict with L2 of weights": Form(
+        "exact", lambda o, b: {"ce": ce(o[0], b["labels"]), "l2": 1e-2 * o[1]}, WithPenalty
+    ),
+    "ce + mean square": Form("exact", lambda o, b: ce(o, b["labels"]) + 0.1 * o.square().mean()),
+    "ce + mean square + L2": Form(
+        "exact", lambda o, b: ce(o[0], b["labels"]) + 0.1 * o[0].square().mean() + 1e-2 * o[1], WithPenalty
+    ),
+    "ce + a sum": Form("exact or refused", lambda o, b: ce(o, b["labels"]) + 1e-2 * o.square().sum()),
+    "masked mean + mean of some": Form(
+        "exact or warned", lambda o, b: weighted(o, b, "mask") + 0.5 * (row(o, b) * b["has"]).sum() / b["has"].sum()
+    ),
+    "three divisors": Form(
+        "exact or refused",
+        lambda o, b: weighted(o, b, "mask") + 0.5 * weighted(o, b, "w") + 0.1 * weighted(o, b, "w_tokens"),
+    ),
+    "z-loss": Form("exact", lambda o, b: ce(o, b["labels"]) + 1e-2 * o.logsumexp(-1).square().mean()),
+}
+
+# --- models with their own loss ---------------------------------------------------------------------------------------
+
+TEXT = {"input_ids": "input_ids", "attention_mask": "attention_mask"}
+FORMS |= {
+    "class weights in the model": Form("exact", None, WithLoss, entries(x="x", labels="labels"), forward=None),
+    "GPT-2": of_model("exact", GPT2, entries(**TEXT, labels="ids_labels")),
+    "Llama": of_model("exact", LLAMA, entries(**TEXT, labels="ids_labels")),
+    "T5": of_model("exact", T5, entries(**TEXT, labels="ids_labels")),
+    "BERT, masked": of_model(
+        "exact", transformer("BertForMaskedLM", "BertConfig", **BERT), entries(**TEXT, labels="ids_masked")
+    ),
+    "BERT, classes": of_model(
+        "exact",
+        transformer("BertForSequenceClassification", "BertConfig", num_labels=C, **BERT),
+        entries(**TEXT, labels="cls"),
+    ),
+    "BERT, tags": of_model(
+        "exact",
+        transformer("BertForTokenClassification", "BertConfig", num_labels=C, **BERT),
+        entries(**TEXT, labels="labels"),
+    ),
+    "GPT-2, inputs are the labels": of_model(
+        "exact", GPT2, lambda window: {"input_ids": window["input_ids"], "labels": window["input_ids"]}
+    ),
+}
+
+# --- of other libraries, by hand where the library is large -----------------------------------------------------------
+
+
+def logps(o, b, y):
+    return -(each(o, b, y) * b["mask"]).sum(1)
+
+
+def dpo(o, b):
+    margins = (row(o, b) - b["z"][:, 0, 0]) - (each(o, b, "labels_0").mean(1) - b["z"][:, 0, 1])
+    return -functional.logsigmoid(0.1 * margins).mean()
+
+
+def grpo(o, b):
+    """Clipped ratios of tokens with an advantage of their sample, (N, T)."""
+    ratio = torch.exp(-each(o, b) + 1.5)
+    advantage = b["w"][:, None] - 1.5
+    return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+
+
+def retinanet(o, b):
+    """A mean over images of sums divided by each image's own positives."""
+    losses = [(one * there).sum() / max(1, int(there.sum())) for one, there in zip(focal(o, b), b["mask"], strict=True)]
+    return sum(losses) / max(1, len(losses))
+
+
+def faster_rcnn(o, b):
+    boxes = functional.smooth_l1_loss(o, b["z"], reduction="none") * b["has"][:, None, None]
+    return {"classes": ce(o, b["labels"]), "boxes": boxes.sum() / b["labels"].numel()}
+
+
+def detr(o, b):
+    boxes = functional.l1_loss(o, b["z"], reduction="none") * b["has"][:, None, None]
+    return {"classes": ce(o, b["y"], weight=CLASS_WEIGHTS), "boxes": boxes.sum() / max(1, int(b["has"].sum()))}
+
+
+def soft_target(o, target):
+    """Of timm, without its copies."""
+    return torch.sum(-target * o.log_softmax(-1), dim=-1).mean()
+
+
+def smoothed(o, target, smoothing=0.1):
+    """Of timm."""
+    logp = o.log_softmax(-1)
+    nll = -logp.gather(-1, target.unsqueeze(1)).squeeze(1)
+    return ((1 - smoothing) * nll + smoothing * -logp.mean(-1)).mean()
+
+
+def of_noise(model, batch):
+    return model(batch["x"], batch["number"])
+
+
+def diffusion(o, b):
+    return functional.mse_loss(o["out"], o["noise"][..., :C])
+
+
+def weighted_diffusion(o, b):
+    return (functional.mse_loss(o["out"], o["noise"][..., :C], reduction="none").mean((1, 2)) / (o["time"] + 1)).mean()
+
+
+def vae(o, b, reduction="sum"):
+    mean, log_variance = o["out"][..., :2], o["out"][..., 2:4]
+    reconstruction = functional.mse_loss(o["out"], b["z"], reduction=reduction)
+    kl = -0.5 * (1 + log_variance - mean.square() - log_variance.exp())
+    if reduction == "mean":
+        return reconstruction + 0.1 * kl.mean()
+    return (reconstruction + kl.sum()) / len(b["z"])
+
+
+def router(o):
+    """The balancing term of a mixture of experts: of no samples' losses a mean."""
+    probabilities = o.softmax(-1).flatten(0, 1)
+    share = functional.one_hot(probabilities.argmax(-1), C).to(o).mean(0)
+    return C * (share * probabilities.mean(0)).sum()
+
+
+FORMS |= {
+    "sft of completions": Form("exact", lambda o, b: ce(o[:, :-1], b["labels"][:, 1:])),
+    "sft, sum / num_items": Form("exact", lambda o, b: ce(o[:, :-1], b["labels"][:, 1:], reduction="sum") / 37),
+    "dft": Form(
+        "exact",
+        lambda o, b: (each(o, b) * torch.exp(-each(o, b)).detach() * b["mask"]).sum() / b["mask"].sum(),
+    ),
+    "dpo": Form("exact", dpo),
+    "dpo + sft": Form("exact", lambda o, b: dpo(o, b) + 0.2 * ce(o, b["labels"])),
+    "orpo": Form(
+        "exact",
+        lambda o, b: (
+            ce(o, b["labels"]) - 0.1 * functional.logsigmoid(logps(o, b, "y") - logps(o, b, "labels_0")).mean()
+        ),
+    ),
+    "kto": Form("exact", lambda o, b: (1 - torch.sigmoid(0.1 * (row(o, b) - 1) * b["signs"][:, 0])).mean()),
+    "reward model": Form("exact", lambda o, b: -functional.logsigmoid(o[:, 0, 0] - o[:, 1, 0]).mean()),
+    "grpo": Form("exact", lambda o, b: ((grpo(o, b) * b["mask"]).sum(1) / b["mask"].sum(1)).mean()),
+    "bnpo": Form(
+        "exact or warned or late", lambda o, b: (grpo(o, b) * b["mask"]).sum() / b["mask"].sum().clamp(min=1.0)
+    ),
+    "dr_grpo": Form("exact", lambda o, b: (grpo(o, b) * b["mask"]).sum() / (len(o) * T)),
+    "distillation": Form(
+        "exact",
+        lambda o, b: (
+            0.5 * ce(o, b["labels"]) + 2 * functional.kl_div((o / 2).log_softmax(-1), b["p"], reduction="batchmean")
+        ),
+    ),
+    "retinanet": Form("exact or refused", retinanet),
+    "faster r-cnn": Form("exact", faster_rcnn),
+    "detr": Form("exact or warned or late", detr),
+    "fcos": Form(
+        "exact or warned or late",
+        lambda o, b: {
+            "classes": (focal(o, b) * b["mask"]).sum() / max(1, int(b["has"].sum())),
+            "boxes": (o.square().mean((1, 2)) * b["has"]).sum() / max(1, int(b["has"].sum())),
+        },
+    ),
+    "timm's label smoothing": of_module("exact", smoothed, Classifier, "x", "cls"),
+    "timm's soft target": Form("exact", lambda o, b: soft_target(o[:, 0], b["p"][:, 0])),
+    "mixup": Form("exact", lambda o, b: 0.3 * ce(o, b["labels"]) + 0.7 * ce(o, b["labels"].roll(1, 1))),
+    "diffusion": Form("exact", diffusion, Noisy, forward=of_noise),
+    "diffusion, min-snr": Form("exact", weighted_diffusion, Noisy, forward=of_noise),
+    "vae, sum / samples": Form("exact", vae, Noisy, forward=of_noise),
+    "vae, means": Form("exact", lambda o, b: vae(o, b, "mean"), Noisy, forward=of_noise),
+    "ce + router": Form("warned or refused", lambda o, b: ce(o, b["labels"]) + 0.1 * router(o)),
+    "dict with a router": Form("warned or refused", lambda o, b: {"ce": ce(o, b["labels"]), "router": 0.1 * router(o)}),
+    "ntxent": Form("refused", lambda o, b: info_nce(o, b) / 2 + info_nce(o.flip(1)[:, -2:].contiguous(), b) / 2),
+    "hardest triplets of the batch": Form(
+        "warned or refused",
+        lambda o, b: (1 - torch.cdist(o[:, 0], o[:, 0]).amax(1) + o[:, 0].norm(dim=1)).relu().mean(),
+    ),
+    "barlow twins": Form(
+        "warned or refused", lambda o, b: (o[:, 0].T @ o[:, 1] / len(o) - torch.eye(C)).square().sum()
+    ),
+    "policy gradient, advantages normed": Form(
+        "warned or refused",
+        lambda o, b: (row(o, b) * (b["w"] - b["w"].mean()) / (b["w"].std(correction=0) + 1e-3)).mean(),
+    ),
+}
+if importlib.util.find_spec("torchvision"):
+    FORMS |= {
+        f"torchvision's focal {reduction}": Form(
+            "exact" if reduction != "none" else "exact or refused",
+            lambda o, b, reduction=reduction: torchvision_focal(o, b, reduction),
+        )
+        for reduction in ("mean", "sum", "none")
+    }
+
+
+def torchvision_focal(o, b, reduction):
+    from torchvision.ops import sigmoid_focal_loss  # noqa: PLC0415 - slow
+
+    return sigmoid_focal_loss(o, (b["z"] > 0).to(o), reduction=reduction)
+
+
+# --- how a loss is run ------------------------------------------------------------------------------------------------
+
+
+def compiled(backend):
+    """A compiled loss, the same in all calls; compiled at the first."""
+    kept = []
+
+    def loss(o, b):
+        if not kept:
+            kept.append(torch.compile(ce, backend=backend, dynamic=True))
+        return kept[0](o, b["labels"])
+
+    return loss
+
+
+def needs_two(o, b):
+    """Its author never had a batch of one."""
+    if len(o) < 2:
+        raise ValueError("at least two samples, please")
+    return ce(o, b["labels"])
+
+
+LOW = {"lr": 1.0, "tolerance": 3e-2}  # steps that such parameters can tell
+FORMS |= {
+    "torch.compile, eager": Form("exact or refused", compiled("eager")),
+    "torch.compile, aot_eager": Form("exact or refused", compiled("aot_eager")),
+    "checkpointed loss": Form("exact or refused", lambda o, b: checkpoint(ce, o, b["labels"], use_reentrant=False)),
+    "checkpointed loss, masked": Form(
+        "exact or refused", lambda o, b: checkpoint(weighted, o, b, "mask", use_reentrant=False)
+    ),
+    "bf16 autocast, ce": Form("exact", lambda o, b: ce(o, b["labels"]), dtype=torch.float32, precision="bf16", **LOW),
+    "bf16 autocast, masked": Form(
+        "exact", lambda o, b: weighted(o, b, "mask"), dtype=torch.float32, precision="bf16", **LOW
+    ),
+    "float32, ce": Form("exact", lambda o, b: ce(o, b["labels"]), dtype=torch.float32, lr=1.0, tolerance=1e-5),
+    "bf16 weights, ce": Form("exact", lambda o, b: ce(o, b["labels"]), dtype=torch.bfloat16, **LOW),
+    "bf16 weights, masked": Form("exact", lambda o, b: weighted(o, b, "mask"), dtype=torch.bfloat16, **LOW),
+    "fp16 with a scaler, ce": Form(
+        "exact", lambda o, b: ce(o, b["labels"]), dtype=torch.float32, precision="fp16", **LOW
+    ),
+    "fp16 with a scaler, pair": Form(
+        "exact",
+        lambda o, b: (ce(o, b["labels"], reduction="sum"), (b["labels"] != -100).sum()),
+        dtype=torch.float32,
+        precision="fp16",
+        **LOW,
+    ),
+    "no guard where nothing counts": Form("exact", lambda o, b: each(o, b)[b["has"].bool()].mean()),
+    "no guard, masked sum / sum": Form("exact or warned", lambda o, b: weighted(o, b, "has")),
+    "needs two samples": Form("exact or refused", needs_two, cut=(4, 2, 4)),
+    "variance of the batch": Form("warned or refused", lambda o, b: o.var(0).mean(), cut=(4, 2, 4)),
+    "inputs are the targets": Form(
+        "exact", nn.MSELoss(), Autoencoder, lambda window: (window["x"], window["x"]), forward=None
+    ),
+    "inputs are the targets, masked": Form(
+        "exact",
+        lambda o, b: (functional.mse_loss(o, b["x"], reduction="none").mean(-1) * b["mask"]).sum() / b["mask"].sum(),
+        Autoencoder,
+    ),
+}
