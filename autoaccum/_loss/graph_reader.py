@@ -108,9 +108,8 @@ def _read_number(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) 
     try:
         handler(node, number, term, found)
     except _UnreadError:
-        term.weight = None
-        term.end = node
-    found.append(term)
+        term.weight, term.end = None, node
+        found.append(term)
 
 
 def _handler_of(kind: str) -> Callable[[Any, int, ReadTerm, list[ReadTerm]], None]:

@@ -169,6 +169,7 @@ class _Weights:
                     break
                 finally:
                     self._mark.restore()
+        parts = [window.part(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
         return [objective.weights.of_samples(_LOSS, part) for part in parts]
 
     def _step_of(self, model: nn.Module) -> GradientStep:
