@@ -240,9 +240,10 @@ class Engine:
             return finish(self._gradient())
         except (NotSteadyError, NotCheckedError) as error:
             if isinstance(error, NotCheckedError):
-                if self._has_checked_again:
+                if self._has_checked_again and not error.is_known:
                     raise error.said from None
-                self._has_checked_again, self._step.objective.weights.is_checked = True, False
+                if not error.is_known:
+                    self._has_checked_again, self._step.objective.weights.is_checked = True, False
             self._restore()
             self.steady.forget()
             self._is_steady, self.is_due = False, True

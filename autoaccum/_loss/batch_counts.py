@@ -22,11 +22,12 @@ _MOST_DIMS = 2
 _MOST_ELEMENTS = 2**16
 
 LABELS = f"labels that are not {IGNORED}"
+_SUM = "the sum"
 SHIFTED = f"{LABELS}, shifted by one"
 _WAYS: dict[str, Callable[[Any], Any]] = {
     LABELS: lambda one: one.size - _ignored(one),
     SHIFTED: lambda one: one[..., 1:].size - _ignored(one[..., 1:]),
-    "the sum": lambda one: one.sum(dtype="float64"),
+    _SUM: lambda one: one.sum(dtype="float64"),
     "the number above 0": lambda one: (one > 0).sum(),
 }
 _ELEMENTS, _ROWS = "elements", "rows"
@@ -57,6 +58,12 @@ def counts_of(window: Window, start: int, stop: int, wanted: frozenset[Count]) -
         for count, number in counts_in(batch, samples, wanted).items():
             found[count] += number
     return found
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    """Whether integers are a mask, of 0 and 1."""
+    array = _as_array(tensor)
+    return bool(array.size) and array.min() >= 0 and array.max() <= 1
 
 
 def _ignored(labels: Any) -> int:
@@ -97,7 +104,8 @@ def _counted(tensor: Tensor, samples: int, wanted: frozenset[Count] | None, name
     if tensor.dim() <= _MOST_DIMS and tensor.numel() <= _MOST_ELEMENTS * max(samples, 1):
         of_labels = not (tensor.is_floating_point() or tensor.dtype is torch.bool)
         for way, count in _WAYS.items():
-            if (of_labels or not way.startswith("labels")) and (wanted is None or (way, name) in wanted):
+            fits = of_labels if way.startswith("labels") else way != _SUM or not of_labels or _is_mask(tensor)
+            if fits and (wanted is None or (way, name) in wanted):
                 yield way, float(count(_as_array(tensor)))
     if wanted is None or (_ELEMENTS, name) in wanted:
         yield _ELEMENTS, float(tensor.numel())

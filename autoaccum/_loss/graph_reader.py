@@ -32,6 +32,9 @@ _OF_ELEMENTS = (
 _ONLY_MOVE = ("autoaccum.", "torch.autograd.graph")
 
 
+_INFINITE = (math.inf, -math.inf)
+
+
 class _UnreadError(Exception):
     """A node is unknown, or is no number times its input."""
 
@@ -45,8 +48,7 @@ class ReadTerm:
         weight: What its sum over elements is divided by, on the device where that is no number on the host. None if it
             could not be read.
         divides: Whether the gradient of the term is NaN where its weight is 0.
-        divisor_of_one: Whether a divisor that the graph holds is exactly 1, as `max(1, n)` is where n is 0.
-        divisor: A divisor on the device, where it cannot be compared with 1 without waiting.
+        divisor: The last divisor that the graph holds; None if there is none.
         is_counted: Whether its weight comes from a count or a divisor.
         end: The node whose result is summed, as far as its elements have one factor.
     """
@@ -54,15 +56,14 @@ class ReadTerm:
     node: Any
     weight: float | Tensor | None
     divides: bool = False
-    divisor_of_one: bool = False
-    divisor: Tensor | None = None
+    divisor: float | Tensor | None = None
     is_counted: bool = False
     end: Any = None
 
     def at(self, node: Any, weight: float | Tensor | None = None) -> ReadTerm:
         """Return the same for another node, and another weight if given."""
         weight = self.weight if weight is None else weight
-        return ReadTerm(node, weight, self.divides, self.divisor_of_one, self.divisor, self.is_counted)
+        return ReadTerm(node, weight, self.divides, self.divisor, self.is_counted)
 
 
 def read(loss: Tensor) -> list[ReadTerm]:
@@ -87,7 +88,9 @@ def _merged(terms: list[ReadTerm]) -> list[ReadTerm]:
         if first is not term:
             is_read = first.weight is not None and term.weight is not None
             first.weight = _together(first.weight, term.weight) if is_read else None
-    return list(by_node.values())
+    # What is multiplied by 0 is not there.
+    left = [term for term in by_node.values() if isinstance(term.weight, Tensor) or term.weight not in _INFINITE]
+    return left or terms[:1]
 
 
 def _together(one: Any, other: Any) -> Any:
@@ -357,10 +360,7 @@ def _known(weight: float | Tensor | None) -> Any:
 def _divide(term: ReadTerm, divisor: Any) -> None:
     term.weight = _known(term.weight) * divisor
     term.divides = term.is_counted = True
-    if isinstance(divisor, Tensor):
-        term.divisor = divisor
-    elif divisor == 1.0:
-        term.divisor_of_one = True
+    term.divisor = divisor
 
 
 def _divided(weight: Any, number: Any) -> Any:

@@ -8,6 +8,7 @@ read, it is looked for among the counts of the batch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -166,7 +167,7 @@ def run_of(loss: Tensor, samples: int, batch: Any, parameters: Sequence[nn.Param
         keep: Whether the graph is used again.
     """
     terms = read(loss)
-    weights = [None if term.weight is None else float(term.weight) for term in terms]
+    weights = [None if term.weight is None else _finite(float(term.weight)) for term in terms]
     rows = []
     for number in range(len(terms)) if parameters else ():
         kept = keep or number + 1 < len(terms)
@@ -293,8 +294,9 @@ def _form_of(number: int, whole: Run, parts: Sequence[Run], tolerance: float, *,
         if _close(sum(known), weight, room) and weight and (is_random or agrees([one / weight for one in known])):
             counts = _proportional([weight, *known], [whole, *parts])
             shares = tuple(one / weight for one in known)
-            term = whole.terms[number]
-            clamped = term.divides and not term.divisor_of_one
+            divisors = [run.terms[number].divisor for run in (whole, *parts)]
+            # max(1, n) is never below 1, and a divisor that is always 1 is no count.
+            clamped = all(one is not None and float(one) >= 1 for one in divisors) and float(divisors[0] or 0) > 1
             return TermForm(Form.MEAN, True, abs(weight) / whole.samples, shares, counts, clamped)
         if all(_close(one, weight, room) for one in known) and (is_random or agrees([1.0] * len(parts))):
             number_at = next((path for path, one in whole.numbers.items() if _close(one, abs(weight), room)), None)
@@ -359,6 +361,11 @@ def share_a_divisor(forms: Sequence[TermForm]) -> bool:
         for form in forms
         for one, first in zip(form.shares, forms[0].shares, strict=True)
     )
+
+
+def _finite(weight: float) -> float:
+    """Return a weight; 0 for what is multiplied by 0."""
+    return 0.0 if math.isinf(weight) else weight
 
 
 def _near(one: Tensor, other: Tensor, tolerance: float) -> bool:

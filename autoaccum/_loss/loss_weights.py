@@ -69,7 +69,7 @@ class Factors:
         weight: What a loss is divided by if its graph does not say so; None if it does.
         pairs: For the sums of (sum, weight) pairs whose total is known, by name.
         terms: For each term of a loss that has divisors of its own, by name.
-        expected: What these terms are divided by, as the batch counts it.
+        expected: What these terms are divided by, as each count of the batch that may be meant says.
     """
 
     alone: bool = False
@@ -78,7 +78,7 @@ class Factors:
     weight: float | None = None
     pairs: dict[str, float] = field(default_factory=dict)
     terms: dict[str, list[float]] = field(default_factory=dict)
-    expected: dict[Slot, float] = field(default_factory=dict)
+    expected: dict[Slot, dict[Count, float]] = field(default_factory=dict)
 
     def times(self, number: float) -> Factors:
         """Return these factors multiplied by a number."""
@@ -93,11 +93,13 @@ class NotCheckedError(Exception):
 
     Args:
         said: The error for the user, if the check has been made already.
+        is_known: Whether it is known by now, so that no check is needed.
     """
 
-    def __init__(self, said: InvalidInputError) -> None:
+    def __init__(self, said: InvalidInputError, *, is_known: bool = False) -> None:
         super().__init__(str(said))
         self.said = said
+        self.is_known = is_known
 
 
 class LossWeights:
@@ -125,7 +127,7 @@ class LossWeights:
         self._trusted: set[str] = set()  # names of losses of torch, which need no check
         # On the device, to be looked at a window later: divisors that may be clamped, and weights beside their counts.
         self._divisors: list[tuple[str, Tensor]] = []
-        self._counted_weights: list[tuple[str, Tensor, float]] = []
+        self._counted_weights: list[tuple[Slot, Tensor, Mapping[Count, float]]] = []
 
     # --- what is known ------------------------------------------------------------------------------------------------
 
@@ -240,7 +242,8 @@ class LossWeights:
             InvalidInputError: Losses cannot be put together from micro-batches.
         """
         if self.said is None:
-            self.forms |= {name: tuple(forms) for name, forms in found.items()}
+            for name, forms in found.items():
+                self._learn_forms(name, forms)
             self._trusted -= set(found)
         self.is_checked = True
         for name, forms in found.items() if self.said is None else ():
@@ -253,12 +256,26 @@ class LossWeights:
         if self.common is Common.NOTHING:
             self._refuse_what_is_not_counted()
 
+    def _learn_forms(self, name: str, forms: Sequence[TermForm]) -> None:
+        """Take the terms of a loss; of counts only those that fitted earlier samples too."""
+        before = self.forms.get(name, ())
+        if len(before) == len(forms) and any(
+            was.is_read and not now.is_read for was, now in zip(before, forms, strict=True)
+        ):
+            raise InvalidInputError(
+                f"loss {name!r} was {_in_words(before)} in earlier windows, as its graph says, and is not in this one; "
+                "return the same form in all windows, a (sum, weight) pair, or pass loss_reduction="
+            )
+        if [(one.form, one.is_read) for one in before] == [(one.form, one.is_read) for one in forms]:
+            forms = [_with_counts_of_both(*pair) for pair in zip(forms, before, strict=True)]
+        self.forms[name] = tuple(forms)
+
     def _refuse_or_warn(self, name: str, forms: Sequence[TermForm]) -> None:
         """Reject a loss of which a check confirms nothing, and warn of single terms that it does not confirm."""
         doubtful = [number for number, form in enumerate(forms) if form.form is Form.UNCONFIRMED]
         if not doubtful:
             return
-        if len(forms) == 1:
+        if all(form.form in (Form.UNCONFIRMED, Form.CONSTANT) for form in forms):
             what = "is" if forms[0].is_read else "cannot be read from its graph, and is"
             raise InvalidInputError(
                 f"loss {name!r} {what} neither a mean nor a sum over samples: micro-batches do not give the gradient "
@@ -299,9 +316,11 @@ class LossWeights:
 
     # --- before a window ----------------------------------------------------------------------------------------------
 
-    def is_ambiguous(self, window: Window, sizes: Sequence[int]) -> frozenset[Count]:
+    def is_ambiguous(self, window: Window, sizes: Sequence[int], *, only_unread: bool = False) -> frozenset[Count]:
         """Return counts which fitted all samples so far, of which only some can be right in this window."""
         for form in self._counted():
+            if only_unread and form.is_read:
+                continue  # the graph will tell
             if len(form.counts) > 1 and len(sizes) > 1:
                 shares = [_shares(count, self._counts(window, sizes, frozenset(form.counts))) for count in form.counts]
                 if any(not _alike(one, shares[0]) for one in shares):
@@ -462,13 +481,13 @@ class LossWeights:
             for number, form in enumerate(forms):
                 if form.form is Form.MEAN:
                     count = min(form.counts)
-                    counted = [one[count] for one in self._counts(window, sizes, frozenset([count]))]
+                    counted = self._counts(window, sizes, frozenset(form.counts))
                     total = totals[name, number]
                     if not total:
                         raise nothing_counts(f"nothing counts ({in_words(count)})", len(sizes))
-                    own = [one / total for one in counted]
-                    for one, number_counted in zip(factors, counted, strict=True):
-                        one.expected[name, number] = number_counted * form.counts[count]
+                    own = [one[count] / total for one in counted]
+                    for one, counts in zip(factors, counted, strict=True):
+                        one.expected[name, number] = {of: counts[of] * each for of, each in form.counts.items()}
                 else:
                     own = [1.0 if form.form is Form.SUM else one.usual for one in factors]
                 for one, factor in zip(factors, own, strict=True):
@@ -544,18 +563,16 @@ class LossWeights:
             raise changed(name, forms, found)
         divides = any(one.divides for one in found)
         if first.divides and forms[0].may_be_clamped and samples > 1:
-            if first.divisor_of_one:
-                self.warn(_clamp_text(name))
-            elif first.divisor is not None:
+            if isinstance(first.divisor, Tensor):
                 self._divisors.append((name, first.divisor))
+            elif first.divisor == 1.0:
+                self.warn(_clamp_text(name))
         if isinstance(first.weight, Tensor):
             # The gradient of a division by 0 is NaN, even times 0. This waits for the device.
             return 0.0 if divides and not float(first.weight) else first.weight
-        if not math.isfinite(first.weight):
-            raise InvalidInputError(
-                f"loss {name!r} divides by {first.weight}; look for a division by 0, or NaN among the weights"
-            )
-        return first.weight
+        if math.isnan(first.weight):
+            raise InvalidInputError(f"loss {name!r} divides by NaN; look for NaN among the weights")
+        return 0.0 if math.isinf(first.weight) else first.weight  # what is multiplied by 0 is not there
 
     def _weigh_terms(self, term: Term, factors: Factors) -> Tensor | None:
         """Return a loss whose terms have factors of their own, which its backward pass applies."""
@@ -565,7 +582,7 @@ class LossWeights:
             raise changed(term.name, forms, found)
         for number, (one, form) in enumerate(zip(found, forms, strict=True)):
             if form.form is Form.MEAN and form.is_read:
-                self._compare(term.name, one, factors.expected[term.name, number])
+                self._compare((term.name, number), one, factors.expected[term.name, number])
         if len(own) == 1:
             return self._times(term.value, own[0])
         for one, factor in zip(found, own, strict=True):
@@ -575,16 +592,28 @@ class LossWeights:
                 one.end.register_prehook(_nothing)
         return term.value * share
 
-    def _compare(self, name: str, term: ReadTerm, expected: float) -> None:
+    def _compare(self, slot: Slot, term: ReadTerm, expected: Mapping[Count, float]) -> None:
         """Compare what a term is divided by with what the batch counts.
 
         Raises:
-            InvalidInputError: They differ.
+            NotCheckedError: Another count than the one that was taken is meant.
+            InvalidInputError: None is.
         """
         if isinstance(term.weight, Tensor):
-            self._counted_weights.append((name, term.weight, expected))
-        elif term.weight is None or abs(term.weight - expected) > _SAME_WEIGHT * abs(expected):
-            raise counted_otherwise(name, term.weight, expected)
+            self._counted_weights.append((slot, term.weight, expected))
+            return
+        meant = [count for count, number in expected.items() if _is_same(term.weight, number)]
+        if len(meant) == len(expected):
+            return
+        (name, number), taken = slot, min(expected)
+        if meant:
+            forms = list(self.forms[name])
+            counts = {count: each for count, each in forms[number].counts.items() if count in meant}
+            forms[number] = replace(forms[number], counts=counts)
+            self.forms[name] = tuple(forms)
+        if taken not in meant:
+            error = counted_otherwise(name, term.weight, expected[taken])
+            raise NotCheckedError(error, is_known=True) if meant else error
 
     @property
     def has_left(self) -> bool:
@@ -602,9 +631,9 @@ class LossWeights:
             if bool((torch.stack([one.reshape(()) for of_name, one in divisors if of_name == name]) == 1).any()):
                 self.warn(_clamp_text(name))
         weights, self._counted_weights = self._counted_weights, []
-        for name, weight, expected in weights:
-            if abs(float(weight) - expected) > _SAME_WEIGHT * abs(expected):
-                raise counted_otherwise(name, float(weight), expected)
+        for (name, _), weight, expected in weights:
+            if not _is_same(float(weight), expected[min(expected)]):
+                raise counted_otherwise(name, float(weight), expected[min(expected)])
 
     def forget_window(self) -> None:
         """Drop what was left on the device, since the window begins again."""
@@ -669,6 +698,10 @@ def _scaling(factor: float) -> Any:
 def _shares(count: Count, counted: Sequence[Mapping[Count, float]]) -> list[float]:
     total = sum(one[count] for one in counted)
     return [one[count] / total if total else 0.0 for one in counted]
+
+
+def _is_same(weight: float | None, expected: float) -> bool:
+    return weight is not None and abs(weight - expected) <= _SAME_WEIGHT * abs(expected)
 
 
 def _alike(one: Sequence[float], other: Sequence[float]) -> bool:

@@ -298,7 +298,7 @@ class Objective:
         weights.learn(forms, is_checked=is_checked)
         weights.is_checked = trial.is_complete
         self._most = MOST_SAMPLES
-        if telling and weights.is_ambiguous(window, sizes):
+        if telling and weights.is_ambiguous(window, sizes, only_unread=True):
             raise InvalidInputError(
                 f"what the loss is divided by could be {' or '.join(sorted(map(in_words, telling)))}, which differ in "
                 "this window; return a (sum, weight) pair, or pass loss_reduction="

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
