@@ -46,6 +46,7 @@ from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from os import PathLike
 
     import torch
     from torch import nn
@@ -356,6 +357,7 @@ class Runner(WindowRunner):
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
         split: As for `fit`. With it, `step` takes one batch or a `Window`.
+        oom_report: As for `fit`.
         noise_scale: As for `fit`; the property of this name is the newest estimate.
         callbacks: Called when memory runs out and when the plan changes.
         notices: Reports choices made on your behalf; None for stderr.
@@ -388,6 +390,7 @@ class Runner(WindowRunner):
         loss_scope: str = "micro_batch",
         batchnorm: str = "keep",
         split: Split | None = None,
+        oom_report: str | PathLike[str] | None = None,
         noise_scale: bool | int = False,
         callbacks: Sequence[Callback] = (),
         notices: Notices | None = None,

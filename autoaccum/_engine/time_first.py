@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from autoaccum._engine.tensor_origins import are_compiled
+from autoaccum._engine.replaced_forward import are_compiled
 from autoaccum._oom import is_oom
 from autoaccum._system import exceptions
 from autoaccum._system.exceptions import contextmanager

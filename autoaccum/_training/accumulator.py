@@ -32,6 +32,7 @@ from autoaccum.errors import InvalidInputError, RankFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from os import PathLike
 
     from torch import Tensor, nn
 
@@ -84,6 +85,7 @@ class Accumulator:
         split: As for `fit`.
         scale: A `torch.amp.GradScaler`, or a function of the loss that returns what is backpropagated. Gradients stay
             scaled, for `scaler.unscale_` and `scaler.step`.
+        oom_report: As for `fit`.
         noise_scale: As for `fit`, with batches in place of windows; the property of this name is the newest estimate.
         callbacks: Called when memory runs out and when the plan changes.
         notices: Reports choices made on your behalf; None for stderr.
@@ -121,6 +123,7 @@ class Accumulator:
         batchnorm: str = "keep",
         split: Split | None = None,
         scale: torch.amp.GradScaler | Callable[[Tensor], Tensor] | None = None,
+        oom_report: str | PathLike[str] | None = None,
         noise_scale: bool | int = False,
         callbacks: Sequence[Callback] = (),
         notices: Notices | None = None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import time
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +28,6 @@ from autoaccum._engine.dtensor import check_sharded
 from autoaccum._engine.fallback import Fallbacks
 from autoaccum._engine.metrics import check_metrics
 from autoaccum._engine.noise_scale import NoiseScale
-from autoaccum._engine.oom_report import PostMortem, check_folder_name
 from autoaccum._engine.options import Options
 from autoaccum._engine.sample_order import LengthOrder
 from autoaccum._engine.saving_names import AUTO, head_of_auto
@@ -212,9 +210,8 @@ def fit(
         checkpoint_minutes: Minutes between checkpoints; None disables this interval.
         resume: "auto": resume from the folder's newest checkpoint, or start from the beginning if there is none. True:
             require one. False: start from the beginning; the first new checkpoint replaces those in the folder.
-        oom_report: A folder. When memory first runs out, `fit` writes a file there that lists what was alive and where
-            it was allocated (docs/oom-report.md). Until then, every module marks the outputs of its forward pass, which
-            takes about 10 µs each time.
+        oom_report: A folder. When memory first runs out, a text with the largest tensors, and on CUDA a snapshot for
+            PyTorch's memory viewer, is written there (docs/oom-report.md).
         shard: Under torchrun, whether every rank's loaders give all samples, so that each rank takes its part of every
             window and of the validation data. False: each rank's loaders give only its own samples
             (DistributedSampler); see docs/ranks.md.
@@ -273,7 +270,7 @@ def fit(
     epochs, max_steps = _check_length(epochs, max_steps)
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
     _check_data(loader, val_loader, split, val_steps, metrics, epochs)
-    folders = [check_saving(checkpoint, checkpoint_steps, checkpoint_minutes, resume), check_folder_name(oom_report)]
+    folders = [check_saving(checkpoint, checkpoint_steps, checkpoint_minutes, resume), options.report_folder]
     check_seed(seed)
     check_shares(shares, shard=shard)
     check_overlap(overlap)
@@ -294,7 +291,6 @@ def fit(
         saver = saver_for(checkpoint, checkpoint_steps, checkpoint_minutes, resume)
         earlier = None if saver is None else saver.cap(notices)
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
-        watching = nullcontext() if oom_report is None else PostMortem(oom_report, step, notices)
         world = OneProcess(loader, target, drop_last, step.objective.split, token_target)
         grows_from = None
         if ranks is not None:
@@ -394,8 +390,7 @@ def fit(
                 notices=notices,
                 scheduler=scheduler,
             )
-        with watching:
-            return training.run(limit_bytes=limit_bytes, started=started)
+        return training.run(limit_bytes=limit_bytes, started=started)
 
 
 def _ranks_of(

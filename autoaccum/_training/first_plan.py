@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._engine.probing import probe
-from autoaccum._engine.tensor_origins import are_compiled
+from autoaccum._engine.replaced_forward import are_compiled
 from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.cache_entry import CacheEntry
 from autoaccum._sizing.job_key import key_of
