@@ -177,7 +177,7 @@ class GradientAccumulator:
                 lane.entry.forget()
         if noise is not None and reduced.spread is not None:
             noise.learn(reduced.spread, reduced.samples)
-        lane.entry.follow(lane.sizing.probe, lane.sizing.fastest)
+        lane.entry.keep(lane.sizing.probe, lane.sizing.fastest)
         return BackwardReport(
             samples=reduced.samples,
             micro_batches=engine.at.sizes,
@@ -233,8 +233,7 @@ class GradientAccumulator:
             return CacheEntry(self._step.memory)
         entry = self._looked_up or self._entry_of(window, self._rung)
         self._looked_up = None
-        entry.note_tried(self._tried)
-        entry.take(self._found)
+        entry.keep(found=self._found, tried=self._tried)
         self._found = None
         return entry
 

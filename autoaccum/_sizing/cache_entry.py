@@ -39,7 +39,7 @@ class CacheEntry:
         self._memory = memory
         self._cache = cache
         self._key = key
-        self._followed: tuple[ProbeResult | None, Plan | None] = None, None
+        self._kept: tuple[ProbeResult | None, Plan | None] = None, None
         self.found: Remembered | None = None
         if cache is not None and key is not None and saves is None:
             self.found = cache.find(key)
@@ -56,46 +56,41 @@ class CacheEntry:
         line = Line(0.0, found.bytes_per_sample) if found.bytes_per_sample else None
         return {"begins_with": found.fastest or found.micro_batch, "fitted_before": found.micro_batch, "line": line}
 
-    def follow(self, result: ProbeResult | None, fastest: Plan | None) -> None:
-        """Cache what a search and autotuning have found, each once."""
-        (result_before, fastest_before), self._followed = self._followed, (result, fastest)
-        if result is not None and result is not result_before:
-            self.note(result)
-        if fastest is not None and fastest is not fastest_before:
-            self.note_fastest(fastest)
+    def keep(
+        self,
+        result: ProbeResult | None = None,
+        fastest: Plan | None = None,
+        *,
+        found: Remembered | None = None,
+        tried: str | None = None,
+    ) -> None:
+        """Cache what is new.
 
-    def note(self, result: ProbeResult) -> None:
-        """Cache the result of a search."""
-        before = self.found
-        if before is not None and result.micro_batch <= before.micro_batch and all(one.fits for one in result.trials):
-            return  # the cached size is confirmed; an even cut may use a little less
-        self._keep(Remembered(result.micro_batch, result.fixed_bytes, result.bytes_per_sample))
-
-    def note_fastest(self, fastest: Plan) -> None:
-        """Cache the plan that autotuning has chosen."""
-        found = self.found
-        if found is not None and fastest.micro_batch <= found.micro_batch:
-            self._keep(replace(found, fastest=fastest.micro_batch))
-
-    def note_tried(self, tried: str | None) -> None:
-        """Keep what `memory="auto"` has tried with what is found from now on, in words."""
-        self._tried = tried
+        Args:
+            result: What a search has found.
+            fastest: The plan that autotuning has chosen.
+            found: What a search has found whose results were not cached.
+            tried: What `memory="auto"` has tried, in words, to cache with what is found from now on.
+        """
+        self._tried = tried or self._tried
+        known = found or self.found
+        if result is not None and result is not self._kept[0]:
+            is_confirmed = known is not None and result.micro_batch <= known.micro_batch  # even sizes may be a bit less
+            if not is_confirmed or not all(one.fits for one in result.trials):
+                known = Remembered(result.micro_batch, result.bytes_per_sample)
+        if fastest is not None and fastest is not self._kept[1] and known and fastest.micro_batch <= known.micro_batch:
+            known = replace(known, fastest=fastest.micro_batch)
+        self._kept = result or self._kept[0], fastest or self._kept[1]
+        if known is None or known is self.found:
+            return
+        tried = self._tried or known.tried or (None if self.found is None else self.found.tried)
+        self.found = replace(known, memory=self._saves, tried=tried)
+        if self._cache is not None and self._key is not None:
+            with self._memory.lifted():
+                self._cache.keep(self._key, self.found)
 
     def forget(self) -> None:
         """Delete the cached plan, which has turned out not to fit."""
         if self._cache is not None and self._key is not None:
             self._cache.forget(self._key)
             self._key = None
-
-    def take(self, found: Remembered | None) -> None:
-        """Cache what a search has found whose results were not cached."""
-        if found is not None:
-            self._keep(found)
-
-    def _keep(self, remembered: Remembered) -> None:
-        tried = self._tried or remembered.tried or (None if self.found is None else self.found.tried)
-        remembered = replace(remembered, memory=self._saves, tried=tried)
-        self.found = remembered
-        if self._cache is not None and self._key is not None:
-            with self._memory.lifted():
-                self._cache.keep(self._key, remembered)

@@ -318,7 +318,7 @@ def _entries(
         if chosen is None:
             return known
         of_chosen = CacheEntry(step.memory, cache, key, chosen)
-        of_chosen.take(known.found if known.found is not None and known.found.memory == chosen else None)
+        of_chosen.keep(found=known.found if known.found is not None and known.found.memory == chosen else None)
         return of_chosen
 
     return entry

@@ -132,7 +132,7 @@ class Finding:
             loss_scope=self._loss_scope,
             begins_with=None if self._entry.found is None else self._entry.found.micro_batch,
         )
-        self.note(found)
+        self.keep(found)
         return found
 
     def try_alone(self, batch: Any, name: str) -> None:
@@ -165,8 +165,7 @@ class Finding:
         self._entry = found
         if is_chosen:
             self._entry = CacheEntry(self._step.memory, self._cache, self._key, rung)
-            self._entry.note_tried(tried)
-            self._entry.take(found.found)
+            self._entry.keep(found=found.found, tried=tried)
 
     @property
     def measures(self) -> bool:
@@ -233,13 +232,9 @@ class Finding:
 
     # --- the cache ----------------------------------------------------------------------------------------------------
 
-    def note(self, found: ProbeResult) -> None:
-        """Cache the result of a search."""
-        self._entry.note(found)
-
-    def note_fastest(self, fastest: Plan) -> None:
-        """Cache the plan that autotuning has chosen."""
-        self._entry.note_fastest(fastest)
+    def keep(self, result: ProbeResult | None = None, fastest: Plan | None = None) -> None:
+        """Cache what a search has found, and the plan that autotuning has chosen."""
+        self._entry.keep(result, fastest)
 
     def forget(self) -> None:
         """Delete the cached plan, which has turned out not to fit."""

@@ -55,7 +55,7 @@ class _Noting(Callback):
         """Record the plan, and what a probe found for the next run."""
         self.plans.append((step, plan))
         if probe is not None:
-            self._finding.note(probe)
+            self._finding.keep(probe)
 
     def on_oom(self, event: MemoryEvent, *, step: int) -> None:  # noqa: ARG002 - as the base has it
         """Delete the cached plan, which does not fit."""
@@ -364,7 +364,7 @@ class PlanLifecycle:
         fastest = self.current.fastest
         if fastest is not None and fastest is not self._fastest:
             self._fastest = fastest
-            self._finding.note_fastest(fastest)
+            self._finding.keep(fastest=fastest)
             self._notices.say(f"micro-batches of {fastest.micro_batch} {fastest.counts} are fastest by the clock")
 
     @property
