@@ -20,7 +20,7 @@ from autoaccum._loss.reported import means
 from autoaccum._records import BackwardReport, DeviceScalar
 from autoaccum._sizing.cache_entry import CacheEntry
 from autoaccum._sizing.offline_search import Line
-from autoaccum._sizing.planner import TILE, plan
+from autoaccum._sizing.planner import plan
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system import exceptions, signals
 from autoaccum._system.environment import max_micro_batch
@@ -312,22 +312,19 @@ class GradientAccumulator:
         is_auto = not isinstance(self._asked, int)
         most = min(samples if is_auto else int(self._asked), samples if cap is None else cap)
         strategy = "balanced" if self._strategy == "fastest" else self._strategy
-        # A multiple of the tile is worth it only where matrix units work in halves.
-        multiple_of = TILE if is_auto and step.precision.name != "fp32" else 1
         knows_fastest = entry.found is not None and entry.found.fastest
         wanted = SizingOptions(
             strategy=self._strategy,
-            multiple_of=multiple_of,
             by_bytes=is_auto,
             learns=is_auto and step.options.loss_scope != "window",
             times_after=None if knows_fastest or self._compares else _BATCHES_BEFORE_TIMING,
             most=None if cap is None or cap >= samples else cap,
             **(entry.experience or _experience(known)),
         )
-        asked = begins = plan(samples, min(most, samples), strategy=strategy, multiple_of=multiple_of)
+        asked = begins = plan(samples, min(most, samples), strategy=strategy)
         if known is not None and known.sizing.plan.micro_batch < known.sizing.set_plan.micro_batch:  # after failures
             smaller = min(known.sizing.plan.micro_batch, asked.micro_batch)
-            begins = plan(samples, smaller, strategy=strategy, multiple_of=multiple_of)
+            begins = plan(samples, smaller, strategy=strategy)
         sizing = Sizing(step.memory, lambda: step.parameters, Cutting(begins, asked), wanted, self._events)
         engine = Engine(
             step,

@@ -154,10 +154,10 @@ def fit(
             start small and grow; "before": with trials before training that leave no trace (loss_scope="window" uses it
             in place of "inline"); "off": not at all; training starts with whole windows and cuts them when memory runs
             out.
-        strategy: How to cut windows. "balanced": into the fewest micro-batches; "uniform": into equal ones; "greedy":
-            into the largest ones and a remainder; "fastest": into the ones that run fastest, timed in the first windows
-            of a long training. None: "uniform" for a compiled model, else "fastest" if `micro_batch` is "auto", else
-            "balanced". With a fixed `micro_batch` and "balanced", two runs cut alike, regardless of memory and timing.
+        strategy: How to cut windows. "balanced": into the fewest micro-batches; "uniform": into equal ones; "fastest":
+            into the ones that run fastest, timed in the first windows of a long training. None: "uniform" for a
+            compiled model, else "fastest" if `micro_batch` is "auto", else "balanced". With a fixed `micro_batch` and
+            "balanced", two runs cut alike, regardless of memory and timing.
         cache: Whether to keep the micro-batch for the next run of the same job, which confirms it with a single
             micro-batch. The cache is in the user's cache directory, or in AUTOACCUM_CACHE_DIR.
         memory_limit: Bytes, a string such as "12GiB", or a fraction of the device's total memory. On the host, it

@@ -9,7 +9,7 @@ from autoaccum._engine.replaced_forward import are_compiled
 from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.cache_entry import CacheEntry
 from autoaccum._sizing.job_key import key_of
-from autoaccum._sizing.planner import TILE, plan
+from autoaccum._sizing.planner import plan
 from autoaccum._sizing.sizing import SizingOptions
 
 if TYPE_CHECKING:
@@ -71,7 +71,6 @@ class Finding:
         if are_compiled(step.objective.modules):
             by_default = "uniform"
         self._strategy = options.strategy or by_default
-        self._multiple_of = TILE if self._is_auto and step.precision.name != "fp32" else 1
         self._cache = cache if self._is_auto and probe != "off" else None
         self._limit_bytes = limit_bytes
         self._loss_scope = options.loss_scope
@@ -185,7 +184,7 @@ class Finding:
         most = most if self._cap is None else min(most, self._cap)
         # Only whole windows are timed: on a shared machine, a single trial per size says little.
         strategy = "balanced" if self._strategy == "fastest" else self._strategy
-        return plan(target, min(most, target), strategy=strategy, multiple_of=self._multiple_of, counts=self._counts)
+        return plan(target, min(most, target), strategy=strategy, counts=self._counts)
 
     @property
     def most_asked(self) -> int | None:
@@ -221,7 +220,6 @@ class Finding:
             times_after = _WINDOWS_BEFORE_TIMING if windows_ahead is None else 0
         return SizingOptions(
             strategy=self._strategy,
-            multiple_of=self._multiple_of,
             by_bytes=self._counts == TOKENS or (self._is_auto and self._probe != "off"),
             learns=not cutting.is_found and self._is_auto and self._probe == "inline",
             times_after=times_after,
