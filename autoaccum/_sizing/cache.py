@@ -44,7 +44,7 @@ class Key:
 
     digest: str
     target_batch: int | None
-    about: Mapping[str, str | int | None] = field(compare=False)
+    about: Mapping[str, Any] = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,7 +312,7 @@ def _entries(
             target_batch=window.samples,
             limit_bytes=limit_bytes,
             loss_scope="micro_batch",
-            saves=savings,
+            saves=list(savings),
         )
         known = CacheEntry(step.memory, cache, key)
         if chosen is None:

@@ -97,7 +97,7 @@ class Finding:
             limit_bytes=self._limit_bytes,
             loss_scope=self._loss_scope,
             cap=self._cap,
-            saves=self._saves if weights is None else (*self._saves, f"weights={weights.name}"),
+            saves=[*self._saves, *([] if weights is None else [f"weights={weights.name}"])],
             counts=self._counts,
         )
         self._entry = CacheEntry(self._step.memory, self._cache, self._key)
