@@ -478,8 +478,8 @@ class Sizing:
         if self._pace.fail(failed) is None:
             return False
         if self._tempo is not None:
-            known, self._compared_to = self._tempo.seconds, self._pace.size
-            self._time(Autotune(self.plan.target_batch, self._pace.size, known=known))
+            self._compared_to = self._pace.size
+            self._time(Autotune(self.plan.target_batch, self._pace.size))
         self._follow_pace()
         return True
 
