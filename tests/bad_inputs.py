@@ -739,7 +739,6 @@ READ_ONLY = {
     "TimeSpent",
     "MemoryEvent",
     "MemoryReading",
-    "MemoryTrial",
     "ProbeResult",
     "Report",
     "Split",

@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from autoaccum._engine.gradients import Given
     from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.peers import BeforeUpdate, Work
+    from autoaccum._engine.rungs import Rung
     from autoaccum._records import Plan
-    from autoaccum._sizing.cache import Remembered
-    from autoaccum._sizing.rung_choice import Rung
     from autoaccum._system.notices import Notices
 
 _GRADIENT = attrgetter("grad")
@@ -91,8 +90,7 @@ class GradientAccumulator:
         peers: Makes what stands for the processes that compute the gradient together, again whenever the parameters
             have changed; None if this one is alone.
         noise: The gradient noise scale to measure; None without `noise_scale`.
-        entry_of: Returns what the cache holds of batches like a window with what memory="auto" has chosen (None without
-            it); None for nothing.
+        entry_of: Returns what the cache holds of batches like a window; None for nothing.
     """
 
     def __init__(
@@ -103,7 +101,7 @@ class GradientAccumulator:
         *,
         peers: Callable[[], GradientPeers] | None = None,
         noise: NoiseScale | None = None,
-        entry_of: Callable[[Window, Rung | None], CacheEntry] | None = None,
+        entry_of: Callable[[Window], CacheEntry] | None = None,
     ) -> None:
         self._step = step
         self._noise = noise
@@ -113,17 +111,13 @@ class GradientAccumulator:
         self._peers: GradientPeers = self._make_peers()
         self._asked = step.options.micro_batch
         self._strategy = step.options.strategy or ("fastest" if self._asked == "auto" else "balanced")
-        self._entry_of = entry_of or (lambda *_: CacheEntry(step.memory))
+        self._entry_of = entry_of or (lambda _: CacheEntry(step.memory))
         self._parameters: list[nn.Parameter] = []  # those of which gradients are set aside
         self._earlier: list[Tensor | None] = []
         self._sums: list[Tensor | None] | None = None  # where some gradients cannot be added in place
         self._is_added = False
         self._lane: _Lane | None = None
-        self._lanes_of: dict[Rung, _Lane | None] = {}
-        self._rung: Rung | None = None
-        self._tried: str | None = None
-        self._compares, self._keeps = False, True
-        self._found: Remembered | None = None
+        self._rung: Rung = ()
         self._looked_up: CacheEntry | None = None
 
     @property
@@ -196,45 +190,24 @@ class GradientAccumulator:
 
     # --- memory="auto" ------------------------------------------------------------------------------------------------
 
-    def remembered(self, window: Window) -> tuple[Rung | None, str | None]:
-        """Return what an earlier run has chosen for batches like this one, and what it tried; None where it has not."""
-        found = self._entry_of(window, None).found
-        return (None, None) if found is None else (found.memory, found.tried)
+    def begin_rung(self, rung: Rung) -> None:
+        """Search for sizes with what saves memory from now on, or take those that an earlier run found with it."""
+        self._rung, self._lane = rung, None
 
-    def begin_rung(self, rung: Rung, *, compares: bool, is_chosen: bool, tried: str | None = None) -> None:
-        """Search for sizes with what saves memory from now on, or take those that were found with it.
+    def look_up(self, window: Window) -> Rung:
+        """Look up what the cache holds of a batch that is about to be added, as long as modules are as the user's.
 
-        Args:
-            rung: What is in force, by names of `memory`.
-            compares: Whether it is compared with others: cuts are then not timed, nor kept for other runs.
-            is_chosen: Whether it stays, so that the next run can begin with it.
-            tried: What was tried before, in words, for that run to tell.
+        Returns:
+            What memory="auto" saved memory by in an earlier run.
         """
-        if self._rung is not None:
-            self._lanes_of[self._rung] = self._lane
-        self._lane, self._compares = self._lanes_of.pop(rung, None), compares
-        self._rung, self._keeps, self._tried = rung, is_chosen, tried
-        if is_chosen:
-            self._found = None if self._lane is None else self._lane.entry.found
-            self._lane, self._lanes_of = None, {}
-
-    @property
-    def sizing(self) -> Sizing | None:
-        """What cuts batches; None before the first of them."""
-        return None if self._lane is None else self._lane.sizing
-
-    def look_up(self, window: Window) -> None:
-        """Look up what the cache holds of a batch that is about to be added, as long as modules are as the user's."""
-        if self._keeps and (self._lane is None or _is_outgrown(self._lane.sizing, window)):
-            self._looked_up = self._entry_of(window, self._rung)
+        if self._lane is None or _is_outgrown(self._lane.sizing, window):
+            self._looked_up = self._entry_of(window)
+        return () if self._looked_up is None else self._looked_up.saves
 
     def _entry(self, window: Window) -> CacheEntry:
-        if not self._keeps:
-            return CacheEntry(self._step.memory)
-        entry = self._looked_up or self._entry_of(window, self._rung)
+        entry = self._looked_up or self._entry_of(window)
         self._looked_up = None
-        entry.keep(found=self._found, tried=self._tried)
-        self._found = None
+        entry.use(self._rung)
         return entry
 
     # --- a batch ------------------------------------------------------------------------------------------------------
@@ -317,7 +290,7 @@ class GradientAccumulator:
             strategy=self._strategy,
             by_bytes=is_auto,
             learns=is_auto and step.options.loss_scope != "window",
-            times_after=None if knows_fastest or self._compares else _BATCHES_BEFORE_TIMING,
+            times_after=None if knows_fastest else _BATCHES_BEFORE_TIMING,
             most=None if cap is None or cap >= samples else cap,
             **(entry.experience or _experience(known)),
         )

@@ -348,8 +348,7 @@ class Runner(WindowRunner):
         memory_limit: As for `fit`. It is in force within `step` and `evaluate`, and lifted between them, so that a
             runner need not be closed. On the host, it counts from when the runner is created.
         memory: As for `fit`. It is in force within `step` and `evaluate`; the model's forward passes elsewhere are as
-            they were. "auto" compares nothing here, since the plan says how to cut: it saves memory once not even one
-            sample fits.
+            they were.
         weights: As for `fit`. The weights stay in bf16 afterwards, and their gradients in float32.
         clip_grad_norm: As for `fit`.
         forward: As for `fit`.
@@ -406,7 +405,7 @@ class Runner(WindowRunner):
         self._limit = StepLimit(backend, limit_bytes)
         self._savings = StepSavings(step.objective.modules, savings, backend, notices)
         if self._savings.rungs is not None:
-            self._savings.rungs.begin(None, None, measures=False)
+            self._savings.rungs.begin()
         events = Events([Outside(callback, backend) for callback in callbacks], notices)
         sizing = Sizing(backend, lambda: step.parameters, Cutting.of(plan), SizingOptions(), events)
         noise = None if options.noise_every is None else NoiseScale(options.noise_every, notices)

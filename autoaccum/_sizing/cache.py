@@ -55,15 +55,13 @@ class Remembered:
         micro_batch: The largest size that was tried and fitted.
         bytes_per_sample: Memory per additional sample; None if unknown.
         fastest: The size measured to be the fastest.
-        memory: What `memory="auto"` has chosen for these sizes; None without it, or while it was still measuring.
-        tried: What it has tried for that, with seconds and bytes, in words; None if nothing.
+        memory: What `memory="auto"` saved memory by with these sizes.
     """
 
     micro_batch: int
     bytes_per_sample: int | None = None
     fastest: int | None = None
-    memory: tuple[str, ...] | None = None
-    tried: str | None = None
+    memory: tuple[str, ...] = ()
 
 
 def folder_of_plans() -> Path | None:
@@ -146,14 +144,13 @@ def _understood(found: Mapping[str, Any], most: int | None) -> Remembered | None
     micro_batch = number("micro_batch", most or _MOST)
     if micro_batch is None:
         return None
-    names, tried = found.get("memory"), found.get("tried")
-    memory = tuple(names) if isinstance(names, list) and all(type(name) is str for name in names) else None
+    names = found.get("memory")
+    memory = tuple(names) if isinstance(names, list) and all(type(name) is str for name in names) else ()
     return Remembered(
         micro_batch,
         number("bytes_per_sample", _MOST),
         number("fastest", micro_batch),
         memory,
-        tried if type(tried) is str and tried.isprintable() else None,
     )
 
 

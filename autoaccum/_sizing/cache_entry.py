@@ -21,30 +21,23 @@ class CacheEntry:
         memory: The device, whose limit does not count what writing takes.
         cache: Keeps plans between runs; None to keep what is found in this object alone.
         key: Identifies the job; None without a cache.
-        saves: What `memory="auto"` has chosen for the job; None without it, or while it is still measuring.
 
     Attributes:
         found: What an earlier run has found, or this one; None if nothing is known.
+        saves: What `memory="auto"` saves memory by, for which that holds.
     """
 
-    def __init__(
-        self,
-        memory: MemoryBackend,
-        cache: PlanCache | None = None,
-        key: Key | None = None,
-        saves: tuple[str, ...] | None = None,
-    ) -> None:
-        self._saves = saves
-        self._tried: str | None = None
+    def __init__(self, memory: MemoryBackend, cache: PlanCache | None = None, key: Key | None = None) -> None:
         self._memory = memory
         self._cache = cache
         self._key = key
         self._kept: tuple[ProbeResult | None, Plan | None] = None, None
         self.found: Remembered | None = None
-        if cache is not None and key is not None and saves is None:
+        if cache is not None and key is not None:
             self.found = cache.find(key)
             if self.found is not None:
                 cache.tell(self.found)
+        self.saves = () if self.found is None else self.found.memory
 
     @property
     def experience(self) -> dict[str, Any]:
@@ -56,38 +49,27 @@ class CacheEntry:
         line = Line(0.0, found.bytes_per_sample) if found.bytes_per_sample else None
         return {"begins_with": found.fastest or found.micro_batch, "fitted_before": found.micro_batch, "line": line}
 
-    def keep(
-        self,
-        result: ProbeResult | None = None,
-        fastest: Plan | None = None,
-        *,
-        found: Remembered | None = None,
-        tried: str | None = None,
-    ) -> None:
-        """Cache what is new.
+    def use(self, saves: tuple[str, ...]) -> None:
+        """Forget what was found with something else that saves memory."""
+        if saves != self.saves:
+            self.saves, self.found = saves, None
 
-        Args:
-            result: What a search has found.
-            fastest: The plan that autotuning has chosen.
-            found: What a search has found whose results were not cached.
-            tried: What `memory="auto"` has tried, in words, to cache with what is found from now on.
-        """
-        self._tried = tried or self._tried
-        known = found or self.found
-        if result is not None and result is not self._kept[0]:
+    def keep(self, result: ProbeResult | None = None, fastest: Plan | None = None) -> None:
+        """Cache what a search has found, and the plan that autotuning has chosen, each once."""
+        known, (result_before, fastest_before) = self.found, self._kept
+        self._kept = result or result_before, fastest or fastest_before
+        if result is not None and result is not result_before:
             is_confirmed = known is not None and result.micro_batch <= known.micro_batch  # even sizes may be a bit less
             if not is_confirmed or not all(one.fits for one in result.trials):
-                known = Remembered(result.micro_batch, result.bytes_per_sample)
-        if fastest is not None and fastest is not self._kept[1] and known and fastest.micro_batch <= known.micro_batch:
+                known = Remembered(result.micro_batch, result.bytes_per_sample, memory=self.saves)
+        if fastest is not None and fastest is not fastest_before and known and fastest.micro_batch <= known.micro_batch:
             known = replace(known, fastest=fastest.micro_batch)
-        self._kept = result or self._kept[0], fastest or self._kept[1]
         if known is None or known is self.found:
             return
-        tried = self._tried or known.tried or (None if self.found is None else self.found.tried)
-        self.found = replace(known, memory=self._saves, tried=tried)
+        self.found = known
         if self._cache is not None and self._key is not None:
             with self._memory.lifted():
-                self._cache.keep(self._key, self.found)
+                self._cache.keep(self._key, known)
 
     def forget(self) -> None:
         """Delete the cached plan, which has turned out not to fit."""

@@ -166,9 +166,8 @@ def fit(
             entropy a few tokens at a time, so that they are never whole), "checkpoint" and "offload" (as `fallback` has
             them), or several of these in a list. Gradients stay the same, those of a loss in chunks up to rounding.
             "chunked_loss:NAME" names the `nn.Linear` that makes the logits, which is found in models of Transformers;
-            "checkpoint:N" recomputes the first N blocks alone, and "checkpoint:0-2,5-5" these. "auto": what makes
-            windows fastest, measured in the first windows; nothing where a window fits at once (docs/memory.md). With
-            `["auto", "chunked_loss:NAME"]`, a loss in chunks is among what it measures.
+            "checkpoint:N" recomputes the first N blocks alone. "auto": one after the other wherever not even one sample
+            fits, else nothing (docs/memory.md); `["auto", "chunked_loss:NAME"]` names the layer for it.
         weights: None leaves weights as they are. "bf16": weights of two or more dimensions are kept in bf16, and each
             update is rounded stochastically; "bf16-master": they are bf16 in the model, with a master copy in float32
             in the optimizer's state. Gradients are added in float32, and the forward pass runs in bf16. This changes

@@ -76,10 +76,9 @@ class Finding:
         self._loss_scope = options.loss_scope
         self._entry = CacheEntry(step.memory)
         self._key: Key | None = None
-        self._entries: dict[tuple[str, ...], CacheEntry] = {}  # of what memory="auto" tries
 
     def look_up(self, first: Window) -> tuple[str, ...] | None:
-        """Look up an earlier run of the same job in the cache; return what it saves memory by, if it has chosen.
+        """Look up an earlier run of the same job in the cache; return what memory="auto" saved memory by in it.
 
         Args:
             first: The first window.
@@ -101,10 +100,7 @@ class Finding:
             counts=self._counts,
         )
         self._entry = CacheEntry(self._step.memory, self._cache, self._key)
-        known = None if self._entry.found is None else self._entry.found.memory
-        if known is not None:
-            self._entries[known] = self._entry
-        return known
+        return self._entry.saves
 
     def begin(self, first: Window, on_trial: Callable[[Trial], None]) -> ProbeResult | None:
         """Run the probe if `probe` is "before".
@@ -147,29 +143,9 @@ class Finding:
         self._cache, self._entry = None, CacheEntry(self._step.memory)
         self.search_in_windows()
 
-    @property
-    def tried(self) -> str | None:
-        """What memory="auto" has tried in the earlier run, in words; None if nothing is known."""
-        return None if self._entry.found is None else self._entry.found.tried
-
-    def begin_rung(self, rung: tuple[str, ...], *, is_chosen: bool, tried: str | None = None) -> None:
-        """Search for sizes with what memory="auto" saves memory by, or take those that were found with it.
-
-        Args:
-            rung: What is in force, as `memory` names it.
-            is_chosen: Whether it stays, so that the next run of the job can begin with it.
-            tried: What was tried before, in words, for that run to tell.
-        """
-        found = self._entries.setdefault(rung, CacheEntry(self._step.memory))
-        self._entry = found
-        if is_chosen:
-            self._entry = CacheEntry(self._step.memory, self._cache, self._key, rung)
-            self._entry.keep(found=found.found, tried=tried)
-
-    @property
-    def measures(self) -> bool:
-        """Whether sizes are searched for in the first windows, so that these can also be compared."""
-        return self._is_auto and self._probe != "off" and self._loss_scope != "window"
+    def begin_rung(self, rung: tuple[str, ...]) -> None:
+        """Search for sizes with what memory="auto" saves memory by, or take those that were found with it."""
+        self._entry.use(rung)
 
     def search_in_windows(self) -> None:
         """Make no more trials before training, which has begun, or is about to."""
