@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._records import Plan, ProbeResult, Trial
-    from autoaccum._sizing.cache import Key, PlanCache
+    from autoaccum._sizing.cache import PlanCache
     from autoaccum._sizing.sizing import Cutting
 
 # Timing cuts takes windows. If fewer than this are to come, the largest cut that fits is used instead; if their number
@@ -75,7 +75,6 @@ class Finding:
         self._limit_bytes = limit_bytes
         self._loss_scope = options.loss_scope
         self._entry = CacheEntry(step.memory)
-        self._key: Key | None = None
 
     def look_up(self, first: Window) -> tuple[str, ...] | None:
         """Look up an earlier run of the same job in the cache; return what memory="auto" saved memory by in it.
@@ -86,7 +85,7 @@ class Finding:
         if self._cache is None or not self._is_auto:
             return None
         largest, weights = first.largest(), self._step.updates.weights
-        self._key = key_of(
+        key = key_of(
             self._step.objective.modules,
             largest.cut(0, largest.samples),
             optimizer=self._step.optimizer,
@@ -99,7 +98,7 @@ class Finding:
             saves=[*self._saves, *([] if weights is None else [f"weights={weights.name}"])],
             counts=self._counts,
         )
-        self._entry = CacheEntry(self._step.memory, self._cache, self._key)
+        self._entry = CacheEntry(self._step.memory, self._cache, key)
         return self._entry.saves
 
     def begin(self, first: Window, on_trial: Callable[[Trial], None]) -> ProbeResult | None:
