@@ -306,26 +306,6 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryTrial:
-    """What `memory="auto"` found of one way to save memory, in windows that became updates.
-
-    Attributes:
-        memory: What saved memory, as `fit` takes it; empty for nothing.
-        micro_batch: The largest micro-batch; None if not one sample fitted, or this was refused. On several ranks, the
-            smallest of theirs.
-        seconds: Mean of the seconds per window, of the faster half; None if it was not timed.
-        peak_bytes: Peak memory, counted as the limit counts; None if it was not timed, or is not reported.
-        is_refused: Whether the model or its loss does not bear it.
-    """
-
-    memory: tuple[str, ...]
-    micro_batch: int | None
-    seconds: float | None
-    peak_bytes: int | None
-    is_refused: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class TimeSpent:
     """What one call of `fit` did besides computing its updates once, in seconds.
 
@@ -368,7 +348,6 @@ class FitResult:
             could not be, measured (docs/batch-size.md).
         time_spent: What the call did besides computing its updates once.
         memory: What saved memory in the last window, as the argument `memory` names it; empty for nothing.
-        memory_trials: With memory="auto", what this call tried, in order; empty if nothing was (docs/memory.md).
     """
 
     steps: int
@@ -385,7 +364,6 @@ class FitResult:
     noise_scale: float | None = None
     time_spent: TimeSpent = TimeSpent()
     memory: tuple[str, ...] = ()
-    memory_trials: tuple[MemoryTrial, ...] = ()
 
     @property
     def last_loss(self) -> float | None:

@@ -1,9 +1,9 @@
 """Measures what each rung of `memory=` gives and takes: the largest micro-batch and samples per second under a limit.
 
 A GPT-2, a Llama and a vision transformer train on the CPU under a limit of the process, with nothing saved, with each
-rung by name, and with "auto". Each training has a process of its own. Once each has found its sizes (and "auto" has
-chosen), they make a window in turn, and wait for each other. Prints and writes samples per second against the training
-that saves nothing, by the median of the turns with their quartiles, the largest micro-batch, and what "auto" took.
+rung by name. Each training has a process of its own. Once each has found its sizes, they make a window in turn, and
+wait for each other. Prints and writes samples per second against the training that saves nothing, by the median of the
+turns with their quartiles, and the largest micro-batch.
 
     python benchmarks/rungs.py [--turns 9] [--models gpt2 llama vit] [--out benchmarks/results/rungs.json]
 
@@ -28,8 +28,7 @@ import autoaccum
 # Samples of an update.
 TARGET = 8
 # Windows before those that are timed. Losses are asked what they run over after 1, 3, 7, 15, 31 and 63 windows.
-BEFORE = {"auto": 64}
-USUALLY_BEFORE = 8
+BEFORE = 8
 
 
 def gpt2():
@@ -65,11 +64,11 @@ def of_tokens(vocabulary, length):
 
 
 # Each with its limit, in which a few samples fit with nothing saved, and its rungs.
-TEXT = ("none", "chunked_loss", "checkpoint", "chunked_loss+checkpoint", "auto")
+TEXT = ("none", "chunked_loss", "checkpoint", "chunked_loss+checkpoint")
 MODELS = {
     "GPT-2, 4 layers, 32,000 classes, 256 tokens": (gpt2, "280MiB", TEXT),
     "Llama, 4 layers, 128,000 classes, 128 tokens": (llama, "600MiB", TEXT),
-    "ViT, 6 layers, 145 patches": (vit, "60MiB", ("none", "checkpoint:3", "checkpoint", "auto")),
+    "ViT, 6 layers, 145 patches": (vit, "60MiB", ("none", "checkpoint:3", "checkpoint")),
 }
 
 
@@ -108,7 +107,7 @@ def train(name, rung):
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
             device="cpu",
             memory_limit=limit,
-            memory=None if rung == "none" else rung if rung == "auto" else rung.split("+"),
+            memory=None if rung == "none" else rung.split("+"),
             strategy="balanced",
             cache=False,
             progress=False,
@@ -173,8 +172,8 @@ class Training:
 def measured(name, rungs, turns):
     """Return each rung's training, and the seconds of its windows by turn; those of one that does not fit are None."""
     trainings = {rung: Training(name, rung) for rung in rungs}
-    for rung, training in trainings.items():
-        for _ in range(BEFORE.get(rung, USUALLY_BEFORE)):
+    for training in trainings.values():
+        for _ in range(BEFORE):
             training.turn()
     seconds = [{rung: training.turn() for rung, training in trainings.items()} for _ in range(turns)]
     for training in trainings.values():
@@ -187,7 +186,6 @@ def row(rung, training, seconds):
     ratios = sorted(turn["none"] / turn[rung] for turn in seconds if turn["none"] and turn[rung])
     return {
         "rung": rung,
-        "took": training.memory,
         "micro_batch": training.windows[-1]["micro_batch"] if training.windows else None,
         "ratio_median": statistics.median(ratios) if ratios else None,
         "ratio_quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]] if ratios else None,
@@ -196,12 +194,11 @@ def row(rung, training, seconds):
 
 def written(one):
     """Return a row of the table."""
-    took = f" (took {' + '.join(one['took']) or 'nothing'})" if one["rung"] == "auto" else ""
     ratio = ""
     if one["ratio_median"] is not None:
         low, high = one["ratio_quartiles"]
         ratio = f"{one['ratio_median']:.2f} ({low:.2f} to {high:.2f})"
-    return f"| {one['rung']}{took} | {one['micro_batch'] or 'does not fit'} | {ratio} |"
+    return f"| {one['rung']} | {one['micro_batch'] or 'does not fit'} | {ratio} |"
 
 
 def main():

@@ -7,6 +7,7 @@ import time
 from unittest import mock
 
 import torch
+from autoaccum._distributed.overlap import Overlap
 from torch import nn
 
 import autoaccum
@@ -14,7 +15,6 @@ import rank_faults
 import rank_training
 from autoaccum._distributed import overlap as overlapping
 from autoaccum._distributed.data_parallel import DataParallel
-from autoaccum._distributed.overlap import Overlap
 from rank_training import CLASSES, WIDTH
 
 # So small that the parameters of these models go in several.

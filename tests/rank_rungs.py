@@ -14,8 +14,8 @@ def data(windows):
     ]
 
 
-def train(rank, size, *, capacities, windows=60, memory="auto", **options):
-    """Train; return parameters in bytes, what saved memory, what was tried and the cuts."""
+def train(rank, size, *, capacities, windows=8, memory="auto", **options):
+    """Train; return parameters in bytes, what saved memory and the cuts."""
     model = Wide().double()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -36,13 +36,12 @@ def train(rank, size, *, capacities, windows=60, memory="auto", **options):
         "parameters": [parameter.detach().clone() for parameter in model.parameters()],
         "losses": [report.loss for report in result.history],
         "memory": result.memory,
-        "trials": result.memory_trials,
         "cuts": [report.micro_batches for report in result.history],
         "is plain": all("forward" not in vars(module) for module in model.modules()),
     }
 
 
-def accumulate(rank, size, *, capacities, batches=52, **options):
+def accumulate(rank, size, *, capacities, batches=8, **options):
     """Train with an accumulator, each rank with its part of every batch; return what it found."""
     model = Wide().double()
     for module in model.modules():
@@ -66,42 +65,4 @@ def accumulate(rank, size, *, capacities, batches=52, **options):
         "parameters": [parameter.detach().clone() for parameter in model.parameters()],
         "losses": losses,
         "memory": accumulator.memory,
-        "trials": accumulator.memory_trials,
-    }
-
-
-class Tagger(torch.nn.Module):
-    """Has a head over many classes."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = torch.nn.Embedding(3000, 16), torch.nn.Linear(16, 3000)
-        self.double()
-
-    def forward(self, tokens):
-        return self.head(self.embed(tokens))
-
-
-def refuse(rank, size, *, capacity, **options):
-    """Train with a loss that chunks do not bear; return parameters in bytes, what saved memory and what was tried."""
-    tokens = torch.randint(3000, (4, 512), generator=torch.Generator().manual_seed(3))
-    model = Tagger()
-    result = autoaccum.fit(
-        model,
-        [{"tokens": tokens, "labels": tokens}] * 12,
-        4,
-        loss=lambda outputs, batch: torch.nn.functional.cross_entropy(
-            outputs.add_(1.0).flatten(0, 1), batch["labels"].flatten()
-        ),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
-        device=autoaccum.Simulated(capacity),
-        cache=False,
-        progress=False,
-        **options,
-    )
-    return {
-        "parameters": [parameter.detach().clone() for parameter in model.parameters()],
-        "memory": result.memory,
-        "refused": [trial.memory for trial in result.memory_trials if trial.is_refused],
     }

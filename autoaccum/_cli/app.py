@@ -165,7 +165,6 @@ def _document(recipe: str, result: FitResult, memory_log: _MemoryLog) -> dict[st
         "stopped": result.stopped,
         "noise_scale": finite(result.noise_scale),
         "memory": list(result.memory),
-        "memory_trials": [dataclasses.asdict(trial) for trial in result.memory_trials],
         "time_spent": dataclasses.asdict(result.time_spent),
         "checkpoint": None if result.checkpoint is None else str(result.checkpoint),
     }

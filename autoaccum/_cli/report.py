@@ -32,7 +32,6 @@ from autoaccum._memory.limits import format_bytes, parse_size
 from autoaccum._oom import first_line, is_oom
 from autoaccum._report.api import preflight
 from autoaccum._report.durations import left_by_slurm, seconds_in
-from autoaccum._report.oom_view import read_postmortem, show_postmortem
 from autoaccum._report.plotting import check_plot
 from autoaccum._report.records import TIGHT
 from autoaccum._report.table import plain_text
@@ -60,7 +59,7 @@ _DONE = "the report was made"
 
 @takes(of_fit("target_batch", "target_tokens", "memory_limit", "memory", "weights", "device", "precision", "strategy"))
 def report_command(
-    recipe: Annotated[str | None, RECIPE] = None,
+    recipe: Annotated[str, RECIPE],
     *,
     gpu: Annotated[
         list[str] | None,
@@ -106,21 +105,11 @@ def report_command(
     require_free: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Exit with 7 if the device has less memory free, such as 20GiB.")
     ] = None,
-    oom: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Show an out-of-memory report written by fit --oom-report."),
-    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Do not show the trials.")] = False,
     **given: Any,
 ) -> None:
     """Report whether and how a training fits: measured here, or predicted for cards."""
-    if (recipe is None) == (oom is None):
-        raise typer.BadParameter("pass either a recipe or --oom FILE")
     with errors_as_exit_codes(), _missing_as_exit_code():
-        if oom is not None:
-            _print(read_postmortem(oom) if as_json else show_postmortem(oom))
-            return
-        assert recipe is not None
         check_given(given)
         check_counts({"ranks": ranks, "max_micro_batch": max_micro_batch, "require_micro_batch": require_micro_batch})
         check_texts({"device_memory": device_memory, "display": display, "require_free": require_free, "time": time})

@@ -88,6 +88,9 @@ def _version(name: str) -> str | None:
 def _plans() -> Iterator[Finding]:
     """Yield where plans of earlier runs are remembered."""
     folder = folder_of_plans()
+    if folder is None:
+        yield Fact("remembered plans", "none, as AUTOACCUM_CACHE_DIR is empty", 0)
+        return
     try:
         place = folder.expanduser()
         count = len(list(place.glob("plan-*.json")))

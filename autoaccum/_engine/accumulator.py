@@ -17,7 +17,7 @@ from autoaccum._engine.window import Engine
 from autoaccum._records import BackwardReport, DeviceScalar
 from autoaccum._sizing.cache_entry import CacheEntry
 from autoaccum._sizing.offline_search import Line
-from autoaccum._sizing.planner import TILE, plan
+from autoaccum._sizing.planner import plan
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system import exceptions, signals
 from autoaccum._system.environment import max_micro_batch
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import PartResult, WindowResult
     from autoaccum._engine.peers import GradientPeers
+    from autoaccum._engine.rungs import Rung
     from autoaccum._records import Plan
-    from autoaccum._sizing.cache import Remembered
-    from autoaccum._sizing.rung_choice import Rung
     from autoaccum._system.notices import Notices
 
 _GRADIENT = attrgetter("grad")
@@ -68,8 +67,7 @@ class GradientAccumulator:
         notices: Reports choices made for the user.
         peers: Makes what stands for the processes that compute the gradient together, again whenever the parameters
             have changed; None if this one is alone.
-        entry_of: Returns what the cache holds of batches like a window with what memory="auto" has chosen (None without
-            it); None for nothing.
+        entry_of: Returns what the cache holds of batches like a window; None for nothing.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class GradientAccumulator:
         notices: Notices,
         *,
         peers: Callable[[], GradientPeers] | None = None,
-        entry_of: Callable[[Window, Rung | None], CacheEntry] | None = None,
+        entry_of: Callable[[Window], CacheEntry] | None = None,
     ) -> None:
         self._step = step
         self._events = events
@@ -88,17 +86,13 @@ class GradientAccumulator:
         self._peers: GradientPeers = self._make_peers()
         self._asked = step.options.micro_batch
         self._strategy = step.options.strategy or ("fastest" if self._asked == "auto" else "balanced")
-        self._entry_of = entry_of or (lambda *_: CacheEntry(step.memory))
+        self._entry_of = entry_of or (lambda _: CacheEntry(step.memory))
         self._parameters: list[nn.Parameter] = []  # those of which gradients are set aside
         self._earlier: list[Tensor | None] = []
         self._sums: list[Tensor | None] | None = None  # where some gradients cannot be added in place
         self._is_added = False
         self._current: _SizedEngine | None = None
-        self._of_rungs: dict[Rung, _SizedEngine | None] = {}
-        self._rung: Rung | None = None
-        self._tried: str | None = None
-        self._compares, self._keeps = False, True
-        self._found: Remembered | None = None
+        self._rung: Rung = ()
         self._looked_up: CacheEntry | None = None
 
     @property
@@ -146,7 +140,7 @@ class GradientAccumulator:
             self._earlier, self._parameters = [], []
             if engine.lacks:
                 current.entry.forget()
-        current.entry.follow(current.sizing.probe, current.sizing.fastest)
+        current.entry.keep(current.sizing.probe, current.sizing.fastest)
         return BackwardReport(
             samples=reduced.samples,
             micro_batches=engine.at.sizes,
@@ -165,46 +159,29 @@ class GradientAccumulator:
 
     # --- memory="auto" ------------------------------------------------------------------------------------------------
 
-    def remembered(self, window: Window) -> tuple[Rung | None, str | None]:
-        """Return what an earlier run has chosen for batches like this one, and what it tried; None where it has not."""
-        found = self._entry_of(window, None).found
-        return (None, None) if found is None else (found.memory, found.tried)
+    def begin_rung(self, rung: Rung) -> None:
+        """Search for sizes with what saves memory from now on, or take those that an earlier run found with it."""
+        self._rung, self._current = rung, None
 
-    def begin_rung(self, rung: Rung, *, compares: bool, is_chosen: bool, tried: str | None = None) -> None:
-        """Search for sizes with what saves memory from now on, or take those that were found with it.
+    def look_up(self, window: Window) -> Rung:
+        """Look up what the cache holds of a batch that is about to be added, as long as modules are as the user's.
 
-        Args:
-            rung: What is in force, by names of `memory`.
-            compares: Whether it is compared with others: cuts are then not timed, nor kept for other runs.
-            is_chosen: Whether it stays, so that the next run can begin with it.
-            tried: What was tried before, in words, for that run to tell.
+        Returns:
+            What memory="auto" saved memory by in an earlier run.
         """
-        if self._rung is not None:
-            self._of_rungs[self._rung] = self._current
-        self._current, self._compares = self._of_rungs.pop(rung, None), compares
-        self._rung, self._keeps, self._tried = rung, is_chosen, tried
-        if is_chosen:
-            self._found = None if self._current is None else self._current.entry.found
-            self._current, self._of_rungs = None, {}
+        if self._current is None or _is_outgrown(self._current.sizing, window):
+            self._looked_up = self._entry_of(window)
+        return () if self._looked_up is None else self._looked_up.saves
 
     @property
     def sizing(self) -> Sizing | None:
         """What cuts batches; None before the first of them."""
         return None if self._current is None else self._current.sizing
 
-    def look_up(self, window: Window) -> None:
-        """Look up what the cache holds of a batch that is about to be added, as long as modules are as the user's."""
-        if self._keeps and (self._current is None or _is_outgrown(self._current.sizing, window)):
-            self._looked_up = self._entry_of(window, self._rung)
-
     def _entry(self, window: Window) -> CacheEntry:
-        if not self._keeps:
-            return CacheEntry(self._step.memory)
-        entry = self._looked_up or self._entry_of(window, self._rung)
+        entry = self._looked_up or self._entry_of(window)
         self._looked_up = None
-        entry.note_tried(self._tried)
-        entry.take(self._found)
-        self._found = None
+        entry.use(self._rung)
         return entry
 
     # --- a batch ------------------------------------------------------------------------------------------------------
@@ -282,22 +259,19 @@ class GradientAccumulator:
         is_auto = not isinstance(self._asked, int)
         most = min(samples if is_auto else int(self._asked), samples if cap is None else cap)
         strategy = "balanced" if self._strategy == "fastest" else self._strategy
-        # A multiple of the tile is worth it only where matrix units work in halves.
-        multiple_of = TILE if is_auto and step.precision.name != "fp32" else 1
         knows_fastest = entry.found is not None and entry.found.fastest
         wanted = SizingOptions(
             strategy=self._strategy,
-            multiple_of=multiple_of,
             by_bytes=is_auto,
             learns=is_auto and step.options.loss_scope != "window",
-            times_after=None if knows_fastest or self._compares else _BATCHES_BEFORE_TIMING,
+            times_after=None if knows_fastest else _BATCHES_BEFORE_TIMING,
             most=None if cap is None or cap >= samples else cap,
             **(entry.experience or _experience(known)),
         )
-        asked = begins = plan(samples, min(most, samples), strategy=strategy, multiple_of=multiple_of)
+        asked = begins = plan(samples, min(most, samples), strategy=strategy)
         if known is not None and known.sizing.plan.micro_batch < known.sizing.set_plan.micro_batch:  # after failures
             smaller = min(known.sizing.plan.micro_batch, asked.micro_batch)
-            begins = plan(samples, smaller, strategy=strategy, multiple_of=multiple_of)
+            begins = plan(samples, smaller, strategy=strategy)
         sizing = Sizing(step.memory, lambda: step.parameters, Cutting(begins, asked), wanted, self._events)
         engine = Engine(
             step,

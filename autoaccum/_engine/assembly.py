@@ -13,6 +13,7 @@ from autoaccum._data.splits import is_default
 from autoaccum._engine import devices, optimizers, precision
 from autoaccum._engine.dtensor import refuse_sharded
 from autoaccum._engine.forward_backward import GradientStep, TrainingStep
+from autoaccum._engine.oom_report import OomReport
 from autoaccum._engine.time_first import TimeFirst
 from autoaccum._loss.objective import Objective
 from autoaccum._loss.terms import describe
@@ -127,6 +128,8 @@ def _watch(step: GradientStep, notices: Notices) -> None:
     watch = TimeFirst(step.objective.modules, notices)
     if is_default(step.objective.split) and not watch.is_done:
         step.time_first = watch
+    if (folder := step.options.report_folder) is not None:
+        step.witness = OomReport(folder, step, notices).see
 
 
 def check_model(model: object) -> None:

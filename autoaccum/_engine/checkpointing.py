@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum._data.random_state import RandomState
-from autoaccum._engine.block_names import numbers_in
 from autoaccum._engine.block_state import Before, own_containers
 from autoaccum._engine.replaced_forward import forward_replaced
 from autoaccum._system.exceptions import contextmanager
@@ -35,7 +34,7 @@ def checkpointed(modules: Sequence[nn.Module], device: torch.device, which: str 
     Args:
         modules: The modules of the step.
         device: Their device.
-        which: Names the blocks (`block_names.py`); None for all.
+        which: The number of blocks, from the model's first; None for all.
 
     Yields:
         What is checkpointed, such as "33 Bottleneck blocks"; empty if no block repeats.
@@ -43,7 +42,7 @@ def checkpointed(modules: Sequence[nn.Module], device: torch.device, which: str 
     layers = [(part, _layers_of_their_own(part)) for part in with_their_own(modules)]
     blocks = _plain_blocks(modules)
     count = sum(len(some) for _, some in layers) + len(blocks)
-    taken = range(count) if which is None else numbers_in(which, count)
+    taken = range(count if which is None else min(int(which), count))
     first, said = 0, []
     with ExitStack() as changed:
         for part, some in layers:

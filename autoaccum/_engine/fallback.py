@@ -9,7 +9,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from autoaccum._engine.block_costs import partial_levels
 from autoaccum._engine.checkpointing import (
     all_blocks,
     checkpointed,
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from autoaccum._engine.block_costs import BlockCost
     from autoaccum._memory.base import MemoryBackend
 
 
@@ -99,12 +97,8 @@ class Fallbacks:
         self._in_force.close()
         self.ways, self.names = [self._activated(name) for name in savings], tuple(savings)
 
-    def levels(self, costs: Sequence[BlockCost] | None = None) -> tuple[str, ...]:
-        """Return what can save memory here, from the cheapest on, by names of `memory`.
-
-        Args:
-            costs: What checkpointing each block saves and costs; None if unknown.
-        """
+    def levels(self) -> tuple[str, ...]:
+        """Return what can save memory here, from the cheapest on, by names of `memory`."""
         chunked_loss: tuple[str, ...] = ()
         if self._head is not None:
             chunked_loss = (f"{CHUNKED}:{self._head}",)
@@ -115,10 +109,9 @@ class Fallbacks:
                 f"memory='auto' does not try a loss in chunks: in this model it finds no layer that makes logits; "
                 f"memory=['auto', '{CHUNKED}:{head}'] names it"
             )
-        blocks = 0 if is_checkpointed_already(self._modules) else len(all_blocks(self._modules))
-        some = [f"checkpoint:{name}" for name in partial_levels(costs, blocks)]
-        whole = ("checkpoint",) if blocks else ()
-        return (*chunked_loss, *some, *whole, *(() if self._memory.is_host else ("offload",)))
+        has_blocks = not is_checkpointed_already(self._modules) and all_blocks(self._modules)
+        blocks = ("checkpoint",) if has_blocks else ()
+        return (*chunked_loss, *blocks, *(() if self._memory.is_host else ("offload",)))
 
     def next(self) -> bool:
         """Activate the next fallback that changes anything; return whether there was one."""

@@ -8,7 +8,7 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from autoaccum._arguments import check_bool, check_choice, check_positive_int, check_positive_number, shown
+from autoaccum._arguments import check_bool, check_choice, check_path, check_positive_int, check_positive_number, shown
 from autoaccum._callbacks import check_callbacks
 from autoaccum._data.splits import check_split
 from autoaccum._engine.bf16_weights import check_weights
@@ -23,6 +23,8 @@ from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from os import PathLike
+    from pathlib import Path
 
     import torch
     from torch import nn
@@ -74,6 +76,7 @@ class Options:
     memory_limit: float | str | None = None
     memory: str | Sequence[str] | None = None
     fallback: str | Sequence[str] | None = None
+    oom_report: str | PathLike[str] | None = None
     callbacks: Sequence[Callback] = ()
     notices: Notices | None = None
 
@@ -111,6 +114,7 @@ class Options:
         check_split(self.split)
         if self.clip_grad_norm is not None:
             check_positive_number("clip_grad_norm", self.clip_grad_norm)
+        _ = self.report_folder
         self._check_noise_scale()
         anywhere = Simulated(_ANY_DEVICE_BYTES)
         self.limit_bytes(anywhere)
@@ -129,6 +133,11 @@ class Options:
                 f"noise_scale={asked} compares gradients of micro-batches, and loss_scope='window' is for losses whose "
                 "gradient is no mean of theirs; leave noise_scale out"
             )
+
+    @property
+    def report_folder(self) -> Path | None:
+        """The folder of `oom_report`, which need not exist yet; None if none is asked for."""
+        return None if self.oom_report is None else check_path("oom_report", self.oom_report, "folder for the report")
 
     @property
     def noise_every(self) -> int | None:

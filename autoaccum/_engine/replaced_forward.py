@@ -1,4 +1,7 @@
-"""Calls something else in place of a module's forward, so that copies of the module keep its own."""
+"""Calls something else in place of a module's forward, so that copies of the module keep its own.
+
+Tells also whether modules are compiled.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -41,3 +44,9 @@ def forward_replaced(module: nn.Module, around: Callable[..., Any]) -> Iterator[
 def is_replaced(module: nn.Module) -> bool:
     """Whether a module's forward is replaced now."""
     return all(name in vars(module) for name in _HIDDEN)
+
+
+def are_compiled(modules: Sequence[nn.Module]) -> bool:
+    """Whether some of these modules, or of their parts, are compiled."""
+    parts = (part for root in modules for part in root.modules())
+    return any(part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule" for part in parts)

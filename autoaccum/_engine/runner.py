@@ -47,6 +47,7 @@ from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from os import PathLike
 
     import torch
     from torch import nn
@@ -320,8 +321,7 @@ class Runner(WindowRunner):
         memory_limit: As for `fit`. It is in force within `step` and `evaluate`, and lifted between them, so that a
             runner need not be closed. On the host, it counts from when the runner is created.
         memory: As for `fit`. It is in force within `step` and `evaluate`; the model's forward passes elsewhere are as
-            they were. "auto" compares nothing here, since the plan says how to cut: it saves memory once not even one
-            sample fits.
+            they were.
         weights: As for `fit`. The weights stay in bf16 afterwards, and their gradients in float32.
         clip_grad_norm: As for `fit`.
         forward: As for `fit`.
@@ -329,6 +329,7 @@ class Runner(WindowRunner):
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
         split: As for `fit`. With it, `step` takes one batch or a `Window`.
+        oom_report: As for `fit`.
         noise_scale: As for `fit`; the property of this name is the newest estimate.
         callbacks: Called when memory runs out and when the plan changes.
         notices: Reports choices made on your behalf; None for stderr.
@@ -361,6 +362,7 @@ class Runner(WindowRunner):
         loss_scope: str = "micro_batch",
         batchnorm: str = "keep",
         split: Split | None = None,
+        oom_report: str | PathLike[str] | None = None,
         noise_scale: bool | int = False,
         callbacks: Sequence[Callback] = (),
         notices: Notices | None = None,
@@ -376,7 +378,7 @@ class Runner(WindowRunner):
         self._limit = StepLimit(backend, limit_bytes)
         self._savings = StepSavings(step.objective.modules, savings, backend, notices)
         if self._savings.rungs is not None:
-            self._savings.rungs.begin(None, None, measures=False)
+            self._savings.rungs.begin()
         events = Events([Outside(callback, backend) for callback in callbacks], notices)
         sizing = Sizing(backend, lambda: step.parameters, Cutting.of(plan), SizingOptions(), events)
         noise = None if options.noise_every is None else NoiseScale(options.noise_every, notices)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from autoaccum._arguments import is_one_of, shown
-from autoaccum._engine.block_names import is_name
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -17,8 +17,10 @@ FALLBACKS = ("checkpoint", "offload")
 CHUNKED = "chunked_loss"
 # What `memory` takes.
 SAVINGS = (CHUNKED, *FALLBACKS)
-# Lets the clock choose among these (_engine/rungs.py).
+# Takes these one after the other where not even one sample fits (_engine/rungs.py).
 AUTO = "auto"
+# No model has a number of blocks with more digits.
+_COUNT = re.compile(r"[1-9][0-9]{0,8}")
 
 
 def check_memory(
@@ -40,7 +42,7 @@ def check_memory(
         )
     if AUTO in names and len(names) > 1 and head_of_auto(names) is None:
         raise InvalidInputError(
-            f"memory={shown(memory)}: 'auto' chooses among all of them; pass it alone, or with '{CHUNKED}:NAME' to "
+            f"memory={shown(memory)}: 'auto' takes all of them in turn; pass it alone, or with '{CHUNKED}:NAME' to "
             "name the layer that makes the logits"
         )
     for name in names:
@@ -48,7 +50,7 @@ def check_memory(
             raise InvalidInputError(
                 f"memory={shown(name)} is unknown; choose from {', '.join(map(repr, (AUTO, *SAVINGS)))}, "
                 f"'{CHUNKED}:NAME' with the name of the layer that makes the logits, or 'checkpoint:N' for the first N "
-                f"blocks ('checkpoint:0-2,5-5' for these)"
+                "blocks"
             )
     if "offload" in (*names, *fallbacks) and backend.is_host:
         argument = "memory" if "offload" in names else "fallback"
@@ -82,7 +84,7 @@ def _is_known(name: object) -> bool:
     kind, colon, rest = name.partition(":")
     if not colon:
         return is_one_of(kind, SAVINGS)
-    return {CHUNKED: bool(rest), "checkpoint": is_name(rest)}.get(kind, False)
+    return {CHUNKED: bool(rest), "checkpoint": bool(_COUNT.fullmatch(rest))}.get(kind, False)
 
 
 def _names(given: Sequence[str] | str | None, argument: str) -> tuple[str, ...]:

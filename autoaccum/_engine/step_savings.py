@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autoaccum._engine.fallback import Fallbacks
 from autoaccum._engine.rungs import Rungs, change_of_rung, reason_of
@@ -10,16 +10,12 @@ from autoaccum._engine.saving_names import AUTO, head_of_auto
 from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
 
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
-
-
-def _of_one(what: str, own: Any) -> list[Any]:  # noqa: ARG001 - as several processes have it
-    return [own]
 
 
 class StepSavings:
@@ -30,7 +26,6 @@ class StepSavings:
         names: What saves memory, in order, or "auto".
         memory: The device.
         notices: Reports what is done.
-        of_all: As for `Rungs`.
 
     Attributes:
         rungs: What chooses with memory="auto"; None without it.
@@ -45,7 +40,6 @@ class StepSavings:
         names: Sequence[str],
         memory: MemoryBackend,
         notices: Notices,
-        of_all: Callable[[str, Any], list[Any]] = _of_one,
     ) -> None:
         self._modules = modules
         self._memory = memory
@@ -58,7 +52,7 @@ class StepSavings:
         if AUTO in names:
             chosen_from = self._fallbacks()
             chosen_from.begin(self._say)
-            self.rungs = Rungs(chosen_from.levels, of_all, notices, is_alone=of_all is _of_one)
+            self.rungs = Rungs(chosen_from.levels)
         with self.in_force():
             pass
 

@@ -1,10 +1,8 @@
-"""Notices modules that take the samples of a micro-batch for time steps, while its first passes run.
+"""Notices modules that take the samples of a micro-batch for time steps, while its first pass runs.
 
 Whether a batch is time-first cannot be told by its shape. A recurrent or attention module with `batch_first=False`
 takes (T, N, F): where the first dimension of what it gets is the number of samples, and the second is not, batches were
-cut along time, or the module attends over samples. Only where the second is a multiple of the samples may it hold them,
-as in attention along the columns of images (height, samples by width), and the first be as long by chance: a
-micro-batch of another size tells, or many of one size.
+cut along time, or the module attends over another dimension, as along the columns of images.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from autoaccum._engine.tensor_origins import are_compiled
+from autoaccum._engine.replaced_forward import are_compiled
 from autoaccum._oom import is_oom
 from autoaccum._system import exceptions
 from autoaccum._system.exceptions import contextmanager
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
 
 _KINDS = (nn.RNNBase, nn.MultiheadAttention)
 _DIMS = 3  # (T, N, F)
-# Passes of one size after which no other is waited for.
-_WAITED_FOR = 32
 
 
 class TimeFirst:
@@ -49,8 +45,7 @@ class TimeFirst:
             for name, module in root.named_modules()
             if isinstance(module, _KINDS) and not module.batch_first
         ]
-        self._taken = ""  # what is to be said of this pass if it fails
-        self._suspected: list[int] = []  # the samples of calls that may be such by chance
+        self._taken = ""  # what is to be said of this pass
         self.is_done = are_compiled(modules) or not self._watched
 
     @contextmanager
@@ -70,21 +65,18 @@ class TimeFirst:
         finally:
             for hook in hooks:
                 hook.remove()
+        if self._taken:
+            self._notices.say(self._taken)
 
     def _look(self, name: str, samples: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = args[0] if args else kwargs.get("input", kwargs.get("query"))
-        if self.is_done or not isinstance(given, Tensor) or given.dim() != _DIMS or given.shape[0] == given.shape[1]:
+        if not isinstance(given, Tensor) or given.dim() != _DIMS or given.shape[0] == given.shape[1]:
             return
-        if given.shape[0] == samples:
+        self.is_done = True
+        if given.shape[0] == samples and not self._taken:
             self._taken = (
                 f"{type(module).__name__} {name!r} has batch_first=False and gets a tensor of shape "
                 f"{tuple(given.shape)}, so it takes the {samples} samples of a micro-batch for time steps; if batches "
-                "are time-first, pass split=autoaccum.Along(1), or Along((1, 0)) for targets without time, otherwise "
-                "make the module with batch_first=True"
+                "are time-first, pass split=autoaccum.Along(1), or Along((1, 0)) for targets without time; if not, and "
+                "it is not meant to attend along another dimension, make it with batch_first=True"
             )
-            if given.shape[1] % samples == 0 and set(self._suspected) <= {samples}:
-                self._suspected.append(samples)
-                if len(self._suspected) < _WAITED_FOR:
-                    return
-            self._notices.say(self._taken)
-        self._taken, self.is_done = "", True

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules import module as hooks
 
-from autoaccum._engine.tensor_origins import MODEL
 from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 
 # What runs outside of the model after its forward pass, and the path of losses that are modules.
 LOSS = "(loss)"
+# The model itself, whose path is empty.
+MODEL = "(model)"
 # Operators that only losses call, wherever they are called; their backward passes begin with the same names.
 _OF_LOSSES = (
     "aten._log_softmax",

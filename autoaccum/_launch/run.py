@@ -23,7 +23,7 @@ from autoaccum._launch.world import world_size_of
 from autoaccum._memory import Host
 from autoaccum._memory.kills import read_kills
 from autoaccum._memory.nvml import read_cards
-from autoaccum._sizing.cache import Key, PlanCache, Remembered, key_of_command
+from autoaccum._sizing.cache import Key, PlanCache, Remembered, digest_of
 from autoaccum._system import reason_file
 from autoaccum._system.environment import MAX_MICRO_BATCH, max_micro_batch
 from autoaccum._system.notices import Notices
@@ -234,7 +234,7 @@ class _Run:
         memory = [["host memory", Host().reading().total_bytes]]
         memory += [[card.name, card.total_bytes] for card in read_cards()]
         described = {"arguments": self._command, "devices": memory, **about}
-        return key_of_command(described, target or _NO_TARGET, {"command": " ".join(self._command), **about})
+        return Key(digest_of(described), target or _NO_TARGET, {"command": " ".join(self._command), **about})
 
 
 def _check(command: Sequence[str], options: Options) -> None:

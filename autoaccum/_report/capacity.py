@@ -14,7 +14,7 @@ from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
 from autoaccum._report.dry_run import rehearse
 from autoaccum._report.records import DeviceFacts, Measured, Predicted
-from autoaccum._sizing.planner import TILE, plan
+from autoaccum._sizing.planner import plan
 from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Asked:
     memory_limit: float | str | None
     loss_scope: str
 
-    def plan(self, largest: int, precision: str, trials: tuple[Trial, ...] = ()) -> Plan:
+    def plan(self, largest: int, trials: tuple[Trial, ...] = ()) -> Plan:
         """Cut the target batch as `fit` cuts its first windows, in micro-batches of at most `largest`."""
         return plan(
             self.target_batch,
@@ -55,7 +55,6 @@ class Asked:
             # `fit` starts with the balanced cut and finds the fastest by timing whole windows.
             strategy="balanced" if self.strategy == "fastest" else self.strategy,
             trials=trials,
-            multiple_of=TILE if precision != "fp32" else 1,
         )
 
 
@@ -105,7 +104,7 @@ def measure_on(
 def _rehearsed(
     asked: Asked, step: TrainingStep, device: DeviceFacts, found: ProbeResult, limit_bytes: int | None
 ) -> tuple[Measured, tuple[str, ...]]:
-    chosen = asked.plan(found.micro_batch, step.precision.name, found.trials)
+    chosen = asked.plan(found.micro_batch, found.trials)
     measured = Measured(
         device,
         step.precision.name,
@@ -159,9 +158,7 @@ def predict(asked: Asked, card: Card, precision: str, estimate: Estimate) -> Pre
     largest = estimate.largest(room, asked.most)
     safe_bytes = estimate.safe_bytes(room)
     safe = min(largest, estimate.largest(safe_bytes, asked.most))
-    chosen = _planned(asked, estimate, precision, safe, safe_bytes) or _planned(
-        asked, estimate, precision, largest, room
-    )
+    chosen = _planned(asked, estimate, safe, safe_bytes) or _planned(asked, estimate, largest, room)
     size = estimate.footprints[0].size if chosen is None else chosen.micro_batch
     return Predicted(
         card,
@@ -177,13 +174,13 @@ def predict(asked: Asked, card: Card, precision: str, estimate: Estimate) -> Pre
     )
 
 
-def _planned(asked: Asked, estimate: Estimate, precision: str, largest: int, room_bytes: int) -> Plan | None:
+def _planned(asked: Asked, estimate: Estimate, largest: int, room_bytes: int) -> Plan | None:
     """Return the cut in micro-batches of at most `largest` whose own step fits; None if none does.
 
     A step of fewer samples may fit where the largest does not, and the reverse: fragments of the cache differ.
     """
     for size in range(largest, 0, -1):
-        chosen = asked.plan(size, precision)
+        chosen = asked.plan(size)
         if estimate.fits(chosen.micro_batch, room_bytes):
             return chosen
     return None

@@ -62,7 +62,7 @@ def _seconds(
             step = changed.enter_context(put_together())
             savings = StepSavings(step.objective.modules, names, backend, Notices(silent=True))
             changed.enter_context(savings.in_force())
-            plan = asked.plan(size, step.precision.name)
+            plan = asked.plan(size)
             seen = rehearse(step, asked.batch, plan, parse_limit(asked.memory_limit, backend))
     except (DoesNotFitError, InvalidInputError) as error:
         let_go(error)  # the model itself, or a way that has no place in it after all

@@ -21,30 +21,23 @@ class CacheEntry:
         memory: The device, whose limit does not count what writing takes.
         cache: Keeps plans between runs; None to keep what is found in this object alone.
         key: Identifies the job; None without a cache.
-        saves: What `memory="auto"` has chosen for the job; None without it, or while it is still measuring.
 
     Attributes:
         found: What an earlier run has found, or this one; None if nothing is known.
+        saves: What `memory="auto"` saves memory by, for which that holds.
     """
 
-    def __init__(
-        self,
-        memory: MemoryBackend,
-        cache: PlanCache | None = None,
-        key: Key | None = None,
-        saves: tuple[str, ...] | None = None,
-    ) -> None:
-        self._saves = saves
-        self._tried: str | None = None
+    def __init__(self, memory: MemoryBackend, cache: PlanCache | None = None, key: Key | None = None) -> None:
         self._memory = memory
         self._cache = cache
         self._key = key
-        self._followed: tuple[ProbeResult | None, Plan | None] = None, None
+        self._kept: tuple[ProbeResult | None, Plan | None] = None, None
         self.found: Remembered | None = None
-        if cache is not None and key is not None and saves is None:
+        if cache is not None and key is not None:
             self.found = cache.find(key)
             if self.found is not None:
                 cache.tell(self.found)
+        self.saves = () if self.found is None else self.found.memory
 
     @property
     def experience(self) -> dict[str, Any]:
@@ -56,46 +49,30 @@ class CacheEntry:
         line = Line(0.0, found.bytes_per_sample) if found.bytes_per_sample else None
         return {"begins_with": found.fastest or found.micro_batch, "fitted_before": found.micro_batch, "line": line}
 
-    def follow(self, result: ProbeResult | None, fastest: Plan | None) -> None:
-        """Cache what a search and autotuning have found, each once."""
-        (result_before, fastest_before), self._followed = self._followed, (result, fastest)
+    def use(self, saves: tuple[str, ...]) -> None:
+        """Forget what was found with something else that saves memory."""
+        if saves != self.saves:
+            self.saves, self.found = saves, None
+
+    def keep(self, result: ProbeResult | None = None, fastest: Plan | None = None) -> None:
+        """Cache what a search has found, and the plan that autotuning has chosen, each once."""
+        known, (result_before, fastest_before) = self.found, self._kept
+        self._kept = result or result_before, fastest or fastest_before
         if result is not None and result is not result_before:
-            self.note(result)
-        if fastest is not None and fastest is not fastest_before:
-            self.note_fastest(fastest)
-
-    def note(self, result: ProbeResult) -> None:
-        """Cache the result of a search."""
-        before = self.found
-        if before is not None and result.micro_batch <= before.micro_batch and all(one.fits for one in result.trials):
-            return  # the cached size is confirmed; an even cut may use a little less
-        self._keep(Remembered(result.micro_batch, result.fixed_bytes, result.bytes_per_sample))
-
-    def note_fastest(self, fastest: Plan) -> None:
-        """Cache the plan that autotuning has chosen."""
-        found = self.found
-        if found is not None and fastest.micro_batch <= found.micro_batch:
-            self._keep(replace(found, fastest=fastest.micro_batch))
-
-    def note_tried(self, tried: str | None) -> None:
-        """Keep what `memory="auto"` has tried with what is found from now on, in words."""
-        self._tried = tried
+            is_confirmed = known is not None and result.micro_batch <= known.micro_batch  # even sizes may be a bit less
+            if not is_confirmed or not all(one.fits for one in result.trials):
+                known = Remembered(result.micro_batch, result.bytes_per_sample, memory=self.saves)
+        if fastest is not None and fastest is not fastest_before and known and fastest.micro_batch <= known.micro_batch:
+            known = replace(known, fastest=fastest.micro_batch)
+        if known is None or known is self.found:
+            return
+        self.found = known
+        if self._cache is not None and self._key is not None:
+            with self._memory.lifted():
+                self._cache.keep(self._key, known)
 
     def forget(self) -> None:
         """Delete the cached plan, which has turned out not to fit."""
         if self._cache is not None and self._key is not None:
             self._cache.forget(self._key)
             self._key = None
-
-    def take(self, found: Remembered | None) -> None:
-        """Cache what a search has found whose results were not cached."""
-        if found is not None:
-            self._keep(found)
-
-    def _keep(self, remembered: Remembered) -> None:
-        tried = self._tried or remembered.tried or (None if self.found is None else self.found.tried)
-        remembered = replace(remembered, memory=self._saves, tried=tried)
-        self.found = remembered
-        if self._cache is not None and self._key is not None:
-            with self._memory.lifted():
-                self._cache.keep(self._key, remembered)

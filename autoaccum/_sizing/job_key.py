@@ -30,13 +30,9 @@ def key_of(
     *,
     optimizer: torch.optim.Optimizer | str,
     memory: MemoryBackend,
-    precision: str,
     target_batch: int,
-    limit_bytes: int | None,
-    loss_scope: str,
-    cap: int | None = None,
     counts: str = SAMPLES,
-    saves: Sequence[str] = (),
+    **settings: Any,
 ) -> Key:
     """Return the key of a job.
 
@@ -45,49 +41,36 @@ def key_of(
         batch: A batch; only the structure of a sample matters, not their number.
         optimizer: Only its class matters; or what stands for it, in a loop of the user's own.
         memory: The device.
-        precision: The precision in use.
         target_batch: Samples per update.
-        limit_bytes: In the memory backend's terms; None for no limit.
-        loss_scope: As for `fit`.
         counts: What `target_batch` and sizes count, as in `Plan`.
-        cap: The most samples allowed at once: a result found under a cap does not tell what fits without it.
-        saves: What saves memory, as `fit` takes it in `memory`.
+        settings: What else decides how much memory a step takes, or how much there is, as JSON values.
     """
-    about: dict[str, str | int | None] = {
+    about = {
         "model": _class_name(modules[0]),
         "parameters": sum(0 if is_lazy(parameter) else parameter.numel() for parameter in modules[0].parameters()),
         "optimizer": optimizer if isinstance(optimizer, str) else _class_name(optimizer),
-        "precision": precision,
         "device": memory.name,
         "device_bytes": memory.reading().total_bytes,
-        "limit_bytes": limit_bytes,
         "target_batch": target_batch,
-        "loss_scope": loss_scope,
+        "counts": counts,
         "torch": str(torch.version.__version__),
         "autoaccum": __version__,
+        **settings,
     }
-    structures = [_structure(module) for module in modules]
-    marks = [*([counts] if counts != SAMPLES else []), *saves]
-    most = target_batch if counts == SAMPLES else None
-    return Key(digest_of([about, structures, _form(batch), cap, *marks]), most, about)
+    digest = digest_of([about, list(map(_structure, modules)), _form(batch)])
+    return Key(digest, target_batch if counts == SAMPLES else None, about)
 
 
 def _structure(model: nn.Module) -> list[Any]:
-    # Including boolean attributes: with `gradient_checkpointing` on, a model needs much less memory.
     modules = [[name, _class_name(module), _switches(module)] for name, module in model.named_modules()]
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    return [modules, [[name, *_shape(tensor), tensor.requires_grad] for name, tensor in tensors]]
+    shapes = [None if is_lazy(tensor) else list(tensor.shape) for _, tensor in tensors]
+    return [modules, shapes, [[name, str(tensor.dtype), tensor.requires_grad] for name, tensor in tensors]]
 
 
 def _switches(module: nn.Module) -> dict[str, bool]:
-    # A forward of its own is another than that of its class: it may save memory.
-    return {name: value for name, value in vars(module).items() if type(value) is bool} | (
-        {"forward": True} if "forward" in vars(module) else {}
-    )
-
-
-def _shape(tensor: Tensor) -> list[Any]:
-    return [str(tensor.dtype), None if is_lazy(tensor) else list(tensor.shape)]
+    # With `gradient_checkpointing` on, or a forward of its own, a model may need much less memory.
+    return {name: value is True for name, value in vars(module).items() if type(value) is bool or name == "forward"}
 
 
 def _form(batch: Any) -> Any:

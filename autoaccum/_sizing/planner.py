@@ -17,10 +17,8 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-STRATEGIES = ("balanced", "uniform", "greedy", "fastest")
+STRATEGIES = ("balanced", "uniform", "fastest")
 PROBES = ("inline", "before", "off")
-# The tile size of tensor cores in half precision.
-TILE = 8
 
 # After a failure the number of micro-steps grows by at least this factor, so even on a device that is suddenly almost
 # full a fitting size is found in a logarithmic number of attempts. At small counts the next cut is simply one step
@@ -40,7 +38,6 @@ def plan(
     *,
     strategy: str = "balanced",
     trials: Iterable[Trial] = (),
-    multiple_of: int = 1,
     counts: str = SAMPLES,
 ) -> Plan:
     """Cut a window of `target_batch` samples into micro-batches of at most `max_micro_batch`.
@@ -55,11 +52,8 @@ def plan(
             - "uniform": equal sizes, for torch.compile and CUDA graphs, if that takes at most twice the fewest
               micro-batches; 100 with at most 37 is (25, 25, 25, 25). Otherwise the fewest, equal except for a smaller
               last one; 101 with at most 50 is (34, 34, 33).
-            - "greedy": as large as possible, the remainder last; 100 with at most 37 is (37, 37, 26).
             - "fastest": as "balanced"; `fit` then times whole windows to improve on it.
         trials: Trials of the probe; all planned sizes are below the smallest failed trial.
-        multiple_of: A size that the hardware prefers, such as 8 in half precision: all sizes but one are multiples of
-            it where that adds no micro-batch. Equal sizes stay equal.
         counts: What the first two count: "samples", or "tokens" (`Plan.counts`).
 
     Raises:
@@ -67,7 +61,6 @@ def plan(
     """
     check_positive_int("target_batch", target_batch)
     check_positive_int("max_micro_batch", max_micro_batch)
-    check_positive_int("multiple_of", multiple_of)
     check_choice("strategy", strategy, STRATEGIES)
     trials = tuple(trials) if isinstance(trials, Iterable) else trials
     if not isinstance(trials, tuple) or not all(isinstance(trial, Trial) for trial in trials):
@@ -83,10 +76,10 @@ def plan(
             f"target_batch={target_batch} in micro-batches of at most {most} (max_micro_batch={max_micro_batch}) takes "
             f"more than {MOST_STEPS} of them per update; pass a smaller target or larger micro-batches"
         )
-    return Plan(target_batch, cut(target_batch, most, strategy, multiple_of), counts=counts)
+    return Plan(target_batch, cut(target_batch, most, strategy), counts=counts)
 
 
-def cut(samples: int, max_micro_batch: int, strategy: str = "balanced", multiple_of: int = 1) -> tuple[int, ...]:
+def cut(samples: int, max_micro_batch: int, strategy: str = "balanced") -> tuple[int, ...]:
     """Cut consecutive samples as `plan` does, without trials.
 
     Raises:
@@ -94,10 +87,8 @@ def cut(samples: int, max_micro_batch: int, strategy: str = "balanced", multiple
     """
     check_choice("strategy", strategy, STRATEGIES)
     if strategy == "uniform":
-        return _uniform(samples, max_micro_batch, multiple_of)
-    if strategy == "greedy":
-        return _greedy(samples, max_micro_batch, multiple_of)
-    return _even(samples, -(-samples // max_micro_batch), max_micro_batch, multiple_of)
+        return _uniform(samples, max_micro_batch)
+    return balanced(samples, max_micro_batch)
 
 
 def balanced(samples: int, max_micro_batch: int) -> tuple[int, ...]:
@@ -105,7 +96,9 @@ def balanced(samples: int, max_micro_batch: int) -> tuple[int, ...]:
 
     The first is never smaller than a later one, so if it fits in memory, all do.
     """
-    return _split(samples, -(-samples // max_micro_batch))
+    parts = -(-samples // max_micro_batch)
+    small, larger_ones = divmod(samples, parts)
+    return (small + 1,) * larger_ones + (small,) * (parts - larger_ones)
 
 
 def shrink(samples: int, failed_size: int) -> int | None:
@@ -123,40 +116,14 @@ def shrink(samples: int, failed_size: int) -> int | None:
     return max(1, min(-(-samples // steps), failed_size - 1))
 
 
-def _split(samples: int, parts: int) -> tuple[int, ...]:
-    small, larger_ones = divmod(samples, parts)
-    return (small + 1,) * larger_ones + (small,) * (parts - larger_ones)
-
-
-def _even(samples: int, parts: int, most: int, multiple_of: int) -> tuple[int, ...]:
-    """Split into `parts` of at most `most`, all but one a multiple if that can be, else as even as possible."""
-    below = samples // parts // multiple_of * multiple_of
-    found = [_but_one(samples, parts, most, size) for size in (below, below + multiple_of)] if multiple_of > 1 else []
-    return min(filter(None, found), key=max, default=_split(samples, parts))
-
-
-def _but_one(samples: int, parts: int, most: int, size: int) -> tuple[int, ...]:
-    """Split into `parts` of which all but one have this size, the larger first; () if one is 0, or above `most`."""
-    sizes = (*(size,) * (parts - 1), samples - size * (parts - 1))
-    return tuple(sorted(sizes, reverse=True)) if min(sizes) > 0 and max(sizes) <= most else ()
-
-
-def _uniform(samples: int, most: int, multiple_of: int) -> tuple[int, ...]:
+def _uniform(samples: int, most: int) -> tuple[int, ...]:
     fewest = -(-samples // most)
     for parts in range(fewest, min(samples, MOST_STEPS_FOR_EQUAL_SIZES * fewest) + 1):
         if samples % parts == 0:
             return (samples // parts,) * parts
     # The smallest size that takes no additional step, so that the last part is closest to the others.
     size = -(-samples // fewest)
-    rounded = -(-size // multiple_of) * multiple_of
-    return _but_one(samples, fewest, most, rounded) or _but_one(samples, fewest, most, size)
-
-
-def _greedy(samples: int, most: int, multiple_of: int) -> tuple[int, ...]:
-    rounded = most // multiple_of * multiple_of
-    size = rounded if rounded and -(-samples // rounded) == -(-samples // most) else most
-    full, rest = divmod(samples, size)
-    return (size,) * full + ((rest,) if rest else ())
+    return (*(size,) * (fewest - 1), samples - size * (fewest - 1))
 
 
 def format_cut(micro_batches: Sequence[int]) -> str:

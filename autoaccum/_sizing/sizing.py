@@ -49,7 +49,6 @@ class SizingOptions:
 
     Attributes:
         strategy: As for `fit`.
-        multiple_of: The number that sizes should be multiples of if that adds no micro-step.
         by_bytes: Whether samples with smaller inputs go in larger micro-batches.
         learns: Whether to learn from the first windows how large micro-batches may be.
         times_after: Windows after which autotuning starts, if the strategy asks for it; None for never.
@@ -61,7 +60,6 @@ class SizingOptions:
     """
 
     strategy: str = "balanced"
-    multiple_of: int = 1
     by_bytes: bool = False
     learns: bool = False
     times_after: int | None = None
@@ -254,7 +252,6 @@ class Sizing:
                     rest,
                     self._capped(max(1, int(self._most(plan, relative) / relative))),
                     wanted.strategy,
-                    wanted.multiple_of,
                 )
                 for rest, relative in rests
             )
@@ -265,8 +262,7 @@ class Sizing:
         assert self._each is not None
         cap, in_columns = self._wanted.most, self._counts_tokens
         most = min(most, cap) if in_columns and cap is not None else most
-        is_greedy = self._wanted.strategy == "greedy"
-        return cut_by_cost(self._each[start:], most, largest=None if in_columns else cap, fills=is_greedy)
+        return cut_by_cost(self._each[start:], most, largest=None if in_columns else cap)
 
     def enter(self, size: int) -> None:
         """Prepare for the micro-batch at `start`; needed if `measures` is set.
@@ -469,7 +465,7 @@ class Sizing:
         wanted, target = self._wanted, self.plan.target_batch
         strategy = "balanced" if wanted.strategy == "fastest" else wanted.strategy
         size = self._capped(min(most, target))
-        return plan(target, size, strategy=strategy, multiple_of=wanted.multiple_of, counts=self.plan.counts)
+        return plan(target, size, strategy=strategy, counts=self.plan.counts)
 
     def _capped(self, size: int, relative: float = 1.0) -> int:
         """Return a size that is allowed; of samples of this relative size if the plan counts columns."""
@@ -482,8 +478,8 @@ class Sizing:
         if self._pace.fail(failed) is None:
             return False
         if self._tempo is not None:
-            known, self._compared_to = self._tempo.seconds, self._pace.size
-            self._time(Autotune(self.plan.target_batch, self._pace.size, known=known))
+            self._compared_to = self._pace.size
+            self._time(Autotune(self.plan.target_batch, self._pace.size))
         self._follow_pace()
         return True
 

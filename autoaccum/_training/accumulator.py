@@ -17,8 +17,8 @@ from autoaccum._engine import devices
 from autoaccum._engine.accumulator import GradientAccumulator
 from autoaccum._engine.assembly import assemble_without_optimizer
 from autoaccum._engine.events import Events
-from autoaccum._engine.measured_batches import MeasuredBatches
 from autoaccum._engine.options import Options
+from autoaccum._engine.rungs import AVOIDABLE
 from autoaccum._engine.step_limit import Outside, StepLimit
 from autoaccum._engine.step_savings import StepSavings
 from autoaccum._loss.closures import Closure, modules_used_by
@@ -31,6 +31,7 @@ from autoaccum.errors import InvalidInputError, RankFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from os import PathLike
 
     from torch import Tensor, nn
 
@@ -40,8 +41,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
-    from autoaccum._records import BackwardReport, MemoryTrial, Plan
-    from autoaccum._sizing.rung_choice import Rung
+    from autoaccum._records import BackwardReport, Plan
 
 _KEEP = ("outputs",)
 
@@ -83,6 +83,7 @@ class Accumulator:
         split: As for `fit`.
         scale: A `torch.amp.GradScaler`, or a function of the loss that returns what is backpropagated. Gradients stay
             scaled, for `scaler.unscale_` and `scaler.step`.
+        oom_report: As for `fit`.
         callbacks: Called when memory runs out and when the plan changes.
         notices: Reports choices made on your behalf; None for stderr.
 
@@ -119,6 +120,7 @@ class Accumulator:
         batchnorm: str = "keep",
         split: Split | None = None,
         scale: torch.amp.GradScaler | Callable[[Tensor], Tensor] | None = None,
+        oom_report: str | PathLike[str] | None = None,
         callbacks: Sequence[Callback] = (),
         notices: Notices | None = None,
     ) -> None:
@@ -168,23 +170,15 @@ class Accumulator:
         self._ranks = _ranks(self._step, notices)
         self._limit = StepLimit(backend, limit_bytes)
         ranks, step = self._ranks, self._step
-        of_all = {} if ranks is None else {"of_all": ranks.exchange}
-        self._savings = StepSavings(step.objective.modules, names, backend, notices, **of_all)
+        self._savings = StepSavings(step.objective.modules, names, backend, notices)
+        self._has_begun = False
         measures = options.micro_batch == "auto" and options.loss_scope == "micro_batch"
-        accumulating = GradientAccumulator(
+        self._accumulating = GradientAccumulator(
             step,
             Events([Outside(callback, backend) for callback in options.callbacks], notices),
             notices,
             peers=None if ranks is None else lambda: DataParallel(ranks, step),
             entry_of=_entries(step, limit_bytes, names, closure, notices) if options.cache and measures else None,
-        )
-        self._accumulating = accumulating
-        self._batches = MeasuredBatches(
-            accumulating,
-            self._savings,
-            step,
-            measures=measures,
-            is_alone=ranks is None,
         )
         self._at_work = threading.Lock()
 
@@ -210,10 +204,6 @@ class Accumulator:
         return self._savings.names
 
     @property
-    def memory_trials(self) -> tuple[MemoryTrial, ...]:
-        """What memory="auto" has tried, in order; empty without it."""
-        return () if self._savings.rungs is None else self._savings.rungs.trials
-
     def backward(self, batch: Any, *others: Any, keep: str | None = None) -> BackwardReport:
         """Add the gradient of a batch to `.grad`, as one backward pass of the whole batch would.
 
@@ -262,13 +252,35 @@ class Accumulator:
             if window is None:
                 window = as_window(batch, step.objective.split)
             with self._limit.in_force():
-                return self._batches.add(window)
+                return self._added(window)
         except BaseException as error:
             if self._ranks is not None and not isinstance(error, RankFailedError):
                 self._ranks.fail(error)  # the others wait for this one
             raise
         finally:
             self._at_work.release()
+
+    def _added(self, window: Window) -> BackwardReport:
+        """Add the gradient of a window; with memory="auto" save more wherever not even one sample fits."""
+        rungs = self._savings.rungs
+        if rungs is None:
+            with self._savings.in_force():
+                return self._accumulating.add(window)
+        while True:
+            known = self._accumulating.look_up(window)
+            if not self._has_begun:
+                rungs.begin(known)
+                self._accumulating.begin_rung(rungs.rung)
+                self._has_begun = True
+            try:
+                with self._savings.in_force():
+                    return self._accumulating.add(window)
+            except AVOIDABLE as error:
+                if not self._savings.climb(error):
+                    raise
+                let_go(error)
+            self._step.memory.release()
+            self._accumulating.begin_rung(rungs.rung)
 
 
 def _entries(
@@ -277,12 +289,12 @@ def _entries(
     savings: Sequence[str],
     closure: Callable[[Any], Any] | None,
     notices: Notices,
-) -> Callable[[Window, Rung | None], CacheEntry]:
+) -> Callable[[Window], CacheEntry]:
     """Return what finds the cache's entry for batches, as `GradientAccumulator` takes it."""
     cache = PlanCache(notices)
     name = "" if closure is None else getattr(closure, "__qualname__", type(closure).__qualname__)
 
-    def entry(window: Window, chosen: Rung | None) -> CacheEntry:
+    def entry(window: Window) -> CacheEntry:
         try:
             sample = window.largest().cut(0, 1)
         except Exception as error:
@@ -299,14 +311,9 @@ def _entries(
             target_batch=window.samples,
             limit_bytes=limit_bytes,
             loss_scope="micro_batch",
-            saves=savings,
+            saves=list(savings),
         )
-        known = CacheEntry(step.memory, cache, key)
-        if chosen is None:
-            return known
-        of_chosen = CacheEntry(step.memory, cache, key, chosen)
-        of_chosen.take(known.found if known.found is not None and known.found.memory == chosen else None)
-        return of_chosen
+        return CacheEntry(step.memory, cache, key)
 
     return entry
 

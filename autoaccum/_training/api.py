@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import time
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from autoaccum._engine.dtensor import check_sharded
 from autoaccum._engine.fallback import Fallbacks
 from autoaccum._engine.metrics import check_metrics
 from autoaccum._engine.noise_scale import NoiseScale
-from autoaccum._engine.oom_report import PostMortem, check_folder_name
 from autoaccum._engine.options import Options
 from autoaccum._engine.sample_order import LengthOrder
 from autoaccum._engine.saving_names import AUTO, head_of_auto
@@ -154,10 +152,10 @@ def fit(
             start small and grow; "before": with trials before training that leave no trace (loss_scope="window" uses it
             in place of "inline"); "off": not at all; training starts with whole windows and cuts them when memory runs
             out.
-        strategy: How to cut windows. "balanced": into the fewest micro-batches; "uniform": into equal ones; "greedy":
-            into the largest ones and a remainder; "fastest": into the ones that run fastest, timed in the first windows
-            of a long training. None: "uniform" for a compiled model, else "fastest" if `micro_batch` is "auto", else
-            "balanced". With a fixed `micro_batch` and "balanced", two runs cut alike, regardless of memory and timing.
+        strategy: How to cut windows. "balanced": into the fewest micro-batches; "uniform": into equal ones; "fastest":
+            into the ones that run fastest, timed in the first windows of a long training. None: "uniform" for a
+            compiled model, else "fastest" if `micro_batch` is "auto", else "balanced". With a fixed `micro_batch` and
+            "balanced", two runs cut alike, regardless of memory and timing.
         cache: Whether to keep the micro-batch for the next run of the same job, which confirms it with a single
             micro-batch. The cache is in the user's cache directory, or in AUTOACCUM_CACHE_DIR.
         memory_limit: Bytes, a string such as "12GiB", or a fraction of the device's total memory. On the host, it
@@ -166,9 +164,8 @@ def fit(
             entropy a few tokens at a time, so that they are never whole), "checkpoint" and "offload" (as `fallback` has
             them), or several of these in a list. Gradients stay the same, those of a loss in chunks up to rounding.
             "chunked_loss:NAME" names the `nn.Linear` that makes the logits, which is found in models of Transformers;
-            "checkpoint:N" recomputes the first N blocks alone, and "checkpoint:0-2,5-5" these. "auto": what makes
-            windows fastest, measured in the first windows; nothing where a window fits at once (docs/memory.md). With
-            `["auto", "chunked_loss:NAME"]`, a loss in chunks is among what it measures.
+            "checkpoint:N" recomputes the first N blocks alone. "auto": one after the other wherever not even one sample
+            fits, else nothing (docs/memory.md); `["auto", "chunked_loss:NAME"]` names the layer for it.
         weights: None leaves weights as they are. "bf16": weights of two or more dimensions are kept in bf16, and each
             update is rounded stochastically; "bf16-master": they are bf16 in the model, with a master copy in float32
             in the optimizer's state. Gradients are added in float32, and the forward pass runs in bf16. This changes
@@ -210,9 +207,8 @@ def fit(
         checkpoint_minutes: Minutes between checkpoints; None disables this interval.
         resume: "auto": resume from the folder's newest checkpoint, or start from the beginning if there is none. True:
             require one. False: start from the beginning; the first new checkpoint replaces those in the folder.
-        oom_report: A folder. When memory first runs out, `fit` writes a file there that lists what was alive and where
-            it was allocated (docs/oom-report.md). Until then, every module marks the outputs of its forward pass, which
-            takes about 10 µs each time.
+        oom_report: A folder. When memory first runs out, a text with the largest tensors, and on CUDA a snapshot for
+            PyTorch's memory viewer, is written there (docs/oom-report.md).
         shard: Under torchrun, whether every rank's loaders give all samples, so that each rank takes its part of every
             window and of the validation data. False: each rank's loaders give only its own samples
             (DistributedSampler); see docs/ranks.md.
@@ -269,7 +265,7 @@ def fit(
     epochs, max_steps = _check_length(epochs, max_steps)
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
     _check_data(loader, val_loader, split, val_steps, metrics, epochs)
-    folders = [check_saving(checkpoint, checkpoint_steps, checkpoint_minutes, resume), check_folder_name(oom_report)]
+    folders = [check_saving(checkpoint, checkpoint_steps, checkpoint_minutes, resume), options.report_folder]
     check_seed(seed)
     check_shares(shares, shard=shard)
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -289,7 +285,6 @@ def fit(
         saver = saver_for(checkpoint, checkpoint_steps, checkpoint_minutes, resume)
         earlier = None if saver is None else saver.cap(notices)
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
-        watching = nullcontext() if oom_report is None else PostMortem(oom_report, step, notices)
         world = OneProcess(loader, target, drop_last, step.objective.split, token_target)
         grows_from = None
         if ranks is not None:
@@ -386,8 +381,7 @@ def fit(
                 notices=notices,
                 scheduler=scheduler,
             )
-        with watching:
-            return training.run(limit_bytes=limit_bytes, started=started)
+        return training.run(limit_bytes=limit_bytes, started=started)
 
 
 def _ranks_of(

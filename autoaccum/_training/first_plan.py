@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._engine.probing import probe
-from autoaccum._engine.tensor_origins import are_compiled
+from autoaccum._engine.replaced_forward import are_compiled
 from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.cache_entry import CacheEntry
 from autoaccum._sizing.job_key import key_of
-from autoaccum._sizing.planner import TILE, plan
+from autoaccum._sizing.planner import plan
 from autoaccum._sizing.sizing import SizingOptions
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._records import Plan, ProbeResult, Trial
-    from autoaccum._sizing.cache import Key, PlanCache
+    from autoaccum._sizing.cache import PlanCache
     from autoaccum._sizing.sizing import Cutting
 
 # Timing cuts takes windows. If fewer than this are to come, the largest cut that fits is used instead; if their number
@@ -71,16 +71,13 @@ class Finding:
         if are_compiled(step.objective.modules):
             by_default = "uniform"
         self._strategy = options.strategy or by_default
-        self._multiple_of = TILE if self._is_auto and step.precision.name != "fp32" else 1
         self._cache = cache if self._is_auto and probe != "off" else None
         self._limit_bytes = limit_bytes
         self._loss_scope = options.loss_scope
         self._entry = CacheEntry(step.memory)
-        self._key: Key | None = None
-        self._entries: dict[tuple[str, ...], CacheEntry] = {}  # of what memory="auto" tries
 
     def look_up(self, first: Window) -> tuple[str, ...] | None:
-        """Look up an earlier run of the same job in the cache; return what it saves memory by, if it has chosen.
+        """Look up an earlier run of the same job in the cache; return what memory="auto" saved memory by in it.
 
         Args:
             first: The first window.
@@ -88,7 +85,7 @@ class Finding:
         if self._cache is None or not self._is_auto:
             return None
         largest, weights = first.largest(), self._step.updates.weights
-        self._key = key_of(
+        key = key_of(
             self._step.objective.modules,
             largest.cut(0, largest.samples),
             optimizer=self._step.optimizer,
@@ -98,14 +95,11 @@ class Finding:
             limit_bytes=self._limit_bytes,
             loss_scope=self._loss_scope,
             cap=self._cap,
-            saves=self._saves if weights is None else (*self._saves, f"weights={weights.name}"),
+            saves=[*self._saves, *([] if weights is None else [f"weights={weights.name}"])],
             counts=self._counts,
         )
-        self._entry = CacheEntry(self._step.memory, self._cache, self._key)
-        known = None if self._entry.found is None else self._entry.found.memory
-        if known is not None:
-            self._entries[known] = self._entry
-        return known
+        self._entry = CacheEntry(self._step.memory, self._cache, key)
+        return self._entry.saves
 
     def begin(self, first: Window, on_trial: Callable[[Trial], None]) -> ProbeResult | None:
         """Run the probe if `probe` is "before".
@@ -132,7 +126,7 @@ class Finding:
             loss_scope=self._loss_scope,
             begins_with=None if self._entry.found is None else self._entry.found.micro_batch,
         )
-        self.note(found)
+        self.keep(found)
         return found
 
     def try_alone(self, batch: Any, name: str) -> None:
@@ -148,30 +142,9 @@ class Finding:
         self._cache, self._entry = None, CacheEntry(self._step.memory)
         self.search_in_windows()
 
-    @property
-    def tried(self) -> str | None:
-        """What memory="auto" has tried in the earlier run, in words; None if nothing is known."""
-        return None if self._entry.found is None else self._entry.found.tried
-
-    def begin_rung(self, rung: tuple[str, ...], *, is_chosen: bool, tried: str | None = None) -> None:
-        """Search for sizes with what memory="auto" saves memory by, or take those that were found with it.
-
-        Args:
-            rung: What is in force, as `memory` names it.
-            is_chosen: Whether it stays, so that the next run of the job can begin with it.
-            tried: What was tried before, in words, for that run to tell.
-        """
-        found = self._entries.setdefault(rung, CacheEntry(self._step.memory))
-        self._entry = found
-        if is_chosen:
-            self._entry = CacheEntry(self._step.memory, self._cache, self._key, rung)
-            self._entry.note_tried(tried)
-            self._entry.take(found.found)
-
-    @property
-    def measures(self) -> bool:
-        """Whether sizes are searched for in the first windows, so that these can also be compared."""
-        return self._is_auto and self._probe != "off" and self._loss_scope != "window"
+    def begin_rung(self, rung: tuple[str, ...]) -> None:
+        """Search for sizes with what memory="auto" saves memory by, or take those that were found with it."""
+        self._entry.use(rung)
 
     def search_in_windows(self) -> None:
         """Make no more trials before training, which has begun, or is about to."""
@@ -186,7 +159,7 @@ class Finding:
         most = most if self._cap is None else min(most, self._cap)
         # Only whole windows are timed: on a shared machine, a single trial per size says little.
         strategy = "balanced" if self._strategy == "fastest" else self._strategy
-        return plan(target, min(most, target), strategy=strategy, multiple_of=self._multiple_of, counts=self._counts)
+        return plan(target, min(most, target), strategy=strategy, counts=self._counts)
 
     @property
     def most_asked(self) -> int | None:
@@ -222,7 +195,6 @@ class Finding:
             times_after = _WINDOWS_BEFORE_TIMING if windows_ahead is None else 0
         return SizingOptions(
             strategy=self._strategy,
-            multiple_of=self._multiple_of,
             by_bytes=self._counts == TOKENS or (self._is_auto and self._probe != "off"),
             learns=not cutting.is_found and self._is_auto and self._probe == "inline",
             times_after=times_after,
@@ -233,13 +205,9 @@ class Finding:
 
     # --- the cache ----------------------------------------------------------------------------------------------------
 
-    def note(self, found: ProbeResult) -> None:
-        """Cache the result of a search."""
-        self._entry.note(found)
-
-    def note_fastest(self, fastest: Plan) -> None:
-        """Cache the plan that autotuning has chosen."""
-        self._entry.note_fastest(fastest)
+    def keep(self, result: ProbeResult | None = None, fastest: Plan | None = None) -> None:
+        """Cache what a search has found, and the plan that autotuning has chosen."""
+        self._entry.keep(result, fastest)
 
     def forget(self) -> None:
         """Delete the cached plan, which has turned out not to fit."""

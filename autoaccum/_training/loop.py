@@ -113,7 +113,7 @@ class Training:
             world=world,
         )
         self._request = StopRequest()
-        rungs = Rungs(fallbacks.levels, world.of_all, notices, is_alone=world.is_alone)
+        rungs = Rungs(fallbacks.levels)
         self._lifecycle = PlanLifecycle(
             step,
             self._progress,
@@ -265,7 +265,6 @@ class Training:
             stopped=self._progress.stopped,
             noise_scale=None if self._noise is None else self._noise.samples,
             memory=self._lifecycle.memory,
-            memory_trials=self._lifecycle.memory_trials,
             time_spent=TimeSpent(
                 self._search_s,
                 self._recomputation_s,
@@ -393,7 +392,6 @@ class Training:
         self._note(report)
         self._progress.after_callbacks()
         self._finiteness.see(report)
-        self._lifecycle.choose_rung(report)
         if self._checkpoints is not None:
             self._finiteness.note()
         if self._evaluate_if_due():

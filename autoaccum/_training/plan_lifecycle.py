@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum import _oom
 from autoaccum._callbacks import Callback
 from autoaccum._data.random_state import RandomState
-from autoaccum._engine.block_costs import measured
 from autoaccum._engine.events import Events
-from autoaccum._engine.rungs import AVOIDABLE, change_of_rung, reason_of, work_of
+from autoaccum._engine.rungs import AVOIDABLE, change_of_rung, reason_of
 from autoaccum._engine.runner import WindowRunner
 from autoaccum._sizing.sizing import Cutting, Sizing
-from autoaccum._system import signals
 from autoaccum._training.checkpoint_contents import Kept
 from autoaccum._training.longest_sample import batch_of, longest_of
 from autoaccum.errors import DoesNotFitError
@@ -29,7 +25,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.rungs import Rungs
     from autoaccum._engine.sample_order import LengthOrder
-    from autoaccum._records import MemoryEvent, MemoryTrial, Plan, ProbeResult, StepReport, Trial
+    from autoaccum._records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
     from autoaccum._system.notices import Notices
     from autoaccum._training.first_plan import Finding
     from autoaccum._training.longest_sample import Longest
@@ -55,7 +51,7 @@ class _Noting(Callback):
         """Record the plan, and what a probe found for the next run."""
         self.plans.append((step, plan))
         if probe is not None:
-            self._finding.note(probe)
+            self._finding.keep(probe)
 
     def on_oom(self, event: MemoryEvent, *, step: int) -> None:  # noqa: ARG002 - as the base has it
         """Delete the cached plan, which does not fit."""
@@ -99,8 +95,6 @@ class PlanLifecycle:
         rungs: Rungs | None = None,
     ) -> None:
         self._rungs = rungs
-        self._cuttings: dict[tuple[str, ...], Cutting] = {}  # of the rungs whose sizes are known
-        self._timing: tuple[float, int, bool] = 0.0, 0, False
         self._noise = noise
         self._order = order
         self._noting = _Noting(finding)
@@ -113,7 +107,6 @@ class PlanLifecycle:
         self._world = world
         self._earlier_oom_events = 0
         self._fastest: Plan | None = None  # once it has been recorded
-        self._last: tuple[Plan, tuple[str, ...]] | None = None  # of the last window
 
     @property
     def has_begun(self) -> bool:
@@ -123,13 +116,7 @@ class PlanLifecycle:
     @property
     def plan(self) -> Plan:
         """The plan in force; before there is a runner, the one to begin with as far as it is known."""
-        if self._is_measuring and self._last is not None:
-            return self._last[0]  # what is to be tried next may not fit
         return self.current.sizing.plan if self.has_begun else self._finding.plan()
-
-    @property
-    def _is_measuring(self) -> bool:
-        return self._rungs is not None and self._rungs.is_measuring
 
     @property
     def plans(self) -> tuple[tuple[int, Plan], ...]:
@@ -164,7 +151,7 @@ class PlanLifecycle:
         if self._order is not None:
             first = self._order.of(first)
         known = self._finding.look_up(first) if first.samples else None
-        self._begin_rungs(known, first)
+        self._begin_rungs(known)
         if self._order is not None:
             self._try_longest(self._order)
         probed = self._probe(first) if first.samples else None
@@ -193,32 +180,17 @@ class PlanLifecycle:
             self._noted(plan)
         return replace(kept.cutting, plan=plan, grows_to=self._finding.within_cap(kept.cutting.grows_to))
 
-    def _begin_rungs(self, known: tuple[str, ...] | None, first: Window | None = None) -> bool:
-        """Begin with what saves memory as an earlier run has chosen, or to try it; return whether that is known."""
+    def _begin_rungs(self, known: tuple[str, ...] | None) -> bool:
+        """Begin with what saves memory in an earlier run; return whether that is the same here."""
         if self._rungs is None:
             return False
-        if known is None and not self._finding.measures:
-            self._notices.say(
-                "memory='auto' compares nothing where sizes are not searched for in the first windows (micro_batch=, "
-                "probe='off', loss_scope='window'): it saves memory where not even one sample fits"
-            )
-        is_known = self._rungs.begin(
-            known,
-            self._progress.windows_ahead,
-            measures=self._finding.measures,
-            look=lambda: None if first is None else measured(self._step, first),
-            tried=self._finding.tried,
-        )
-        if is_known:
-            self._fallbacks.switch(self._rungs.rung)
-        if is_known or self._rungs.is_measuring:
-            self._finding.begin_rung(self._rungs.rung, is_chosen=is_known, tried=self._rungs.tried)
-        return is_known
+        self._rungs.begin(known)
+        self._fallbacks.switch(self._rungs.rung)
+        self._finding.begin_rung(self._rungs.rung)
+        return self._rungs.rung == known
 
     def begin(self, cutting: Cutting) -> None:
         """Make the runner that cuts windows by `cutting`."""
-        if self._rungs is not None and self._rungs.is_measuring:
-            cutting = replace(cutting, is_timed=True)  # cuts are timed with what saves memory in the end
         step, windows_done = self._step, self._progress.moment.windows
         wanted = self._finding.wanted(self._progress.windows_ahead, cutting)
         events = Events(self.callbacks, windows=windows_done)
@@ -296,94 +268,43 @@ class PlanLifecycle:
         Returns:
             The window's report; None if no process has any of its samples.
         """
-        is_measuring = self._is_measuring
-        was_trial, work = self.current.sizing.is_learning, work_of(part) if is_measuring else 0
-        started = time.perf_counter()
         try:
             report = self.current.step(part)
-        except Exception as error:
+        except AVOIDABLE as error:
             # Once the update is made, here or on other ranks, no fallback can help.
-            may_help = isinstance(error, AVOIDABLE) if self._rungs is None else self._rungs.may_avoid(error)
-            if self.current.is_past_return or not may_help or not self._falls_back(error):
+            if self.current.is_past_return or not self._falls_back(error):
                 raise
             _oom.let_go(error)
         else:
-            if is_measuring:
-                self._step.memory.synchronize()
-                self._timing = time.perf_counter() - started, work, was_trial
             self._note_fastest()
             return report
         # After the handler: inside it, the traceback still pins the activations.
         self._step.memory.release()
         self._earlier_oom_events += self.current.oom_events
-        self.begin(self._cutting_after_fallback(is_timed=self.current.sizing.cutting.is_timed))
-        return self.step(part)
-
-    def _cutting_after_fallback(self, *, is_timed: bool) -> Cutting:
         plan = self._finding.plan()
-        cutting = Cutting(plan, plan, is_timed=is_timed)
-        return cutting if self._rungs is None else self._cuttings.get(self._rungs.rung, cutting)
-
-    def choose_rung(self, report: StepReport) -> None:
-        """After a window, choose with all ranks what saves memory in the next, with memory="auto".
-
-        Args:
-            report: The window's report.
-        """
-        self._last = self.current.sizing.plan, self._fallbacks.names
-        if self._rungs is None or not self._rungs.is_measuring:
-            return
-        former, cutting = self._rungs.rung, self.current.sizing.cutting
-        if cutting.is_found:
-            self._cuttings[former] = cutting
-        seconds, work, was_trial = self._timing
-        # An interrupt between the choice and the runner would keep a rung with the cuts of another. While ranks wait
-        # for each other, their interrupts wait anyway.
-        with signals.held() if self._world.is_alone else nullcontext():
-            if self._rungs.after_window(report, cutting, work, was_trial=was_trial, seconds=seconds):
-                self._take_rung(former)
-
-    def _take_rung(self, former: tuple[str, ...]) -> None:
-        """Make a runner that saves memory by the rung that was chosen."""
-        assert self._rungs is not None
-        rung = self._rungs.rung
-        self._earlier_oom_events += self.current.oom_events
-        if rung != former:
-            self._fallbacks.switch(rung)
-            self._step.memory.release()
-        self._finding.search_in_windows()
-        self._finding.begin_rung(rung, is_chosen=not self._rungs.is_measuring, tried=self._rungs.tried)
-        known = self._cuttings.get(rung)
-        cutting = Cutting.of(self._finding.plan()) if known is None else replace(known, is_timed=False)
-        self.begin(cutting)
-        if known is not None and known.plan != self.plans[-1][1]:
-            for callback in self.callbacks:
-                callback.on_plan(known.plan, step=self._progress.moment.windows + 1, probe=None)
+        self.begin(Cutting(plan, plan, is_timed=self.current.sizing.cutting.is_timed))
+        return self.step(part)
 
     def _note_fastest(self) -> None:
         """Record the plan that autotuning has chosen, once."""
         fastest = self.current.sizing.fastest
         if fastest is not None and fastest is not self._fastest:
             self._fastest = fastest
-            self._finding.note_fastest(fastest)
+            self._finding.keep(fastest=fastest)
             self._notices.say(f"micro-batches of {fastest.micro_batch} {fastest.counts} are fastest by the clock")
 
     @property
     def kept(self) -> Kept:
         """The present cut and all plans, as a checkpoint stores them."""
-        chosen = None if self._rungs is None else self._rungs.kept
-        cutting, plans = self.current.sizing.cutting, tuple(self._noting.plans)
-        return Kept(cutting, plans, self._finding.asked, self.oom_events, chosen)
+        chosen = None if self._rungs is None else self._rungs.rung
+        return Kept(
+            self.current.sizing.cutting, tuple(self._noting.plans), self._finding.asked, self.oom_events, chosen
+        )
 
     @property
     def memory(self) -> tuple[str, ...]:
-        """What saved memory in the last window, by names of `memory`; before it, what does so in the first."""
-        return self._fallbacks.names if self._last is None else self._last[1]
-
-    @property
-    def memory_trials(self) -> tuple[MemoryTrial, ...]:
-        """What memory="auto" has tried."""
-        return () if self._rungs is None else self._rungs.trials
+        """What saves memory, by names of `memory`."""
+        return self._fallbacks.names
 
     def begin_anew(self) -> None:
         """Make a new runner with the present cut, after training has gone back to an earlier moment."""
@@ -397,8 +318,6 @@ class PlanLifecycle:
 
     def end(self) -> None:
         """Undo fallbacks, so that the model is as the user wrote it."""
-        if self._rungs is not None:
-            self._rungs.end()
         self._fallbacks.end()
 
     def _falls_back(self, error: Exception) -> bool:
@@ -428,7 +347,7 @@ class PlanLifecycle:
         self._fallbacks.switch(rungs.rung)
         self._notices.say(change_of_rung(reason_of(error), self._fallbacks.ways))
         self._finding.search_in_windows()
-        self._finding.begin_rung(rungs.rung, is_chosen=False)
+        self._finding.begin_rung(rungs.rung)
         return True
 
     # --- records of plans ---------------------------------------------------------------------------------------------

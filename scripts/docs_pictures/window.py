@@ -1,6 +1,6 @@
 """Draws what happens to a batch of 100 whose third micro-batch runs out of memory.
 
-The sizes are what `fit` does with `micro_batch=32, strategy="greedy"` when the third backward pass fails and 20 fit;
+The sizes are what `fit` does with `micro_batch=32` when the third backward pass fails and 20 fit;
 tests/docs/test_window_picture.py runs it.
 """
 
@@ -12,15 +12,15 @@ from svg import box, down, framed, text
 
 TITLE = "What happens to a batch of 100"
 DESCRIPTION = (
-    "A batch of 100 samples is cut into micro-batches of 32, 32, 32 and 4. Each runs forward and backward, weighted by "
+    "A batch of 100 samples is cut into micro-batches of 25. Each runs forward and backward, weighted by "
     "its share of the 100. The third runs out of memory; what it and the ones before it did is undone, and the same "
     "100 samples start over in five micro-batches of 20. One optimizer step follows, with the gradient of the whole "
     "batch."
 )
-CAPTION = 'Every sample counts once, whatever the cut. Here strategy="greedy"; the default cuts evenly.'
+CAPTION = "Every sample counts once, whatever the cut."
 
 SAMPLES = 100
-CUT = (32, 32, 32, 4)
+CUT = (25, 25, 25, 25)
 FAILED = 2  # the third: its backward pass runs out of memory
 CUT_AGAIN = (20, 20, 20, 20, 20)
 

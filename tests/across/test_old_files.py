@@ -1,6 +1,5 @@
 """Checkpoints and plan caches of the version before the modules moved (tests/old_files.py) are read, or do no harm."""
 
-import json
 import shutil
 import tarfile
 from pathlib import Path
@@ -28,19 +27,6 @@ def test_training_goes_on_from_an_old_checkpoint_as_if_nothing_had_interrupted_i
     # Another machine may add in another order than the one that wrote the file.
     for name, value in train(kind, STEPS, micro_batch=4).state_dict().items():
         torch.testing.assert_close(resumed[name], value, rtol=1e-9, atol=1e-12)
-
-
-def test_old_plan_under_the_name_of_todays_is_ignored_with_one_notice_and_replaced(old, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path))
-    train("adamw", STEPS_BEFORE)
-    [today] = tmp_path.glob("plan-*.json")
-    [before] = old.glob("plan-*.json")
-    shutil.copy(before, today)
-
-    train("adamw", STEPS_BEFORE, progress="lines")
-
-    assert capsys.readouterr().err.count("belongs to another job") == 1
-    assert json.loads(today.read_text())["key"] != json.loads(before.read_text())["key"]
 
 
 def test_old_plan_under_its_own_name_is_never_looked_at(old, tmp_path, monkeypatch, capsys):

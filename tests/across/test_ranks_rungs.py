@@ -1,4 +1,4 @@
-"""memory="auto" on several ranks: they save memory by the same at the same window, also where one is smaller."""
+"""memory="auto" on several ranks: the one that lacks memory saves it, and the training is that of one process."""
 
 import pytest
 import torch
@@ -14,14 +14,13 @@ def found(crew):
     return crew.run("rank_rungs:train", size=2, capacities=["16MiB", "4MiB"], shard=True)
 
 
-def test_ranks_end_with_the_same_rung_and_the_same_trials(found):
-    one, other = found
+def test_rank_that_lacks_memory_saves_it_by_itself(found):
+    large, small = found
 
-    assert one["memory"] == other["memory"] != ()
-    assert one["trials"] == other["trials"]
-    assert one["trials"][0].micro_batch is None
-    assert one["is plain"]
-    assert other["is plain"]
+    assert large["memory"] == ()
+    assert small["memory"] != ()
+    assert large["is plain"]
+    assert small["is plain"]
 
 
 def test_ranks_have_the_parameters_of_one_process_where_memory_is_plenty(crew, found):
@@ -32,27 +31,15 @@ def test_ranks_have_the_parameters_of_one_process_where_memory_is_plenty(crew, f
     assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-9)
 
 
-def test_ranks_leave_out_what_the_loss_refuses(crew):
-    (alone,) = crew.run("rank_rungs:refuse", size=1, capacity="1GiB")
-
-    found = crew.run("rank_rungs:refuse", size=2, capacity="56MiB", memory=["auto", "chunked_loss:head"], shard=True)
-
-    for one in found:
-        assert one["refused"] == [("chunked_loss:head",)]
-        assert one["memory"] == found[0]["memory"]
-        assert far(one["parameters"], alone["parameters"]) <= FAR
-
-
 @pytest.mark.slow
 def test_resumed_ranks_keep_what_was_chosen(crew, tmp_path):
     arguments = {"size": 2, "capacities": ["16MiB", "4MiB"], "shard": True, "checkpoint": tmp_path}
-    first = crew.run("rank_rungs:train", max_steps=50, **arguments)
+    first = crew.run("rank_rungs:train", max_steps=5, **arguments)
 
-    second = crew.run("rank_rungs:train", max_steps=58, **arguments)
+    second = crew.run("rank_rungs:train", max_steps=8, **arguments)
 
     assert [one["memory"] for one in second] == [one["memory"] for one in first]
-    assert all(one["trials"] == () for one in second)
-    assert len(second[0]["losses"]) == 8
+    assert len(second[0]["losses"]) == 3
 
 
 @pytest.mark.slow
@@ -61,8 +48,7 @@ def test_accumulators_agree_and_have_the_gradients_of_one_process(crew):
 
     one, other = crew.run("rank_rungs:accumulate", size=2, capacities=["16MiB", "4MiB"], memory="auto")
 
-    assert one["memory"] == other["memory"] != ()
-    assert one["trials"] == other["trials"]
+    assert one["memory"] == () != other["memory"]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(one["parameters"], other["parameters"], strict=True))
     assert far(one["parameters"], expected["parameters"]) <= FAR
     assert one["losses"] == pytest.approx(expected["losses"], rel=1e-9)

@@ -62,7 +62,6 @@ def windows_by_tokens(each, target):
 HOW = {
     "auto": {},
     "fixed": {"micro_batch": 30},
-    "greedy": {"micro_batch": 30, "strategy": "greedy"},
     "one at a time": {"micro_batch": 1},
 }
 

@@ -17,9 +17,7 @@ import warm
 from autoaccum._cli import app, report
 from autoaccum._cli.exit_codes import ExitCode
 from autoaccum._cli.report import verdict
-from autoaccum._report import oom_view
 from autoaccum._report.document import schema
-from autoaccum._report.table import plain_text
 from autoaccum.errors import DeviceLostError, InvalidInputError
 from folders import ROOT
 from report_examples import DEVICE, GIB, MEASURED, NOTHING_FITS, PREDICTED_ONLY, REPORT
@@ -398,7 +396,6 @@ def test_error_of_the_loader_is_the_loaders_whatever_it_says(recipe, invoke):
         (["{recipe}", "--no-measure"], "nothing to report; name cards (--gpu h100-80gb)"),
         (["{recipe}", "--plot", "memory.txt"], ".png"),
         (["{recipe}", "--html", "no/such/folder/report.html"], "no such folder"),
-        (["--oom", "no_such_report.json"], "cannot be read"),
     ],
 )
 def test_bad_input_exits_with_3_and_names_the_value_without_a_traceback(invoke, recipe, arguments, told):
@@ -419,7 +416,7 @@ def test_cards_are_refused_before_the_recipe_is_loaded(invoke, recipe, options):
     assert "the recipe says hello" not in result.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["recipe.py", "--oom", "report.json"], ["recipe.py", "--no-such-option"]])
+@pytest.mark.parametrize("arguments", [[], ["recipe.py", "--no-such-option"]])
 def test_a_command_line_that_cannot_be_understood_exits_with_2(invoke, arguments):
     assert invoke(*arguments).exit_code == ExitCode.USAGE
 
@@ -457,79 +454,8 @@ def test_in_a_process_of_its_own_stdout_is_the_document(recipe):
     assert "\x1b" not in done.stderr
 
 
-def test_where_the_oom_report_is_none_it_is_said(invoke, tmp_path):
-    path = tmp_path / "other.json"
-    path.write_text("{}")
-
-    result = invoke("--oom", path)
-
-    assert result.exit_code == ExitCode.BAD_INPUT
-    assert "is not an out-of-memory report" in result.stderr
-
-
-ALIVE = {
-    "bytes": 1000,
-    "storages": 9,
-    "by_category": [
-        {"category": "activations", "bytes": 990, "storages": 3},
-        {"category": "inputs", "bytes": 6, "storages": 2},
-        {"category": "other", "bytes": 4, "storages": 4},
-    ],
-    "by_module": [{"module": "0", "kind": "Linear", "bytes": 990, "activations_bytes": 990, "storages": 3}],
-    "largest": [
-        {"bytes": 980, "shape": [49, 5], "dtype": "float32", "category": "activations", "name": None, "module": "0"}
-        | {"operator": "Addmm", "source": None},
-        {"bytes": 6, "shape": [], "dtype": "int64", "category": "inputs", "name": None, "module": None}
-        | {"operator": None, "source": None},
-    ],
-}
-
-
-@pytest.fixture
-def alive_tables():
-    """The lines of each table that is shown of what was alive."""
-    return {
-        show.__name__: [re.split(r"[│┃]", line)[1:-1] for line in plain_text(show(ALIVE)).splitlines()]
-        for show in (oom_view._categories, oom_view._modules, oom_view._largest)
-    }
-
-
-def cells(lines):
-    return [[cell.strip() for cell in line] for line in lines if line]
-
-
-def test_what_holds_little_of_what_was_alive_is_gathered_in_one_line(alive_tables):
-    assert cells(alive_tables["_categories"])[1:] == [
-        ["activations", "990 B", "99%", "3"],
-        ["others", "10 B", "1%", "6"],
-        ["all", "1000 B", "100%", "9"],
-    ]
-    assert cells(alive_tables["_modules"])[-1] == ["others", "10 B", "", "6"]
-    assert cells(alive_tables["_largest"])[-1][:2] == ["20 B", "8 others"]
-
-
-def test_a_column_in_which_nothing_stands_is_not_shown(alive_tables):
-    assert cells(alive_tables["_largest"])[0] == ["bytes", "shape", "dtype", "category", "made by"]
-
-
 def test_errors_of_bad_input_are_of_the_same_kind_for_every_command():
     assert issubclass(report.DeviceMissingError, InvalidInputError)
-
-
-def test_what_was_alive_when_memory_ran_out_is_shown(invoke, tmp_path):
-    model = torch.nn.Sequential(torch.nn.Linear(8, 4096), torch.nn.Tanh(), torch.nn.Linear(4096, 2))
-    data = [(torch.randn(64, 8), torch.randint(0, 2, (64,)))]
-    device = autoaccum.Simulated("2MiB")
-    autoaccum.fit(model, data, 64, device=device, micro_batch=64, progress=False, oom_report=tmp_path)
-    (path,) = tmp_path.glob("*.json")
-
-    shown, document = invoke("--oom", path), invoke("--oom", path, "--json")
-
-    assert (shown.exit_code, document.exit_code) == (0, 0)
-    assert "out of memory in step 1" in shown.stdout
-    assert "activations" in shown.stdout
-    assert "exceed what the limit counts" in " ".join(shown.stdout.split())
-    assert json.loads(document.stdout) == json.loads(path.read_text())
 
 
 def test_a_requirement_that_is_not_met_names_the_card_and_shows_it_as_failed(invoke, recipe):

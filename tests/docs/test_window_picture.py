@@ -57,7 +57,6 @@ def test_sizes_in_the_picture_are_those_of_a_window_that_fails_in_its_third_back
         target_batch=size,
         forward=forward,
         micro_batch=max(picture.CUT),
-        strategy="greedy",
         device="cpu",
         progress=False,
     )

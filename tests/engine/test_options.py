@@ -32,6 +32,7 @@ BAD = {
     "cache": "yes",
     "memory_limit": "many",
     "memory": "less",
+    "oom_report": 3,
     "callbacks": print,
     "notices": "quiet",
 }

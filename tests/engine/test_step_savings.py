@@ -8,7 +8,7 @@ import autoaccum
 from autoaccum import Simulated
 from fallback_models import Wide, data, seed
 
-NAMES = ["checkpoint", "checkpoint:2", "checkpoint:1-1,3-9", "offload", ["checkpoint", "offload"]]
+NAMES = ["checkpoint", "checkpoint:2", "offload", ["checkpoint", "offload"]]
 
 
 def is_plain(model):
@@ -114,7 +114,7 @@ def test_runner_says_what_saves_memory():
 
     report = runner.step(data()[0])
 
-    assert (before, runner.memory) == ((), ("checkpoint:3",))
+    assert (before, runner.memory) == ((), ("checkpoint",))
     assert sum(report.micro_batches) == 8
     assert runner.plan.target_batch == 8
 

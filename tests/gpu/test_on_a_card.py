@@ -6,7 +6,6 @@ benchmarks/gpu.py does the same at length, and more.
 import contextlib
 import functools
 import gc
-import json
 import pickle
 
 import pytest
@@ -190,11 +189,6 @@ def test_report_of_lack_of_memory_holds_the_allocators_own_record(tmp_path):
         oom_report=tmp_path,
     )
 
-    (path,) = tmp_path.glob("*.json")
-    report = json.loads(path.read_text())
-    snapshot = pickle.loads((tmp_path / report["allocator_snapshot"]).read_bytes())  # noqa: S301 - written above
-    assert snapshot["segments"]
-    assert any(event["action"] == "oom" for trace in snapshot["device_traces"] for event in trace)
-    made = next(row for row in report["alive"]["largest"] if row["module"] == "first")
-    assert made["source"].startswith(__file__)
-    assert not torch._C._cuda_isHistoryEnabled()
+    (text,), (snapshot,) = tmp_path.glob("*.txt"), tmp_path.glob("*.pickle")
+    assert "first.weight" in text.read_text()
+    assert pickle.loads(snapshot.read_bytes())["segments"]  # noqa: S301 - written above

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from autoaccum._loss.batch_numbers import DifferingNumbers
 from torch import nn
 from torch.nn import functional
 
 import autoaccum
 from autoaccum._data.batches import Window
-from autoaccum._loss.batch_numbers import DifferingNumbers
 from autoaccum._system.notices import Notices
 from helpers import CPU
 

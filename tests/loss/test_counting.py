@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from autoaccum._loss.counting import constants_of, is_pair, tallies_of, tallies_of_each, target_tensors
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from autoaccum._data.batches import Window
-from autoaccum._loss.counting import constants_of, is_pair, tallies_of, tallies_of_each, target_tensors
 from autoaccum._loss.objective import Objective
 from autoaccum._loss.weighting import Over, Weighting
 from autoaccum._system.notices import Notices

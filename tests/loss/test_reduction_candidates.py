@@ -5,10 +5,10 @@ import random
 
 import pytest
 import torch
+from autoaccum._loss.reduction_candidates import Question, Rounding, Split, misfit, rounding_of, telling_split
 from torch.nn import functional
 
 from autoaccum._data.batches import Window
-from autoaccum._loss.reduction_candidates import Question, Rounding, Split, misfit, rounding_of, telling_split
 from autoaccum._loss.weighting import Over, Weighting
 
 N, C, T = 9, 4, 5

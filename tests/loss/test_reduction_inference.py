@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from autoaccum._loss.observation import Run
 from torch import nn
 from torch.nn import functional
 
@@ -15,7 +16,6 @@ import autoaccum
 from autoaccum._data.batches import as_window
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.objective import Objective
-from autoaccum._loss.observation import Run
 from autoaccum._loss.weighting import Over
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from autoaccum._loss.stand_ins import standing_in
 from torch import nn
 from torch.nn import functional
 
 import autoaccum
-from autoaccum._loss.stand_ins import standing_in
 from autoaccum._system.notices import Notices
 from faults import FailAt
 from helpers import CPU, assert_bitwise, needs_grad_dtype

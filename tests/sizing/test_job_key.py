@@ -12,7 +12,7 @@ from torch import nn
 
 from autoaccum._memory.simulated import Simulated
 from autoaccum._sizing.job_key import key_of
-from helpers import assert_bitwise, classifier, labelled, state_of
+from helpers import classifier, labelled
 from put_together import training_step
 
 JOB = """
@@ -78,27 +78,6 @@ def test_values_number_of_samples_and_settings_of_the_optimizer_make_no_other_jo
 
     assert first == second
     assert first.about == second.about
-
-
-def test_key_stays_the_same_while_its_job_trains():
-    step, batch = training_step(classifier(), nn.functional.cross_entropy), labelled(4)
-    before = key_of_step(step, batch)
-    for _ in range(50):
-        nn.functional.cross_entropy(step.objective.outputs(batch), batch[1]).backward()
-        step.optimizer.step()
-
-    assert key_of_step(step, batch) == before
-
-
-def test_making_a_key_changes_nothing():
-    model = classifier()
-    step, batch = training_step(model), labelled(4)
-    state, random = state_of(model), torch.get_rng_state()
-
-    key_of_step(step, batch)
-
-    assert_bitwise(state_of(model), state)
-    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_key_says_what_a_person_wants_to_know():

@@ -70,18 +70,10 @@ def test_limit_that_is_no_positive_int_is_refused(most):
 
 
 def test_unknown_strategy_is_refused_with_the_known_ones():
-    with pytest.raises(autoaccum.InvalidInputError, match=r"'best'.*'balanced', 'uniform', 'greedy', 'fastest'"):
+    with pytest.raises(autoaccum.InvalidInputError, match=r"'best'.*'balanced', 'uniform', 'fastest'"):
         plan(10, 5, strategy="best")
     with pytest.raises(autoaccum.InvalidInputError, match="'best'"):
         cut(10, 5, "best")
-
-
-@pytest.mark.parametrize("multiple", [0, -8, 1.5, True, None])
-def test_multiple_that_is_no_positive_int_is_refused_with_its_value(multiple):
-    with pytest.raises(autoaccum.InvalidInputError, match="multiple_of") as caught:
-        plan(10, 5, multiple_of=multiple)
-
-    assert repr(multiple) in str(caught.value)
 
 
 def test_plan_where_one_sample_failed_is_refused():
@@ -111,9 +103,9 @@ def cuts_of(samples, most, steps):
     return [found for found in sizes if sum(found) == samples]
 
 
-@given(SIZES, SIZES, st.sampled_from(STRATEGIES), st.integers(min_value=1, max_value=70))
-def test_every_strategy_sums_up_stays_within_the_limit_and_puts_the_largest_first(samples, most, strategy, multiple):
-    found = cut(samples, most, strategy, multiple)
+@given(SIZES, SIZES, st.sampled_from(STRATEGIES))
+def test_every_strategy_sums_up_stays_within_the_limit_and_puts_the_largest_first(samples, most, strategy):
+    found = cut(samples, most, strategy)
 
     assert sum(found) == samples
     assert max(found) <= most
@@ -125,7 +117,7 @@ def test_every_strategy_sums_up_stays_within_the_limit_and_puts_the_largest_firs
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_window_that_fits_at_once_is_one_micro_batch(strategy):
-    assert cut(100, 100, strategy, 8) == (100,)
+    assert cut(100, 100, strategy) == (100,)
     assert plan(100, 400, strategy=strategy, trials=timed({50: 1.0, 100: 1.1})).micro_batches == (100,)
 
 
@@ -161,45 +153,3 @@ def test_uniform_cut_with_a_shorter_last_one_leaves_it_as_long_as_can_be(samples
 
     alike = [other for other in cuts_of(samples, most, len(found)) if len(set(other[:-1])) <= 1]
     assert found[-1] == max(other[-1] for other in alike)
-
-
-def test_uniform_cut_prefers_a_multiple_for_the_equal_ones():
-    assert plan(101, 50, strategy="uniform", multiple_of=8).micro_batches == (40, 40, 21)
-    assert plan(100, 37, strategy="uniform", multiple_of=8).micro_batches == (25, 25, 25, 25)
-
-
-def test_greedy_cut_of_100_with_at_most_37_takes_the_largest_first():
-    assert plan(100, 37, strategy="greedy").micro_batches == (37, 37, 26)
-
-
-@given(SMALL, SMALL)
-def test_greedy_cut_is_the_one_whose_early_sizes_are_largest(samples, most):
-    found = cut(samples, most, "greedy")
-
-    assert found == max(cuts_of(samples, most, len(found)))
-
-
-def test_greedy_cut_is_rounded_down_only_where_no_step_is_added():
-    assert cut(90, 37, "greedy", 8) == (32, 32, 26)
-    assert cut(100, 37, "greedy", 8) == (37, 37, 26)
-
-
-def test_balanced_cut_takes_multiples_where_they_add_no_step():
-    assert plan(100, 60, multiple_of=8).micro_batches == (52, 48)
-    assert plan(100, 37, multiple_of=8).micro_batches == (36, 32, 32)
-    assert plan(100, 50, multiple_of=8).micro_batches == (50, 50)
-    assert plan(96, 37, multiple_of=8).micro_batches == (32, 32, 32)
-    assert plan(7, 3, multiple_of=8).micro_batches == (3, 2, 2)
-
-
-@given(SMALL, SMALL, st.integers(min_value=2, max_value=6))
-def test_balanced_cut_has_multiples_but_for_one_size_where_that_can_be(samples, most, multiple):
-    found = cut(samples, most, "balanced", multiple)
-
-    regular = [size for size in range(multiple, most + 1, multiple) if 0 < samples - size * (len(found) - 1) <= most]
-    assert not regular or sum(size % multiple != 0 for size in found) <= 1
-
-
-@given(SIZES, SIZES)
-def test_multiples_of_one_change_nothing(samples, most):
-    assert cut(samples, most, "balanced", 1) == balanced(samples, most)

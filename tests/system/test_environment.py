@@ -59,7 +59,7 @@ def test_a_fixed_size_is_capped_and_that_is_said_once(cap, capsys):
 
 
 @pytest.mark.parametrize("probe", ["inline", "before", "off"])
-@pytest.mark.parametrize("strategy", [None, "greedy"])
+@pytest.mark.parametrize("strategy", [None, "balanced"])
 def test_no_search_goes_beyond_the_cap(cap, probe, strategy):
     cap(7)
 

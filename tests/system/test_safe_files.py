@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from autoaccum._launch.slurm.folder import JobFolder
-from autoaccum._report.oom_view import read_postmortem
 from autoaccum._system import reason_file, safe_files
 from autoaccum._system.environment import REASON_FILE
 from autoaccum._system.notices import Notices
 from autoaccum._system.user_files import beside
 from autoaccum._training.checkpoint_files import Storage
 from autoaccum._training.checkpoint_schedule import Saver
-from autoaccum.errors import CheckpointError, InvalidInputError
+from autoaccum.errors import CheckpointError
 
 
 @pytest.fixture
@@ -149,12 +148,9 @@ def test_report_is_written_beside_its_place_under_a_name_that_nobody_can_guess(t
     assert precious.read_text() == "mine"
 
 
-def test_postmortem_and_files_of_a_job_that_are_pipes_are_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "oom.json")
+def test_file_of_a_job_that_is_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "progress.json")
 
-    with pytest.raises(InvalidInputError, match="cannot be read"):
-        read_postmortem(tmp_path / "oom.json")
     assert JobFolder(tmp_path).progress is None
 
 
