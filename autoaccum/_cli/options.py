@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from autoaccum._cli.numbers import check_counts, check_minutes, check_texts
-from autoaccum._data.by_length import ORDERS
 from autoaccum._distributed.load_balance import SHARES
 from autoaccum._engine.bf16_weights import WEIGHTS
 from autoaccum._engine.options import ON_NAN
@@ -41,7 +40,6 @@ IN_RECIPES_ALONE = frozenset(
         *("forward", "split", "batchnorm", "drop_last"),
         *("loss", "loss_reduction", "loss_scope"),
         *("optimizer", "scheduler", "scheduler_interval", "lr_scaling", "base_batch", "clip_grad_norm"),
-        *("tokens", "lengths"),
         *NOT_OF_A_JOB,
     }
 )
@@ -125,7 +123,6 @@ _BY_NAME = {
     "overlap": _Form(
         bool, flag="--overlap", help="Under torchrun: overlap the all-reduce with the last backward pass."
     ),
-    "order": _Form(str, "|".join(ORDERS)),
     "on_nan": _Form(str, "|".join(ON_NAN)),
     "noise_scale": _Form(
         bool,

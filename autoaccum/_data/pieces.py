@@ -97,8 +97,8 @@ class Piece(ABC):
         """What is the same for batches of one kind: nesting, types and dimensions, but no sizes."""
         return type(self), type(self.batch)
 
-    def sample_bytes(self) -> int:
-        """Bytes of the tensors of one sample."""
+    def sample_bytes(self, index: int) -> int:  # noqa: ARG002 - those of a list are not alike
+        """Bytes of the tensors of a sample."""
         return sum(tensor.nbytes for tensor in self.tensors()) // max(self.samples, 1)
 
 
@@ -239,65 +239,13 @@ class NestedPiece(Piece):
         ]
         return self._rebuild(leaves)
 
-    @property
-    def leaves(self) -> Sequence[Any]:
-        """What is in the batch, flattened."""
-        return self._leaves
-
-    def is_cut(self, index: int) -> bool:
-        """Whether a leaf has one entry for each sample, along its first dimension."""
-        return self._cuttable[index] and self._dims[index] == 0
-
-    def joins_but_for(self, other: NestedPiece, columns: Sequence[int]) -> bool:
-        """Whether both can be joined but for the second dimension of some leaves, which have one."""
-        return (
-            self._nests_as(other)
-            and self._same_rest(other)
-            and all(
-                mine == theirs
-                if index not in columns
-                else (mine[1], mine[2][1:], mine[3:]) == (theirs[1], theirs[2][1:], theirs[3:])
-                for index, (mine, theirs) in enumerate(zip(self._describe(), other._describe(), strict=True))
-            )
-        )
-
-    def join_columns(
-        self,
-        spans: Sequence[Span],
-        places: Sequence[Tensor],
-        join: Callable[[int, Sequence[Tensor], Sequence[Tensor]], Tensor | None],
-    ) -> Any:
-        """Return spans of pieces as one batch in the nesting of this one, in another order.
-
-        Args:
-            spans: The spans.
-            places: By span, the places of its samples.
-            join: Returns a leaf, given its index, its rows in each span, and their places; None to join it as it is.
-        """
-        order = torch.argsort(torch.cat(list(places)))
-        leaves = []
-        for index, (cuttable, dim) in enumerate(zip(self._cuttable, self._dims, strict=True)):
-            column = [span.piece._leaves[index] for span in spans]  # type: ignore[attr-defined]
-            if not cuttable:
-                leaves.append(column[0])
-                continue
-            rows = _rows_of_each(column, dim, spans)
-            joined = join(index, rows, places)
-            leaves.append(_in_order(_join_leaf(rows, dim), dim or 0, order) if joined is None else joined)
-        return self._rebuild(leaves)
-
-    def changed(self, batch: Any, indices: Sequence[int], change: Callable[[Any], Any]) -> Any:
-        """Return a batch of the nesting of this one with some of its leaves changed, given by their indices."""
-        leaves = list(batch) if self._sequence else flatten(batch)[0]
-        return self._rebuild([change(leaf) if index in indices else leaf for index, leaf in enumerate(leaves)])
-
-    def reordered(self, order: Tensor) -> Any:
-        """Return the batch with its samples in another order, given by their indices."""
-        leaves = [
-            _in_order(leaf, dim or 0, order) if cuttable else leaf
-            for leaf, dim, cuttable in zip(self._leaves, self._dims, self._cuttable, strict=True)
-        ]
-        return self._rebuild(leaves)
+    def by_sample(self, tensor: Tensor) -> Tensor | None:
+        """Return a tensor of the batch with its samples along the first dimension; None if it is not cut."""
+        for leaf, dim, cuttable in zip(self._leaves, self._dims, self._cuttable, strict=True):
+            if leaf is tensor and cuttable:
+                moved: Tensor = tensor.movedim(dim or 0, 0)
+                return moved
+        return None
 
     def _rebuild(self, leaves: list[Any]) -> Any:
         return self._sequence(leaves) if self._sequence else unflatten(self._structure(), leaves)
@@ -400,6 +348,13 @@ class SplitPiece(Piece):
     def join(self, spans: Sequence[Span]) -> Any:
         """Join spans by the split."""
         return self._split.join([span.piece.raw(span.start, span.stop) for span in spans])
+
+    def sample_bytes(self, index: int) -> int:
+        """Bytes of the tensors of a sample."""
+        is_list = isinstance(self.batch, list | tuple) and len(self.batch) == self.samples
+        return (
+            sum(tensor.nbytes for tensor in tensors_in(self.batch[index])) if is_list else super().sample_bytes(index)
+        )
 
     def tensors(self) -> list[Tensor]:
         """The tensors found in the batch, also inside of objects."""
@@ -516,14 +471,6 @@ def _rows(leaf: Any, dim: int | None, start: int, stop: int) -> Any:
     if not dim or isinstance(leaf, list | tuple):
         return leaf[start:stop]
     return leaf[(slice(None),) * dim + (slice(start, stop),)]
-
-
-def _in_order(leaf: Any, dim: int, order: Tensor) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.index_select(dim, order.to(leaf.device))
-    if isinstance(leaf, np.ndarray):
-        return leaf.take(order.numpy(), axis=dim)
-    return type(leaf)(leaf[index] for index in order.tolist())
 
 
 def _without(shape: Sequence[int], dim: int | None) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autoaccum._data.sample_sizes import largest_first
 from autoaccum._engine.gradient_checks import no_gradient
 from autoaccum._engine.gradients import Reduced
 from autoaccum._engine.noise_scale import shuffled
@@ -146,8 +147,10 @@ class GradientAccumulator:
         lane = self._lane_for(window)
         engine = lane.engine
         measures = noise is not None and noise.is_due(self._events.windows + 1) and lane.sizing.is_settled
-        if measures and not step.keeps_outputs:
-            window = shuffled(window, self._events.windows)
+        if (
+            not step.keeps_outputs and step.options.loss_scope == "micro_batch"
+        ):  # outputs are in the order of the samples
+            window = shuffled(window, self._events.windows) if measures else largest_first(window)
         step.clear_gradients()
         self._is_added = False
         try:

@@ -287,14 +287,14 @@ class Contents:
         """Return how windows were cut; `content` as for `moment`, or its part."""
         saved = content["cutting"]
         cutting = Cutting(
-            _plan(saved["plan"], self._counts),
-            _plan(saved["largest"], self._counts),
+            _plan(saved["plan"]),
+            _plan(saved["largest"]),
             saved["bytes_per_sample"],
             saved.get("sample_bytes"),
             saved.get("is_found", True),
             saved.get("is_timed", True),
         )
-        plans = tuple((since, _plan(sizes, self._counts)) for since, sizes in saved["plans"])
+        plans = tuple((since, _plan(sizes)) for since, sizes in saved["plans"])
         memory = saved.get("memory")  # files from before it was kept lack it
         return Kept(cutting, plans, saved["asked"], saved["oom_events"], None if memory is None else tuple(memory))
 
@@ -398,8 +398,8 @@ def _offer(owner: Any, load: Callable[[], object]) -> None:
         ) from error
 
 
-def _plan(sizes: Sequence[int], counts: str) -> Plan:
-    return Plan(sum(sizes), tuple(sizes), counts=counts)
+def _plan(sizes: Sequence[int]) -> Plan:
+    return Plan(sum(sizes), tuple(sizes))
 
 
 def _on_another_device(states: RandomStates | None, on_device: Tensor | None) -> RandomStates | None:

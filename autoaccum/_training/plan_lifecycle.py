@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autoaccum import _oom
 from autoaccum._callbacks import Callback
-from autoaccum._data.random_state import RandomState
 from autoaccum._engine.block_costs import measured
 from autoaccum._engine.events import Events
 from autoaccum._engine.rungs import AVOIDABLE, change_of_rung, reason_of, work_of
@@ -17,7 +16,6 @@ from autoaccum._engine.runner import WindowRunner
 from autoaccum._sizing.sizing import Cutting, Sizing
 from autoaccum._system import signals
 from autoaccum._training.checkpoint_contents import Kept
-from autoaccum._training.longest_sample import batch_of, longest_of
 from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
@@ -28,11 +26,9 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.rungs import Rungs
-    from autoaccum._engine.sample_order import LengthOrder
     from autoaccum._records import MemoryEvent, MemoryTrial, Plan, ProbeResult, StepReport, Trial
     from autoaccum._system.notices import Notices
     from autoaccum._training.first_plan import Finding
-    from autoaccum._training.longest_sample import Longest
     from autoaccum._training.one_process import OneProcess
     from autoaccum._training.progress import TrainingProgress
 
@@ -74,7 +70,6 @@ class PlanLifecycle:
         fallbacks: Reduce the memory of a step if not even one sample fits.
         world: The processes of this training.
         noise: The gradient noise scale to measure; None without `noise_scale`.
-        order: Puts the samples of windows in order; None for the loader's.
         rungs: What memory="auto" saves memory by; None without it.
 
     Attributes:
@@ -95,14 +90,12 @@ class PlanLifecycle:
         fallbacks: Fallbacks,
         world: OneProcess,
         noise: NoiseScale | None,
-        order: LengthOrder | None,
         rungs: Rungs | None = None,
     ) -> None:
         self._rungs = rungs
         self._cuttings: dict[tuple[str, ...], Cutting] = {}  # of the rungs whose sizes are known
         self._timing: tuple[float, int, bool] = 0.0, 0, False
         self._noise = noise
-        self._order = order
         self._noting = _Noting(finding)
         self.callbacks: tuple[Callback, ...] = (self._noting, *callbacks)
         self._step = step
@@ -161,12 +154,9 @@ class PlanLifecycle:
         Raises:
             DoesNotFitError: Not even one sample fits.
         """
-        if self._order is not None:
-            first = self._order.of(first)
+        self._finding.see(first.samples)
         known = self._finding.look_up(first) if first.samples else None
         self._begin_rungs(known, first)
-        if self._order is not None:
-            self._try_longest(self._order)
         probed = self._probe(first) if first.samples else None
         self._world.tell_plans(None if probed is None else self._finding.plan(probed))
         plan = self._finding.plan(probed)
@@ -178,6 +168,8 @@ class PlanLifecycle:
         Args:
             kept: The cut and plans stored in the checkpoint; None if other processes wrote it.
         """
+        moment = self._progress.moment
+        self._finding.see(round(moment.samples / max(moment.windows, 1)))
         chosen = None if kept is None else kept.memory
         has_chosen = self._begin_rungs(chosen)
         if kept is None:
@@ -230,7 +222,6 @@ class PlanLifecycle:
             peers=self._world.peers,
             moves=self._progress,
             noise=self._noise,
-            order=self._order,
         )
 
     def tell_beginning(self, plan: Plan, probed: ProbeResult | None) -> None:
@@ -248,37 +239,6 @@ class PlanLifecycle:
                 raise
             _oom.let_go(error)
         return self._probe(first)
-
-    def _try_longest(self, order: LengthOrder) -> None:
-        """Try the longest sample alone, if the dataset tells which it is: otherwise it may come hours later.
-
-        Raises:
-            DoesNotFitError: It does not fit, and no fallback helps.
-        """
-        loader = self._world.loader
-        longest = longest_of(loader, order.lengths)
-        if longest is None:
-            return
-        random = RandomState(self._step.memory.device, self._step.objective.modules)
-        random.take()
-        try:
-            with self._step.memory.lifted():
-                batch = batch_of(loader, longest.place)
-            while not self._fits_alone(batch, longest):
-                pass
-        finally:
-            random.put_back()
-
-    def _fits_alone(self, batch: Any, longest: Longest) -> bool:
-        """Whether a sample fits alone; False if a fallback has been applied, and it is to be tried again."""
-        try:
-            self._finding.try_alone(batch, longest.text)
-        except AVOIDABLE as error:
-            if not self._falls_back(error):
-                raise
-            _oom.let_go(error)
-            return False
-        return True
 
     def _tell_trial(self, trial: Trial) -> None:
         for callback in self.callbacks:
@@ -365,7 +325,7 @@ class PlanLifecycle:
         if fastest is not None and fastest is not self._fastest:
             self._fastest = fastest
             self._finding.note_fastest(fastest)
-            self._notices.say(f"micro-batches of {fastest.micro_batch} {fastest.counts} are fastest by the clock")
+            self._notices.say(f"micro-batches of {fastest.micro_batch} samples are fastest by the clock")
 
     @property
     def kept(self) -> Kept:

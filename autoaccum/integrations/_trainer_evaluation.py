@@ -21,7 +21,6 @@ from autoaccum._oom import first_line, is_oom, is_too_large, let_go
 from autoaccum._sizing.planner import balanced, shrink
 from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import DoesNotFitError, InvalidInputError
-from autoaccum.integrations._padding import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
 # What a trainer's `prediction_step` returns: the loss, the outputs and the labels, each None if there is none.
 _Predicted = tuple[Any, Any, Any]
+_IGNORED = -100  # labels
 _LOSS = "loss"
 
 
@@ -229,5 +229,5 @@ def _concatenated(parts: Sequence[Any]) -> Any:
     whole = parts[0]
     for part in parts[1:]:
         if whole is not None:
-            whole = nested_concat(whole, part, padding_index=IGNORE_INDEX)  # type: ignore[no-untyped-call]
+            whole = nested_concat(whole, part, padding_index=_IGNORED)  # type: ignore[no-untyped-call]
     return whole

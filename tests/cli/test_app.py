@@ -141,7 +141,6 @@ def test_without_options_the_jobs_own_arguments_reach_fit(invoke, recipe, given)
         ("--resume", "yes", "resume", True),
         ("--resume", "no", "resume", False),
         ("--target-tokens", "400", "target_tokens", 400),
-        ("--order", "length", "order", "length"),
         ("--memory", "auto", "memory", ["auto"]),
     ],
 )

@@ -610,20 +610,3 @@ def test_dataset_that_yields_batches_itself_is_a_loader():
             return iter([torch.zeros(4, 2)])
 
     assert [len(window) for window in autoaccum.windows(Batches(), 2)] == [2, 2]
-
-
-def test_window_in_another_order_is_one_batch_of_the_same_samples():
-    batches = [
-        {"x": torch.arange(3.0)[:, None], "n": np.arange(3), "name": ["a", "b", "c"], "t": 0.5},
-        {"x": torch.arange(3.0, 5.0)[:, None], "n": np.arange(3, 5), "name": ["d", "e"], "t": 0.5},
-    ]
-    window = Window(batches)
-
-    found = window.reordered(torch.tensor([4, 0, 2, 1, 3]))
-
-    (batch,) = found
-    assert found.samples == 5
-    assert batch["x"].flatten().tolist() == batch["n"].tolist() == [4, 0, 2, 1, 3]
-    assert batch["name"] == ["e", "a", "c", "b", "d"]
-    assert batch["t"] == 0.5
-    assert torch.equal(window.cut(0, 5)["x"].flatten(), torch.arange(5.0))

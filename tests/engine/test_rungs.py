@@ -12,7 +12,6 @@ from torch.nn import functional
 
 import autoaccum
 from fallback_models import Wide
-from ragged import Causal, loader_of
 from rung_training import STEPS, assert_same, data, is_plain, replayed, trained
 
 
@@ -60,17 +59,6 @@ def test_nothing_is_tried_where_a_window_fits_at_once(capsys):
     assert (result.memory, result.memory_trials) == ((), ())
     assert "memory='auto'" not in capsys.readouterr().err
     assert_same(model, replayed(result))
-
-
-def test_nothing_is_tried_where_a_window_of_tokens_would_fit_at_once_but_for_its_padding():
-    loader = loader_of(400, 8)
-    result = autoaccum.fit(
-        Causal(), loader, target_tokens=60, memory="auto", epochs=3, device=autoaccum.Simulated("1GiB"), progress=False,
-        cache=False, precision="fp32",
-    )  # fmt: skip
-
-    assert any(len(report.micro_batches) > 1 for report in result.history)
-    assert (result.memory, result.memory_trials) == ((), ())
 
 
 def test_where_windows_are_few_only_what_is_needed_is_taken(capsys):
