@@ -366,10 +366,8 @@ def stream(
     """Regroup batches into `Window`s without joining them; arguments as for `windows`, already checked.
 
     The first `skip` samples of the first batch are left out: in a resumed loader, an earlier window has used them.
-    `target_batch` may be an iterable of one size per window. If the batches have a method `note_coming`, it is told
-    what the next one will probably be.
+    `target_batch` may be an iterable of one size per window.
     """
-    note_coming = getattr(batches, "note_coming", None)
     sizes = itertools.repeat(target_batch) if isinstance(target_batch, int) else iter(target_batch)
     spans: list[Span] = []
     missing = 0
@@ -386,8 +384,6 @@ def stream(
             if missing == 0:
                 yield Window.of_spans(spans, split)
                 spans = []
-        if note_coming is not None:
-            note_coming(piece.samples, missing or (target_batch if isinstance(target_batch, int) else piece.samples))
     if spans and not drop_last:
         yield Window.of_spans(spans, split)
 
