@@ -240,8 +240,8 @@ def fit(
             scheduler has not stepped, no checkpoint of that state is written.
         StartAgainError: Memory ran out in a model that is sharded across ranks (docs/fsdp.md), or on one rank while the
             others made an update.
-        CheckpointError: A checkpoint cannot be written or read, or belongs to another run. The model is unchanged unless
-            the error says that code of your own refused its state half-way.
+        CheckpointError: A checkpoint cannot be written or read, or belongs to another run. The model is unchanged
+            unless the error says that code of your own refused its state half-way.
         CheckpointInUseError: Another process trains with the checkpoint folder, or took it over while this one was
             suspended.
         RankFailedError: Another process of this training failed.
