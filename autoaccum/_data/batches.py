@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, overload
 from autoaccum._arguments import shown
 from autoaccum._data.nesting import holds_tensor, shapes_of
 from autoaccum._data.numbers import is_count, numbers_in
-from autoaccum._data.pieces import NestedPiece, Span, WholePiece
+from autoaccum._data.pieces import NestedPiece, Span
 from autoaccum._data.splits import FIRST, Along, ByDefault, check_split, is_default, piece_of
 from autoaccum.errors import InvalidInputError
 
@@ -88,11 +88,6 @@ class Window(Sequence[Any]):
         window._set(spans)
         window._split = split
         return window
-
-    @classmethod
-    def of_micro_batches(cls, batches: Sequence[Any], samples: int) -> Window:
-        """Return a window of micro-batches of `samples` samples each, which are passed on as they are."""
-        return cls.of_spans([Span(WholePiece(batch, samples), 0, samples) for batch in batches], None)
 
     def of_one(self, piece: Piece, places: Sequence[int]) -> Window:
         """Return a window of the samples of this one in another order.

@@ -146,7 +146,6 @@ class NestedPiece(Piece):
         *,
         reading: Reading | None = None,
         weigh: Callable[[Any], float] | None = None,
-        is_joined: bool = False,
     ) -> None:
         self.batch = batch
         self.dims = dims
@@ -157,8 +156,7 @@ class NestedPiece(Piece):
         self._spec: optree.PyTreeSpec | None = None
         whole: frozenset[int] = frozenset()
         if reading is not None and not (is_flat and type(batch) is tuple):
-            if not is_joined:
-                refuse_flattened(batch)
+            refuse_flattened(batch)
             whole = reading.lists_of_samples(batch)
         self.is_plain = not whole and dims == 0
         if is_flat:
@@ -217,14 +215,6 @@ class NestedPiece(Piece):
             for mine, theirs in zip(self._leaves, other._leaves, strict=True)
             if isinstance(mine, Tensor) and isinstance(theirs, Tensor)
         )
-
-    def whole_as_samples(self) -> list[tuple[int, ...]]:
-        """Shapes of tensors that are passed on whole, but have as many entries as there are samples."""
-        return [
-            tuple(leaf.shape)
-            for leaf, dim in zip(self._leaves, self._dims, strict=True)
-            if dim is None and isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == self.samples
-        ]
 
     def tensors(self) -> list[Tensor]:
         """The tensors in the batch, in the order of its nesting."""
@@ -323,11 +313,6 @@ class SplitPiece(Piece):
             raise InvalidInputError(
                 f"split={_named(self._split)}: cut(batch, {sizes}) returned {len(parts)} parts; return one for each"
             )
-        if _begin_alike(parts):
-            raise InvalidInputError(
-                f"split={_named(self._split)}: cut(batch, {sizes}) returned parts that begin at the same place in the "
-                "memory of the batch, so they hold the same samples; return consecutive parts"
-            )
         part = parts[1 if start else 0]
         if self._split.count(part) != stop - start:
             raise InvalidInputError(
@@ -361,43 +346,6 @@ class SplitPiece(Piece):
         return tensors_in(self.batch)
 
 
-class WholePiece(Piece):
-    """A micro-batch that is passed on as it is, and cannot be cut.
-
-    Args:
-        batch: The micro-batch.
-        samples: Its number of samples.
-    """
-
-    __slots__ = ()
-
-    def __init__(self, batch: Any, samples: int) -> None:
-        self.batch, self.samples, self.is_plain = batch, samples, True
-
-    def cut(self, start: int, stop: int) -> Any:
-        """Return the batch."""
-        assert (start, stop) == (0, self.samples), "a micro-batch is not cut"
-        return self.batch
-
-    raw = cut
-
-    def weight(self, start: int, stop: int) -> float:
-        """Return the number of samples."""
-        return float(stop - start)
-
-    def joins(self, _: Piece) -> bool:
-        """Whether another piece can be joined to it: none."""
-        return False
-
-    def join(self, _: Sequence[Span]) -> Any:
-        """Nothing is joined to it."""
-        raise AssertionError
-
-    def tensors(self) -> list[Tensor]:
-        """The tensors found in the batch, also inside of objects."""
-        return tensors_in(self.batch)
-
-
 def structure_of_flat(batch: Sequence[Tensor]) -> Hashable:
     """Return the structure of a list or a tuple of tensors."""
     return type(batch), tuple([(tensor.dtype, tensor.ndim, tensor.device.type) for tensor in batch])
@@ -424,23 +372,6 @@ def _checked(weight: Any, split: Split | str) -> float:
             "from 0, such as its tokens"
         )
     return found
-
-
-def _begin_alike(parts: Sequence[Any]) -> bool:
-    """Whether two parts consist of tensors alone, and all of these begin where those of the other part do."""
-    begins: set[tuple[int, ...]] = set()
-    for part in parts:
-        leaves = flatten(part)[0]
-        # Expanded tensors, also of constants, begin at the same place in all parts.
-        if not leaves or not all(
-            isinstance(leaf, Tensor) and leaf.numel() and 0 not in leaf.stride() for leaf in leaves
-        ):
-            return False
-        begin = tuple(leaf.data_ptr() for leaf in leaves)
-        if begin in begins:
-            return True
-        begins.add(begin)
-    return False
 
 
 def _named(split: Split) -> str:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from autoaccum import _oom
-from autoaccum._data.splits import whole_as_samples
 from autoaccum._engine import devices
 from autoaccum._engine.batchnorm import BatchNorms
 from autoaccum._engine.careful import CarefulPath
@@ -440,8 +439,6 @@ class Engine:
         self._restore()
         if damage := self._damage():
             exceptions.note(error, f"autoaccum: it came after {damage}")
-        if isinstance(error, Exception) and (text := whole_as_samples(self._window.spans)):
-            exceptions.note(error, f"autoaccum: {text}")
         if isinstance(error, ValueError):
             self._explain(error, size, sizes)
 
