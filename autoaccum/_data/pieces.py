@@ -137,7 +137,7 @@ class NestedPiece(Piece):
             cannot be cut, or a list that can be read in two ways.
     """
 
-    __slots__ = ("_cuttable", "_dims", "_kind", "_leaves", "_sequence", "_spec", "_weigh", "dims")
+    __slots__ = ("_dims", "_kind", "_leaves", "_sequence", "_spec", "_weigh")
 
     def __init__(
         self,
@@ -148,7 +148,6 @@ class NestedPiece(Piece):
         weigh: Callable[[Any], float] | None = None,
     ) -> None:
         self.batch = batch
-        self.dims = dims
         self._weigh = weigh
         # A list or a tuple of tensors, the usual batch, needs no optree.
         is_flat = type(batch) in (list, tuple) and all(map(_is_tensor, batch))
@@ -163,18 +162,19 @@ class NestedPiece(Piece):
             self._leaves = list(batch)
         else:
             self._leaves, self._spec = flatten(batch, whole)
-        self._dims = [0] * len(self._leaves) if reading is not None else _dims_of(batch, self._leaves, dims)
-        self.samples = _count(self._leaves, self._dims, batch, is_asked=reading is None)
-        self._cuttable = [
-            dim is not None and _runs_along(leaf, dim, self.samples)
-            for leaf, dim in zip(self._leaves, self._dims, strict=True)
+        along = [0] * len(self._leaves) if reading is not None else _dims_of(batch, self._leaves, dims)
+        self.samples = _count(self._leaves, along, batch, is_asked=reading is None)
+        # None for what is passed on whole.
+        self._dims: list[int | None] = [
+            dim if dim is not None and _runs_along(leaf, dim, self.samples) else None
+            for leaf, dim in zip(self._leaves, along, strict=True)
         ]
         self._kind: tuple[Any, ...] | None = None
 
     @property
     def is_flat(self) -> bool:
         """Whether it is a list or a tuple of tensors that are all cut along their rows."""
-        return self._sequence is not None and self.is_plain and all(self._cuttable)
+        return self._sequence is not None and self.is_plain and None not in self._dims
 
     def structure(self) -> Hashable:
         """What is the same for batches of one kind: nesting, types and dimensions, but no sizes."""
@@ -188,8 +188,8 @@ class NestedPiece(Piece):
         if start == 0 and stop == self.samples:
             return self.batch
         leaves = [
-            _rows(leaf, self._dims[i], start, stop) if self._cuttable[i] else leaf
-            for i, leaf in enumerate(self._leaves)
+            leaf if dim is None else _rows(leaf, dim, start, stop)
+            for leaf, dim in zip(self._leaves, self._dims, strict=True)
         ]
         return self._rebuild(leaves)
 
@@ -205,7 +205,11 @@ class NestedPiece(Piece):
             isinstance(other, NestedPiece)
             and self._nests_as(other)
             and self._describe() == other._describe()
-            and self._same_rest(other)
+            and all(
+                _equal(mine, theirs)
+                for mine, theirs, dim in zip(self._leaves, other._leaves, self._dims, strict=True)
+                if dim is None
+            )
         )
 
     def resembles(self, other: NestedPiece) -> bool:
@@ -224,16 +228,16 @@ class NestedPiece(Piece):
         """Concatenate spans of pieces in the nesting of this one."""
         columns = zip(*(span.piece._leaves for span in spans), strict=True)  # type: ignore[attr-defined]
         leaves = [
-            _join_leaf(_rows_of_each(column, dim, spans), dim) if cuttable else column[0]
-            for column, cuttable, dim in zip(columns, self._cuttable, self._dims, strict=True)
+            column[0] if dim is None else _join_leaf(_rows_of_each(column, dim, spans), dim)
+            for column, dim in zip(columns, self._dims, strict=True)
         ]
         return self._rebuild(leaves)
 
     def by_sample(self, tensor: Tensor) -> Tensor | None:
         """Return a tensor of the batch with its samples along the first dimension; None if it is not cut."""
-        for leaf, dim, cuttable in zip(self._leaves, self._dims, self._cuttable, strict=True):
-            if leaf is tensor and cuttable:
-                moved: Tensor = tensor.movedim(dim or 0, 0)
+        for leaf, dim in zip(self._leaves, self._dims, strict=True):
+            if leaf is tensor and dim is not None:
+                moved: Tensor = tensor.movedim(dim, 0)
                 return moved
         return None
 
@@ -253,17 +257,10 @@ class NestedPiece(Piece):
             self._kind = tuple(
                 (type(leaf), leaf.dtype, _without(leaf.shape, dim), dim, getattr(leaf, "device", None))
                 if isinstance(leaf, Tensor | np.ndarray)
-                else type(leaf)
+                else (type(leaf), dim)
                 for leaf, dim in zip(self._leaves, self._dims, strict=True)
             )
         return self._kind
-
-    def _same_rest(self, other: NestedPiece) -> bool:
-        pairs = zip(self._leaves, other._leaves, self._cuttable, other._cuttable, strict=True)
-        return all(
-            (mine_cut and theirs_cut) or (mine_cut == theirs_cut and _equal(mine, theirs))
-            for mine, theirs, mine_cut, theirs_cut in pairs
-        )
 
 
 class SplitPiece(Piece):
@@ -388,7 +385,7 @@ def _tensors_of(leaf: Any) -> list[Tensor]:
     return tensors_in(leaf) if type(leaf) in (list, tuple) else []  # a list of samples
 
 
-def _rows_of_each(column: Sequence[Any], dim: int | None, spans: Sequence[Span]) -> list[Any]:
+def _rows_of_each(column: Sequence[Any], dim: int, spans: Sequence[Span]) -> list[Any]:
     """Return the rows of each span. The same rows come thousands of times where a batch is repeated."""
     cut: dict[tuple[int, int, int], Any] = {}
     keys = [(id(span.piece), span.start, span.stop) for span in spans]
@@ -398,7 +395,7 @@ def _rows_of_each(column: Sequence[Any], dim: int | None, spans: Sequence[Span])
     return [cut[key] for key in keys]
 
 
-def _rows(leaf: Any, dim: int | None, start: int, stop: int) -> Any:
+def _rows(leaf: Any, dim: int, start: int, stop: int) -> Any:
     if not dim or isinstance(leaf, list | tuple):
         return leaf[start:stop]
     return leaf[(slice(None),) * dim + (slice(start, stop),)]
@@ -521,9 +518,9 @@ def _equal(mine: Any, theirs: Any) -> bool:
     return bool(mine == theirs)
 
 
-def _join_leaf(parts: list[Any], dim: int | None) -> Any:
+def _join_leaf(parts: list[Any], dim: int) -> Any:
     if isinstance(parts[0], Tensor):
-        return torch.cat(parts, dim or 0)
+        return torch.cat(parts, dim)
     if isinstance(parts[0], np.ndarray):
-        return np.concatenate(parts, dim or 0)
+        return np.concatenate(parts, dim)
     return type(parts[0])(itertools.chain.from_iterable(parts))

@@ -399,24 +399,6 @@ def test_window_of_another_split_than_the_runners_is_refused():
             runner.step(window)
 
 
-def test_loss_that_fails_on_targets_passed_on_whole_has_a_note_on_the_split():
-    batches = [(torch.randn(8, 3), torch.randint(2, (8,)))]
-
-    with pytest.raises(ValueError, match=r"batch_size \(4\) to match target batch_size \(8\)") as caught:
-        autoaccum.fit(
-            nn.Linear(3, 2),
-            batches,
-            8,
-            loss=nn.CrossEntropyLoss(),
-            split=autoaccum.Along((0, None)),
-            micro_batch=4,
-            device="cpu",
-            progress=False,
-        )
-
-    assert "shape (8,) whole to every micro-batch" in caught.value.__notes__[0]
-
-
 def test_loader_whose_batches_count_no_sample_is_explained_by_the_split():
     class Nothing:
         count = staticmethod(lambda batch: 0)
