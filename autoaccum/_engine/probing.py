@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum._arguments import check_positive_int
-from autoaccum._data.batches import count
+from autoaccum._data.batches import Window
+from autoaccum._data.sample_sizes import largest_first
 from autoaccum._engine import devices
 from autoaccum._engine.assembly import assemble
 from autoaccum._engine.does_not_fit import sample_does_not_fit
@@ -59,7 +60,8 @@ def find_micro_batch(
 
     Args:
         model: The model. It is moved to the device and stays there.
-        batch: A batch as the loader yields it. Its samples are repeated to make larger ones.
+        batch: A batch as the loader yields it. Its samples are repeated to make larger ones; of a list of samples, the
+            largest come first.
         loss: As for `fit`.
         optimizer: As for `fit`. Its state is included.
         device: As for `fit`.
@@ -81,13 +83,16 @@ def find_micro_batch(
     """
     options = Options.of(find_micro_batch, locals())
     notices = Notices()
-    samples = count(batch, split)
+    window = Window([batch], split)
+    samples = window.samples
     largest = samples if max_micro_batch is None else check_positive_int("max_micro_batch", max_micro_batch)
     memory = devices.resolve(device, model, notices)
     limit_bytes = options.limit_bytes(memory)
     step = assemble(model, options, memory=memory, notices=notices)
     with step.using_weights(weights):
-        return probe(step, batch, largest, limit_bytes, loss_scope=loss_scope)
+        # As in training; a loss over the window may depend on the order.
+        tried = largest_first(window) if loss_scope == "micro_batch" and samples else batch
+        return probe(step, tried, largest, limit_bytes, loss_scope=loss_scope)
 
 
 def probe(
