@@ -202,7 +202,8 @@ class StepReport(_Losses):
     Attributes:
         step: Number of the window, from 1.
         samples: Number of samples in the window.
-        micro_batches: Sizes of the micro-batches that the update was made from, in order.
+        micro_batches: Sizes of the micro-batches that the update was made from, in the order of the samples; those of
+            lists (`ListOfSamples`) go from the largest to the smallest.
         oom_events: Number of times memory ran out during this window.
         elapsed_s: Seconds from the window's arrival to the update; the device may still be working.
         peak_bytes: Peak memory with the plan in force, counted as the limit counts; None if not reported.

@@ -54,7 +54,6 @@ class Window(Sequence[Any]):
     """
 
     _split: Split | None
-    is_known = False  # whether it is just like one before
     kinds: Any = None  # which batches are like it; None if it is not known
     _places: tuple[int, ...] | None = None  # of samples in another order than the loader's: their places in it
 
@@ -311,7 +310,6 @@ class KnownWindow(Window):
         is_split: Whether the batch can be taken apart where it is.
     """
 
-    is_known = True
     _READ = ("_spans", "_starts", "_seen", "_groups")
 
     def __init__(self, batch: Any, structure: Hashable, kinds: Any, *, is_split: bool) -> None:

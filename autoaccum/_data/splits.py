@@ -98,6 +98,9 @@ class ListOfSamples:
         weight: A function of a list of samples that returns what their mean loss runs over, such as their tokens or
             boxes; None to infer it.
 
+    The samples of a window are taken from the largest to the smallest, by the elements of their largest tensor, so that
+    each micro-batch holds little padding.
+
     Raises:
         InvalidInputError: An argument cannot be called.
     """

@@ -173,7 +173,7 @@ def fit(
         lr_scaling: "linear" or "sqrt": multiply the learning rates once, by `target_batch / base_batch` or its root.
         base_batch: The batch size that the learning rates were chosen for.
         val_loader: Data to evaluate on after each epoch. To detect errors early, a few samples are also evaluated
-            before the first update, without a trace.
+            before the first update, which leaves parameters, buffers and random state as they are.
         val_steps: Number of windows between evaluations, which then take the place of those after each epoch; the end
             of the training is evaluated in any case. None: evaluate after each epoch.
         metrics: Metrics for the evaluation: callables of (outputs, targets), averaged over samples, or torchmetrics
