@@ -13,6 +13,7 @@ from autoaccum._data.splits import ListOfSamples, piece_of
 
 if TYPE_CHECKING:
     from autoaccum._data.batches import Window
+    from autoaccum._data.pieces import Split
 
 
 def elements_of(sample: Any) -> int:
@@ -26,6 +27,11 @@ def elements_of(sample: Any) -> int:
     if isinstance(sample, list | tuple):
         return max(map(elements_of, sample), default=0)
     return max(map(Tensor.numel, tensors_in(sample)), default=0)
+
+
+def by_size(batch: Any, split: Split | None) -> Any:
+    """Return a list of samples with the largest ones first, and any other batch as it is."""
+    return sorted(batch, key=elements_of, reverse=True) if isinstance(split, ListOfSamples) else batch
 
 
 def largest_first(window: Window) -> Window:

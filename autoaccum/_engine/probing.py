@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum._arguments import check_positive_int
-from autoaccum._data.batches import Window
-from autoaccum._data.sample_sizes import largest_first
+from autoaccum._data.batches import count
+from autoaccum._data.sample_sizes import by_size
 from autoaccum._engine import devices
 from autoaccum._engine.assembly import assemble
 from autoaccum._engine.does_not_fit import sample_does_not_fit
@@ -83,16 +83,13 @@ def find_micro_batch(
     """
     options = Options.of(find_micro_batch, locals())
     notices = Notices()
-    window = Window([batch], split)
-    samples = window.samples
+    samples = count(batch, split)
     largest = samples if max_micro_batch is None else check_positive_int("max_micro_batch", max_micro_batch)
     memory = devices.resolve(device, model, notices)
     limit_bytes = options.limit_bytes(memory)
     step = assemble(model, options, memory=memory, notices=notices)
     with step.using_weights(weights):
-        # As in training; a loss over the window may depend on the order.
-        tried = largest_first(window) if loss_scope == "micro_batch" and samples else batch
-        return probe(step, tried, largest, limit_bytes, loss_scope=loss_scope)
+        return probe(step, by_size(batch, split), largest, limit_bytes, loss_scope=loss_scope)
 
 
 def probe(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import autoaccum
-from autoaccum._data.sample_sizes import elements_of, largest_first
+from autoaccum._data.sample_sizes import by_size, elements_of, largest_first
 
 
 class Graph:
@@ -37,9 +37,11 @@ def test_largest_samples_come_first_and_equal_ones_as_they_came():
     assert found.named(1) == "sample 1 of the window"
     assert found.named(0) == "sample 3 of the window"
     assert found.sample_bytes() == [0]
+    assert by_size([[1], [1, 2]], split) == [[1, 2], [1]]
 
 
 def test_batches_of_tensors_stay_as_they_are():
     window = autoaccum.Window([torch.ones(2, 3), torch.ones(2, 5)])
 
     assert largest_first(window) is window
+    assert by_size(window, None) is window
