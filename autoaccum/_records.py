@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-# What a plan counts.
+# What a target is counted in.
 SAMPLES, TOKENS = "samples", "tokens"
 
 

@@ -590,7 +590,6 @@ CALLS = {
             "strategy": choice("balanced", "uniform", "greedy", "fastest"),
             "trials": lambda value: value in ([], ()) or (isinstance(value, dict | set | str | bytes) and not value),
             "multiple_of": whole(),
-            "counts": choice("samples", "tokens"),
         },
         {"trials": [lambda _: [autoaccum.Trial("4", fits=True, peak_bytes=1, elapsed_s=1.0)], lambda _: [3]]},
         [lambda _: {"target_batch": 2**50, "max_micro_batch": 1}],
@@ -716,7 +715,6 @@ CALLS = {
         {
             "target_batch": lambda value: value == 4,
             "micro_batches": nothing,
-            "counts": choice("samples", "tokens"),
         },
     ),
 }  # fmt: skip

@@ -260,7 +260,6 @@ def test_json_is_one_document_with_the_documented_keys(invoke, recipe):
     assert (document["steps"], document["samples"]) == (3, 48)
     assert document["plan"] == {
         "target_batch": 16,
-        "counts": "samples",
         "micro_batches": [16],
         "micro_batch": 16,
         "accum_steps": 1,
