@@ -183,7 +183,7 @@ overhead: $(VENV)/.for-development  ## measure what the runner costs beside a lo
 	$(BIN)/python benchmarks/overhead.py
 
 .PHONY: tokens
-tokens: $(VENV)/.for-development  ## measure what taking samples by length saves on texts of unlike length
+tokens: $(VENV)/.for-development  ## measure what lists of samples save on texts of unlike length
 	$(BIN)/python benchmarks/tokens.py
 
 .PHONY: chunked-loss

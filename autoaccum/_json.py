@@ -21,10 +21,9 @@ def probe_record(probe: ProbeResult) -> dict[str, Any]:
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
-    """Return a plan as JSON's types: target_batch, counts, micro_batches, micro_batch, accum_steps."""
+    """Return a plan as JSON's types: target_batch, micro_batches, micro_batch, accum_steps."""
     return {
         "target_batch": plan.target_batch,
-        "counts": plan.counts,
         "micro_batches": list(plan.micro_batches),
         "micro_batch": plan.micro_batch,
         "accum_steps": plan.accum_steps,

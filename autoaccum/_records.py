@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from autoaccum._arguments import check_choice, check_positive_int, shown
+from autoaccum._arguments import check_positive_int, shown
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-# What a plan counts.
+# What a target is counted in.
 SAMPLES, TOKENS = "samples", "tokens"
 
 
@@ -138,10 +138,8 @@ class Plan:
     """How a window of `target_batch` samples is cut into micro-batches.
 
     Attributes:
-        target_batch: Number of samples per optimizer update.
+        target_batch: Number of samples per optimizer update; with `target_tokens`, of the first one.
         micro_batches: Sizes of the micro-batches in order; they sum to `target_batch`.
-        counts: What both count: "samples", or "tokens" with `target_tokens`. A window then has about as many tokens,
-            and its micro-batches, of whole samples, have at most the largest of these sizes with their padding.
 
     Raises:
         InvalidInputError: The sizes are not positive integers or do not sum to `target_batch`.
@@ -149,11 +147,9 @@ class Plan:
 
     target_batch: int
     micro_batches: tuple[int, ...]
-    counts: str = field(default=SAMPLES, kw_only=True)
 
     def __post_init__(self) -> None:
         check_positive_int("target_batch", self.target_batch)
-        check_choice("counts", self.counts, (SAMPLES, TOKENS))
         try:
             object.__setattr__(self, "micro_batches", tuple(self.micro_batches))
         except TypeError:
@@ -206,7 +202,8 @@ class StepReport(_Losses):
     Attributes:
         step: Number of the window, from 1.
         samples: Number of samples in the window.
-        micro_batches: Sizes of the micro-batches that the update was made from, in order.
+        micro_batches: Sizes of the micro-batches that the update was made from, in the order of the samples; those of
+            lists (`ListOfSamples`) go from the largest to the smallest.
         oom_events: Number of times memory ran out during this window.
         elapsed_s: Seconds from the window's arrival to the update; the device may still be working.
         peak_bytes: Peak memory with the plan in force, counted as the limit counts; None if not reported.

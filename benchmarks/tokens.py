@@ -1,11 +1,11 @@
-"""Measures what samples by length save on texts of unlike length, beside the loops that people have.
+"""Measures what lists of samples save on texts of unlike length, beside the loops that people have.
 
-The lengths are log-normal, as in common instruction data. Four loops make the same number of updates of so many samples
-each, with at most so many tokens (with padding) on the device at once: one that pads each batch as it comes, one whose
-batches are drawn by Transformers' `group_by_length`, `order="length"` and `target_tokens`. They run in turn, one update
-each. Prints and writes the texts' tokens per second against the loop that pads as it comes, by the median of the turns
-with its quartiles, and how many tokens each computes for one of a text. The first eight updates, in which autoaccum
-asks four times what the loss runs over, are left out; it asks again after 15, 31, 63, ... updates.
+The lengths are log-normal, as in common instruction data. Three loops make the same number of updates of so many
+samples each, with as many rows on the device at once: one that pads each batch as it comes, one whose batches are drawn
+by Transformers' `group_by_length`, and lists of samples, which each micro-batch pads. They run in turn. Prints and
+writes the texts' tokens per second against the loop that pads as it comes, by the median of the turns with its
+quartiles, and how many tokens each computes for one of a text. The first eight updates, in which autoaccum asks four
+times what the loss runs over, are left out; it asks again after 15, 31, 63, ... updates.
 
     python benchmarks/tokens.py [--updates 7] [--out benchmarks/results/tokens.json]
 """
@@ -85,14 +85,21 @@ class ByHand(Counted):
         self.optimizer.zero_grad()
 
 
-class ByLength(Counted):
-    """A `Runner` that takes windows by length."""
+class ByList(Counted):
+    """A `Runner` that takes lists of samples."""
 
-    def __init__(self, device, tokens):
+    split = autoaccum.ListOfSamples(padded)
+
+    def __init__(self, device):
         super().__init__(device)
-        plan = autoaccum.plan(tokens, ROWS * LONGEST, counts="tokens")
         self.runner = autoaccum.Runner(
-            self.model, self.optimizer, plan, device=device, precision="fp32", notices=Notices(silent=True)
+            self.model,
+            self.optimizer,
+            autoaccum.plan(SAMPLES, ROWS),
+            device=device,
+            precision="fp32",
+            split=self.split,
+            notices=Notices(silent=True),
         )
 
     def update(self, window):
@@ -128,7 +135,6 @@ def main():
     device = torch.device(options.device)
     updates = options.updates + WARM_UP
     every = texts(SAMPLES * (updates + 1))
-    tokens = sum(map(len, every)) // (updates + 1)
     in_turn = [every[at : at + SAMPLES] for at in range(0, len(every), SAMPLES)]
     by_group = grouped(every)
     loops = {
@@ -137,14 +143,7 @@ def main():
             ByHand(device),
             [batches_of(by_group[at : at + SAMPLES]) for at in range(0, len(every), SAMPLES)],
         ),
-        'order="length"': (
-            ByLength(device, tokens),
-            list(autoaccum.windows([b for some in in_turn for b in batches_of(some)], SAMPLES, order="length")),
-        ),
-        "target_tokens": (
-            ByLength(device, tokens),
-            list(autoaccum.windows([b for some in in_turn for b in batches_of(some)], target_tokens=tokens)),
-        ),
+        "lists of samples": (ByList(device), list(autoaccum.windows(in_turn, SAMPLES, split=ByList.split))),
     }
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     speeds = {name: [] for name in loops}

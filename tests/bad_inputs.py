@@ -404,12 +404,8 @@ FIT = STEP | {
     "oom_report": or_none(path),
     "shard": is_bool,
     "shares": choice("equal"),
-    "overlap": is_bool,
     # Beside `target_batch`; by themselves they are tested where they belong.
     "target_tokens": or_none(nothing),
-    "tokens": or_none(nothing),
-    "order": choice("loader", "length"),
-    "lengths": or_none(nothing),
 }
 SPLITS = [lambda _: autoaccum.Along, lambda _: autoaccum.Along((2, 0)), lambda _: autoaccum.Along({"labels": 0})]
 FIT_ALSO = STEP_ALSO | {
@@ -451,12 +447,7 @@ FIT_TOGETHER = [
     lambda _: {"target_batch": 2**40, "micro_batch": 1},
     lambda _: {"target_batch": None},
     lambda _: {"target_batch": None, "target_tokens": 0},
-    lambda _: {"target_batch": None, "target_tokens": 8},  # its batches have no tokens
-    lambda _: {"target_batch": None, "target_tokens": 8, "tokens": 3},
-    lambda _: {"target_batch": None, "target_tokens": 8, "tokens": lambda batch: [1]},
-    lambda _: {"target_batch": None, "target_tokens": 8, "probe": "before"},
-    lambda _: {"order": "length", "lengths": "nope"},
-    lambda _: {"order": "length", "lengths": lambda batch: [1.5]},
+    lambda _: {"target_tokens": 8},
     lambda w: {"seed": 5, "loss": print, "checkpoint": w.folder / "new" / "deep", "oom_report": w.folder / "other"},
     lambda w: {"lr_scaling": "sqrt", "base_batch": 1, "loss": lambda outputs, targets: None},
     lambda w: {"val_loader": [(w.batch[0], torch.zeros(3))], "checkpoint": w.folder / "new"},
@@ -596,7 +587,6 @@ CALLS = {
             "max_micro_batch": whole(),
             "strategy": choice("balanced", "uniform", "fastest"),
             "trials": lambda value: value in ([], ()) or (isinstance(value, dict | set | str | bytes) and not value),
-            "counts": choice("samples", "tokens"),
         },
         {"trials": [lambda _: [autoaccum.Trial("4", fits=True, peak_bytes=1, elapsed_s=1.0)], lambda _: [3]]},
         [lambda _: {"target_batch": 2**50, "max_micro_batch": 1}],
@@ -611,9 +601,6 @@ CALLS = {
             "drop_last": is_bool,
             "split": or_none(nothing),
             "target_tokens": or_none(nothing),
-            "tokens": or_none(nothing),
-            "order": choice("loader"),
-            "lengths": or_none(nothing),
         },
         {"loader": LOADERS[3:], "split": SPLITS},
         says={"loader": ("loader", "batch")},
@@ -649,7 +636,6 @@ CALLS = {
             "display": or_none(lambda value: size(value) or whole(0)(value)),
             "ranks": whole(1, 4),
             "fsdp": lambda value: value is False,
-            "overlap": is_bool,
             "loader": or_none(iterable),
             "length": or_none(nothing),
             "epochs": or_none(whole()),
@@ -725,7 +711,6 @@ CALLS = {
         {
             "target_batch": lambda value: value == 4,
             "micro_batches": nothing,
-            "counts": choice("samples", "tokens"),
         },
     ),
 }  # fmt: skip

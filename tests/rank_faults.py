@@ -79,7 +79,7 @@ class Windows(autoaccum.Callback):
         self.ends.append(self.mode.count)
 
 
-def faulted(rank, size, *, points=(), lasts=False, loss="mean", optimizer="sgd", clip=None, data=None, overlap=False):
+def faulted(rank, size, *, points=(), lasts=False, loss="mean", optimizer="sgd", clip=None, data=None):
     """Train with faults at these operators of this rank; points is by rank."""
     mine = dict(points).get(rank, ())
     made, function = rank_training.LOSSES[loss]
@@ -108,7 +108,6 @@ def faulted(rank, size, *, points=(), lasts=False, loss="mean", optimizer="sgd",
             progress=False,
             cache=False,
             clip_grad_norm=clip,
-            overlap=overlap,
             callbacks=[windows],
         )
     found = rank_training.outcome(model, result)

@@ -176,7 +176,7 @@ class FailingLoader:
             yield batch
 
 
-def failing(rank, size, who, what, folder=None, *, overlap=False):
+def failing(rank, size, who, what, folder=None):
     """Train where something of the user's own raises on one rank."""
     error = ZeroDivisionError("the user's own")
     mine = rank == who
@@ -210,7 +210,6 @@ def failing(rank, size, who, what, folder=None, *, overlap=False):
         checkpoint=folder,
         callbacks=[raising],
         shard=True,
-        overlap=overlap,
     )
     return outcome(model, result)
 

@@ -49,7 +49,6 @@ def gradients(faults):
             window(),
             8,
             micro_batch=3,
-            order="length",
             loss=smoothed,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
             device=CPU,

@@ -79,7 +79,7 @@ SIGNATURES = {
 FIELDS = {
     autoaccum.ProbeResult: ["micro_batch", "trials", "limit_bytes", "fixed_bytes", "bytes_per_sample"],
     autoaccum.Trial: ["size", "fits", "peak_bytes", "elapsed_s"],
-    autoaccum.Plan: ["target_batch", "counts", "micro_batches", "micro_batch", "accum_steps"],
+    autoaccum.Plan: ["target_batch", "micro_batches", "micro_batch", "accum_steps"],
     autoaccum.StepReport: [
         "step",
         "samples",

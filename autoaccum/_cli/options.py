@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from autoaccum._cli.numbers import check_counts, check_minutes, check_texts
-from autoaccum._data.by_length import ORDERS
 from autoaccum._distributed.load_balance import SHARES
 from autoaccum._engine.bf16_weights import WEIGHTS
 from autoaccum._engine.options import ON_NAN
@@ -41,7 +40,6 @@ IN_RECIPES_ALONE = frozenset(
         *("forward", "split", "batchnorm", "drop_last"),
         *("loss", "loss_reduction", "loss_scope"),
         *("optimizer", "scheduler", "scheduler_interval", "lr_scaling", "base_batch", "clip_grad_norm"),
-        *("tokens", "lengths"),
         *NOT_OF_A_JOB,
     }
 )
@@ -122,7 +120,6 @@ _BY_NAME = {
     "oom_report": _Form(Path, "FOLDER", "When memory first runs out, write there what was alive."),
     "shard": _Form(bool, flag="--shard", help="Under torchrun: each rank takes its part of what the loader yields."),
     "shares": _Form(str, "|".join(SHARES), "How --shard divides windows between ranks."),
-    "order": _Form(str, "|".join(ORDERS)),
     "on_nan": _Form(str, "|".join(ON_NAN)),
     "noise_scale": _Form(
         bool,

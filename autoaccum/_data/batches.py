@@ -14,10 +14,10 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, overload
 
-from autoaccum._arguments import check_bool, check_positive_int, shown
+from autoaccum._arguments import shown
 from autoaccum._data.nesting import holds_tensor, shapes_of
 from autoaccum._data.numbers import is_count, numbers_in
-from autoaccum._data.pieces import NestedPiece, Span, WholePiece
+from autoaccum._data.pieces import NestedPiece, Span
 from autoaccum._data.splits import FIRST, Along, ByDefault, check_split, is_default, piece_of
 from autoaccum.errors import InvalidInputError
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from autoaccum._data.pieces import Split
+    from autoaccum._data.pieces import Piece, Split
 
 
 _VERSION = attrgetter("_version")
@@ -54,8 +54,8 @@ class Window(Sequence[Any]):
     """
 
     _split: Split | None
-    is_known = False  # whether it is just like one before
     kinds: Any = None  # which batches are like it; None if it is not known
+    _places: tuple[int, ...] | None = None  # of samples in another order than the loader's: their places in it
 
     def __init__(self, batches: Iterable[Any], split: Split | None = None) -> None:
         check_split(split)
@@ -88,10 +88,16 @@ class Window(Sequence[Any]):
         window._split = split
         return window
 
-    @classmethod
-    def of_micro_batches(cls, batches: Sequence[Any], samples: int) -> Window:
-        """Return a window of micro-batches of `samples` samples each, which are passed on as they are."""
-        return cls.of_spans([Span(WholePiece(batch, samples), 0, samples) for batch in batches], None)
+    def of_one(self, piece: Piece, places: Sequence[int]) -> Window:
+        """Return a window of the samples of this one in another order.
+
+        Args:
+            piece: All of them.
+            places: The place of each in this window.
+        """
+        window = Window.of_spans([Span(piece, 0, piece.samples)], self._split)
+        window._places = tuple(places)
+        return window
 
     @classmethod
     def empty(cls) -> Window:
@@ -152,23 +158,16 @@ class Window(Sequence[Any]):
     def sample_bytes(self) -> list[int]:
         """Bytes of the tensors of one sample, for each of `groups`."""
         starts = itertools.accumulate([0, *self.groups()[:-1]])
-        return [self._between(start, start + 1)[0].piece.sample_bytes() for start in starts]
-
-    def costs(self) -> list[float] | None:
-        """Bytes that each sample adds to a micro-batch that it begins; None if those of a group are alike."""
-        return None
+        return [span.piece.sample_bytes(span.start) for start in starts for span in self._between(start, start + 1)]
 
     def fits_any(self, sizes: Sequence[int]) -> int:
         """Return how many samples fit, whichever they are, if micro-batches of these sizes do."""
         return max(sizes)
 
-    @property
-    def column_bytes(self) -> int:
-        """Bytes of one column of a sample; 0 if nothing is known of columns."""
-        return 0
-
     def named(self, index: int) -> str | None:
-        """Return which sample of the window it is, for messages; None if all can be joined, so that it is any."""
+        """Return which sample of the window it is, for messages; None if all are alike, so that it is any."""
+        if self._places is not None:
+            return f"sample {self._places[index]} of the window"
         return f"sample {index} of the window" if len(self.groups()) > 1 else None
 
     def largest(self) -> Window:
@@ -244,18 +243,6 @@ class Window(Sequence[Any]):
         """Return the samples at `indices`, in that order, as a window of their own."""
         return Window.of_spans([span for index in indices for span in self._between(index, index + 1)], self._split)
 
-    def reordered(self, order: Tensor) -> Window:
-        """Return all samples in another order, given by their indices, as a window of one batch.
-
-        Its samples must be of one group, and cut without a split.
-        """
-        whole = self.cut(0, self.samples)
-        split = ByDefault() if self._split is None else self._split
-        piece = piece_of(whole, split, is_joined=True)
-        assert isinstance(piece, NestedPiece)
-        made = piece_of(piece.reordered(order), split, is_joined=True)
-        return Window.of_spans([Span(made, 0, made.samples)], split)
-
     def raw(self) -> list[Any]:
         """Return the samples as the loader would yield them, from which `Window(raw, split)` makes the window again."""
         return [span.piece.raw(span.start, span.stop) for span in self._spans]
@@ -323,7 +310,6 @@ class KnownWindow(Window):
         is_split: Whether the batch can be taken apart where it is.
     """
 
-    is_known = True
     _READ = ("_spans", "_starts", "_seen", "_groups")
 
     def __init__(self, batch: Any, structure: Hashable, kinds: Any, *, is_split: bool) -> None:
@@ -362,16 +348,6 @@ class KnownWindow(Window):
             return super().versions()
 
 
-def check_windows(target_batch: object, drop_last: object) -> None:
-    """Check the arguments of `windows`.
-
-    Raises:
-        InvalidInputError: One of them is not valid.
-    """
-    check_positive_int("target_batch", target_batch)
-    check_bool("drop_last", drop_last)
-
-
 def stream(
     batches: Iterable[Any],
     target_batch: int | Iterable[int],
@@ -383,10 +359,8 @@ def stream(
     """Regroup batches into `Window`s without joining them; arguments as for `windows`, already checked.
 
     The first `skip` samples of the first batch are left out: in a resumed loader, an earlier window has used them.
-    `target_batch` may be an iterable of one size per window. If the batches have a method `note_coming`, it is told
-    what the next one will probably be.
+    `target_batch` may be an iterable of one size per window.
     """
-    note_coming = getattr(batches, "note_coming", None)
     sizes = itertools.repeat(target_batch) if isinstance(target_batch, int) else iter(target_batch)
     spans: list[Span] = []
     missing = 0
@@ -403,8 +377,6 @@ def stream(
             if missing == 0:
                 yield Window.of_spans(spans, split)
                 spans = []
-        if note_coming is not None:
-            note_coming(piece.samples, missing or (target_batch if isinstance(target_batch, int) else piece.samples))
     if spans and not drop_last:
         yield Window.of_spans(spans, split)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Sized
 from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader, SequentialSampler, default_collate
@@ -38,17 +38,12 @@ def check_loader(name: str, loader: object, split: Split | None) -> None:
 
 
 def unlike_batch_size(loader: object, first: Piece, split: Split | None) -> str | None:
-    """Return how the samples counted in a loader's first batch differ from its `batch_size`; None if they do not.
-
-    Args:
-        loader: The loader.
-        first: Its first batch.
-        split: As for `fit`; one that was given says what a sample is.
-    """
+    """Return how the samples counted in a loader's first batch differ from its `batch_size`; None if they do not."""
     if not isinstance(loader, DataLoader) or loader.batch_size is None or not is_default(split):
         return None
     counted, made = first.samples, loader.batch_size
-    if counted == made or (counted < made and not _fills_a_batch(loader)):
+    is_all = not isinstance(loader.sampler, Sized) or len(loader.sampler) < made  # of a dataset smaller than a batch
+    if counted == made or (counted < made and is_all):
         return None
     return (
         f"the loader makes batches of {made} (batch_size), and its first one counts as {counted} sample"
@@ -57,14 +52,7 @@ def unlike_batch_size(loader: object, first: Piece, split: Split | None) -> str 
     )
 
 
-def _fills_a_batch(loader: DataLoader[object]) -> bool:
-    sampler: Iterable[object] = loader.sampler
-    return isinstance(sampler, Sized) and len(sampler) >= (loader.batch_size or 1)
-
-
 def keeps_order(loader: object) -> bool:
     """Whether a loader is a DataLoader that yields its samples in the order of its dataset."""
-    if not isinstance(loader, DataLoader):
-        return False
-    sampler = loader.sampler
+    sampler = loader.sampler if isinstance(loader, DataLoader) else None
     return isinstance(sampler, SequentialSampler) or getattr(sampler, "shuffle", True) is False

@@ -17,7 +17,6 @@ from weakref import WeakSet
 import torch
 
 from autoaccum._data.batches import count
-from autoaccum._data.load_state_rollback import remember
 from autoaccum._oom import first_line, is_device_lost, is_oom
 from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import CheckpointError
@@ -83,6 +82,7 @@ class Track:
     Args:
         loader: The loader.
         random: The generators that affect it; None tracks only what costs nothing, and `go_to` is not possible.
+        split: As for `fit`.
     """
 
     def __init__(self, loader: Iterable[Any], random: RandomState | None, split: Split | None = None) -> None:
@@ -94,21 +94,17 @@ class Track:
         # Read only once: some loaders have another length in each epoch, and the next process reads that of a new
         # loader.
         self._length, self._batch_size = (None, None) if random is None else (_length(loader), _batch_size(loader))
-        self._is_its_own_iterator = False
+        self._is_its_own_iterator = self._is_at_end = False
         self._batches: Iterator[Any] = iter(())
         self._waiting: list[Any] = []
-        self._epoch = 1
-        self._drawn = 0
+        self._epoch, self._drawn = 1, 0
         self._start: RandomStates | None = None
         self._start_generators: tuple[torch.Tensor, ...] = ()
         self._before_last: RandomStates | None = None
-        # The newest one, and after which batch. Reading a state takes as long as loading a small batch (about 140
-        # microseconds for torchdata's), so it is done once a window and not for each batch.
-        self._state: Any = None
-        self._state_is_after = 0
+        # Each with the number of batches drawn before it. Reading one takes as long as loading a small batch (about
+        # 140 microseconds for torchdata's), so it is done once a window; batches since are drawn again.
+        self._states: list[tuple[int, Any]] = [(0, None)]
         self._state_at_end: Any = None
-        self._ends_window_with_rest = False
-        self._is_at_end = False
 
     def __iter__(self) -> Self:
         return self
@@ -118,8 +114,6 @@ class Track:
             return self._waiting.pop()
         if self._random is not None:
             self._before_last = self._taken()
-        if self._ends_window_with_rest:
-            self._read_state()
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -128,15 +122,6 @@ class Track:
             raise
         self._drawn += 1
         return batch
-
-    def note_coming(self, samples: int, missing: int) -> None:
-        """Note what the next batch will probably be, so that a state is read before it where one will be needed.
-
-        Args:
-            samples: Its number of samples, as far as can be known: that of the last one.
-            missing: Number of samples that its window lacks.
-        """
-        self._ends_window_with_rest = samples > missing
 
     def begin(self, epoch: int) -> Self:
         """Start an epoch and return its batches."""
@@ -147,23 +132,20 @@ class Track:
                 self._start_workers_that_stay()
             self._start, self._start_generators = self._taken(), self._generator_states()
         self._batches = iter(self._loader)
-        self._is_at_end = self._ends_window_with_rest = False
-        self._is_its_own_iterator = self._batches is self._loader
+        self._is_at_end, self._is_its_own_iterator = False, self._batches is self._loader
         if isinstance(self._loader, GeneratorType):
             _read_from.add(self._loader)
-        self._state, self._state_is_after = self._loader_state(), 0
+        self._states = [(0, self._loader_state())]
         return self
 
     def _start_workers_that_stay(self) -> None:
         """Start persistent workers without using random numbers, as if an earlier epoch had started them."""
         loader: Any = self._loader
-        if not getattr(loader, "persistent_workers", False) or getattr(loader, "_iterator", loader) is not None:
-            return
-        random, generators = self._taken(), self._generator_states()
-        iter(loader)
-        self._set(random)
-        for generator, state in zip(self._generators, generators, strict=True):
-            generator.set_state(state)
+        if getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", loader) is None:
+            random, generators = self._taken(), self._generator_states()
+            iter(loader)
+            self._set(random)
+            self._set_generators(generators)
 
     def close(self) -> None:
         """Release the epoch's iterator, and with it the worker processes."""
@@ -171,24 +153,27 @@ class Track:
 
     def after(self, window: Window) -> Position:
         """Return the position after a window that has just been drawn."""
-        used, put_back = window.used_of_last, bool(self._waiting)
-        used = 0 if put_back else used
-        has_rest = put_back or used > 0
-        if not has_rest and not self._is_at_end:  # where that of the end would begin the next epoch
-            self._read_state()
+        put_back = bool(self._waiting)
+        used = 0 if put_back else window.used_of_last
+        whole = self._drawn - (put_back or used > 0)
+        if self._states[-1][0] != self._drawn and not self._is_at_end:  # where it would begin the next epoch
+            self._states.append((self._drawn, self._loader_state()))
+        while len(self._states) > 1 and self._states[1][0] <= whole:
+            del self._states[0]
+        drawn, state = self._states[0]
         return Position(
             self._epoch,
             self._drawn,
             used,
             closed=False,
             start=self._start,
-            before_last=self._before_last if has_rest else None,
+            before_last=self._before_last if whole < self._drawn else None,
             generators=self._start_generators,
-            loader_state=self._state,
+            loader_state=state,
             length=self._length,
             batch_size=self._batch_size,
             put_back=put_back,
-            behind=self._drawn - has_rest - self._state_is_after if self._keeps_state else 0,
+            behind=whole - drawn if self._keeps_state else 0,
         )
 
     def put_back(self, batch: Any) -> None:
@@ -207,31 +192,8 @@ class Track:
 
         Raises:
             CheckpointError: The loader is a different one, yields other batches than before, refuses its state or
-                cannot be restarted. It is unchanged, except that batches may have been drawn from it.
+                cannot be restarted. It may have been read from, or hold some of the state.
         """
-        undo = self.undo()
-        try:
-            return self._go_to(position)
-        except BaseException:
-            undo()
-            raise
-
-    def undo(self) -> Callable[[], None]:
-        """Return a function that restores the current state of the loader, its samplers and its generators."""
-        owners = [self._loader] if self._keeps_state else []
-        undos = [remember(owner, enters=False) for owner in (*owners, *_told_of_epochs(self._loader))]
-        states = self._generator_states()
-
-        def put_back() -> None:
-            self.close()
-            for undo in undos:
-                undo()
-            for generator, state in zip(self._generators, states, strict=True):
-                generator.set_state(state)
-
-        return put_back
-
-    def _go_to(self, position: Position) -> Self:
         self._check_that_nothing_is_lost(position)
         self.close()
         if len(position.generators) != len(self._generators):
@@ -240,21 +202,23 @@ class Track:
                 f"own, and this one has {len(self._generators)}; pass the same loader"
             )
         if not position.batches:
-            self._go_between_epochs(position)
+            if position.loader_state is not None:
+                # Makes the loader apply the state. The epoch is started by another iterator, since this one has drawn
+                # random numbers for an epoch that turns out to be finished.
+                self._load(position, lambda: iter(self._loader))
+            with _refusals_told(self._loader):
+                self._set_generators(position.generators)
             return self
         self._check_that_it_is_the_same(position)
         self._set(position.start)
-        self._set_generators(position)
-        whole = position.batches - (1 if position.has_rest else 0)
-        if self._keeps_state:
-            with _refusals_told(self._loader):
-                self._loader.load_state_dict(copy.deepcopy(position.loader_state))  # type: ignore[attr-defined]
-                self.begin(position.epoch)  # some apply the state here
-        else:
-            self.begin(position.epoch)
+        with _refusals_told(self._loader):
+            self._set_generators(position.generators)
+        self._load(position, lambda: self.begin(position.epoch))  # some apply the state here
         self._start, self._start_generators = position.start, position.generators
+        whole = position.batches - position.has_rest
         if self._keeps_state:
-            self._drawn = self._state_is_after = whole - position.behind
+            self._drawn = whole - position.behind
+            self._states = [(self._drawn, self._states[0][1])]
         while self._drawn < whole:
             self._draw_again(position)
         if position.has_rest:
@@ -263,6 +227,16 @@ class Track:
             _check_rest(count(batch, self._split), position)
             self._waiting.append(batch)
         return self
+
+    def _load(self, position: Position, begin: Callable[[], object]) -> None:
+        """Give the loader its state, if it has one, and begin."""
+        if not self._keeps_state:
+            if position.batches:
+                begin()
+            return
+        with _refusals_told(self._loader):
+            self._loader.load_state_dict(copy.deepcopy(position.loader_state))  # type: ignore[attr-defined]
+            begin()
 
     def _check_that_nothing_is_lost(self, position: Position) -> None:
         """Reject going back in a loader that can only go forward: it would skip the batches that were drawn."""
@@ -287,15 +261,6 @@ class Track:
                     f"has {here}; pass the same loader over the same data"
                 )
 
-    def _go_between_epochs(self, position: Position) -> None:
-        if self._keeps_state and position.loader_state is not None:
-            with _refusals_told(self._loader):
-                self._loader.load_state_dict(copy.deepcopy(position.loader_state))  # type: ignore[attr-defined]
-                # Makes the loader apply the state. The epoch is started by another iterator, since this one has drawn
-                # random numbers for an epoch that turns out to be finished.
-                iter(self._loader)
-        self._set_generators(position)
-
     def _draw_again(self, position: Position) -> Any:
         try:
             return next(self)
@@ -319,14 +284,9 @@ class Track:
     def _generator_states(self) -> tuple[torch.Tensor, ...]:
         return tuple(generator.get_state() for generator in self._generators)
 
-    def _set_generators(self, position: Position) -> None:
-        with _refusals_told(self._loader):
-            for generator, state in zip(self._generators, position.generators, strict=True):
-                generator.set_state(state)
-
-    def _read_state(self) -> None:
-        if self._state_is_after != self._drawn:
-            self._state, self._state_is_after = self._loader_state(), self._drawn
+    def _set_generators(self, states: Iterable[torch.Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
 
     def _loader_state(self) -> Any:
         if self._random is None or not self._keeps_state:
@@ -345,7 +305,7 @@ def _refusals_told(loader: Any) -> Iterator[None]:
             raise
         raise CheckpointError(
             f"{type(loader).__name__} refuses its state in the checkpoint ({type(error).__name__}: "
-            f"{first_line(error)}), and nothing was changed; pass the same loader over the same data, or "
+            f"{first_line(error)}); pass the same loader over the same data, or "
             "resume=False to start from scratch"
         ) from error
 
@@ -372,19 +332,17 @@ def _batch_size(loader: Any) -> int | None:
 
 def _set_epoch(loader: Any, epoch: int) -> None:
     """Set the epoch of samplers that shuffle by it (DistributedSampler), which count from 0."""
-    for sampler in _told_of_epochs(loader):
-        sampler.set_epoch(epoch - 1)
-
-
-def _told_of_epochs(loader: Any) -> list[Any]:
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers: list[Any] = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
-    return list({id(one): one for one in samplers if callable(getattr(one, "set_epoch", None))}.values())
+    for sampler in {id(one): one for one in _samplers(loader)}.values():
+        if callable(getattr(sampler, "set_epoch", None)):
+            sampler.set_epoch(epoch - 1)
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
     """Return the generators of a DataLoader and its samplers."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
+    found = [getattr(owner, "generator", None) for owner in (loader, *_samplers(loader))]
     return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+
+
+def _samplers(loader: Any) -> tuple[Any, ...]:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -44,13 +44,8 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any, *, objects: Calla
             return function(leaf)
         return leaf if objects is None or not hides_tensors(leaf) else objects(leaf)
 
-    return optree.tree_map(
-        of,
-        _with_foreign_mappings(batch, frozenset()),
-        is_leaf=_is_whole,
-        none_is_leaf=True,
-        namespace=_NAMESPACE,
-    )
+    leaves, spec = flatten(batch)
+    return unflatten(spec, list(map(of, leaves)))
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
@@ -88,14 +83,8 @@ def shapes_of_sample(batch: Any, *, has_rows: bool) -> list[str]:
 
 def _with_paths(batch: Any) -> list[tuple[str, Tensor]]:
     """Return the tensors among the leaves of a batch that are no single numbers, each with its path."""
-    paths, leaves, _ = optree.tree_flatten_with_path(
-        _with_foreign_mappings(batch, frozenset()), is_leaf=_is_whole, none_is_leaf=True, namespace=_NAMESPACE
-    )
-    return [
-        ("/".join(map(str, path)), leaf)
-        for path, leaf in zip(paths, leaves, strict=True)
-        if isinstance(leaf, Tensor) and leaf.dim() > 0
-    ]
+    leaves = zip(paths_of(batch), flatten(batch)[0], strict=True)
+    return [("/".join(map(str, path)), leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
 
 
 class _ForeignType:
@@ -195,10 +184,7 @@ def flatten(batch: Any, whole: frozenset[int] = frozenset()) -> tuple[list[Any],
 
 def paths_of(batch: Any) -> list[tuple[Any, ...]]:
     """Return the path of every leaf of a batch: its keys and positions from the outermost node inwards."""
-    paths, _, _ = optree.tree_flatten_with_path(
-        _with_foreign_mappings(batch, frozenset()), is_leaf=_is_whole, none_is_leaf=True, namespace=_NAMESPACE
-    )
-    return paths
+    return flatten(batch)[1].paths()
 
 
 def with_leaf(batch: Any, path: tuple[Any, ...], change: Callable[[Any], Any]) -> Any:
@@ -236,16 +222,9 @@ def holds_tensor(node: Any) -> bool:
 
 def hides_tensors(leaf: Any) -> bool:
     """Whether a leaf that is no tensor has tensors inside: a PackedSequence, a graph, a dataclass."""
-    if isinstance(leaf, Tensor):
-        return False
-    return isinstance(leaf, PackedSequence) or any(map(holds_tensor, _inside(leaf)))
+    return not isinstance(leaf, Tensor) and any(map(holds_tensor, _inside(leaf)))
 
 
-def _inside(leaf: Any) -> Iterator[Any]:
-    """Yield the attributes of an object, including those in slots."""
-    if isinstance(leaf, PackedSequence):
-        yield from leaf
-    yield from getattr(leaf, "__dict__", {}).values()
-    for kind in type(leaf).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        yield from (getattr(leaf, name, None) for name in ((slots,) if isinstance(slots, str) else slots))
+def _inside(leaf: Any) -> Iterable[Any]:
+    """Return the attributes of an object; those in slots are not seen."""
+    return leaf if isinstance(leaf, PackedSequence) else getattr(leaf, "__dict__", {}).values()

@@ -97,8 +97,8 @@ class Piece(ABC):
         """What is the same for batches of one kind: nesting, types and dimensions, but no sizes."""
         return type(self), type(self.batch)
 
-    def sample_bytes(self) -> int:
-        """Bytes of the tensors of one sample."""
+    def sample_bytes(self, index: int) -> int:  # noqa: ARG002 - those of a list are not alike
+        """Bytes of the tensors of a sample."""
         return sum(tensor.nbytes for tensor in self.tensors()) // max(self.samples, 1)
 
 
@@ -137,7 +137,7 @@ class NestedPiece(Piece):
             cannot be cut, or a list that can be read in two ways.
     """
 
-    __slots__ = ("_cuttable", "_dims", "_kind", "_leaves", "_sequence", "_spec", "_weigh", "dims")
+    __slots__ = ("_dims", "_kind", "_leaves", "_sequence", "_spec", "_weigh")
 
     def __init__(
         self,
@@ -146,10 +146,8 @@ class NestedPiece(Piece):
         *,
         reading: Reading | None = None,
         weigh: Callable[[Any], float] | None = None,
-        is_joined: bool = False,
     ) -> None:
         self.batch = batch
-        self.dims = dims
         self._weigh = weigh
         # A list or a tuple of tensors, the usual batch, needs no optree.
         is_flat = type(batch) in (list, tuple) and all(map(_is_tensor, batch))
@@ -157,26 +155,26 @@ class NestedPiece(Piece):
         self._spec: optree.PyTreeSpec | None = None
         whole: frozenset[int] = frozenset()
         if reading is not None and not (is_flat and type(batch) is tuple):
-            if not is_joined:
-                refuse_flattened(batch)
+            refuse_flattened(batch)
             whole = reading.lists_of_samples(batch)
         self.is_plain = not whole and dims == 0
         if is_flat:
             self._leaves = list(batch)
         else:
             self._leaves, self._spec = flatten(batch, whole)
-        self._dims = [0] * len(self._leaves) if reading is not None else _dims_of(batch, self._leaves, dims)
-        self.samples = _count(self._leaves, self._dims, batch, is_asked=reading is None)
-        self._cuttable = [
-            dim is not None and _runs_along(leaf, dim, self.samples)
-            for leaf, dim in zip(self._leaves, self._dims, strict=True)
+        along = [0] * len(self._leaves) if reading is not None else _dims_of(batch, self._leaves, dims)
+        self.samples = _count(self._leaves, along, batch, is_asked=reading is None)
+        # None for what is passed on whole.
+        self._dims: list[int | None] = [
+            dim if dim is not None and _runs_along(leaf, dim, self.samples) else None
+            for leaf, dim in zip(self._leaves, along, strict=True)
         ]
         self._kind: tuple[Any, ...] | None = None
 
     @property
     def is_flat(self) -> bool:
         """Whether it is a list or a tuple of tensors that are all cut along their rows."""
-        return self._sequence is not None and self.is_plain and all(self._cuttable)
+        return self._sequence is not None and self.is_plain and None not in self._dims
 
     def structure(self) -> Hashable:
         """What is the same for batches of one kind: nesting, types and dimensions, but no sizes."""
@@ -190,8 +188,8 @@ class NestedPiece(Piece):
         if start == 0 and stop == self.samples:
             return self.batch
         leaves = [
-            _rows(leaf, self._dims[i], start, stop) if self._cuttable[i] else leaf
-            for i, leaf in enumerate(self._leaves)
+            leaf if dim is None else _rows(leaf, dim, start, stop)
+            for leaf, dim in zip(self._leaves, self._dims, strict=True)
         ]
         return self._rebuild(leaves)
 
@@ -207,7 +205,11 @@ class NestedPiece(Piece):
             isinstance(other, NestedPiece)
             and self._nests_as(other)
             and self._describe() == other._describe()
-            and self._same_rest(other)
+            and all(
+                _equal(mine, theirs)
+                for mine, theirs, dim in zip(self._leaves, other._leaves, self._dims, strict=True)
+                if dim is None
+            )
         )
 
     def resembles(self, other: NestedPiece) -> bool:
@@ -218,14 +220,6 @@ class NestedPiece(Piece):
             if isinstance(mine, Tensor) and isinstance(theirs, Tensor)
         )
 
-    def whole_as_samples(self) -> list[tuple[int, ...]]:
-        """Shapes of tensors that are passed on whole, but have as many entries as there are samples."""
-        return [
-            tuple(leaf.shape)
-            for leaf, dim in zip(self._leaves, self._dims, strict=True)
-            if dim is None and isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == self.samples
-        ]
-
     def tensors(self) -> list[Tensor]:
         """The tensors in the batch, in the order of its nesting."""
         return list(itertools.chain.from_iterable(map(_tensors_of, self._leaves)))
@@ -234,70 +228,18 @@ class NestedPiece(Piece):
         """Concatenate spans of pieces in the nesting of this one."""
         columns = zip(*(span.piece._leaves for span in spans), strict=True)  # type: ignore[attr-defined]
         leaves = [
-            _join_leaf(_rows_of_each(column, dim, spans), dim) if cuttable else column[0]
-            for column, cuttable, dim in zip(columns, self._cuttable, self._dims, strict=True)
+            column[0] if dim is None else _join_leaf(_rows_of_each(column, dim, spans), dim)
+            for column, dim in zip(columns, self._dims, strict=True)
         ]
         return self._rebuild(leaves)
 
-    @property
-    def leaves(self) -> Sequence[Any]:
-        """What is in the batch, flattened."""
-        return self._leaves
-
-    def is_cut(self, index: int) -> bool:
-        """Whether a leaf has one entry for each sample, along its first dimension."""
-        return self._cuttable[index] and self._dims[index] == 0
-
-    def joins_but_for(self, other: NestedPiece, columns: Sequence[int]) -> bool:
-        """Whether both can be joined but for the second dimension of some leaves, which have one."""
-        return (
-            self._nests_as(other)
-            and self._same_rest(other)
-            and all(
-                mine == theirs
-                if index not in columns
-                else (mine[1], mine[2][1:], mine[3:]) == (theirs[1], theirs[2][1:], theirs[3:])
-                for index, (mine, theirs) in enumerate(zip(self._describe(), other._describe(), strict=True))
-            )
-        )
-
-    def join_columns(
-        self,
-        spans: Sequence[Span],
-        places: Sequence[Tensor],
-        join: Callable[[int, Sequence[Tensor], Sequence[Tensor]], Tensor | None],
-    ) -> Any:
-        """Return spans of pieces as one batch in the nesting of this one, in another order.
-
-        Args:
-            spans: The spans.
-            places: By span, the places of its samples.
-            join: Returns a leaf, given its index, its rows in each span, and their places; None to join it as it is.
-        """
-        order = torch.argsort(torch.cat(list(places)))
-        leaves = []
-        for index, (cuttable, dim) in enumerate(zip(self._cuttable, self._dims, strict=True)):
-            column = [span.piece._leaves[index] for span in spans]  # type: ignore[attr-defined]
-            if not cuttable:
-                leaves.append(column[0])
-                continue
-            rows = _rows_of_each(column, dim, spans)
-            joined = join(index, rows, places)
-            leaves.append(_in_order(_join_leaf(rows, dim), dim or 0, order) if joined is None else joined)
-        return self._rebuild(leaves)
-
-    def changed(self, batch: Any, indices: Sequence[int], change: Callable[[Any], Any]) -> Any:
-        """Return a batch of the nesting of this one with some of its leaves changed, given by their indices."""
-        leaves = list(batch) if self._sequence else flatten(batch)[0]
-        return self._rebuild([change(leaf) if index in indices else leaf for index, leaf in enumerate(leaves)])
-
-    def reordered(self, order: Tensor) -> Any:
-        """Return the batch with its samples in another order, given by their indices."""
-        leaves = [
-            _in_order(leaf, dim or 0, order) if cuttable else leaf
-            for leaf, dim, cuttable in zip(self._leaves, self._dims, self._cuttable, strict=True)
-        ]
-        return self._rebuild(leaves)
+    def by_sample(self, tensor: Tensor) -> Tensor | None:
+        """Return a tensor of the batch with its samples along the first dimension; None if it is not cut."""
+        for leaf, dim in zip(self._leaves, self._dims, strict=True):
+            if leaf is tensor and dim is not None:
+                moved: Tensor = tensor.movedim(dim, 0)
+                return moved
+        return None
 
     def _rebuild(self, leaves: list[Any]) -> Any:
         return self._sequence(leaves) if self._sequence else unflatten(self._structure(), leaves)
@@ -315,17 +257,10 @@ class NestedPiece(Piece):
             self._kind = tuple(
                 (type(leaf), leaf.dtype, _without(leaf.shape, dim), dim, getattr(leaf, "device", None))
                 if isinstance(leaf, Tensor | np.ndarray)
-                else type(leaf)
+                else (type(leaf), dim)
                 for leaf, dim in zip(self._leaves, self._dims, strict=True)
             )
         return self._kind
-
-    def _same_rest(self, other: NestedPiece) -> bool:
-        pairs = zip(self._leaves, other._leaves, self._cuttable, other._cuttable, strict=True)
-        return all(
-            (mine_cut and theirs_cut) or (mine_cut == theirs_cut and _equal(mine, theirs))
-            for mine, theirs, mine_cut, theirs_cut in pairs
-        )
 
 
 class SplitPiece(Piece):
@@ -375,11 +310,6 @@ class SplitPiece(Piece):
             raise InvalidInputError(
                 f"split={_named(self._split)}: cut(batch, {sizes}) returned {len(parts)} parts; return one for each"
             )
-        if _begin_alike(parts):
-            raise InvalidInputError(
-                f"split={_named(self._split)}: cut(batch, {sizes}) returned parts that begin at the same place in the "
-                "memory of the batch, so they hold the same samples; return consecutive parts"
-            )
         part = parts[1 if start else 0]
         if self._split.count(part) != stop - start:
             raise InvalidInputError(
@@ -401,42 +331,12 @@ class SplitPiece(Piece):
         """Join spans by the split."""
         return self._split.join([span.piece.raw(span.start, span.stop) for span in spans])
 
-    def tensors(self) -> list[Tensor]:
-        """The tensors found in the batch, also inside of objects."""
-        return tensors_in(self.batch)
-
-
-class WholePiece(Piece):
-    """A micro-batch that is passed on as it is, and cannot be cut.
-
-    Args:
-        batch: The micro-batch.
-        samples: Its number of samples.
-    """
-
-    __slots__ = ()
-
-    def __init__(self, batch: Any, samples: int) -> None:
-        self.batch, self.samples, self.is_plain = batch, samples, True
-
-    def cut(self, start: int, stop: int) -> Any:
-        """Return the batch."""
-        assert (start, stop) == (0, self.samples), "a micro-batch is not cut"
-        return self.batch
-
-    raw = cut
-
-    def weight(self, start: int, stop: int) -> float:
-        """Return the number of samples."""
-        return float(stop - start)
-
-    def joins(self, _: Piece) -> bool:
-        """Whether another piece can be joined to it: none."""
-        return False
-
-    def join(self, _: Sequence[Span]) -> Any:
-        """Nothing is joined to it."""
-        raise AssertionError
+    def sample_bytes(self, index: int) -> int:
+        """Bytes of the tensors of a sample."""
+        is_list = isinstance(self.batch, list | tuple) and len(self.batch) == self.samples
+        return (
+            sum(tensor.nbytes for tensor in tensors_in(self.batch[index])) if is_list else super().sample_bytes(index)
+        )
 
     def tensors(self) -> list[Tensor]:
         """The tensors found in the batch, also inside of objects."""
@@ -471,23 +371,6 @@ def _checked(weight: Any, split: Split | str) -> float:
     return found
 
 
-def _begin_alike(parts: Sequence[Any]) -> bool:
-    """Whether two parts consist of tensors alone, and all of these begin where those of the other part do."""
-    begins: set[tuple[int, ...]] = set()
-    for part in parts:
-        leaves = flatten(part)[0]
-        # Expanded tensors, also of constants, begin at the same place in all parts.
-        if not leaves or not all(
-            isinstance(leaf, Tensor) and leaf.numel() and 0 not in leaf.stride() for leaf in leaves
-        ):
-            return False
-        begin = tuple(leaf.data_ptr() for leaf in leaves)
-        if begin in begins:
-            return True
-        begins.add(begin)
-    return False
-
-
 def _named(split: Split) -> str:
     return type(split).__name__
 
@@ -502,7 +385,7 @@ def _tensors_of(leaf: Any) -> list[Tensor]:
     return tensors_in(leaf) if type(leaf) in (list, tuple) else []  # a list of samples
 
 
-def _rows_of_each(column: Sequence[Any], dim: int | None, spans: Sequence[Span]) -> list[Any]:
+def _rows_of_each(column: Sequence[Any], dim: int, spans: Sequence[Span]) -> list[Any]:
     """Return the rows of each span. The same rows come thousands of times where a batch is repeated."""
     cut: dict[tuple[int, int, int], Any] = {}
     keys = [(id(span.piece), span.start, span.stop) for span in spans]
@@ -512,18 +395,10 @@ def _rows_of_each(column: Sequence[Any], dim: int | None, spans: Sequence[Span])
     return [cut[key] for key in keys]
 
 
-def _rows(leaf: Any, dim: int | None, start: int, stop: int) -> Any:
+def _rows(leaf: Any, dim: int, start: int, stop: int) -> Any:
     if not dim or isinstance(leaf, list | tuple):
         return leaf[start:stop]
     return leaf[(slice(None),) * dim + (slice(start, stop),)]
-
-
-def _in_order(leaf: Any, dim: int, order: Tensor) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.index_select(dim, order.to(leaf.device))
-    if isinstance(leaf, np.ndarray):
-        return leaf.take(order.numpy(), axis=dim)
-    return type(leaf)(leaf[index] for index in order.tolist())
 
 
 def _without(shape: Sequence[int], dim: int | None) -> tuple[int, ...]:
@@ -643,9 +518,9 @@ def _equal(mine: Any, theirs: Any) -> bool:
     return bool(mine == theirs)
 
 
-def _join_leaf(parts: list[Any], dim: int | None) -> Any:
+def _join_leaf(parts: list[Any], dim: int) -> Any:
     if isinstance(parts[0], Tensor):
-        return torch.cat(parts, dim or 0)
+        return torch.cat(parts, dim)
     if isinstance(parts[0], np.ndarray):
-        return np.concatenate(parts, dim or 0)
+        return np.concatenate(parts, dim)
     return type(parts[0])(itertools.chain.from_iterable(parts))

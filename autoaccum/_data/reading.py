@@ -1,14 +1,13 @@
 """Says what the lists in a loader's batch are: samples, or the fields of samples. Cuts nothing.
 
 `torch.utils.data.default_collate` makes lists of fields ([ids, mask, labels]); a collator for samples of unlike shapes
-makes lists of samples (images with their boxes). A list's length alone decides nothing. What stays open is refused,
+makes lists of samples (images beside their dictionaries of boxes). Whatever else can be read both ways is refused,
 since the wrong reading trains on something else without an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -43,89 +42,59 @@ class Reading:
     def lists_of_samples(self, batch: Any) -> frozenset[int]:
         """Return the ids of the lists and tuples directly in a batch whose items are its samples.
 
-        They are samples only beside targets of the same number: images with dictionaries, or with numbers.
-
         Raises:
             InvalidInputError: They can be read either way, or otherwise than in batches before.
         """
-        members = (
-            list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-        )
+        is_mapping = isinstance(batch, Mapping)
+        members = list(batch.values()) if is_mapping else batch if isinstance(batch, list | tuple) else ()
         lists = [member for member in members if type(member) in (list, tuple) and member]
         of_tensors = [one for one in lists if all(map(holds_tensor, one))]
         if not of_tensors and type(batch) is not list:
             return frozenset()
-        form = type(batch), tuple(batch) if isinstance(batch, Mapping) else len(members) if of_tensors else 0
+        form = type(batch), tuple(batch) if is_mapping else len(members) if of_tensors else 0
         known = self._known.get(form)
-        if not of_tensors:
-            # The batch itself is the list; a pair is (inputs, targets).
-            if known is None and len(members) > _PAIR and _look_like_samples(members):
-                raise _open(members)
-            self._known[form] = _FIELDS
-            return frozenset()
-        beside = [one for one in lists if len(one) == len(of_tensors[0])]
-        tensors = [one for one in members if isinstance(one, Tensor) and one.dim()]
-        # default_collate makes lists, and no tuples, of what samples hold in tuples or lists.
-        is_collated = all(type(one) is list for one in of_tensors) and (
-            type(batch) is list or (isinstance(batch, Mapping) and not tensors)
-        )
-        found = _reading_of(of_tensors, beside, tensors, known, is_collated=is_collated and len(of_tensors[0]) > 1)
-        if known is not None and found != known:
+        if of_tensors:
+            found = _reading_of(batch, members, lists, of_tensors)
+        else:  # the batch itself is the list; a pair is (inputs, targets)
+            found = None if len(members) > _PAIR and _look_like_samples(members) else _FIELDS
+        found = found or known
+        if found is None:
+            raise _open(of_tensors[0] if of_tensors else members)
+        if known not in (None, found):
             raise InvalidInputError(
                 f"the lists of a batch hold {found}, and those of batches before held {known}; pass split=autoaccum."
                 "ListOfSamples(collate) for samples, split=autoaccum.Along(0) for fields"
             )
         self._known[form] = found
-        return frozenset(map(id, beside)) if found == _SAMPLES else frozenset()
+        samples = len(of_tensors[0]) if found == _SAMPLES else -1
+        return frozenset(id(one) for one in lists if len(one) == samples)
 
 
-def _reading_of(
-    of_tensors: Sequence[Any], beside: Sequence[Any], tensors: Sequence[Tensor], known: str | None, *, is_collated: bool
-) -> str:
-    """Return the reading of lists that hold tensors.
-
-    Args:
-        of_tensors: The lists.
-        beside: All lists of the length of the first of them.
-        tensors: The tensors beside the lists.
-        known: The reading of batches before.
-        is_collated: Whether they have the form of what default_collate makes.
-
-    Raises:
-        InvalidInputError: It stays open.
-    """
+def _reading_of(batch: Any, members: Sequence[Any], lists: Sequence[Any], of_tensors: Sequence[Any]) -> str | None:
+    """Return the reading of lists that hold tensors; None if it is open."""
     samples = len(of_tensors[0])
-    inside = [tensor for one in of_tensors for tensor in tensors_in(one) if tensor.dim()]
-    firsts = {tensor.shape[0] for tensor in (*tensors, *inside)}
+    tensors = [one for one in members if isinstance(one, Tensor) and one.dim()]
+    beside = [one for one in lists if len(one) == samples]
+    inside = [tensor for one in of_tensors for item in one for tensor in tensors_in(item) if tensor.dim()]
     can_be_samples = all(len(one) == samples for one in (*of_tensors, *tensors)) and bool(tensors or len(beside) > 1)
-    can_be_fields = len(firsts) <= 1
-    are_images = any(map(_are_images, of_tensors))
-    if not can_be_samples:
-        if known is None and are_images:
-            raise _open(of_tensors[0])
-        return _FIELDS
+    can_be_fields = len({tensor.shape[0] for tensor in (*tensors, *inside)}) <= 1
     has_mappings = any(isinstance(item, Mapping) for one in of_tensors for item in one)
-    # default_collate makes tensors of numbers, and no list of them.
-    has_numbers = any(all(isinstance(item, Number) for item in one) for one in beside)
-    has_images = any(all(isinstance(item, Tensor) for item in one) for one in of_tensors) and (
-        are_images or not is_collated
-    )
-    if has_numbers or (has_mappings and (has_images or not can_be_fields)):
+    has_tensors = any(all(isinstance(item, Tensor) for item in one) for one in of_tensors)
+    if can_be_samples and has_mappings and (has_tensors or not can_be_fields):
         return _SAMPLES
-    if known is not None and (can_be_fields or known == _SAMPLES):
-        return known
-    is_open = has_mappings or _are_alike(of_tensors) or any(map(_look_like_samples, of_tensors))
-    if not can_be_fields or are_images or (is_open and not is_collated):
-        raise _open(of_tensors[0])
-    return _FIELDS
+    # default_collate makes lists, and no tuples, of what samples hold in tuples or lists.
+    is_collated = type(batch) is list or (isinstance(batch, Mapping) and not tensors)
+    is_collated = is_collated and samples > 1 and all(type(one) is list for one in of_tensors)
+    is_fields = not can_be_samples or (can_be_fields and (is_collated or not (has_mappings or _are_alike(of_tensors))))
+    return _FIELDS if is_fields and not any(map(_are_images, of_tensors)) else None
 
 
 def _are_alike(of_tensors: Sequence[Any]) -> bool:
     """Whether several lists hold tensors of one kind each, as lists of samples do, and fields may."""
-    each = [
-        {(item.dtype, item.shape[1:]) if isinstance(item, Tensor) else type(item) for item in one} for one in of_tensors
-    ]
-    return len(of_tensors) > 1 and all(len(kinds) == 1 for kinds in each)
+    return len(of_tensors) > 1 and all(
+        len({(item.dtype, item.shape[1:]) if isinstance(item, Tensor) else type(item) for item in one}) == 1
+        for one in of_tensors
+    )
 
 
 def refuse_flattened(batch: Any) -> None:
@@ -164,7 +133,7 @@ def _look_like_samples(items: Sequence[Any]) -> bool:
     first = items[0]
     if all(isinstance(item, Mapping) for item in items):
         return len(items) > _MANY_FIELDS and all(set(item) == set(first) for item in items)
-    if len(items) < _PAIR or not all(isinstance(item, Tensor) for item in items):
+    if not all(isinstance(item, Tensor) for item in items):
         return False
     are_equal = all(item.shape == first.shape and item.dtype == first.dtype for item in items)
     is_many = len(items) > _MANY_FIELDS and 1 < first.dim() <= _IMAGE_DIMS and _holds_values(first)

@@ -98,6 +98,9 @@ class ListOfSamples:
         weight: A function of a list of samples that returns what their mean loss runs over, such as their tokens or
             boxes; None to infer it.
 
+    The samples of a window are taken from the largest to the smallest, by the elements of their largest tensor, so that
+    each micro-batch holds little padding.
+
     Raises:
         InvalidInputError: An argument cannot be called.
     """
@@ -178,14 +181,9 @@ class ByDefault(Along):
         super().__init__(0)
         self._reading = Reading()
 
-    def piece(self, batch: Any, *, is_joined: bool = False) -> NestedPiece:
-        """Return a batch, ready to be cut.
-
-        Args:
-            batch: The batch.
-            is_joined: Whether it was joined of samples here, so that each of its rows is one.
-        """
-        return NestedPiece(batch, reading=self._reading, is_joined=is_joined)
+    def piece(self, batch: Any) -> NestedPiece:
+        """Return a batch, ready to be cut."""
+        return NestedPiece(batch, reading=self._reading)
 
 
 def is_first(split: Split | None) -> bool:
@@ -198,33 +196,14 @@ def is_default(split: Split | None) -> bool:
     return split is None or isinstance(split, ByDefault)
 
 
-def piece_of(batch: Any, split: Split | None, *, is_joined: bool = False) -> Piece:
-    """Return a batch, ready to be cut.
-
-    Args:
-        batch: The batch.
-        split: As for `fit`.
-        is_joined: Whether it was joined of a loader's samples here.
+def piece_of(batch: Any, split: Split | None) -> Piece:
+    """Return a batch, ready to be cut; `split` as for `fit`.
 
     Raises:
         InvalidInputError: The batch cannot be counted or cut.
     """
     split = split or ByDefault()
-    if isinstance(split, ByDefault):
-        return split.piece(batch, is_joined=is_joined)
     return split.piece(batch) if isinstance(split, Along) else SplitPiece(batch, split)
-
-
-def whole_as_samples(window: Sequence[Span]) -> str | None:
-    """Return what `None` in a split's dimensions passes on whole though it is as long as the batch; None if nothing."""
-    for span in window:
-        if isinstance(span.piece, NestedPiece) and (shapes := span.piece.whole_as_samples()):
-            return (
-                f"split={Along(span.piece.dims)!r} passes a tensor of shape {shapes[0]} whole to every micro-batch "
-                f"(None), and its first dimension is the number of samples, {span.piece.samples}; if it holds one "
-                "entry for each sample, give 0 for it"
-            )
-    return None
 
 
 def _numbers_in(dims: Any) -> list[Any]:

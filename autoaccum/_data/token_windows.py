@@ -1,126 +1,87 @@
-"""Regroups a loader's batches into windows of about so many tokens, each of whole samples."""
+"""Regroups a loader's batches into windows of about so many tokens, each of whole samples.
+
+A sample has as many tokens as it has labels that are not -100, where it has one for each token; without such labels, as
+many as its attention mask keeps; without a mask, as its largest tensor has elements, padding included.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from autoaccum._arguments import check_function, check_positive_int, shown
+from autoaccum._arguments import check_positive_int, shown
 from autoaccum._data.batches import Window
-from autoaccum._data.by_length import CannotBeOrderedError, length_of
-from autoaccum._data.padding import IGNORED, LABELS, MASK, check_lengths, checked_lengths, counting_labels, padding_of
 from autoaccum._data.pieces import NestedPiece, Span
+from autoaccum._data.sample_sizes import elements_of
 from autoaccum._data.splits import piece_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from autoaccum._data.padding import Lengths
     from autoaccum._data.pieces import Piece, Split
 
-Tokens = Callable[[Any], Any]
+# The names of Transformers' collators, and what does not count in them.
+_COUNTED = {"labels": -100, "attention_mask": 0}
+_PAIR = 2
 
 
-@dataclass(frozen=True, slots=True)
-class TokenTarget:
-    """How many tokens make a window, and how they are counted.
-
-    Attributes:
-        tokens: Tokens per window.
-        counter: Returns the tokens of each sample in a batch; None to count labels, else what is no padding.
-        lengths: As for `fit`.
-    """
-
-    tokens: int
-    counter: Tokens | None = None
-    lengths: Lengths | None = None
-
-    def counts(self, piece: Piece) -> list[int]:
-        """Return the tokens of each sample in a batch.
-
-        Raises:
-            InvalidInputError: Nothing tells them.
-        """
-        if self.counter is not None:
-            return _checked(self.counter(piece.batch), piece.samples)
-        counts = self._of_padded(piece) if isinstance(piece, NestedPiece) else self._of_list(piece)
-        if counts is None:
-            raise InvalidInputError(
-                f"target_tokens={self.tokens} counts labels that are not {IGNORED}, or what an {MASK} or lengths= says "
-                "is no padding, and a batch has none of these; pass tokens=, a function of a batch that returns the "
-                "tokens of each sample"
-            )
-        return counts
-
-    def _of_padded(self, piece: NestedPiece) -> list[int] | None:
-        for labels in counting_labels(piece.batch):
-            if len(labels) == piece.samples:
-                counts: list[int] = (labels.detach() != IGNORED).flatten(1).sum(1).tolist()
-                return counts
-        padding = padding_of(piece, self.lengths)
-        return None if padding is None else list(padding.lengths)
-
-    def _of_list(self, piece: Piece) -> list[int] | None:
-        samples = piece.batch
-        if not isinstance(samples, list | tuple):
-            return None
-        counts = [_of_sample(sample) for sample in samples]
-        if None not in counts:
-            return [count for count in counts if count is not None]
-        if self.lengths is None:
-            try:
-                return [length_of(sample) for sample in samples]
-            except CannotBeOrderedError:
-                return None
-        found = [one[self.lengths] for one in samples] if isinstance(self.lengths, str) else self.lengths(samples)
-        return checked_lengths(found, len(samples)).tolist()
-
-
-def check_target(
-    target_batch: int | None, target_tokens: int | None, tokens: Tokens | None, lengths: Lengths | None
-) -> TokenTarget | None:
-    """Return the target in tokens; None if it is in samples.
+def tokens_of(piece: Piece) -> list[int]:
+    """Return the tokens of each sample in a batch, or in a list of samples.
 
     Raises:
-        InvalidInputError: There is no target, there are two, or an argument is not valid.
+        InvalidInputError: The batch is neither tensors nor a list of samples.
     """
-    if target_tokens is None:
-        if target_batch is None:
-            raise InvalidInputError(
-                "there is no target: pass target_batch=, the samples of an update, or target_tokens=, its tokens"
-            )
-        if tokens is not None:
-            raise InvalidInputError("tokens= counts for target_tokens=, which is not given; pass both, or neither")
-        return None
-    if target_batch is not None:
+    if isinstance(piece, NestedPiece):
+        entries = _counted_in(piece.batch)
+        for leaf, void in entries:
+            columns = piece.by_sample(leaf)
+            if columns is not None and columns.dim() > 1:
+                counts: list[int] = (columns != void).flatten(1).sum(1).tolist()
+                return counts
+        largest = max((leaf.numel() for leaf in piece.tensors()), default=0)
+        return [largest // max(piece.samples, 1)] * piece.samples
+    if isinstance(piece.batch, list | tuple) and len(piece.batch) == piece.samples:
+        return list(map(_of_sample, piece.batch))
+    raise InvalidInputError(
+        f"target_tokens= cannot tell the tokens of each sample in a {type(piece.batch).__name__}; have the loader "
+        "yield tensors, or lists of samples (collate_fn=list, split=autoaccum.ListOfSamples(collate))"
+    )
+
+
+def check_target(target_batch: int | None, target_tokens: int | None) -> None:
+    """Check the target of an update.
+
+    Raises:
+        InvalidInputError: There is no target, there are two, or it is not valid.
+    """
+    if target_tokens is None and target_batch is None:
+        raise InvalidInputError(
+            "there is no target: pass target_batch=, the samples of an update, or target_tokens=, its tokens"
+        )
+    if target_tokens is not None and target_batch is not None:
         raise InvalidInputError(
             f"target_batch={shown(target_batch)} and target_tokens={shown(target_tokens)} are two targets of one "
             "update; pass one of them"
         )
-    check_positive_int("target_tokens", target_tokens)
-    if tokens is not None:
-        check_function("tokens", tokens, "batch")
-    check_lengths(lengths)
-    return TokenTarget(target_tokens, tokens, lengths)
+    if target_tokens is not None:
+        check_positive_int("target_tokens", target_tokens)
+    else:
+        check_positive_int("target_batch", target_batch)
 
 
 def stream_of_tokens(
-    batches: Iterable[Any], target: TokenTarget, *, drop_last: bool = False, skip: int = 0, split: Split | None = None
+    batches: Iterable[Any], target: int, *, drop_last: bool = False, skip: int = 0, split: Split | None = None
 ) -> Iterator[Window]:
     """Regroup batches into windows of as many whole samples as come nearest to a target of tokens.
 
     Args:
         batches: A loader's batches. If they have a method `put_back`, it is given a batch of which no sample was used.
-        target: The target.
+        target: Tokens per window.
         drop_last: As for `fit`: whether to leave out a last window that ends before its target.
         skip: As for `stream`.
         split: As for `fit`, already checked.
-
-    Raises:
-        InvalidInputError: Nothing tells the tokens of a sample.
     """
     waiting = batches if hasattr(batches, "put_back") else _PutBack(batches)
     spans: list[Span] = []
@@ -128,11 +89,11 @@ def stream_of_tokens(
     for batch in waiting:
         piece = piece_of(batch, split)
         start = at = skip
-        counts, skip = target.counts(piece), 0
+        counts, skip = tokens_of(piece), 0
         while at < piece.samples:
             further = held + counts[at]
             # The window ends before a sample that would take it farther from its target than it is.
-            if held and further - target.tokens > target.tokens - held:
+            if held and further - target > target - held:
                 if at > start:
                     spans.append(Span(piece, start, at))
                 if at == 0:
@@ -143,7 +104,7 @@ def stream_of_tokens(
                     break
                 continue
             held, at = further, at + 1
-            if held >= target.tokens:
+            if held >= target:
                 spans.append(Span(piece, start, at))
                 yield Window.of_spans(spans, split)
                 spans, held, start = [], 0, at
@@ -155,11 +116,7 @@ def stream_of_tokens(
 
 
 class _PutBack:
-    """An iterable that takes the last batch back, and yields it once more.
-
-    Args:
-        batches: What it yields.
-    """
+    """An iterable that takes the last batch back, and yields it once more."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = iter(batches)
@@ -176,30 +133,22 @@ class _PutBack:
         self._returned.append(batch)
 
 
-def _of_sample(sample: Any) -> int | None:
-    """Return the tokens of one sample of a list; None if it has neither labels nor a mask."""
-    if not isinstance(sample, Mapping):
-        return None
-    for name, void in ((LABELS, IGNORED), (MASK, 0)):
+def _counted_in(batch: Any) -> Iterator[tuple[Tensor, int]]:
+    """Yield the labels and masks in a batch, by their names or as the targets of a pair, and what does not count."""
+    parts = batch if isinstance(batch, list | tuple) else (batch,)
+    for name, void in _COUNTED.items():
+        found = [part.get(name) for part in parts if isinstance(part, Mapping)]
+        if name == "labels" and isinstance(batch, list | tuple) and len(batch) == _PAIR:
+            found.append(batch[1])
+        for one in found:
+            if isinstance(one, Tensor) and (name != "labels" or not one.is_floating_point()):
+                yield one, void
+
+
+def _of_sample(sample: Any) -> int:
+    for name, void in _COUNTED.items() if isinstance(sample, Mapping) else ():
         if name in sample:
             values = torch.as_tensor(sample[name])
             if values.dim():
                 return int((values != void).sum())
-    return None
-
-
-def _checked(found: Any, samples: int) -> list[int]:
-    """Return the tokens that a user's function gives.
-
-    Raises:
-        InvalidInputError: They are not one whole number from 0 for each sample.
-    """
-    try:
-        counts = [int(one) for one in (found.tolist() if isinstance(found, Tensor) else found) if int(one) == one]
-    except (TypeError, ValueError, OverflowError):
-        counts = []
-    if len(counts) != samples or any(one < 0 for one in counts):
-        raise InvalidInputError(
-            f"tokens= gave {shown(found)} for a batch of {samples} samples; return one whole number from 0 for each"
-        )
-    return counts
+    return elements_of(sample)

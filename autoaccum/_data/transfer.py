@@ -63,11 +63,15 @@ class Transfer:
         cuts = (window.cut(start, start + size) for start, size in zip(starts, sizes, strict=True))
         if window.is_on(self._device):
             return (copied(batch) for batch in cuts) if self.copies else cuts
+        return self.send(cuts)
+
+    def send(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
+        """Return micro-batches on the device, prefetching the next one."""
         if self._device.type != "cuda":
-            return (self.place(batch) for batch in cuts)
+            return (self.place(batch) for batch in batches)
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        return self._ahead(cuts, self._stream)
+        return self._ahead(batches, self._stream)
 
     def _ahead(self, cuts: Iterable[Any], stream: torch.cuda.Stream) -> Generator[Any, None, None]:
         computing = torch.cuda.current_stream(self._device)

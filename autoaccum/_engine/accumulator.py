@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autoaccum._data.sample_sizes import largest_first
 from autoaccum._engine.gradient_checks import no_gradient
 from autoaccum._engine.peers import Alone
 from autoaccum._engine.phases import Phase
@@ -114,6 +115,8 @@ class GradientAccumulator:
         self._earlier, self._parameters = list(map(_GRADIENT, step.parameters)), step.parameters
         current = self._current_for(window)
         engine = current.engine
+        if not step.keeps_outputs and step.options.loss_scope == "micro_batch":  # outputs are in the order of samples
+            window = largest_first(window)
         step.clear_gradients()
         self._is_added = False
         try:

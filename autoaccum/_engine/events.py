@@ -38,7 +38,7 @@ class Events:
 
     def planned(self, plan: Plan, probe: ProbeResult | None, *, is_proven: bool = False) -> None:
         """Report a new plan. `is_proven` means that the window just completed has already confirmed it."""
-        what = plan.counts if plan.micro_batch > 1 else plan.counts.removesuffix("s")
+        what = "samples" if plan.micro_batch > 1 else "sample"
         self._say(f"at most {plan.micro_batch} {what} at once from step {self.windows + 1} on")
         since = self.windows if is_proven else self.windows + 1
         for callback in self._callbacks:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._data.by_length import ByLength
-from autoaccum._data.splits import is_default
+from autoaccum._data.splits import ListOfSamples, is_default
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -71,14 +70,15 @@ def squared_norm(gradients: Iterable[Tensor | None], device: torch.device) -> Te
 def shuffled(window: Window, seed: int) -> Window:
     """Return a window with its samples in an order that `seed` determines, so that micro-batches are random parts.
 
-    The loader's order stays where samples cannot all be joined into one batch, where a split cuts them, and where a
-    batch holds a count of its own targets. Samples that were taken by length can always be reordered.
+    The loader's order stays where samples cannot all be joined into one batch, where a split other than `ListOfSamples`
+    cuts them, and where a batch holds a count of its own targets.
     """
     can_be_joined = is_default(window.split) and window.is_plain and len(window.groups()) == 1
-    if not isinstance(window, ByLength) and (not can_be_joined or window.holds_counts()):
+    if not isinstance(window.split, ListOfSamples) and (not can_be_joined or window.holds_counts()):
         return window
     # By a generator of its own, so that the window has the same order when a run is repeated.
-    return window.reordered(torch.randperm(window.samples, generator=torch.Generator().manual_seed(seed)))
+    order = torch.randperm(window.samples, generator=torch.Generator().manual_seed(seed))
+    return window.chosen(order.tolist())
 
 
 class NoiseScale:

@@ -9,6 +9,7 @@ import torch
 
 from autoaccum._arguments import check_positive_int
 from autoaccum._data.batches import count
+from autoaccum._data.sample_sizes import by_size
 from autoaccum._engine import devices
 from autoaccum._engine.assembly import assemble
 from autoaccum._engine.does_not_fit import sample_does_not_fit
@@ -59,7 +60,8 @@ def find_micro_batch(
 
     Args:
         model: The model. It is moved to the device and stays there.
-        batch: A batch as the loader yields it. Its samples are repeated to make larger ones.
+        batch: A batch as the loader yields it. Its samples are repeated to make larger ones; of a list of samples, the
+            largest come first.
         loss: As for `fit`.
         optimizer: As for `fit`. Its state is included.
         device: As for `fit`.
@@ -87,7 +89,7 @@ def find_micro_batch(
     limit_bytes = options.limit_bytes(memory)
     step = assemble(model, options, memory=memory, notices=notices)
     with step.using_weights(weights):
-        return probe(step, batch, largest, limit_bytes, loss_scope=loss_scope)
+        return probe(step, by_size(batch, split), largest, limit_bytes, loss_scope=loss_scope)
 
 
 def probe(

@@ -22,6 +22,8 @@ from autoaccum._arguments import check_one_batch, shown
 from autoaccum._data.batches import as_window
 from autoaccum._data.loader_checks import check_loader
 from autoaccum._data.random_state import RandomState
+from autoaccum._data.sample_sizes import largest_first
+from autoaccum._data.splits import ListOfSamples
 from autoaccum._engine import devices, optimizers, update_complete
 from autoaccum._engine.assembly import assemble
 from autoaccum._engine.evaluation import Evaluator
@@ -32,14 +34,13 @@ from autoaccum._engine.noise_scale import NoiseScale, shuffled
 from autoaccum._engine.options import Options
 from autoaccum._engine.peers import Alone
 from autoaccum._engine.rungs import AVOIDABLE
-from autoaccum._engine.sample_order import LengthOrder
 from autoaccum._engine.step_limit import Outside, StepLimit, drawn
 from autoaccum._engine.step_savings import StepSavings
 from autoaccum._engine.window import Engine
 from autoaccum._loss.closures import used_by
 from autoaccum._loss.terms import not_finite
 from autoaccum._oom import let_go
-from autoaccum._records import TOKENS, DeviceScalar, Plan, StepReport
+from autoaccum._records import DeviceScalar, Plan, StepReport
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system import signals
 from autoaccum._system.notices import Notices
@@ -101,7 +102,6 @@ class WindowRunner:
         update_made: Moves everything that moves with an update, as soon as it is made, before a pending interrupt is
             delivered; told whether the scaler `skipped` it. None for nothing.
         noise: The gradient noise scale to measure; None without `noise_scale`.
-        order: Puts the samples of windows in order; None for the loader's. A window that is measured has a random one.
     """
 
     def __init__(
@@ -115,11 +115,12 @@ class WindowRunner:
         prepare: Callable[[int], None] | None = None,
         update_made: Callable[..., None] | None = None,
         noise: NoiseScale | None = None,
-        order: LengthOrder | None = None,
     ) -> None:
         self._step = step
         self._noise = noise
-        self._order = order
+        # A loss over the window may depend on the order of its samples; a mean over them does not.
+        in_parts = step.options.loss_scope == "micro_batch"
+        self._sorts = in_parts and isinstance(step.objective.split, ListOfSamples)
         self._sizing = sizing
         self._events = events
         self._notices = notices
@@ -155,10 +156,10 @@ class WindowRunner:
         step, noise, now = self._step, self._noise, self._now
         now.made_before, now.number, now.has_moved = step.updates.made, self._events.windows + 1, False
         measures = noise is not None and noise.is_due(now.number) and self._sizing.is_settled
-        if self._order is not None:
-            part = self._order.of(part)
         if measures:
             part = shuffled(part, now.number)
+        elif self._sorts:
+            part = largest_first(part)
         try:
             drop_old_gradients(step, self._notices)
             now.is_at_work = True
@@ -382,8 +383,7 @@ class Runner(WindowRunner):
         events = Events([Outside(callback, backend) for callback in callbacks], notices)
         sizing = Sizing(backend, lambda: step.parameters, Cutting.of(plan), SizingOptions(), events)
         noise = None if options.noise_every is None else NoiseScale(options.noise_every, notices)
-        order = LengthOrder(None, step, notices, in_tokens=True) if plan.counts == TOKENS else None
-        super().__init__(step, sizing, events, notices, noise=noise, order=order)
+        super().__init__(step, sizing, events, notices, noise=noise)
         self._evaluator: Evaluator | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -424,10 +424,6 @@ class Runner(WindowRunner):
     @plan.setter
     def plan(self, plan: Plan) -> None:
         _check_plan(plan)
-        if plan.counts != self.plan.counts:
-            raise InvalidInputError(
-                f"runner.plan counts {self.plan.counts}, and the new plan {plan.counts}; create another Runner for it"
-            )
         self._sizing.set(plan)
 
     @property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autoaccum._data.batches import Window, repeated, repeating
+from autoaccum._data.batches import repeated, repeating
 from autoaccum._data.nesting import copied
 from autoaccum._data.splits import is_default
 from autoaccum._engine.bf16_weights import gradient_type
@@ -145,8 +145,7 @@ class Trials:
         """Run forward and backward of one size while the next micro-batch is being transferred; catches nothing."""
         # A copy, as a transfer makes: a model that modifies its input must not modify the user's batch.
         batch = copied(repeated(self._batch, size, self._step.objective.split))
-        window = Window.of_micro_batches([batch, batch], size)
-        with closing(self._step.transfer.feed(window, [size, size])) as feed:
+        with closing(self._step.transfer.send([batch, batch])) as feed:
             self._step.accumulate(next(feed), size, Factors(alone=True), PartResult())
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from autoaccum._data.splits import whole_as_samples
 from autoaccum._engine import devices
 from autoaccum._engine.batchnorm import BatchNorms
 from autoaccum._engine.careful import CarefulPath
@@ -442,8 +441,6 @@ class Engine:
         self._restore()
         if damage := self._damage():
             exceptions.note(error, f"autoaccum: it came after {damage}")
-        if isinstance(error, Exception) and (text := whole_as_samples(self._window.spans)):
-            exceptions.note(error, f"autoaccum: {text}")
         if isinstance(error, ValueError):
             self._explain(error, size, sizes)
 

@@ -26,7 +26,7 @@ from torch import nn
 
 from autoaccum._arguments import check_call
 from autoaccum._data.splits import piece_of
-from autoaccum._data.token_windows import check_target
+from autoaccum._data.token_windows import check_target, tokens_of
 from autoaccum._training.api import fit
 from autoaccum.errors import InvalidInputError
 
@@ -131,11 +131,11 @@ class Job:
         Raises:
             InvalidInputError: There is no target, or the batch does not tell its tokens.
         """
-        target = check_target(self.target_batch, self.target_tokens, self.tokens, self.lengths)
-        if target is None:
+        check_target(self.target_batch, self.target_tokens)
+        if self.target_tokens is None:
             return int(self.target_batch)
-        counts = target.counts(piece_of(batch, self.split))
-        return max(1, round(target.tokens * len(counts) / max(sum(counts), 1)))
+        counts = tokens_of(piece_of(batch, self.split))
+        return max(1, round(int(self.target_tokens) * len(counts) / max(sum(counts), 1)))
 
     def fit_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments for `fit`, with the model made.

@@ -24,6 +24,7 @@ from autoaccum._arguments import (
 )
 from autoaccum._data.batches import count
 from autoaccum._data.loader_checks import check_loader
+from autoaccum._data.sample_sizes import by_size
 from autoaccum._data.splits import is_first
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble, check_shapes
@@ -117,7 +118,8 @@ def preflight(
     Args:
         model: The model, or a function without arguments that makes it; if nothing is measured, it is made on the meta
             device, so that models of any size can be predicted.
-        batch: A batch as the loader yields it; its samples are repeated to make larger ones.
+        batch: A batch as the loader yields it; its samples are repeated to make larger ones, those of a list from the
+            largest on.
         target_batch: Samples per update.
         loss: As for `fit`.
         optimizer: As for `fit`; the report includes its state.
@@ -171,6 +173,7 @@ def preflight(
     _check_ways(measure, loader, split, on_trial, on_part)
     limit_s = _limit_s(epochs, max_steps, time_limit)
     batch, lengths = _at_length(batch, loader, length, split)
+    batch = by_size(batch, split)  # as training takes them
     cards = _cards(gpus, device_memory, display)
     measures = _measures(measure, cards, device)
     notices = Notices(silent=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from autoaccum._arguments import check_choice, check_positive_int, shown
-from autoaccum._records import SAMPLES, Plan, Trial
+from autoaccum._records import Plan, Trial
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ def plan(
     *,
     strategy: str = "balanced",
     trials: Iterable[Trial] = (),
-    counts: str = SAMPLES,
 ) -> Plan:
     """Cut a window of `target_batch` samples into micro-batches of at most `max_micro_batch`.
 
@@ -54,7 +53,6 @@ def plan(
               last one; 101 with at most 50 is (34, 34, 33).
             - "fastest": as "balanced"; `fit` then times whole windows to improve on it.
         trials: Trials of the probe; all planned sizes are below the smallest failed trial.
-        counts: What the first two count: "samples", or "tokens" (`Plan.counts`).
 
     Raises:
         InvalidInputError: A number is not a positive int, the strategy is unknown, or a trial of one sample failed.
@@ -76,7 +74,7 @@ def plan(
             f"target_batch={target_batch} in micro-batches of at most {most} (max_micro_batch={max_micro_batch}) takes "
             f"more than {MOST_STEPS} of them per update; pass a smaller target or larger micro-batches"
         )
-    return Plan(target_batch, cut(target_batch, most, strategy), counts=counts)
+    return Plan(target_batch, cut(target_batch, most, strategy))
 
 
 def cut(samples: int, max_micro_batch: int, strategy: str = "balanced") -> tuple[int, ...]:

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from autoaccum._memory._storages import gradient_bytes
-from autoaccum._records import TOKENS, Plan, ProbeResult, Trial
+from autoaccum._records import Plan, ProbeResult, Trial
 from autoaccum._sizing import planner
 from autoaccum._sizing.autotune import Autotune
 from autoaccum._sizing.backoff import Backoff, wait_for_memory
-from autoaccum._sizing.by_cost import cut_by_cost
 from autoaccum._sizing.online_search import OnlineSearch
 from autoaccum._sizing.planner import plan
 
@@ -34,13 +33,6 @@ if TYPE_CHECKING:
 # The fraction of a prediction taken as certain, and the fraction of a failed size that may fit.
 _CERTAIN = 0.9
 _LESS = 0.7
-_TWO = 2
-# How much longer than the first window, by cost, later ones may be for a size that is searched for.
-_LONGER = 1.25
-# A window in tokens ends near its target; one that is shorter is an epoch's last.
-_FULL = 0.9
-# A rest of this share of what was tried says nothing of it.
-_LITTLE = 0.1
 
 
 @dataclass(frozen=True)
@@ -156,7 +148,6 @@ class Sizing:
         self._wanted = wanted
         self._watcher = watcher
         self._relative: list[float] = []
-        self._each: list[float] | None = None  # by sample instead of by group, where samples are in order of length
         self._learning: OnlineSearch | None = None
         self._is_to_learn = wanted.learns
         self._trials: list[Trial] = []
@@ -183,11 +174,6 @@ class Sizing:
         return Cutting(
             self.plan, self.set_plan, self.bytes_per_sample, self.sample_bytes, not self.is_learning, self.is_timed
         )
-
-    @property
-    def _counts_tokens(self) -> bool:
-        """Whether sizes are in tokens with padding, instead of samples as large as the largest of the first window."""
-        return self.plan.counts == TOKENS
 
     @property
     def is_learning(self) -> bool:
@@ -242,8 +228,6 @@ class Sizing:
         if self._learning is not None:
             return tuple(self._cut_to_learn(self._learning, rests, is_first=start == 0))
         plan, wanted = self._timed or self.plan, self._wanted
-        if self._each is not None:
-            return tuple(self._cut_each(start, self._most(plan, self._each[start])))
         if start == 0 and self._groups == [plan.target_batch] and self._relative == [1.0]:
             return plan.micro_batches
         return tuple(
@@ -256,13 +240,6 @@ class Sizing:
                 for rest, relative in rests
             )
         )
-
-    def _cut_each(self, start: int, most: float) -> list[int]:
-        """Cut samples that are in order of their length from `start` on, counting at most `most` at once."""
-        assert self._each is not None
-        cap, in_columns = self._wanted.most, self._counts_tokens
-        most = min(most, cap) if in_columns and cap is not None else most
-        return cut_by_cost(self._each[start:], most, largest=None if in_columns else cap)
 
     def enter(self, size: int) -> None:
         """Prepare for the micro-batch at `start`; needed if `measures` is set.
@@ -296,16 +273,10 @@ class Sizing:
             self._counted,
             extra,
             is_first=self.start == 0,
-            is_whole=size == sum(self._groups) or self._is_nearly_whole(size),
+            is_whole=size == sum(self._groups),
             gradient_bytes=gradient_bytes(self._parameters()),
         )
         self._note(Trial(self._counted, fits=True, peak_bytes=peak, elapsed_s=elapsed_s))
-
-    def _is_nearly_whole(self, size: int) -> bool:
-        """Whether the longest samples of a window that is in order of length are nearly all of its cost."""
-        if self._each is None or self.start:
-            return False
-        return sum(self._each[size:]) <= _LITTLE * self._each[0] * size
 
     def wait(self, *, is_timed: bool = False, synchronize: Callable[[], None] | None = None) -> float:
         """Record that the window now waits for other processes; return the seconds spent on it so far.
@@ -330,14 +301,14 @@ class Sizing:
         counted = self._counted_size(self.start, size)
         if self._learning is not None:
             self._note(Trial(counted, fits=False, peak_bytes=None, elapsed_s=time.perf_counter() - self._entered))
-        if size == 1 and (self._learning is not None or self.plan.micro_batch == 1 or self._each is not None):
+        if size == 1 and (self._learning is not None or self.plan.micro_batch == 1):
             # No smaller size is left, but something else may have taken the memory for a moment.
             tries, self._alone[self.start] = self._alone[self.start], self._alone[self.start] + 1
             return wait_for_memory(tries, may_wait=may_wait)
         if counted == 1 < size:
             # Many samples with small inputs did not fit, so memory does not follow input bytes here.
             self._counts_bytes, self.sample_bytes, counted = False, None, size
-            self._relative, self._each = [1.0] * len(self._groups), None
+            self._relative = [1.0] * len(self._groups)
         if self._learning is not None:
             return self._learning.fail(counted) is not None
         if size > 1 and counted > max(self.plan.micro_batch, self._fits):
@@ -383,15 +354,12 @@ class Sizing:
 
     def _learn(self) -> OnlineSearch:
         largest = max(each * relative for each, relative in self._rests(0))
-        if self._each is not None:
-            largest *= _LONGER  # than the first, other windows may be
         return OnlineSearch(
             self._capped(math.ceil(largest)),
             begins_with=self._wanted.begins_with,
             fitted_before=self._wanted.fitted_before,
             line=self._wanted.line,
             fails_cleanly=self._memory.fails_cleanly,
-            is_even=self._each is None,
         )
 
     def _cut_to_learn(self, learning: OnlineSearch, rests: list[tuple[int, float]], *, is_first: bool) -> Iterator[int]:
@@ -400,19 +368,8 @@ class Sizing:
         (rest, relative), *others = rests
         counted = math.ceil(rest * relative)
         size = learning.next_size(counted, self._memory.reading().free_bytes, is_first=is_first)
-        size = self._capped(rest if size >= counted else min(rest, max(1, int(size / relative))), relative)
-        if is_first and self._each is not None and size < rest:
-            # Evenly, since a second one that is much smaller than the first would prove little.
-            cap = None if self._counts_tokens else self._wanted.most
-            halves = cut_by_cost(self._each, size * relative, largest=cap)
-            if len(halves) == _TWO:
-                yield from halves
-                return
+        size = self._capped(rest if size >= counted else min(rest, max(1, int(size / relative))))
         yield size
-        if self._each is not None:
-            if size < rest:
-                yield from self._cut_each(len(self._each) - rest + size, size * relative)
-            return
         for samples, each in [(rest - size, relative), *others]:
             if samples:
                 yield from planner.balanced(samples, self._capped(max(1, int(size * relative / each))))
@@ -465,13 +422,11 @@ class Sizing:
         wanted, target = self._wanted, self.plan.target_batch
         strategy = "balanced" if wanted.strategy == "fastest" else wanted.strategy
         size = self._capped(min(most, target))
-        return plan(target, size, strategy=strategy, counts=self.plan.counts)
+        return plan(target, size, strategy=strategy)
 
-    def _capped(self, size: int, relative: float = 1.0) -> int:
-        """Return a size that is allowed; of samples of this relative size if the plan counts columns."""
+    def _capped(self, size: int) -> int:
+        """Return a size that is allowed."""
         most = self._wanted.most
-        if most is not None and self._counts_tokens:
-            most = max(1, int(most / relative))
         return size if most is None else min(size, most)
 
     def _shrink(self, failed: int) -> bool:
@@ -495,10 +450,8 @@ class Sizing:
         """Return whether autotuning is active; if so, record the window's time unless memory ran out."""
         self._windows += 1
         if self._tempo is not None:
-            work = sum(self._each or (samples * relative for samples, relative in self._rests(0)))
-            least = _FULL if self._counts_tokens else 1.0
-            made_of = work if self._counts_tokens else sum(self._groups)
-            if is_clean and made_of >= least * self.plan.target_batch:
+            work = sum(samples * relative for samples, relative in self._rests(0))
+            if is_clean and sum(self._groups) >= self.plan.target_batch:
                 self._memory.synchronize()
                 self._tempo.note((self._ended or time.perf_counter()) - self._began, work / self.plan.target_batch)
             self._time(self._tempo)
@@ -524,17 +477,13 @@ class Sizing:
 
     def _weigh(self, window: Window) -> None:
         """Determine how large the window's samples are relative to the unit of counting."""
-        each = window.costs()
-        self._each = None
-        if not self._counts_bytes and (each is None or not self._counts_tokens):
+        if not self._counts_bytes:
             self._relative = [1.0] * len(self._groups)
             return
-        costs = [window.column_bytes] if self._counts_tokens else window.sample_bytes()
+        costs = window.sample_bytes()
         self.sample_bytes = self.sample_bytes or max(costs) or None
         self._relative = [max(cost, 1) / (self.sample_bytes or 1) for cost in costs]
-        if each is not None:
-            self._each = [max(cost, 1.0) / (self.sample_bytes or 1) for cost in each]
-        if self.bytes_per_sample and max(self._relative) > 1.0 and not self._counts_tokens:
+        if self.bytes_per_sample and max(self._relative) > 1.0:
             self._may_fit = min(self._may_fit, _CERTAIN * self._free_beside_gradients() / self.bytes_per_sample)
 
     def _most(self, plan: Plan, relative: float) -> float:
@@ -554,12 +503,10 @@ class Sizing:
         return max(1, round(size * self._relative_at(start)))
 
     def _relative_at(self, start: int) -> float:
-        return 1.0 if self._relative == [1.0] and self._each is None else self._rests(start)[0][1]
+        return 1.0 if self._relative == [1.0] else self._rests(start)[0][1]
 
     def _rests(self, start: int) -> list[tuple[int, float]]:
         """Return the remaining samples of each group from `start` on, with the relative size of those that come."""
-        if self._each is not None:
-            return [(len(self._each) - start, self._each[start])] if start < len(self._each) else []
         ends = itertools.accumulate(self._groups)
         groups = zip(self._groups, self._relative, ends, strict=True)
         return [(min(group, end - start), each) for group, each, end in groups if end > start]

@@ -203,7 +203,6 @@ class Accumulator:
         """What saves memory in the next batch, by names of the argument `memory`."""
         return self._savings.names
 
-    @property
     def backward(self, batch: Any, *others: Any, keep: str | None = None) -> BackwardReport:
         """Add the gradient of a batch to `.grad`, as one backward pass of the whole batch would.
 

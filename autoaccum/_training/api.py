@@ -11,12 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from autoaccum._arguments import check_positive_int, shown
-from autoaccum._data.batches import check_windows
-from autoaccum._data.by_length import check_order
+from autoaccum._arguments import check_bool, check_positive_int, shown
 from autoaccum._data.loader_checks import check_loader
 from autoaccum._data.peeking import can_be_read_once
-from autoaccum._data.splits import Along
 from autoaccum._data.token_windows import check_target
 from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
 from autoaccum._distributed.load_balance import check_shares
@@ -28,7 +25,6 @@ from autoaccum._engine.fallback import Fallbacks
 from autoaccum._engine.metrics import check_metrics
 from autoaccum._engine.noise_scale import NoiseScale
 from autoaccum._engine.options import Options
-from autoaccum._engine.sample_order import LengthOrder
 from autoaccum._engine.saving_names import AUTO, head_of_auto
 from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.cache import PlanCache
@@ -52,7 +48,6 @@ if TYPE_CHECKING:
 
     from autoaccum._callbacks import Callback
     from autoaccum._data.pieces import Split
-    from autoaccum._data.token_windows import TokenTarget
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.metrics import Metric
@@ -111,9 +106,6 @@ def fit(
     on_nan: str = "warn",
     noise_scale: bool | int = False,
     target_tokens: int | None = None,
-    tokens: Callable[[Any], Any] | None = None,
-    order: str = "loader",
-    lengths: str | Callable[[Any], Any] | None = None,
 ) -> FitResult:
     """Train a model with updates of `target_batch` samples, regardless of how many fit on the device at once.
 
@@ -176,7 +168,7 @@ def fit(
         lr_scaling: "linear" or "sqrt": multiply the learning rates once, by `target_batch / base_batch` or its root.
         base_batch: The batch size that the learning rates were chosen for.
         val_loader: Data to evaluate on after each epoch. To detect errors early, a few samples are also evaluated
-            before the first update, without a trace.
+            before the first update, which leaves parameters, buffers and random state as they are.
         val_steps: Number of windows between evaluations, which then take the place of those after each epoch; the end
             of the training is evaluated in any case. None: evaluate after each epoch.
         metrics: Metrics for the evaluation: callables of (outputs, targets), averaged over samples, or torchmetrics
@@ -221,14 +213,8 @@ def fit(
             norms of every 50th window; a number measures every so many windows. A window that is measured takes
             its samples in random order, and is cut in two if it fits at once (docs/batch-size.md).
         target_tokens: Number of tokens per optimizer update, over all ranks, in place of `target_batch`: an update is
-            made from as many whole samples as come nearest to it. Tokens are labels that are not -100, else what is no
-            padding. Samples are taken by length, and plans and `micro_batch` count tokens with padding
-            (docs/tokens.md).
-        tokens: A function of a batch that returns the tokens of each of its samples, for `target_tokens`.
-        order: In which order micro-batches take a window's samples. "loader": as the loader gives them; "length": the
-            longest first, without columns that are padding in a whole micro-batch (docs/tokens.md).
-        lengths: What says how many columns of each sample are no padding, if not an `attention_mask`: the name of an
-            entry of the batch, or a function of a batch.
+            made from as many whole samples as come nearest to it. Those of a sample are its labels that are not -100,
+            else what its `attention_mask` keeps, else the elements of its largest tensor (docs/tokens.md).
 
     Returns:
         A summary of the run. The model itself is trained in place. An exception that ends the call early, such as
@@ -246,22 +232,20 @@ def fit(
             scheduler has not stepped, no checkpoint of that state is written.
         StartAgainError: Memory ran out in a model that is sharded across ranks (docs/fsdp.md), or on one rank while the
             others made an update.
-        CheckpointError: A checkpoint cannot be written or read, or belongs to another run; in these cases the model is
-            unchanged.
+        CheckpointError: A checkpoint cannot be written or read, or belongs to another run. The model is unchanged
+            unless the error says that code of your own refused its state half-way.
         CheckpointInUseError: Another process trains with the checkpoint folder, or took it over while this one was
             suspended.
         RankFailedError: Another process of this training failed.
         NotFiniteError: A window was not finite, and on_nan="stop".
     """
     started = time.perf_counter()
-    token_target = check_target(target_batch, target_tokens, tokens, lengths)
-    target: Any = target_batch if token_target is None else token_target.tokens
+    check_target(target_batch, target_tokens)
+    in_tokens = target_tokens is not None
+    target: Any = target_tokens if in_tokens else target_batch
     options = Options.of(fit, locals())
-    check_windows(target, drop_last)
+    check_bool("drop_last", drop_last)
     optimizers.scaling_factor(lr_scaling, target, base_batch)
-    takes_by_length = check_order(order, lengths, in_tokens=token_target is not None)
-    if takes_by_length:
-        _check_by_length(loss_scope, probe, split, in_tokens=token_target is not None)
     epochs, max_steps = _check_length(epochs, max_steps)
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
     _check_data(loader, val_loader, split, val_steps, metrics, epochs)
@@ -270,9 +254,9 @@ def fit(
     check_shares(shares, shard=shard)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module  # DDP's own first forward pass would wait for all ranks
-    rank, cap, counts = own_rank(), max_micro_batch(), SAMPLES if token_target is None else TOKENS
+    rank, cap, counts = own_rank(), max_micro_batch(), TOKENS if in_tokens else SAMPLES
     notices = Notices(silent=progress is False or rank > 0)
-    _tell_of_cap(cap, micro_batch if isinstance(micro_batch, int) else target, notices, token_target)
+    _tell_of_cap(cap, micro_batch if isinstance(micro_batch, int) else target, notices)
     backend = devices.resolve(device, model, notices)
     limit_bytes = options.limit_bytes(backend)
     shown = OtherRank(rank, silent=progress is False) if rank else progress_for(progress, backend, limit_bytes, counts)
@@ -285,7 +269,7 @@ def fit(
         saver = saver_for(checkpoint, checkpoint_steps, checkpoint_minutes, resume)
         earlier = None if saver is None else saver.cap(notices)
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
-        world = OneProcess(loader, target, drop_last, step.objective.split, token_target)
+        world = OneProcess(loader, target, drop_last, step.objective.split, in_tokens=in_tokens)
         grows_from = None
         if ranks is not None:
             alike = {
@@ -301,7 +285,6 @@ def fit(
                 "batchnorm": batchnorm,
                 "on_nan": on_nan,
                 "noise_scale": options.noise_every,
-                "order": order,
                 "memory": savings,
                 "weights": weights,
                 "lr_scaling": lr_scaling,
@@ -316,7 +299,7 @@ def fit(
                 f"weights={weights!r}": weights is not None,
                 "optimizer='adamw8bit'": optimizers.is_8bit(step.optimizer),
                 f"noise_scale={noise_scale!r}": bool(noise_scale),
-                f"order={order!r}": takes_by_length,
+                f"target_tokens={target_tokens}": in_tokens,
                 f"probe={probe!r}": probe == "before" and micro_batch == "auto",
             }
             grows_from = check_sharded(step.objective.modules, ranks.size, asked)
@@ -325,7 +308,7 @@ def fit(
                 step,
                 loader,
                 alike | {"target_tokens": target_tokens},
-                tokens=token_target,
+                in_tokens=in_tokens,
                 notices=notices,
             )
         untouched.use_weights(step, weights)  # ranks have the same weights by now
@@ -337,9 +320,7 @@ def fit(
                 drop_last,
                 epochs,
                 max_steps,
-                None
-                if token_target is not None
-                else _steps_per_epoch(loader, target if shard else world.target_batch, drop_last),
+                None if in_tokens else _steps_per_epoch(loader, target if shard else world.target_batch, drop_last),
                 counts,
             ),
             Schedule(scheduler, scheduler_interval, step.optimizer, is_evaluated=val_loader is not None),
@@ -369,7 +350,6 @@ def fit(
             ),
             climbs=AUTO in savings,
             world=world,
-            order=LengthOrder(lengths, step, notices, in_tokens=token_target is not None) if takes_by_length else None,
         )
         untouched.training = training
         if lr_scaling is not None:
@@ -390,7 +370,7 @@ def _ranks_of(
     loader: Iterable[Any],
     arguments: dict[str, Any],
     *,
-    tokens: TokenTarget | None,
+    in_tokens: bool,
     notices: Notices,
 ) -> SeveralRanks:
     """Set up training on several ranks: check that they agree, and broadcast the weights.
@@ -415,36 +395,13 @@ def _ranks_of(
         shares=arguments["shares"],
         notices=notices,
         split=step.objective.split,
-        tokens=tokens,
+        in_tokens=in_tokens,
     )
 
 
-def _tell_of_cap(cap: int | None, most: int, notices: Notices, tokens: TokenTarget | None) -> None:
+def _tell_of_cap(cap: int | None, most: int, notices: Notices) -> None:
     if cap is not None and cap < most:
-        counted = SAMPLES if tokens is None else "tokens with padding"
-        notices.say(f"micro-batches of at most {cap} {counted} ({MAX_MICRO_BATCH}={cap})")
-
-
-def _check_by_length(loss_scope: str, probe: str, split: Split | None, *, in_tokens: bool) -> None:
-    """Refuse what cannot be done with samples that are taken by length.
-
-    Raises:
-        InvalidInputError: One of the other arguments needs another order.
-    """
-    name = "target_tokens=" if in_tokens else "order='length'"
-    if loss_scope == "window":
-        raise InvalidInputError(
-            f"loss_scope='window' joins the outputs of a window, and {name} trims them to unlike lengths; choose one"
-        )
-    if isinstance(split, Along):
-        raise InvalidInputError(
-            f"split={split!r} runs samples along another dimension than the first, and {name} trims the second; have "
-            "the loader yield samples first, or pass split=autoaccum.ListOfSamples(collate)"
-        )
-    if in_tokens and probe == "before":
-        raise InvalidInputError(
-            "probe='before' tries numbers of samples, and target_tokens= counts tokens; pass probe='inline'"
-        )
+        notices.say(f"micro-batches of at most {cap} samples ({MAX_MICRO_BATCH}={cap})")
 
 
 def _check_length(epochs: int | None, max_steps: int | None) -> tuple[int | None, int | None]:

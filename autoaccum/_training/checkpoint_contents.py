@@ -8,7 +8,6 @@ is refused before anything is changed; where an object of the user's refuses its
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum import _oom
-from autoaccum._data import load_state_rollback
 from autoaccum._data.loader_state import Position
 from autoaccum._distributed import dcp
 from autoaccum._engine.dtensor import is_sharded, is_spread
@@ -287,14 +285,14 @@ class Contents:
         """Return how windows were cut; `content` as for `moment`, or its part."""
         saved = content["cutting"]
         cutting = Cutting(
-            _plan(saved["plan"], self._counts),
-            _plan(saved["largest"], self._counts),
+            _plan(saved["plan"]),
+            _plan(saved["largest"]),
             saved["bytes_per_sample"],
             saved.get("sample_bytes"),
             saved.get("is_found", True),
             saved.get("is_timed", True),
         )
-        plans = tuple((since, _plan(sizes, self._counts)) for since, sizes in saved["plans"])
+        plans = tuple((since, _plan(sizes)) for since, sizes in saved["plans"])
         memory = saved.get("memory")  # files from before it was kept lack it
         return Kept(cutting, plans, saved["asked"], saved["oom_events"], None if memory is None else tuple(memory))
 
@@ -302,27 +300,21 @@ class Contents:
         """Set model, optimizer, scheduler and scaler to what a checkpoint holds that was checked, in place.
 
         Raises:
-            CheckpointError: One of them refuses what it is given; all of them are as they were.
+            CheckpointError: One of them refuses what it is given, by code of its own: shapes and types were checked.
+                Those before it, and a part of it, may hold the checkpoint's state.
         """
         optimizer, scheduler, scaler = self._step.optimizer, self._schedule.scheduler, self._step.precision.scaler
-        state = content["optimizer"]["state"]
         put = dcp.put_rest_back if self.is_sharded else _put_optimizer_back
-        with ExitStack() as undo:
-            # What may refuse and holds little comes first.
-            if content["scheduler"] is not None:
-                undo.callback(load_state_rollback.remember(scheduler))
-                kept = copy.deepcopy(content["scheduler"]["state"])  # some take parts of it out
-                _offer(scheduler, lambda: scheduler.load_state_dict(kept))
-            if content["scaler"] is not None:
-                assert scaler is not None
-                undo.callback(scaler.load_state_dict, scaler.state_dict())
-                _offer(scaler, lambda: scaler.load_state_dict(content["scaler"]))
-            undo.callback(load_state_rollback.remember_optimizer(optimizer))
-            _offer(optimizer, lambda: put(optimizer, state))
-            for module, saved in zip(self._step.objective.modules, content["modules"], strict=True):
-                undo.callback(load_state_rollback.remember_module(module))
-                _offer(module, lambda: _put_module_back(module, saved, self._step.memory.device))  # noqa: B023 - at once
-            undo.pop_all()
+        # What may refuse and holds little comes first.
+        if content["scheduler"] is not None:
+            kept = copy.deepcopy(content["scheduler"]["state"])  # some take parts of it out
+            _offer(scheduler, lambda: scheduler.load_state_dict(kept))
+        if content["scaler"] is not None:
+            assert scaler is not None
+            _offer(scaler, lambda: scaler.load_state_dict(content["scaler"]))
+        for module, saved in zip(self._step.objective.modules, content["modules"], strict=True):
+            _offer(module, lambda: _put_module_back(module, saved, self._step.memory.device))  # noqa: B023 - at once
+        _offer(optimizer, lambda: put(optimizer, content["optimizer"]["state"]))
         if (weights := self._step.updates.weights) is not None:
             weights.forget_originals()  # the model is the checkpoint's now
         # Files from before it was measured lack it, and a run may begin to measure it.
@@ -393,13 +385,13 @@ def _offer(owner: Any, load: Callable[[], object]) -> None:
             raise
         raise CheckpointError(
             f"{type(owner).__name__} refuses its state in the checkpoint ({type(error).__name__}: "
-            f"{_oom.first_line(error)}), and everything is as it was before; make it as it was for that run, or pass "
+            f"{_oom.first_line(error)}), and may hold a part of it now; make it anew as it was for that run, or pass "
             "resume=False to start from scratch"
         ) from error
 
 
-def _plan(sizes: Sequence[int], counts: str) -> Plan:
-    return Plan(sum(sizes), tuple(sizes), counts=counts)
+def _plan(sizes: Sequence[int]) -> Plan:
+    return Plan(sum(sizes), tuple(sizes))
 
 
 def _on_another_device(states: RandomStates | None, on_device: Tensor | None) -> RandomStates | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +66,10 @@ def check(content: Mapping[str, Any], like: RandomStates) -> None:
         need(isinstance(content["scheduler"]["state"], dict), "scheduler: state", "is not a dictionary")
     if content["scaler"] is not None:
         _check_scaler(content["scaler"])
-    ranks = content.get("ranks")
-    _check_part(content, like, content["target_batch"], is_whole=ranks is None)
+    ranks, target = content.get("ranks"), content["target_batch"]
+    if content.get("counts") == TOKENS:
+        target = sys.maxsize  # sizes are in samples
+    _check_part(content, like, target, is_whole=ranks is None and target != sys.maxsize)
     if ranks is not None:
         need(type(ranks) is list and len(ranks) > 0, "ranks", "is not a list of what each rank has")
         for number, part in enumerate(ranks):
@@ -74,7 +77,7 @@ def check(content: Mapping[str, Any], like: RandomStates) -> None:
                 mapping(part, "", {"random", "position", "cutting"})
                 loader = part.get("loader", "whole")
                 need(type(loader) is str and loader in ("whole", "windows", "own"), "loader", "is not a word for one")
-                _check_part(part, like, content["target_batch"], is_whole=False)
+                _check_part(part, like, target, is_whole=False)
 
 
 def _check_counts(content: Mapping[str, Any]) -> None:

@@ -56,7 +56,7 @@ def progress_for(
             that. False: nothing. A callback of your own is returned as it is.
         memory: The device, of which the peak is shown beside what there is; None if unknown.
         limit_bytes: The memory limit; None for what is free on the device now.
-        counts: What sizes of trials count, as `Plan.counts`.
+        counts: What the target is counted in: "samples" or "tokens".
 
     Raises:
         InvalidInputError: `progress` is none of these.
@@ -112,7 +112,6 @@ class _Tally:
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self._in_tokens = counts == TOKENS
-        self._unit = " tokens" if self._in_tokens else ""
         self.epochs = epochs
         self.epoch = 1
         self.total_steps = _total_steps(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
@@ -182,7 +181,7 @@ class _Tally:
         # What fitted in the first window may not fit once the optimizer has made its state.
         verdict = "fits" if trial.fits else "fits no longer" if trial.size <= self._fitted else "does not fit"
         peak = "" if trial.peak_bytes is None else f", peak {format_bytes(trial.peak_bytes)}"
-        return f"trial of {trial.size}{self._unit}: {verdict}{peak}, {_three_digits(trial.elapsed_s)} s"
+        return f"trial of {trial.size}: {verdict}{peak}, {_three_digits(trial.elapsed_s)} s"
 
     def figures(self, *, in_bar: bool = False) -> str:
         """Such as "loss 0.412, 141 samples/s, 12 min left, cut 34+33+33, peak 512 MiB of 600 MiB, 0 oom".
@@ -276,7 +275,7 @@ class LineProgress(_Progress):
         every_s: At most one step line in so many seconds.
         file: Where to write; None: `sys.stderr` as it is at the time.
         capacity_bytes: What the training may take on its device; None if unknown.
-        counts: What sizes of trials count, as `Plan.counts`.
+        counts: What the target is counted in: "samples" or "tokens".
     """
 
     def __init__(
@@ -303,7 +302,7 @@ class LineProgress(_Progress):
 
     def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
         """Write a line: the cut and where it came from."""
-        facts = "; ".join(f"{name} {value}" for name, value in _plan_facts(plan, probe))
+        facts = "; ".join(f"{name} {value}" for name, value in _plan_facts(plan, probe, self._counts))
         self._write(f"plan from step {step}: {facts}")
         if probe is not None:
             self._tally.restart_clock()
@@ -357,7 +356,7 @@ class RichProgress(_Progress):
     Args:
         console: The rich console to draw on; None: one for stderr.
         capacity_bytes: What the training may take on its device; None if unknown.
-        counts: What sizes of trials count, as `Plan.counts`.
+        counts: What the target is counted in: "samples" or "tokens".
     """
 
     def __init__(
@@ -405,7 +404,7 @@ class RichProgress(_Progress):
     def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
         """Print the plan as a table above the bar."""
         table = Table(title=f"plan from step {step}", title_justify="left", show_header=False)
-        for name, value in _plan_facts(plan, probe):
+        for name, value in _plan_facts(plan, probe, self._counts):
             table.add_row(name, value)
         self._print(table)
         if probe is not None:
@@ -524,20 +523,18 @@ def _rounded_time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"  # noqa: PLR2004 - 90 minutes
 
 
-def _plan_facts(plan: Plan, probe: ProbeResult | None) -> list[tuple[str, str]]:
-    in_tokens = plan.counts == TOKENS
+def _plan_facts(plan: Plan, probe: ProbeResult | None, counts: str) -> list[tuple[str, str]]:
+    target = "target batch" if counts == SAMPLES else "samples of the first window"
     facts = [
-        ("target", f"{plan.target_batch:,} tokens") if in_tokens else ("target batch", str(plan.target_batch)),
+        (target, str(plan.target_batch)),
         ("cut", cut_of(plan)),
     ]
     if probe is not None:
-        largest = f"{probe.micro_batch}{' tokens' if in_tokens else ''}"
-        facts.append(("largest that fits", f"{largest}, found in {_counted(len(probe.trials), 'trial')}"))
+        facts.append(("largest that fits", f"{probe.micro_batch}, found in {_counted(len(probe.trials), 'trial')}"))
         if probe.limit_bytes is not None:
             facts.append(("memory limit", format_bytes(probe.limit_bytes)))
         if probe.fixed_bytes is not None and probe.bytes_per_sample is not None:
-            each = "token" if in_tokens else "sample"
-            needs = f"{format_bytes(probe.fixed_bytes)} and {format_bytes(probe.bytes_per_sample)} a {each}"
+            needs = f"{format_bytes(probe.fixed_bytes)} and {format_bytes(probe.bytes_per_sample)} a sample"
             facts.append(("memory needed", needs))
     return facts
 

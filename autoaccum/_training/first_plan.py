@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from autoaccum._data.sample_sizes import largest_first
 from autoaccum._engine.probing import probe
 from autoaccum._engine.replaced_forward import are_compiled
 from autoaccum._records import SAMPLES, TOKENS
@@ -32,7 +33,7 @@ class Finding:
 
     Args:
         step: The training step.
-        target_batch: Number of samples per window.
+        target_batch: Number of samples per window, or of tokens.
         cache: Keeps plans between runs; None to keep none.
         limit_bytes: Memory limit, as the memory backend counts it.
         cap: Upper bound on the micro-batch, set or found; None for no bound.
@@ -60,7 +61,7 @@ class Finding:
         # A cap that no window reaches has no effect.
         self._cap = None if cap is None or cap >= target_batch else cap
         self._step = step
-        self._target_batch = target_batch
+        self._target_batch = self._asked_for = target_batch
         self._is_auto = self.asked == "auto"
         # A loss over the whole window needs to know the whole cut beforehand.
         self._probe = "before" if probe == "inline" and options.loss_scope == "window" else probe
@@ -76,6 +77,11 @@ class Finding:
         self._loss_scope = options.loss_scope
         self._entry = CacheEntry(step.memory)
 
+    def see(self, samples: int) -> None:
+        """Take the samples of one window for those of each, where the target is in tokens."""
+        if self._counts == TOKENS and samples:
+            self._target_batch = samples
+
     def look_up(self, first: Window) -> tuple[str, ...] | None:
         """Look up an earlier run of the same job in the cache; return what memory="auto" saved memory by in it.
 
@@ -84,14 +90,14 @@ class Finding:
         """
         if self._cache is None or not self._is_auto:
             return None
-        largest, weights = first.largest(), self._step.updates.weights
+        largest, weights = self._largest_of(first), self._step.updates.weights
         key = key_of(
             self._step.objective.modules,
             largest.cut(0, largest.samples),
             optimizer=self._step.optimizer,
             memory=self._step.memory,
             precision=self._step.precision.name,
-            target_batch=self._target_batch,
+            target_batch=self._asked_for,
             limit_bytes=self._limit_bytes,
             loss_scope=self._loss_scope,
             cap=self._cap,
@@ -113,7 +119,7 @@ class Finding:
         """
         if not self._is_auto:
             return None
-        largest = first.largest()
+        largest = self._largest_of(first)
         most = first.samples if self._cap is None else min(first.samples, self._cap)
         if self._probe != "before":
             return None
@@ -129,13 +135,8 @@ class Finding:
         self.keep(found)
         return found
 
-    def try_alone(self, batch: Any, name: str) -> None:
-        """Try a batch of one sample, without a trace.
-
-        Raises:
-            DoesNotFitError: It does not fit; the message has its name.
-        """
-        probe(self._step, batch, 1, self._limit_bytes, sample=name)
+    def _largest_of(self, first: Window) -> Window:
+        return (largest_first(first) if self._loss_scope == "micro_batch" else first).largest()
 
     def begin_anew(self) -> None:
         """Search again in the coming windows, without the cache: after a fallback, a step takes less memory."""
@@ -159,7 +160,7 @@ class Finding:
         most = most if self._cap is None else min(most, self._cap)
         # Only whole windows are timed: on a shared machine, a single trial per size says little.
         strategy = "balanced" if self._strategy == "fastest" else self._strategy
-        return plan(target, min(most, target), strategy=strategy, counts=self._counts)
+        return plan(target, min(most, target), strategy=strategy)
 
     @property
     def most_asked(self) -> int | None:
@@ -195,13 +196,21 @@ class Finding:
             times_after = _WINDOWS_BEFORE_TIMING if windows_ahead is None else 0
         return SizingOptions(
             strategy=self._strategy,
-            by_bytes=self._counts == TOKENS or (self._is_auto and self._probe != "off"),
+            by_bytes=self._is_auto and self._probe != "off",
             learns=not cutting.is_found and self._is_auto and self._probe == "inline",
             times_after=times_after,
-            fits=0 if found is None or self._probe != "before" else found.micro_batch,
+            fits=self._fits,
             most=self._cap,
             **self._entry.experience,
         )
+
+    @property
+    def _fits(self) -> int:
+        """A size that may be used though it exceeds the plan's."""
+        if self._counts == TOKENS and isinstance(self.asked, int):
+            return self.asked  # the first window may have held fewer samples
+        found = self._entry.found
+        return 0 if found is None or self._probe != "before" else found.micro_batch
 
     # --- the cache ----------------------------------------------------------------------------------------------------
 

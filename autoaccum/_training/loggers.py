@@ -62,7 +62,7 @@ class JSONLinesLog(_OneStepLate):
 
     - "fit_start": epochs, max_steps, steps_per_epoch (null: not known or not set)
     - "trial": size, fits, peak_bytes, elapsed_s
-    - "plan": step (from which it holds), target_batch, counts ("samples" or "tokens"), micro_batches, micro_batch,
+    - "plan": step (from which it holds), target_batch, micro_batches, micro_batch,
       accum_steps, probe (null, or micro_batch, limit_bytes, fixed_bytes, bytes_per_sample)
     - "step": step, epoch, samples, loss, losses, micro_batches, oom_events (how often memory ran out), elapsed_s,
       peak_bytes, grad_norm, skipped, learning_rates (of the update, one for each group of the optimizer), noise_scale

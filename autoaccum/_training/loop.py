@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.metrics import Metric
     from autoaccum._engine.noise_scale import NoiseScale
-    from autoaccum._engine.sample_order import LengthOrder
     from autoaccum._records import Evaluation, MemoryEvent, ProbeResult, StepReport
     from autoaccum._sizing.sizing import Cutting
     from autoaccum._system.notices import Notices
@@ -96,7 +95,6 @@ class Training:
         fallbacks: Fallbacks,
         climbs: bool,
         world: OneProcess,
-        order: LengthOrder | None,
     ) -> None:
         self._step = step
         self._data = data
@@ -123,7 +121,6 @@ class Training:
             fallbacks=fallbacks,
             world=world,
             noise=noise,
-            order=order,
             rungs=rungs if climbs else None,
         )
         self._noise = noise

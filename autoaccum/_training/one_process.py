@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from autoaccum._data.loader_state import Position, Track
     from autoaccum._data.pieces import Split
-    from autoaccum._data.token_windows import TokenTarget
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.peers import Peers
@@ -44,7 +43,7 @@ class OneProcess:
         target_batch: Number of samples per window, or of tokens.
         drop_last: As for `fit`.
         split: As for `fit`.
-        tokens: The target in tokens; None for windows of so many samples.
+        in_tokens: Whether the target is in tokens.
 
     Attributes:
         loader: The loader that this process reads.
@@ -65,9 +64,10 @@ class OneProcess:
         target_batch: int,
         drop_last: bool,
         split: Split | None = None,
-        tokens: TokenTarget | None = None,
+        *,
+        in_tokens: bool = False,
     ) -> None:
-        self._tokens = tokens
+        self._in_tokens = in_tokens
         self.loader = loader
         self.split = split
         self.target_batch = target_batch
@@ -107,9 +107,8 @@ class OneProcess:
             batches: The epoch's remaining batches.
             skip: Number of samples of the first batch that were used already.
         """
-        if self._tokens is not None:
-            return stream_of_tokens(batches, self._tokens, drop_last=self._drop_last, skip=skip, split=self.split)
-        return stream(batches, self.target_batch, drop_last=self._drop_last, skip=skip, split=self.split)
+        regrouped = stream_of_tokens if self._in_tokens else stream
+        return regrouped(batches, self.target_batch, drop_last=self._drop_last, skip=skip, split=self.split)
 
     def part(self, window: Window) -> Window:
         """Return this process's part of a window from `windows`."""

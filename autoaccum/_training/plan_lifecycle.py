@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autoaccum import _oom
 from autoaccum._callbacks import Callback
-from autoaccum._data.random_state import RandomState
 from autoaccum._engine.events import Events
 from autoaccum._engine.rungs import AVOIDABLE, change_of_rung, reason_of
 from autoaccum._engine.runner import WindowRunner
 from autoaccum._sizing.sizing import Cutting, Sizing
 from autoaccum._training.checkpoint_contents import Kept
-from autoaccum._training.longest_sample import batch_of, longest_of
 from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
@@ -24,11 +22,9 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.rungs import Rungs
-    from autoaccum._engine.sample_order import LengthOrder
     from autoaccum._records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
     from autoaccum._system.notices import Notices
     from autoaccum._training.first_plan import Finding
-    from autoaccum._training.longest_sample import Longest
     from autoaccum._training.one_process import OneProcess
     from autoaccum._training.progress import TrainingProgress
 
@@ -70,7 +66,6 @@ class PlanLifecycle:
         fallbacks: Reduce the memory of a step if not even one sample fits.
         world: The processes of this training.
         noise: The gradient noise scale to measure; None without `noise_scale`.
-        order: Puts the samples of windows in order; None for the loader's.
         rungs: What memory="auto" saves memory by; None without it.
 
     Attributes:
@@ -91,12 +86,10 @@ class PlanLifecycle:
         fallbacks: Fallbacks,
         world: OneProcess,
         noise: NoiseScale | None,
-        order: LengthOrder | None,
         rungs: Rungs | None = None,
     ) -> None:
         self._rungs = rungs
         self._noise = noise
-        self._order = order
         self._noting = _Noting(finding)
         self.callbacks: tuple[Callback, ...] = (self._noting, *callbacks)
         self._step = step
@@ -148,12 +141,9 @@ class PlanLifecycle:
         Raises:
             DoesNotFitError: Not even one sample fits.
         """
-        if self._order is not None:
-            first = self._order.of(first)
+        self._finding.see(first.samples)
         known = self._finding.look_up(first) if first.samples else None
         self._begin_rungs(known)
-        if self._order is not None:
-            self._try_longest(self._order)
         probed = self._probe(first) if first.samples else None
         self._world.tell_plans(None if probed is None else self._finding.plan(probed))
         plan = self._finding.plan(probed)
@@ -165,6 +155,8 @@ class PlanLifecycle:
         Args:
             kept: The cut and plans stored in the checkpoint; None if other processes wrote it.
         """
+        moment = self._progress.moment
+        self._finding.see(round(moment.samples / max(moment.windows, 1)))
         chosen = None if kept is None else kept.memory
         has_chosen = self._begin_rungs(chosen)
         if kept is None:
@@ -203,7 +195,6 @@ class PlanLifecycle:
             prepare=self._progress.prepare,
             update_made=self._progress.update_made,
             noise=self._noise,
-            order=self._order,
         )
 
     def tell_beginning(self, plan: Plan, probed: ProbeResult | None) -> None:
@@ -221,37 +212,6 @@ class PlanLifecycle:
                 raise
             _oom.let_go(error)
         return self._probe(first)
-
-    def _try_longest(self, order: LengthOrder) -> None:
-        """Try the longest sample alone, if the dataset tells which it is: otherwise it may come hours later.
-
-        Raises:
-            DoesNotFitError: It does not fit, and no fallback helps.
-        """
-        loader = self._world.loader
-        longest = longest_of(loader, order.lengths)
-        if longest is None:
-            return
-        random = RandomState(self._step.memory.device, self._step.objective.modules)
-        random.take()
-        try:
-            with self._step.memory.lifted():
-                batch = batch_of(loader, longest.place)
-            while not self._fits_alone(batch, longest):
-                pass
-        finally:
-            random.put_back()
-
-    def _fits_alone(self, batch: Any, longest: Longest) -> bool:
-        """Whether a sample fits alone; False if a fallback has been applied, and it is to be tried again."""
-        try:
-            self._finding.try_alone(batch, longest.text)
-        except AVOIDABLE as error:
-            if not self._falls_back(error):
-                raise
-            _oom.let_go(error)
-            return False
-        return True
 
     def _tell_trial(self, trial: Trial) -> None:
         for callback in self.callbacks:
@@ -291,7 +251,7 @@ class PlanLifecycle:
         if fastest is not None and fastest is not self._fastest:
             self._fastest = fastest
             self._finding.keep(fastest=fastest)
-            self._notices.say(f"micro-batches of {fastest.micro_batch} {fastest.counts} are fastest by the clock")
+            self._notices.say(f"micro-batches of {fastest.micro_batch} samples are fastest by the clock")
 
     @property
     def kept(self) -> Kept:

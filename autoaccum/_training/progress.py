@@ -301,12 +301,12 @@ class TrainingProgress:
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Restore the present state of the loader and of the random generators if the block raises."""
-        moment, random, undo = self.moment, self._random_states(), self._track.undo()
+        """Return to the present moment if the block raises; of the loader, batches may have been drawn."""
+        moment, random = self.moment, self._random_states()
         try:
             yield
         except BaseException:
-            undo()
+            self._track.close()
             self.moment, self._windows, self._first = moment, None, None
             self._set_random(random)
             raise

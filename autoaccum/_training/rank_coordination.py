@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.batches import Window, stream
-from autoaccum._data.token_windows import stream_of_tokens
+from autoaccum._data.token_windows import stream_of_tokens, tokens_of
 from autoaccum._distributed import dcp
 from autoaccum._distributed.consistency import look_at_data
 from autoaccum._distributed.data_parallel import DataParallel
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
     from autoaccum._data.loader_state import Position, Track
     from autoaccum._data.pieces import Split
-    from autoaccum._data.token_windows import TokenTarget
     from autoaccum._distributed.data_parallel import Part
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
@@ -62,7 +60,7 @@ class SeveralRanks(OneProcess):
         shard: As for `fit`.
         shares: As for `fit`.
         split: As for `fit`.
-        tokens: The target in tokens; None for windows of so many samples.
+        in_tokens: Whether the target is in tokens.
         notices: Reports choices made for the user.
 
     Attributes:
@@ -86,15 +84,15 @@ class SeveralRanks(OneProcess):
         shares: str,
         notices: Notices,
         split: Split | None = None,
-        tokens: TokenTarget | None = None,
+        in_tokens: bool = False,
     ) -> None:
-        counted = "batch" if tokens is None else "tokens"
+        counted = "tokens" if in_tokens else "batch"
         if target_batch < ranks.size:
             raise InvalidInputError(
                 f"target_{counted}={target_batch} is less than the number of ranks, {ranks.size}, so some ranks would "
                 f"have no samples; use a larger target_{counted} or fewer ranks"
             )
-        super().__init__(loader, target_batch, drop_last, split, tokens)
+        super().__init__(loader, target_batch, drop_last, split, in_tokens=in_tokens)
         self.ranks: Ranks = ranks
         self.peers: DataParallel | None = None
         self._notices = notices
@@ -105,15 +103,14 @@ class SeveralRanks(OneProcess):
         self.target_batch = self._bounds[ranks.rank + 1] - self._bounds[ranks.rank]
         notices.say(
             f"{ranks.size} ranks: this rank takes {self.target_batch} "
-            f"{'samples' if tokens is None else 'tokens'} of each window of {target_batch}; plans and cuts count only "
-            "those"
+            f"{'tokens' if in_tokens else 'samples'} of each window of {target_batch}; plans and cuts count only those"
         )
         self._sharded: ShardedLoader | None = None
         self.loader = self._whole = loader
         if shard:
             _refuse_own_samples(loader, "loader")
             check_lengths(ranks, "loader", loader)
-            if tokens is not None:
+            if in_tokens:
                 self._read_all(loader)
             elif can_be_sharded(loader):
                 self._sharded = self.loader = ShardedLoader(
@@ -196,8 +193,8 @@ class SeveralRanks(OneProcess):
         if self._sharded is not None:
             sizes = map(self._sharded.share_of, itertools.count(int(self._sharded.state_dict()["windows"])))
             return stream(batches, sizes, skip=skip, split=self.split)
-        if self._tokens is not None:
-            target = self._tokens if self._shards else replace(self._tokens, tokens=self.target_batch)
+        if self._in_tokens:
+            target = self._whole_target if self._shards else self.target_batch
             return stream_of_tokens(batches, target, drop_last=self._drop_last, skip=skip, split=self.split)
         if self._shards:
             whole = self._whole_target
@@ -215,9 +212,9 @@ class SeveralRanks(OneProcess):
 
     def _bounds_in(self, window: Window) -> list[int]:
         """Return where the parts of the ranks begin in a window that every rank has."""
-        if self._tokens is None:
+        if not self._in_tokens:
             return cut(window.samples, self._shares.weights)
-        costs = [count for span in window.spans for count in self._tokens.counts(span.piece)[span.start : span.stop]]
+        costs = [count for span in window.spans for count in tokens_of(span.piece)[span.start : span.stop]]
         bounds = cut_by(costs, self._shares.weights)
         self._costs = [sum(costs[start:stop]) for start, stop in itertools.pairwise(bounds)]
         return bounds
@@ -232,12 +229,12 @@ class SeveralRanks(OneProcess):
         """Whether to leave out a window because it is too short and drop_last=True."""
         if not self._drop_last:
             return False
-        if self._tokens is not None and self._shards:
+        if self._in_tokens and self._shards:
             return False  # `windows` leaves it out
         said: list[tuple[int, int]] = self.ranks.exchange("samples", (part.samples, self._reached()))
         if self._gone_through is not None:
             self._gone_through.check([note for _, note in said])
-        if self._tokens is not None:
+        if self._in_tokens:
             return not all(samples for samples, _ in said)
         return sum(samples for samples, _ in said) < self._whole_target
 
@@ -267,7 +264,7 @@ class SeveralRanks(OneProcess):
         self.ranks.exchange("end")
 
     def _share_out(self, parts: Sequence[Part]) -> None:
-        done = [part.samples for part in parts] if self._tokens is None else self._costs
+        done = [part.samples for part in parts] if not self._in_tokens else self._costs
         if not self._shares.note(done, [part.seconds for part in parts]):
             return
         if self._sharded is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from autoaccum._memory.limits import format_bytes
-from autoaccum._records import TOKENS
 from autoaccum._sizing.planner import format_cut
 
 if TYPE_CHECKING:
@@ -46,13 +45,11 @@ def cut_at_end(result: FitResult) -> str:
     since, _ = result.plans[-1]
     if since <= result.steps or not result.history:
         return cut_of(result.plan)
-    return f"{format_cut(result.history[-1].micro_batches)}{' samples' if result.plan.counts == TOKENS else ''}"
+    return format_cut(result.history[-1].micro_batches)
 
 
 def cut_of(plan: Plan) -> str:
-    """Return such as "34+33+33", or "150 tokens with padding"."""
-    if plan.counts == TOKENS:
-        return f"{plan.micro_batch:,} tokens with padding"
+    """Return such as "34+33+33"."""
     return format_cut(plan.micro_batches)
 
 

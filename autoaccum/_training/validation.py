@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.loader_state import generators_of
-from autoaccum._data.peeking import can_be_looked_at, counters_kept, left_as_it_was
+from autoaccum._data.peeking import can_be_looked_at, left_as_it_was
 from autoaccum._data.random_state import OwnGenerators
 from autoaccum._distributed.loader import DealtLoader
 from autoaccum._engine import devices
@@ -84,11 +84,9 @@ class Validation:
         before = self._random.taken
         mark = Savepoint(self._step.objective.modules, self._step.memory.device, self._step.objective.functions)
         mark.take()
-        parts = [part for module in self._step.objective.modules for part in module.modules()]
         try:
             with (
                 left_as_it_was(self._val_loader),
-                counters_kept(parts),
                 devices.failures_told(self._step.memory, "an evaluation"),
             ):
                 self._evaluator.try_out(drawn(self._val_loader, self._step.memory), most)

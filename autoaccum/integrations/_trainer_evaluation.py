@@ -20,7 +20,6 @@ from autoaccum._loss.closures import Closure
 from autoaccum._oom import is_oom, let_go
 from autoaccum._sizing.planner import balanced
 from autoaccum._system.exceptions import contextmanager
-from autoaccum.integrations._padding import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
 # What a trainer's `prediction_step` returns: the loss, the outputs and the labels, each None if there is none.
 _Predicted = tuple[Any, Any, Any]
+_IGNORED = -100  # labels
 _LOSS = "loss"
 
 
@@ -196,5 +196,5 @@ def _concatenated(parts: Sequence[Any]) -> Any:
     whole = parts[0]
     for part in parts[1:]:
         if whole is not None:
-            whole = nested_concat(whole, part, padding_index=IGNORE_INDEX)  # type: ignore[no-untyped-call]
+            whole = nested_concat(whole, part, padding_index=_IGNORED)  # type: ignore[no-untyped-call]
     return whole

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from autoaccum._system.exceptions import contextmanager
-from autoaccum.integrations._padding import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ _EXTREMES: dict[str, Callable[[Sequence[float]], float]] = {"min_": min, "max_":
 # Calls of an accelerator that wait for other ranks, which need not have as many micro-batches.
 _EXCHANGES = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
+_IGNORED = -100  # labels
 _Key = tuple[str, str, str]
 
 
@@ -176,7 +176,7 @@ def _tokens(inputs: Mapping[str, Any]) -> tuple[int, int, int]:
     if isinstance(mask, Tensor):
         counts = mask[:, 1:] != 0
     elif isinstance(labels, Tensor) and labels.dim() > 1:
-        counts = labels[:, 1:] != IGNORE_INDEX
+        counts = labels[:, 1:] != _IGNORED
     else:
         return 0, 0, 0
     both, half = int(counts.sum()), len(counts) // 2 if isinstance(mask, Tensor) else len(counts)

@@ -11,18 +11,13 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import Trainer
 
-from autoaccum._arguments import check_bool
 from autoaccum._data.batches import Window, count
-from autoaccum._data.random_state import RandomState
 from autoaccum._data.reading import refuse_flattened
 from autoaccum._engine.options import Options
-from autoaccum._loss.modes import evaluation_mode
-from autoaccum._oom import is_oom, let_go
 from autoaccum._system.notices import Notices
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
 from autoaccum.integrations._own_autocast import tell_of_autocast
-from autoaccum.integrations._padding import is_padded, shortest_row, trimmed, with_lengths, without_lengths
 from autoaccum.integrations._paired_rows import PairedRows
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts, own_tokens
 from autoaccum.integrations._trainer_metrics import TrainerMetrics
@@ -43,9 +38,6 @@ _TRIED = {"transformers": ("4.57", "5.24"), "accelerate": ("1.10", "1.15")}
 _RANKS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 # Optimizers that step in the backward pass.
 _STEP_EARLY = ("lomo", "adalomo")
-# The loss of a row may differ by this much, relative to it, once its padding is cut off.
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
-_ROUNDING_OF_HALF = 2e-2
 _HALVES = ("bf16", "fp16")
 _PREFERENCES = ("DataCollatorForPreference", "DataCollatorForVisionPreference")
 
@@ -60,7 +52,6 @@ def windowed(
     loss_reduction: str | None = None,
     batchnorm: str = "keep",
     split: Split | None = None,
-    trim_padding: bool = True,
     callbacks: Sequence[Callback] = (),
     notices: Notices | None = None,
 ) -> _TrainerType:
@@ -83,8 +74,6 @@ def windowed(
         batchnorm: As for `fit`.
         split: Counts, cuts and joins the batches that the collator returns; None where samples run along the first
             dimension, and for TRL's batches of preferences.
-        trim_padding: Whether to cut each micro-batch to its own longest row, where `attention_mask` says how long rows
-            are and the model's loss does not depend on the padding.
         callbacks: autoaccum's callbacks, called when memory runs out and when the plan changes.
         notices: Reports choices made on your behalf; None for stderr.
 
@@ -106,7 +95,6 @@ def windowed(
         raise InvalidInputError(f"{trainer.__name__} has been passed to windowed() already; use it as it is")
     for package, (first, last) in _TRIED.items():
         warn_if_untried(package, first, last)
-    check_bool("trim_padding", trim_padding)
     options = Options.of(windowed, locals())
     # The innermost class comes last before `Trainer`, so that what TRL's trainers do around a training step stays.
     bases = (_Outermost, _Innermost) if trainer is Trainer else (_Outermost, trainer, _Innermost)
@@ -116,7 +104,7 @@ def windowed(
         {
             "__doc__": trainer.__doc__,
             "__module__": trainer.__module__,
-            "_autoaccum_options": (options, trim_padding),
+            "_autoaccum_options": options,
         },
     )
 
@@ -127,7 +115,6 @@ class Windows:
     Args:
         trainer: The trainer.
         options: What `windowed` was called with.
-        trim_padding: As for `windowed`.
 
     Attributes:
         last_backward: What was done for the last update; None before the first one.
@@ -136,7 +123,7 @@ class Windows:
 
     last_backward: BackwardReport | None
 
-    def __init__(self, trainer: Any, options: Options, *, trim_padding: bool) -> None:
+    def __init__(self, trainer: Any, options: Options) -> None:
         self.last_backward = None
         self._trainer = trainer
         self._notices = options.notices or Notices()
@@ -144,7 +131,6 @@ class Windows:
         if self._split is None and type(trainer.data_collator).__name__ in _PREFERENCES:
             self._split = PairedRows()
         self._options = replace(options, split=self._split, notices=self._notices, precision="fp32")
-        self._trims: bool | None = None if trim_padding else False
         self._metrics = TrainerMetrics(trainer)
         self._model: nn.Module | None = None
         self._accumulator: Accumulator | None = None
@@ -195,8 +181,6 @@ class Windows:
         counts, self._counts = self._counts, []
         self._items = self._over_all_ranks(None if any(one is None for one in counts) else sum(counts))
         accumulator = self._accumulator_of(_inner(model))
-        if self._trims is None:
-            self._trims = self._may_trim(batches)
         keep = "outputs" if self._metrics.is_kept else None
         report = accumulator.backward(Window(batches, self._split), keep=keep)
         self._metrics.append(report.outputs, "train")
@@ -219,14 +203,13 @@ class Windows:
     def _loss(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the loss of a micro-batch, as the trainer computes it."""
         trainer = self._trainer
-        inputs = trimmed(batch) if self._trims else without_lengths(batch)
         samples = count(batch, self._split) if self._metrics.is_kept else 0
         with (
-            self._metrics.recorded(inputs, samples) as record,
+            self._metrics.recorded(batch, samples) as record,
             own_tokens(trainer.args),
             trainer.compute_loss_context_manager(),
         ):
-            loss = trainer.compute_loss(self._model, inputs, num_items_in_batch=self._items)
+            loss = trainer.compute_loss(self._model, batch, num_items_in_batch=self._items)
         return {"loss": loss, "outputs": record} if self._metrics.is_kept else {"loss": loss}
 
     def _prepared(self, inputs: Any) -> dict[str, Any]:
@@ -243,41 +226,7 @@ class Windows:
                     "a batch is one row of several sequences (packing, padding_free), which cannot be cut into "
                     "samples; train with packing=False and padding_free=False, or pass split= to windowed()"
                 ) from error
-        return dict(inputs) if self._trims is False else with_lengths(inputs)
-
-    def _may_trim(self, batches: Sequence[dict[str, Any]]) -> bool | None:
-        """Whether a row's loss is the same without its padding; None if no row is padded."""
-        batch = next(filter(is_padded, batches), None)
-        if batch is None or self._model is None:
-            return None
-        window = Window([batch], self._split)
-        row = min(shortest_row(batch), window.samples - 1)
-        losses = []
-        random = RandomState(self._trainer.args.device, [self._model])
-        random.take()
-        try:
-            with torch.no_grad(), evaluation_mode([self._model]):
-                for self._trims in (True, False):
-                    random.put_back()
-                    losses.append(self._loss(window.cut(row, row + 1))["loss"])
-        except Exception as error:
-            if not is_oom(error):
-                raise
-            let_go(error)  # asked again with the next update
-            return None
-        finally:
-            self._trims = None
-            random.put_back()
-        with_padding, without = losses
-        is_half = self._trainer.accelerator.mixed_precision in _HALVES
-        rounding = _ROUNDING_OF_HALF if is_half else _ROUNDING.get(without.dtype, _ROUNDING_OF_HALF)
-        if bool((with_padding - without).abs() <= rounding * without.abs()):
-            return True
-        self._notices.say(
-            "the model's loss of a row depends on its padding, so micro-batches keep the padding of their batch "
-            "(trim_padding)"
-        )
-        return False
+        return dict(inputs)
 
     # --- the accumulator ----------------------------------------------------------------------------------------------
 
@@ -315,15 +264,14 @@ class _Innermost(Trainer):
 class _Outermost:
     """What stands before the user's class."""
 
-    _autoaccum_options: tuple[Options, bool]
+    _autoaccum_options: Options
     _autoaccum: Windows | None = None
 
     @property
     def autoaccum(self) -> Windows:
         """What computes the gradients."""
         if self._autoaccum is None:
-            options, trim_padding = self._autoaccum_options
-            self._autoaccum = Windows(self, options, trim_padding=trim_padding)
+            self._autoaccum = Windows(self, self._autoaccum_options)
         return self._autoaccum
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

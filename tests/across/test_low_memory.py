@@ -355,17 +355,6 @@ def test_several_optimizers_each_update_their_own(weights, optimizer):
     )
 
 
-@pytest.mark.parametrize(("weights", "optimizer"), EVERY)
-def test_overlapping_reduction_changes_no_bit(crew, weights, optimizer):
-    optimizer = "adamw8bit" if optimizer is of_8_bits else optimizer
-    plain, overlapping = (
-        crew.run("rank_low_memory:train", size=2, weights=weights, optimizer=optimizer, overlap=overlap)
-        for overlap in (False, True)
-    )
-
-    assert_bitwise(overlapping, plain)
-
-
 @needs_grad_dtype
 def test_sizes_are_remembered_for_each_kind_of_weights(tmp_path, monkeypatch):
     monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path))

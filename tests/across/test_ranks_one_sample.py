@@ -70,14 +70,6 @@ def test_samples_that_cannot_be_sent_are_told(crew):
     assert "the samples of this loader cannot be sent to other ranks" in first["said"]
 
 
-@pytest.mark.parametrize("loss", ["tokens", "own"])
-def test_gradients_that_are_on_their_way_wait_for_the_answer(crew, loss):
-    expected = alone(LENGTHS, 2, loss=loss)
-
-    for found in crew.run("rank_single:train", LENGTHS, loss, size=2, overlap=True):
-        torch.testing.assert_close(found["parameters"], expected, **EXACT)
-
-
 def test_each_of_several_losses_is_asked(crew):
     expected = alone(LENGTHS, 2, loss="several")
 

@@ -141,7 +141,6 @@ def test_without_options_the_jobs_own_arguments_reach_fit(invoke, recipe, given)
         ("--resume", "yes", "resume", True),
         ("--resume", "no", "resume", False),
         ("--target-tokens", "400", "target_tokens", 400),
-        ("--order", "length", "order", "length"),
         ("--memory", "auto", "memory", ["auto"]),
     ],
 )
@@ -152,7 +151,7 @@ def test_an_option_replaces_what_the_job_says(invoke, recipe, given, option, tex
     assert type(given[name]) is type(value)
 
 
-@pytest.mark.parametrize("name", ["shard", "overlap", "noise_scale"])
+@pytest.mark.parametrize("name", ["shard", "noise_scale"])
 def test_a_switch_replaces_what_the_job_says(invoke, recipe, given, name):
     invoke("fit", recipe)
     without = given[name]
@@ -261,7 +260,6 @@ def test_json_is_one_document_with_the_documented_keys(invoke, recipe):
     assert (document["steps"], document["samples"]) == (3, 48)
     assert document["plan"] == {
         "target_batch": 16,
-        "counts": "samples",
         "micro_batches": [16],
         "micro_batch": 16,
         "accum_steps": 1,

@@ -79,11 +79,6 @@ class Record:
     inputs: torch.Tensor
 
 
-@dataclass(slots=True)
-class SlottedRecord:
-    inputs: torch.Tensor
-
-
 def numbered(samples, start=0, width=2):
     """Samples that tell which they are: row i is filled with start + i."""
     return torch.arange(start, start + samples).unsqueeze(1).expand(samples, width).clone()
@@ -257,10 +252,9 @@ def test_tensors_of_unequal_first_size_are_refused_with_their_shapes(batch, shap
         (lambda: rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(2, 2)]), "PackedSequence"),
         (lambda: rnn.pack_sequence([torch.zeros(4, 2)]), "PackedSequence"),
         (lambda: Record(torch.zeros(4)), "Record"),
-        (lambda: SlottedRecord(torch.zeros(4)), "SlottedRecord"),
         (lambda: types.SimpleNamespace(boxes=[torch.zeros(4)]), "SimpleNamespace"),
     ],
-    ids=["coo", "csr", "packed", "packed alone", "dataclass", "dataclass in slots", "namespace"],
+    ids=["coo", "csr", "packed", "packed alone", "dataclass", "namespace"],
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_what_cannot_be_cut_is_refused_by_its_kind(make, name):
@@ -610,20 +604,3 @@ def test_dataset_that_yields_batches_itself_is_a_loader():
             return iter([torch.zeros(4, 2)])
 
     assert [len(window) for window in autoaccum.windows(Batches(), 2)] == [2, 2]
-
-
-def test_window_in_another_order_is_one_batch_of_the_same_samples():
-    batches = [
-        {"x": torch.arange(3.0)[:, None], "n": np.arange(3), "name": ["a", "b", "c"], "t": 0.5},
-        {"x": torch.arange(3.0, 5.0)[:, None], "n": np.arange(3, 5), "name": ["d", "e"], "t": 0.5},
-    ]
-    window = Window(batches)
-
-    found = window.reordered(torch.tensor([4, 0, 2, 1, 3]))
-
-    (batch,) = found
-    assert found.samples == 5
-    assert batch["x"].flatten().tolist() == batch["n"].tolist() == [4, 0, 2, 1, 3]
-    assert batch["name"] == ["e", "a", "c", "b", "d"]
-    assert batch["t"] == 0.5
-    assert torch.equal(window.cut(0, 5)["x"].flatten(), torch.arange(5.0))

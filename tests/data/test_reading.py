@@ -30,7 +30,6 @@ def boxes(number, each=2):
         ((torch.rand(4, *IMAGE), boxes(4)), 4),
         ({"pixel_values": torch.rand(4, *IMAGE), "labels": boxes(4)}, 4),
         (BatchEncoding({"pixel_values": torch.rand(4, *IMAGE), "labels": boxes(4)}), 4),
-        ((images(5), [0, 1, 0, 1, 1]), 5),
     ],
     ids=[
         "images with dictionaries",
@@ -40,7 +39,6 @@ def boxes(number, each=2):
         "stacked images with dictionaries",
         "mapping",
         "BatchEncoding",
-        "images and numbers",
     ],
 )
 def test_list_beside_targets_of_its_length_holds_samples(batch, samples):
@@ -89,6 +87,8 @@ def test_what_default_collate_makes_is_read_by_its_first_dimension(samples):
         ((images(3), torch.zeros(3)), 3, 3),
         ((images(5), torch.zeros(5)), 5, 3),
         ((images(5), images(5, 3, 8, 8)), 5, 3),
+        ((images(5), [0, 1, 0, 1, 1]), 5, 3),
+        ([{"image": image} for image in images(9)], 9, 3),
     ],
     ids=[
         "images",
@@ -102,6 +102,8 @@ def test_what_default_collate_makes_is_read_by_its_first_dimension(samples):
         "as many images as channels",
         "images with labels",
         "images and masks",
+        "images and numbers",
+        "many dictionaries",
     ],
 )
 def test_list_that_can_be_read_both_ways_is_refused_with_both_readings(batch, samples, fields):

@@ -250,59 +250,6 @@ def test_method_that_takes_other_arguments_is_refused(name, function, called):
         autoaccum.windows(["abc"], 2, split=split)
 
 
-class Pairs:
-    """Inputs and targets, both along the first dimension."""
-
-    def count(self, batch):
-        return len(batch[0])
-
-    def cut(self, batch, sizes):
-        return list(zip(*(torch.split(one, sizes) for one in batch), strict=True))
-
-    def join(self, batches):
-        return tuple(map(torch.cat, zip(*batches, strict=True)))
-
-
-class FirstOnly(Pairs):
-    def cut(self, batch, sizes):
-        return [tuple(one[:size] for one in batch) for size in sizes]
-
-
-@pytest.mark.parametrize(("start", "stop"), [(0, 2), (2, 4), (4, 6)])
-def test_cut_that_returns_the_first_samples_every_time_is_refused(start, stop):
-    with pytest.raises(InvalidInputError, match=r"split=FirstOnly: cut.*begin at the same place"):
-        Window([(torch.zeros(6, 2), torch.zeros(6))], FirstOnly()).cut(start, stop)
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        (torch.zeros(6, 2), torch.zeros(6)),
-        (torch.zeros(6, 2), torch.zeros(1).expand(6)),
-        (torch.zeros(1, 1).expand(6, 2), torch.zeros(1).expand(6)),
-        (torch.zeros(6, 0), torch.zeros(6, 0)),
-    ],
-)
-def test_consecutive_parts_are_never_taken_for_the_same(batch):
-    window = Window([batch], Pairs())
-
-    for start in range(0, 6, 2):
-        assert window.cut(start, start + 2)[0].shape[0] == 2
-
-
-def test_what_parts_share_beside_their_samples_is_no_reason_to_refuse_them():
-    shared = torch.zeros(6)
-
-    class Beside(Pairs):
-        def cut(self, batch, sizes):
-            return [(part, shared) for part in torch.split(batch[0], sizes)]
-
-        def join(self, batches):
-            return torch.cat([part for part, _ in batches]), shared
-
-    assert Window([(torch.zeros(6, 2), shared)], Beside()).cut(2, 4)[0].shape == (2, 2)
-
-
 def test_collator_that_fails_on_collated_tensors_says_what_the_loader_should_do():
     batch = [torch.zeros(6, 2), torch.zeros(6)]
 

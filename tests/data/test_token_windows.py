@@ -2,13 +2,15 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import autoaccum
-from autoaccum._data.token_windows import TokenTarget, stream_of_tokens
+from autoaccum._data.splits import piece_of
+from autoaccum._data.token_windows import stream_of_tokens, tokens_of
 from autoaccum.errors import InvalidInputError
 from ragged import padded, texts
 
@@ -19,11 +21,10 @@ def batches_of(lengths, size):
 
 
 def windows_of(batches, tokens, **options):
-    counter = options.pop("counter", None)
-    return list(stream_of_tokens(batches, TokenTarget(tokens, counter), **options))
+    return list(stream_of_tokens(batches, tokens, **options))
 
 
-def tokens_of(window):
+def labels_of(window):
     return [int((row != -100).sum()) for batch in window for row in batch["labels"]]
 
 
@@ -33,7 +34,7 @@ def tokens_of(window):
     target=st.integers(1, 120),
 )
 def test_no_other_end_of_a_window_is_nearer_to_its_target(lengths, size, target):
-    windows = [tokens_of(window) for window in windows_of(batches_of(lengths, size), target)]
+    windows = [labels_of(window) for window in windows_of(batches_of(lengths, size), target)]
 
     assert [count for window in windows for count in window] == lengths
     for window, after in itertools.pairwise(windows):
@@ -46,80 +47,88 @@ def test_no_other_end_of_a_window_is_nearer_to_its_target(lengths, size, target)
 def test_last_window_that_ends_early_is_left_out_on_demand():
     batches = batches_of([5, 5, 5, 5, 5], 2)
 
-    assert [sum(tokens_of(window)) for window in windows_of(batches, 10)] == [10, 10, 5]
-    assert [sum(tokens_of(window)) for window in windows_of(batches, 10, drop_last=True)] == [10, 10]
+    assert [sum(labels_of(window)) for window in windows_of(batches, 10)] == [10, 10, 5]
+    assert [sum(labels_of(window)) for window in windows_of(batches, 10, drop_last=True)] == [10, 10]
 
 
 def test_last_samples_of_which_nothing_counts_are_no_window():
     batches = [padded(texts(4, 6)), padded(texts(3, 3))]
     batches[1]["labels"][:] = -100
 
-    assert [window.samples for window in stream_of_tokens(batches, TokenTarget(10))] == [2]
+    assert [window.samples for window in stream_of_tokens(batches, 10)] == [2]
 
 
 def test_first_samples_are_skipped():
     batches = batches_of([5, 6, 7, 8], 4)
 
-    assert [tokens_of(window) for window in windows_of(batches, 15, skip=1)] == [[6, 7], [8]]
+    assert [labels_of(window) for window in windows_of(batches, 15, skip=1)] == [[6, 7], [8]]
 
 
 def test_sample_above_the_target_is_a_window():
-    assert [tokens_of(window) for window in windows_of(batches_of([50, 2, 3], 3), 5)] == [[50], [2, 3]]
+    assert [labels_of(window) for window in windows_of(batches_of([50, 2, 3], 3), 5)] == [[50], [2, 3]]
 
 
-def test_labels_are_counted_before_the_mask_and_a_function_before_both():
+def test_labels_are_counted_before_the_mask_and_that_before_elements():
     batch = padded(texts(4, 6))
     batch["labels"][:, :2] = -100
 
-    def counted(**options):
-        return TokenTarget(1, **options).counts(autoaccum.Along(0).piece(batch))
-
-    assert counted() == [2, 4]
-    assert counted(counter=lambda batch: batch["attention_mask"].sum(1)) == [4, 6]
+    assert tokens_of(piece_of(batch, None)) == [2, 4]
     del batch["labels"]
-    assert counted() == [4, 6]
+    assert tokens_of(piece_of(batch, None)) == [4, 6]
     del batch["attention_mask"]
-    assert counted(lengths=lambda batch: [3, 5]) == [3, 5]
-    with pytest.raises(InvalidInputError, match=r"pass tokens=, a function of a batch"):
-        counted()
+    assert tokens_of(piece_of(batch, None)) == [6, 6]
+
+
+def test_labels_that_are_one_for_each_sample_are_no_tokens():
+    batch = padded(texts(4, 6)) | {"labels": torch.tensor([1, 2])}
+
+    assert tokens_of(piece_of(batch, None)) == [4, 6]
 
 
 def test_targets_of_a_pair_are_counted():
     targets = torch.tensor([[1, 2, -100], [1, -100, -100]])
 
-    assert TokenTarget(1).counts(autoaccum.Along(0).piece((torch.zeros(2, 3), targets))) == [2, 1]
+    assert tokens_of(piece_of((torch.zeros(2, 3), targets), None)) == [2, 1]
 
 
-def test_samples_of_lists_are_counted_one_by_one():
-    samples = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [1], "labels": [1]}]
-    split = autoaccum.ListOfSamples(list)
+def test_time_first_batches_are_counted_along_their_dimension():
+    batch = {name: tensor.T for name, tensor in padded(texts(4, 6)).items()}
 
-    (window,) = stream_of_tokens([samples], TokenTarget(10), split=split)
-
-    assert window.samples == 2
-    assert TokenTarget(1).counts(window.spans[0].piece) == [2, 1]
+    assert tokens_of(piece_of(batch, autoaccum.Along(1))) == [4, 6]
 
 
-@pytest.mark.parametrize("sample", [lambda ids: ids, lambda ids: {"input_ids": ids}, lambda ids: (ids, 1), list])
-def test_samples_of_lists_without_labels_count_as_long_as_they_are(sample):
-    samples = [sample(torch.ones(length)) for length in (3, 1)]
-
-    (window,) = stream_of_tokens([samples], TokenTarget(10), split=autoaccum.ListOfSamples(list))
-
-    assert TokenTarget(1).counts(window.spans[0].piece) == [3, 1]
-
-
-@pytest.mark.parametrize("found", [[1], [1, -1], None, ["a", "b"], torch.zeros(3), [2.7, 1], [float("inf"), 1], "12"])
-def test_counts_that_cannot_be_are_refused(found):
-    with pytest.raises(InvalidInputError, match=r"tokens= gave .* for a batch of 2 samples"):
-        windows_of([padded(texts(4, 6))], 5, counter=lambda batch: found)
+LISTS = {
+    "labels": ({"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [1], "labels": [1]}, [2, 1]),
+    "mask": ({"input_ids": [1, 2], "attention_mask": [1, 0]}, {"input_ids": [1], "attention_mask": [1]}, [1, 1]),
+    "class": ({"input_ids": [1, 2], "labels": 4}, {"input_ids": [1], "labels": 0}, [2, 1]),
+    "tensors": ({"image": torch.ones(3, 2, 2), "n": 1}, {"image": torch.ones(3, 1, 1), "n": 1}, [12, 3]),
+    "arrays": (np.ones((2, 3)), np.ones(4), [6, 4]),
+    "tuples": ((torch.ones(3), 1), (torch.ones(1), 0), [3, 1]),
+    "numbers": ([1, 2, 3], [1], [3, 1]),
+}
 
 
-def test_windows_of_tokens_for_a_loop_are_in_order_of_length():
-    first, second = autoaccum.windows(batches_of([2, 5, 4, 6, 3], 2), target_tokens=12)
+@pytest.mark.parametrize(("one", "other", "tokens"), LISTS.values(), ids=LISTS)
+def test_samples_of_lists_are_counted_one_by_one(one, other, tokens):
+    assert tokens_of(piece_of([one, other], autoaccum.ListOfSamples(list))) == tokens
 
-    assert first.lengths == (5, 4, 2)
-    assert second.lengths == (6, 3)
+
+class Whole:
+    """Cuts batches of which nothing is known."""
+
+    def count(self, batch):
+        return 2
+
+    def cut(self, batch, sizes):
+        return [batch] * len(sizes)
+
+    def join(self, batches):
+        return batches[0]
+
+
+def test_batches_that_do_not_tell_their_samples_are_refused():
+    with pytest.raises(InvalidInputError, match="cannot tell the tokens of each sample in a str"):
+        windows_of(["a batch"], 5, split=Whole())
 
 
 @pytest.mark.parametrize(
@@ -129,11 +138,6 @@ def test_windows_of_tokens_for_a_loop_are_in_order_of_length():
         ({"target_batch": 4, "target_tokens": 10}, "two targets of one update"),
         ({"target_tokens": 0}, "target_tokens must be"),
         ({"target_tokens": 1.5}, "target_tokens must be"),
-        ({"target_batch": 4, "tokens": len}, "tokens= counts for target_tokens="),
-        ({"target_batch": 4, "lengths": "lengths"}, "pass order='length' as well"),
-        ({"target_batch": 4, "order": "size"}, "order='size'"),
-        ({"target_tokens": 4, "tokens": 3}, "tokens=3"),
-        ({"target_tokens": 4, "lengths": 3}, "lengths=3"),
     ],
 )
 def test_targets_that_cannot_be_are_refused(given, told):

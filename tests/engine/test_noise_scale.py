@@ -10,12 +10,10 @@ from torch.nn import functional
 
 import autoaccum
 from autoaccum._data.batches import Window, as_window
-from autoaccum._data.by_length import ByLength
 from autoaccum._engine.noise_scale import NoiseScale, Spread, shuffled
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 from faults import FailAt
-from ragged import padded, texts
 
 D = 12
 MEAN = torch.full((D,), 0.3, dtype=torch.float64)
@@ -306,16 +304,14 @@ def test_what_cannot_be_is_refused(wrong):
         runner_of(Distance(), autoaccum.plan(4, 2), LOSSES["mean"], noise_scale=wrong, **options)
 
 
-def test_samples_that_are_taken_by_length_are_measured_in_random_order():
-    each = texts(9, 7, 5, 3, 2, 8, 4, 6)
-    window = ByLength.of(Window([padded(each)], None))
+def test_samples_of_lists_are_measured_in_random_order():
+    window = Window([list("abcd"), list("efgh")], autoaccum.ListOfSamples("".join))
 
-    found = shuffled(window, 1)
+    found = shuffled(window, 1).cut(0, 8)
 
-    assert sorted(found.indices) == list(range(8))
-    assert found.lengths != tuple(sorted(found.lengths, reverse=True))
-    assert shuffled(window, 1).indices == found.indices
-    assert shuffled(window, 2).indices != found.indices
+    assert sorted(found) == list("abcdefgh") != list(found)
+    assert shuffled(window, 1).cut(0, 8) == found
+    assert shuffled(window, 2).cut(0, 8) != found
 
 
 def test_summary_of_a_target_in_tokens_compares_with_the_samples_of_an_update():

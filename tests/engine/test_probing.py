@@ -337,3 +337,19 @@ def test_operator_that_the_processor_may_not_have_is_named(precision, advised):
 
     said = "try float32, since this processor may have no such operator in bf16"
     assert (said in str(caught.value)) == advised
+
+
+def test_of_a_list_of_samples_the_largest_are_tried_first():
+    widths = []
+
+    class Pooled(torch.nn.Linear):
+        def forward(self, rows):
+            widths.append(rows.shape[1])
+            return super().forward(rows.mean(1, keepdim=True)).square().mean()
+
+    samples = [torch.rand(length) for length in (2, 9, 4)]
+    split = autoaccum.ListOfSamples(lambda some: torch.nn.utils.rnn.pad_sequence(some, batch_first=True))
+
+    find(Pooled(1, 1), samples, "1GiB", split=split, max_micro_batch=2, optimizer=sgd)
+
+    assert set(widths[-2:]) == {9}

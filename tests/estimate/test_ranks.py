@@ -41,8 +41,7 @@ def test_a_rank_with_the_whole_model_holds_a_bucket_or_all_gradients_again(trace
     gradients = bytes_of(step, Category.GRADIENTS)
 
     assert gradients > 25 * MIB
-    assert in_buckets(step, overlap=False).peak().live_bytes == alone + 25 * MIB
-    assert in_buckets(step, overlap=True).peak().live_bytes == alone + gradients
+    assert in_buckets(step).peak().live_bytes == alone + 25 * MIB
 
 
 def test_a_small_model_needs_no_larger_bucket_than_its_gradients():
@@ -50,7 +49,7 @@ def test_a_small_model_needs_no_larger_bucket_than_its_gradients():
         4
     )
 
-    assert in_buckets(small, overlap=False).peak().live_bytes - small.peak().live_bytes == 4 * (8 * 2 + 2)
+    assert in_buckets(small).peak().live_bytes - small.peak().live_bytes == 4 * (8 * 2 + 2)
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])

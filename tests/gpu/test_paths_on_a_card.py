@@ -19,7 +19,6 @@ from autoaccum._loss import stand_ins
 from autoaccum._memory import backend_for
 from autoaccum._system.notices import Notices
 from autoaccum.errors import DeviceMissingError, SavingRefusedError
-from crew import Crew
 from faults import FailAt
 from helpers import assert_bitwise
 from launches import Launches
@@ -279,22 +278,6 @@ def test_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_where_the_undisturb
     train(tmp_path / "parts", 2)
 
     assert_bitwise(train(tmp_path / "parts", 4), expected)  # dropout draws from the card's generator
-
-
-def test_gradients_that_are_sent_while_others_are_made_add_up_to_the_same():
-    """Two ranks share the card, since gloo lets them; NCCL takes a card for each."""
-    options = {"size": 2, "device": "cuda:0", "target_batch": 8, "micro_batch": 2, "shard": True, "shares": "speed"}
-    crew = Crew(2)
-    try:
-        early, late = (crew.run("overlap_training:trained", "train", overlap=one, **options) for one in (True, False))
-    finally:
-        crew.close()
-
-    assert early[0]["in_backward"] > 0
-    assert late[0]["in_backward"] == 0
-    assert_bitwise(early[1]["parameters"], early[0]["parameters"])
-    for one, other in zip(early[0]["parameters"], late[0]["parameters"], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 def test_nan_is_named_with_its_step(capsys):

@@ -233,57 +233,6 @@ def test_callbacks_are_called_as_without(tmp_path):
     assert calls(cut()) == calls(Trainer)
 
 
-# --- padding ----------------------------------------------------------------------------------------------------------
-
-
-def lengths_seen(monkeypatch, name, **options):
-    seen = []
-    model = model_of(name)
-    forward = type(model).forward
-
-    def watching(self, *args, **kwargs):
-        if self.training:
-            seen.append(tuple(kwargs["input_ids"].shape))
-        return forward(self, *args, **kwargs)
-
-    watching.__wrapped__ = forward
-    monkeypatch.setattr(type(model), "forward", watching)
-    return model, seen
-
-
-@pytest.mark.parametrize("trims", [True, False])
-def test_each_micro_batch_is_as_long_as_its_own_longest_row(tmp_path, monkeypatch, trims):
-    model, seen = lengths_seen(monkeypatch, "gpt2")
-    ours = trained(cut(trim_padding=trims), tmp_path, model=model, samples=12)
-
-    shapes = seen[-3:]
-    longest = max(len(row["input_ids"]) for row in rows_of("gpt2", 12))
-    assert sum(rows for rows, _ in shapes) == 12
-    assert (len({length for _, length in shapes}) > 1) is trims
-    assert max(length for _, length in shapes) == longest
-    assert ours.autoaccum.last_backward.samples == 12
-
-
-def test_padding_stays_where_the_loss_depends_on_it(tmp_path):
-    class MeanOfAll(nn.Module):
-        """Averages over padding, too."""
-
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.embedding, self.head = nn.Embedding(40, 8).double(), nn.Linear(8, 3).double()
-
-        def forward(self, input_ids, attention_mask, labels):
-            logits = self.head(self.embedding(input_ids).mean(dim=1))
-            return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
-
-    notices = Notices(silent=True)
-    ours = trained(cut(notices=notices), tmp_path, "bert for rows", model=MeanOfAll())
-
-    assert any("depends on its padding" in text for text in notices.texts)
-    assert_same(ours, trained(Trainer, tmp_path, "bert for rows", model=MeanOfAll()))
-
-
 # --- memory that runs out ---------------------------------------------------------------------------------------------
 
 
@@ -461,7 +410,6 @@ def test_anything_but_a_trainers_class_is_refused(tmp_path):
         {"loss_reduction": "max"},
         {"batchnorm": "none"},
         {"split": 1},
-        {"trim_padding": "no"},
         {"callbacks": [print]},
         {"notices": print},
         {"memory_limit": "much"},

@@ -84,7 +84,6 @@ def test_the_keys_of_each_event_are_the_documented_ones(path, log):
             "event": "plan",
             "step": 1,
             "target_batch": 100,
-            "counts": "samples",
             "micro_batches": [34, 33, 33],
             "micro_batch": 34,
             "accum_steps": 3,
