@@ -305,10 +305,8 @@ class ShardedDataParallel(DataParallel):
         if objective.needs_check(asked, sizes, is_part=True, is_due=is_due):
             self.begin_pass()
             step.stage.phase = Phase.WEIGH
-            self._mark.take()
             # Backward passes of shards would reduce gradients: the values and weights of the samples have to do.
-            objective.check(asked, sizes, step.transfer.place, step.precision.autocast)
-            self._mark.restore()
+            objective.check(asked, sizes, step.transfer.place, self._mark, step.precision.autocast)
             self.end_pass()
 
     def _share_of(self, window: Window) -> Share:

@@ -177,9 +177,8 @@ class CarefulPath:
             return  # or determined together with the others
         samples = self.peers.samples_to_try or window
         at.size = None if step.objective.tries_several else 1  # if that does not fit, nothing does
-        self._before_trying.take()
-        step.objective.check(samples, sizes, step.transfer.place, step.precision.autocast, step.parameters)
-        self._before_trying.restore()
+        mark = self._before_trying
+        step.objective.check(samples, sizes, step.transfer.place, mark, step.precision.autocast, step.parameters)
         at.size = None
 
     def _weigh(self, window: Window, sizes: tuple[int, ...], share: SharedWeights | None) -> list[Factors]:

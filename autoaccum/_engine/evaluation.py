@@ -293,9 +293,8 @@ class Evaluator:
         step = self._step
         halves = balanced(window.samples, math.ceil(window.samples / 2))
         if step.objective.needs_check(window, halves, is_part=False, is_due=False):
-            self._savepoint.take()
-            step.objective.check(window, halves, step.transfer.place, step.precision.autocast, step.parameters)
-            self._savepoint.restore()
+            mark = self._savepoint.like_it()
+            step.objective.check(window, halves, step.transfer.place, mark, step.precision.autocast, step.parameters)
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:

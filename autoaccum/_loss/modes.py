@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -15,6 +15,20 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch import nn
+
+    from autoaccum._data.random_state import RandomState
+
+
+class Mark(Protocol):
+    """Saves and restores what passes change."""
+
+    random: RandomState
+
+    def take(self) -> None:
+        """Save the state."""
+
+    def restore(self) -> None:
+        """Restore it."""
 
 
 class Modes:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from autoaccum._data.pieces import Split
     from autoaccum._loss.loss_check import TermForm
     from autoaccum._loss.loss_weights import Factors, Slot
+    from autoaccum._loss.modes import Mark
     from autoaccum._system.notices import Notices
 
 CALLS_USER_CODE = True  # for own_code.raised_here
@@ -264,17 +265,19 @@ class Objective:
         window: Window,
         sizes: Sequence[int],
         place: Callable[[Any], Any],
+        mark: Mark,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         parameters: Sequence[nn.Parameter] = (),
     ) -> None:
         """Try the losses on a few samples of a window, and learn how they weigh samples.
 
-        What forward passes change has to be restored afterwards. If memory runs out, the next call tries half as many.
+        What forward passes change is as before afterwards. If memory runs out, the next call tries half as many.
 
         Args:
             window: The window.
             sizes: The micro-batch sizes.
             place: Moves a batch to the device.
+            mark: Taken and restored here.
             autocast: Returns the context that the model runs in.
             parameters: The parameters whose gradients are compared.
 
@@ -284,14 +287,16 @@ class Objective:
         most, self._most = self._most, self._most // 2
         weights, telling = self.weights, self.weights.is_ambiguous(window, sizes)
         casts = not isinstance(autocast(), nullcontext)
-        trial = TrialLosses(self, place, autocast, casts=casts, parameters=parameters)
+        trial = TrialLosses(self, place, mark, autocast, casts=casts, parameters=parameters)
         self._modes = Modes(self.modules)
         eager.take()
+        mark.take()
         try:
             forms = trial.forms(window, most, telling) if most > 1 else None
             is_checked = forms is not None
             forms = trial.unchecked(window) if forms is None else forms
         finally:
+            mark.restore()
             self.put_back_modes()
             self.nodes.clear()
         forms = {name: [self._without_scale(form, window) for form in of_name] for name, of_name in forms.items()}

@@ -160,16 +160,14 @@ class _Weights:
         if objective.needs_check(window, halves, is_part=False, is_due=False):
             for is_last in (False, False, True):  # each tries fewer samples
                 try:
-                    self._mark.take()
-                    objective.check(window, halves, step.transfer.place, step.precision.autocast)
+                    objective.check(window, halves, step.transfer.place, self._mark, step.precision.autocast)
                 except Exception as error:
                     if is_last or not is_oom(error):
                         raise
                     let_go(error)
                 else:
                     break
-                finally:
-                    self._mark.restore()
+                step.memory.release()
         parts = [window.part(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
         return [objective.weights.of_samples(_LOSS, part) for part in parts]
 
