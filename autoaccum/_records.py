@@ -212,6 +212,7 @@ class StepReport(_Losses):
             twice count twice, so this can exceed `samples`.
         noise_scale: The gradient noise scale in samples, averaged over the windows measured so far; None in a window
             that was not measured, and where it cannot be measured (docs/batch-size.md).
+        warnings: What was said, in this window, of gradients that may differ from that of the whole batch.
         device_losses: The terms of `loss` by name, as all `device_` attributes perhaps still on the device.
         device_grad_norm: As `grad_norm`.
         device_reported: The values that are only reported, by name.
@@ -231,6 +232,7 @@ class StepReport(_Losses):
     device_reported: Mapping[str, DeviceScalar] = field(default_factory=dict, repr=False)
     device_learning_rates: tuple[DeviceScalar | None, ...] = field(default=(), repr=False)
     noise_scale: float | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def grad_norm(self) -> float | None:
@@ -263,6 +265,7 @@ class BackwardReport(_Losses):
     device_losses: Mapping[str, DeviceScalar] = field(repr=False)
     device_reported: Mapping[str, DeviceScalar] = field(repr=False)
     outputs: tuple[Any, ...] = field(default=(), repr=False)
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +348,7 @@ class FitResult:
             could not be, measured (docs/batch-size.md).
         time_spent: What the call did besides computing its updates once.
         memory: What saved memory in the last window, as the argument `memory` names it; empty for nothing.
+        warnings: What was said of gradients that may differ from those of whole windows (`LossWarning`).
     """
 
     steps: int
@@ -361,6 +365,7 @@ class FitResult:
     noise_scale: float | None = None
     time_spent: TimeSpent = TimeSpent()
     memory: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def last_loss(self) -> float | None:

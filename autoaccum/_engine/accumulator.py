@@ -154,6 +154,7 @@ class GradientAccumulator:
             device_losses={name: DeviceScalar(parts) for name, parts in reduced.losses.items()},
             device_reported={name: DeviceScalar(value) for name, value in reduced.reported.items()},
             outputs=outputs,
+            warnings=engine.warnings(),
         )
 
     def known(self, batch: Any) -> Window | None:

@@ -246,6 +246,7 @@ class WindowRunner:
             device_learning_rates=self._now.rates,
             device_grad_norm=None if reduced.grad_norm is None else DeviceScalar(reduced.grad_norm),
             noise_scale=noise,
+            warnings=engine.warnings(),
         )
 
     def _raise_as_update_complete(self, error: BaseException) -> None:

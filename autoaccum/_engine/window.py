@@ -117,6 +117,7 @@ class Engine:
             takes_whole=self._takes_whole,
             noise=noise,
         )
+        self._warnings = 0  # that were reported
         self.lacks: list[MemoryEvent] = []
         self.has_lost_parameters = False
         self.at = Progress()
@@ -483,6 +484,14 @@ class Engine:
     @size.setter
     def size(self, size: int | None) -> None:
         self.at.size = size
+
+    def warnings(self) -> tuple[str, ...]:
+        """Return what was said of the loss since the last call."""
+        said = self._step.objective.weights.warnings
+        if len(said) == self._warnings:
+            return ()
+        new, self._warnings = said[self._warnings :], len(said)
+        return tuple(new)
 
     @property
     def peak_bytes(self) -> int | None:

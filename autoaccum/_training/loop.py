@@ -262,6 +262,7 @@ class Training:
             stopped=self._progress.stopped,
             noise_scale=None if self._noise is None else self._noise.samples,
             memory=self._lifecycle.memory,
+            warnings=tuple(self._step.objective.weights.warnings),
             time_spent=TimeSpent(
                 self._search_s,
                 self._recomputation_s,
