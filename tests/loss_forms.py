@@ -13,7 +13,7 @@ A form is a model, what of a window the loader gives, and the loss of it. `allow
 import functools
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -250,6 +250,8 @@ class Form:
         precision: As `Runner` takes it.
         lr: The learning rate.
         tolerance: How far the training may be from the plain loop, relative to how far that came.
+        mixes: Whether one number mixes terms with divisors of their own, so that its reported value, which weighs
+            micro-batches by their samples, is close to that of the whole and not the same.
     """
 
     allowed: str
@@ -262,6 +264,7 @@ class Form:
     precision: str = "fp32"
     lr: float = 0.01
     tolerance: float = 1e-9
+    mixes: bool = False
 
     def raw(self, model, batch):
         """What the loss returns."""
@@ -747,7 +750,7 @@ FORMS |= {
     ),
     "retinanet": Form("exact or refused", retinanet),
     "faster r-cnn": Form("exact", faster_rcnn),
-    "detr": Form("exact or warned or late", detr),
+    "detr": Form("exact or warned or late or refused", detr),
     "fcos": Form(
         "exact or warned or late",
         lambda o, b: {
@@ -853,3 +856,9 @@ FORMS |= {
         Autoencoder,
     ),
 }
+MIXED = [
+    *("stack of two means, mean", "ce + L2 of weights", "ce + mse", "divided by what is learnt", "ce + mean square"),
+    *("ce + mean square + L2", "ce + a sum", "masked mean + mean of some", "three divisors", "z-loss", "dpo + sft"),
+    *("orpo", "distillation"),
+]
+FORMS |= {name: replace(FORMS[name], mixes=True) for name in MIXED}

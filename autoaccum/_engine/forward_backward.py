@@ -211,6 +211,8 @@ class GradientStep:
             if value is not None:
                 # As it is now: without a factor it may be a buffer that the next micro-batch overwrites.
                 seen = value.detach().clone() if value is term.value and not factors.alone else value.detach()
+                if term.has_nothing:
+                    seen = seen.nan_to_num()
                 into.losses.setdefault(term.name, LossSum([])).add(seen)
                 weighted.append(value)
         if has_reported:

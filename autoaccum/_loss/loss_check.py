@@ -185,8 +185,12 @@ class _only:  # noqa: N801 - used as a context, like `closing`
     """Lets the gradient of a single term pass."""
 
     def __init__(self, terms: Sequence[ReadTerm], number: int) -> None:
-        others = [term.node for place, term in enumerate(terms) if place != number] if len(terms) > 1 else []
-        self._handles = [node.register_prehook(_nothing) for node in others if not hasattr(node, "variable")]
+        others = [term for place, term in enumerate(terms) if place != number] if len(terms) > 1 else []
+        # At both ends, since a division by 0 between them makes NaN of 0.
+        nodes = [node for term in others for node in (term.node, term.end) if node is not terms[number].end]
+        self._handles = [
+            node.register_prehook(_nothing) for node in nodes if node is not None and not hasattr(node, "variable")
+        ]
 
     def __enter__(self) -> None:
         pass

@@ -69,6 +69,7 @@ class Factors:
         weight: What a loss is divided by if its graph does not say so; None if it does.
         pairs: For the sums of (sum, weight) pairs whose total is known, by name.
         terms: For each term of a loss that has divisors of its own, by name.
+        units: What the first loss is divided by, in units of what a sample had when losses were checked.
         expected: What these terms are divided by, as each count of the batch that may be meant says.
     """
 
@@ -79,6 +80,7 @@ class Factors:
     pairs: dict[str, float] = field(default_factory=dict)
     terms: dict[str, list[float]] = field(default_factory=dict)
     expected: dict[Slot, dict[Count, float]] = field(default_factory=dict)
+    units: Any = None
 
     def times(self, number: float) -> Factors:
         """Return these factors multiplied by a number."""
@@ -124,9 +126,11 @@ class LossWeights:
         self._pairs: set[str] = set()  # names of (sum, weight) pairs
         self._provisional: dict[str, float] = {}  # about what each loss is divided by in this window
         self._vectors: set[str] = set()  # names of losses for each sample
+        self._are_apart = False  # whether divisors that were proportional turned out not to be
         self._trusted: set[str] = set()  # names of losses of torch, which need no check
         # On the device, to be looked at a window later: divisors that may be clamped, and weights beside their counts.
         self._divisors: list[tuple[str, Tensor]] = []
+        self._proportional: list[tuple[str, Tensor]] = []
         self._counted_weights: list[tuple[Slot, Tensor, Mapping[Count, float]]] = []
 
     # --- what is known ------------------------------------------------------------------------------------------------
@@ -145,7 +149,8 @@ class LossWeights:
         if self._pairs:
             kinds.add(Common.DIVISOR)
         means = [form for form in forms if form.form is Form.MEAN]
-        if len(self._pairs) + bool(means) > 1 or not share_a_divisor(means) or len(kinds) > 1:
+        have_one = len(means) < len(("one", "another")) or (share_a_divisor(means) and not self._are_apart)
+        if len(self._pairs) + bool(means) > 1 or not have_one or len(kinds) > 1:
             return Common.NOTHING
         return kinds.pop() if kinds else self.said or Common.SAMPLES
 
@@ -526,9 +531,37 @@ class LossWeights:
         if term.over is Over.VECTOR or self.common is not Common.DIVISOR:
             return self._times(value, factors.usual)
         term.weight = self.weight_of(name, value, samples) if factors.weight is None else factors.weight
+        self._compare_units(name, term.weight, factors)
         if not isinstance(term.weight, Tensor) and not term.weight:
             return None
         return value * (term.weight * (factors.scale / self.provisional_total(name)))
+
+    def _compare_units(self, name: str, weight: Any, factors: Factors) -> None:
+        """Compare what a loss is divided by with the first loss of the micro-batch."""
+        each = self.forms[name][0].per_sample if len(self.forms) > 1 and name in self.forms else None
+        if each is None:
+            return
+        if factors.units is None:
+            factors.units = weight / each
+        else:
+            self._compare_with(name, weight, factors.units * each)
+
+    def _compare_with(self, name: str, weight: Any, expected: Any) -> None:
+        """Compare what a term is divided by with what the first one says.
+
+        Raises:
+            NotCheckedError: They are not proportional, as they were when they were checked.
+        """
+        if isinstance(weight, Tensor) or isinstance(expected, Tensor):
+            self._proportional.append((name, torch.as_tensor(weight - expected).abs() > _SAME_WEIGHT * abs(expected)))
+        elif abs(weight - expected) > _SAME_WEIGHT * abs(expected):
+            self._part(name)
+
+    def _part(self, name: str) -> None:
+        """Take the divisors of terms for unlike from now on, and begin the window again."""
+        self._are_apart = True
+        self._refuse_what_is_not_counted()
+        raise NotCheckedError(apart(name), is_known=True)
 
     def refuse_nothing(self, name: str, loss: Tensor) -> None:
         """Reject a window of one micro-batch in which nothing counts, if that can be seen without waiting.
@@ -561,8 +594,14 @@ class LossWeights:
         first = found[0]
         if forms is None or first.weight is None or (len(forms) != len(found) and name not in self._trusted):
             raise changed(name, forms, found)
+        if len(forms) > 1:
+            own, unit = _first_number(forms), first.weight
+            for one, form in zip(found[1:], forms[1:], strict=True):
+                self._compare_with(name, one.weight, unit * ((form.per_sample or 1.0) / own))
         divides = any(one.divides for one in found)
-        if first.divides and forms[0].may_be_clamped and samples > 1:
+        each = forms[0].counts.get(SAMPLES)
+        is_of_samples = each is not None and _is_same(first.weight, samples * each)
+        if first.divides and forms[0].may_be_clamped and not is_of_samples:
             if isinstance(first.divisor, Tensor):
                 self._divisors.append((name, first.divisor))
             elif first.divisor == 1.0:
@@ -589,6 +628,7 @@ class LossWeights:
             if factor != share:
                 one.node.register_prehook(_scaling(factor / share))
             if not factor and one.end is not None:  # a division by 0 makes NaN of 0
+                term.has_nothing = True
                 one.end.register_prehook(_nothing)
         return term.value * share
 
@@ -618,7 +658,7 @@ class LossWeights:
     @property
     def has_left(self) -> bool:
         """Whether something on the device is to be looked at."""
-        return bool(self._divisors or self._counted_weights)
+        return bool(self._divisors or self._counted_weights or self._proportional)
 
     def look_back(self) -> None:
         """Look at what was left on the device in the window before.
@@ -630,6 +670,9 @@ class LossWeights:
         for name in {name for name, _ in divisors}:
             if bool((torch.stack([one.reshape(()) for of_name, one in divisors if of_name == name]) == 1).any()):
                 self.warn(_clamp_text(name))
+        unlike, self._proportional = self._proportional, []
+        if unlike and bool(torch.stack([one.reshape(()) for _, one in unlike]).any()):
+            raise apart(unlike[0][0])
         weights, self._counted_weights = self._counted_weights, []
         for (name, _), weight, expected in weights:
             if not _is_same(float(weight), expected[min(expected)]):
@@ -637,7 +680,7 @@ class LossWeights:
 
     def forget_window(self) -> None:
         """Drop what was left on the device, since the window begins again."""
-        self._divisors, self._counted_weights = [], []
+        self._divisors, self._counted_weights, self._proportional = [], [], []
 
 
 def _common_of(form: TermForm) -> Common:
@@ -700,8 +743,8 @@ def _shares(count: Count, counted: Sequence[Mapping[Count, float]]) -> list[floa
     return [one[count] / total if total else 0.0 for one in counted]
 
 
-def _is_same(weight: float | None, expected: float) -> bool:
-    return weight is not None and abs(weight - expected) <= _SAME_WEIGHT * abs(expected)
+def _is_same(weight: Any, expected: float) -> bool:
+    return isinstance(weight, float) and abs(weight - expected) <= _SAME_WEIGHT * abs(expected)
 
 
 def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
@@ -722,6 +765,18 @@ def counted_otherwise(name: str, weight: float | None, expected: float) -> Inval
         f"loss {name!r} has a mean beside other terms that was divided by {weight:g}, where the batch counts "
         f"{expected:g}, as it did when the loss was checked; return its terms by name as (sum, weight) pairs"
     )
+
+
+def apart(name: str) -> InvalidInputError:
+    """Return the error for terms whose divisors were proportional when they were checked, and are not now."""
+    return InvalidInputError(
+        f"loss {name!r} has terms whose divisors had one ratio when they were checked, and have another now; return "
+        "them by name as (sum, weight) pairs"
+    )
+
+
+def _first_number(forms: Sequence[TermForm]) -> float:
+    return forms[0].per_sample or 1.0
 
 
 def changed(name: str, forms: Sequence[TermForm] | None, found: Sequence[ReadTerm]) -> NotCheckedError:
@@ -753,6 +808,6 @@ def scale_text(number: Path) -> str:
 
 def _clamp_text(name: str) -> str:
     return (
-        f"loss {name!r} divides by exactly 1 in a micro-batch of several samples, as max(1, n) does where n is 0: such "
-        "micro-batches then count too much; return the (sum, weight) pair with n itself"
+        f"loss {name!r} divides by exactly 1 in a micro-batch, as max(1, n) does where n is 0: such micro-batches then "
+        "count too much; return the (sum, weight) pair with n itself"
     )

@@ -24,6 +24,7 @@ class Term:
         value: Scalar tensor, with its graph: a mean or a sum over the micro-batch.
         over: `Over.VECTOR` or `Over.PAIR` if it has that form, else None.
         weight: The weight of a (sum, weight) pair.
+        has_nothing: Whether a part of it counts nothing, so that its value may be NaN where its gradient is not.
         is_reported: Whether it is only reported and not minimised; then its value has no graph.
     """
 
@@ -32,6 +33,7 @@ class Term:
     over: Over | None = None
     weight: Tensor | float | None = None
     is_reported: bool = False
+    has_nothing: bool = False
 
 
 def not_finite(losses: Mapping[str, float]) -> InvalidInputError:
