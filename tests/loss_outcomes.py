@@ -14,7 +14,7 @@ from loss_forms import WINDOWS
 
 # A warning is one of this category; until there is it, what a report lists counts alone.
 LOSS_WARNING = getattr(autoaccum.errors, "LossWarning", ())
-REMEDIES = re.compile(r"loss_reduction|\(sum, weight\)|loss_scope")
+REMEDIES = re.compile(r"division by 0|loss_reduction|\(sum, weight\)|loss_scope")
 
 
 def sgd(form, model):
