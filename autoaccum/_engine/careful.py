@@ -110,6 +110,7 @@ class CarefulPath:
             with closing(feed):
                 for place in order:
                     at.size, self._sizing.start, factor = sizes[place], starts[place], factors[before + place]
+                    step.objective.weights.start = starts[place]
                     self._one(feed, window, at.size, factor, given)
                     if measures_noise and first is None:
                         first = self._squared_norm()

@@ -233,6 +233,7 @@ class SteadyPath:
                 if is_whole:
                     weights.refuse_nothing(name, value)
                 elif divides:
+                    weights.start = at.done
                     weight = weights.weight_of(name, value, size)
                     found.append(weight)
                     share = weight / provisional

@@ -280,7 +280,8 @@ def forms_of(whole: Run, parts: Sequence[Run], again: Run | None, tolerance: flo
 def _form_of(number: int, whole: Run, parts: Sequence[Run], tolerance: float, *, is_random: bool) -> TermForm:
     """Return how one term is put together."""
     gradient, of_parts = whole.gradients[number], [part.gradients[number] for part in parts]
-    weight, weights = whole.weights[number], [part.weights[number] for part in parts]
+    weight: Any = whole.weights[number]
+    weights = [part.weights[number] for part in parts]
 
     def agrees(factors: Sequence[float]) -> bool:
         """Whether gradients of the parts, times these factors, add up to that of the whole."""
@@ -289,22 +290,18 @@ def _form_of(number: int, whole: Run, parts: Sequence[Run], tolerance: float, *,
         room = tolerance * float(added.norm(dim=1).sum() + gradient.norm())
         return float((added.sum(0) - gradient).norm()) <= room
 
-    is_constant = all(_near(one, gradient, tolerance) for one in of_parts)
-    if is_constant and float(gradient.norm()):
+    is_read = weight is not None and None not in weights
+    known, room = [one or 0.0 for one in weights], _SAME_WEIGHT * max(abs(one or 0.0) for one in (weight, *weights))
+    adds_up = is_read and bool(weight) and _close(sum(known), weight or 0.0, room)
+    if adds_up and (is_random or agrees([one / weight for one in known])):
+        return _mean_of(number, whole, parts)
+    if float(gradient.norm()) and all(_near(one, gradient, tolerance) for one in of_parts):
         return TermForm(Form.CONSTANT)
-    if weight is not None and None not in weights:
-        known = [float(one or 0.0) for one in weights]
-        room = _SAME_WEIGHT * max(abs(weight), *map(abs, known))
-        if _close(sum(known), weight, room) and weight and (is_random or agrees([one / weight for one in known])):
-            counts = _proportional([weight, *known], [whole, *parts])
-            shares = tuple(one / weight for one in known)
-            divisors = [run.terms[number].divisor for run in (whole, *parts)]
-            # max(1, n) is never below 1, and a divisor that is always 1 is no count.
-            clamped = all(one is not None and float(one) >= 1 for one in divisors) and float(divisors[0] or 0) > 1
-            return TermForm(Form.MEAN, True, abs(weight) / whole.samples, shares, counts, clamped)
-        if all(_close(one, weight, room) for one in known) and (is_random or agrees([1.0] * len(parts))):
-            number_at = next((path for path, one in whole.numbers.items() if _close(one, abs(weight), room)), None)
-            return TermForm(Form.SUM, number=number_at)
+    if is_read:
+        is_same = all(_close(one, weight or 0.0, room) for one in known)
+        if is_same and (is_random or agrees([1.0] * len(parts))):
+            numbers = whole.numbers.items()
+            return TermForm(Form.SUM, number=next((at for at, one in numbers if _close(one, abs(weight), room)), None))
         return TermForm(Form.UNCONFIRMED)
     if is_random:
         return TermForm(Form.UNCONFIRMED, is_read=False)
@@ -331,6 +328,22 @@ def _form_of(number: int, whole: Run, parts: Sequence[Run], tolerance: float, *,
     elif agrees([1.0] * len(parts)):
         return TermForm(Form.SUM, is_read=False)
     return TermForm(Form.UNCONFIRMED, is_read=False)
+
+
+def _mean_of(number: int, whole: Run, parts: Sequence[Run]) -> TermForm:
+    """Return the form of a term whose weights add up."""
+    runs = [whole, *parts]
+    weights = [run.weights[number] or 0.0 for run in runs]
+    divisors = [run.terms[number].divisor for run in runs]
+    # max(1, n) is never below 1, and a divisor that is always 1 is no count.
+    may_be_clamped = all(one is not None and float(one) >= 1 for one in divisors) and float(divisors[0] or 0) > 1
+    return TermForm(
+        Form.MEAN,
+        per_sample=abs(weights[0]) / whole.samples,
+        shares=tuple(one / weights[0] for one in weights[1:]),
+        counts=_proportional(weights, runs),
+        may_be_clamped=may_be_clamped,
+    )
 
 
 def _checked_value(form: TermForm, whole: Run, parts: Sequence[Run], tolerance: float) -> TermForm:

@@ -114,6 +114,8 @@ class LossWeights:
         forms: The terms of each loss that is a number, by name.
         is_checked: Whether losses were tried on a few samples.
         divided_by: What the sums of this window are divided by together, where each loader batch carries a number.
+        window: The window that is being computed, and the first sample of the current micro-batch in it.
+        start: See `window`.
         warnings: What was said of gradients that may be wrong.
     """
 
@@ -122,6 +124,8 @@ class LossWeights:
         self.forms: dict[str, tuple[TermForm, ...]] = {}
         self.is_checked = False
         self.divided_by: divisor.Divisor | None = None
+        self.window: Window | None = None
+        self.start = 0
         self.warnings: list[str] = []
         self._pairs: set[str] = set()  # names of (sum, weight) pairs
         self._provisional: dict[str, float] = {}  # about what each loss is divided by in this window
@@ -418,6 +422,7 @@ class LossWeights:
             window: The window, or this process's part of it.
             totals: `totals` of the whole, if all parts need the same; None if each has its own.
         """
+        self.window = window
         samples = window.samples if totals is None else totals[OF_SAMPLES]
         self._provisional = dict.fromkeys(self._pairs, float(samples))
         for name, forms in self.forms.items():
@@ -605,13 +610,26 @@ class LossWeights:
             if isinstance(first.divisor, Tensor):
                 self._divisors.append((name, first.divisor))
             elif first.divisor == 1.0:
-                self.warn(_clamp_text(name))
+                return self._unclamped(name, first.weight, samples)
         if isinstance(first.weight, Tensor):
             # The gradient of a division by 0 is NaN, even times 0. This waits for the device.
             return 0.0 if divides and not float(first.weight) else first.weight
         if math.isnan(first.weight):
             raise InvalidInputError(f"loss {name!r} divides by NaN; look for NaN among the weights")
         return 0.0 if math.isinf(first.weight) else first.weight  # what is multiplied by 0 is not there
+
+    def _unclamped(self, name: str, weight: Any, samples: int) -> float:
+        """Return what a loss is divided by whose divisor is 1, as it may be where nothing counts: what the batch says."""
+        counts, window = self.forms[name][0].counts, self.window
+        if counts and window is not None and window.is_on(_HOST):
+            counted = counts_of(window, self.start, self.start + samples, frozenset(counts))
+            numbers = [counted[count] * each for count, each in counts.items()]
+            if any(_is_same(weight, number) for number in numbers):
+                return float(weight)
+            if 0.0 in numbers:
+                return 0.0
+        self.warn(_clamp_text(name))
+        return float(weight)
 
     def _weigh_terms(self, term: Term, factors: Factors) -> Tensor | None:
         """Return a loss whose terms have factors of their own, which its backward pass applies."""
@@ -681,6 +699,7 @@ class LossWeights:
     def forget_window(self) -> None:
         """Drop what was left on the device, since the window begins again."""
         self._divisors, self._counted_weights, self._proportional = [], [], []
+        self.window = None
 
 
 def _common_of(form: TermForm) -> Common:
@@ -754,8 +773,8 @@ def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
 def nothing_counts(why: str, micro_batches: int) -> InvalidInputError:
     """Return the error for a window in which nothing counts."""
     return InvalidInputError(
-        f"{why} in this window of {micro_batches} micro-batches, so the mean loss over it does not exist; leave such "
-        "samples out"
+        f"no target of this window counts ({why} in its {micro_batches} micro-batches), so the mean loss over it does "
+        "not exist; leave such samples out"
     )
 
 

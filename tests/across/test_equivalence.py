@@ -280,7 +280,7 @@ def test_matrix_of_losses_is_refused_and_it_is_said_how_to_return_it(tokens):
     def matrix(outputs, targets):
         return functional.cross_entropy(outputs, targets, reduction="none")
 
-    with pytest.raises(autoaccum.InvalidInputError, match=r"shape \(5, 7\) for 5 samples.*\(sum, weight\) pair"):
+    with pytest.raises(autoaccum.InvalidInputError, match=r"shape \(\d, 7\) for \d samples.*\(sum, weight\) pair"):
         cut_gradient(tagger(), matrix, tokens, (5, 5))
 
 
