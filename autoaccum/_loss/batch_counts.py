@@ -22,13 +22,18 @@ _MOST_DIMS = 2
 _MOST_ELEMENTS = 2**16
 
 LABELS = f"labels that are not {IGNORED}"
-_SUM = "the sum"
+_SUM, _SHIFTED_SUM = "the sum", "the sum, shifted by one"
+_ZEROS, _SHIFTED_ZEROS = "the number of 0", "the number of 0, shifted by one"
+_OF_MASKS = (_SUM, _SHIFTED_SUM, _ZEROS, _SHIFTED_ZEROS)
 SHIFTED = f"{LABELS}, shifted by one"
 _WAYS: dict[str, Callable[[Any], Any]] = {
     LABELS: lambda one: one.size - _ignored(one),
     SHIFTED: lambda one: one[..., 1:].size - _ignored(one[..., 1:]),
     _SUM: lambda one: one.sum(dtype="float64"),
+    _SHIFTED_SUM: lambda one: one[..., 1:].sum(dtype="float64"),
     "the number above 0": lambda one: (one > 0).sum(),
+    _ZEROS: lambda one: (one == 0).sum(),
+    _SHIFTED_ZEROS: lambda one: (one[..., 1:] == 0).sum(),
 }
 _ELEMENTS, _ROWS = "elements", "rows"
 
@@ -104,7 +109,7 @@ def _counted(tensor: Tensor, samples: int, wanted: frozenset[Count] | None, name
     if tensor.dim() <= _MOST_DIMS and tensor.numel() <= _MOST_ELEMENTS * max(samples, 1):
         of_labels = not (tensor.is_floating_point() or tensor.dtype is torch.bool)
         for way, count in _WAYS.items():
-            fits = of_labels if way.startswith("labels") else way != _SUM or not of_labels or _is_mask(tensor)
+            fits = of_labels if way.startswith("labels") else way not in _OF_MASKS or not of_labels or _is_mask(tensor)
             if fits and (wanted is None or (way, name) in wanted):
                 yield way, float(count(_as_array(tensor)))
     if wanted is None or (_ELEMENTS, name) in wanted:

@@ -65,6 +65,7 @@ class TermForm:
         shares: What the parts were divided by, relative to the whole: those of terms with one divisor are the same.
         counts: Counts of the batch that are proportional to what it is divided by, and what it is for each.
         may_be_clamped: Whether a divisor that is 1 would be news.
+        is_clamped: Whether it was 1 where nothing counts.
         name: The reported value that it is computed from, if that is known.
         number: Of a sum: where the batch carries the number that it is divided by; None if it is no such number.
     """
@@ -75,6 +76,7 @@ class TermForm:
     shares: tuple[float, ...] = ()
     counts: Mapping[Count, float] = field(default_factory=dict)
     may_be_clamped: bool = False
+    is_clamped: bool = False
     name: str = ""
     number: Path | None = None
 
@@ -295,6 +297,12 @@ def _form_of(number: int, whole: Run, parts: Sequence[Run], tolerance: float, *,
     adds_up = is_read and bool(weight) and _close(sum(known), weight or 0.0, room)
     if adds_up and (is_random or agrees([one / weight for one in known])):
         return _mean_of(number, whole, parts)
+    if is_read and weight and not is_random:
+        # max(1, n) reads 1 where nothing counts.
+        counted = [0.0 if part.terms[number].divisor == 1 else one for part, one in zip(parts, known, strict=True)]
+        if _close(sum(counted), weight, room) and agrees([one / weight for one in counted]):
+            parts = [_with_weight(part, number, one) for part, one in zip(parts, counted, strict=True)]
+            return replace(_mean_of(number, whole, parts), may_be_clamped=True, is_clamped=True)
     if float(gradient.norm()) and all(_near(one, gradient, tolerance) for one in of_parts):
         return TermForm(Form.CONSTANT)
     if is_read:
@@ -303,7 +311,7 @@ def _form_of(number: int, whole: Run, parts: Sequence[Run], tolerance: float, *,
             numbers = whole.numbers.items()
             return TermForm(Form.SUM, number=next((at for at, one in numbers if _close(one, abs(weight), room)), None))
         return TermForm(Form.UNCONFIRMED)
-    if is_random:
+    if is_random or not all(float(one.norm()) for one in of_parts):  # a part without a gradient tells nothing
         return TermForm(Form.UNCONFIRMED, is_read=False)
     fitting = [
         count
@@ -330,6 +338,10 @@ def _form_of(number: int, whole: Run, parts: Sequence[Run], tolerance: float, *,
     return TermForm(Form.UNCONFIRMED, is_read=False)
 
 
+def _with_weight(run: Run, number: int, weight: float) -> Run:
+    return replace(run, weights=[*run.weights[:number], weight, *run.weights[number + 1 :]])
+
+
 def _mean_of(number: int, whole: Run, parts: Sequence[Run]) -> TermForm:
     """Return the form of a term whose weights add up."""
     runs = [whole, *parts]
@@ -351,8 +363,7 @@ def _checked_value(form: TermForm, whole: Run, parts: Sequence[Run], tolerance: 
     if form.form is Form.SUM:
         factors = [1.0] * len(parts)
     elif form.is_read:
-        total = whole.weights[0] or 1.0
-        factors = [(part.weights[0] or 0.0) / total for part in parts]
+        factors = list(form.shares)
     else:
         factors = list(form.shares)
     added = [factor * part.value for factor, part in zip(factors, parts, strict=True) if factor]

@@ -257,6 +257,8 @@ class LossWeights:
         self.is_checked = True
         for name, forms in found.items() if self.said is None else ():
             self._refuse_or_warn(name, forms)
+            if any(form.is_clamped for form in forms):
+                self.warn(_clamp_text(name))
         if found and not is_checked and self.said is None:
             self.warn(
                 "two samples that can be joined do not fit at once, so what the loss is divided by is read from its "
@@ -610,7 +612,7 @@ class LossWeights:
             if isinstance(first.divisor, Tensor):
                 self._divisors.append((name, first.divisor))
             elif first.divisor == 1.0:
-                return self._unclamped(name, first.weight, samples)
+                return self._unclamped(name, loss, first.weight, samples)
         if isinstance(first.weight, Tensor):
             # The gradient of a division by 0 is NaN, even times 0. This waits for the device.
             return 0.0 if divides and not float(first.weight) else first.weight
@@ -618,15 +620,15 @@ class LossWeights:
             raise InvalidInputError(f"loss {name!r} divides by NaN; look for NaN among the weights")
         return 0.0 if math.isinf(first.weight) else first.weight  # what is multiplied by 0 is not there
 
-    def _unclamped(self, name: str, weight: Any, samples: int) -> float:
+    def _unclamped(self, name: str, loss: Tensor, weight: Any, samples: int) -> float:
         """Return what a loss is divided by whose divisor is 1, as it may be where nothing counts: what the batch says."""
         counts, window = self.forms[name][0].counts, self.window
         if counts and window is not None and window.is_on(_HOST):
             counted = counts_of(window, self.start, self.start + samples, frozenset(counts))
             numbers = [counted[count] * each for count, each in counts.items()]
-            if any(_is_same(weight, number) for number in numbers):
+            if all(_is_same(weight, number) for number in numbers):
                 return float(weight)
-            if 0.0 in numbers:
+            if not any(numbers) and not float(loss.detach()):
                 return 0.0
         self.warn(_clamp_text(name))
         return float(weight)
@@ -659,6 +661,13 @@ class LossWeights:
         """
         if isinstance(term.weight, Tensor):
             self._counted_weights.append((slot, term.weight, expected))
+            return
+        if (
+            term.divisor == 1.0
+            and self.forms[slot[0]][slot[1]].may_be_clamped
+            and not _is_same(term.weight, expected[min(expected)])
+        ):
+            self.warn(_clamp_text(slot[0]))
             return
         meant = [count for count, number in expected.items() if _is_same(term.weight, number)]
         if len(meant) == len(expected):
