@@ -178,18 +178,26 @@ class DataParallel(Peers):
         self._begun = window
         self._windows += 1
         self.samples_to_try = None
-        if is_number_due(self._windows) and not self._step.objective.weights.knows_all:
+        if is_number_due(self._windows):
             self.samples_to_try = self._samples_to_try(window)
         self._known_before = self._known()
         self.share = self._share_of(window)
         return self.share
 
-    def _samples_to_try(self, window: Window) -> Window | None:
-        """Return samples of several ranks, the same on each, so that all learn the same of the losses."""
-        counts = self.ranks.exchange("samples", window.samples)
-        sources = [rank for rank, count in enumerate(counts) if count][:MOST_SAMPLES]
+    def _samples_to_try(self, window: Window, *, needs_some: bool = False) -> Window | None:
+        """Return samples of several ranks, the same on each, so that all learn the same of the losses.
+
+        Args:
+            window: This rank's part of the window.
+            needs_some: Whether to return some also where losses need no check.
+        """
+        said = self.ranks.exchange("samples", (window.samples, self._step.objective.weights.knows_all))
+        if all(knows for _, knows in said) and not needs_some:
+            return None
+        sources = [rank for rank, (count, _) in enumerate(said) if count][:MOST_SAMPLES]
         most = -(-MOST_SAMPLES // max(len(sources), 1))
-        return samples_of(self.ranks, window, sources, most, self._step.objective.split)
+        with self._step.memory.lifted():  # samples are few, and on the host
+            return samples_of(self.ranks, window, sources, most, self._step.objective.split)
 
     def failed(self, error: Exception, work: Work, number: int) -> None:  # noqa: ARG002 - as Peers has it
         """Handle the consequences of this rank's failure for the others.

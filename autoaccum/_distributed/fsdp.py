@@ -294,7 +294,9 @@ class ShardedDataParallel(DataParallel):
         is_due = is_number_due(self._windows)
         if not is_due and self._sample is not None:
             return
-        asked = self._samples_to_try(window)
+        asked = self._samples_to_try(window, needs_some=self._sample is None)
+        if asked is None and self._sample is not None:
+            return
         if asked is None:
             raise InvalidInputError(
                 "ranks that hold shards of a model send each other samples, and those of this loader cannot be pickled"

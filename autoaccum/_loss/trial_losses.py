@@ -95,6 +95,8 @@ class TrialLosses:
                         self.is_complete = False
                         continue
                     if not math.isfinite(run.value):
+                        if name in objective.weights.forms:
+                            continue  # it may result from the training itself
                         raise not_finite({name: run.value})
                     of_parts = [part[name] for part in parts if name in part]
                     if len(of_parts) != len(parts) or objective.weights.knows(name):
