@@ -492,16 +492,6 @@ def test_half_precision_and_its_scaler_are_lightnings_own(name):
     assert_close(plain, other, 5e-2 if scale is None else 2e-3)
 
 
-def test_rounding_of_half_precision_is_not_taken_for_the_losss():
-    callback, module = windowed(), Single(most=5)
-    with torch.no_grad():
-        [parameter.mul_(3) for parameter in module.parameters()]
-
-    fitted(module, vectors(), callback, plugins=[MixedPrecision("bf16-mixed", "cpu")])
-
-    assert callback.report.warnings == ()
-
-
 class Logging(Single):
     def training_step(self, batch, batch_idx):
         outputs = self.body(batch[0].float())
