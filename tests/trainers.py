@@ -4,7 +4,9 @@ import copy
 
 import torch
 import transformers
+from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 VOCABULARY, CLASSES = 40, 3
 TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
@@ -41,7 +43,13 @@ def t5():
     config = transformers.T5Config(
         d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0, **TEXT
     )
-    return transformers.T5ForConditionalGeneration(config)
+    model = transformers.T5ForConditionalGeneration(config)
+    # T5's own norms compute in single precision, whatever their parameters are.
+    for module in [*model.modules()]:
+        for name, norm in module.named_children():
+            if isinstance(norm, T5LayerNorm):
+                setattr(module, name, nn.RMSNorm(norm.weight.shape, norm.variance_epsilon))
+    return model
 
 
 def bert():

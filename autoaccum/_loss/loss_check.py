@@ -246,11 +246,25 @@ def _projected(gradients: Sequence[Tensor | None]) -> Tensor:
 def tolerance_of(loss: Tensor, *, casts: bool, dtypes: Iterator[torch.dtype]) -> float:
     """Return the relative difference that rounding may cause in values and gradients."""
     used = {loss.dtype, *(dtype for dtype in dtypes if dtype.is_floating_point)}
-    if casts or any(dtype.itemsize < _FOUR_BYTES for dtype in used):
+    if casts or any(dtype.itemsize < _FOUR_BYTES for dtype in used) or _casts_itself(loss):
         return _OF_HALF
     if loss.device.type != "cpu" and torch.float32 in used:
         return _OF_GPU
     return max(_TOLERANCES.get(dtype, _OF_HALF) for dtype in used)
+
+
+def _casts_itself(loss: Tensor) -> bool:
+    """Whether something was computed in half precision, as where a model or a closure enters autocast by itself."""
+    seen, left = set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if any(one.dtype in (torch.float16, torch.bfloat16) for one in node._input_metadata):
+            return True
+        left += [one for one, _ in node.next_functions]
+    return False
 
 
 # --- what runs show ---------------------------------------------------------------------------------------------------

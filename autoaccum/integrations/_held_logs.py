@@ -90,13 +90,20 @@ class HeldLogs:
             self._calls[key] = _Call(fx, name, None if is_number else value, options)
         self._part.append((self._numbers[key], value.detach().clone() if is_number else None, size))
 
-    def log(self, parts: Sequence[Sequence[Entry]], losses: Sequence[Tensor] | None, weights: Weights) -> None:
+    def log(
+        self,
+        parts: Sequence[Sequence[Entry]],
+        weights: Weights,
+        losses: Sequence[Tensor] = (),
+        loss: Tensor | None = None,
+    ) -> None:
         """Log each name once for the whole batch.
 
         Args:
             parts: What was noted for each part that was completed.
-            losses: The loss of each part; None if it is not known.
             weights: What the parts weigh.
+            losses: The loss of each part, if it is known.
+            loss: That of the batch.
         """
         calls = list(self._calls.values())
         entries: dict[int, list[tuple[int, Tensor | None, int | None]]] = {}
@@ -106,8 +113,10 @@ class HeldLogs:
         for number, of_parts in entries.items():
             call, sizes = calls[number], [size for _, _, size in of_parts]
             size = None if any(one is None for one in sizes) else sum(one for one in sizes if one is not None)
-            if call.metric is None:
-                value = _whole(call, of_parts, losses, weights)
+            if call.metric is None and loss is not None and _are_equal(of_parts, losses):
+                value = loss  # whatever it is logged as
+            elif call.metric is None:
+                value = _whole(call, of_parts, weights)
             else:
                 value = call.metric
                 if self._values is not None and len(parts) > 1 and call.options.get("on_step"):
@@ -115,12 +124,7 @@ class HeldLogs:
             self._results.log(call.fx, call.name, value, batch_size=size, **call.options)
 
 
-def _whole(
-    call: _Call,
-    of_parts: Sequence[tuple[int, Tensor | None, int | None]],
-    losses: Sequence[Tensor] | None,
-    weights: Weights,
-) -> Tensor:
+def _whole(call: _Call, of_parts: Sequence[tuple[int, Tensor | None, int | None]], weights: Weights) -> Tensor:
     """Return what the step would have logged for the whole batch."""
     numbers, found, sizes = zip(*of_parts, strict=True)
     values: list[Tensor] = list(found)
@@ -128,11 +132,6 @@ def _whole(
         return values[0]
     if call.reduction in _EXTREMES:
         return _EXTREMES[call.reduction](torch.stack(values), dim=0)
-    # The loss itself, whatever it is logged as, is weighted as it is trained.
-    if losses is not None and _are_equal(values, [losses[number] for number in numbers]):
-        if weights.is_sum:
-            return torch.stack(values).sum()
-        return mean(values, [weights.of_loss[number] for number in numbers])
     if call.reduction == _SUM:
         return torch.stack(values).sum()
     usual = weights.usual
@@ -141,6 +140,10 @@ def _whole(
     )
 
 
-def _are_equal(values: Sequence[Tensor], losses: Sequence[Tensor]) -> bool:
+def _are_equal(of_parts: Sequence[tuple[int, Tensor | None, int | None]], losses: Sequence[Tensor]) -> bool:
+    """Whether what was logged is the loss of each part."""
+    if len(of_parts) != len(losses):
+        return False
+    values = [value for _, value, _ in of_parts if value is not None]
     logged, trained = (torch.stack([one.double().reshape(()) for one in some]) for some in (values, losses))
     return torch.allclose(logged, trained, rtol=_ROUNDING, atol=0.0, equal_nan=True)

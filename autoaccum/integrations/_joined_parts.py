@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autoaccum._data.nesting import holds_tensor
+from autoaccum._loss.loss_check import Form
 from autoaccum._loss.loss_weights import Common
 from autoaccum._loss.weighting import in_full
 
@@ -37,7 +38,7 @@ class Weights:
     def __init__(self, sizes: Sequence[int], window: Window | None, objective: Objective | None) -> None:
         self.sizes = list(sizes)
         self._known: LossWeights | None = None if objective is None else objective.weights
-        self.is_sum = self._known is not None and self._known.common is Common.SUM
+        self.is_sum = self._known is not None and _adds_up(self._known)
         self._window = window
         self._of_loss: list[float] | None = None
 
@@ -62,6 +63,12 @@ class Weights:
             found.append(self._known.of_samples(_LOSS, self._window.part(start, start + size)))
             start += size
         return found
+
+
+def _adds_up(known: LossWeights) -> bool:
+    """Whether the loss of a batch is the sum of its parts' losses, be it divided by a number that the batch carries."""
+    forms = known.forms.get(_LOSS, ())
+    return known.common is Common.SUM or (bool(forms) and all(form.form is Form.SUM for form in forms))
 
 
 def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

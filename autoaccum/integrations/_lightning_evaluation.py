@@ -75,7 +75,7 @@ class Evaluating:
         with self._limit.in_force(), logs.holding():
             done, sizes, window = parts.of_batch(batch, self._split, step)
         weights = Weights(sizes, window, self.objective)
-        logs.log([logged for _, logged in done], None, weights)
+        logs.log([logged for _, logged in done], weights)
         return joined([output for output, _ in done], weights)
 
     def _parts_of(self, name: str, loader: tuple[Any, ...]) -> PartsThatFit:

@@ -158,8 +158,8 @@ class Training:
         parts = report.outputs
         losses = [part[_LOSS] for part in parts]
         weights = Weights(report.micro_batches, window, self.objective)
-        logs.log([part["logged"] for part in parts], losses, weights)
         loss = self._loss_of(report, losses, weights)
+        logs.log([part["logged"] for part in parts], weights, losses, loss)
         extra = [part["extra"] for part in parts]
         return loss if extra[0] is None else {_LOSS: loss, **joined(extra, weights)}
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from autoaccum._data.batches import Window
+from autoaccum._loss.batch_counts import LABELS
+from autoaccum._loss.loss_check import Form, TermForm
 from autoaccum._loss.objective import Objective
-from autoaccum._loss.weighting import Over, Weighting
 from autoaccum._system.notices import Notices
 from autoaccum.integrations._joined_parts import Weights, joined, mean
 
@@ -44,29 +45,22 @@ def test_rows_are_put_together_and_numbers_averaged(values, whole):
     assert str(found) == str(whole)
 
 
-def weights_of(how, sizes=(2, 1)):
+def weights_of(form, sizes=(2, 1)):
     batch = torch.zeros(3, 1), torch.tensor([1, -100, 2])
     objective = Objective(torch.nn.Linear(1, 1), None, forward=None, loss_reduction=None, notices=Notices(silent=True))
-    objective._settler.known = {"loss": how}
+    objective.weights.learn({"loss": [form]})
     return Weights(sizes, Window([batch]), objective)
 
 
 def test_parts_weigh_the_targets_that_count():
-    weights = weights_of(Weighting(Over.COUNTED))
+    weights = weights_of(TermForm(Form.MEAN, counts={(LABELS, "[1]"): 1.0}))
 
     assert weights.of_loss == weights.usual == [1.0, 1.0]
 
 
-def test_class_weights_are_the_losss_alone():
-    weights = weights_of(Weighting(Over.COUNTED, class_weights=torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)))
-
-    assert weights.of_loss == [0.5, 0.25]
-    assert weights.usual == [2.0, 1.0]
-
-
-@pytest.mark.parametrize("over", [Over.SUM, Over.DIVIDED])
-def test_a_sum_is_added_up(over):
-    assert weights_of(Weighting(over)).is_sum
+@pytest.mark.parametrize("number", [None, ("items",)], ids=["alone", "divided by a number of the batch"])
+def test_a_sum_is_added_up(number):
+    assert weights_of(TermForm(Form.SUM, number=number)).is_sum
 
 
 def test_a_mean_over_nothing_does_not_count():
