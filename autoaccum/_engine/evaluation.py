@@ -295,6 +295,7 @@ class Evaluator:
         if step.objective.needs_check(window, halves, is_part=False, is_due=False):
             mark = self._savepoint.like_it()
             step.objective.check(window, halves, step.transfer.place, mark, step.precision.autocast, step.parameters)
+            step.objective.weights.tell_supposed()
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:

@@ -126,6 +126,7 @@ class LossWeights:
         self._pairs: set[str] = set()  # names of (sum, weight) pairs
         self._provisional: dict[str, float] = {}  # about what each loss is divided by in this window
         self._vectors: set[str] = set()  # names of losses for each sample
+        self._is_supposed = False  # of which no warning was given yet
         self._are_apart = False  # whether divisors that were proportional turned out not to be
         self._trusted: set[str] = set()  # names of losses of torch, which need no check
         # On the device, to be looked at a window later: divisors that may be clamped, and weights beside their counts.
@@ -253,13 +254,24 @@ class LossWeights:
         self.is_checked = True
         for name, forms in found.items() if self.said is None else ():
             self._refuse_or_warn(name, forms)
-        if found and not is_checked and self.said is None:
+        self._is_supposed = bool(found) and not is_checked and self.said is None
+        if self.common is Common.NOTHING:
+            self._refuse_what_is_not_counted()
+
+    def tell_supposed(self) -> None:
+        """Warn if what is known was supposed of a single sample; not before that sample was trained on."""
+        if self._is_supposed:
+            self._is_supposed = False
             self.warn(
                 "two samples that can be joined do not fit at once, so what the loss is divided by is read from its "
                 "graph and not checked; a (sum, weight) pair or loss_reduction= says it"
             )
-        if self.common is Common.NOTHING:
-            self._refuse_what_is_not_counted()
+
+    def drop_supposed(self) -> None:
+        """Forget what was supposed of a single sample that did not fit: what saves memory may let more fit."""
+        if self._is_supposed:
+            self.forms = {name: self.forms[name] for name in self._trusted}
+            self._is_supposed = self.is_checked = False
 
     def _learn_forms(self, name: str, forms: Sequence[TermForm]) -> None:
         """Take the terms of a loss; of counts only those that fitted earlier samples too."""

@@ -302,12 +302,17 @@ class Objective:
         forms = {name: [self._without_scale(form, window) for form in of_name] for name, of_name in forms.items()}
         weights.learn(forms, is_checked=is_checked)
         weights.is_checked = trial.is_complete
-        self._most = MOST_SAMPLES
+        self._most = most  # which fit: a window that begins again is checked again
         if telling and weights.is_ambiguous(window, sizes, only_unread=True):
             raise InvalidInputError(
                 f"what the loss is divided by could be {' or '.join(sorted(map(in_words, telling)))}, which differ in "
                 "this window; return a (sum, weight) pair, or pass loss_reduction="
             )
+
+    def check_anew(self) -> None:
+        """Try as many samples as possible in the next check, since more memory may be there."""
+        self._most = MOST_SAMPLES
+        self.weights.drop_supposed()
 
     def _without_scale(self, form: TermForm, window: Window) -> TermForm:
         """Return a form without the number of the batch that divides it, if that is a scale and counts nothing."""
