@@ -381,8 +381,8 @@ def _number(node: Any, name: str) -> float | Tensor:
 def _on_host(value: Tensor) -> float | Tensor:
     """Return a number on the host if it is there, otherwise the tensor, in full precision."""
     if value.device.type == "cpu":
-        # NumPy reads it without an operator of torch.
-        return float(value) if value.requires_grad or value.dtype is torch.bfloat16 else float(value.numpy())
+        # This reads it without an operator of torch, which a mode that watches operators would see.
+        return float(value.tolist())
     value = value.detach().reshape(())
     return value.float() if value.device.type == "mps" or value.dtype is torch.float32 else value.double()
 

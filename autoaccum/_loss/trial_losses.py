@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum import _oom
+from autoaccum._data.nesting import map_tensors
 from autoaccum._loss.graph_reader import read
 from autoaccum._loss.loss_check import Form, TermForm, choose, forms_of, run_of, tolerance_of
 from autoaccum._loss.terms import not_finite
@@ -94,6 +95,8 @@ class TrialLosses:
                         found[name] = [_supposed(term) for term in run.terms]
                         self.is_complete = False
                         continue
+                    if not math.isfinite(run.value) and name in objective.weights.forms:
+                        continue  # it was finite before: what follows is for the training to decide
                     if not math.isfinite(run.value):
                         raise not_finite({name: run.value})
                     of_parts = [part[name] for part in parts if name in part]
@@ -116,7 +119,7 @@ class TrialLosses:
         with torch.enable_grad(), quiet_training(objective.modules):
             for source in objective.sources:
                 with self._autocast():
-                    terms, _ = objective.terms(source, self._place(cut), 1)
+                    terms, _ = objective.terms(source, self._placed(cut), 1)
                 for term in terms:
                     if term.is_reported or term.over is not None or objective.weights.knows(term.name):
                         continue
@@ -147,13 +150,17 @@ class TrialLosses:
                 "'sum' leaves this check out"
             ) from error
 
+    def _placed(self, cut: Any) -> Any:
+        """Return samples on the device, as tensors that a graph can save."""
+        return map_tensors(lambda one: one.clone() if one.is_inference() else one, self._place(cut))
+
     def _runs(self, source: Source, sample: Window, start: int, stop: int, seed: int = 0) -> dict[str, Run]:
         """Return the losses of one forward pass by name, as runs of samples `start` to `stop` (exclusive)."""
         self._mark.restore()
         self._mark.random.seed(seed)
         cut, samples = sample.cut(start, stop), stop - start
         with self._autocast():
-            terms, _ = self._objective.terms(source, self._place(cut), samples)
+            terms, _ = self._objective.terms(source, self._placed(cut), samples)
         numbers = [term for term in terms if not term.is_reported and term.over is None and term.value.requires_grad]
         self._note_pairs(terms, start, stop, sample.samples)
         if numbers:
