@@ -93,6 +93,7 @@ class Objective:
         may_look: Whether a sample may be run through the model to determine which entries of a mapping have a gradient.
         casts_itself: Whether the model, or a closure, enters autocast by itself.
         gave_number: Whether the last pass returned a single number.
+        samples: Samples of the last pass.
 
     Raises:
         InvalidInputError: The arguments cannot be used.
@@ -125,6 +126,7 @@ class Objective:
         self.may_look = True
         self.casts_itself = False
         self.gave_number = False
+        self.samples = 0
         self._has_lacked_memory = False
         self._adds_up = False  # whether the split's weight was seen to
         self.weights = LossWeights(_said_by(loss_reduction, split))
@@ -174,6 +176,7 @@ class Objective:
         Raises:
             InvalidInputError: The returned value is not a loss.
         """
+        self.samples = samples
         raw, outputs = source.run(self, batch)
         name, value = next(iter(raw.items())) if len(raw) == 1 else ("", None)
         self.gave_number = False
