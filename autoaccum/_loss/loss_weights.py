@@ -466,7 +466,7 @@ class LossWeights:
         return self.of_part(window) or float(window.samples)
 
     def counted(self, name: str, window: Window) -> float:
-        """Return what a loss without a graph is divided by for some samples, as the batch counts it, or their number."""
+        """Return what a loss without a graph is divided by for some samples, by the batch, or their number."""
         counts = self.forms[name][0].counts if name in self.forms else {}
         if not counts:
             self.warn(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -27,12 +27,28 @@ if TYPE_CHECKING:
     from autoaccum._loss.batch_counts import Count
     from autoaccum._loss.graph_reader import ReadTerm
     from autoaccum._loss.loss_check import Run
+    from autoaccum._loss.loss_weights import LossWeights
     from autoaccum._loss.modes import Mark
-    from autoaccum._loss.objective import Objective, Source
     from autoaccum._loss.terms import Term
 
 # How far from a term the value is looked for that it is computed from.
 _STEPS = 8
+
+
+class Tried(Protocol):
+    """A model and its losses, as `Objective` has them."""
+
+    weights: LossWeights
+    nodes: dict[int, str]
+    casts_itself: bool
+    sources: tuple[Any, ...]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All modules that a pass runs."""
+
+    def terms(self, source: Any, batch: Any, samples: int) -> tuple[list[Term], Any]:
+        """Run one source on one micro-batch."""
 
 
 class TrialLosses:
@@ -52,7 +68,7 @@ class TrialLosses:
 
     def __init__(
         self,
-        objective: Objective,
+        objective: Tried,
         place: Callable[[Any], Any],
         mark: Mark,
         autocast: Callable[[], AbstractContextManager[object]],
@@ -136,7 +152,7 @@ class TrialLosses:
             node = inputs[0] if len(inputs) == 1 else None
         return ""
 
-    def _part(self, source: Source, sample: Window, start: int, stop: int) -> dict[str, Run]:
+    def _part(self, source: Any, sample: Window, start: int, stop: int) -> dict[str, Run]:
         try:
             return self._runs(source, sample, start, stop)
         except Exception as error:
@@ -146,15 +162,15 @@ class TrialLosses:
                 raise
             raise InvalidInputError(
                 f"the loss could be computed for {sample.samples} samples, and not for {stop - start} of them "
-                f"({_oom.first_line(error)}), so micro-batches of such sizes cannot be trained on; loss_reduction='mean' or "
-                "'sum' leaves this check out"
+                f"({_oom.first_line(error)}), so micro-batches of such sizes cannot be trained on; "
+                "loss_reduction='mean' or 'sum' leaves this check out"
             ) from error
 
     def _placed(self, cut: Any) -> Any:
         """Return samples on the device, as tensors that a graph can save."""
         return map_tensors(lambda one: one.clone() if one.is_inference() else one, self._place(cut))
 
-    def _runs(self, source: Source, sample: Window, start: int, stop: int, seed: int = 0) -> dict[str, Run]:
+    def _runs(self, source: Any, sample: Window, start: int, stop: int, seed: int = 0) -> dict[str, Run]:
         """Return the losses of one forward pass by name, as runs of samples `start` to `stop` (exclusive)."""
         self._mark.restore()
         self._mark.random.seed(seed)
