@@ -4,7 +4,6 @@ Each schedule draws one or two ranks and one to three operators of their windows
 undisturbed training (float64, 1e-12, because cuts differ) and be identical between ranks, and every sample must be
 loaded once. An optimizer that fails in the middle of a later step ends training on all ranks, and is counted
 separately. A rank that waits for 30 seconds ends the run. tests/across/test_ranks_faults.py does a few of them.
-With --overlap gradients are sent during the last backward pass (tests/distributed/test_overlap_on_ranks.py).
 """
 
 import argparse
@@ -34,7 +33,6 @@ def main() -> int:
     """Run all schedules; return 1 if anything differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", type=int, default=20, help="for each of the %(const)s cases", metavar="N")
-    parser.add_argument("--overlap", action="store_true", help="fit(overlap=True)")
     options = parser.parse_args()
     schedules = options.schedules
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -44,7 +42,6 @@ def main() -> int:
         for number, (size, loss, (optimizer, clip)) in enumerate(CASES):
             arguments = {"size": size, "loss": loss, "optimizer": optimizer, "clip": clip}
             expected = crew.run("rank_faults:faulted", **arguments)
-            arguments["overlap"] = options.overlap
             for first in range(0, schedules, AT_ONCE):
                 seeds = [1000 * number + seed for seed in range(first, min(first + AT_ONCE, schedules))]
                 found = crew.run("rank_faults:many", seeds, expected[0]["operators"], **arguments)

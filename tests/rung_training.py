@@ -21,6 +21,7 @@ def trained(capacity, *, memory="auto", model=None, **options):
     model = model or Wide()
     seed()
     made = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False)}
+    made |= {"loss": torch.nn.CrossEntropyLoss()}  # which needs no check: two samples may not fit
     made |= {"progress": "lines", "cache": False, "loader": data()} | options
     return model, autoaccum.fit(model, made.pop("loader"), 8, device=Simulated(capacity), memory=memory, **made)
 

@@ -7,7 +7,7 @@ know: losses that are pairs, vectors or several, sizes that are searched for, mo
 from __future__ import annotations
 
 from bisect import bisect_right
-from contextlib import closing
+from contextlib import closing, nullcontext
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -178,8 +178,11 @@ class CarefulPath:
             return  # or determined together with the others
         samples = self.peers.samples_to_try or window
         at.size = None if step.objective.tries_several else 1  # if that does not fit, nothing does
-        mark = self._before_trying
-        step.objective.check(samples, sizes, step.transfer.place, mark, step.precision.autocast, step.parameters)
+        mark, objective, watch = self._before_trying, step.objective, step.time_first
+        with nullcontext() if watch is None else watch.watching(lambda: objective.samples):
+            objective.check(samples, sizes, step.transfer.place, mark, step.precision.autocast, step.parameters)
+        if watch is not None and watch.is_done:
+            step.time_first = None
         at.size = None
 
     def _weigh(self, window: Window, sizes: tuple[int, ...], share: SharedWeights | None) -> list[Factors]:

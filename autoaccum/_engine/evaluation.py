@@ -251,7 +251,10 @@ class Evaluator:
 
     def _over_all(self, whole: WindowLoss, window: Window, parts: list[Any]) -> _Sums:
         sums = _Sums()
-        terms = whole.terms(whole.join(parts), whole.batch(window), window.samples)
+        joined, reads = whole.join(parts), self._step.objective.weights.common is Common.DIVISOR
+        with torch.set_grad_enabled(reads):  # the graph of the loss alone says what it is divided by
+            joined = map_tensors(_as_leaf, joined) if reads else joined
+            terms = whole.terms(joined, whole.batch(window), window.samples)
         self._add(terms, window, sums)
         return sums
 
@@ -295,6 +298,7 @@ class Evaluator:
         if step.objective.needs_check(window, halves, is_part=False, is_due=False):
             mark = self._savepoint.like_it()
             step.objective.check(window, halves, step.transfer.place, mark, step.precision.autocast, step.parameters)
+            step.objective.weights.tell_supposed()
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ class GradientStep:
         """
         if self.time_first is not None:
             watch, self.time_first = self.time_first, None
-            with watch.watching(samples):
+            with watch.watching(lambda: samples):
                 self.accumulate(batch, samples, factors, into)
             self.time_first = None if watch.is_done else watch
             return

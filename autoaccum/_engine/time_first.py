@@ -18,7 +18,7 @@ from autoaccum._system import exceptions
 from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from autoaccum._system.notices import Notices
 
@@ -49,8 +49,8 @@ class TimeFirst:
         self.is_done = are_compiled(modules) or not self._watched
 
     @contextmanager
-    def watching(self, samples: int) -> Iterator[None]:
-        """Watch a pass of so many samples."""
+    def watching(self, samples: Callable[[], int]) -> Iterator[None]:
+        """Watch passes; `samples` returns how many are in the one that runs."""
         self._taken = ""
         hooks = [
             module.register_forward_pre_hook(partial(self._look, name, samples), with_kwargs=True)
@@ -68,11 +68,18 @@ class TimeFirst:
         if self._taken:
             self._notices.say(self._taken)
 
-    def _look(self, name: str, samples: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _look(
+        self,
+        name: str,
+        samples_now: Callable[[], int],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         given = args[0] if args else kwargs.get("input", kwargs.get("query"))
         if not isinstance(given, Tensor) or given.dim() != _DIMS or given.shape[0] == given.shape[1]:
             return
-        self.is_done = True
+        self.is_done, samples = True, samples_now()
         if given.shape[0] == samples and not self._taken:
             self._taken = (
                 f"{type(module).__name__} {name!r} has batch_first=False and gets a tensor of shape "

@@ -34,7 +34,7 @@ from autoaccum._oom import is_device_lost
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.planner import format_cut
 from autoaccum._system import exceptions, signals
-from autoaccum.errors import StateDamagedError
+from autoaccum.errors import DoesNotFitError, StateDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -285,6 +285,7 @@ class Engine:
             )
             if checks is not None and not self._takes_whole:
                 checks.check()
+            step.objective.weights.tell_supposed()
         finally:
             step.watch = None
         if self.is_due:
@@ -440,6 +441,8 @@ class Engine:
         torch.set_grad_enabled(self._has_gradients)  # which an interrupt within torch's own no_grad can leave off
         size, sizes = self.at.size, self.at.sizes
         self._restore()
+        if isinstance(error, DoesNotFitError):
+            self._step.objective.check_anew()
         if damage := self._damage():
             exceptions.note(error, f"autoaccum: it came after {damage}")
         if isinstance(error, ValueError):

@@ -197,10 +197,7 @@ def _added(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> Non
         if math.prod(_shape(inner, of_inner)) != 1:
             raise _UnreadError
         is_second = (place == 0) if is_reversed else (place == 1)
-        if is_second and alpha != 1:
-            scaled = weight / alpha
-        else:
-            scaled = weight
+        scaled = weight / alpha if is_second and alpha != 1 else weight
         if is_subtraction and is_second:
             scaled = -scaled
         # With a single input the rest is a constant, and the gradient of the whole node is that of the term.
@@ -381,8 +378,11 @@ def _number(node: Any, name: str) -> float | Tensor:
 def _on_host(value: Tensor) -> float | Tensor:
     """Return a number on the host if it is there, otherwise the tensor, in full precision."""
     if value.device.type == "cpu":
-        # NumPy reads it without an operator of torch.
-        return float(value) if value.requires_grad or value.dtype is torch.bfloat16 else float(value.numpy())
+        # This reads it without an operator of torch, which a mode that watches operators would see.
+        number: Any = value.tolist()
+        while isinstance(number, list):  # of a tensor with dimensions
+            (number,) = number
+        return float(number)
     value = value.detach().reshape(())
     return value.float() if value.device.type == "mps" or value.dtype is torch.float32 else value.double()
 

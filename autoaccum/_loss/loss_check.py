@@ -226,6 +226,8 @@ def _projected(gradients: Sequence[Tensor | None]) -> Tensor:
     """Return the product of each gradient with fixed signs, on the host."""
     found: list[Tensor] = []
     patterns: dict[torch.device, Tensor] = {}
+    # Complex numbers are two. On a small device a longer pattern than needed would not fit.
+    longest = min(_PATTERN, max((2 * one.numel() for one in gradients if one is not None), default=0))
     for gradient in gradients:
         if gradient is None:
             found.append(torch.zeros((), dtype=torch.float64))
@@ -235,11 +237,13 @@ def _projected(gradients: Sequence[Tensor | None]) -> Tensor:
         flat = flat if flat.dtype is torch.float64 else flat.float()
         if flat.device not in patterns:
             generator = torch.Generator().manual_seed(0)
-            signs = torch.randint(0, 2, (_PATTERN,), generator=generator, dtype=torch.float32) * 2 - 1
+            signs = torch.randint(0, 2, (longest,), generator=generator, dtype=torch.float32) * 2 - 1
             patterns[flat.device] = signs.to(flat.device)
         signs, whole = patterns[flat.device].to(flat.dtype), len(flat) - len(flat) % _PATTERN
-        rows, rest = flat[:whole].view(-1, _PATTERN).sum(0), flat[whole:]
-        found.append((rows @ signs + rest @ signs[: len(rest)]).to("cpu", torch.float64))
+        product = flat[whole:] @ signs[: len(flat) - whole]
+        if whole:
+            product = product + flat[:whole].view(-1, _PATTERN).sum(0) @ signs
+        found.append(product.to("cpu", torch.float64))
     return torch.stack(found) if found else torch.zeros(0, dtype=torch.float64)
 
 

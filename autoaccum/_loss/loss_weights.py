@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from autoaccum._data.numbers import spelled
 from autoaccum._loss import divisor
@@ -130,6 +131,7 @@ class LossWeights:
         self._pairs: set[str] = set()  # names of (sum, weight) pairs
         self._provisional: dict[str, float] = {}  # about what each loss is divided by in this window
         self._vectors: set[str] = set()  # names of losses for each sample
+        self._is_supposed = False  # of which no warning was given yet
         self._are_apart = False  # whether divisors that were proportional turned out not to be
         self._trusted: set[str] = set()  # names of losses of torch, which need no check
         # On the device, to be looked at a window later: divisors that may be clamped, and weights beside their counts.
@@ -259,13 +261,24 @@ class LossWeights:
             self._refuse_or_warn(name, forms)
             if any(form.is_clamped for form in forms):
                 self.warn(_clamp_text(name))
-        if found and not is_checked and self.said is None:
+        self._is_supposed = bool(found) and not is_checked and self.said is None
+        if self.common is Common.NOTHING:
+            self._refuse_what_is_not_counted()
+
+    def tell_supposed(self) -> None:
+        """Warn if what is known was supposed of a single sample; not before that sample was trained on."""
+        if self._is_supposed:
+            self._is_supposed = False
             self.warn(
                 "two samples that can be joined do not fit at once, so what the loss is divided by is read from its "
                 "graph and not checked; a (sum, weight) pair or loss_reduction= says it"
             )
-        if self.common is Common.NOTHING:
-            self._refuse_what_is_not_counted()
+
+    def drop_supposed(self) -> None:
+        """Forget what was supposed of a single sample that did not fit: what saves memory may let more fit."""
+        if self._is_supposed:
+            self.forms = {name: self.forms[name] for name in self._trusted}
+            self._is_supposed = self.is_checked = False
 
     def _learn_forms(self, name: str, forms: Sequence[TermForm]) -> None:
         """Take the terms of a loss; of counts only those that fitted earlier samples too."""
@@ -460,7 +473,7 @@ class LossWeights:
         return self.of_part(window) or float(window.samples)
 
     def counted(self, name: str, window: Window) -> float:
-        """Return what a loss without a graph is divided by for some samples, as the batch counts it, or their number."""
+        """Return what a loss without a graph is divided by for some samples, by the batch, or their number."""
         counts = self.forms[name][0].counts if name in self.forms else {}
         if not counts:
             self.warn(
@@ -576,7 +589,9 @@ class LossWeights:
         Raises:
             InvalidInputError: Nothing counts.
         """
-        if self.said is None and any(isinstance(one.weight, float) and not one.weight for one in read(loss)):
+        if isinstance(loss, FakeTensor) or self.said is not None:
+            return
+        if any(isinstance(one.weight, float) and not one.weight for one in read(loss)):
             raise nothing_counts(f"what loss {name!r} is divided by is 0", 1)
 
     @staticmethod

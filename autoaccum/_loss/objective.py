@@ -93,6 +93,7 @@ class Objective:
         may_look: Whether a sample may be run through the model to determine which entries of a mapping have a gradient.
         casts_itself: Whether the model, or a closure, enters autocast by itself.
         gave_number: Whether the last pass returned a single number.
+        samples: Samples of the last pass.
 
     Raises:
         InvalidInputError: The arguments cannot be used.
@@ -125,6 +126,7 @@ class Objective:
         self.may_look = True
         self.casts_itself = False
         self.gave_number = False
+        self.samples = 0
         self._has_lacked_memory = False
         self._adds_up = False  # whether the split's weight was seen to
         self.weights = LossWeights(_said_by(loss_reduction, split))
@@ -174,6 +176,7 @@ class Objective:
         Raises:
             InvalidInputError: The returned value is not a loss.
         """
+        self.samples = samples
         raw, outputs = source.run(self, batch)
         name, value = next(iter(raw.items())) if len(raw) == 1 else ("", None)
         self.gave_number = False
@@ -308,6 +311,11 @@ class Objective:
                 f"what the loss is divided by could be {' or '.join(sorted(map(in_words, telling)))}, which differ in "
                 "this window; return a (sum, weight) pair, or pass loss_reduction="
             )
+
+    def check_anew(self) -> None:
+        """Try as many samples as possible in the next check, since more memory may be there."""
+        self._most = MOST_SAMPLES
+        self.weights.drop_supposed()
 
     def _without_scale(self, form: TermForm, window: Window) -> TermForm:
         """Return a form without the number of the batch that divides it, if that is a scale and counts nothing."""

@@ -40,8 +40,8 @@ def not_finite(losses: Mapping[str, float]) -> InvalidInputError:
     """Return the error for losses that are not finite before anything was trained."""
     found = ", ".join(f"{name}={value}" for name, value in losses.items())
     return InvalidInputError(
-        f"the loss is not finite from the start ({found}); look for NaN in the inputs, log(0) or a division by 0 in the "
-        "loss, or too large initial weights"
+        f"the loss is not finite from the start ({found}); look for NaN in the inputs, log(0) or a division by 0 in "
+        "the loss, or too large initial weights"
     )
 
 

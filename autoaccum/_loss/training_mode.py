@@ -54,9 +54,21 @@ def quiet_training(modules: Sequence[nn.Module]) -> Iterator[None]:
                 part.training = False
         with _Quiet():
             yield
+    except Exception as error:
+        _leave_out_frames(error)
+        raise
     finally:
         for part, training in modes:
             part.training = training
+
+
+def _leave_out_frames(error: Exception) -> None:
+    """Leave the frames of `_Quiet` out of a traceback, which then ends in the code that failed."""
+    here = error.__traceback__
+    while here is not None:
+        while here.tb_next is not None and here.tb_next.tb_frame.f_code is _Quiet.__torch_function__.__code__:
+            here.tb_next = here.tb_next.tb_next
+        here = here.tb_next
 
 
 class _Quiet(TorchFunctionMode):

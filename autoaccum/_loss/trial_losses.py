@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from autoaccum import _oom
+from autoaccum._data.nesting import map_tensors
 from autoaccum._loss.graph_reader import read
 from autoaccum._loss.loss_check import Form, TermForm, choose, forms_of, run_of, tolerance_of
 from autoaccum._loss.terms import not_finite
@@ -26,12 +27,28 @@ if TYPE_CHECKING:
     from autoaccum._loss.batch_counts import Count
     from autoaccum._loss.graph_reader import ReadTerm
     from autoaccum._loss.loss_check import Run
+    from autoaccum._loss.loss_weights import LossWeights
     from autoaccum._loss.modes import Mark
-    from autoaccum._loss.objective import Objective, Source
     from autoaccum._loss.terms import Term
 
 # How far from a term the value is looked for that it is computed from.
 _STEPS = 8
+
+
+class Tried(Protocol):
+    """A model and its losses, as `Objective` has them."""
+
+    weights: LossWeights
+    nodes: dict[int, str]
+    casts_itself: bool
+    sources: tuple[Any, ...]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All modules that a pass runs."""
+
+    def terms(self, source: Any, batch: Any, samples: int) -> tuple[list[Term], Any]:
+        """Run one source on one micro-batch."""
 
 
 class TrialLosses:
@@ -51,7 +68,7 @@ class TrialLosses:
 
     def __init__(
         self,
-        objective: Objective,
+        objective: Tried,
         place: Callable[[Any], Any],
         mark: Mark,
         autocast: Callable[[], AbstractContextManager[object]],
@@ -94,6 +111,8 @@ class TrialLosses:
                         found[name] = [_supposed(term) for term in run.terms]
                         self.is_complete = False
                         continue
+                    if not math.isfinite(run.value) and name in objective.weights.forms:
+                        continue  # it was finite before: what follows is for the training to decide
                     if not math.isfinite(run.value):
                         if name in objective.weights.forms:
                             continue  # it may result from the training itself
@@ -118,7 +137,7 @@ class TrialLosses:
         with torch.enable_grad(), quiet_training(objective.modules):
             for source in objective.sources:
                 with self._autocast():
-                    terms, _ = objective.terms(source, self._place(cut), 1)
+                    terms, _ = objective.terms(source, self._placed(cut), 1)
                 for term in terms:
                     if term.is_reported or term.over is not None or objective.weights.knows(term.name):
                         continue
@@ -135,7 +154,7 @@ class TrialLosses:
             node = inputs[0] if len(inputs) == 1 else None
         return ""
 
-    def _part(self, source: Source, sample: Window, start: int, stop: int) -> dict[str, Run]:
+    def _part(self, source: Any, sample: Window, start: int, stop: int) -> dict[str, Run]:
         try:
             return self._runs(source, sample, start, stop)
         except Exception as error:
@@ -145,17 +164,21 @@ class TrialLosses:
                 raise
             raise InvalidInputError(
                 f"the loss could be computed for {sample.samples} samples, and not for {stop - start} of them "
-                f"({_oom.first_line(error)}), so micro-batches of such sizes cannot be trained on; loss_reduction='mean' or "
-                "'sum' leaves this check out"
+                f"({_oom.first_line(error)}), so micro-batches of such sizes cannot be trained on; "
+                "loss_reduction='mean' or 'sum' leaves this check out"
             ) from error
 
-    def _runs(self, source: Source, sample: Window, start: int, stop: int, seed: int = 0) -> dict[str, Run]:
+    def _placed(self, cut: Any) -> Any:
+        """Return samples on the device, as tensors that a graph can save."""
+        return map_tensors(lambda one: one.clone() if one.is_inference() else one, self._place(cut))
+
+    def _runs(self, source: Any, sample: Window, start: int, stop: int, seed: int = 0) -> dict[str, Run]:
         """Return the losses of one forward pass by name, as runs of samples `start` to `stop` (exclusive)."""
         self._mark.restore()
         self._mark.random.seed(seed)
         cut, samples = sample.cut(start, stop), stop - start
         with self._autocast():
-            terms, _ = self._objective.terms(source, self._place(cut), samples)
+            terms, _ = self._objective.terms(source, self._placed(cut), samples)
         numbers = [term for term in terms if not term.is_reported and term.over is None and term.value.requires_grad]
         self._note_pairs(terms, start, stop, sample.samples)
         if numbers:

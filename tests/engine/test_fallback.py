@@ -90,6 +90,7 @@ def fit(capacity, **options):
     seed()
     options = {
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, foreach=False),
+        "loss": nn.CrossEntropyLoss(),
         "progress": "lines",
         "cache": False,
     } | options

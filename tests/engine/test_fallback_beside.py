@@ -19,7 +19,8 @@ def trained(capacity, *, model=None, loader=None, **options):
     """Train in micro-batches of one sample, so that the cut is the same whatever the memory."""
     model = model or Wide()
     seed()
-    made = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)} | options
+    made = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)}
+    made = {"loss": torch.nn.CrossEntropyLoss()} | made | options
     result = autoaccum.fit(
         model, loader or data()[:2], 8, device=Simulated(capacity), micro_batch=1, cache=False, progress=False, **made
     )
@@ -73,7 +74,7 @@ def test_several_losses():
     def size(model, batch):
         return model(batch[0]).pow(2).mean()
 
-    assert_same(*both(loss=[entropy, size]))
+    assert_same(*both(loss=[entropy, size], loss_reduction="mean"))
 
 
 def test_validation():

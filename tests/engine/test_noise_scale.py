@@ -259,7 +259,7 @@ def test_samples_of_a_measured_window_come_in_random_order():
     seen = []
     model = Distance()
     model.register_forward_pre_hook(lambda _, args: seen.append(args[0][:, 0].tolist()))
-    runner = runner_of(model, autoaccum.plan(40, 10), LOSSES["each"], noise_scale=2)
+    runner = runner_of(model, autoaccum.plan(40, 10), LOSSES["each"], noise_scale=2, loss_reduction="mean")
     runner.step((inputs, torch.zeros(40)))
     ordered = len(seen)
 

@@ -135,7 +135,7 @@ def test_one_sample_that_does_not_fit_leaves_a_report(tmp_path, options):
 
 
 def test_lack_of_memory_in_an_evaluation_leaves_a_report(tmp_path):
-    train(tmp_path, steps=1, since=2, val_loader=[batch()])
+    train(tmp_path, steps=1, since=3, val_loader=[batch()])
 
     (text,) = texts(tmp_path)
     assert text.startswith("evaluate, 200 samples: ")

@@ -162,6 +162,7 @@ def test_auto_leaves_out_what_the_loss_refuses(capsys):
             cache=False,
             progress="lines",
             precision="fp32",
+            loss_reduction="mean",
             **options,
         )
         return model, result

@@ -132,8 +132,8 @@ def test_limit_of_a_runner_within_another_limit_is_refused():
 def test_evaluation_keeps_to_the_limit_and_its_loader_does_not_count():
     device = autoaccum.Simulated("1GiB")
     model = a_model()
-    runner = a_runner(device, model=model, memory_limit=128 * KIB)
-    free = a_runner(autoaccum.Simulated("1GiB"), model=model)
+    runner = a_runner(device, model=model, memory_limit=128 * KIB, loss_reduction="mean")
+    free = a_runner(autoaccum.Simulated("1GiB"), model=model, loss_reduction="mean")
 
     def loader():
         for _ in range(2):

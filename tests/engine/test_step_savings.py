@@ -21,7 +21,7 @@ def stepped(memory, capacity="1GiB", micro_batch=2):
         model,
         torch.optim.SGD(model.parameters(), lr=0.1, foreach=False),
         autoaccum.plan(8, micro_batch),
-        loss=nn.functional.cross_entropy,
+        loss=nn.CrossEntropyLoss(),
         device=Simulated(capacity),
         memory=memory,
     )
@@ -37,7 +37,7 @@ def accumulated(memory, capacity="1GiB", micro_batch=2):
     model = Wide()
     accumulator = autoaccum.Accumulator(
         model,
-        loss=nn.functional.cross_entropy,
+        loss=nn.CrossEntropyLoss(),
         device=Simulated(capacity),
         memory=memory,
         micro_batch=micro_batch,
@@ -106,7 +106,7 @@ def test_runner_says_what_saves_memory():
         model,
         optimizer,
         autoaccum.plan(8, 8),
-        loss=nn.functional.cross_entropy,
+        loss=nn.CrossEntropyLoss(),
         device=Simulated("2MiB"),
         memory="auto",
     )

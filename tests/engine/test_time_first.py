@@ -43,12 +43,13 @@ def trained(model, batches, capsys, **options):
         (nn.TransformerEncoderLayer(4, 2, 8), "MultiheadAttention 'layer.self_attn'"),
     ],
 )
-def test_module_that_takes_samples_for_time_is_named_once(capsys, layer, name):
-    said = trained(Tagger(layer=layer), loader(SAMPLES, TIME), capsys)
+def test_module_that_takes_samples_for_time_is_named_where_the_loss_is_refused(capsys, layer, name):
+    with pytest.raises(autoaccum.InvalidInputError, match="neither a mean nor a sum") as caught:
+        trained(Tagger(layer=layer), loader(SAMPLES, TIME), capsys)
 
-    assert len(said) == 1
-    assert name in said[0]
-    assert "split=autoaccum.Along(1)" in said[0]
+    (said,) = [note for note in caught.value.__notes__ if "batch_first" in note]
+    assert name in said
+    assert "split=autoaccum.Along(1)" in said
 
 
 def test_model_that_turns_its_input_is_not_warned_of(capsys):
@@ -66,7 +67,8 @@ def test_data_cut_along_its_samples_is_not_warned_of(capsys):
 def test_watching_leaves_no_hooks_behind(capsys):
     model = Tagger()
 
-    trained(model, loader(SAMPLES, TIME), capsys)
+    with pytest.raises(autoaccum.InvalidInputError):
+        trained(model, loader(SAMPLES, TIME), capsys)
 
     assert not model.layer._forward_pre_hooks
 
