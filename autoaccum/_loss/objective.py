@@ -271,7 +271,7 @@ class Objective:
     ) -> None:
         """Try the losses on a few samples of a window, and learn how they weigh samples.
 
-        What forward passes change is as before afterwards. If memory runs out, the next call tries half as many.
+        What forward passes change is as before afterwards. If memory runs out, later calls try half as many.
 
         Args:
             window: The window.
@@ -302,7 +302,7 @@ class Objective:
         forms = {name: [self._without_scale(form, window) for form in of_name] for name, of_name in forms.items()}
         weights.learn(forms, is_checked=is_checked)
         weights.is_checked = trial.is_complete
-        self._most = MOST_SAMPLES
+        self._most = most
         if telling and weights.is_ambiguous(window, sizes, only_unread=True):
             raise InvalidInputError(
                 f"what the loss is divided by could be {' or '.join(sorted(map(in_words, telling)))}, which differ in "
