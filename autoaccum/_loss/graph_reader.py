@@ -381,8 +381,11 @@ def _number(node: Any, name: str) -> float | Tensor:
 def _on_host(value: Tensor) -> float | Tensor:
     """Return a number on the host if it is there, otherwise the tensor, in full precision."""
     if value.device.type == "cpu":
-        # NumPy reads it without an operator of torch.
-        return float(value) if value.requires_grad or value.dtype is torch.bfloat16 else float(value.numpy())
+        # It is read without an operator of torch: in a dispatch mode, those fail for Python numbers that autograd saved.
+        number = value.tolist()
+        while isinstance(number, list):
+            (number,) = number
+        return float(number)
     value = value.detach().reshape(())
     return value.float() if value.device.type == "mps" or value.dtype is torch.float32 else value.double()
 

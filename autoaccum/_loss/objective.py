@@ -286,7 +286,8 @@ class Objective:
         """
         most, self._most = self._most, self._most // 2
         weights, telling = self.weights, self.weights.is_ambiguous(window, sizes)
-        casts = not isinstance(autocast(), nullcontext)
+        kind = next((parameter.device.type for parameter in parameters), "cpu")
+        casts = not isinstance(autocast(), nullcontext) or torch.is_autocast_enabled(kind)
         trial = TrialLosses(self, place, mark, autocast, casts=casts, parameters=parameters)
         self._modes = Modes(self.modules)
         eager.take()
