@@ -381,7 +381,7 @@ def _number(node: Any, name: str) -> float | Tensor:
 def _on_host(value: Tensor) -> float | Tensor:
     """Return a number on the host if it is there, otherwise the tensor, in full precision."""
     if value.device.type == "cpu":
-        # It is read without an operator of torch: in a dispatch mode, those fail for Python numbers that autograd saved.
+        # Read without an operator of torch: in a dispatch mode, those fail for Python numbers that autograd saved.
         number = value.tolist()
         while isinstance(number, list):
             (number,) = number

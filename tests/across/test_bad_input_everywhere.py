@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from torch import nn
 
 import autoaccum
 import bad_options
