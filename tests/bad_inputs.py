@@ -533,10 +533,11 @@ CALLS = {
             "batchnorm": choice("keep", "rescale"),
             "noise_scale": FIT["noise_scale"],
             "split": or_none(nothing),
+            "oom_report": FIT["oom_report"],
             "callbacks": FIT["callbacks"],
             "notices": or_none(nothing),
         },
-        STEP_ALSO | {name: FIT_ALSO[name] for name in ("callbacks", "memory", "memory_limit")},
+        STEP_ALSO | {name: FIT_ALSO[name] for name in ("callbacks", "memory", "memory_limit", "oom_report")},
     ),
     "Accumulator": Call(
         autoaccum.Accumulator,
@@ -548,6 +549,7 @@ CALLS = {
             "closure": or_none(nothing),
             "memory": FIT["memory"],
             "memory_limit": or_none(limit),
+            "oom_report": FIT["oom_report"],
             "micro_batch": FIT["micro_batch"],
             "strategy": FIT["strategy"],
             "loss_reduction": or_none(choice("mean", "sum")),
@@ -560,7 +562,7 @@ CALLS = {
             "notices": or_none(nothing),
         },
         {name: values for name, values in STEP_ALSO.items() if name not in ("optimizer", "model")}
-        | {"memory": FIT_ALSO["memory"], "callbacks": FIT_ALSO["callbacks"], "memory_limit": FIT_ALSO["memory_limit"]},
+        | {name: FIT_ALSO[name] for name in ("callbacks", "memory", "memory_limit", "oom_report")},
     ),
     "Runner.step": Call(
         lambda runner, window: runner.step(window),
@@ -728,7 +730,7 @@ READ_ONLY = {
     "Split",
     "StepReport",
     "Trial",
-} | {name for name in autoaccum.__all__ if name.endswith("Error")}
+} | {name for name in autoaccum.__all__ if name.endswith(("Error", "Warning"))}
 
 
 def arguments_of(call):

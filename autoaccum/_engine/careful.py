@@ -224,8 +224,8 @@ class CarefulPath:
         """Return what the window's loss is divided by, None if nothing is to be corrected; and what stood for it."""
         weights, is_part = self._step.objective.weights, self.peers.is_part
         if not given.weights:
-            is_combined = is_part and share is None
-            return (weights.of_part(window) if is_combined else None), float(window.samples)
+            total = weights.of_part(window) if is_part and share is None else None
+            return total, float(window.samples) if total is None else total
         # Those of several losses are proportional to each other.
         name, found = next(iter(given.weights.items()))
         return weights.total(name, found, may_be_nothing=is_part), weights.provisional_total(name)

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 _MOST_DIVISORS = 3
 # Relative differences of counts in double precision, and of what is read in single precision.
 _SAME_COUNT, _SAME_WEIGHT = 1e-9, 1e-5
-# The total of a window's samples, among the totals of its divisors.
-OF_SAMPLES = ("", 0)
+# The totals of a window's samples, and of what split.weight counts, among the totals of its divisors.
+OF_SAMPLES, _OF_SPLIT = ("", 0), ("", 1)
 _HOST = torch.device("cpu")
 _LABELS_OF_PAIR = frozenset([(LABELS, "[1]")])
 # A term of a loss: the name of the loss, and the term's number.
@@ -112,6 +112,7 @@ class LossWeights:
         said: What the arguments say of every loss that is a number; None to find it out.
 
     Attributes:
+        said: The same; None for a loss of torch, which says it better.
         forms: The terms of each loss that is a number, by name.
         is_checked: Whether losses were tried on a few samples.
         divided_by: What the sums of this window are divided by together, where each loader batch carries a number.
@@ -121,7 +122,7 @@ class LossWeights:
     """
 
     def __init__(self, said: Common | None) -> None:
-        self.said = said
+        self.said = self._said_by_arguments = said
         self.forms: dict[str, tuple[TermForm, ...]] = {}
         self.is_checked = False
         self.divided_by: divisor.Divisor | None = None
@@ -179,6 +180,7 @@ class LossWeights:
         """Take the form of a loss of torch, which needs no check; None if it is no such loss."""
         self._trusted.discard(name)
         self.forms.pop(name, None)
+        self.said = self._said_by_arguments if form is None else None
         if form is not None:
             self._trusted.add(name)
             self.forms[name] = (form,)
@@ -377,6 +379,8 @@ class LossWeights:
     def totals(self, window: Window) -> dict[Slot, float]:
         """Return what each term with a divisor of its own is divided by in a window, as the batch counts it."""
         found: dict[Slot, float] = {OF_SAMPLES: float(window.samples)}
+        if self.common is Common.SPLIT:
+            found[_OF_SPLIT] = window.weight(0, window.samples) if window.samples else 0.0
         for name, forms in self.forms.items():
             found[name, -1] = _expected(forms[0], window) if window.samples else 0.0
             for number, form in enumerate(forms):
@@ -409,7 +413,7 @@ class LossWeights:
         if common is Common.SPLIT:
             stops = list(accumulate(sizes))
             weights = [window.weight(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
-            total = sum(weights)
+            total = sum(weights) if totals is None else totals[_OF_SPLIT]
             if not total:
                 raise nothing_counts("split.weight(batch) is 0", len(sizes))
             return [Factors(usual=weight / total) for weight in weights]
@@ -444,7 +448,7 @@ class LossWeights:
             if totals is not None and (name, -1) in totals:
                 self._provisional[name] = totals[name, -1]
             else:
-                self._provisional[name] = _expected(forms[0], window)
+                self._provisional[name] = _expected(forms[0], window, rounds=len(self.forms) == 1)
 
     def provisional_total(self, name: str) -> float:
         """Return about what a loss is divided by in this window, by which it is multiplied at the end."""
@@ -554,7 +558,8 @@ class LossWeights:
         self._compare_units(name, term.weight, factors)
         if not isinstance(term.weight, Tensor) and not term.weight:
             return None
-        return value * (term.weight * (factors.scale / self.provisional_total(name)))
+        # The steady path divides first, too: the last bit is the same.
+        return value * (term.weight / self.provisional_total(name) * factors.scale)
 
     def _compare_units(self, name: str, weight: Any, factors: Factors) -> None:
         """Compare what a loss is divided by with the first loss of the micro-batch."""
@@ -738,10 +743,12 @@ _COMMON = {
 }
 
 
-def _expected(form: TermForm, window: Window) -> float:
+def _expected(form: TermForm, window: Window, *, rounds: bool = False) -> float:
     """Return about what a loss is divided by in a window; exactly, where its batches are on the host and are counted.
 
-    Gradients then need no multiplication at the end of the window.
+    Gradients then need no multiplication at the end of the window. Otherwise it depends on the samples of the last
+    check. A power of two makes the update independent of that to the last bit, as after a resume; but those of several
+    losses have to keep their ratio.
     """
     if form.per_sample is None:
         batch = window.spans[0].piece.batch if window.spans else None
@@ -758,7 +765,8 @@ def _expected(form: TermForm, window: Window) -> float:
             if each > 0 and (total := counts_of(window, 0, window.samples, frozenset([count]))[count]) > 0:
                 return total * each
     each = form.per_sample
-    return window.samples * (each if math.isfinite(each) and each > 0 else 1.0)
+    expected = window.samples * (each if math.isfinite(each) and each > 0 else 1.0)
+    return 2.0 ** round(math.log2(expected)) if rounds and expected else expected
 
 
 def _in_words(forms: Sequence[TermForm]) -> str:

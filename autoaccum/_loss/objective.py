@@ -274,7 +274,7 @@ class Objective:
     ) -> None:
         """Try the losses on a few samples of a window, and learn how they weigh samples.
 
-        What forward passes change is as before afterwards. If memory runs out, the next call tries half as many.
+        What forward passes change is as before afterwards. If memory runs out, later calls try half as many.
 
         Args:
             window: The window.
@@ -289,7 +289,8 @@ class Objective:
         """
         most, self._most = self._most, self._most // 2
         weights, telling = self.weights, self.weights.is_ambiguous(window, sizes)
-        casts = not isinstance(autocast(), nullcontext)
+        kind = next((parameter.device.type for parameter in parameters), "cpu")
+        casts = not isinstance(autocast(), nullcontext) or torch.is_autocast_enabled(kind)
         trial = TrialLosses(self, place, mark, autocast, casts=casts, parameters=parameters)
         self._modes = Modes(self.modules)
         eager.take()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._loss.loss_check import Form
 from autoaccum._loss.loss_weights import Common
 from autoaccum._loss.weighting import Over, in_full
 
@@ -79,6 +80,8 @@ def _like_total(losses: Sequence[Term], factors: Factors, weights: LossWeights) 
     """Return the weight of a plain number of this micro-batch, and whether it is summed without averaging."""
     if factors.alone:
         return 1.0, False
+    if len(losses) == 1 and len(own := factors.terms.get(losses[0].name, [])) == 1:
+        return own[0], weights.forms[losses[0].name][0].form is Form.SUM
     if len(losses) != 1 or losses[0].weight is None:
         return factors.usual, weights.common is Common.SUM
     (loss,) = losses

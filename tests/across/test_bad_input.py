@@ -291,7 +291,7 @@ def of_nothing(outputs, targets):
         (infinite, ["not finite from the start (loss=inf)", "log(0)"]),
         (matrix, ["shape (", ", 3)", "per-sample losses, or a (sum, weight) pair"]),
         (too_short, ["shape (", "samples; return a scalar"]),
-        (of_nothing, ["have weight 0 together", "leave such samples out"]),
+        (of_nothing, ["does not exist; leave such samples out"]),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

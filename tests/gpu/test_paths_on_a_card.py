@@ -15,7 +15,6 @@ from autoaccum._doctor.examination import examine
 from autoaccum._engine import devices, fused_loss
 from autoaccum._engine.chunked_recipe import chunked
 from autoaccum._engine.offloading import offloaded
-from autoaccum._loss import stand_ins
 from autoaccum._memory import backend_for
 from autoaccum._system.notices import Notices
 from autoaccum.errors import DeviceMissingError, SavingRefusedError
@@ -100,13 +99,6 @@ def test_logits_that_the_card_draws_are_read_once(monkeypatch):
         model.eval()
         logits = model(inputs)
         assert torch.equal(logits.logsumexp(-1), logits.logsumexp(-1))
-
-
-def test_losses_are_asked_with_wide_copies_of_half_precision_weights_whatever_their_number(monkeypatch):
-    monkeypatch.setattr("autoaccum._loss.stand_ins._WIDENED", 0)  # the most on the host
-
-    assert stand_ins.may_be_widened([network().bfloat16().cuda()])
-    assert not stand_ins.may_be_widened([network().bfloat16()])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

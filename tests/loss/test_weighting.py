@@ -1,4 +1,4 @@
-"""The loss of a window is rebuilt from its micro-batches, whatever the loss runs over."""
+"""The gradient of a window is that of the whole batch, whatever a loss of torch runs over; what pairs may be."""
 
 import contextlib
 import warnings
@@ -11,16 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from autoaccum._loss.weighting import (
-    ELEMENTWISE,
-    Over,
-    Weighting,
-    check_pair,
-    constants,
-    of_loss_module,
-    shares,
-    weight_of_pair,
-)
+import autoaccum
+from autoaccum._loss.weighting import ELEMENTWISE, check_pair, of_loss_module, weight_of_pair
 from autoaccum.errors import InvalidInputError
 
 N, C, T = 9, 4, 5
@@ -123,78 +115,84 @@ cuts = st.sets(st.integers(1, N - 1)).map(
 )
 
 
-def tallied(weighting, targets, sizes):
-    return [weighting.tally(len(part), {"": part}) for part in targets.split(sizes)]
+class Outputs(nn.Module):
+    """Returns its parameters' rows: the gradient of the loss is that of the outputs."""
+
+    def __init__(self, outputs):
+        super().__init__()
+        self.outputs = nn.Parameter(outputs.clone())
+
+    def forward(self, rows):
+        return self.outputs[rows]
 
 
-def rebuilt(loss, outputs, targets, sizes):
-    """The window's loss from those of its micro-batches; one of weight 0 may be NaN and is left out."""
-    how = of_loss_module(loss)
-    factors = shares(how, tallied(how, targets, sizes), N)
-    losses = [loss(*parts) for parts in zip(outputs.split(sizes), targets.split(sizes), strict=True)]
-    return sum(float(value) * factor for value, factor in zip(losses, factors, strict=True) if factor)
+def update(loss, outputs, targets, sizes):
+    """Return the loss and the gradient of a window that is cut into these sizes."""
+    model = Outputs(outputs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    runner = autoaccum.Runner(model, optimizer, autoaccum.Plan(len(outputs), tuple(sizes)), loss=loss, device="cpu")
+    report = runner.step((torch.arange(len(outputs)), targets))
+    return report.loss, outputs - model.outputs.detach()
+
+
+def by_hand(loss, outputs, targets):
+    outputs = outputs.clone().requires_grad_()
+    value = loss(outputs, targets)
+    value = value.reshape(len(outputs), -1).sum(1).mean() if value.dim() else value
+    return value.item(), torch.autograd.grad(value, outputs)[0]
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss by both")
 @pytest.mark.parametrize(("name", "reduction"), REDUCTIONS)
-@settings(max_examples=12)
+@settings(max_examples=4)
 @given(sizes=cuts)
-def test_shares_of_any_cut_rebuild_the_full_batch_loss(name, reduction, sizes):
+def test_any_cut_has_the_loss_and_the_gradient_of_the_whole_batch(name, reduction, sizes):
     make, arguments, outputs, targets = CASES[name]
     loss = make(reduction=reduction, **arguments)
 
-    assert rebuilt(loss, outputs, targets, sizes) == pytest.approx(float(loss(outputs, targets)), rel=1e-12)
+    found, gradient = update(loss, outputs, targets, sizes)
+
+    expected, wanted = by_hand(loss, outputs, targets)
+    assert found == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=12)
-@given(sizes=cuts)
-@pytest.mark.parametrize("name", [name for name in CASES if "Cross" in name or "NLL" in name])
+@pytest.mark.parametrize("name", ["CrossEntropyLoss", "CrossEntropyLoss class weights", "NLLLoss", "MSELoss"])
+@pytest.mark.parametrize("sizes", [(9,), (5, 4), (1, 2, 6)])
 def test_vector_of_losses_is_averaged_over_the_samples(name, sizes):
     make, arguments, outputs, targets = CASES[name]
     loss = make(reduction="none", **arguments)
-    per_sample = loss(outputs, targets).reshape(N, -1).sum(1)
-    how = of_loss_module(loss)
 
-    factors = shares(how, tallied(how, targets, sizes), N)
+    def of_samples(outputs, targets):
+        return loss(outputs, targets).reshape(len(outputs), -1).sum(1)
 
-    means = [float(part.mean()) for part in per_sample.split(sizes)]
-    assert how.over is Over.VECTOR
-    assert sum(f * m for f, m in zip(factors, means, strict=True)) == pytest.approx(float(per_sample.mean()), rel=1e-12)
+    found, gradient = update(of_samples, outputs, targets, sizes)
 
-
-def test_micro_batch_in_which_nothing_counts_has_no_share():
-    targets = torch.tensor([[1, 2], [-100, -100], [-100, 3], [-100, -100]])
-    how = of_loss_module(nn.CrossEntropyLoss())
-
-    assert shares(how, tallied(how, targets, [1, 1, 1, 1]), 4) == [2 / 3, 0.0, 1 / 3, 0.0]
+    expected, wanted = by_hand(of_samples, outputs, targets)
+    assert found == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(
     ("loss", "targets"),
     [
-        (nn.CrossEntropyLoss(), torch.full((4, 3), -100)),
+        (nn.CrossEntropyLoss(), torch.full((4,), -100)),
         (nn.NLLLoss(ignore_index=2), torch.full((4,), 2)),
         (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 0.0])), torch.ones(4, dtype=torch.long)),
     ],
     ids=["ignored", "ignored class", "class of weight 0"],
 )
-def test_window_in_which_nothing_counts_is_refused(loss, targets):
-    how = of_loss_module(loss)
-
-    with pytest.raises(InvalidInputError, match=f"2 micro-batches counts.*ignore_index={how.ignore_index}.*leave"):
-        shares(how, tallied(how, targets, [3, 1]), 4)
+@pytest.mark.parametrize("sizes", [(4,), (3, 1)])
+def test_window_in_which_nothing_counts_is_refused(loss, targets, sizes):
+    with pytest.raises(InvalidInputError, match=r"divided by is 0 in this window.*leave such samples out"):
+        update(loss, torch.rand(4, 2), targets, sizes)
 
 
 def test_sum_over_targets_that_do_not_count_is_no_error():
-    assert shares(of_loss_module(nn.CrossEntropyLoss(reduction="sum")), [0, 0], 2) == [1.0, 1.0]
+    loss, gradient = update(nn.CrossEntropyLoss(reduction="sum"), torch.rand(4, 2), torch.full((4,), -100), (3, 1))
 
-
-def test_class_weights_are_summed_in_float64():
-    weights = torch.tensor([1e-8, 1.0])
-    targets = torch.tensor([1] + [0] * 1000)
-    how = of_loss_module(nn.CrossEntropyLoss(weight=weights))
-
-    assert how.weigh(1001, {"": targets}) == pytest.approx(1 + 1000 * float(weights[0]), rel=1e-14)
+    assert loss == 0.0
+    assert not gradient.any()
 
 
 @pytest.mark.parametrize(
@@ -222,70 +220,6 @@ def test_every_loss_that_would_broadcast_is_guarded_against_it():
 
     assert {nn.MSELoss, nn.PoissonNLLLoss} <= broadcasts
     assert broadcasts <= set(ELEMENTWISE)
-
-
-def test_targets_are_not_looked_at_where_they_do_not_matter():
-    for over in (Over.SUM, Over.SAMPLES, Over.VECTOR, Over.PAIR):
-        assert Weighting(over).weigh(7, {"": None}) == 7.0
-
-
-def test_named_target_is_the_one_that_counts():
-    targets = {"noise": torch.zeros(3, 2), "labels": torch.tensor([[1, -100], [1, 1], [-100, 2]])}
-
-    assert Weighting(Over.COUNTED, target="labels").weigh(3, targets) == 4.0
-    assert Weighting(Over.SHIFTED, target="labels").weigh(3, targets) == 2.0
-
-
-@given(sizes=cuts)
-def test_shares_of_a_mean_sum_up_to_one(sizes):
-    factors = shares(Weighting(Over.SAMPLES), sizes, N)
-
-    assert sum(factors) == pytest.approx(1.0, rel=1e-15)
-    assert factors == [size / N for size in sizes]
-
-
-@settings(max_examples=60)
-@given(first=st.integers(1, 5), data=st.data(), seed=st.integers(0, 99))
-@pytest.mark.parametrize("ignore_index", [-100, 2])
-def test_share_of_a_micro_batch_is_the_same_to_the_last_bit_however_the_rest_is_cut(ignore_index, first, data, seed):
-    targets = torch.randint(0, 50, (40, 3), generator=torch.Generator().manual_seed(seed))
-    targets[5:9] = ignore_index
-    weight = torch.rand(50, generator=torch.Generator().manual_seed(seed)) ** 8
-    how = of_loss_module(nn.CrossEntropyLoss(weight=weight, ignore_index=ignore_index))
-    stops = sorted(data.draw(st.sets(st.integers(first + 1, 39))))
-    rest = [b - a for a, b in zip([first, *stops], [*stops, 40], strict=True)]
-
-    one, other = (shares(how, tallied(how, targets, [first, *sizes]), 40) for sizes in (rest, [40 - first]))
-
-    assert one[0] == other[0]
-
-
-def test_masks_are_targets_whose_zeros_do_not_count():
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    for kind in (mask, mask.bool(), mask.float()):
-        assert Weighting(Over.COUNTED, 0, target="mask").weigh(2, {"mask": kind}) == 3.0
-        assert Weighting(Over.SHIFTED, 0, target="mask").weigh(2, {"mask": kind}) == 1.0
-
-
-def test_counts_of_each_sample_add_up_to_the_tally():
-    targets = {"labels": classes(N, T, padded=-100)}
-    for over in (Over.SUM, Over.SAMPLES, Over.ELEMENTS, Over.COUNTED, Over.SHIFTED):
-        how = Weighting(over, target="labels")
-        assert how.tally_each(N, targets).sum() == how.tally(N, targets)
-
-
-def test_constants_are_the_tensors_that_hold_one_value_alone():
-    targets = {"a": torch.full((3, 2), 7), "b": torch.arange(3), "c": torch.zeros(3).bool(), "d": torch.zeros(3, 0)}
-
-    assert constants(targets) == {("a", 7), ("c", 0)}
-
-
-def test_opaque_loss_leaves_out_what_makes_it_no_number_and_changes_no_other_factor():
-    how = Weighting(Over.OPAQUE, void=frozenset([frozenset([("", 0)])]))
-    targets = torch.tensor([1, 2, 0, 0, 2, 1])
-
-    assert shares(how, tallied(how, targets, [2, 2, 2]), 6) == [1 / 3, 0.0, 1 / 3]
-    assert shares(how, tallied(how, targets, [2, 4]), 6) == [1 / 3, 2 / 3]
 
 
 # --- pairs -----------------------------------------------------------------------------------------------------------
@@ -329,16 +263,3 @@ def test_pairs_that_add_up_are_taken():
 def test_pairs_that_do_not_add_up_are_refused(whole, parts, found):
     with pytest.raises(InvalidInputError, match=f"{found}.*a pair means \\(sum, weight\\)"):
         check_pair("mine", whole, parts, 1e-9)
-
-
-@pytest.mark.parametrize(
-    ("how", "found"),
-    [
-        (Weighting(Over.WEIGHED), r"split.weight\(batch\) is 0 for all of this window of 2 micro-batches"),
-        (Weighting(Over.SUMMED, target="lengths"), "divided by the sum of 'lengths'"),
-        (Weighting(Over.COUNTED), "no target of this window of 2 micro-batches counts"),
-    ],
-)
-def test_window_in_which_nothing_counts_is_refused_by_what_did_not_count(how, found):
-    with pytest.raises(InvalidInputError, match=found):
-        shares(how, [0, 0], 8)

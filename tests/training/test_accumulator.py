@@ -14,7 +14,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import autoaccum
-from autoaccum._loss import stand_ins
 from autoaccum._sizing.cache import Key
 from autoaccum._system.notices import Notices
 from faults import FailAt, InterruptAt
@@ -945,18 +944,16 @@ def test_inference_mode_is_refused():
     assert gradients(model) == [None] * 6
 
 
-def test_autocast_around_the_call_is_no_deviation_of_the_loss(monkeypatch, capfd):
-    monkeypatch.setattr(stand_ins, "_COPIED", 0)  # as for a model that is too large to be copied in float64
+def test_autocast_around_the_call_is_no_deviation_of_the_loss():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     inputs, targets = torch.randn(64, 32), torch.randint(10, (64,))
     accumulating = autoaccum.Accumulator(model, loss=functional.cross_entropy, micro_batch=16, device="cpu")
 
     with torch.autocast("cpu", torch.bfloat16):
-        for _ in range(3):
-            accumulating.backward((inputs, targets))
+        reports = [accumulating.backward((inputs, targets)) for _ in range(3)]
 
-    assert "% off" not in capfd.readouterr().err
+    assert not any(report.warnings for report in reports)
 
 
 def test_backward_within_backward_is_refused():
