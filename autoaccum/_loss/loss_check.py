@@ -297,63 +297,103 @@ def forms_of(whole: Run, parts: Sequence[Run], again: Run | None, tolerance: flo
     return forms
 
 
+class _Compared:
+    """Compares one term of all samples with that of the parts.
+
+    Args:
+        number: The term's number.
+        whole: The run of all samples.
+        parts: Those of the parts.
+        tolerance: As for `forms_of`.
+        is_random: Whether values and gradients are those of other random numbers, and are not compared.
+    """
+
+    def __init__(self, number: int, whole: Run, parts: Sequence[Run], tolerance: float, *, is_random: bool) -> None:
+        self._gradient, self._of_parts = whole.gradients[number], [part.gradients[number] for part in parts]
+        self._tolerance = tolerance
+        self._is_random = is_random
+
+    def agree(self, factors: Sequence[float]) -> bool:
+        """Whether gradients of the parts, times these factors, add up to that of the whole."""
+        if self._is_random:
+            return True
+        pairs = zip(factors, self._of_parts, strict=True)
+        added = torch.stack([factor * one if factor else torch.zeros_like(one) for factor, one in pairs])
+        room = self._tolerance * float(added.norm(dim=1).sum() + self._gradient.norm())
+        return float((added.sum(0) - self._gradient).norm()) <= room
+
+    def are_equal(self) -> bool:
+        """Whether the gradient is the same, and not 0, whatever the samples."""
+        is_there = float(self._gradient.norm()) > 0
+        return is_there and all(_near(one, self._gradient, self._tolerance) for one in self._of_parts)
+
+    def tell(self) -> bool:
+        """Whether all parts have a gradient, so that their agreement says something."""
+        return not self._is_random and all(float(one.norm()) for one in self._of_parts)
+
+
 def _form_of(number: int, whole: Run, parts: Sequence[Run], tolerance: float, *, is_random: bool) -> TermForm:
     """Return how one term is put together."""
-    gradient, of_parts = whole.gradients[number], [part.gradients[number] for part in parts]
+    compared = _Compared(number, whole, parts, tolerance, is_random=is_random)
     weight: Any = whole.weights[number]
     weights = [part.weights[number] for part in parts]
-
-    def agrees(factors: Sequence[float]) -> bool:
-        """Whether gradients of the parts, times these factors, add up to that of the whole."""
-        pairs = zip(factors, of_parts, strict=True)
-        added = torch.stack([factor * one if factor else torch.zeros_like(one) for factor, one in pairs])
-        room = tolerance * float(added.norm(dim=1).sum() + gradient.norm())
-        return float((added.sum(0) - gradient).norm()) <= room
-
     is_read = weight is not None and None not in weights
-    known, room = [one or 0.0 for one in weights], _SAME_WEIGHT * max(abs(one or 0.0) for one in (weight, *weights))
-    adds_up = is_read and bool(weight) and _close(sum(known), weight or 0.0, room)
-    if adds_up and (is_random or agrees([one / weight for one in known])):
-        return _mean_of(number, whole, parts)
-    if is_read and weight and not is_random:
-        # max(1, n) reads 1 where nothing counts.
-        counted = [0.0 if part.terms[number].divisor == 1 else one for part, one in zip(parts, known, strict=True)]
-        if _close(sum(counted), weight, room) and agrees([one / weight for one in counted]):
-            parts = [_with_weight(part, number, one) for part, one in zip(parts, counted, strict=True)]
-            return replace(_mean_of(number, whole, parts), may_be_clamped=True, is_clamped=True)
-    if float(gradient.norm()) and all(_near(one, gradient, tolerance) for one in of_parts):
+    if is_read and (mean := _read_mean(number, whole, parts, compared, is_random=is_random)) is not None:
+        return mean
+    if compared.are_equal():
         return TermForm(Form.CONSTANT)
-    if is_read:
-        is_same = all(_close(one, weight or 0.0, room) for one in known)
-        if is_same and (is_random or agrees([1.0] * len(parts))):
-            numbers = whole.numbers.items()
-            return TermForm(Form.SUM, number=next((at for at, one in numbers if _close(one, abs(weight), room)), None))
-        return TermForm(Form.UNCONFIRMED)
-    if is_random or not all(float(one.norm()) for one in of_parts):  # a part without a gradient tells nothing
+    if not is_read:
+        return _unread_form(whole, parts, compared)
+    room = _SAME_WEIGHT * abs(weight)
+    if all(_close(one or 0.0, weight, room) for one in weights) and compared.agree([1.0] * len(parts)):
+        numbers = whole.numbers.items()
+        return TermForm(Form.SUM, number=next((at for at, one in numbers if _close(one, abs(weight), room)), None))
+    return TermForm(Form.UNCONFIRMED)
+
+
+def _read_mean(
+    number: int, whole: Run, parts: Sequence[Run], compared: _Compared, *, is_random: bool
+) -> TermForm | None:
+    """Return the form of a term whose weights add up; None if they do not."""
+    weight, known = whole.weights[number] or 0.0, [part.weights[number] or 0.0 for part in parts]
+    room = _SAME_WEIGHT * max(map(abs, (weight, *known)))
+    if not weight:
+        return None
+    if _close(sum(known), weight, room) and compared.agree([one / weight for one in known]):
+        return _mean_of(number, whole, parts)
+    # max(1, n) reads 1 where nothing counts.
+    counted = [0.0 if part.terms[number].divisor == 1 else one for part, one in zip(parts, known, strict=True)]
+    if is_random or not (_close(sum(counted), weight, room) and compared.agree([one / weight for one in counted])):
+        return None
+    parts = [_with_weight(part, number, one) for part, one in zip(parts, counted, strict=True)]
+    return replace(_mean_of(number, whole, parts), may_be_clamped=True, is_clamped=True)
+
+
+def _unread_form(whole: Run, parts: Sequence[Run], compared: _Compared) -> TermForm:
+    """Return the form of a term that could not be read, if counts of the batch or a sum explain it."""
+    if not compared.tell():
         return TermForm(Form.UNCONFIRMED, is_read=False)
-    fitting = [
-        count
+    shares = {
+        count: tuple(part.counts.get(count, 0.0) / total for part in parts)
         for count, total in whole.counts.items()
         if total > 0
-        and all(part.counts.get(count, 0.0) >= 0 for part in parts)
-        and agrees([part.counts.get(count, 0.0) / total for part in parts])
-    ]
-    if fitting:
-        total = whole.counts[fitting[0]]
-        of_first = [part.counts.get(fitting[0], 0.0) / total for part in parts]
-        # Others that fit to within rounding, but weigh the parts otherwise, would make it a guess.
-        alike = all(
-            _close(part.counts.get(count, 0.0) / whole.counts[count], share, _SAME_WEIGHT)
-            for count in fitting
-            for part, share in zip(parts, of_first, strict=True)
-        )
-        if alike and not agrees([1.0] * len(parts)):
-            counts = dict.fromkeys(fitting, 1.0)
-            per_sample = total / whole.samples
-            return TermForm(Form.MEAN, is_read=False, per_sample=per_sample, shares=tuple(of_first), counts=counts)
-    elif agrees([1.0] * len(parts)):
-        return TermForm(Form.SUM, is_read=False)
-    return TermForm(Form.UNCONFIRMED, is_read=False)
+    }
+    fitting = {count: of_parts for count, of_parts in shares.items() if compared.agree(of_parts)}
+    is_sum = compared.agree([1.0] * len(parts))
+    if not fitting:
+        return TermForm(Form.SUM if is_sum else Form.UNCONFIRMED, is_read=False)
+    first, of_first = next(iter(fitting.items()))
+    # Others that fit to within rounding, but weigh the parts otherwise, would make it a guess.
+    alike = all(
+        _close(one, its, _SAME_WEIGHT)
+        for of_parts in fitting.values()
+        for one, its in zip(of_parts, of_first, strict=True)
+    )
+    if is_sum or not alike:
+        return TermForm(Form.UNCONFIRMED, is_read=False)
+    per_sample = whole.counts[first] / whole.samples
+    counts = dict.fromkeys(fitting, 1.0)
+    return TermForm(Form.MEAN, is_read=False, per_sample=per_sample, shares=of_first, counts=counts)
 
 
 def _with_weight(run: Run, number: int, weight: float) -> Run:

@@ -419,20 +419,24 @@ class LossWeights:
             return [Factors(usual=weight / total) for weight in weights]
         if common is Common.DIVISOR:
             self.set_provisional(window, totals)
-            self.divided_by = None
-            if (number := self._number) is not None:
-                self.divided_by = divisor.of_window(number, window)
-                for one, own in zip(factors, divisor.of_micro_batches(number, window, sizes), strict=True):
-                    one.weight = own
-                if not self.divided_by.is_counted:
-                    self.warn(_share_text(number))
-            if unread := [form for form in self._counted() if not form.is_read]:
-                count = min(unread[0].counts)
-                for one, counted in zip(factors, self._counts(window, sizes, frozenset([count])), strict=True):
-                    one.weight = counted[count]
+            self._weigh_beforehand(factors, window, sizes)
         if common is Common.NOTHING:
             self._weigh_each_term(factors, window, sizes, totals or self.totals(window))
         return factors
+
+    def _weigh_beforehand(self, factors: Sequence[Factors], window: Window, sizes: Sequence[int]) -> None:
+        """Note what a loss is divided by where its graph does not say it: a number, or a count, of the batch."""
+        self.divided_by = None
+        if (number := self._number) is not None:
+            self.divided_by = divisor.of_window(number, window)
+            for one, own in zip(factors, divisor.of_micro_batches(number, window, sizes), strict=True):
+                one.weight = own
+            if not self.divided_by.is_counted:
+                self.warn(_share_text(number))
+        if unread := [form for form in self._counted() if not form.is_read]:
+            count = min(unread[0].counts)
+            for one, counted in zip(factors, self._counts(window, sizes, frozenset([count])), strict=True):
+                one.weight = counted[count]
 
     def set_provisional(self, window: Window, totals: Mapping[Slot, float] | None = None) -> None:
         """Set about what each loss is divided by in a window, so that gradients have about their final magnitude.
@@ -539,12 +543,7 @@ class LossWeights:
         """
         name, value = term.name, term.value
         if term.over is Over.PAIR:
-            if name in factors.pairs:
-                return value * factors.pairs[name]
-            assert term.weight is not None
-            if factors.alone:
-                return value / term.weight
-            return self._times(value, factors.scale / self.provisional_total(name))
+            return self._weigh_pair(term, factors)
         if not value.requires_grad:
             return value  # of which the caller says that it has no gradient
         if factors.alone:
@@ -556,10 +555,22 @@ class LossWeights:
             return self._times(value, factors.usual)
         term.weight = self.weight_of(name, value, samples) if factors.weight is None else factors.weight
         self._compare_units(name, term.weight, factors)
+        return self._times_weight(term, factors)
+
+    def _weigh_pair(self, term: Term, factors: Factors) -> Tensor | None:
+        assert term.weight is not None
+        if term.name in factors.pairs:
+            return term.value * factors.pairs[term.name]
+        if factors.alone:
+            return term.value / term.weight
+        return self._times(term.value, factors.scale / self.provisional_total(term.name))
+
+    def _times_weight(self, term: Term, factors: Factors) -> Tensor | None:
+        assert term.weight is not None
         if not isinstance(term.weight, Tensor) and not term.weight:
             return None
         # The steady path divides first, too: the last bit is the same.
-        return value * (term.weight / self.provisional_total(name) * factors.scale)
+        return term.value * (term.weight / self.provisional_total(term.name) * factors.scale)
 
     def _compare_units(self, name: str, weight: Any, factors: Factors) -> None:
         """Compare what a loss is divided by with the first loss of the micro-batch."""
@@ -641,7 +652,7 @@ class LossWeights:
         return 0.0 if math.isinf(first.weight) else first.weight  # what is multiplied by 0 is not there
 
     def _unclamped(self, name: str, loss: Tensor, weight: Any, samples: int) -> float:
-        """Return what a loss is divided by whose divisor is 1, as it may be where nothing counts: what the batch says."""
+        """Return what a loss is divided by whose divisor is 1: what the batch says, since it may be 1 for 0."""
         counts, window = self.forms[name][0].counts, self.window
         if counts and window is not None and window.is_on(_HOST):
             counted = counts_of(window, self.start, self.start + samples, frozenset(counts))

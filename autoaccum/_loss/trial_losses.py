@@ -107,28 +107,34 @@ class TrialLosses:
                 parts = [self._part(source, sample, *ends) for ends in ((0, first), (first, sample.samples))]
                 again: dict[str, Run] | None = None
                 for name, run in whole.items():
-                    if any(weight == 0.0 for weight in run.weights):  # nothing counts in these samples
-                        found[name] = [_supposed(term) for term in run.terms]
-                        self.is_complete = False
-                        continue
-                    if not math.isfinite(run.value) and name in objective.weights.forms:
-                        continue  # it was finite before: what follows is for the training to decide
-                    if not math.isfinite(run.value):
-                        if name in objective.weights.forms:
-                            continue  # it may result from the training itself
-                        raise not_finite({name: run.value})
                     of_parts = [part[name] for part in parts if name in part]
-                    if len(of_parts) != len(parts) or objective.weights.knows(name):
+                    if not self._is_comparable(name, run, found) or len(of_parts) != len(parts):
                         continue
                     forms = forms_of(run, of_parts, None, self._tolerance)
                     if any(form.form is Form.UNCONFIRMED for form in forms):
                         if again is None:
                             again = self._runs(source, sample, 0, sample.samples, seed=1)
                         forms = forms_of(run, of_parts, again.get(name), self._tolerance)
-                    found[name] = [
-                        replace(form, name=self._name_of(term)) for form, term in zip(forms, run.terms, strict=False)
-                    ]
+                    pairs = zip(forms, run.terms, strict=False)
+                    found[name] = [replace(form, name=self._name_of(term)) for form, term in pairs]
         return found
+
+    def _is_comparable(self, name: str, run: Run, found: dict[str, list[TermForm]]) -> bool:
+        """Whether a loss needs a check, and says something; where nothing counts in it, its form is supposed.
+
+        Raises:
+            InvalidInputError: It is not finite before anything was trained.
+        """
+        weights = self._objective.weights
+        if any(weight == 0.0 for weight in run.weights):
+            found[name] = [_supposed(term) for term in run.terms]
+            self.is_complete = False
+            return False
+        if not math.isfinite(run.value):
+            if name not in weights.forms:
+                raise not_finite({name: run.value})
+            return False  # it may result from the training itself
+        return not weights.knows(name)
 
     def unchecked(self, window: Window) -> dict[str, list[TermForm]]:
         """Return the terms of each loss as the graph of a single sample suggests."""
