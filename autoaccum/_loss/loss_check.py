@@ -442,7 +442,7 @@ def _proportional(weights: Sequence[float], runs: Sequence[Run]) -> dict[Count, 
 
 def share_a_divisor(forms: Sequence[TermForm]) -> bool:
     """Whether means are divided by numbers that are proportional to each other."""
-    return all(
+    return all(len(form.shares) == len(forms[0].shares) for form in forms) and all(
         _close(one, first, _SAME_WEIGHT)
         for form in forms
         for one, first in zip(form.shares, forms[0].shares, strict=True)

@@ -575,7 +575,7 @@ class LossWeights:
     def _compare_units(self, name: str, weight: Any, factors: Factors) -> None:
         """Compare what a loss is divided by with the first loss of the micro-batch."""
         each = self.forms[name][0].per_sample if len(self.forms) > 1 and name in self.forms else None
-        if each is None:
+        if not each:
             return
         if factors.units is None:
             factors.units = weight / each

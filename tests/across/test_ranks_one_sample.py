@@ -55,21 +55,6 @@ def test_parts_of_one_loader_are_asked_together(crew):
         torch.testing.assert_close(found, flat(expected), **EXACT)
 
 
-def test_samples_that_no_batch_can_hold_together_are_told(crew):
-    first, second = crew.run("rank_single:train", LENGTHS, wide=False, size=2)
-
-    assert torch.equal(first["parameters"], second["parameters"])
-    assert "no two samples of a window can be batched together, so its reduction is not known yet" in first["said"]
-    assert "no two samples" not in second["said"]  # the first rank speaks for all
-
-
-def test_samples_that_cannot_be_sent_are_told(crew):
-    first, second = crew.run("rank_single:train", LENGTHS, held=True, size=2)
-
-    assert torch.equal(first["parameters"], second["parameters"])
-    assert "the samples of this loader cannot be sent to other ranks" in first["said"]
-
-
 def test_each_of_several_losses_is_asked(crew):
     expected = alone(LENGTHS, 2, loss="several")
 
