@@ -176,6 +176,8 @@ class CarefulPath:
         step, is_part = self._step, self.peers.is_part
         if step.passes is not None or not step.objective.needs_check(window, sizes, is_part=is_part, is_due=is_first):
             return  # or determined together with the others
+        if is_part and self.peers.samples_to_try is None and step.objective.weights.is_checked:
+            return  # it is time for that in windows that all parts have in common
         samples = self.peers.samples_to_try or window
         at.size = None if step.objective.tries_several else 1  # if that does not fit, nothing does
         mark, objective, watch = self._before_trying, step.objective, step.time_first

@@ -255,6 +255,7 @@ class LossWeights:
             InvalidInputError: Losses cannot be put together from micro-batches.
         """
         if self.said is None:
+            found = {name: forms for name, forms in found.items() if is_checked or name not in self.forms}
             for name, forms in found.items():
                 self._learn_forms(name, forms)
             self._trusted -= set(found)
