@@ -32,6 +32,8 @@ _OF_ELEMENTS = (
 _ONLY_MOVE = ("autoaccum.", "torch.autograd.graph")
 
 
+_OF_CLASSES = ("NllLossBackward0", "NllLoss2DBackward0")
+_FULL = (torch.float32, torch.float64)
 _INFINITE = (math.inf, -math.inf)
 
 
@@ -78,6 +80,20 @@ def read(loss: Tensor) -> list[ReadTerm]:
         return [ReadTerm(None, None)]
     _read_number(node, 0, ReadTerm(node, 1.0), found)
     return found if len(found) == 1 else _merged(found)
+
+
+def weight_at_once(loss: Tensor) -> float | None:
+    """Return what cross entropy on the host is divided by, by a look at the only node that says it; None otherwise.
+
+    Args:
+        loss: A number whose graph was read before, in the same form.
+    """
+    node: Any = loss.grad_fn
+    if node is None or node.name() not in _OF_CLASSES or node._saved_reduction != _MEAN:
+        return None
+    total = node._saved_total_weight
+    is_plain = total.device.type == "cpu" and total.dtype in _FULL
+    return total.tolist() if is_plain else None
 
 
 def _merged(terms: list[ReadTerm]) -> list[ReadTerm]:

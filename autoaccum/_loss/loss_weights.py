@@ -22,7 +22,7 @@ from autoaccum._data.numbers import spelled
 from autoaccum._loss import divisor
 from autoaccum._loss.batch_counts import LABELS, SAMPLES, counts_of, in_words
 from autoaccum._loss.divisor import carries_numbers
-from autoaccum._loss.graph_reader import read
+from autoaccum._loss.graph_reader import read, weight_at_once
 from autoaccum._loss.loss_check import Form, TermForm, share_a_divisor
 from autoaccum._loss.terms import is_pair
 from autoaccum._loss.weighting import Over, in_full
@@ -606,7 +606,7 @@ class LossWeights:
         Raises:
             InvalidInputError: Nothing counts.
         """
-        if isinstance(loss, FakeTensor) or self.said is not None:
+        if self.said is not None or weight_at_once(loss) or isinstance(loss, FakeTensor):
             return
         if any(isinstance(one.weight, float) and not one.weight for one in read(loss)):
             raise nothing_counts(f"what loss {name!r} is divided by is 0", 1)
@@ -629,7 +629,10 @@ class LossWeights:
             NotCheckedError: It has another form than when it was checked.
             InvalidInputError: It is divided by no finite number.
         """
-        found, forms = read(loss), self.forms.get(name)
+        forms = self.forms.get(name)
+        if forms is not None and len(forms) == 1 and (weight := weight_at_once(loss)) is not None:
+            return weight
+        found = read(loss)
         first = found[0]
         if forms is None or first.weight is None or (len(forms) != len(found) and name not in self._trusted):
             raise changed(name, forms, found)
@@ -763,11 +766,15 @@ def _expected(form: TermForm, window: Window, *, rounds: bool = False) -> float:
     losses have to keep their ratio.
     """
     if form.per_sample is None:
-        batch = window.spans[0].piece.batch if window.spans else None
+        batch = window.plain_batch()
+        if batch is None and window.spans:
+            batch = window.spans[0].piece.batch
         targets: Any = batch[1] if batch is not None and is_pair(batch) else None
         if not isinstance(targets, Tensor) or not targets.numel() or not targets.dim():
             return float(window.samples)
         if targets.device.type == "cpu" and not targets.is_floating_point():
+            if len(targets) == window.samples and targets.numpy().min() >= 0:
+                return float(targets.numel())  # all count
             found = counts_of(window, 0, window.samples, _LABELS_OF_PAIR)
         else:
             found = {SAMPLES: window.samples * targets.numel() / len(targets)}
