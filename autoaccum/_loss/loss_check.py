@@ -274,7 +274,9 @@ def _casts_itself(loss: Tensor) -> bool:
 # --- what runs show ---------------------------------------------------------------------------------------------------
 
 
-def forms_of(whole: Run, parts: Sequence[Run], again: Run | None, tolerance: float) -> list[TermForm]:
+def forms_of(
+    whole: Run, parts: Sequence[Run], again: Run | None, tolerance: float, *, moves: bool = False
+) -> list[TermForm]:
     """Return how each term of a loss is put together.
 
     Args:
@@ -282,8 +284,9 @@ def forms_of(whole: Run, parts: Sequence[Run], again: Run | None, tolerance: flo
         parts: The runs of two parts of them.
         again: One more run of all samples, with other random numbers; None if nothing is random.
         tolerance: The relative difference that rounding may cause.
+        moves: Whether passes move buffers, so that a pass of a part is another one.
     """
-    is_random = again is not None and not _close(whole.value, again.value, tolerance * abs(whole.value))
+    is_random = moves or (again is not None and not _close(whole.value, again.value, tolerance * abs(whole.value)))
     if len({len(run.terms) for run in (whole, *parts)}) > 1:
         whole, parts = whole.whole(), [part.whole() for part in parts]
     forms = [_form_of(number, whole, parts, tolerance, is_random=is_random) for number in range(len(whole.terms))]

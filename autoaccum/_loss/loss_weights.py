@@ -785,7 +785,8 @@ def _expected(form: TermForm, window: Window, *, rounds: bool = False) -> float:
                 return total * each
     each = form.per_sample
     expected = window.samples * (each if math.isfinite(each) and each > 0 else 1.0)
-    return 2.0 ** round(math.log2(expected)) if rounds and expected else expected
+    is_inexact = SAMPLES not in form.counts
+    return 2.0 ** round(math.log2(expected)) if is_inexact and rounds and expected else expected
 
 
 def _in_words(forms: Sequence[TermForm]) -> str:

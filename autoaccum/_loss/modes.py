@@ -11,7 +11,7 @@ from autoaccum._system import signals
 from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -29,6 +29,9 @@ class Mark(Protocol):
 
     def restore(self) -> None:
         """Restore it."""
+
+    def settle(self) -> Sequence[object]:
+        """Return what passes have moved since the state was saved."""
 
 
 class Modes:

@@ -104,17 +104,18 @@ class TrialLosses:
         with torch.enable_grad(), quiet_training(objective.modules):
             for source in objective.sources:
                 whole = self._runs(source, sample, 0, sample.samples)
+                moves = bool(self._mark.settle())
                 parts = [self._part(source, sample, *ends) for ends in ((0, first), (first, sample.samples))]
                 again: dict[str, Run] | None = None
                 for name, run in whole.items():
                     of_parts = [part[name] for part in parts if name in part]
                     if not self._is_comparable(name, run, found) or len(of_parts) != len(parts):
                         continue
-                    forms = forms_of(run, of_parts, None, self._tolerance)
+                    forms = forms_of(run, of_parts, None, self._tolerance, moves=moves)
                     if any(form.form is Form.UNCONFIRMED for form in forms):
                         if again is None:
                             again = self._runs(source, sample, 0, sample.samples, seed=1)
-                        forms = forms_of(run, of_parts, again.get(name), self._tolerance)
+                        forms = forms_of(run, of_parts, again.get(name), self._tolerance, moves=moves)
                     pairs = zip(forms, run.terms, strict=False)
                     found[name] = [replace(form, name=self._name_of(term)) for form, term in pairs]
         return found

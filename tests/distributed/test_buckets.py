@@ -22,13 +22,12 @@ def tensors():
     ]
 
 
-@pytest.mark.parametrize("are_apart", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 200, 2**20])
-def test_what_comes_of_each_tensor_is_taken_over_in_place(bucket_bytes, are_apart):
+def test_what_comes_of_each_tensor_is_taken_over_in_place(bucket_bytes):
     given = [tensor.contiguous() if tensor.numel() * 4 > bucket_bytes else tensor for tensor in tensors()]
     before = [tensor.clone() for tensor in given]
 
-    failure = Buckets(given, bucket_bytes, are_apart=are_apart).exchange(given, double)
+    failure = Buckets(given, bucket_bytes).exchange(given, double)
 
     assert failure is None
     assert all(torch.equal(now, 2 * then) for now, then in zip(given, before, strict=True))
@@ -72,19 +71,6 @@ def test_bucket_that_cannot_be_filled_is_sent_all_the_same_and_the_failure_retur
 
     assert isinstance(failure, RuntimeError)
     assert sent == [4, 4]
-
-
-def test_buckets_that_are_apart_hold_all_at_once_and_the_last_tensors_go_first():
-    given = [torch.full((3,), float(number)) for number in range(4)]
-    buckets = list(Buckets(given, 24, are_apart=True).chosen([True, False, True, True]))
-
-    for bucket in buckets:
-        bucket.fill(given.__getitem__, 1.0)
-
-    assert [bucket.indices for bucket in buckets] == [{2, 3}, {0}]
-    assert torch.equal(
-        torch.cat([bucket.tensor for bucket in buckets]), torch.tensor([3.0] * 3 + [2.0] * 3 + [0.0] * 3)
-    )
 
 
 def test_tensor_that_goes_in_parts_is_made_contiguous_and_no_other():
