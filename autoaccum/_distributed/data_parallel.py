@@ -138,6 +138,7 @@ class DataParallel(Peers):
         self._known_before = b""
         self._begun: Window | None = None
         self._windows = 0
+        self._has_sources = False  # whether any rank has samples to try
         # The first collective allocates GPU memory for all later ones: better now than next to a window's activations.
         ranks.add_up(self._norm)
 
@@ -195,6 +196,7 @@ class DataParallel(Peers):
         if all(knows for _, knows in said) and not needs_some:
             return None
         sources = [rank for rank, (count, _) in enumerate(said) if count][:MOST_SAMPLES]
+        self._has_sources = bool(sources)
         most = -(-MOST_SAMPLES // max(len(sources), 1))
         with self._step.memory.lifted():  # samples are few, and on the host
             return samples_of(self.ranks, window, sources, most, self._step.objective.split)

@@ -295,13 +295,14 @@ class ShardedDataParallel(DataParallel):
         if not is_due and self._sample is not None:
             return
         asked = self._samples_to_try(window, needs_some=self._sample is None)
-        if asked is None and self._sample is not None:
+        if asked is None and (self._sample is not None or not self._has_sources):
             return
         if asked is None:
             raise InvalidInputError(
                 "ranks that hold shards of a model send each other samples, and those of this loader cannot be pickled"
             )
         self._sample = self._sample or asked.part(0, min(asked.samples, _LEAST))
+        asked = asked.part(0, max(_LEAST, self._sizing.plan.micro_batch))  # no more than a pass of the training
         step, objective = self._step, self._step.objective
         sizes = balanced(asked.samples, math.ceil(asked.samples / 2))
         if objective.needs_check(asked, sizes, is_part=True, is_due=is_due):

@@ -64,8 +64,8 @@ _kept_errors = []
 
 
 SABOTAGES = {
-    "torch's random state is not restored": (RICH, Savepoint, "restore", _without_random_state, {"memory": 20}),
-    "no generator is restored": (RICH, RandomState, "put_back", _nothing, {"memory": 20}),
+    "torch's random state is not restored": (RICH, Savepoint, "restore", _without_random_state, {"troubled": 20}),
+    "no generator is restored": (RICH, RandomState, "put_back", _nothing, {"troubled": 20}),
     "buffers are not restored": (RICH, Savepoint, "restore", _without_buffers, {"memory": 20}),
     "a window goes back too far": (RICH, Savepoint, "take", _of_the_first_window, {"memory": 60}),
     "micro-batches overlap": (PLAIN, Window, "cut", _overlapping, {"memory": 20}),

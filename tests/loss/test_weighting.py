@@ -184,7 +184,7 @@ def test_vector_of_losses_is_averaged_over_the_samples(name, sizes):
 )
 @pytest.mark.parametrize("sizes", [(4,), (3, 1)])
 def test_window_in_which_nothing_counts_is_refused(loss, targets, sizes):
-    with pytest.raises(InvalidInputError, match="no target of this window counts.*leave such samples out"):
+    with pytest.raises(InvalidInputError, match=r"no target of this window counts.*leave such samples out"):
         update(loss, torch.rand(4, 2), targets, sizes)
 
 
