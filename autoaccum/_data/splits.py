@@ -34,7 +34,7 @@ class Along:
 
     Args:
         dims: The dimension, from 0, for all tensors, or nested like the batch. Tensors without dimensions are shared.
-        weight: A function of a part of a batch that returns what its mean loss runs over; None to infer it.
+        weight: A function of a part of a batch that returns what its mean loss runs over; None if the loss says it.
 
     Batches are joined where their other dimensions agree.
 
@@ -96,7 +96,7 @@ class ListOfSamples:
         collate: What would be the loader's `collate_fn`: a function of a list of samples that returns what the model
             gets.
         weight: A function of a list of samples that returns what their mean loss runs over, such as their tokens or
-            boxes; None to infer it.
+            boxes; None if the loss says it.
 
     The samples of a window are taken from the largest to the smallest, by the elements of their largest tensor, so that
     each micro-batch holds little padding.

@@ -174,8 +174,8 @@ def fit(
         metrics: Metrics for the evaluation: callables of (outputs, targets), averaged over samples, or torchmetrics
             objects.
         forward: A callable of (model, batch) that returns the outputs and replaces the conventions for batches.
-        loss_reduction: "mean" (over the samples, not over tokens) or "sum": the reduction of the loss, which is said
-            if a few samples contradict it. None: detect it.
+        loss_reduction: "mean" (over the samples, not over tokens) or "sum": the reduction of the loss, taken at its
+            word. None: read it from the loss's graph (docs/guarantees.md).
         loss_scope: "micro_batch": compute the loss of each micro-batch and weight it; "window": compute it once, from
             the model's outputs for the whole window, for any loss that is a deterministic function of per-sample
             outputs and no mean over them, such as one that compares samples with each other (docs/contrastive.md).

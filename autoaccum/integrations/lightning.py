@@ -49,8 +49,8 @@ class Windowed(pl.Callback):
         trainer = Trainer(callbacks=[Windowed(memory_limit="2GiB")])
 
     The loader's batch is the batch of an update. `training_step` is called for each micro-batch, again after memory has
-    run out, and for a few samples that its loss's reduction is inferred from, so it must not change anything but the
-    state of modules, metrics and random numbers. What it logs is held back, and logged once for the whole batch.
+    run out, and for the few samples that its loss is checked on, so it must not change anything but the state of
+    modules, metrics and random numbers. What it logs is held back, and logged once for the whole batch.
     Callbacks and hooks run once a batch. Where `validation_step`, `test_step` or `predict_step` runs out of memory, it
     is run on parts of the batch, and its logs and outputs are joined.
 
