@@ -4,7 +4,7 @@ Transformers' `Trainer`, Lightning's `Trainer` and a loop by Accelerate train th
 with their own accumulation (a loader of micro-batches) and once by the adapter (a loader of whole batches, and
 `micro_batch=`), in blocks of updates in turn in one process, so that a slow moment of the machine affects both. An
 update's time is that from the end of the one before, its loading included; the first updates of each block, in which
-the adapter infers what the loss runs over, are left out. Times are the process's CPU time: it has one thread and waits
+the adapter checks what it read of the loss, are left out. Times are the process's CPU time: it has one thread and waits
 for nothing, and what else runs on the machine disturbs this less than the clock.
 
     python benchmarks/adapters.py [--quick] [--only transformers lightning accelerate] [--blocks 15] [--out FILE]

@@ -27,10 +27,12 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import autoaccum
-from autoaccum._engine.noise_scale import EVERY, Spread, spread_of, squared_norm
+from autoaccum._engine.noise_scale import Spread, spread_of, squared_norm
 from autoaccum._system.notices import Notices
 
 MICRO_BATCHES = 4
+# Windows from one that is measured to the next, with `noise_scale=True`.
+EVERY = 50
 TEN = 10
 # Updates before estimates are compared.
 WARM_UP = 20

@@ -1,11 +1,11 @@
-"""Measures several ranks: agreement, updates against DistributedDataParallel, overlap, shares by speed.
+"""Measures several ranks: agreement, updates against DistributedDataParallel, shares by speed.
 
-    python benchmarks/scaling.py [--quick] [--only agreement exchange updates overlap shares] [--out FILE]
+    python benchmarks/scaling.py [--quick] [--only agreement exchange updates shares] [--out FILE]
         [--report-only]
 
 Every row is a separate torchrun job with gloo on this machine, whose ranks run `scaling_rank.py`. Comparisons alternate
-within one job: updates window by window (a callback of `fit` makes the update by DistributedDataParallel), shares and
-overlap in successive calls of `fit`. Results go to one JSON file, in which a repeated part replaces its old results;
+within one job: updates window by window (a callback of `fit` makes the update by DistributedDataParallel), shares in
+successive calls of `fit`. Results go to one JSON file, in which a repeated part replaces its old results;
 the tables between the markers of docs/scaling.md are made from it. `--quick` runs less of everything, and writes
 nothing without `--out`.
 """
@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from scaling_rank import CASES, MODELS, OVERLAPS, PARTS
+from scaling_rank import CASES, MODELS, PARTS
 
 ROOT = Path(__file__).resolve().parents[1]
 RANK = Path(__file__).with_name("scaling_rank.py")
@@ -39,7 +39,7 @@ def jobs(part, quick):
     elif part == "updates":
         yield from ((size, model, 4 if quick else 16) for model in MODELS for size in SIZES)
     else:
-        yield from ((2, case, 6 if quick else 12) for case in (OVERLAPS if part == "overlap" else CASES))
+        yield from ((2, case, 6 if quick else 12) for case in CASES)
 
 
 def run(part, size, model, windows, *, turns):
@@ -90,23 +90,13 @@ def tables(results):
     if rows := results.get("updates"):
         lines += [
             "",
-            "| model | ranks | by hand, ms | `fit`, ms | ratio | reduction alone, ms | last backward pass, ms |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        for row in rows:
-            alone = [spread(row[name], 0) if name in row else "-" for name in ("reduction_ms", "last_backward_ms")]
-            times = [spread(row["by_hand_ms"], 0), spread(row["fit_ms"], 0), spread(row["ratio"], 3), *alone]
-            lines.append(f"| {row['title']} | {row['ranks']} | {' | '.join(times)} |")
-    if rows := results.get("overlap"):
-        lines += [
-            "",
-            "| two ranks | by hand, ms | `fit`, ms | with overlap, ms | `fit` to by hand | with overlap to by hand |",
+            "| model | ranks | by hand, ms | `fit`, ms | ratio | reduction alone, ms |",
             "|---|---|---|---|---|---|",
         ]
         for row in rows:
-            times = [spread(row[name], 0) for name in ("by_hand_ms", "without_ms", "with_ms")]
-            ratios = [spread(row[name], 3) for name in ("without_ratio", "with_ratio")]
-            lines.append(f"| {row['title']} | {' | '.join([*times, *ratios])} |")
+            alone = spread(row["reduction_ms"], 0) if "reduction_ms" in row else "-"
+            times = [spread(row["by_hand_ms"], 0), spread(row["fit_ms"], 0), spread(row["ratio"], 3), alone]
+            lines.append(f"| {row['title']} | {row['ranks']} | {' | '.join(times)} |")
     if rows := results.get("shares"):
         lines += [
             "",
@@ -152,7 +142,7 @@ def main():
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--turns", type=int, default=2, help="turns in which shares, and overlap, are compared")
+    parser.add_argument("--turns", type=int, default=2, help="turns in which shares are compared")
     parser.add_argument("--report-only", action="store_true", help="write the page from existing results")
     options = parser.parse_args()
     page = None if options.quick else ROOT / "docs/scaling.md"

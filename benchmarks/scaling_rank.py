@@ -6,15 +6,12 @@ torchrun --nproc-per-node=2 benchmarks/scaling_rank.py agreement --windows 500 -
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import itertools
 import json
 import statistics
-import threading
 import time
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch import distributed, nn
@@ -272,119 +269,24 @@ def updates(options):
         "ratio": summary([ours / by_hand for by_hand, ours in pairs]),
     }
     if distributed.get_world_size() > 1:
-        row |= what_overlap_could_hide(model, data, micro_batch, max(5, options.windows // 3))
+        row["reduction_ms"] = reduction_alone(model, data, micro_batch, max(5, options.windows // 3))
     return row
 
 
-class Wire:
-    """A simulated network with a bandwidth and no CPU cost, unlike this machine's."""
-
-    def __init__(self, bytes_per_s):
-        self._bytes_per_s, self._is_free_at = bytes_per_s, 0.0
-
-    def arrival(self, tensor):
-        """Return when a tensor sent now arrives, after all sent before."""
-        self._is_free_at = max(time.perf_counter(), self._is_free_at) + tensor.nbytes / self._bytes_per_s
-        return self._is_free_at
-
-    @contextlib.contextmanager
-    def under(self, model):
-        """Apply this delay to the reductions of `fit` and of a model in DistributedDataParallel."""
-        begin = Ranks.begin_adding_up
-
-        def begin_adding_up(ranks, tensor):
-            return Late(begin(ranks, tensor), self.arrival(tensor))
-
-        def hook(_, bucket):
-            work = distributed.all_reduce(bucket.buffer().div_(distributed.get_world_size()), async_op=True)
-            come = torch.futures.Future()
-            late = Late(work, self.arrival(bucket.buffer()))
-            threading.Thread(target=lambda: (late.wait(), come.set_result(bucket.buffer()))).start()
-            return come
-
-        model.register_comm_hook(None, hook)
-        with (
-            mock.patch.object(Ranks, "begin_adding_up", begin_adding_up),
-            mock.patch.object(Ranks, "add_up", lambda ranks, one: ranks.end_adding_up(ranks.begin_adding_up(one))),
-        ):
-            yield
-
-
-class Late:
-    """Work of a process group that completes no earlier than a given moment."""
-
-    def __init__(self, work, moment):
-        self._work, self._moment = work, moment
-
-    def is_completed(self):
-        """Whether it is complete."""
-        return self._work.is_completed() and time.perf_counter() >= self._moment
-
-    def wait(self):
-        """Wait for it."""
-        self._work.wait()
-        time.sleep(max(0.0, self._moment - time.perf_counter()))
-
-
-# Title, model, bytes a second of the network; None for this machine's.
-OVERLAPS = {
-    "gpt": ("{model}, loopback", "gpt", None),
-    "gpt-wire": ("{model}, a wire of 250 MB/s (simulated)", "gpt", 250e6),
-    "conv-wire": ("{model}, a wire of 250 MB/s (simulated)", "conv", 250e6),
-}
-
-
-def overlap(options):
-    """Time updates of `fit` with and without overlap, in alternating calls, each against DistributedDataParallel."""
-    title, kind, bytes_per_s = OVERLAPS[options.model]
-    model_title, make, make_data, target, micro_batch = MODELS[kind]
-    torch.manual_seed(0)
-    model = make().train()
-    data = make_data(target * 4)
-    found = {False: [], True: []}
-    for turn in range(options.turns):
-        for overlaps in (False, True) if turn % 2 == 0 else (True, False):
-            beside = Beside(copy.deepcopy(model), data, target, micro_batch)
-            wire = contextlib.nullcontext() if bytes_per_s is None else Wire(bytes_per_s).under(beside.model)
-            with wire:
-                autoaccum.fit(
-                    copy.deepcopy(model),
-                    DataLoader(data, batch_size=micro_batch),
-                    target,
-                    optimizer=sgd,
-                    max_steps=options.windows + 4,
-                    micro_batch=micro_batch,
-                    callbacks=[beside],
-                    overlap=overlaps,
-                    **ALWAYS,
-                )
-            found[overlaps] += beside.took[3:]
-    both = {name: found[overlaps] for name, overlaps in (("without", False), ("with", True))}
-    return {
-        "title": title.format(model=model_title.format(parameters=millions(model))),
-        "by_hand_ms": summary([by_hand * 1e3 for pairs in both.values() for by_hand, _ in pairs]),
-        **{f"{name}_ms": summary([ours * 1e3 for _, ours in pairs]) for name, pairs in both.items()},
-        **{f"{name}_ratio": summary([ours / hand for hand, ours in pairs]) for name, pairs in both.items()},
-    }
-
-
-def what_overlap_could_hide(model, data, micro_batch, times):
-    """Time the reduction alone, and one micro-batch's backward pass, which could hide it."""
+def reduction_alone(model, data, micro_batch, times):
+    """Return the milliseconds of the reduction of the gradients of one micro-batch, without computation."""
     ranks = Ranks(the_host())
     parameters = list(model.parameters())
     buckets = Buckets(parameters)
     inputs, targets = next(iter(DataLoader(data, batch_size=micro_batch)))
-    reductions, backwards = [], []
+    took = []
     for _ in range(times):
-        loss = nn.functional.cross_entropy(model(inputs), targets)
-        began = time.perf_counter()
-        loss.backward()
-        backwards.append((time.perf_counter() - began) * 1e3)
+        nn.functional.cross_entropy(model(inputs), targets).backward()
         distributed.barrier()
         began = time.perf_counter()
         buckets.exchange([parameter.grad for parameter in parameters], ranks.add_up, factor=0.5)
-        reductions.append((time.perf_counter() - began) * 1e3)
-    return {"reduction_ms": summary(reductions[1:]), "last_backward_ms": summary(backwards[1:])}
+        took.append((time.perf_counter() - began) * 1e3)
+    return summary(took[1:])
 
 
 class Slower(nn.Module):
@@ -462,7 +364,7 @@ def main():
     parser.add_argument("part", choices=tuple(PARTS))
     parser.add_argument("--windows", type=int, required=True)
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--model", help="a model, or for overlap and shares a case")
+    parser.add_argument("--model", help="a model, or for shares a case")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -477,7 +379,6 @@ PARTS = {
     "agreement": agreement,
     "exchange": exchange,
     "updates": updates,
-    "overlap": overlap,
     "shares": shares,
 }
 

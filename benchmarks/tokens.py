@@ -4,8 +4,8 @@ The lengths are log-normal, as in common instruction data. Three loops make the 
 samples each, with as many rows on the device at once: one that pads each batch as it comes, one whose batches are drawn
 by Transformers' `group_by_length`, and lists of samples, which each micro-batch pads. They run in turn. Prints and
 writes the texts' tokens per second against the loop that pads as it comes, by the median of the turns with its
-quartiles, and how many tokens each computes for one of a text. The first eight updates, in which autoaccum asks four
-times what the loss runs over, are left out; it asks again after 15, 31, 63, ... updates.
+quartiles, and how many tokens each computes for one of a text. The first eight updates, in some of which autoaccum
+checks what it read of the loss, are left out.
 
     python benchmarks/tokens.py [--updates 7] [--out benchmarks/results/tokens.json]
 """
