@@ -19,7 +19,6 @@ from autoaccum._distributed.data_parallel import (
     Outcome,
     Part,
     Share,
-    is_number_due,
     nothing_counts,
     pairs_weigh_nothing,
 )
@@ -289,10 +288,9 @@ class ShardedDataParallel(DataParallel):
     # --- what parts weigh ---------------------------------------------------------------------------------------------
 
     def _try_losses(self, window: Window) -> None:
-        """Try the losses on the same samples on all ranks."""
-        self._windows += 1
-        is_due = is_number_due(self._windows)
-        if not is_due and self._sample is not None:
+        """Try the losses on the same samples on all ranks, in the first window: a pass that fails ends them all."""
+        knows = self._step.objective.weights
+        if self._sample is not None and (knows.is_checked or knows.knows_all):
             return
         asked = self._samples_to_try(window, needs_some=self._sample is None)
         if asked is None and (self._sample is not None or not self._has_sources):
@@ -305,7 +303,7 @@ class ShardedDataParallel(DataParallel):
         asked = asked.part(0, max(_LEAST, self._sizing.plan.micro_batch))  # no more than a pass of the training
         step, objective = self._step, self._step.objective
         sizes = balanced(asked.samples, math.ceil(asked.samples / 2))
-        if objective.needs_check(asked, sizes, is_part=True, is_due=is_due):
+        if objective.needs_check(asked, sizes, is_part=True, is_due=False):
             self.begin_pass()
             step.stage.phase = Phase.WEIGH
             # Backward passes of shards would reduce gradients: the values and weights of the samples have to do.
