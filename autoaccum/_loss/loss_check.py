@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autoaccum._data.numbers import numbers_in
 from autoaccum._loss.batch_counts import counts_in
-from autoaccum._loss.graph_reader import read
+from autoaccum._loss.graph_reader import ReadTerm, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._data.numbers import Path
     from autoaccum._loss.batch_counts import Count
-    from autoaccum._loss.graph_reader import ReadTerm
 
 # The most samples of a check, and the number below which its two parts are alike.
 MOST_SAMPLES = 8
@@ -107,6 +106,20 @@ class Run:
     gradients: Tensor
     counts: Mapping[Count, float]
     numbers: Mapping[Path, float]
+
+    def nothing(self, samples: int, counts: Mapping[Count, float]) -> Run:
+        """Return the run of samples for which the loss has no graph, since nothing in it counts."""
+        terms = [ReadTerm(None, 0.0) for _ in self.terms]
+        weights: list[float | None] = [0.0 for _ in terms]
+        return replace(
+            self,
+            samples=samples,
+            value=0.0,
+            terms=terms,
+            weights=weights,
+            gradients=torch.zeros_like(self.gradients),
+            counts=counts,
+        )
 
     def whole(self) -> Run:
         """Return the same as a loss of a single term that could not be read."""

@@ -108,9 +108,9 @@ class TrialLosses:
                 parts = [self._part(source, sample, *ends) for ends in ((0, first), (first, sample.samples))]
                 again: dict[str, Run] | None = None
                 for name, run in whole.items():
-                    of_parts = [part[name] for part in parts if name in part]
-                    if not self._is_comparable(name, run, found) or len(of_parts) != len(parts):
+                    if not self._is_comparable(name, run, found):
                         continue
+                    of_parts = [_part_of(name, run, part, sample.samples) for part in parts]
                     forms = forms_of(run, of_parts, None, self._tolerance, moves=moves)
                     if any(form.form is Form.UNCONFIRMED for form in forms):
                         if again is None:
@@ -213,6 +213,14 @@ class TrialLosses:
                 if name in self._whole_pairs and name in self._first_pairs:
                     tolerance = max(self._tolerance, 1e-4)
                     check_pair(name, self._whole_pairs[name], [self._first_pairs[name], pair], tolerance)
+
+
+def _part_of(name: str, run: Run, part: Mapping[str, Run], samples: int) -> Run:
+    """Return the run of a loss for a part; one of nothing where it has no graph, as where there are no targets."""
+    if name in part:
+        return part[name]
+    other = next(iter(part.values()), None)
+    return run.nothing(samples, {}) if other is None else run.nothing(other.samples, other.counts)
 
 
 def _supposed(term: ReadTerm) -> TermForm:
