@@ -31,5 +31,5 @@ def test_loss_without_a_graph_where_nothing_counts_has_the_gradient_of_the_windo
     for was, now, gradient in zip(before, model.parameters(), expected, strict=True):
         torch.testing.assert_close(was - now, gradient, rtol=1e-12, atol=1e-14)
     for name, value in losses.items():
-        assert abs(report.losses[name] - float(value)) <= 1e-12
+        assert abs(report.losses[name] - value.item()) <= 1e-12
     assert report.warnings == ()
