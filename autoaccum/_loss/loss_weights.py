@@ -606,7 +606,7 @@ class LossWeights:
         Raises:
             InvalidInputError: Nothing counts.
         """
-        if self.said is not None or weight_at_once(loss) or isinstance(loss, FakeTensor):
+        if self.said is not None or isinstance(loss, FakeTensor) or weight_at_once(loss):
             return
         if any(isinstance(one.weight, float) and not one.weight for one in read(loss)):
             raise nothing_counts(f"what loss {name!r} is divided by is 0", 1)
