@@ -67,6 +67,7 @@ class Part:
         wishes: Actions that the rank requests after this window, as bits.
         note: Number of windows in this epoch that its loader has reached.
         larger: Micro-batch size that it requests from the next window on, if ranks agree on sizes; None for no request.
+        has_learned: Whether it knows more of the losses than when the window began.
         variance: The variance of its gradients, if noise was measured.
     """
 
@@ -80,6 +81,7 @@ class Part:
     note: int
     larger: int | None = None
     variance: float | None = None
+    has_learned: bool = False
 
     def packed(self) -> tuple[Any, ...]:
         """Return only the values, which are short to send."""
@@ -281,13 +283,14 @@ class DataParallel(Peers):
             wishes=self._wishes(),
             note=self._note(),
             variance=None if given.spread is None else given.spread.variance,
+            has_learned=self._known(given.slots) != self._known_before,
         )
         # New for every window, since the last one's values are read later; and allocated before the others wait for it.
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         self.parts = [Part(*said) for said in self.ranks.exchange("window", mine.packed())]
         agree = len({part.known for part in self.parts}) == 1
         was_shared, is_shared = self.share is not None, objective.weights.common is Common.NOTHING
-        goes_on = agree and was_shared == is_shared and (not is_shared or mine.known == self._known_before)
+        goes_on = agree and was_shared == is_shared and not (is_shared and any(part.has_learned for part in self.parts))
         self._look([part.note for part in self.parts])
         if goes_on:
             return True
