@@ -173,12 +173,14 @@ class CarefulPath:
 
     def _check_losses(self, window: Window, at: Progress, sizes: Sequence[int], *, is_first: bool) -> None:
         """Try the losses on a few samples, where it is not known yet how they weigh them, or it is time again."""
-        step, is_part = self._step, self.peers.is_part
-        if step.passes is not None or not step.objective.needs_check(window, sizes, is_part=is_part, is_due=is_first):
+        step, is_part, common = self._step, self.peers.is_part, self.peers.samples_to_try
+        # Parts of windows are tried in the same windows on all ranks.
+        is_due = common is not None if is_part else is_first
+        if step.passes is not None or not step.objective.needs_check(window, sizes, is_part=is_part, is_due=is_due):
             return  # or determined together with the others
-        if is_part and self.peers.samples_to_try is None and step.objective.weights.is_checked:
-            return  # it is time for that in windows that all parts have in common
-        samples = self.peers.samples_to_try or window
+        if is_part and not is_due and step.objective.weights.is_checked:
+            return
+        samples = common or window
         at.size = None if step.objective.tries_several else 1  # if that does not fit, nothing does
         mark, objective, watch = self._before_trying, step.objective, step.time_first
         with nullcontext() if watch is None else watch.watching(lambda: objective.samples):

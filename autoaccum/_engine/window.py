@@ -195,6 +195,9 @@ class Engine:
             if self.is_due:
                 self._tell_of_batches_apart(window)
         self._share = self._peers.begin(window, sizing)
+        if self._is_steady and self._peers.samples_to_try is not None:  # on which all ranks try their losses now
+            self._is_steady = False
+            step.objective.begin_window()
 
     def _look(self, on_change: Callable[[], None]) -> None:
         """Look for the model's current parameters and layers."""

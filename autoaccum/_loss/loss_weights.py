@@ -198,7 +198,7 @@ class LossWeights:
             name: [(form.form.name, form.is_read, min(form.counts, default=None)) for form in of_name]
             for name, of_name in sorted(self.forms.items())
         }
-        return forms, sorted(self._pairs), sorted(self._vectors)
+        return self.common.name, forms, sorted(self._pairs), sorted(self._vectors)
 
     def adopt(self, known: Sequence[tuple[Any, ...]]) -> None:
         """Take what all ranks know together.
@@ -206,6 +206,7 @@ class LossWeights:
         Raises:
             InvalidInputError: They know different things of one loss.
         """
+        self.forms = {name: forms for name, forms in self.forms.items() if name in self._trusted}
         for forms, pairs, vectors, is_checked in known:
             self._pairs |= pairs
             self._vectors |= vectors
