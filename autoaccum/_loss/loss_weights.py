@@ -190,7 +190,7 @@ class LossWeights:
     @property
     def knowledge(self) -> tuple[Any, ...]:
         """Everything that is known of losses."""
-        return self.forms, self._pairs, self._vectors, self.is_checked
+        return self.forms, self._pairs, self._vectors, self.is_checked, self._are_apart
 
     def in_short(self) -> Any:
         """Return what must be the same on all ranks, to be compared."""
@@ -207,7 +207,8 @@ class LossWeights:
             InvalidInputError: They know different things of one loss.
         """
         self.forms = {name: forms for name, forms in self.forms.items() if name in self._trusted}
-        for forms, pairs, vectors, is_checked in known:
+        for forms, pairs, vectors, is_checked, are_apart in known:
+            self._are_apart = self._are_apart or are_apart
             self._pairs |= pairs
             self._vectors |= vectors
             self.is_checked = self.is_checked or is_checked
