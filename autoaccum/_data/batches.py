@@ -160,10 +160,6 @@ class Window(Sequence[Any]):
         starts = itertools.accumulate([0, *self.groups()[:-1]])
         return [span.piece.sample_bytes(span.start) for start in starts for span in self._between(start, start + 1)]
 
-    def fits_any(self, sizes: Sequence[int]) -> int:
-        """Return how many samples fit, whichever they are, if micro-batches of these sizes do."""
-        return max(sizes)
-
     def named(self, index: int) -> str | None:
         """Return which sample of the window it is, for messages; None if all are alike, so that it is any."""
         if self._places is not None:

@@ -187,14 +187,6 @@ def paths_of(batch: Any) -> list[tuple[Any, ...]]:
     return flatten(batch)[1].paths()
 
 
-def with_leaf(batch: Any, path: tuple[Any, ...], change: Callable[[Any], Any]) -> Any:
-    """Return the batch with the leaf at a path of `paths_of` changed."""
-    leaves, spec = flatten(batch)
-    at = paths_of(batch).index(path)
-    leaves[at] = change(leaves[at])
-    return unflatten(spec, leaves)
-
-
 def unflatten(spec: optree.PyTreeSpec, leaves: list[Any]) -> Any:
     """Put leaves together again."""
     return optree.tree_unflatten(spec, leaves)

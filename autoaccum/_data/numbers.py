@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autoaccum._data.nesting import with_leaf
-
 # The keys that lead to a number.
 Path = tuple[Any, ...]
 
@@ -57,11 +55,6 @@ def number_at(batch: Any, path: Path) -> float:
     if not _is_number(batch):
         raise KeyError(path)
     return float(batch)
-
-
-def with_number(batch: Any, path: Path, number: float) -> Any:
-    """Return the batch with another number at a path of `numbers_in`, in the type of the one that is there."""
-    return with_leaf(batch, path, lambda old: old.new_tensor(number) if isinstance(old, Tensor) else type(old)(number))
 
 
 def is_count(path: Path) -> bool:

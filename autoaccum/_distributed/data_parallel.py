@@ -26,6 +26,7 @@ from autoaccum._engine.gradients import LossSum, WindowResult
 from autoaccum._engine.noise_scale import Spread, squared_norm
 from autoaccum._engine.peers import Peers
 from autoaccum._engine.phases import Phase
+from autoaccum._engine.steady import is_number_due
 from autoaccum._loss.loss_check import MOST_SAMPLES
 from autoaccum._loss.loss_weights import Common
 from autoaccum._loss.reported import LOSS, WEIGHT, means
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 
 
 _T = TypeVar("_T")
-_LAST_POWER, _EVERY = 1024, 1000
 # Attempts at determining the weights of parts.
 _TRIES = 4
 _STATISTICS = ("running_mean", "running_var")
@@ -464,11 +464,6 @@ class DataParallel(Peers):
         found = dict(zip(self._slots, self._values.unbind(), strict=True))
         outcome.losses = {name: value for (kind, name), value in found.items() if kind == LOSS}
         outcome.reported = means(found)
-
-
-def is_number_due(number: int) -> bool:
-    """Whether losses are checked in the window of this number: the first, second, fourth, and so on."""
-    return number % _EVERY == 0 or (number & (number - 1) == 0 and number <= _LAST_POWER)
 
 
 def trained(step: GradientStep) -> list[nn.Parameter]:

@@ -155,24 +155,6 @@ class Ranks:
         with self._told():
             self._wait(distributed.all_reduce(tensor, group=self._tensors, async_op=True))
 
-    def begin_adding_up(self, tensor: Tensor) -> Any:
-        """Start what `add_up` does, and return a handle that must be passed to `end_adding_up`.
-
-        Raises:
-            RankFailedError: Another rank is gone.
-        """
-        with self._told():
-            return distributed.all_reduce(tensor, group=self._tensors, async_op=True)
-
-    def end_adding_up(self, begun: Any) -> None:
-        """Wait until the tensor holds the sum; on a GPU, make its stream wait instead.
-
-        Raises:
-            RankFailedError: Another rank is gone.
-        """
-        with self._told():
-            self._wait(begun)
-
     def spread(self, tensor: Tensor, source: int) -> None:
         """Replace a tensor on the device by the one of the rank `source`.
 

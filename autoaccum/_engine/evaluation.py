@@ -237,7 +237,7 @@ class Evaluator:
         terms: list[list[Term]] = []
         outputs: Any = None
         with self._step.precision.autocast():
-            if objective.weights.common is Common.DIVISOR and objective.computes_from_outputs:
+            if objective.weights.common is Common.DIVISOR and objective.takes_outputs:
                 # The graph of the loss alone says what it is divided by.
                 outputs = objective.outputs(batch)
                 with torch.enable_grad():

@@ -39,6 +39,11 @@ _EVERY = 1000
 _MOST_STRUCTURES = 256
 
 
+def is_number_due(number: int) -> bool:
+    """Whether the window of this number is careful: the first, second, fourth, ..., and then now and then."""
+    return number % _EVERY == 0 or (number & (number - 1) == 0 and number <= _LAST_POWER)
+
+
 class NotSteadyError(Exception):
     """A window is not like the careful ones: it is made again on the careful path."""
 
@@ -113,8 +118,7 @@ class SteadyPath:
         number = known.windows = known.windows + 1
         if self._has_changed():
             self._state, self._epoch = None, self._epoch + 1
-        is_number_due = number % _EVERY == 0 or (number & (number - 1) == 0 and number <= _LAST_POWER)
-        self.is_due = is_number_due or known.epoch != self._epoch
+        self.is_due = is_number_due(number) or known.epoch != self._epoch
         return not self.is_due and known.name is not None and not self._sizing.is_learning
 
     def is_first(self) -> bool:

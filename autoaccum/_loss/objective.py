@@ -235,11 +235,6 @@ class Objective:
         return self._loss is not None and not isinstance(self._loss, list | tuple)
 
     @property
-    def computes_from_outputs(self) -> bool:
-        """Whether the loss is computed from the model's outputs, outside of the model."""
-        return self.takes_outputs
-
-    @property
     def gives_outputs(self) -> bool:
         """Whether a pass gives outputs beside the loss: the model's, or those that a closure returns."""
         return not isinstance(self._loss, list | tuple) or isinstance(self._loss[0], Closure)
