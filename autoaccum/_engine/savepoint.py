@@ -117,12 +117,15 @@ class Savepoint:
             self._metrics.take()
         if self._arranged is not copies_all or not self._are_in_place():
             self._arrange(copies_all=copies_all)
-        with torch.no_grad():
-            for small in self._small:
-                torch.cat(small.views, out=small.copy)
-            for _, tensor, copy in self._single:
-                copy.copy_(tensor)
-            self._sums = [_sum(tensor) for _, tensor in self._watched] if is_thorough else None
+        self._sums = None
+        if self._small or self._single or is_thorough:
+            with torch.no_grad():
+                for small in self._small:
+                    torch.cat(small.views, out=small.copy)
+                for _, tensor, copy in self._single:
+                    copy.copy_(tensor)
+                if is_thorough:
+                    self._sums = [_sum(tensor) for _, tensor in self._watched]
         self._versions = list(map(_VERSION, self._watched_tensors))
         self._addresses = list(map(self._address, self._watched_tensors))
 

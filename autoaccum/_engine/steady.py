@@ -19,6 +19,7 @@ from autoaccum._data.batches import KnownWindow
 from autoaccum._engine.gradients import LossSum, PartResult
 from autoaccum._engine.phases import Phase
 from autoaccum._loss.loss_weights import Common
+from autoaccum._loss.weighting import everything_counts
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from autoaccum._records import Plan
     from autoaccum._sizing.sizing import Sizing
 
+_KINDS_OF_PAIR = len(("type", "inputs", "targets"))
 _IS_TRAINED = attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 # Windows of one structure that take the careful path: the first, second, fourth, ..., and then now and then.
@@ -201,17 +203,22 @@ class SteadyPath:
             NotSteadyError: The loss is no number with a gradient.
         """
         step, sizing, stage = self._step, self._sizing, self._step.stage
-        run, scale, context = self._objective.number_of, step.scale, step.precision.autocast()
-        casts, measures = not isinstance(context, nullcontext), sizing.measures
-        known, weights, samples = self._now, self._objective.weights, window.samples
+        objective, scale, context, measures = self._objective, step.scale, step.precision.autocast(), sizing.measures
+        run, model = objective.number_of, objective.model
+        loss_of: Any = objective.loss
+        is_pair = objective.takes_pairs and window.kinds is not None and len(window.kinds) == _KINDS_OF_PAIR
+        known, weights, samples = self._now, objective.weights, window.samples
         name = known.name
         assert name is not None
         at.sizes = sizes = self._sizes(window)
         is_whole = len(sizes) == 1 and not self._is_part
         if not is_whole and not known.may_cut:
             raise NotSteadyError
-        divides = known.common is Common.DIVISOR and not is_whole
-        provisional = float(samples)
+        common, provisional, all_count = known.common, float(samples), False
+        if common is Common.DIVISOR and window.kinds is not None and not self._is_part:
+            all_count = everything_counts(loss_of, window.plain_batch())
+            common = Common.SAMPLES if all_count else common
+        divides = common is Common.DIVISOR and not is_whole
         if divides:
             weights.set_provisional(window)
             provisional = weights.provisional_total(name)
@@ -227,22 +234,19 @@ class SteadyPath:
                     sizing.start = at.done
                     sizing.enter(size)
                 stage.phase = Phase.FORWARD
-                if casts:
-                    with context:
-                        value = run(batch)
-                else:
-                    value = run(batch)
+                with context:
+                    value = loss_of(model(batch[0]), batch[1]) if is_pair else run(batch)
                 if not isinstance(value, Tensor) or value.dim() or not value.requires_grad:
                     raise NotSteadyError
-                if is_whole:
-                    weights.refuse_nothing(name, value)
-                elif divides:
+                if divides:
                     weights.start = at.done
                     weight = weights.weight_of(name, value, size)
                     found.append(weight)
                     share = weight / provisional
-                elif known.common is Common.SAMPLES:
-                    share = size / samples
+                elif not is_whole:
+                    share = size / samples if common is Common.SAMPLES else 1.0
+                elif not all_count:
+                    weights.refuse_nothing(name, value)
                 if isinstance(share, Tensor) or share:
                     loss = value if isinstance(share, float) and share == 1.0 else value * share
                     # Without a factor, it may be a buffer that the next micro-batch overwrites.

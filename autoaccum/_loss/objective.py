@@ -91,6 +91,7 @@ class Objective:
         returns_pairs: Whether any loss so far was a (sum, weight) pair.
         nodes: Names of reported values, by the identity of the graph's node, while losses are checked.
         may_look: Whether a sample may be run through the model to determine which entries of a mapping have a gradient.
+        takes_pairs: Whether a pair (inputs, targets) simply becomes loss(model(inputs), targets).
         casts_itself: Whether the model, or a closure, enters autocast by itself.
         gave_number: Whether the last pass returned a single number.
         samples: Samples of the last pass.
@@ -137,7 +138,7 @@ class Objective:
             self.sources = self._from_callables(loss)
         else:
             self.sources = (Source(Objective._forward_and_loss),)
-        self._takes_pairs = self._forward is None and loss is not None and not isinstance(loss, list | tuple)
+        self.takes_pairs = self._forward is None and loss is not None and not isinstance(loss, list | tuple)
         self._modes: Modes | None = None  # as they were, while something is tried in evaluation mode
         self._entries = Entries(notices, self.weights.forget)
         self._loss_reduction = loss_reduction
@@ -201,7 +202,7 @@ class Objective:
 
     def number_of(self, batch: Any) -> Any:
         """Run the only source on one micro-batch, and return its only loss as it is."""
-        if self._takes_pairs and isinstance(batch, _PAIRS) and len(batch) == _PAIR:
+        if self.takes_pairs and isinstance(batch, _PAIRS) and len(batch) == _PAIR:
             return self._loss(self.model(batch[0]), batch[1])  # type: ignore[operator,misc]
         raw = self.sources[0].run(self, batch)[0]
         return next(iter(raw.values())) if len(raw) == 1 else raw

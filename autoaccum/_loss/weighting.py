@@ -57,6 +57,22 @@ def of_loss_module(loss: object) -> TermForm | None:
     return TermForm(Form.MEAN, per_sample=1.0 if of_samples else None)
 
 
+def everything_counts(loss: object, batch: Any) -> bool:
+    """Whether the mean of a loss runs over all targets of a pair, as can be seen without waiting for a device.
+
+    Args:
+        loss: The loss, with the reduction of a mean.
+        batch: Tensors, which may be no pair.
+    """
+    kind = type(loss)
+    if kind in _OF_CLASSES:
+        targets = batch[-1]
+        if loss.weight is not None or loss.ignore_index >= 0 or targets.is_floating_point():  # type: ignore[attr-defined]
+            return False
+        return targets.is_cpu and targets.numpy().min() >= 0
+    return kind in _OF_TORCH and len(batch) == len(("inputs", "targets"))
+
+
 def settings_of(loss: object) -> tuple[Any, ...] | None:
     """Return what decides `of_loss_module`'s answer."""
     return (getattr(loss, "reduction", None),) if is_of_torch(loss) else None

@@ -204,6 +204,21 @@ def test_a_changed_loss_is_read_anew_for_batches_of_every_structure(name, value)
     trained_alike([list(batch_of(SAMPLES)) for _ in range(24)], before=before)
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"ignore_index": 1}, {"weight": torch.tensor([1.0, 2.0, 0.5]).double()}, {"label_smoothing": 0.1}]
+)
+def test_targets_that_do_not_count_appear_in_some_steady_windows(settings):
+    def before(number, _model, loss):
+        vars(loss).update({name: value for name, value in settings.items() if name != "weight"})
+        if number == 1:
+            loss.weight = settings.get("weight")
+
+    batches = [batch_of(SAMPLES) for _ in range(24)]
+    for number in range(8, 24, 3):
+        batches[number][1][: number % SAMPLES] = -100 if "ignore_index" not in settings else 1
+    trained_alike(batches, before=before)
+
+
 def test_outputs_are_kept_for_batches_of_every_structure():
     model = plain()
     accumulator = autoaccum.Accumulator(model, loss=nn.CrossEntropyLoss(), micro_batch=MICRO_BATCH, device="cpu")
