@@ -31,9 +31,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
+from autoaccum._distributed.load_balance import cut
 
 from autoaccum._distributed.buckets import BUCKET_BYTES
-from autoaccum._distributed.load_balance import cut
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- simulation: begin -->", "<!-- simulation: end -->"

@@ -330,10 +330,6 @@ def resumed(rank, size, folder, *, steps, shuffle=False, workers=0, shard=True, 
     )
 
 
-def as_it_is(rank, size, samples):
-    return samples
-
-
 def on_simulated(rank, size, sizes, **arguments):
     """Train on simulated devices, of another size on each rank, with sizes found out as by default."""
     memory = autoaccum.Simulated(sizes[rank])
@@ -347,30 +343,6 @@ def on_simulated(rank, size, sizes, **arguments):
         **arguments,
     )
     return {**found, "largest": max(max(cut, default=0) for cut in found["cuts"])}
-
-
-class Slow(nn.Module):
-    """Takes so many seconds for each sample, as a slower device would."""
-
-    def __init__(self, seconds, seed):
-        super().__init__()
-        self.inner, self.seconds = net(seed), seconds
-
-    def forward(self, inputs):
-        time.sleep(self.seconds * len(inputs))
-        return self.inner(inputs)
-
-
-def with_slow_rank(rank, size, who, **arguments):
-    return train(rank, size, model=Slow(0.01 if rank == who else 0.001, seed=rank), **arguments)
-
-
-def workers_loader(rank, size, samples):
-    return DataLoader(samples, batch_size=4, num_workers=2)
-
-
-def no_dataloader(rank, size, samples):
-    return [tuple(map(torch.stack, zip(*samples[at : at + 7], strict=True))) for at in range(0, len(samples), 7)]
 
 
 def not_finite(rank, size, folder, on_nan):

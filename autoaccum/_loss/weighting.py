@@ -69,7 +69,7 @@ def everything_counts(loss: object, batch: Any) -> bool:
         targets = batch[-1]
         if loss.weight is not None or loss.ignore_index >= 0 or targets.is_floating_point():  # type: ignore[attr-defined]
             return False
-        return targets.is_cpu and targets.numpy().min() >= 0
+        return targets.is_cpu and bool(targets.numpy().min() >= 0)
     return kind in _OF_TORCH and len(batch) == len(("inputs", "targets"))
 
 

@@ -64,26 +64,6 @@ def test_last_window_that_is_dropped_is_dropped_by_all(crew):
     assert found[0]["samples"] == [8]
 
 
-def test_loader_that_is_no_dataloader_is_gone_through_by_all(crew):
-    samples = rank_training.vectors()
-    batches = [tuple(map(torch.stack, zip(*samples[at : at + 7], strict=True))) for at in range(0, len(samples), 7)]
-    expected = alone(target_batch=16, micro_batch=16, epochs=2)
-
-    found = crew.run(
-        "rank_training:train",
-        size=2,
-        target_batch=16,
-        micro_batch=3,
-        epochs=2,
-        shard=True,
-        data=batches,
-        make_loader=rank_training.as_it_is,
-    )
-
-    assert_alike(found)
-    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
-
-
 def test_gradient_is_clipped_by_the_norm_of_the_whole_window(crew):
     expected = alone(target_batch=16, micro_batch=16, clip_grad_norm=0.1)
 
