@@ -163,17 +163,20 @@ def mean_size(outputs, targets):
     return outputs.abs().mean()
 
 
-class FailingLoader:
-    """Raises after so many batches on one rank."""
+class FailingData(torch.utils.data.Dataset):
+    """Raises after so many samples on one rank."""
 
     def __init__(self, samples, error, after):
-        self.samples, self.error, self.after = samples, error, after
+        self.samples, self.error, self.left = samples, error, after
 
-    def __iter__(self):
-        for number, batch in enumerate(DataLoader(self.samples, batch_size=4)):
-            if number == self.after:
-                raise self.error
-            yield batch
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        if self.left == 0:
+            raise self.error
+        self.left -= 1
+        return self.samples[index]
 
 
 def failing(rank, size, who, what, folder=None):
@@ -195,7 +198,7 @@ def failing(rank, size, who, what, folder=None):
             raise error
         return functional.cross_entropy(outputs, targets)
 
-    loader = FailingLoader(vectors(), error, 9 if mine and what == "loader" else None)
+    loader = DataLoader(FailingData(vectors(), error, 18 if mine and what == "loader" else -1), batch_size=4)
     model = net()
     result = autoaccum.fit(
         model,
@@ -252,16 +255,27 @@ class Counting(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("last", torch.zeros(WIDTH, dtype=torch.float64))
         self.register_buffer("constant", torch.full((3,), 0.1, dtype=torch.float64))
+        self.register_buffer("width16", torch.zeros(2, dtype=torch.uint16))  # which gloo cannot send as what it is
 
     def forward(self, inputs):
         if self.training:
             self.calls += 1
+            self.width16.fill_(len(inputs))
             self.last.copy_(inputs.mean(0))
         return self.inner(inputs)
 
 
 def with_buffers(rank, size, **arguments):
     return train(rank, size, model=Counting(), **arguments)
+
+
+def permuted(rank, size, **arguments):
+    """Train where each rank has the same rows of weights in an order of its own."""
+    model = net()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.roll(rank, 0))
+    return train(rank, size, model=model, **arguments)
 
 
 def unused(rank, size, **arguments):

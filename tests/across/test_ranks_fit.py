@@ -90,10 +90,20 @@ def test_other_buffers_that_a_model_writes_are_those_of_the_first_rank_and_const
     found = crew.run("rank_training:with_buffers", size=3, target_batch=15, micro_batch=5, shard=True, max_steps=2)
 
     assert_alike(found)
-    calls, last, constant = found[0]["buffers"]
+    calls, last, constant, width16 = found[0]["buffers"]
     assert calls == 2
+    assert width16.tolist() == [5, 5]
     assert torch.equal(last, torch.stack([inputs for inputs, _ in rank_training.vectors()[15:20]]).mean(0))
     assert torch.equal(constant, torch.full((3,), 0.1, dtype=torch.float64))
+
+
+def test_ranks_with_the_same_weights_in_another_order_begin_with_those_of_rank_0(crew):
+    expected = alone(target_batch=16, micro_batch=16)
+
+    found = crew.run("rank_training:permuted", size=3, target_batch=16, micro_batch=8, shard=True)
+
+    assert_alike(found)
+    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
 
 
 def test_parameter_that_only_some_ranks_use_is_updated_on_all_and_an_unused_one_on_none(crew):
@@ -211,7 +221,9 @@ def test_checkpoint_of_other_ranks_with_loaders_of_their_own_is_refused_within_a
 
     for answer in answers:
         assert isinstance(answer, autoaccum.CheckpointError), answer
-        assert "was written by 2 processes in the middle of an epoch" in str(answer)
+        assert "was written by 2 processes with loaders of their own (shard=False) in the middle of an epoch" in str(
+            answer
+        )
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
