@@ -108,7 +108,10 @@ def train(rank, size, *, data=None, loss="mean", wrap=False, model=None, make_lo
 def outcome(model, result):
     return {
         "parameters": [parameter.detach().clone() for parameter in model.parameters()],
-        "buffers": [buffer.clone() for buffer in model.buffers()],
+        "buffers": [
+            buffer.to(torch.int32 if buffer.dtype is torch.uint16 else buffer.dtype, copy=True)
+            for buffer in model.buffers()
+        ],
         "losses": [report.loss for report in result.history],
         "norms": [report.grad_norm for report in result.history],
         "samples": [report.samples for report in result.history],
