@@ -238,9 +238,8 @@ architectures: $(VENV)/.for-architectures  ## predict every architecture of tran
 	$(BIN)/python benchmarks/architectures.py --out benchmarks/results/architectures.json --page docs/predicted-models.md
 
 .PHONY: scaling
-scaling: $(VENV)/.for-development  ## measure what several ranks cost and gain, and foresee it for many (some 15 minutes)
+scaling: $(VENV)/.for-development  ## measure what several ranks cost (some 3 minutes)
 	$(BIN)/python benchmarks/scaling.py
-	$(BIN)/python benchmarks/simulate_ranks.py --page docs/scaling.md
 
 .PHONY: faults
 faults: $(VENV)/.for-development  ## let every operator of a step fail in turn, and compare (one to two hours; scripts/faults.py --sample 18: some 15 minutes)

@@ -403,7 +403,6 @@ FIT = STEP | {
     "resume": lambda value: value is False or choice("auto")(value),
     "oom_report": or_none(path),
     "shard": is_bool,
-    "shares": choice("equal"),
     # Beside `target_batch`; by themselves they are tested where they belong.
     "target_tokens": or_none(nothing),
 }
@@ -432,7 +431,6 @@ FIT_TOGETHER = [
     lambda w: {"drop_last": True, "target_batch": 100},
     lambda _: {"resume": True},
     lambda _: {"checkpoint_steps": 3},
-    lambda _: {"shares": "speed"},
     lambda _: {"base_batch": 4},
     lambda _: {"lr_scaling": "linear"},
     lambda _: {"lr_scaling": "linear", "base_batch": 0},

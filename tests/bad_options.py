@@ -34,7 +34,6 @@ BAD = {
         "checkpoint_minutes": ["0", "-1", "nan", "soon"],
         "resume": ["maybe", "yes"],
         "oom_report": BELOW_A_FILE,
-        "shares": ["speed", "nope"],
         "log": [*BELOW_A_FILE, "."],
     },
     "report": {
@@ -90,7 +89,6 @@ BAD = {
         "on_nan": ["nope"],
         "precision": ["fp8"],
         "seed": ["x", "1.5", str(2**70)],
-        "shares": ["speed", "nope"],
         "checkpoint_steps": COUNTS,
         "checkpoint_minutes": ["0", "-1", "nan", "soon"],
     },

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 from torchmetrics import ClasswiseWrapper, Metric, MetricCollection, MinMaxMetric, PearsonCorrCoef
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassPrecision
@@ -13,22 +13,6 @@ import rank_training
 from rank_faults import Seen
 
 BATCH = 3
-
-
-class Subclass(DataLoader):
-    """No DataLoader whose samples are told apart by indices, as far as anybody knows."""
-
-
-class Stream(IterableDataset):
-    def __init__(self, samples):
-        self.samples = samples
-
-    def __iter__(self):
-        return iter(self.samples)
-
-
-def a_list(samples, rank):
-    return list(DataLoader(samples, batch_size=BATCH))
 
 
 def in_order(samples, rank):
@@ -51,21 +35,13 @@ def dropping(samples, rank):
     return DataLoader(samples, batch_size=BATCH, drop_last=True)
 
 
-def subclass(samples, rank):
-    return Subclass(samples, batch_size=BATCH, shuffle=True)
-
-
-def iterable(samples, rank):
-    return DataLoader(Stream(samples), batch_size=BATCH)
-
-
 def in_one(samples, rank):
     return DataLoader(samples, batch_size=len(samples))
 
 
 # The same batches in every process, none of which is cut.
-ALIKE = (a_list, in_order, dropping, iterable)
-LOADERS = {made.__name__: made for made in (*ALIKE, in_one, shuffled, shuffled_by_all, with_workers, subclass)}
+ALIKE = (in_order, dropping)
+LOADERS = {made.__name__: made for made in (*ALIKE, in_one, shuffled, shuffled_by_all, with_workers)}
 
 
 def accuracy(outputs, targets):

@@ -19,16 +19,6 @@ class Stream(IterableDataset):
         return iter(self.samples)
 
 
-class Unsized:
-    """Batches that can be gone through again and again, without a length."""
-
-    def __init__(self, samples, batch):
-        self._loader = DataLoader(samples, batch_size=batch)
-
-    def __iter__(self):
-        yield from self._loader
-
-
 class OwnOrder(Sampler):
     """Draws from a generator of which nobody knows."""
 
@@ -40,13 +30,6 @@ class OwnOrder(Sampler):
 
     def __len__(self):
         return self.size
-
-
-class Shuffled(Unsized):
-    """In another order on every rank."""
-
-    def __init__(self, samples, batch, seed):
-        super().__init__(random.Random(seed).sample(samples, len(samples)), batch)  # noqa: S311 - a test
 
 
 def by_indices(samples, rank):
@@ -61,23 +44,11 @@ def stream(samples, rank):
     return DataLoader(Stream(samples), batch_size=7)
 
 
-def unsized(samples, rank):
-    return Unsized(samples, 7)
-
-
-def of_two_kinds(samples, rank):
-    return by_indices(samples[:40], rank) if rank else a_list(samples[:40], rank)
-
-
 def own_order(samples, rank):
     return DataLoader(samples, batch_size=7, sampler=OwnOrder(samples, rank))
 
 
-def shuffled(samples, rank):
-    return Shuffled(samples, 7, rank)
-
-
-LOADERS = {made.__name__: made for made in (by_indices, a_list, stream, unsized, of_two_kinds, own_order, shuffled)}
+LOADERS = {made.__name__: made for made in (by_indices, a_list, stream, own_order)}
 
 
 def loader_of(kind, rank, lengths=LENGTHS):

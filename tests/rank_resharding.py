@@ -35,13 +35,7 @@ def two_generators(samples):
     return DataLoader(samples, batch_size=BATCH, sampler=sampler, generator=torch.Generator().manual_seed(6))
 
 
-def a_list(samples):
-    return list(DataLoader(samples, batch_size=BATCH))
-
-
-LOADERS = {
-    made.__name__: made for made in (in_order, shuffled, own_generator, workers, weighted, two_generators, a_list)
-}
+LOADERS = {made.__name__: made for made in (in_order, shuffled, own_generator, workers, weighted, two_generators)}
 
 
 def train(

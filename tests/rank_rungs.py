@@ -21,9 +21,10 @@ def train(rank, size, *, capacities, windows=8, memory="auto", **options):
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # else each cut draws other numbers
     seed()
+    samples = [sample for batch in data(windows) for sample in zip(*batch, strict=True)]
     result = autoaccum.fit(
         model,
-        data(windows),
+        torch.utils.data.DataLoader(samples, batch_size=8),
         8,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
         device=autoaccum.Simulated(capacities[rank]),

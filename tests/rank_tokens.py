@@ -6,7 +6,7 @@ import autoaccum
 from ragged import Causal, lengths_of, loader_of, padded, texts
 
 
-def train(rank, size, samples, batch, loader="list", epochs=1, dropout=0.0, **options):
+def train(rank, size, samples, batch, loader="in order", epochs=1, dropout=0.0, **options):
     """Train on this rank's part; return all parameters as one vector, and the samples of each update."""
     result, model = run(loaders(samples, batch, rank, size)[loader](), epochs, dropout, **options)
     return {
@@ -17,14 +17,14 @@ def train(rank, size, samples, batch, loader="list", epochs=1, dropout=0.0, **op
 
 
 def loaders(samples, batch, rank=0, size=1):
-    """A list of batches, a DataLoader that shuffles, and loaders of a rank's own samples."""
+    """DataLoaders that keep the order or shuffle, and lists of a rank's own batches."""
 
-    def of(each):
-        return torch.utils.data.DataLoader(each, batch, shuffle=True, collate_fn=padded)
+    def of(each, shuffle):
+        return torch.utils.data.DataLoader(each, batch, shuffle=shuffle, collate_fn=padded)
 
     return {
-        "list": lambda: loader_of(samples, batch),
-        "shuffling": lambda: of(texts(*lengths_of(samples))),
+        "in order": lambda: of(texts(*lengths_of(samples)), shuffle=False),
+        "shuffling": lambda: of(texts(*lengths_of(samples)), shuffle=True),
         "own": lambda: loader_of(samples, batch)[rank::size],
         "own, of unlike number": lambda: loader_of(samples, batch)[: 2 + rank],
     }

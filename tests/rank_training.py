@@ -108,7 +108,10 @@ def train(rank, size, *, data=None, loss="mean", wrap=False, model=None, make_lo
 def outcome(model, result):
     return {
         "parameters": [parameter.detach().clone() for parameter in model.parameters()],
-        "buffers": [buffer.clone() for buffer in model.buffers()],
+        "buffers": [
+            buffer.to(torch.int32 if buffer.dtype is torch.uint16 else buffer.dtype, copy=True)
+            for buffer in model.buffers()
+        ],
         "losses": [report.loss for report in result.history],
         "norms": [report.grad_norm for report in result.history],
         "samples": [report.samples for report in result.history],
@@ -163,17 +166,20 @@ def mean_size(outputs, targets):
     return outputs.abs().mean()
 
 
-class FailingLoader:
-    """Raises after so many batches on one rank."""
+class FailingData(torch.utils.data.Dataset):
+    """Raises after so many samples on one rank."""
 
     def __init__(self, samples, error, after):
-        self.samples, self.error, self.after = samples, error, after
+        self.samples, self.error, self.left = samples, error, after
 
-    def __iter__(self):
-        for number, batch in enumerate(DataLoader(self.samples, batch_size=4)):
-            if number == self.after:
-                raise self.error
-            yield batch
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        if self.left == 0:
+            raise self.error
+        self.left -= 1
+        return self.samples[index]
 
 
 def failing(rank, size, who, what, folder=None):
@@ -195,7 +201,7 @@ def failing(rank, size, who, what, folder=None):
             raise error
         return functional.cross_entropy(outputs, targets)
 
-    loader = FailingLoader(vectors(), error, 9 if mine and what == "loader" else None)
+    loader = DataLoader(FailingData(vectors(), error, 18 if mine and what == "loader" else -1), batch_size=4)
     model = net()
     result = autoaccum.fit(
         model,
@@ -252,16 +258,27 @@ class Counting(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("last", torch.zeros(WIDTH, dtype=torch.float64))
         self.register_buffer("constant", torch.full((3,), 0.1, dtype=torch.float64))
+        self.register_buffer("width16", torch.zeros(2, dtype=torch.uint16))  # which gloo cannot send as what it is
 
     def forward(self, inputs):
         if self.training:
             self.calls += 1
+            self.width16.fill_(len(inputs))
             self.last.copy_(inputs.mean(0))
         return self.inner(inputs)
 
 
 def with_buffers(rank, size, **arguments):
     return train(rank, size, model=Counting(), **arguments)
+
+
+def permuted(rank, size, **arguments):
+    """Train where each rank has the same rows of weights in an order of its own."""
+    model = net()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.roll(rank, 0))
+    return train(rank, size, model=model, **arguments)
 
 
 def unused(rank, size, **arguments):
@@ -330,10 +347,6 @@ def resumed(rank, size, folder, *, steps, shuffle=False, workers=0, shard=True, 
     )
 
 
-def as_it_is(rank, size, samples):
-    return samples
-
-
 def on_simulated(rank, size, sizes, **arguments):
     """Train on simulated devices, of another size on each rank, with sizes found out as by default."""
     memory = autoaccum.Simulated(sizes[rank])
@@ -347,30 +360,6 @@ def on_simulated(rank, size, sizes, **arguments):
         **arguments,
     )
     return {**found, "largest": max(max(cut, default=0) for cut in found["cuts"])}
-
-
-class Slow(nn.Module):
-    """Takes so many seconds for each sample, as a slower device would."""
-
-    def __init__(self, seconds, seed):
-        super().__init__()
-        self.inner, self.seconds = net(seed), seconds
-
-    def forward(self, inputs):
-        time.sleep(self.seconds * len(inputs))
-        return self.inner(inputs)
-
-
-def with_slow_rank(rank, size, who, **arguments):
-    return train(rank, size, model=Slow(0.01 if rank == who else 0.001, seed=rank), **arguments)
-
-
-def workers_loader(rank, size, samples):
-    return DataLoader(samples, batch_size=4, num_workers=2)
-
-
-def no_dataloader(rank, size, samples):
-    return [tuple(map(torch.stack, zip(*samples[at : at + 7], strict=True))) for at in range(0, len(samples), 7)]
 
 
 def not_finite(rank, size, folder, on_nan):

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from autoaccum._cli.numbers import check_counts, check_minutes, check_texts
-from autoaccum._distributed.load_balance import SHARES
 from autoaccum._engine.bf16_weights import WEIGHTS
 from autoaccum._engine.options import ON_NAN
 from autoaccum._engine.precision import PRECISIONS
@@ -119,7 +118,6 @@ _BY_NAME = {
     ),
     "oom_report": _Form(Path, "FOLDER", "When memory first runs out, write there what was alive."),
     "shard": _Form(bool, flag="--shard", help="Under torchrun: each rank takes its part of what the loader yields."),
-    "shares": _Form(str, "|".join(SHARES), "How --shard divides windows between ranks."),
     "on_nan": _Form(str, "|".join(ON_NAN)),
     "noise_scale": _Form(
         bool,

@@ -21,7 +21,6 @@ from autoaccum._arguments import check_positive_int
 from autoaccum._cli.exit_codes import complain, errors_as_exit_codes, loaded, print_result
 from autoaccum._cli.numbers import MOST_OF_SLURM, check_counts, check_texts
 from autoaccum._cli.options import NOT_ON_SLURM, RECIPE, check_given, of_fit, takes
-from autoaccum._distributed.load_balance import check_shares
 from autoaccum._engine.options import SHARED, Options
 from autoaccum._launch.recipe import check_recipe
 from autoaccum._launch.slurm.folder import Submitted
@@ -161,7 +160,6 @@ def _check(given: dict[str, Any], retries: int) -> None:
             check_positive_int(name, value)
     check_given(given)
     Options(**{name: value for name, value in given.items() if name in SHARED})
-    check_shares(given.get("shares", "equal"), shard=given.get("shard", False))
     if retries < 0:
         raise InvalidInputError(f"--retries {retries} must be 0 or more")
 

@@ -73,20 +73,15 @@ def refuse_what_talks(modules: Sequence[nn.Module]) -> None:
                 )
 
 
-def begin_alike(ranks: Ranks, step: GradientStep, notices: Notices) -> None:
-    """Give every rank the weights and buffers of rank 0, and report if they differed."""
+def begin_alike(ranks: Ranks, step: GradientStep) -> None:
+    """Give every rank the weights and buffers of rank 0."""
     tensors = _state(step)
-    digests = ranks.exchange("weights at start", _digest(tensors))
-    if len(set(digests)) == 1:
-        return
     failure = Buckets(tensors).exchange(tensors, lambda bucket: ranks.spread(bucket, 0)) if tensors else None
     failed = ranks.exchange("weights alike", failure is not None)
     if failure is not None:
         raise failure
     if any(failed):
         raise InvalidInputError("the weights of rank 0 could not be copied to every rank")
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    notices.say(f"the model's weights differed on ranks {', '.join(map(str, others))}; all begin with those of rank 0")
 
 
 def look_at_data(ranks: Ranks, first: Window, notices: Notices) -> None:
@@ -142,14 +137,8 @@ def _state(step: GradientStep) -> list[Tensor]:
 
 
 def _digest(tensors: Sequence[Tensor]) -> bytes:
-    """Return a digest of some tensors' bits, from their sums as integers, computed on their device."""
-    sums = [int(_as_whole(tensor.detach()).sum(dtype=torch.int64)) for tensor in tensors]
-    return hashlib.blake2b(repr(sums).encode(), digest_size=16).digest()
-
-
-def _as_whole(tensor: Tensor) -> Tensor:
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    if not tensor.is_floating_point():
-        return tensor
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(whole[tensor.dtype.itemsize])
+    """Return a digest of some tensors' bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.digest()

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -61,11 +63,10 @@ class Part:
         samples: Samples in the part.
         weight: What the part's loss is divided by; None if it is on the device, or makes no difference.
         known: Digest of what is known about the losses and of their names.
-        gradients: Which parameters have a gradient, as bits.
-        buffers: Which buffers were written, as bits.
-        seconds: Time the rank spent on its part.
+        flags: Which parameters have a gradient and which buffers were written, packed; None for those of its last
+            message, so that messages stay short.
         wishes: Actions that the rank requests after this window, as bits.
-        note: Number of windows in this epoch that its loader has reached.
+        note: A number that all ranks look at.
         larger: Micro-batch size that it requests from the next window on, if ranks agree on sizes; None for no request.
         has_learned: Whether it knows more of the losses than when the window began.
         variance: The variance of its gradients, if noise was measured.
@@ -74,9 +75,7 @@ class Part:
     samples: int
     weight: float | None
     known: bytes
-    gradients: int
-    buffers: int
-    seconds: float
+    flags: bytes | None
     wishes: int
     note: int
     larger: int | None = None
@@ -98,7 +97,6 @@ class DataParallel(Peers):
         note: Returns a further number that this rank shares with every window.
         look: Called with these numbers of all ranks before an update is made. It may reject the update, on every rank
             alike.
-        is_timed: Whether device time matters, which requires waiting for the device.
 
     Attributes:
         parts: Each rank's message about its part of the current window, in rank order.
@@ -118,7 +116,6 @@ class DataParallel(Peers):
         wishes: Callable[[], int] = lambda: 0,
         note: Callable[[], int] = lambda: 0,
         look: Callable[[Sequence[int]], None] = lambda _: None,
-        is_timed: bool = False,
     ) -> None:
         self.ranks = ranks
         self.parts: list[Part] = []
@@ -126,12 +123,11 @@ class DataParallel(Peers):
         self._wishes = wishes
         self._note = note
         self._look = look
-        self._is_timed = is_timed
         self._step = step
         self._updates = step.updates if isinstance(step, TrainingStep) else None
         self._trained = trained(step)
         self._gradients = Buckets(self._trained if self.adds_up_gradients else [], of_gradients=True)
-        self._present = 0
+        self._flags = [np.zeros(0, dtype=bool)] * ranks.size  # of each rank's last message
         self._buffers = _SharedBuffers(step)
         self._slots: list[reported.Slot] = []  # the losses, and values reported in addition
         self._norm, self._pair = (in_full(torch.zeros((), device=step.memory.device)) for _ in range(2))
@@ -151,7 +147,7 @@ class DataParallel(Peers):
 
     def expected_gradients(self) -> list[nn.Parameter]:
         """Return the parameters that have a gradient on other ranks, as far as this rank knows."""
-        return [parameter for n, parameter in enumerate(self._trained) if self._present >> n & 1]
+        return list(compress(self._trained, self._wanted()))
 
     def check_parameters(self) -> None:
         """Check that all parameters trained now were trained from the start.
@@ -256,30 +252,20 @@ class DataParallel(Peers):
                 raise
             raise whole_does_not_fit(self._step, first_line(error), Phase.OPTIMIZER, tries=2) from error
 
-    def _synchronize(self) -> None:
-        """Wait until the device has finished this rank's own work, but not for other ranks."""
-        self._step.memory.synchronize()
-
-    def _seconds(self) -> float:
-        """Return how long this rank has worked on its part."""
-        if not self._window.samples:
-            return 0.0
-        return self._sizing.wait(is_timed=self._is_timed, synchronize=self._synchronize)
-
     def agree(self, given: PartResult, work: Work) -> bool:
         """Confirm that all ranks have completed their parts; return False if some have to repeat theirs.
 
         Raises:
             RankFailedError: Another rank cannot continue.
         """
-        window, objective, seconds = self._window, self._step.objective, self._seconds()
+        window, objective = self._window, self._step.objective
+        if window.samples:
+            self._sizing.wait()
         mine = Part(
             samples=window.samples,
             weight=given.weight if isinstance(given.weight, float) else None,
             known=self._known(given.slots),
-            gradients=sum(1 << n for n, parameter in enumerate(self._trained) if parameter.grad is not None),
-            buffers=self._buffers.written(),
-            seconds=seconds,
+            flags=self._own_flags(),
             wishes=self._wishes(),
             note=self._note(),
             variance=None if given.spread is None else given.spread.variance,
@@ -287,7 +273,7 @@ class DataParallel(Peers):
         )
         # New for every window, since the last one's values are read later; and allocated before the others wait for it.
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
-        self.parts = [Part(*said) for said in self.ranks.exchange("window", mine.packed())]
+        self._hear(mine)
         agree = len({part.known for part in self.parts}) == 1
         was_shared, is_shared = self.share is not None, objective.weights.common is Common.NOTHING
         goes_on = agree and was_shared == is_shared and not (is_shared and any(part.has_learned for part in self.parts))
@@ -302,15 +288,23 @@ class DataParallel(Peers):
             work.start_over(self.share)
         return False
 
-    def _bits(self) -> int:
-        """Return, as bits, which parameters have a gradient on any rank."""
-        bits = 0
-        for part in self.parts:
-            bits |= part.gradients
-        return bits
+    def _hear(self, mine: Part) -> None:
+        """Exchange the messages about parts."""
+        self.parts = [Part(*said) for said in self.ranks.exchange("window", mine.packed())]
+        for rank, part in enumerate(self.parts):
+            if part.flags is not None:
+                self._flags[rank] = np.unpackbits(np.frombuffer(part.flags, dtype=np.uint8)).astype(bool)
+
+    def _own_flags(self) -> bytes | None:
+        own = [parameter.grad is not None for parameter in self._trained] + self._buffers.written()
+        flags = np.array(own, dtype=bool)
+        is_known = np.array_equal(flags, self._flags[self.ranks.rank][: len(flags)])
+        return None if is_known else np.packbits(flags).tobytes()
 
     def _wanted(self) -> list[bool]:
-        return [bool(self._present >> number & 1) for number in range(len(self._trained))]
+        """Return which parameters have a gradient on any rank."""
+        wanted: list[bool] = np.any([flags[: len(self._trained)] for flags in self._flags], axis=0).tolist()
+        return wanted
 
     def add_up(self, given: PartResult) -> Outcome:
         """Replace gradients, losses and buffers by those of the whole window, and unscale and clip the gradients.
@@ -331,18 +325,24 @@ class DataParallel(Peers):
         self._step.stage.phase = Phase.REDUCE
         outcome = Outcome()
         factor = self._factor(given, outcome)
-        self._present = self._bits()
         wanted = self._wanted()
         outcome.run(lambda: self._make_gradients(wanted))
         gradients = [parameter.grad for parameter in self._trained]
         outcome.note(self._gradients.exchange(gradients, self.ranks.add_up, factor=factor, wanted=wanted))
         outcome.run(lambda: self._fill_losses(given, factor))
         self.ranks.add_up(self._values)
-        outcome.note(self._buffers.exchange(self.ranks, self.parts))
+        outcome.note(self._exchange_buffers())
         outcome.run(lambda: self._read_values(outcome))
         outcome.spread = outcome.run(self._spread)
         self._unscale_and_clip(outcome)
         return outcome
+
+    def _exchange_buffers(self) -> Exception | None:
+        """Make the buffers equal on all ranks; return this rank's failure, if any."""
+        samples = [part.samples for part in self.parts]
+        source = next(rank for rank, own in enumerate(samples) if own)
+        written = self._flags[source][len(self._trained) :].tolist()
+        return self._buffers.exchange(self.ranks, source, written, samples[self.ranks.rank] / sum(samples))
 
     def _spread(self) -> Spread | None:
         """Return how far the gradients of parts are from the window's, if noise was measured: the ranks' mean."""
@@ -573,15 +573,15 @@ class _SharedBuffers:
         """Record the buffers before a window."""
         self._before = [(buffer, 0 if buffer is None else buffer._version) for buffer in self._now()]
 
-    def written(self) -> int:
-        """Return, as bits, which buffers have been written since."""
-        bits = 0
-        for number, (now, (before, version)) in enumerate(zip(self._now(), self._before, strict=True)):
-            # BatchNorm's kernels write without incrementing version counters.
-            by_kernel = self._averaged[number] and self._owners[number][0].training
-            if now is not None and (by_kernel or now is not before or now._version != version):
-                bits |= 1 << number
-        return bits
+    def written(self) -> list[bool]:
+        """Return which buffers have been written since."""
+        # BatchNorm's kernels write without incrementing version counters.
+        return [
+            now is not None and ((averaged and part.training) or now is not before or now._version != version)
+            for now, (before, version), averaged, (part, _) in zip(
+                self._now(), self._before, self._averaged, self._owners, strict=True
+            )
+        ]
 
     def _now(self) -> list[Tensor | None]:
         """Return the buffers; None for one whose shape or type has changed, so that it cannot be sent."""
@@ -591,14 +591,18 @@ class _SharedBuffers:
             for buffer, form in zip(found, self._forms, strict=True)
         ]
 
-    def exchange(self, ranks: Ranks, parts: Sequence[Part]) -> Exception | None:
-        """Make the buffers equal on all ranks; return this rank's failure, if any."""
+    def exchange(self, ranks: Ranks, source: int, written: Sequence[bool], factor: float) -> Exception | None:
+        """Make the buffers equal on all ranks; return this rank's failure, if any.
+
+        Args:
+            ranks: All ranks.
+            source: The rank whose buffers all get, but for running statistics.
+            written: Which were written there.
+            factor: This rank's share of the running statistics.
+        """
         if self._buckets is None:
             return None
-        source = next(rank for rank, part in enumerate(parts) if part.samples)
-        wanted = [bool(parts[source].buffers >> number & 1) for number in range(len(self._owners))]
-        means = [one and averaged for one, averaged in zip(wanted, self._averaged, strict=True)]
-        others = [one and not averaged for one, averaged in zip(wanted, self._averaged, strict=True)]
-        factor = parts[ranks.rank].samples / sum(part.samples for part in parts)
+        means = [one and averaged for one, averaged in zip(written, self._averaged, strict=False)]
+        others = [one and not averaged for one, averaged in zip(written, self._averaged, strict=False)]
         failure = self._buckets.exchange(self._now(), ranks.add_up, factor=factor, wanted=means)
         return self._buckets.exchange(self._now(), lambda one: ranks.spread(one, source), wanted=others) or failure

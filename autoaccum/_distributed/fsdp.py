@@ -12,7 +12,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed
 
 from autoaccum._distributed.data_parallel import (
     DataParallel,
@@ -22,6 +21,7 @@ from autoaccum._distributed.data_parallel import (
     nothing_counts,
     pairs_weigh_nothing,
 )
+from autoaccum._distributed.process_group import gone, is_of_the_network
 from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, sample_of
 from autoaccum._engine.dtensor import least_size
 from autoaccum._engine.gradients import PartResult
@@ -35,7 +35,7 @@ from autoaccum._sizing.planner import balanced
 from autoaccum._system import reason_file
 from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.reason_file import OUT_OF_MEMORY, Reason
-from autoaccum.errors import InvalidInputError, RankFailedError, StartAgainError
+from autoaccum.errors import InvalidInputError, StartAgainError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,8 +52,6 @@ _NOTHING = Factors(usual=0.0, weight=0.0, scale=0.0)
 _LEAST = 2
 # The size that did not fit, if a micro-batch was being processed, and the reason.
 _Lack = tuple[int | None, str]
-# Error messages of gloo and NCCL about a rank that is gone, or that did not answer in time.
-_OF_THE_NETWORK = ("connection closed", "connection reset", "timed out waiting", "socket", "broken pipe", "nccl")
 
 
 class LackElsewhereError(torch.OutOfMemoryError):
@@ -116,7 +114,9 @@ class ShardedDataParallel(DataParallel):
 
     def agree(self, given: PartResult, work: Work) -> bool:
         """Make the passes that others still have to make, and confirm that all have finished."""
-        window, seconds = self._window, self._seconds()
+        window = self._window
+        if window.samples:
+            self._sizing.wait()
         for _ in range(self._passes - len(work.sizes)):
             self._pass_with_nothing()
         self._slots = sorted({*self._slots, *given.slots})
@@ -125,14 +125,12 @@ class ShardedDataParallel(DataParallel):
             samples=window.samples,
             weight=None if given.weight is None else float(given.weight),
             known=repr(self._slots).encode(),
-            gradients=0,
-            buffers=self._buffers.written(),
-            seconds=seconds,
+            flags=self._own_flags(),
             wishes=self._wishes(),
             note=self._note(),
             larger=self._wished_size() if window.samples else None,
         )
-        self.parts = [Part(*said) for said in self.ranks.exchange("window", mine.packed())]
+        self._hear(mine)
         self._look([part.note for part in self.parts])
         self._larger = min((part.larger for part in self.parts if part.larger is not None), default=None)
         if len({part.known for part in self.parts}) > 1:  # a rank that had no samples knows no losses
@@ -148,7 +146,7 @@ class ShardedDataParallel(DataParallel):
         correction = self._correction()
         outcome.run(lambda: self._fill_losses(given, correction / self.ranks.size))
         self.ranks.add_up(self._values)
-        outcome.note(self._buffers.exchange(self.ranks, self.parts))
+        outcome.note(self._exchange_buffers())
         if correction != 1.0:
             gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
             outcome.run(lambda: torch._foreach_mul_(gradients, correction))
@@ -211,11 +209,8 @@ class ShardedDataParallel(DataParallel):
             )
             reason_file.write(Reason(OUT_OF_MEMORY, size, self.ranks.rank, text))
             raise StartAgainError(text, size) from error
-        if _is_of_the_network(error):
-            raise RankFailedError(
-                f"another process of this training is gone, or did not answer in time ({first_line(error)}); its own "
-                "output says why"
-            ) from error
+        if is_of_the_network(error):
+            raise gone(error) from error
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
@@ -348,8 +343,3 @@ class ShardedDataParallel(DataParallel):
         self._growth.note(size, held_bytes=self._held_bytes, peak_bytes=peak)
         reading = memory.reading()
         return self._growth.next_size(size, reading.used_bytes + reading.free_bytes)
-
-
-def _is_of_the_network(error: Exception) -> bool:
-    said = str(error).lower()
-    return isinstance(error, distributed.DistError) or any(words in said for words in _OF_THE_NETWORK)

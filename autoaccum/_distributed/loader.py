@@ -1,10 +1,8 @@
-"""Gives each rank its part of a loader over all of the data, which every rank has.
+"""Gives each rank its part of a DataLoader over a map-style dataset, which every rank has.
 
 Every rank follows the same order, drawn by rank 0 as a single process would draw it. Training cuts it into the same
 windows on every rank, and each loads its part of every window. A position in an epoch is a number of windows, so a run
-can resume with another number of ranks, or with one process, which counts the loader's own batches. Evaluation deals
-out whole batches. With a DataLoader over a map-style dataset, no rank loads samples that belong to others; training
-supports no other loaders here.
+can resume with another number of ranks. Evaluation deals out whole batches.
 """
 
 from __future__ import annotations
@@ -14,23 +12,18 @@ import itertools
 import math
 import random
 from collections import deque
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from autoaccum._data.batches import count
 from autoaccum._data.loader_state import generators_of
-from autoaccum._distributed.load_balance import cut
 from autoaccum.errors import CheckpointError, InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from autoaccum._data.loader_state import Position
-    from autoaccum._data.pieces import Split
     from autoaccum._distributed.process_group import Ranks
 
 # Arguments of the user's loader that the rank's loader shares.
@@ -40,14 +33,67 @@ _KEPT = (
 )
 
 
-def can_be_sharded(loader: Any) -> bool:
-    """Whether a loader's samples can be selected without loading them."""
-    return (
+def check_can_be_sharded(name: str, loader: Any) -> None:
+    """Reject a loader whose samples cannot be selected without loading them, or that ranks have divided already.
+
+    Args:
+        name: Name of the argument.
+        loader: The loader.
+
+    Raises:
+        InvalidInputError: It is such a loader.
+    """
+    is_map_style = (
         type(loader) is DataLoader
         and not isinstance(loader.dataset, IterableDataset)
         and loader.batch_sampler is not None
         and hasattr(loader.batch_sampler, "__len__")
     )
+    if not is_map_style:
+        raise InvalidInputError(
+            f"shard=True takes a torch DataLoader over a dataset with indices, and {name} is a "
+            f"{type(loader).__name__} that gives no indices; let each rank's loader yield its own samples, and leave "
+            "shard out"
+        )
+    batch_sampler = loader.batch_sampler
+    for sampler in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if getattr(sampler, "num_replicas", 1) > 1:
+            raise InvalidInputError(
+                f"shard=True splits the samples of every rank's {name}, but this one's {type(sampler).__name__} "
+                "already does; use only one of them"
+            )
+
+
+def equal_shares(samples: int, ranks: int) -> list[int]:
+    """Return where each rank's share of some samples begins, and where the last one ends: `ranks + 1` integers.
+
+    With fewer samples than ranks, the first ranks get one each, so that rank 0, whose position in an epoch represents
+    all, always has one.
+    """
+    if samples < ranks:
+        return [min(rank, samples) for rank in range(ranks + 1)]
+    return [samples * rank // ranks for rank in range(ranks + 1)]
+
+
+def shares_by_cost(costs: Sequence[int], ranks: int) -> list[int]:
+    """Return the same bounds where samples cost unlike much: as near to equal as whole samples allow.
+
+    Args:
+        costs: What each sample costs, such as its tokens.
+        ranks: Number of ranks, of which each gets a sample if there are enough.
+    """
+    samples = len(costs)
+    if samples < ranks or not any(costs):
+        return equal_shares(samples, ranks)
+    before = [0, *itertools.accumulate(costs)]
+    bounds, at = [0], 0
+    for rank in range(1, ranks):
+        wanted = before[-1] * rank / ranks
+        while at < samples and abs(before[at + 1] - wanted) <= abs(before[at] - wanted):
+            at += 1
+        at = max(bounds[-1] + 1, min(at, samples - (ranks - rank)))
+        bounds.append(at)
+    return [*bounds, samples]
 
 
 class ShardedLoader:
@@ -62,14 +108,12 @@ class ShardedLoader:
         drop_last: As for `fit`.
 
     Attributes:
-        reached: Number of windows in this epoch that the loader's workers may already have been asked for.
         generator: The generator of `loader`. Its state, and those of the samplers' generators, belong to a position.
         sampler: The sampler of `loader`, which is notified of epochs.
         batch_sampler: The batch sampler of `loader`, which is notified of epochs.
     """
 
     def __init__(self, loader: DataLoader[Any], ranks: Ranks, target_batch: int, *, drop_last: bool) -> None:
-        self.reached = 0
         self._loader = loader
         self._ranks = ranks
         self._target_batch = target_batch
@@ -84,19 +128,17 @@ class ShardedLoader:
         self._samples: int | None = None  # of that epoch
         self._order: list[Any] = []
         self._ends: deque[bool] = deque()
-        self._weights: list[tuple[int, tuple[float, ...]]] = [(0, (1.0,) * ranks.size)]
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch, or continue the one of the state that was loaded."""
         before, is_new = _global_states(), self._source is None
         if is_new:
             self._source = _source_of_rank_0("order", self._generators, self._ranks)
-            self._weights = [(0, self._weights[-1][1])]
         batches, after = _drawn(self._loader, self._generators, self._source)
         _check_order(self._ranks, "loader", batches)
         self._order = [index for batch in batches for index in batch]
         self._samples = len(self._order)
-        self._done = self.reached = self._begins_at
+        self._done = self._begins_at
         self._ends.clear()
         if not is_new:
             after = before  # those of the moment from which the run resumes
@@ -110,23 +152,9 @@ class ShardedLoader:
         bounds = self._bounds(window)
         return bounds[self._ranks.rank + 1] - bounds[self._ranks.rank]
 
-    def share_out(self, weights: Sequence[float], since: int) -> None:
-        """Change the weights by which windows are divided.
-
-        Args:
-            weights: The weights, by rank.
-            since: The first window to use them for, which no rank may have reached.
-        """
-        self._weights.append((since, tuple(weights)))
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch."""
-        return {
-            "source": self._source,
-            "windows": self._done,
-            "weights": list(self._weights),
-            "samples": self._samples,
-        }
+        return {"source": self._source, "windows": self._done, "samples": self._samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at a saved state, from any number of ranks; the next iterator begins there.
@@ -134,8 +162,8 @@ class ShardedLoader:
         Raises:
             CheckpointError: The state is from the middle of an epoch with another number of samples.
         """
-        there = state.get("samples")  # missing in older states
-        here = None if there is None or state["source"] is None else sum(_sizes(self._loader, state["source"]))
+        there = state["samples"]
+        here = None if state["source"] is None else sum(_sizes(self._loader, state["source"]))
         if here is not None and there != here:
             raise CheckpointError(
                 f"the checkpoint was made in the middle of an epoch of {there} samples, and this loader's have {here}; "
@@ -143,15 +171,12 @@ class ShardedLoader:
             )
         self._samples = there
         self._source, self._begins_at, self._done = state["source"], state["windows"], state["windows"]
-        alike = all(len(weights) == self._ranks.size for _, weights in state["weights"])
-        self._weights = list(state["weights"]) if alike else [(0, (1.0,) * self._ranks.size)]
 
     def _asked_for(self) -> Iterator[list[Any]]:
         """Yield the indices of this rank's batches. With workers, this runs ahead of what is yielded."""
         samples, target = len(self._order), self._target_batch
         windows = samples // target if self._drop_last else math.ceil(samples / target)
         for window in range(self._begins_at, windows):
-            self.reached = window + 1
             bounds = self._bounds(window)
             start, stop = bounds[self._ranks.rank], bounds[self._ranks.rank + 1]
             for at in range(start, stop, self._batch_size):
@@ -161,8 +186,7 @@ class ShardedLoader:
 
     def _bounds(self, window: int) -> list[int]:
         samples = min(self._target_batch, len(self._order) - window * self._target_batch)
-        weights = next(weights for since, weights in reversed(self._weights) if since <= window)
-        return cut(max(0, samples), weights)
+        return equal_shares(max(0, samples), self._ranks.size)
 
 
 class WholeLoader:
@@ -206,72 +230,31 @@ class DealtLoader:
     one evaluation to the next except the state of the loader's own generators.
 
     Args:
-        loader: A loader over all of the data, on every rank. With a DataLoader over a map-style dataset, each sample is
-            loaded by one rank. Any other loader must yield the same batches in the same order everywhere; each rank
-            then iterates over all of them and skips those of others.
+        loader: A loader over all of the data, on every rank, that can be sharded.
         ranks: All ranks, which this constructor communicates with.
 
     Raises:
         InvalidInputError: The ranks' loaders differ in length. Raised on every rank.
     """
 
-    def __init__(self, loader: Iterable[Any], ranks: Ranks, split: Split | None = None) -> None:
+    def __init__(self, loader: DataLoader[Any], ranks: Ranks) -> None:
         self._loader = loader
-        self._split = split
         self._ranks = ranks
         self._generators = generators_of(loader)
         self._own: list[list[Any]] = []
-        self._part = None
-        if can_be_sharded(loader):
-            self._part = _part_of(loader, lambda: iter(self._own))  # type: ignore[arg-type]
-        self._seen = [0, 0]  # batches and samples of all the data, if this rank iterates over all of it
-        check_lengths(ranks, "val_loader", loader)
+        self._part = _part_of(loader, lambda: iter(self._own))
+        _refuse_others("val_loader", ranks.exchange("val_loader", f"{len(loader)} batches"))
 
     def __iter__(self) -> Iterator[Any]:
         """Start a new evaluation, in an order that rank 0 draws. The caller restores the global random generators."""
         source = _source_of_rank_0("val order", self._generators, self._ranks)
-        if self._part is not None:
-            order, _ = _drawn(self._loader, self._generators, source)  # type: ignore[arg-type]
-            _check_order(self._ranks, "val_loader", order)
-            self._own = order[self._ranks.rank :: self._ranks.size]
-            return iter(self._part)
-        _set(source, self._generators)
-        return itertools.islice(self._counted(), self._ranks.rank, None, self._ranks.size)
-
-    def check_end(self) -> None:
-        """Check, if every rank iterates over all of the data, that all saw the same number of batches and samples.
-
-        Raises:
-            InvalidInputError: They did not. Raised on every rank.
-        """
-        if self._part is None:
-            said = self._ranks.exchange("val_loader's end", self._seen)
-            _refuse_others("val_loader", [f"{samples} samples in {batches} batches" for batches, samples in said])
-
-    def _counted(self) -> Iterator[Any]:
-        self._seen = [0, 0]
-        for batch in self._loader:
-            self._seen[0] += 1
-            self._seen[1] += count(batch, self._split)
-            yield batch
+        order, _ = _drawn(self._loader, self._generators, source)
+        _check_order(self._ranks, "val_loader", order)
+        self._own = order[self._ranks.rank :: self._ranks.size]
+        return iter(self._part)
 
 
 # --- checks that ranks have the same data -----------------------------------------------------------------------------
-
-
-def check_lengths(ranks: Ranks, name: str, loader: Any) -> None:
-    """Reject loaders that should have all of the data on every rank but report different numbers of samples.
-
-    Args:
-        ranks: All ranks.
-        name: Name of the argument.
-        loader: This rank's loader.
-
-    Raises:
-        InvalidInputError: The numbers differ. Raised on every rank.
-    """
-    kind = "" if can_be_sharded(loader) else f", of a {type(loader).__name__} that every rank goes through"
-    _refuse_others(name, ranks.exchange(name, _in_words(_lengths(loader)) + kind))
 
 
 def _check_order(ranks: Ranks, name: str, batches: Sequence[Sequence[Any]]) -> None:
@@ -302,90 +285,6 @@ def _refuse_others(name: str, said: Sequence[str]) -> None:
                 f"the {name} of rank {rank} has {one}, and that of rank 0 {said[0]}; with shard=True every rank's "
                 "loader must give all of the data, and each rank takes its part"
             )
-
-
-# --- positions of one process, and of several -------------------------------------------------------------------------
-
-
-def in_windows(position: Position, loader: DataLoader[Any], target_batch: int) -> Position:
-    """Convert a position in a loader to one that a `ShardedLoader` of it can resume from.
-
-    Args:
-        position: A position of one process, or of several; one of a `ShardedLoader` is returned unchanged.
-        loader: A loader over all of the data.
-        target_batch: Samples per window.
-
-    Raises:
-        CheckpointError: The loader is a different one.
-    """
-    if _is_in_windows(position):
-        return position
-    if not position.batches:
-        return replace(position, loader_state=None)
-    assert position.start is not None
-    on_host, _, of_python, of_numpy, _ = position.start
-    source = (on_host, of_python, of_numpy, list(position.generators))
-    sizes = _sizes(loader, source)
-    there, here = (position.length, position.batch_size), (len(loader), loader.batch_size)
-    if there != here:
-        raise CheckpointError(
-            "the checkpoint was made in the middle of an epoch with a loader of {} batches of {} samples, and this one "
-            "has {} of {}; pass the same loader over the same data".format(*there, *here)
-        )
-    used = sum(sizes[: position.batches])
-    if position.used:
-        used += position.used - sizes[position.batches - 1]
-    windows, rest = divmod(used, target_batch)
-    state = {"source": source, "windows": windows + bool(rest), "weights": [(0, ())]}
-    return replace(position, used=0, before_last=None, loader_state=state, behind=0)
-
-
-def of_whole(position: Position, loader: Any, target_batch: int) -> Position:
-    """Convert the position of a `ShardedLoader` to one that a single process over all of the data can resume from.
-
-    Args:
-        position: Any position; only a `ShardedLoader`'s is changed.
-        loader: A loader over all of the data.
-        target_batch: Samples per window.
-
-    Raises:
-        CheckpointError: The loader is a different one.
-    """
-    if not _is_in_windows(position):
-        return position
-    source, windows = position.loader_state["source"], position.loader_state["windows"]
-    if not position.batches:
-        return replace(position, loader_state=None)
-    if not can_be_sharded(loader):
-        raise CheckpointError(
-            "the checkpoint was made with a DataLoader over a dataset with indices, and this loader is a "
-            f"{type(loader).__name__}; pass the same loader over the same data"
-        )
-    assert position.start is not None
-    *states, own = source
-    sizes = _sizes(loader, source)
-    left = min(windows * target_batch, sum(sizes))
-    batches = used = 0
-    while left:
-        used, left = min(left, sizes[batches]), max(0, left - sizes[batches])
-        batches += 1
-    is_whole = not batches or used == sizes[batches - 1]
-    start = (states[0], position.start[1], *states[1:], position.start[4])
-    return replace(
-        position,
-        batches=batches,
-        used=0 if is_whole else used,
-        start=start,
-        before_last=None if is_whole else start,
-        generators=tuple(own),
-        loader_state=None,
-        behind=0,
-    )
-
-
-def _is_in_windows(position: Position) -> bool:
-    state = position.loader_state
-    return isinstance(state, dict) and state.keys() - {"samples"} == {"source", "windows", "weights"}
 
 
 def _sizes(loader: DataLoader[Any], source: Any) -> list[int]:
@@ -473,21 +372,6 @@ def _part_of(loader: DataLoader[Any], asked_for: Callable[[], Iterator[list[Any]
     """Return a loader over the same data, with the same arguments, but other batches."""
     arguments = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
     return DataLoader(loader.dataset, batch_sampler=_Batches(asked_for), **arguments)
-
-
-def _lengths(loader: Any) -> dict[str, int]:
-    """Return a loader's numbers of samples and batches, as far as it reports them."""
-    found = {}
-    for name, owner in (("samples", getattr(loader, "dataset", None)), ("batches", loader)):
-        try:
-            found[name] = len(owner)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):  # datasets without a length raise the second
-            continue
-    return found
-
-
-def _in_words(lengths: dict[str, int]) -> str:
-    return " in ".join(f"{number} {name}" for name, number in lengths.items()) or "no length"
 
 
 class _Batches:

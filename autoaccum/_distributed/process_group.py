@@ -31,7 +31,7 @@ from autoaccum._system.launched import (
 from autoaccum.errors import RankFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from torch import Tensor
 
@@ -46,8 +46,15 @@ _INLINE_BYTES = _MESSAGE_BYTES - _HEAD.size
 # Poll immediately at first, then less and less often: other ranks may share this one's cores.
 _LOOK_FIRST_S, _LOOK_LAST_S = 2e-5, 1e-3
 
+# What gloo and NCCL say of a rank that is gone, or that did not answer in time.
+_OF_THE_NETWORK = (
+    *("connection closed", "connection reset", "connection refused", "timed out", "timeout", "socket", "broken pipe"),
+    *("pair closure", "read error", "write error", "nccl", "process group"),
+)
 # Errors that have ended a training of several ranks in this process.
 _failures: list[str] = []
+# The default group of processes, and one for messages between hosts beside it.
+_hosts: list[Any] = []
 
 
 class Ranks:
@@ -64,8 +71,6 @@ class Ranks:
         stood_together: Whether all ranks were alive and at the same moment when one failed.
         is_in_pass: Whether the others wait for this rank inside an operation that cannot be interrupted, so that no
             messages can be sent.
-        pending: Completes an operation that was started but not waited for, which the others also wait for. Called
-            before any other message; None if there is none.
     """
 
     def __init__(self, memory: MemoryBackend) -> None:
@@ -74,9 +79,7 @@ class Ranks:
         self.moment = -1
         self.stood_together = False
         self.is_in_pass = False
-        self.pending: Callable[[], None] | None = None
         self._memory = memory
-        self._limit_s = timeout_s()
         self._has_failed = False
         backends = distributed.get_backend_config()
         self.hosts: Any = distributed.group.WORLD
@@ -84,7 +87,7 @@ class Ranks:
             # Only if the user's own group cannot exchange messages between hosts: a second attempt under torchrun may
             # find the addresses that an additional group had in the first.
             with memory.lifted():  # starts threads, whose memory is not part of a training
-                self.hosts = distributed.new_group(backend="gloo", timeout=timedelta(seconds=self._limit_s))
+                self.hosts = _group_of_hosts(timeout_s())
         self._tensors: Any = self.hosts if memory.device.type == "cpu" else distributed.group.WORLD
         self._is_gloo = memory.device.type == "cpu" or f"{memory.device.type}:gloo" in backends
         self._sent = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
@@ -101,15 +104,6 @@ class Ranks:
             RankFailedError: Another rank has failed, is gone or sends another topic.
         """
         return self._exchange(topic, _written(value), failed=False)
-
-    def ask(self, topic: str, value: Any) -> Asked:
-        """Send a value like `exchange`, without waiting for the others' values; `pending` must be set.
-
-        Raises:
-            RankFailedError: Another rank is gone.
-        """
-        said = _written(value)
-        return Asked(self, self._start(topic, said, failed=False), said)
 
     def exchange_tensors(self, topic: str, value: Any) -> list[Any]:
         """Like `exchange`, for values that contain tensors on the host."""
@@ -156,34 +150,26 @@ class Ranks:
             self._wait(distributed.all_reduce(tensor, group=self._tensors, async_op=True))
 
     def spread(self, tensor: Tensor, source: int) -> None:
-        """Replace a tensor on the device by the one of the rank `source`.
+        """Replace a contiguous tensor on the device by the one of the rank `source`.
 
         Raises:
             RankFailedError: Another rank is gone.
         """
+        as_bytes = tensor.reshape(-1).view(torch.uint8)  # not every network sends every type
         with self._told():
-            self._wait(distributed.broadcast(tensor, source, group=self._tensors, async_op=True))
+            self._wait(distributed.broadcast(as_bytes, source, group=self._tensors, async_op=True))
 
     def _exchange(self, topic: str, said: bytes, *, failed: bool) -> list[Any]:
-        if self.pending is not None:
-            self.pending()
-        return self._hear(self._start(topic, said, failed=failed), said)
-
-    def _start(self, topic: str, said: bytes, *, failed: bool) -> Any:
         message = _HEAD.pack(topic.encode(), failed, self.moment, len(said)) + said[:_INLINE_BYTES]
         self._sent[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        with self._told():
-            return distributed.all_gather(self._received, self._sent, group=self.hosts, async_op=True)
-
-    def _hear(self, begun: Any, said: bytes) -> list[Any]:
         try:
-            return self._heard(begun, said)
+            return self._heard(said)
         except MemoryError as error:
             raise self._out_of_memory(error) from error
 
-    def _heard(self, begun: Any, said: bytes) -> list[Any]:
+    def _heard(self, said: bytes) -> list[Any]:
         with self._told():
-            self._wait(begun)
+            self._wait(distributed.all_gather(self._received, self._sent, group=self.hosts, async_op=True))
             heads: list[_Head] = [_HEAD.unpack(one[: _HEAD.size].numpy().tobytes()) for one in self._received]
             longest = max(length for *_, length in heads)
             texts = self._inline(heads) if longest <= _INLINE_BYTES else self._gather(said, longest, heads)
@@ -230,12 +216,12 @@ class Ranks:
             with self._memory.lifted():
                 yield
         except (RuntimeError, ValueError) as error:  # the second if the group is gone
-            raise RankFailedError(
-                f"another process of this training is gone, or did not answer in time ({first_line(error)}); its own "
-                "output says why"
-            ) from error
+            raise (gone(error) if is_of_the_network(error) else self._cannot_send(error)) from error
         except MemoryError as error:
             raise self._out_of_memory(error) from error
+
+    def _cannot_send(self, error: Exception) -> RankFailedError:
+        return RankFailedError(f"rank {self.rank} could not exchange data with the others ({first_line(error)})")
 
     def _out_of_memory(self, error: MemoryError) -> RankFailedError:
         """Return the error for an exchange that fails here: others may have received it, so it is never repeated."""
@@ -243,33 +229,6 @@ class Ranks:
             f"rank {self.rank} ran out of memory while exchanging a message with the others ({first_line(error)}); "
             "start all processes again, with a smaller cut or more memory"
         )
-
-
-class Asked:
-    """A message that was sent, and the others' messages to come.
-
-    Args:
-        ranks: All ranks.
-        begun: Handle of the exchange of message heads.
-        said: This rank's message.
-    """
-
-    def __init__(self, ranks: Ranks, begun: Any, said: bytes) -> None:
-        self._ranks = ranks
-        self._begun = begun
-        self._said = said
-
-    def is_answered(self) -> bool:
-        """Whether all ranks have sent theirs; does not wait."""
-        return bool(self._begun.is_completed())
-
-    def answers(self) -> list[Any]:
-        """Wait for every rank's value, and return them in rank order.
-
-        Raises:
-            RankFailedError: As for `Ranks.exchange`.
-        """
-        return self._ranks._hear(self._begun, self._said)
 
 
 @contextmanager
@@ -326,6 +285,28 @@ def join_ranks(device: str | torch.device | None = None) -> None:
         torch.cuda.set_device(local_rank() if chosen.index is None else chosen.index)
     _set_up(chosen)
     atexit.register(_destroy_at_exit)
+
+
+def is_of_the_network(error: Exception) -> bool:
+    """Whether an error of a collective means that another process is gone, or did not answer in time."""
+    said = str(error).lower()
+    return isinstance(error, distributed.DistError) or any(words in said for words in _OF_THE_NETWORK)
+
+
+def gone(error: Exception) -> RankFailedError:
+    """Return the error for such an error."""
+    return RankFailedError(
+        f"another process of this training is gone, or did not answer in time ({first_line(error)}); its own output "
+        "says why"
+    )
+
+
+def _group_of_hosts(limit_s: float) -> Any:
+    """Return a group for messages between hosts, one for each default group; it ends with that."""
+    world = distributed.group.WORLD
+    if not _hosts or _hosts[0] is not world:
+        _hosts[:] = [world, distributed.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))]
+    return _hosts[1]
 
 
 def _destroy_at_exit() -> None:

@@ -278,18 +278,11 @@ class Sizing:
         )
         self._note(Trial(self._counted, fits=True, peak_bytes=peak, elapsed_s=elapsed_s))
 
-    def wait(self, *, is_timed: bool = False, synchronize: Callable[[], None] | None = None) -> float:
-        """Record that the window now waits for other processes; return the seconds spent on it so far.
-
-        Args:
-            is_timed: Whether the result must be exact; otherwise it may cover only the time to submit work to the
-                device.
-            synchronize: Waits for the submitted work; None waits for everything on the device.
-        """
-        if is_timed or self._tempo is not None:
-            (synchronize or self._memory.synchronize)()
+    def wait(self) -> None:
+        """Record that the window now waits for other processes."""
+        if self._tempo is not None:
+            self._memory.synchronize()
         self._ended = time.perf_counter()
-        return self._ended - self._began
 
     def fail(self, size: int, *, may_wait: bool = False) -> bool:
         """Switch to smaller sizes after a micro-batch ran out of memory; return whether to try again.

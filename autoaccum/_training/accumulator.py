@@ -167,7 +167,7 @@ class Accumulator:
             further=[module for module in dict.fromkeys(used) if module not in losses],
             scale=scale,
         )
-        self._ranks = _ranks(self._step, notices)
+        self._ranks = _ranks(self._step)
         self._limit = StepLimit(backend, limit_bytes)
         ranks, step = self._ranks, self._step
         self._savings = StepSavings(step.objective.modules, names, backend, notices)
@@ -317,7 +317,7 @@ def _entries(
     return entry
 
 
-def _ranks(step: GradientStep, notices: Notices) -> Ranks | None:
+def _ranks(step: GradientStep) -> Ranks | None:
     """Join the other processes of this training, and give all of them the weights of the first; None if there are none.
 
     Raises:
@@ -342,7 +342,7 @@ def _ranks(step: GradientStep, notices: Notices) -> Ranks | None:
         )
     ranks = Ranks(memory)
     check_alike(ranks, step, {"batchnorm": step.options.batchnorm})
-    begin_alike(ranks, step, notices)
+    begin_alike(ranks, step)
     return ranks
 
 

@@ -16,7 +16,6 @@ from autoaccum._data.loader_checks import check_loader
 from autoaccum._data.peeking import can_be_read_once
 from autoaccum._data.token_windows import check_target
 from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
-from autoaccum._distributed.load_balance import check_shares
 from autoaccum._distributed.process_group import joined
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble
@@ -102,7 +101,6 @@ def fit(
     resume: bool | str = "auto",
     oom_report: str | PathLike[str] | None = None,
     shard: bool = False,
-    shares: str = "equal",
     on_nan: str = "warn",
     noise_scale: bool | int = False,
     target_tokens: int | None = None,
@@ -204,8 +202,6 @@ def fit(
         shard: Under torchrun, whether every rank's loaders give all samples, so that each rank takes its part of every
             window and of the validation data. False: each rank's loaders give only its own samples
             (DistributedSampler); see docs/ranks.md.
-        shares: How to divide a window among ranks with `shard`: "equal", or "speed" for shares proportional to each
-            rank's speed so far.
         on_nan: What to do when a window's loss or gradient norm is NaN or infinite. "warn": print a warning on stderr
             once, even with progress=False; "stop": raise NotFiniteError on all ranks. No checkpoint of non-finite
             parameters is written, and the last finite one is kept.
@@ -251,7 +247,7 @@ def fit(
     _check_data(loader, val_loader, split, val_steps, metrics, epochs)
     folders = [check_saving(checkpoint, checkpoint_steps, checkpoint_minutes, resume), options.report_folder]
     check_seed(seed)
-    check_shares(shares, shard=shard)
+    check_bool("shard", shard)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module  # DDP's own first forward pass would wait for all ranks
     rank, cap, counts = own_rank(), max_micro_batch(), TOKENS if in_tokens else SAMPLES
@@ -276,7 +272,6 @@ def fit(
                 "target_batch": target,
                 "drop_last": drop_last,
                 "shard": shard,
-                "shares": shares,
                 "epochs": epochs,
                 "max_steps": max_steps,
                 "clip_grad_norm": clip_grad_norm,
@@ -293,7 +288,6 @@ def fit(
                 "val_loader": val_loader is not None,
             }
             asked = {
-                f"shares={shares!r}": shares != "equal",
                 f"fallback={fallback!r}": bool(fallback),
                 f"memory={memory!r}": bool(savings),
                 f"weights={weights!r}": weights is not None,
@@ -385,14 +379,13 @@ def _ranks_of(
             "ranks holds only a part of it; train in one process"
         )
     check_alike(ranks, step, arguments)
-    begin_alike(ranks, step, notices)
+    begin_alike(ranks, step)
     return SeveralRanks(
         ranks,
         loader,
         arguments["target_batch"],
         drop_last=arguments["drop_last"],
         shard=arguments["shard"],
-        shares=arguments["shares"],
         notices=notices,
         split=step.objective.split,
         in_tokens=in_tokens,

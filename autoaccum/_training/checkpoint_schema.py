@@ -244,20 +244,11 @@ def _check_position(position: Any, like: RandomStates, own_count: int) -> None:
 
 def _check_windows_of(state: Any, like: RandomStates, *, is_begun: bool) -> None:
     """Check the state of autoaccum's own loader; any other loader checks its own."""
-    # Files from before the samples of an epoch were kept lack them.
-    if not isinstance(state, dict) or state.keys() - {"samples"} != {"source", "windows", "weights"}:
+    if not isinstance(state, dict) or state.keys() != {"source", "windows", "samples"}:
         return
     whole(state["windows"], "windows", most=_MOST_SAMPLES)
-    if state.get("samples") is not None:
+    if state["samples"] is not None:
         whole(state["samples"], "samples", most=_MOST_SAMPLES)
-    need(type(state["weights"]) is list, "weights", "is not a list")
-    for place, entry in enumerate(state["weights"]):
-        is_entry = type(entry) in (tuple, list) and len(entry) == 2 and type(entry[1]) in (tuple, list)  # noqa: PLR2004
-        need(is_entry, f"weights {place}", "is not a pair of a window and shares")
-        whole(entry[0], f"weights {place}", most=_MOST_SAMPLES)
-        for share in entry[1]:
-            number(share, f"weights {place}")
-            need(share > 0, f"weights {place}", "is not positive")
     source = state["source"]
     need(source is not None or not is_begun, "source", "is missing")
     if source is None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.batches import Window, stream
 from autoaccum._data.token_windows import stream_of_tokens
-from autoaccum._distributed.loader import of_whole
 from autoaccum.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from autoaccum._data.loader_state import Position, Track
+    from autoaccum._data.loader_state import Track
     from autoaccum._data.pieces import Split
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
@@ -175,18 +174,9 @@ class OneProcess:
         """Return this process's part of a checkpoint; None if other processes wrote it.
 
         Raises:
-            CheckpointError: Other processes wrote it in the middle of an epoch, and the rest of the epoch cannot be
-                redistributed.
+            CheckpointError: Other processes wrote it in the middle of an epoch, and its rest cannot be divided anew.
         """
         return part_of(content, path, 0, 1, WHOLE)
-
-    def position_of(self, position: Position) -> Position:
-        """Return the position of this training that corresponds to a position of other processes.
-
-        Raises:
-            CheckpointError: The loader is not the one of that position.
-        """
-        return of_whole(position, self.loader, self._whole_target)
 
 
 def part_of(
@@ -202,34 +192,23 @@ def part_of(
         goes_through: What this process's loader gives: `WHOLE`, `WINDOWS` or `OWN`.
 
     Raises:
-        CheckpointError: Other processes wrote it in the middle of an epoch, and either they or these have loaders of
-            their own, so the rest of the epoch cannot be redistributed.
+        CheckpointError: Other processes wrote it in the middle of an epoch, and its rest cannot be divided anew.
     """
     parts = content.get("ranks") or [content]
     wrote = str(parts[0].get("loader", WHOLE if len(parts) == 1 else OWN))
     if len(parts) == size and wrote == goes_through:
         found: Mapping[str, Any] = parts[rank]
         return found
-    if not any(part["position"]["batches"] for part in parts):
+    if wrote == goes_through != OWN or not any(part["position"]["batches"] for part in parts):
         return None
-    by = f"{len(parts)} process{'es' if len(parts) > 1 else ''}"
-    if wrote == OWN:
-        raise CheckpointError(
-            f"the checkpoint {path} was written by {by} in the middle of an epoch, each with a loader of its own "
-            f"(shard=False), and their remaining samples cannot be given to {_here(size, goes_through)}; go on with "
-            f"{by} and the same loaders, or pass resume=False to start from the beginning"
-        )
-    if goes_through == OWN:
-        raise CheckpointError(
-            f"the checkpoint {path} was written by {by} in the middle of an epoch of a loader that gives all samples, "
-            f"and its remaining samples cannot be given to {_here(size, goes_through)}; pass shard=True with a loader "
-            f"that gives all samples to every process, go on with {by} as before, or pass resume=False to start from "
-            "the beginning"
-        )
-    return None
+    raise CheckpointError(
+        f"the checkpoint {path} was written by {_these(len(parts), wrote)} in the middle of an epoch, and the rest of "
+        f"it cannot be given to {_these(size, goes_through)}; go on with as many processes and shard= as before until "
+        "an epoch ends, or pass resume=False to start from the beginning"
+    )
 
 
-def _here(size: int, goes_through: str) -> str:
+def _these(size: int, goes_through: str) -> str:
     if size == 1:
-        return "this one process"
-    return f"these {size}, " + ("each with a loader of its own" if goes_through == OWN else "which share one loader")
+        return "one process"
+    return f"{size} processes " + ("with loaders of their own (shard=False)" if goes_through == OWN else "(shard=True)")

@@ -336,12 +336,8 @@ class TrainingProgress:
         self._set_random(self.moment.random)
 
     def taken_over(self, moment: Moment) -> Moment:
-        """Return the moment at which this training resumes from a moment of other processes.
-
-        Raises:
-            CheckpointError: The loader is not the one of that moment.
-        """
-        position = self._world.position_of(moment.position)
+        """Return the moment at which this training resumes from a moment of other processes."""
+        position = moment.position if moment.position.batches else replace(moment.position, loader_state=None)
         # Only rank 0 keeps the random state: it draws the order of the coming epochs.
         return replace(
             moment, position=position, random=moment.random if self._world.decides else self._random_states()

@@ -16,17 +16,14 @@ from autoaccum._distributed import dcp
 from autoaccum._distributed.consistency import look_at_data
 from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._distributed.fsdp import ShardedDataParallel
-from autoaccum._distributed.load_balance import Shares, cut, cut_by
 from autoaccum._distributed.loader import (
     DealtLoader,
     ShardedLoader,
     WholeLoader,
-    can_be_sharded,
-    check_lengths,
-    in_windows,
-    of_whole,
+    check_can_be_sharded,
+    equal_shares,
+    shares_by_cost,
 )
-from autoaccum._distributed.same_windows import GoneThrough
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum._oom import first_line
 from autoaccum._training.checkpoint_files import SHARDS
@@ -38,9 +35,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from autoaccum._data.loader_state import Position, Track
+    from autoaccum._data.loader_state import Track
     from autoaccum._data.pieces import Split
-    from autoaccum._distributed.data_parallel import Part
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._records import Plan
@@ -58,7 +54,6 @@ class SeveralRanks(OneProcess):
         target_batch: Number of samples per window, or of tokens, over all ranks.
         drop_last: As for `fit`.
         shard: As for `fit`.
-        shares: As for `fit`.
         split: As for `fit`.
         in_tokens: Whether the target is in tokens.
         notices: Reports choices made for the user.
@@ -66,7 +61,7 @@ class SeveralRanks(OneProcess):
     Attributes:
         ranks: All ranks.
         loader: The loader that this rank reads.
-        target_batch: Number of samples of a window, or of tokens, that belong to this rank if shares are equal.
+        target_batch: Number of samples of a window, or of tokens, that belong to this rank.
         peers: The ranks that make windows together; None before `begin`.
 
     Raises:
@@ -81,7 +76,6 @@ class SeveralRanks(OneProcess):
         *,
         drop_last: bool,
         shard: bool,
-        shares: str,
         notices: Notices,
         split: Split | None = None,
         in_tokens: bool = False,
@@ -97,45 +91,31 @@ class SeveralRanks(OneProcess):
         self.peers: DataParallel | None = None
         self._notices = notices
         self._shards = shard
-        self._costs = [0] * ranks.size  # tokens of each rank's part of the window
-        self._shares = Shares(ranks.size, by_speed=shares == "speed")
-        self._bounds = cut(target_batch, self._shares.weights)
-        self.target_batch = self._bounds[ranks.rank + 1] - self._bounds[ranks.rank]
+        bounds = equal_shares(target_batch, ranks.size)
+        self.target_batch = bounds[ranks.rank + 1] - bounds[ranks.rank]
         notices.say(
             f"{ranks.size} ranks: this rank takes {self.target_batch} "
             f"{'tokens' if in_tokens else 'samples'} of each window of {target_batch}; plans and cuts count only those"
         )
         self._sharded: ShardedLoader | None = None
-        self.loader = self._whole = loader
         if shard:
-            _refuse_own_samples(loader, "loader")
-            check_lengths(ranks, "loader", loader)
+            check_can_be_sharded("loader", loader)
             if in_tokens:
-                self._read_all(loader)
-            elif can_be_sharded(loader):
+                self.loader = WholeLoader(loader, ranks)  # type: ignore[arg-type]
+                notices.say(
+                    "target_tokens= with shard=True: every rank reads all samples and skips those of other ranks, "
+                    "since only samples that are loaded show their tokens; with shard=False, each rank's loader yields "
+                    "its own"
+                )
+            else:
                 self._sharded = self.loader = ShardedLoader(
                     loader,  # type: ignore[arg-type]
                     ranks,
                     target_batch,
                     drop_last=drop_last,
                 )
-            else:
-                notices.say(
-                    f"shard=True: a {type(loader).__name__} cannot be split by index, so every rank reads all of it "
-                    "and skips the samples of other ranks; with a DataLoader over a map-style dataset, each sample is "
-                    "loaded only once"
-                )
         self._is_looked_at = shard
-        self._gone_through = GoneThrough(ranks, notices) if shard and self._sharded is None else None
-
-    def _read_all(self, loader: Any) -> None:
-        """Read all of the data on this rank: how many samples make a window shows only once they are loaded."""
-        if can_be_sharded(loader):
-            self.loader = WholeLoader(loader, self.ranks)
-        self._notices.say(
-            "target_tokens= with shard=True: every rank reads all samples and skips those of other ranks, since only "
-            "samples that are loaded show their tokens; with shard=False, each rank's loader yields its own samples"
-        )
+        self._samples = 0  # of the current window, if every rank reads all of it
 
     is_alone = False
 
@@ -153,13 +133,12 @@ class SeveralRanks(OneProcess):
         """Return an iterable over this rank's part of the validation data.
 
         Raises:
-            InvalidInputError: With `shard`, the loader does not give all samples; raised on every rank if lengths
-                differ.
+            InvalidInputError: With `shard`, the loader cannot be divided, or lengths differ.
         """
         if not self._shards:
             return val_loader
-        _refuse_own_samples(val_loader, "val_loader")
-        return DealtLoader(val_loader, self.ranks, self.split)
+        check_can_be_sharded("val_loader", val_loader)
+        return DealtLoader(val_loader, self.ranks)  # type: ignore[arg-type]
 
     def begin(self, step: TrainingStep, wishes: Callable[[int], int], grows_to: int | None) -> None:
         """Prepare to make windows together.
@@ -172,9 +151,8 @@ class SeveralRanks(OneProcess):
         """
         said: dict[str, Any] = {
             "wishes": lambda: wishes(1),  # asked before the window is done
-            "note": self._reached,
-            "look": _accept if self._gone_through is None else self._gone_through.check,
-            "is_timed": self._shares.by_speed,
+            "note": lambda: self._samples,
+            "look": _refuse_other_windows,
         }
         if is_sharded(step.objective.modules):
             self.peers = ShardedDataParallel(self.ranks, step, grows_to, **said)
@@ -196,28 +174,16 @@ class SeveralRanks(OneProcess):
         if self._in_tokens:
             target = self._whole_target if self._shards else self.target_batch
             return stream_of_tokens(batches, target, drop_last=self._drop_last, skip=skip, split=self.split)
-        if self._shards:
-            whole = self._whole_target
-            return stream(batches, whole, drop_last=self._drop_last, skip=skip, split=self.split)
         return stream(batches, self.target_batch, skip=skip, split=self.split)
 
     def part(self, window: Window) -> Window:
         """Return this rank's part of a window from `windows`."""
-        if self._gone_through is not None:
-            self._gone_through.begin(window)
-        if not self._shards or self._sharded is not None or not window.samples:
+        if not self._shards or self._sharded is not None:
             return window
-        bounds = self._bounds_in(window)
-        return window.part(bounds[self.ranks.rank], bounds[self.ranks.rank + 1])
-
-    def _bounds_in(self, window: Window) -> list[int]:
-        """Return where the parts of the ranks begin in a window that every rank has."""
-        if not self._in_tokens:
-            return cut(window.samples, self._shares.weights)
+        self._samples = window.samples
         costs = [count for span in window.spans for count in tokens_of(span.piece)[span.start : span.stop]]
-        bounds = cut_by(costs, self._shares.weights)
-        self._costs = [sum(costs[start:stop]) for start, stop in itertools.pairwise(bounds)]
-        return bounds
+        bounds = shares_by_cost(costs, self.ranks.size)
+        return window.part(bounds[self.ranks.rank], bounds[self.ranks.rank + 1])
 
     def look_at(self, first: Window) -> None:
         """Check, once, whether ranks read the same samples."""
@@ -231,12 +197,8 @@ class SeveralRanks(OneProcess):
             return False
         if self._in_tokens and self._shards:
             return False  # `windows` leaves it out
-        said: list[tuple[int, int]] = self.ranks.exchange("samples", (part.samples, self._reached()))
-        if self._gone_through is not None:
-            self._gone_through.check([note for _, note in said])
-        if self._in_tokens:
-            return not all(samples for samples, _ in said)
-        return sum(samples for samples, _ in said) < self._whole_target
+        said: list[int] = self.ranks.exchange("samples", part.samples)
+        return not all(said) if self._in_tokens else sum(said) < self._whole_target
 
     def has_anything(self, window: Window | None) -> bool:
         """Whether any rank's loader gave samples in this epoch, given its first window."""
@@ -247,9 +209,8 @@ class SeveralRanks(OneProcess):
         self.ranks.moment = windows
 
     def wishes_of_all(self, wishes: Callable[[int], int]) -> int:  # noqa: ARG002 - ranks exchange theirs with the window
-        """Update the shares from the last window's timings; return the requests of all ranks after it, as bits."""
+        """Return the requests of all ranks after a window, as bits."""
         assert self.peers is not None
-        self._share_out(self.peers.parts)
         said = 0
         for part in self.peers.parts:
             said |= part.wishes
@@ -262,22 +223,6 @@ class SeveralRanks(OneProcess):
     def meet_at_end(self) -> None:
         """Check that no other rank failed after its last update, which only an exchange reveals."""
         self.ranks.exchange("end")
-
-    def _share_out(self, parts: Sequence[Part]) -> None:
-        done = [part.samples for part in parts] if not self._in_tokens else self._costs
-        if not self._shares.note(done, [part.seconds for part in parts]):
-            return
-        if self._sharded is not None:
-            self._sharded.share_out(self._shares.weights, max(part.note for part in parts))
-        total = sum(self._shares.weights)
-        shares = ", ".join(f"{weight / total:.0%}" for weight in self._shares.weights)
-        self._notices.say(f"shares of the ranks by speed: {shares}")
-
-    def _reached(self) -> int:
-        """Return how far this rank's loader is in the epoch, or, for an unsharded loader, a note on its window."""
-        if self._gone_through is not None:
-            return self._gone_through.note
-        return 0 if self._sharded is None else self._sharded.reached
 
     def tell_plans(self, plan: Plan | None) -> None:
         """Report each rank's initial plan, if a probe found one before training."""
@@ -307,20 +252,9 @@ class SeveralRanks(OneProcess):
         """Return this rank's part of a checkpoint; None if other processes wrote it.
 
         Raises:
-            CheckpointError: Other processes wrote it in the middle of an epoch, and the rest of the epoch cannot be
-                redistributed.
+            CheckpointError: Other processes wrote it in the middle of an epoch, and its rest cannot be divided anew.
         """
         return part_of(content, path, self.ranks.rank, self.ranks.size, self._goes_through)
-
-    def position_of(self, position: Position) -> Position:
-        """Return the position of this training that corresponds to a position of other processes.
-
-        Raises:
-            CheckpointError: The loader is not the one of that position.
-        """
-        if self._sharded is None:
-            return of_whole(position, self._whole, self._whole_target)
-        return in_windows(position, self._whole, self._whole_target)  # type: ignore[arg-type]
 
     @property
     def _goes_through(self) -> str:
@@ -433,15 +367,11 @@ class SeveralRanks(OneProcess):
             ) from error
 
 
-def _accept(_: Sequence[int]) -> None:
-    """Accept any note of the ranks' loaders: each has samples of its own."""
-
-
-def _refuse_own_samples(loader: Any, name: str) -> None:
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    for sampler in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
-        if getattr(sampler, "num_replicas", 1) > 1:
+def _refuse_other_windows(samples: Sequence[int]) -> None:
+    """Reject a window that ranks which all read all of it see with different numbers of samples; raised on each."""
+    for rank, own in enumerate(samples):
+        if own != samples[0]:
             raise InvalidInputError(
-                f"shard=True splits the samples of every rank's {name}, but this one's {type(sampler).__name__} "
-                "already does; use only one of them"
+                f"a window has {own} samples on rank {rank} and {samples[0]} on rank 0; with shard=True and "
+                "target_tokens every rank's loader has to give the same samples with the same tokens"
             )

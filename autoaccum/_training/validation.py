@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._data.loader_state import generators_of
 from autoaccum._data.peeking import can_be_looked_at, left_as_it_was
 from autoaccum._data.random_state import OwnGenerators
-from autoaccum._distributed.loader import DealtLoader
 from autoaccum._engine import devices
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.savepoint import Savepoint
@@ -111,8 +110,6 @@ class Validation:
             mark.take()
         try:
             evaluation = self._evaluator.run(drawn(self._part, self._step.memory), trained_size=trained_size)
-            if isinstance(self._part, DealtLoader):
-                self._part.check_end()
         except BaseException:
             if mark is not None:
                 mark.restore()

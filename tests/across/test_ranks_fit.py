@@ -64,26 +64,6 @@ def test_last_window_that_is_dropped_is_dropped_by_all(crew):
     assert found[0]["samples"] == [8]
 
 
-def test_loader_that_is_no_dataloader_is_gone_through_by_all(crew):
-    samples = rank_training.vectors()
-    batches = [tuple(map(torch.stack, zip(*samples[at : at + 7], strict=True))) for at in range(0, len(samples), 7)]
-    expected = alone(target_batch=16, micro_batch=16, epochs=2)
-
-    found = crew.run(
-        "rank_training:train",
-        size=2,
-        target_batch=16,
-        micro_batch=3,
-        epochs=2,
-        shard=True,
-        data=batches,
-        make_loader=rank_training.as_it_is,
-    )
-
-    assert_alike(found)
-    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
-
-
 def test_gradient_is_clipped_by_the_norm_of_the_whole_window(crew):
     expected = alone(target_batch=16, micro_batch=16, clip_grad_norm=0.1)
 
@@ -110,10 +90,20 @@ def test_other_buffers_that_a_model_writes_are_those_of_the_first_rank_and_const
     found = crew.run("rank_training:with_buffers", size=3, target_batch=15, micro_batch=5, shard=True, max_steps=2)
 
     assert_alike(found)
-    calls, last, constant = found[0]["buffers"]
+    calls, last, constant, width16 = found[0]["buffers"]
     assert calls == 2
+    assert width16.tolist() == [5, 5]
     assert torch.equal(last, torch.stack([inputs for inputs, _ in rank_training.vectors()[15:20]]).mean(0))
     assert torch.equal(constant, torch.full((3,), 0.1, dtype=torch.float64))
+
+
+def test_ranks_with_the_same_weights_in_another_order_begin_with_those_of_rank_0(crew):
+    expected = alone(target_batch=16, micro_batch=16)
+
+    found = crew.run("rank_training:permuted", size=3, target_batch=16, micro_batch=8, shard=True)
+
+    assert_alike(found)
+    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
 
 
 def test_parameter_that_only_some_ranks_use_is_updated_on_all_and_an_unused_one_on_none(crew):
@@ -231,7 +221,9 @@ def test_checkpoint_of_other_ranks_with_loaders_of_their_own_is_refused_within_a
 
     for answer in answers:
         assert isinstance(answer, autoaccum.CheckpointError), answer
-        assert "was written by 2 processes in the middle of an epoch" in str(answer)
+        assert "was written by 2 processes with loaders of their own (shard=False) in the middle of an epoch" in str(
+            answer
+        )
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------

@@ -47,11 +47,9 @@ def test_texts_may_differ_in_length_late(crew):
 
 
 def test_parts_of_one_loader_are_asked_together(crew):
-    given = rank_single.texts(*LENGTHS)
-    loader = [rank_single.padded(given[:2]), rank_single.padded(given[2:8]), rank_single.padded(given[8:])]
-    _, expected = rank_single.run(loader, "own", target_batch=2, micro_batch=2)
+    _, expected = rank_single.run(rank_single.of_three_batches(LENGTHS), "own", target_batch=2, micro_batch=2)
 
-    for found in crew.run("rank_single:share", loader, size=2):
+    for found in crew.run("rank_single:share", LENGTHS, size=2):
         torch.testing.assert_close(found, flat(expected), **EXACT)
 
 

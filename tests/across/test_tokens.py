@@ -307,7 +307,7 @@ def flat(model):
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("micro_batch", ["auto", 5])
-@pytest.mark.parametrize("loader", ["list", "shuffling"])
+@pytest.mark.parametrize("loader", ["in order", "shuffling"])
 def test_ranks_make_the_updates_of_one_process_from_a_target_in_tokens(crew, loader, micro_batch, size):
     options = {"target_tokens": TOKENS, "micro_batch": micro_batch, "epochs": 2}
     result, expected = rank_tokens.run(rank_tokens.loaders(SAMPLES, BATCH)[loader](), **options)
@@ -340,7 +340,7 @@ def test_ranks_with_samples_of_their_own_each_come_nearest_to_their_part_of_the_
 @pytest.mark.parametrize("shard", [True, False])
 def test_last_windows_that_are_too_short_are_left_out_on_all_ranks(crew, shard):
     options = {"target_tokens": TOKENS, "drop_last": True, "shard": shard, "micro_batch": 5}
-    loader = "list" if shard else "own, of unlike number"
+    loader = "in order" if shard else "own, of unlike number"
     whole, _ = rank_tokens.run(loader_of(SAMPLES, BATCH), target_tokens=TOKENS)
 
     one, other = crew.run("rank_tokens:train", SAMPLES, BATCH, size=2, loader=loader, **options)
@@ -353,7 +353,7 @@ def test_last_windows_that_are_too_short_are_left_out_on_all_ranks(crew, shard):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_that_go_on_in_tokens_end_where_the_undisturbed_end(crew, ranks, tmp_path):
-    options = {"loader": "shuffling", "target_tokens": TOKENS, "micro_batch": 5, "dropout": 0.2, "shares": "equal"}
+    options = {"loader": "shuffling", "target_tokens": TOKENS, "micro_batch": 5, "dropout": 0.2}
     undisturbed = crew.run("rank_tokens:train", SAMPLES, BATCH, size=2, max_steps=7, **options)
     crew.run("rank_tokens:train", SAMPLES, BATCH, size=2, max_steps=3, checkpoint=tmp_path, **options)
 
@@ -383,14 +383,6 @@ def test_fewer_tokens_than_ranks_are_refused(crew):
     for answer in crew.answers("rank_tokens:train", SAMPLES, BATCH, size=2, target_tokens=1):
         assert isinstance(answer, InvalidInputError)
         assert "target_tokens=1 is less than the number of ranks, 2" in str(answer)
-
-
-def test_ranks_share_tokens_by_their_speed(crew):
-    options = {"target_tokens": 300, "micro_batch": 10, "epochs": 4}
-    _, expected = rank_tokens.run(loader_of(SAMPLES, BATCH), **options)
-
-    for found in crew.run("rank_tokens:train", SAMPLES, BATCH, size=2, shares="speed", **options):
-        torch.testing.assert_close(found["parameters"], flat(expected), rtol=1e-12, atol=1e-12)
 
 
 def test_next_run_begins_with_what_has_fitted(monkeypatch, tmp_path, capsys):
