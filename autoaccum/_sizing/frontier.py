@@ -139,7 +139,7 @@ class Frontier:
             next_each, next_there = others[0]
             slope = math.log(next_each / each) / math.log(next_there / there) if next_there != there else _MOST
             exponent = min(_MOST, max(_LEAST, slope))
-        return each * (width / there) ** exponent
+        return float(each * (width / there) ** exponent)
 
     # --- to be kept ---------------------------------------------------------------------------------------------------
 
