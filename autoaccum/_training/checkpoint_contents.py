@@ -23,7 +23,7 @@ from autoaccum._records import SAMPLES, Plan
 from autoaccum._sizing.sizing import Cutting
 from autoaccum._system.own_distribution import __version__
 from autoaccum._training import checkpoint_schema, checkpoint_trial
-from autoaccum._training.checkpoint_files import FIRST_SEALED, SHARDS, malformed, not_ours
+from autoaccum._training.checkpoint_files import SHARDS, malformed, not_ours
 from autoaccum.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -37,9 +37,8 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
     from autoaccum._training.lr_schedule import Schedule
 
-# Raised whenever an older autoaccum could not read a new file, or would read it wrongly. Before the present one, a file
-# of one process was of the first, of several processes of the second, and with tensors spread over ranks of the third.
-FORMAT = FIRST_SEALED
+# Raised whenever an older autoaccum could not read a new file, or would read it wrongly.
+FORMAT = 4
 # Keys named in an error: enough to see what is the matter.
 _NAMED = 3
 
@@ -293,7 +292,7 @@ class Contents:
             saved.get("is_timed", True),
         )
         plans = tuple((since, _plan(sizes)) for since, sizes in saved["plans"])
-        memory = saved.get("memory")  # files from before it was kept lack it
+        memory = saved["memory"]
         return Kept(cutting, plans, saved["asked"], saved["oom_events"], None if memory is None else tuple(memory))
 
     def put_back(self, content: dict[str, Any]) -> None:
@@ -317,15 +316,12 @@ class Contents:
         _offer(optimizer, lambda: put(optimizer, content["optimizer"]["state"]))
         if (weights := self._step.updates.weights) is not None:
             weights.forget_originals()  # the model is the checkpoint's now
-        # Files from before it was measured lack it, and a run may begin to measure it.
-        if self._noise is not None and content.get("noise_scale") is not None:
+        if self._noise is not None and content["noise_scale"] is not None:  # a run may begin to measure it
             self._noise.load_state_dict(content["noise_scale"])
 
     def _parameter_difference(self, saved: Mapping[str, Any]) -> str | None:
-        # Files from before names were kept lack them.
-        own = self._parameter_names()
         return _group_difference(saved["state"], self._step.optimizer) or _name_difference(
-            saved.get("parameters", own), own
+            saved["parameters"], self._parameter_names()
         )
 
     def _parameter_names(self) -> list[list[str]]:

@@ -14,7 +14,6 @@ import pickle
 import re
 import shutil
 import time
-import zipfile
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
@@ -39,11 +38,6 @@ _NAME = re.compile(r"step-\d{8,}\.pt")
 # The name of such a folder, with what is in it, stands under this key.
 SHARDS = "shards"
 _OF_SHARDS = re.compile(r"step-\d{8,}\.\d+\.shards")
-# The end of an archive that has no comment.
-_END, _END_BYTES = b"PK\5\6", 22
-_FOLDER_FLAG = 0x10
-# Files of this format and later ones are sealed; those from before are taken by their archive's checksums.
-FIRST_SEALED = 4
 # The order of files is the order of their times, and not every file system tells times apart that are nearer.
 _APART_NS = 1_000_000
 
@@ -276,10 +270,8 @@ def _cannot_be_kept(reason: str) -> CheckpointError:
 def _read(path: Path) -> dict[str, Any]:
     try:
         with safe_files.open_regular(path, follows=True) as file:
-            is_sealed = file_digest.check(file)
-            file.seek(0)
-            if not is_sealed:
-                _check_sums(file)
+            if not file_digest.check(file):
+                raise _DamagedError("its checksum is missing: it is cut short, or of another program")
             file.seek(0)
             content = _loaded(file, path)
     except (file_digest.BrokenSealError, safe_files.NotRegularError) as error:
@@ -291,9 +283,6 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict):
         raise not_ours(path)
-    number = content.get("format")
-    if not is_sealed and isinstance(number, int) and number >= FIRST_SEALED:
-        raise _DamagedError("the checksum of the whole file is missing")
     if content.get(SHARDS) is not None:
         name, files = _named_shards(content[SHARDS], path)
         wrong = dcp.damage(path.parent / name, files)
@@ -317,12 +306,6 @@ def _loaded(file: BinaryIO, path: Path) -> Any:
 
 def _refused(path: Path, error: pickle.UnpicklingError) -> CheckpointError:
     reason = _unsafe(error)
-    if re.search(r"\bnumpy\b", reason):
-        return CheckpointError(
-            f"the checkpoint {path} holds values of NumPy as autoaccum wrote them before format {FIRST_SEALED} "
-            f"({reason}), and rebuilding those trusts whoever wrote the file; go on with the version that wrote it, or "
-            "pass resume=False to start from scratch"
-        )
     return CheckpointError(
         f"the checkpoint {path} cannot be loaded by torch {torch.__version__}: {reason}; only plain values and tensors "
         "are loaded, since anything else can run code; use the versions that wrote it, or pass resume=False to start "
@@ -355,31 +338,6 @@ def _named_shards(kept: Any, path: Path) -> tuple[str, dcp.Files]:
     if not dcp.are_files(kept[1]):
         raise malformed(path, f"{SHARDS} names files that are none of tensors")
     return kept[0], kept[1]
-
-
-def _check_sums(file: BinaryIO) -> None:
-    """Compare all contents with their checksums, which torch writes but does not look at when it loads."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            # torch writes none of these, and takes other bytes for a tensor where a flag says that it is a folder.
-            is_other = any(_is_not_torchs(member) for member in archive.infolist())
-            bad = archive.testzip()
-        file.seek(-_END_BYTES, os.SEEK_END)
-        is_at_end = file.read(len(_END)) == _END
-    except OSError:
-        raise
-    except Exception as error:  # a damaged archive fails in many ways: struct.error, NotImplementedError, EOFError, ...
-        raise _DamagedError(first_line(error)) from error
-    if bad is not None:
-        raise _DamagedError(f"wrong checksum of {bad}")
-    if is_other:
-        raise _DamagedError("its archive is not as torch writes it")
-    if not is_at_end:
-        raise _DamagedError("its end is missing")
-
-
-def _is_not_torchs(member: zipfile.ZipInfo) -> bool:
-    return member.is_dir() or bool(member.external_attr & _FOLDER_FLAG) or member.compress_type != zipfile.ZIP_STORED
 
 
 def _load(file: Path | BinaryIO, *, mmap: bool = False) -> Any:

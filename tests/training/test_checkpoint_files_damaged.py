@@ -54,26 +54,11 @@ def test_no_flipped_bit_loads_other_values(contents, folders, tmp_path):
     assert list(losses) == []
 
 
-def test_flag_that_makes_torch_read_other_bytes_is_noticed_in_files_from_before_too(contents, tmp_path):
-    path = tmp_path / "step-00000001.pt"
-    torch.save(packed(contents[FIRST]) | {"format": 1}, path)
-    whole = path.read_bytes()
-    assert read(path)["windows"] == damaged.WINDOWS
-
-    for place in range(len(whole)):
-        if whole[place : place + 4] == b"PK\1\2":
-            flipped = bytearray(whole)
-            flipped[place + 38] ^= 1 << 4
-            path.write_bytes(flipped)
-            with pytest.raises(CheckpointError, match="is not as torch writes it"):
-                read(path)
-
-
 def test_new_file_without_its_digest_is_not_taken(contents, tmp_path):
     path = tmp_path / "step-00000001.pt"
     torch.save(packed(contents[FIRST]), path)
 
-    with pytest.raises(CheckpointError, match="the checksum of the whole file is missing"):
+    with pytest.raises(CheckpointError, match="its checksum is missing"):
         read(path)
 
 
@@ -124,7 +109,7 @@ def test_damaged_field_is_refused_and_leaves_everything_as_it_was(contents, tmp_
     assert (word, loss) == ("refused", None)
 
 
-@pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "from before"])
+@pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "unsealed"])
 def test_pickles_that_run_code_are_refused_as_plain_torch_refuses_them(contents, tmp_path, sealed):
     path, mark = tmp_path / "step-00000001.pt", tmp_path / "mark"
 
@@ -136,14 +121,6 @@ def test_pickles_that_run_code_are_refused_as_plain_torch_refuses_them(contents,
         assert not mark.exists(), name
         assert "weights_only" not in str(caught.value), name
         assert "Weights only" not in str(caught.value), name
-
-
-def test_values_of_numpy_from_before_are_refused_with_the_reason(contents, tmp_path):
-    path = tmp_path / "step-00000001.pt"
-    damaged.write_hostile(path, packed(contents[FIRST]), np.float64(1.0), sealed=False)
-
-    with pytest.raises(CheckpointError, match=r"holds values of NumPy as autoaccum wrote them before format 4 .*numpy"):
-        read(path)
 
 
 def test_containers_that_name_each_other_often_are_read_at_once(tmp_path):
