@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from autoaccum._data.batches import count
-from autoaccum._data.loader_state import generators_of
+from autoaccum._data.loaders import generators_of
 from autoaccum._distributed.load_balance import cut
 from autoaccum.errors import CheckpointError, InvalidInputError
 

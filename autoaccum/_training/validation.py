@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._data.loader_state import generators_of
-from autoaccum._data.peeking import can_be_looked_at, left_as_it_was
+from autoaccum._data.loaders import can_be_looked_at, generators_of, left_as_it_was
 from autoaccum._data.random_state import OwnGenerators
 from autoaccum._distributed.loader import DealtLoader
 from autoaccum._engine import devices

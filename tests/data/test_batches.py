@@ -6,7 +6,6 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 import numpy as np
-import optree
 import pytest
 import torch
 from hypothesis import given
@@ -17,10 +16,10 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
 import autoaccum
-from autoaccum._data.batches import Window, as_window, chosen, count, repeated, stream
+from autoaccum._data.batches import Window, as_window, chosen, count, repeated
 from autoaccum._data.nesting import map_tensors
 from autoaccum._data.pieces import NestedPiece as Piece
-from autoaccum._data.regrouping import windows
+from autoaccum._data.regrouping import stream, windows
 from autoaccum.errors import InvalidInputError
 
 Pair = namedtuple("Pair", ["inputs", "targets"])  # noqa: PYI024 - the untyped form is what loaders yield
@@ -585,10 +584,6 @@ def test_function_is_applied_to_every_tensor_and_nothing_else():
     assert doubled["inputs"][1] == ["a", "b"]
     assert doubled["scale"] == 3
     assert isinstance(doubled["more"], BatchEncoding)
-
-
-def test_taking_batches_apart_does_not_change_how_others_use_optree():
-    assert optree.tree_leaves(Wrapped({"a": 1})) == optree.tree_leaves(Wrapped({"a": 1}), namespace="another")
 
 
 def test_dataset_in_place_of_a_loader_is_refused_with_the_loader_that_is_missing():

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 import autoaccum
-from autoaccum._data.loader_checks import check_loader, unlike_batch_size
+from autoaccum._data.loaders import check_loader, unlike_batch_size
 from autoaccum._data.splits import piece_of
 from autoaccum.errors import InvalidInputError
 

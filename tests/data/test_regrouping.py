@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autoaccum
+from autoaccum._data.regrouping import stream_of_tokens, tokens_of
 from autoaccum._data.splits import piece_of
-from autoaccum._data.token_windows import stream_of_tokens, tokens_of
 from autoaccum.errors import InvalidInputError
 from ragged import padded, texts
 
