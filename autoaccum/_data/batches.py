@@ -59,7 +59,7 @@ class Window(Sequence[Any]):
     split: Split | None
     used: int | None = None
     kinds: Any = None  # which batches are like it; None if it is not known
-    _places: Sequence[int] | None = None  # of samples in another order than the loader's: their places in it
+    places: Sequence[int] | None = None  # of samples in another order than the loader's: their places in it
 
     def __init__(self, batches: Iterable[Any], split: Split | None = None) -> None:
         check_split(split)
@@ -95,17 +95,6 @@ class Window(Sequence[Any]):
         window = Window.__new__(Window)
         window._set(spans, split)
         window.used = used
-        return window
-
-    def of_one(self, piece: Piece, places: Sequence[int]) -> Window:
-        """Return a window of the samples of this one in another order.
-
-        Args:
-            piece: All of them.
-            places: The place of each in this window.
-        """
-        window = Window.of_spans([Span(piece, 0, piece.samples)], self.split)
-        window._places = places
         return window
 
     def plain_batch(self) -> Any:
@@ -163,9 +152,9 @@ class Window(Sequence[Any]):
 
     def named(self, index: int) -> str | None:
         """Return which sample of the window it is, for messages; None if all are alike, so that it is any."""
-        if self._places is not None:
-            return f"sample {self._places[index]} of the window"
-        return f"sample {index} of the window" if len(self.groups()) > 1 else None
+        if self.places is None and len(self.groups()) == 1:
+            return None
+        return f"sample {index if self.places is None else self.places[index]} of the window"
 
     def largest(self) -> Window:
         """Return the largest samples by bytes: the whole group of them that can be joined."""

@@ -272,8 +272,7 @@ class Track:
 
     def _taken(self) -> RandomStates:
         assert self._random is not None
-        self._random.take()
-        return self._random.taken
+        return self._random.take()
 
     def _generator_states(self) -> tuple[torch.Tensor, ...]:
         return tuple(generator.get_state() for generator in self._generators)
@@ -282,8 +281,7 @@ class Track:
         """Set the random state, where there is one, and the states of the loader's own generators."""
         if states is not None:
             assert self._random is not None
-            self._random.assume(states)
-            self._random.put_back()
+            self._random.put_back(states)
         for generator, state in zip(self._generators, of_generators, strict=False):
             generator.set_state(state)
 

@@ -35,8 +35,8 @@ class RandomState:
         self._own = own_generators([*(value for part in parts for value in vars(part).values()), *further])
         self._states: tuple[Any, ...] | None = None
 
-    def take(self, *, of_host: bool = True) -> None:
-        """Save the current states.
+    def take(self, *, of_host: bool = True) -> tuple[Any, ...]:
+        """Save the current states, and return them, which are never modified, for `put_back`.
 
         Args:
             of_host: Whether to save Python's and NumPy's too, which takes 42 microseconds.
@@ -48,10 +48,12 @@ class RandomState:
             np.random.get_state(legacy=False) if of_host else None,  # noqa: NPY002 - the user's global generator
             list(map(_state, self._own)),
         )
+        return self._states
 
-    def put_back(self) -> None:
-        """Restore the states saved by `take`."""
-        of_torch, of_device, of_python, of_numpy, own = self.taken
+    def put_back(self, taken: tuple[Any, ...] | None = None) -> None:
+        """Restore the states that `take` saved last, or those that it saved, of the same device and modules."""
+        self._states = taken or self.taken
+        of_torch, of_device, of_python, of_numpy, own = self._states
         torch.set_rng_state(of_torch)
         if self._module is not None:
             self._module.set_rng_state(of_device, self._device)
@@ -80,13 +82,9 @@ class RandomState:
 
     @property
     def taken(self) -> tuple[Any, ...]:
-        """The states saved by `take`, for `assume` of another instance; never modified."""
+        """The states that `take` saved last."""
         assert self._states is not None
         return self._states
-
-    def assume(self, taken: tuple[Any, ...]) -> None:
-        """Use the states saved by another instance of the same device and modules."""
-        self._states = taken
 
 
 class OwnGenerators:

@@ -131,7 +131,6 @@ class Before(AbstractContextManager[None]):
             keeps_graphs: Whether results of the model that its modules hold are taken with their graph, or their values
                 alone. Those of an earlier step would keep that step.
         """
-        self._random.take()
         kept = _as_it_is if keeps_graphs else _without_graph
         names = [
             (holder, {name: kept(value) for name, value in holder.items()})
@@ -140,7 +139,7 @@ class Before(AbstractContextManager[None]):
         ]
         held = [value for holder, _ in names for name, value in holder.items() if name not in _OF_EVERY_MODULE]
         return _Taken(
-            self._random.taken,
+            self._random.take(),
             OwnGenerators(self._generators),
             names,
             [(value, _copied(value, kept)) for value in held if type(value) in _CONTAINERS],
@@ -156,8 +155,7 @@ class Before(AbstractContextManager[None]):
         return [*large, *tuples, *(one for copied in contents for one in _members(copied))]
 
     def _put_back(self, taken: _Taken) -> None:
-        self._random.assume(taken.random)
-        self._random.put_back()
+        self._random.put_back(taken.random)
         taken.generators.put_back()
         for holder, own in taken.names:
             holder.update(own)

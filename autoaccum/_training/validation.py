@@ -79,8 +79,7 @@ class Validation:
             return
         if not can_be_looked_at(self._val_loader):
             return
-        self._random.take()
-        before = self._random.taken
+        before = self._random.take()
         mark = Savepoint(self._step.objective.modules, self._step.memory.device, self._step.objective.functions)
         mark.take()
         try:
@@ -91,8 +90,7 @@ class Validation:
                 self._evaluator.try_out(drawn(self._val_loader, self._step.memory), most)
         finally:
             mark.restore()
-            self._random.assume(before)
-            self._random.put_back()
+            self._random.put_back(before)
 
     def run(self, trained_size: int) -> Evaluation:
         """Evaluate and restore the random state; on failure, also restore buffers if checkpoints are written.
@@ -101,8 +99,7 @@ class Validation:
             trained_size: The micro-batch of the training, with which the evaluation begins.
         """
         # A loader draws a seed for its workers, and a model may draw random numbers in evaluation mode too.
-        self._random.take()
-        before = self._random.taken
+        before = self._random.take()
         own = OwnGenerators(generators_of(self._part) if self._is_between_windows else ())
         mark = None
         if self._is_kept:
@@ -117,6 +114,5 @@ class Validation:
                 mark.restore()
             raise
         own.put_back()
-        self._random.assume(before)
-        self._random.put_back()
+        self._random.put_back(before)
         return evaluation
