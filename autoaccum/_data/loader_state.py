@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 from autoaccum._data.batches import count
 from autoaccum._data.loaders import generators_of, samplers_of
+from autoaccum._data.random_state import set_states, states_of
 from autoaccum._oom import first_line, is_device_lost, is_oom
 from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import CheckpointError
@@ -134,7 +135,7 @@ class Track:
         if self._random is not None:
             if epoch > 1:
                 self._start_workers_that_stay()
-            self._start, self._start_generators = self._taken(), self._generator_states()
+            self._start, self._start_generators = self._taken(), states_of(self._generators)
         self._batches = iter(self._loader)
         self._is_at_end, self._is_its_own_iterator = False, self._batches is self._loader
         if isinstance(self._loader, GeneratorType):
@@ -146,9 +147,10 @@ class Track:
         """Start persistent workers without using random numbers, as if an earlier epoch had started them."""
         loader = self._loader
         if getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", loader) is None:
-            random, generators = self._taken(), self._generator_states()
+            random, generators = self._taken(), states_of(self._generators)
             iter(loader)
-            self._set(random, generators)
+            self._set(random)
+            set_states(self._generators, generators)
 
     def close(self) -> None:
         """Release the epoch's iterator, and with it the worker processes."""
@@ -179,7 +181,7 @@ class Track:
 
     def at_start(self, epoch: int) -> Position:
         """Return the position before an epoch, with the previous one complete."""
-        return Position(epoch, generators=self._generator_states(), loader_state=self._state_at_end)
+        return Position(epoch, generators=states_of(self._generators), loader_state=self._state_at_end)
 
     def go_to(self, position: Position) -> Self:
         """Return to `position`, and return the epoch's remaining batches.
@@ -204,12 +206,12 @@ class Track:
                 # random numbers for an epoch that turns out to be finished.
                 self._load(position, lambda: iter(self._loader))
             with _refusals_told(self._loader):
-                self._set(None, position.generators)
+                set_states(self._generators, position.generators)
             return self
         self._check_that_it_is_the_same(position)
-        assert position.start is not None
+        self._set(position.start)
         with _refusals_told(self._loader):
-            self._set(position.start, position.generators)
+            set_states(self._generators, position.generators)
         self._load(position, lambda: self.begin(position.epoch))  # some apply the state here
         self._start, self._start_generators = position.start, position.generators
         if self._keeps_state:
@@ -218,7 +220,7 @@ class Track:
         while self._drawn < position.whole:
             self._draw_again(position)
         if position.whole < position.batches:
-            self._set(position.before_last, ())
+            self._set(position.before_last)
             batch = self._draw_again(position)
             if (samples := count(batch, self._split)) <= position.used:
                 raise CheckpointError(
@@ -274,16 +276,10 @@ class Track:
         assert self._random is not None
         return self._random.take()
 
-    def _generator_states(self) -> tuple[torch.Tensor, ...]:
-        return tuple(generator.get_state() for generator in self._generators)
-
-    def _set(self, states: RandomStates | None, of_generators: Iterable[torch.Tensor]) -> None:
-        """Set the random state, where there is one, and the states of the loader's own generators."""
-        if states is not None:
-            assert self._random is not None
-            self._random.put_back(states)
-        for generator, state in zip(self._generators, of_generators, strict=False):
-            generator.set_state(state)
+    def _set(self, states: RandomStates | None) -> None:
+        assert self._random is not None
+        assert states is not None
+        self._random.put_back(states)
 
     def _loader_state(self) -> Any:
         return copy.deepcopy(self._loader.state_dict()) if self._keeps_state and self._random is not None else None

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler, default_collate
 
 from autoaccum._arguments import check_iterable
-from autoaccum._data.random_state import OwnGenerators, RandomState, own_generators
+from autoaccum._data.random_state import RandomState
 from autoaccum._data.splits import ListOfSamples, is_default
 from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
@@ -84,10 +84,10 @@ def left_as_it_was(loader: Any) -> Iterator[None]:
 
     What a dataset keeps in other attributes or in files is not restored.
     """
-    shared = RandomState(torch.device("cpu"))
-    shared.take()
     owners = [loader, getattr(loader, "dataset", None), *samplers_of(loader)]
-    own = OwnGenerators(own_generators(value for owner in owners for value in getattr(owner, "__dict__", {}).values()))
+    held = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
+    random = RandomState(torch.device("cpu"), further=held)
+    random.take()
     standing = getattr(loader, "_iterator", None)
     if standing is not None:
         loader._iterator = None
@@ -96,8 +96,7 @@ def left_as_it_was(loader: Any) -> Iterator[None]:
     finally:
         if hasattr(loader, "_iterator"):
             loader._iterator = standing  # workers started here end with their iterator
-        own.put_back()
-        shared.put_back()
+        random.put_back()
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:

@@ -60,8 +60,7 @@ class RandomState:
         if of_python is not None:
             random.setstate(of_python)
             np.random.set_state(of_numpy)  # noqa: NPY002
-        for generator, state in zip(self._own, own, strict=True):
-            _set(generator, state)
+        set_states(self._own, own)
 
     def seed(self, seed: int) -> None:
         """Seed every generator that `take` saves."""
@@ -87,18 +86,6 @@ class RandomState:
         return self._states
 
 
-class OwnGenerators:
-    """Generators of one owner, with their initial states."""
-
-    def __init__(self, generators: Iterable[Any]) -> None:
-        self._kept = [(generator, _state(generator)) for generator in generators]
-
-    def put_back(self) -> None:
-        """Restore the initial states."""
-        for generator, state in self._kept:
-            _set(generator, state)
-
-
 def own_generators(values: Iterable[Any]) -> list[Any]:
     """Return the generators among some values, each once, without the global ones."""
     found = {id(value): value for value in values if isinstance(value, _KINDS)}
@@ -107,19 +94,26 @@ def own_generators(values: Iterable[Any]) -> list[Any]:
     return list(found.values())
 
 
+def states_of(generators: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the states of generators, which are never modified."""
+    return tuple(map(_state, generators))
+
+
+def set_states(generators: Iterable[Any], states: Iterable[Any]) -> None:
+    """Restore the states of generators."""
+    for generator, state in zip(generators, states, strict=True):
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state)
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
+        else:
+            generator.bit_generator.state = state
+
+
 def _state(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
-
-
-def _set(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.bit_generator.state = state
 
 
 def _seed(generator: Any, seed: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.loaders import can_be_looked_at, generators_of, left_as_it_was
-from autoaccum._data.random_state import OwnGenerators
+from autoaccum._data.random_state import set_states, states_of
 from autoaccum._distributed.loader import DealtLoader
 from autoaccum._engine import devices
 from autoaccum._engine.evaluation import Evaluator
@@ -100,7 +100,8 @@ class Validation:
         """
         # A loader draws a seed for its workers, and a model may draw random numbers in evaluation mode too.
         before = self._random.take()
-        own = OwnGenerators(generators_of(self._part) if self._is_between_windows else ())
+        generators = generators_of(self._part) if self._is_between_windows else []
+        own = states_of(generators)
         mark = None
         if self._is_kept:
             mark = Savepoint(self._step.objective.modules, self._step.memory.device, self._step.objective.functions)
@@ -113,6 +114,6 @@ class Validation:
             if mark is not None:
                 mark.restore()
             raise
-        own.put_back()
+        set_states(generators, own)
         self._random.put_back(before)
         return evaluation
