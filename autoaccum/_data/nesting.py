@@ -29,7 +29,7 @@ def map_leaves(function: Callable[[Any], Any], node: Any, whole: frozenset[int] 
     keys, children = _inner(node, whole)
     if children is None:
         return function(node)
-    made = [map_leaves(function, child, whole) for child in children]
+    made = [function(one) if isinstance(one, Tensor) else map_leaves(function, one, whole) for one in children]
     if isinstance(node, Mapping):
         return _rebuilt(node, dict(zip(keys, made, strict=True)))
     return type(node)(*made) if hasattr(node, "_fields") else type(node)(made)
@@ -46,10 +46,10 @@ def leaves_of(node: Any, whole: frozenset[int] = _NONE, path: Path = ()) -> list
 
 def form_of(node: Any, whole: frozenset[int] = _NONE) -> Any:
     """Return what is the same for nestings of one kind: types, keys and dimensions, but no sizes."""
+    if isinstance(node, Tensor):
+        return node.dtype, node.ndim, node.device.type
     keys, children = _inner(node, whole)
-    if children is not None:
-        return type(node), tuple(keys), tuple([form_of(child, whole) for child in children])
-    return (node.dtype, node.ndim, node.device.type) if isinstance(node, Tensor) else type(node)
+    return type(node) if children is None else (type(node), *keys, *[form_of(child, whole) for child in children])
 
 
 def map_tensors(function: Callable[[Tensor], Any], batch: Any, *, objects: Callable[[Any], Any] | None = None) -> Any:
@@ -131,6 +131,8 @@ def _inside(leaf: Any) -> Iterable[Any]:
 
 def _inner(node: Any, whole: frozenset[int]) -> tuple[Iterable[Any], Iterable[Any] | None]:
     """Return the keys and the children of a node; None in place of the children of a leaf."""
+    if isinstance(node, Tensor):
+        return (), None
     if isinstance(node, Mapping):
         return ((), None) if id(node) in whole else (node.keys(), node.values())
     if not isinstance(node, list | tuple) or isinstance(node, PackedSequence) or id(node) in whole:

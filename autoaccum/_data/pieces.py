@@ -213,9 +213,10 @@ class NestedPiece(Piece):
         """Return samples `start` to `stop` (exclusive) in the nesting of the batch; tensors are views."""
         if start == 0 and stop == self.samples:
             return self.batch
-        return self._rebuilt(
-            [_rows(leaf, dim, start, stop) for leaf, dim in zip(self._leaves, self._dims, strict=True)]
-        )
+        if self.is_flat:
+            return type(self.batch)([leaf[start:stop] for leaf in self._leaves])
+        dims = iter(self._dims)
+        return map_leaves(lambda leaf: _rows(leaf, next(dims), start, stop), self.batch, self._whole)
 
     raw = cut
 
