@@ -1,5 +1,6 @@
 """Batches of any nesting are counted, cut and joined; a loader's stream becomes windows."""
 
+import itertools
 import types
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import MutableMapping
@@ -146,13 +147,14 @@ def test_data_beside_tensors_is_cut_and_joined_where_it_is_as_long_as_the_batch(
         "scale": torch.tensor(2.0),
         "note": "abc",
         "nothing": None,
+        "box": types.SimpleNamespace(name="a"),
     }
 
     cut = Piece(batch).cut(1, 3)
 
     assert cut["names"] == ["b", "c"]
     assert cut["boxes"].tolist() == [[2, 3], [4, 5]]
-    for name in ("pair", "anchors", "temperature", "scale", "note", "nothing"):
+    for name in ("pair", "anchors", "temperature", "scale", "note", "nothing", "box"):
         assert cut[name] is batch[name]
     joined = Window([batch, batch]).joined()
     assert joined["names"] == ["a", "b", "c"] * 2
@@ -201,12 +203,6 @@ def test_what_cannot_be_cut_is_refused_by_its_kind(make, name):
 
     with pytest.raises(InvalidInputError, match=rf"holds a {name}.*cannot be cut"):
         count((torch.zeros(4), hidden))
-
-
-def test_objects_without_tensors_are_passed_on():
-    box = types.SimpleNamespace(name="a")
-
-    assert Piece((torch.zeros(4), box)).cut(0, 2)[1] is box
 
 
 # --- pieces beside each other ----------------------------------------------------------------------------------------
@@ -267,28 +263,6 @@ def test_any_cut_within_a_group_holds_the_samples_asked_for(data, pieces):
 # --- a loader's stream -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("sizes", "target", "expected"),
-    [
-        ([4] * 3, 4, [4, 4, 4]),
-        ([3] * 4, 5, [5, 5, 2]),
-        ([10, 10], 4, [4] * 5),
-        ([10, 10, 5], 6, [6, 6, 6, 6, 1]),
-        ([1] * 5, 2, [2, 2, 1]),
-        ([2], 100, [2]),
-        ([3, 0, 3], 4, [4, 2]),
-        ([0, 0], 4, []),
-        ([], 4, []),
-    ],
-)
-def test_windows_hold_the_target_whatever_the_loader_yields(sizes, target, expected):
-    batches = [numbered(size) for size in sizes]
-
-    assert [len(window) for window in windows(batches, target)] == expected
-    whole = [size for size in expected if size == target]
-    assert [len(window) for window in windows(batches, target, drop_last=True)] == whole
-
-
 @given(sizes=st.lists(st.integers(0, 9), max_size=12), target=st.integers(1, 12), widths=st.lists(st.integers(1, 2)))
 def test_every_sample_is_in_one_window_and_in_order(sizes, target, widths):
     widths = (widths + [1] * len(sizes))[: len(sizes)]
@@ -296,24 +270,14 @@ def test_every_sample_is_in_one_window_and_in_order(sizes, target, widths):
     loader = [numbered(*each) for each in zip(sizes, starts, widths, strict=True)]
 
     made = [as_window(window) for window in windows(loader, target)]
+    dropped = [as_window(window).samples for window in windows(loader, target, drop_last=True)]
 
     assert [row for window in made for part in window for row in rows(part)] == list(range(sum(sizes)))
     assert all(window.samples == target for window in made[:-1])
+    assert dropped == [target] * (sum(sizes) // target)
     for window in made:
-        assert all(len({part.shape[1] for part, _ in window.parts(*span)}) == 1 for span in spans_of(window.groups()))
-
-
-def spans_of(sizes):
-    stops = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-    return list(zip([0, *stops], stops, strict=False))
-
-
-def test_batches_of_unequal_length_come_as_a_window_of_pieces():
-    first, second = windows([numbered(3, width=2), numbered(3, 3, width=4)], 4)
-
-    assert isinstance(first, autoaccum.Window)
-    assert first.groups() == [3, 1]
-    assert rows(second) == [4, 5]
+        bounds = itertools.pairwise(itertools.accumulate(window.groups(), initial=0))
+        assert all(len({part.shape[1] for part, _ in window.parts(*span)}) == 1 for span in bounds)
 
 
 def test_loader_is_read_only_as_far_as_a_window_needs():
@@ -327,12 +291,6 @@ def test_loader_is_read_only_as_far_as_a_window_needs():
     next(windows(loader(), 4))
 
     assert drawn == [0, 2]
-
-
-@pytest.mark.parametrize("target", [0, -1, 2.0, True, "4"])
-def test_target_that_is_no_positive_int_is_refused_before_the_loader_is_touched(target):
-    with pytest.raises(InvalidInputError, match=rf"target_batch.*{target}"):
-        windows(None, target)
 
 
 # --- what a user calls a window --------------------------------------------------------------------------------------
@@ -396,14 +354,6 @@ def test_window_without_samples_is_refused(nothing, message):
 # --- samples over again, samples picked ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("samples", "expected"),
-    [(1, [0]), (3, [0, 1, 2]), (4, [0, 1, 2, 0]), (7, [0, 1, 2, 0, 1, 2, 0])],
-)
-def test_batch_is_repeated_to_any_size(samples, expected):
-    assert rows(repeated((numbered(3), torch.zeros(3)), samples)) == expected
-
-
 def test_millions_of_samples_are_joined_from_few_parts():
     samples, parts = 3 * 1_000_000 + 2, []
 
@@ -423,14 +373,13 @@ def test_millions_of_samples_are_joined_from_few_parts():
     assert torch.equal(repeated(window, 5 * 4000 + 3), torch.arange(5 * 4000 + 3) % 5)
 
 
-def test_nothing_cannot_be_repeated():
+def test_samples_are_repeated_and_chosen_in_the_order_asked_for():
+    batch = {"inputs": numbered(3), "names": ["a", "b", "c"]}
+
+    assert [rows(repeated(batch, samples)) for samples in (1, 3, 7)] == [[0], [0, 1, 2], [0, 1, 2, 0, 1, 2, 0]]
+    assert [rows(chosen(batch, indices)) for indices in ([2, 0], [1, 1, 2])] == [[2, 0], [1, 1, 2]]
     with pytest.raises(InvalidInputError, match=r"0 samples \(batch: \(0, 2\)\)"):
         repeated(torch.zeros(0, 2), 4)
-
-
-@pytest.mark.parametrize("indices", [[0], [2, 0], [1, 1, 2]])
-def test_samples_are_chosen_in_the_order_asked_for(indices):
-    assert rows(chosen({"inputs": numbered(3), "names": ["a", "b", "c"]}, indices)) == indices
 
 
 def test_dataset_in_place_of_a_loader_is_refused_unless_it_yields_batches_itself():

@@ -122,6 +122,7 @@ def test_batches_that_do_not_tell_their_samples_are_refused():
         ({"target_batch": 4, "target_tokens": 10}, "two targets of one update"),
         ({"target_tokens": 0}, "target_tokens must be"),
         ({"target_tokens": 1.5}, "target_tokens must be"),
+        *(({"target_batch": target}, rf"target_batch.*{target}") for target in (0, -1, 2.0, True, "4")),
     ],
 )
 def test_targets_that_cannot_be_are_refused(given, told):
