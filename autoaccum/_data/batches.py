@@ -11,6 +11,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, overload
 
@@ -78,9 +79,6 @@ class Window(Sequence[Any]):
         self.spans, self.split = tuple(spans), split
         self._starts = (0, *itertools.accumulate(span.samples for span in spans))
         self.samples = self._starts[-1]
-        self._seen: dict[tuple[int, int], Any] = {}
-        self._groups: list[int] | None = None
-        self._tensors: list[Tensor] | None = None
 
     @classmethod
     def of_checked(cls, batches: Iterable[Any], split: Split | None) -> Window:
@@ -134,16 +132,23 @@ class Window(Sequence[Any]):
 
     def groups(self) -> list[int]:
         """Sizes of the consecutive groups of samples that can be joined into one batch."""
-        if self._groups is None:
-            self._groups = []
-            before = None
-            for span in self.spans:
-                if before is not None and (span.piece is before or span.piece.joins(before)):
-                    self._groups[-1] += span.samples
-                else:
-                    self._groups.append(span.samples)
-                before = span.piece
         return self._groups
+
+    @cached_property
+    def _groups(self) -> list[int]:
+        sizes: list[int] = []
+        before = None
+        for span in self.spans:
+            if before is not None and (span.piece is before or span.piece.joins(before)):
+                sizes[-1] += span.samples
+            else:
+                sizes.append(span.samples)
+            before = span.piece
+        return sizes
+
+    @cached_property
+    def _seen(self) -> dict[tuple[int, int], Any]:
+        return {}
 
     def sample_bytes(self) -> list[int]:
         """Bytes of the tensors of one sample, for each of `groups`."""
@@ -235,7 +240,7 @@ class Window(Sequence[Any]):
     def versions(self) -> list[int]:
         """How often each tensor was modified in place, including through views."""
         try:
-            return list(map(_VERSION, self._tensors or self.tensors()))
+            return list(map(_VERSION, self._tensors))
         except RuntimeError as error:
             if not any(tensor.is_inference() for tensor in self.tensors()):
                 raise
@@ -246,9 +251,11 @@ class Window(Sequence[Any]):
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of every piece, once."""
-        if self._tensors is None:
-            self._tensors = [tensor for piece in self._pieces() for tensor in piece.tensors()]
         return self._tensors
+
+    @cached_property
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for piece in self._pieces() for tensor in piece.tensors()]
 
     def _pieces(self) -> Iterable[Piece]:
         """Return the pieces, each once: one may be there with each of its samples."""
@@ -265,8 +272,6 @@ class KnownWindow(Window):
         is_split: Whether the batch can be taken apart where it is.
     """
 
-    _READ = ("spans", "_starts", "_seen", "_groups")
-
     def __init__(self, batch: Any, structure: Hashable, kinds: Any, *, is_split: bool) -> None:
         self._batch = batch
         self._structure = structure
@@ -274,18 +279,14 @@ class KnownWindow(Window):
         self.is_split = is_split
         self.samples = len(batch[0])
         self.split = _BY_DEFAULT
+        self._starts = (0, self.samples)
         self._tensors = list(batch)
 
-    def __getattr__(self, name: str) -> Any:
-        """Read the batch.
-
-        Raises:
-            AttributeError: That gives no attribute of this name.
-        """
-        if name not in self._READ:
-            raise AttributeError(name)
-        self._read([self._batch], _BY_DEFAULT)
-        return vars(self)[name]
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:  # type: ignore[override]
+        """The batch, read."""
+        piece = piece_of(self._batch, _BY_DEFAULT)
+        return (Span(piece, 0, piece.samples),)
 
     def plain_batch(self) -> Any:
         """The batch."""

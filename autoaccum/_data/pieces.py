@@ -140,7 +140,8 @@ class Piece:
 
     def sample_bytes(self, index: int) -> int:
         """Bytes of the tensors of a sample."""
-        if type(self) is Piece and isinstance(self.batch, list | tuple) and len(self.batch) == self.samples:
+        is_list = isinstance(self.batch, list | tuple) and len(self.batch) == self.samples
+        if is_list and not isinstance(self, NestedPiece):
             return sum(tensor.nbytes for tensor in tensors_in(self.batch[index]))
         return sum(tensor.nbytes for tensor in self.tensors()) // max(self.samples, 1)
 
