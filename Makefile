@@ -257,7 +257,7 @@ $(VENV)-gpu-machine/.made: scripts/gpu_machine.txt
 	$(call find_python,3.12); \
 	$(call new_environment,$(VENV)-gpu-machine,$${found:?there is no Python 3.12})
 	$(call install,$(VENV)-gpu-machine) --requirement $< --constraint constraints.txt
-	for name in autoaccum optree platformdirs torchao liger_kernel; do \
+	for name in autoaccum platformdirs torchao liger_kernel; do \
 		! $(VENV)-gpu-machine/bin/python -c "import $$name" 2>/dev/null || { echo "a GPU machine has no $$name" >&2; exit 1; }; \
 	done
 	touch $@

@@ -1,4 +1,4 @@
-"""Regroups a loader's batches into windows, and cuts windows into micro-batches. Uses no device.
+"""Windows, the samples of one update each, and their cuts into micro-batches. Uses no device.
 
 A batch is what a loader yields: a tensor, or arbitrarily nested tuples, lists, named tuples and mappings of tensors.
 The first dimension of every tensor indexes the samples. Other sequences as long as the batch (a list of file names) are
@@ -11,6 +11,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, overload
 
@@ -22,8 +23,6 @@ from autoaccum._data.splits import FIRST, Along, ByDefault, check_split, is_defa
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from typing import Self
-
     import torch
     from torch import Tensor
 
@@ -48,112 +47,108 @@ class Window(Sequence[Any]):
 
     Attributes:
         samples: Samples in all pieces together.
+        spans: The loader's batches that the samples come from, in order, each with which of its samples.
+        split: As the argument; one for batches cut by their first dimension if none was given.
+        used: How many samples of the batch that the loader yielded last this window and earlier ones have used; None if
+            all of them.
 
     Raises:
         InvalidInputError: There are no pieces, or a piece cannot be cut.
     """
 
-    _split: Split | None
+    spans: tuple[Span, ...]
+    split: Split | None
+    used: int | None = None
     kinds: Any = None  # which batches are like it; None if it is not known
-    _places: tuple[int, ...] | None = None  # of samples in another order than the loader's: their places in it
+    places: Sequence[int] | None = None  # of samples in another order than the loader's: their places in it
 
     def __init__(self, batches: Iterable[Any], split: Split | None = None) -> None:
         check_split(split)
         if not isinstance(batches, Iterable):
             raise InvalidInputError(f"batches={shown(batches)} cannot be iterated over; pass a list of batches")
-        self._read(batches, ByDefault() if split is None else split)
+        self._read(batches, split)
 
-    def _read(self, batches: Iterable[Any], split: Split) -> None:
-        spans = []
-        for batch in batches:
-            piece = piece_of(batch, split)
-            spans.append(Span(piece, 0, piece.samples))
-        if not spans:
+    def _read(self, batches: Iterable[Any], split: Split | None) -> None:
+        split = ByDefault() if split is None else split
+        pieces = [piece_of(batch, split) for batch in batches]
+        if not pieces:
             raise InvalidInputError("a window needs at least one batch, got none")
-        self._set(spans)
-        self._split = split
+        self._set([Span(piece, 0, piece.samples) for piece in pieces], split)
+
+    def _set(self, spans: Sequence[Span], split: Split | None) -> None:
+        self.spans, self.split = tuple(spans), split
+        self._starts = (0, *itertools.accumulate(span.samples for span in spans))
+        self.samples = self._starts[-1]
 
     @classmethod
     def of_checked(cls, batches: Iterable[Any], split: Split | None) -> Window:
         """Return a window of batches, with a split that `check_split` has accepted: the check takes a while."""
         window = cls.__new__(cls)
-        window._read(batches, ByDefault() if split is None else split)
+        window._read(batches, split)
         return window
 
     @classmethod
-    def of_spans(cls, spans: Sequence[Span], split: Split | None) -> Self:
-        """Return a window of spans of pieces that are cut already."""
-        window = cls.__new__(cls)
-        window._set(spans)
-        window._split = split
+    def of_spans(cls, spans: Sequence[Span], split: Split | None, used: int | None = None) -> Window:
+        """Return a window of spans of pieces; none for a process that has no part of a window that others have."""
+        window = Window.__new__(Window)
+        window._set(spans, split)
+        window.used = used
         return window
-
-    def of_one(self, piece: Piece, places: Sequence[int]) -> Window:
-        """Return a window of the samples of this one in another order.
-
-        Args:
-            piece: All of them.
-            places: The place of each in this window.
-        """
-        window = Window.of_spans([Span(piece, 0, piece.samples)], self._split)
-        window._places = tuple(places)
-        return window
-
-    @classmethod
-    def empty(cls) -> Window:
-        """Return a window without samples, for a process that has no part of a window that others have."""
-        return cls.of_spans([], None)
-
-    def _set(self, spans: Sequence[Span]) -> None:
-        self._spans = tuple(spans)
-        self._starts = (0, *itertools.accumulate(span.samples for span in spans))
-        self.samples = self._starts[-1]
-        self._seen: dict[tuple[int, int], Any] = {}
-        self._groups: list[int] | None = None
-        self._tensors: list[Tensor] | None = None
 
     def plain_batch(self) -> Any:
         """The only batch, if all of it is here and it is a tuple or a list of tensors that are cut along their rows."""
-        if len(self._spans) != 1 or not self._spans[0].is_whole:
+        if len(self.spans) != 1 or not self.spans[0].is_whole:
             return None
-        piece = self._spans[0].piece
+        piece = self.spans[0].piece
         return piece.batch if isinstance(piece, NestedPiece) and piece.is_flat else None
 
     def structure(self) -> Hashable:
         """The nesting, types and dimensions of its pieces, without their sizes."""
-        return tuple(dict.fromkeys(span.piece.structure() for span in self._spans))
+        return tuple(dict.fromkeys(span.piece.structure() for span in self.spans))
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self.spans)
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
     @overload
     def __getitem__(self, index: slice) -> Sequence[Any]: ...
     def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [span.piece.cut(span.start, span.stop) for span in self._spans[index]]
-        span = self._spans[index]
-        return span.piece.cut(span.start, span.stop)
+        found = self.spans[index]
+        return found.cut() if isinstance(found, Span) else [span.cut() for span in found]
 
     def __repr__(self) -> str:
         return f"Window({self.samples} samples in {len(self)} pieces)"
 
     @property
-    def split(self) -> Split | None:
-        """What counts, cuts and joins the pieces; None if samples run along the first dimension."""
-        return self._split
-
-    @property
     def is_plain(self) -> bool:
         """Whether samples run along the first dimension of all tensors in all pieces."""
-        return all(span.piece.is_plain for span in self._spans)
+        return all(span.piece.is_plain for span in self.spans)
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether micro-batches have the nesting of the loader's batches; a split may make anything of those."""
+        return self.split is None or isinstance(self.split, Along)
 
     def groups(self) -> list[int]:
         """Sizes of the consecutive groups of samples that can be joined into one batch."""
-        if self._groups is None:
-            self._groups = self._grouped()
         return self._groups
+
+    @cached_property
+    def _groups(self) -> list[int]:
+        sizes: list[int] = []
+        before = None
+        for span in self.spans:
+            if before is not None and (span.piece is before or span.piece.joins(before)):
+                sizes[-1] += span.samples
+            else:
+                sizes.append(span.samples)
+            before = span.piece
+        return sizes
+
+    @cached_property
+    def _seen(self) -> dict[tuple[int, int], Any]:
+        return {}
 
     def sample_bytes(self) -> list[int]:
         """Bytes of the tensors of one sample, for each of `groups`."""
@@ -162,9 +157,9 @@ class Window(Sequence[Any]):
 
     def named(self, index: int) -> str | None:
         """Return which sample of the window it is, for messages; None if all are alike, so that it is any."""
-        if self._places is not None:
-            return f"sample {self._places[index]} of the window"
-        return f"sample {index} of the window" if len(self.groups()) > 1 else None
+        if self.places is None and len(self.groups()) == 1:
+            return None
+        return f"sample {index if self.places is None else self.places[index]} of the window"
 
     def largest(self) -> Window:
         """Return the largest samples by bytes: the whole group of them that can be joined."""
@@ -173,28 +168,15 @@ class Window(Sequence[Any]):
         begin = sum(sizes[:largest])
         return self.part(begin, begin + sizes[largest])
 
-    def _grouped(self) -> list[int]:
-        if not self._spans:
-            return []
-        sizes = [self._spans[0].samples]
-        for before, span in itertools.pairwise(self._spans):
-            if span.piece is before.piece or span.piece.joins(before.piece):
-                sizes[-1] += span.samples
-            else:
-                sizes.append(span.samples)
-        return sizes
-
     def cut(self, start: int, stop: int) -> Any:
         """Return samples `start` to `stop` (exclusive) as one batch; they must lie within one group."""
         if (start, stop) in self._seen:
             return self._seen.pop((start, stop))
-        if len(self._spans) == 1:
-            only = self._spans[0]
+        if len(self.spans) == 1:
+            only = self.spans[0]
             return only.piece.cut(only.start + start, only.start + stop)
         spans = self._between(start, stop)
-        if len(spans) == 1:
-            return spans[0].piece.cut(spans[0].start, spans[0].stop)
-        return _join(spans)
+        return spans[0].cut() if len(spans) == 1 else spans[0].piece.join(spans)
 
     def seen(self, start: int, stop: int) -> Any:
         """Return samples `start` to `stop` (exclusive) as `cut` does; the next `cut` of them returns the same object.
@@ -208,22 +190,12 @@ class Window(Sequence[Any]):
 
     def parts(self, start: int, stop: int) -> list[tuple[Any, int]]:
         """Return samples `start` to `stop` (exclusive) as unjoined batches, each with its number of samples."""
-        return [(span.piece.cut(span.start, span.stop), span.samples) for span in self._between(start, stop)]
-
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        """The loader's batches that the samples come from, in order, each with which of its samples."""
-        return self._spans
-
-    @property
-    def is_nested(self) -> bool:
-        """Whether micro-batches have the nesting of the loader's batches; a split may make anything of those."""
-        return self._split is None or isinstance(self._split, Along)
+        return [(span.cut(), span.samples) for span in self._between(start, stop)]
 
     def _between(self, start: int, stop: int) -> list[Span]:
         spans = []
-        for index in range(bisect_right(self._starts, start) - 1, len(self._spans)):
-            begin, span = self._starts[index], self._spans[index]
+        for index in range(bisect_right(self._starts, start) - 1, len(self.spans)):
+            begin, span = self._starts[index], self.spans[index]
             if begin >= stop:
                 break
             offset = span.start - begin
@@ -233,15 +205,15 @@ class Window(Sequence[Any]):
     def part(self, start: int, stop: int) -> Window:
         """Return samples `start` to `stop` (exclusive) as a window of their own."""
         spans = self._between(start, min(stop, self.samples)) if start < self.samples else []
-        return Window.of_spans(spans, self._split)
+        return Window.of_spans(spans, self.split)
 
     def chosen(self, indices: Iterable[int]) -> Window:
         """Return the samples at `indices`, in that order, as a window of their own."""
-        return Window.of_spans([span for index in indices for span in self._between(index, index + 1)], self._split)
+        return Window.of_spans([span for index in indices for span in self._between(index, index + 1)], self.split)
 
     def raw(self) -> list[Any]:
         """Return the samples as the loader would yield them, from which `Window(raw, split)` makes the window again."""
-        return [span.piece.raw(span.start, span.stop) for span in self._spans]
+        return [span.piece.raw(span.start, span.stop) for span in self.spans]
 
     def weight(self, start: int, stop: int) -> float:
         """Return what the mean loss of samples `start` to `stop` (exclusive) runs over, by the split's `weight`."""
@@ -253,33 +225,22 @@ class Window(Sequence[Any]):
 
     def joined(self) -> Any:
         """The window as one batch if its pieces can be joined and cut again by default, else the window itself."""
-        can_be_cut = is_default(self._split) and self.is_plain
+        can_be_cut = is_default(self.split) and self.is_plain
         return self.cut(0, self.samples) if can_be_cut and len(self.groups()) == 1 else self
-
-    def carries_counts(self) -> bool:
-        """Whether it holds a count of a loader's batch (`num_items_in_batch`) without being that batch."""
-        if not self.is_nested or not self._spans:
-            return False
-        (first, *others) = self._spans
-        return bool(others or not first.is_whole) and any(map(is_count, numbers_in(first.piece.batch)))
 
     def holds_counts(self) -> bool:
         """Whether any of the loader's batches holds a count of its own (`num_items_in_batch`)."""
-        batches = {id(span.piece): span.piece.batch for span in self._spans} if self.is_nested else {}
-        return any(is_count(number) for batch in batches.values() for number in numbers_in(batch))
+        return self.is_nested and any(is_count(path) for piece in self._pieces() for path in numbers_in(piece.batch))
 
-    @property
-    def used_of_last(self) -> int:
-        """How many samples of its last batch this window and earlier ones have used; 0 if all of them."""
-        if not self._spans:
-            return 0
-        last = self._spans[-1]
-        return 0 if last.stop == last.piece.samples else last.stop
+    def carries_counts(self) -> bool:
+        """Whether it holds a count of a loader's batch (`num_items_in_batch`) without being that batch."""
+        is_whole = len(self.spans) == 1 and self.spans[0].is_whole
+        return not is_whole and self.holds_counts()
 
     def versions(self) -> list[int]:
         """How often each tensor was modified in place, including through views."""
         try:
-            return [tensor._version for tensor in self.tensors()]
+            return list(map(_VERSION, self._tensors))
         except RuntimeError as error:
             if not any(tensor.is_inference() for tensor in self.tensors()):
                 raise
@@ -290,10 +251,15 @@ class Window(Sequence[Any]):
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of every piece, once."""
-        if self._tensors is None:
-            pieces = {id(span.piece): span.piece for span in self._spans}  # one may be there with each of its samples
-            self._tensors = [tensor for piece in pieces.values() for tensor in piece.tensors()]
         return self._tensors
+
+    @cached_property
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for piece in self._pieces() for tensor in piece.tensors()]
+
+    def _pieces(self) -> Iterable[Piece]:
+        """Return the pieces, each once: one may be there with each of its samples."""
+        return {id(span.piece): span.piece for span in self.spans}.values()
 
 
 class KnownWindow(Window):
@@ -306,27 +272,21 @@ class KnownWindow(Window):
         is_split: Whether the batch can be taken apart where it is.
     """
 
-    _READ = ("_spans", "_starts", "_seen", "_groups")
-
     def __init__(self, batch: Any, structure: Hashable, kinds: Any, *, is_split: bool) -> None:
         self._batch = batch
         self._structure = structure
         self.kinds = kinds
         self.is_split = is_split
         self.samples = len(batch[0])
-        self._split = _BY_DEFAULT
+        self.split = _BY_DEFAULT
+        self._starts = (0, self.samples)
         self._tensors = list(batch)
 
-    def __getattr__(self, name: str) -> Any:
-        """Read the batch.
-
-        Raises:
-            AttributeError: That gives no attribute of this name.
-        """
-        if name not in self._READ:
-            raise AttributeError(name)
-        self._read([self._batch], _BY_DEFAULT)
-        return vars(self)[name]
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:  # type: ignore[override]
+        """The batch, read."""
+        piece = piece_of(self._batch, _BY_DEFAULT)
+        return (Span(piece, 0, piece.samples),)
 
     def plain_batch(self) -> Any:
         """The batch."""
@@ -335,46 +295,6 @@ class KnownWindow(Window):
     def structure(self) -> Hashable:
         """That of the window which it is just like."""
         return self._structure
-
-    def versions(self) -> list[int]:
-        """How often each tensor was modified in place, including through views."""
-        try:
-            return list(map(_VERSION, self._batch))
-        except RuntimeError:  # made within torch.inference_mode()
-            return super().versions()
-
-
-def stream(
-    batches: Iterable[Any],
-    target_batch: int | Iterable[int],
-    *,
-    drop_last: bool = False,
-    skip: int = 0,
-    split: Split | None = None,
-) -> Iterator[Window]:
-    """Regroup batches into `Window`s without joining them; arguments as for `windows`, already checked.
-
-    The first `skip` samples of the first batch are left out: in a resumed loader, an earlier window has used them.
-    `target_batch` may be an iterable of one size per window.
-    """
-    sizes = itertools.repeat(target_batch) if isinstance(target_batch, int) else iter(target_batch)
-    spans: list[Span] = []
-    missing = 0
-    for batch in batches:
-        piece = piece_of(batch, split)
-        start, skip = skip, 0
-        while start < piece.samples:
-            if missing == 0:
-                missing = next(sizes)  # only once there is a sample: the size is not known before
-            stop = min(piece.samples, start + missing)
-            spans.append(Span(piece, start, stop))
-            missing -= stop - start
-            start = stop
-            if missing == 0:
-                yield Window.of_spans(spans, split)
-                spans = []
-    if spans and not drop_last:
-        yield Window.of_spans(spans, split)
 
 
 def as_window(given: Any, split: Split | None = None) -> Window:
@@ -402,11 +322,11 @@ def as_window(given: Any, split: Split | None = None) -> Window:
 def _batches_in(given: Any) -> Iterable[Any]:
     if isinstance(given, Iterator):
         return given
-    if not isinstance(given, list) or not given or not all(_is_batch_itself(item) for item in given):
+    if not isinstance(given, list) or not given or not all(map(_is_batch_itself, given)):
         return [given]
     if len(given) == _PAIR:
         first, second = (FIRST.piece(item) for item in given)
-        if first.samples == second.samples and not first.resembles(second):
+        if first.samples == second.samples and first.structure() != second.structure():
             return [given]
         if first.samples == second.samples:
             raise InvalidInputError(
@@ -414,6 +334,10 @@ def _batches_in(given: Any) -> Iterable[Any]:
                 "autoaccum.Window([first, second]) for two batches, or a tuple (inputs, targets) for one"
             )
     return given
+
+
+def _is_batch_itself(item: Any) -> bool:
+    return isinstance(item, list | tuple | Mapping) and holds_tensor(item)
 
 
 def count(batch: Any, split: Split | None = None) -> int:
@@ -436,8 +360,7 @@ def repeating(batch: Any, samples: int, split: Split | None = None) -> Window:
     if not window.samples:
         raise InvalidInputError(f"a batch of 0 samples ({shapes_of(batch)}) has nothing to try; pass one with samples")
     whole, rest = divmod(samples, window.samples)
-    spans = [*window.spans * whole, *window.part(0, rest).spans]
-    return Window.of_spans(spans, window.split)
+    return Window.of_spans([*window.spans * whole, *window.part(0, rest).spans], window.split)
 
 
 def repeated(batch: Any, samples: int, split: Split | None = None) -> Any:
@@ -459,11 +382,3 @@ def repeated(batch: Any, samples: int, split: Split | None = None) -> Any:
 def chosen(batch: Any, indices: Sequence[int], split: Split | None = None) -> Any:
     """Return the samples at `indices` of a batch, in that order; `check_split` has accepted the split."""
     return Window.of_checked([batch], split).chosen(indices).cut(0, len(indices))
-
-
-def _is_batch_itself(item: Any) -> bool:
-    return isinstance(item, list | tuple | Mapping) and holds_tensor(item)
-
-
-def _join(spans: Sequence[Span]) -> Any:
-    return spans[0].piece.join(spans)

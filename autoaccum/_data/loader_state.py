@@ -14,15 +14,17 @@ from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
-import torch
-
 from autoaccum._data.batches import count
+from autoaccum._data.loaders import generators_of, samplers_of
+from autoaccum._data.random_state import set_states, states_of
 from autoaccum._oom import first_line, is_device_lost, is_oom
 from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    import torch
 
     from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
@@ -33,6 +35,7 @@ RandomStates = tuple[Any, ...]
 
 # Generators that a call of `fit` has read from: another call, as in a later notebook cell, would miss those batches.
 _read_from: WeakSet[Any] = WeakSet()
+_SAME = "pass the same loader over the same data"
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,9 @@ class Position:
     behind: int = 0
 
     @property
-    def has_rest(self) -> bool:
-        """Whether samples of the last batch are left."""
-        return self.put_back or self.used > 0
+    def whole(self) -> int:
+        """How many of the batches drawn were used to their end."""
+        return self.batches - (self.put_back or self.used > 0)
 
 
 class Track:
@@ -87,7 +90,7 @@ class Track:
 
     def __init__(self, loader: Iterable[Any], random: RandomState | None, split: Split | None = None) -> None:
         self._split = split
-        self._loader = loader
+        self._loader: Any = loader
         self._random = random
         self._keeps_state = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
         self._generators = generators_of(loader)
@@ -96,7 +99,7 @@ class Track:
         self._length, self._batch_size = (None, None) if random is None else (_length(loader), _batch_size(loader))
         self._is_its_own_iterator = self._is_at_end = False
         self._batches: Iterator[Any] = iter(())
-        self._waiting: list[Any] = []
+        self._begun: list[Any] = []  # the batch of which a window before has used a part
         self._epoch, self._drawn = 1, 0
         self._start: RandomStates | None = None
         self._start_generators: tuple[torch.Tensor, ...] = ()
@@ -110,8 +113,8 @@ class Track:
         return self
 
     def __next__(self) -> Any:
-        if self._waiting:
-            return self._waiting.pop()
+        if self._begun:
+            return self._begun.pop()
         if self._random is not None:
             self._before_last = self._taken()
         try:
@@ -126,11 +129,13 @@ class Track:
     def begin(self, epoch: int) -> Self:
         """Start an epoch and return its batches."""
         self._epoch, self._drawn = epoch, 0
-        _set_epoch(self._loader, epoch)
+        for sampler in {id(one): one for one in samplers_of(self._loader)}.values():
+            if callable(getattr(sampler, "set_epoch", None)):  # a DistributedSampler's, which counts from 0
+                sampler.set_epoch(epoch - 1)
         if self._random is not None:
             if epoch > 1:
                 self._start_workers_that_stay()
-            self._start, self._start_generators = self._taken(), self._generator_states()
+            self._start, self._start_generators = self._taken(), states_of(self._generators)
         self._batches = iter(self._loader)
         self._is_at_end, self._is_its_own_iterator = False, self._batches is self._loader
         if isinstance(self._loader, GeneratorType):
@@ -140,22 +145,20 @@ class Track:
 
     def _start_workers_that_stay(self) -> None:
         """Start persistent workers without using random numbers, as if an earlier epoch had started them."""
-        loader: Any = self._loader
+        loader = self._loader
         if getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", loader) is None:
-            random, generators = self._taken(), self._generator_states()
+            random, generators = self._taken(), states_of(self._generators)
             iter(loader)
             self._set(random)
-            self._set_generators(generators)
+            set_states(self._generators, generators)
 
     def close(self) -> None:
         """Release the epoch's iterator, and with it the worker processes."""
-        self._batches, self._waiting = iter(()), []
+        self._batches, self._begun = iter(()), []
 
     def after(self, window: Window) -> Position:
         """Return the position after a window that has just been drawn."""
-        put_back = bool(self._waiting)
-        used = 0 if put_back else window.used_of_last
-        whole = self._drawn - (put_back or used > 0)
+        whole = self._drawn - (window.used is not None)
         if self._states[-1][0] != self._drawn and not self._is_at_end:  # where it would begin the next epoch
             self._states.append((self._drawn, self._loader_state()))
         while len(self._states) > 1 and self._states[1][0] <= whole:
@@ -164,7 +167,7 @@ class Track:
         return Position(
             self._epoch,
             self._drawn,
-            used,
+            window.used or 0,
             closed=False,
             start=self._start,
             before_last=self._before_last if whole < self._drawn else None,
@@ -172,22 +175,18 @@ class Track:
             loader_state=state,
             length=self._length,
             batch_size=self._batch_size,
-            put_back=put_back,
+            put_back=window.used == 0,
             behind=whole - drawn if self._keeps_state else 0,
         )
 
-    def put_back(self, batch: Any) -> None:
-        """Take back the batch that was yielded last, of which no sample was used, and yield it once more."""
-        self._waiting.append(batch)
-
     def at_start(self, epoch: int) -> Position:
         """Return the position before an epoch, with the previous one complete."""
-        return Position(epoch, generators=self._generator_states(), loader_state=self._state_at_end)
+        return Position(epoch, generators=states_of(self._generators), loader_state=self._state_at_end)
 
     def go_to(self, position: Position) -> Self:
         """Return to `position`, and return the epoch's remaining batches.
 
-        If `position.used` is not 0, the first of them is the batch that was drawn last. The caller sets the random
+        If a part of the batch that was drawn last is left, that batch is the first of them. The caller sets the random
         state afterwards; if the epoch has not started, before `begin`.
 
         Raises:
@@ -207,25 +206,28 @@ class Track:
                 # random numbers for an epoch that turns out to be finished.
                 self._load(position, lambda: iter(self._loader))
             with _refusals_told(self._loader):
-                self._set_generators(position.generators)
+                set_states(self._generators, position.generators)
             return self
         self._check_that_it_is_the_same(position)
         self._set(position.start)
         with _refusals_told(self._loader):
-            self._set_generators(position.generators)
+            set_states(self._generators, position.generators)
         self._load(position, lambda: self.begin(position.epoch))  # some apply the state here
         self._start, self._start_generators = position.start, position.generators
-        whole = position.batches - position.has_rest
         if self._keeps_state:
-            self._drawn = whole - position.behind
+            self._drawn = position.whole - position.behind
             self._states = [(self._drawn, self._states[0][1])]
-        while self._drawn < whole:
+        while self._drawn < position.whole:
             self._draw_again(position)
-        if position.has_rest:
+        if position.whole < position.batches:
             self._set(position.before_last)
             batch = self._draw_again(position)
-            _check_rest(count(batch, self._split), position)
-            self._waiting.append(batch)
+            if (samples := count(batch, self._split)) <= position.used:
+                raise CheckpointError(
+                    f"the checkpoint was made after {position.used} samples of batch {position.batches} of epoch "
+                    f"{position.epoch}, but now that batch holds {samples}; {_SAME}"
+                )
+            self._begun.append(batch)
         return self
 
     def _load(self, position: Position, begin: Callable[[], object]) -> None:
@@ -235,7 +237,7 @@ class Track:
                 begin()
             return
         with _refusals_told(self._loader):
-            self._loader.load_state_dict(copy.deepcopy(position.loader_state))  # type: ignore[attr-defined]
+            self._loader.load_state_dict(copy.deepcopy(position.loader_state))
             begin()
 
     def _check_that_nothing_is_lost(self, position: Position) -> None:
@@ -258,7 +260,7 @@ class Track:
             if there is not None and here is not None and there != here:
                 raise CheckpointError(
                     f"the checkpoint was made in the middle of an epoch with a loader of {there} {what}, and this one "
-                    f"has {here}; pass the same loader over the same data"
+                    f"has {here}; {_SAME}"
                 )
 
     def _draw_again(self, position: Position) -> Any:
@@ -267,31 +269,20 @@ class Track:
         except StopIteration:
             raise CheckpointError(
                 f"the checkpoint was made after {position.batches} batches of epoch {position.epoch}, but the "
-                f"loader now yields only {self._drawn}; pass the same loader over the same data"
+                f"loader now yields only {self._drawn}; {_SAME}"
             ) from None
 
     def _taken(self) -> RandomStates:
         assert self._random is not None
-        self._random.take()
-        return self._random.taken
+        return self._random.take()
 
     def _set(self, states: RandomStates | None) -> None:
         assert self._random is not None
         assert states is not None
-        self._random.assume(states)
-        self._random.put_back()
-
-    def _generator_states(self) -> tuple[torch.Tensor, ...]:
-        return tuple(generator.get_state() for generator in self._generators)
-
-    def _set_generators(self, states: Iterable[torch.Tensor]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
+        self._random.put_back(states)
 
     def _loader_state(self) -> Any:
-        if self._random is None or not self._keeps_state:
-            return None
-        return copy.deepcopy(self._loader.state_dict())  # type: ignore[attr-defined]
+        return copy.deepcopy(self._loader.state_dict()) if self._keeps_state and self._random is not None else None
 
 
 @contextmanager
@@ -305,17 +296,8 @@ def _refusals_told(loader: Any) -> Iterator[None]:
             raise
         raise CheckpointError(
             f"{type(loader).__name__} refuses its state in the checkpoint ({type(error).__name__}: "
-            f"{first_line(error)}); pass the same loader over the same data, or "
-            "resume=False to start from scratch"
+            f"{first_line(error)}); {_SAME}, or resume=False to start from scratch"
         ) from error
-
-
-def _check_rest(samples: int, position: Position) -> None:
-    if samples <= position.used:
-        raise CheckpointError(
-            f"the checkpoint was made after {position.used} samples of batch {position.batches} of epoch "
-            f"{position.epoch}, but now that batch holds {samples}; pass the same loader over the same data"
-        )
 
 
 def _length(loader: Any) -> int | None:
@@ -328,21 +310,3 @@ def _length(loader: Any) -> int | None:
 def _batch_size(loader: Any) -> int | None:
     found = getattr(loader, "batch_size", None)
     return found if isinstance(found, int) else None
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    """Set the epoch of samplers that shuffle by it (DistributedSampler), which count from 0."""
-    for sampler in {id(one): one for one in _samplers(loader)}.values():
-        if callable(getattr(sampler, "set_epoch", None)):
-            sampler.set_epoch(epoch - 1)
-
-
-def generators_of(loader: Any) -> list[torch.Generator]:
-    """Return the generators of a DataLoader and its samplers."""
-    found = [getattr(owner, "generator", None) for owner in (loader, *_samplers(loader))]
-    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
-
-
-def _samplers(loader: Any) -> tuple[Any, ...]:
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    return getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)

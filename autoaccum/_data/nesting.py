@@ -1,33 +1,55 @@
 """Takes nested batches apart into leaves, and puts them together again. Knows nothing of samples.
 
-The nodes are tuples, lists, named tuples and mappings of any type; everything else is a leaf.
+The nodes are lists, tuples and named tuples that hold tensors, and mappings of any type. All else is a leaf: a list of
+file names, a PackedSequence.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import optree
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-_NAMESPACE = "autoaccum"
-# The mappings that optree flattens itself; others (a Transformers BatchEncoding, a ModelOutput) are flattened here and
-# rebuilt as their own type.
-_OPTREE_MAPPINGS = (dict, OrderedDict, defaultdict)
+# The keys and positions that lead to a leaf, from the outermost node inwards.
+Path = tuple[Any, ...]
+_NONE: frozenset[int] = frozenset()
 
 
-def copied(batch: Any) -> Any:
-    """Return the batch with copies of its tensors, and of objects that hold some."""
-    return map_tensors(Tensor.clone, batch, objects=copy.deepcopy)
+def map_leaves(function: Callable[[Any], Any], node: Any, whole: frozenset[int] = _NONE) -> Any:
+    """Return a nesting with `function` applied to its leaves, in their order.
+
+    Args:
+        function: Applied to every leaf.
+        node: Any nesting.
+        whole: The ids of further nodes to take for leaves.
+    """
+    keys, children = _inner(node, whole)
+    if children is None:
+        return function(node)
+    made = [function(one) if isinstance(one, Tensor) else map_leaves(function, one, whole) for one in children]
+    if isinstance(node, Mapping):
+        return _rebuilt(node, dict(zip(keys, made, strict=True)))
+    return type(node)(*made) if hasattr(node, "_fields") else type(node)(made)
 
 
-def without_graphs(outputs: Any) -> Any:
-    """Return outputs with their tensors detached, and None for other objects that hold some, such as a cache."""
-    return map_tensors(Tensor.detach, outputs, objects=lambda _: None)
+def leaves_of(node: Any, whole: frozenset[int] = _NONE, path: Path = ()) -> list[tuple[Path, Any]]:
+    """Return the leaves of a nesting in their order, each with its path; arguments as for `map_leaves`."""
+    keys, children = _inner(node, whole)
+    if children is None:
+        return [(path, node)]
+    parts = zip(keys, children, strict=True)
+    return [found for key, child in parts for found in leaves_of(child, whole, (*path, key))]
+
+
+def form_of(node: Any, whole: frozenset[int] = _NONE) -> Any:
+    """Return what is the same for nestings of one kind: types, keys and dimensions, but no sizes."""
+    if isinstance(node, Tensor):
+        return node.dtype, node.ndim, node.device.type
+    keys, children = _inner(node, whole)
+    return type(node) if children is None else (type(node), *keys, *[form_of(child, whole) for child in children])
 
 
 def map_tensors(function: Callable[[Tensor], Any], batch: Any, *, objects: Callable[[Any], Any] | None = None) -> Any:
@@ -44,13 +66,22 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any, *, objects: Calla
             return function(leaf)
         return leaf if objects is None or not hides_tensors(leaf) else objects(leaf)
 
-    leaves, spec = flatten(batch)
-    return unflatten(spec, list(map(of, leaves)))
+    return map_leaves(of, batch)
+
+
+def copied(batch: Any) -> Any:
+    """Return the batch with copies of its tensors, and of objects that hold some."""
+    return map_tensors(Tensor.clone, batch, objects=copy.deepcopy)
+
+
+def without_graphs(outputs: Any) -> Any:
+    """Return outputs with their tensors detached, and None for other objects that hold some, such as a cache."""
+    return map_tensors(Tensor.detach, outputs, objects=lambda _: None)
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
     """Return the tensors of a batch, in the order of its nesting; those inside of other objects come after them."""
-    leaves = flatten(batch)[0]
+    leaves = [leaf for _, leaf in leaves_of(batch)]
     hidden = (value for leaf in leaves if hides_tensors(leaf) for value in _inside(leaf) if holds_tensor(value))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)] + [
         one for value in hidden for one in tensors_in(value)
@@ -59,7 +90,7 @@ def tensors_in(batch: Any) -> list[Tensor]:
 
 def shapes_of(batch: Any) -> str:
     """Return the paths and shapes of a batch's tensors in words."""
-    return ", ".join(f"{path or 'batch'}: {tuple(tensor.shape)}" for path, tensor in _with_paths(batch))
+    return ", ".join(f"{path or 'batch'}: {tuple(tensor.shape)}" for path, tensor in _spelled(batch))
 
 
 def shapes_of_sample(batch: Any, *, has_rows: bool) -> list[str]:
@@ -69,138 +100,14 @@ def shapes_of_sample(batch: Any, *, has_rows: bool) -> list[str]:
         batch: A batch of one sample.
         has_rows: Whether samples run along the first dimension, which is left out.
     """
-    found = _with_paths(batch)
+    found = _spelled(batch)
     is_list = isinstance(batch, tuple | list) and all("/" not in path for path, _ in found)
-    named = [(path if path and not is_list else "", tensor) for path, tensor in found]
-    leaves = {id(leaf) for leaf in flatten(batch)[0]}
-    hidden = [("", tensor) for tensor in tensors_in(batch) if id(tensor) not in leaves]
+    names = {id(tensor): "" if is_list else path for path, tensor in found}
     return [
-        f"{name} {tuple(tensor.shape[1:] if has_rows and tensor.shape[0] == 1 else tensor.shape)}".lstrip()
-        for name, tensor in (*named, *hidden)
-        if tensor.dim()
+        f"{names.get(id(one), '')} {tuple(one.shape[1:] if has_rows and len(one) == 1 else one.shape)}".lstrip()
+        for one in tensors_in(batch)
+        if one.dim()
     ]
-
-
-def _with_paths(batch: Any) -> list[tuple[str, Tensor]]:
-    """Return the tensors among the leaves of a batch that are no single numbers, each with its path."""
-    leaves = zip(paths_of(batch), flatten(batch)[0], strict=True)
-    return [("/".join(map(str, path)), leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
-
-
-class _ForeignType:
-    """A prototype for rebuilding a mapping as its own type; equal if type and keys are."""
-
-    __slots__ = ("keys", "prototype")
-
-    def __init__(self, prototype: Mapping[Any, Any]) -> None:
-        self.prototype = prototype
-        self.keys = tuple(prototype)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _ForeignType)
-            and type(self.prototype) is type(other.prototype)
-            and self.keys == other.keys
-        )
-
-    def __hash__(self) -> int:
-        return hash((type(self.prototype), self.keys))
-
-
-class _Foreign:
-    """A mapping of a type unknown to optree, as a node of the tree."""
-
-    __slots__ = ("kind", "values")
-
-    def __init__(self, kind: _ForeignType, values: Sequence[Any]) -> None:
-        self.kind = kind
-        self.values = values
-
-
-def _rebuild_foreign(kind: _ForeignType, values: Iterable[Any]) -> Any:
-    items = dict(zip(kind.keys, values, strict=True))
-    try:
-        made = _copied(kind.prototype)
-        for key, value in items.items():
-            made[key] = value  # type: ignore[index]
-    except TypeError:  # a read-only mapping: its type has to accept a dict
-        return type(kind.prototype)(items)  # type: ignore[call-arg]
-    # Attributes that duplicate an item (batch.labels for batch["labels"]) are updated with it.
-    attributes = getattr(made, "__dict__", {})
-    attributes.update((name, items[name]) for name in attributes.keys() & items.keys())
-    return made
-
-
-def _copied(mapping: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return a copy with the same values that can be modified without affecting the original."""
-    if isinstance(mapping, dict) or hasattr(mapping, "__copy__"):
-        return copy.copy(mapping)
-    # A shallow copy of a mapping that wraps a dict would share the original's dict.
-    return copy.deepcopy(mapping, {id(value): value for value in mapping.values()})
-
-
-optree.register_pytree_node(
-    _Foreign,  # type: ignore[arg-type]
-    lambda node: (node.values, node.kind, node.kind.keys),  # type: ignore[attr-defined]
-    _rebuild_foreign,  # type: ignore[arg-type]
-    namespace=_NAMESPACE,
-)
-
-
-def _is_foreign(node: Any) -> bool:
-    return isinstance(node, Mapping) and type(node) not in _OPTREE_MAPPINGS
-
-
-def _with_foreign_mappings(batch: Any, whole: frozenset[int]) -> Any:
-    """Return the batch with mappings unknown to optree wrapped in nodes that it knows; see `flatten` for `whole`."""
-    if id(batch) in whole:
-        return batch
-    if _is_foreign(batch):
-        return _Foreign(_ForeignType(batch), [_with_foreign_mappings(value, whole) for value in batch.values()])
-    if isinstance(batch, Tensor) or not isinstance(batch, Mapping | tuple | list):
-        return batch
-    if all(isinstance(item, Tensor) for item in (batch.values() if isinstance(batch, Mapping) else batch)):
-        return batch
-    return optree.tree_map(
-        lambda leaf: _with_foreign_mappings(leaf, whole) if _is_foreign(leaf) else leaf,
-        batch,  # type: ignore[arg-type]
-        is_leaf=_leaves_by(whole),
-        none_is_leaf=True,
-        namespace=_NAMESPACE,
-    )
-
-
-def flatten(batch: Any, whole: frozenset[int] = frozenset()) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Return the leaves of a batch, and its nesting.
-
-    Args:
-        batch: Any nesting.
-        whole: The ids of further nodes to take for leaves.
-    """
-    return optree.tree_flatten(
-        _with_foreign_mappings(batch, whole), is_leaf=_leaves_by(whole), none_is_leaf=True, namespace=_NAMESPACE
-    )
-
-
-def paths_of(batch: Any) -> list[tuple[Any, ...]]:
-    """Return the path of every leaf of a batch: its keys and positions from the outermost node inwards."""
-    return flatten(batch)[1].paths()
-
-
-def unflatten(spec: optree.PyTreeSpec, leaves: list[Any]) -> Any:
-    """Put leaves together again."""
-    return optree.tree_unflatten(spec, leaves)
-
-
-def _leaves_by(whole: frozenset[int]) -> Callable[[Any], bool]:
-    return (lambda node: id(node) in whole or _is_whole(node)) if whole else _is_whole
-
-
-def _is_whole(node: Any) -> bool:
-    """Whether a node is a leaf (a list of file names, a PackedSequence) and not a level of the nesting."""
-    if isinstance(node, PackedSequence):
-        return True
-    return type(node) in (list, tuple) and not any(holds_tensor(item) for item in node)
 
 
 def holds_tensor(node: Any) -> bool:
@@ -208,8 +115,8 @@ def holds_tensor(node: Any) -> bool:
     if isinstance(node, Tensor):
         return True
     if isinstance(node, Mapping):
-        return any(holds_tensor(value) for value in node.values())
-    return isinstance(node, list | tuple) and any(holds_tensor(item) for item in node)
+        return any(map(holds_tensor, node.values()))
+    return isinstance(node, list | tuple) and any(map(holds_tensor, node))
 
 
 def hides_tensors(leaf: Any) -> bool:
@@ -220,3 +127,43 @@ def hides_tensors(leaf: Any) -> bool:
 def _inside(leaf: Any) -> Iterable[Any]:
     """Return the attributes of an object; those in slots are not seen."""
     return leaf if isinstance(leaf, PackedSequence) else getattr(leaf, "__dict__", {}).values()
+
+
+def _inner(node: Any, whole: frozenset[int]) -> tuple[Iterable[Any], Iterable[Any] | None]:
+    """Return the keys and the children of a node; None in place of the children of a leaf."""
+    if isinstance(node, Tensor):
+        return (), None
+    if isinstance(node, Mapping):
+        return ((), None) if id(node) in whole else (node.keys(), node.values())
+    if not isinstance(node, list | tuple) or isinstance(node, PackedSequence) or id(node) in whole:
+        return (), None
+    return (range(len(node)), node) if any(map(holds_tensor, node)) else ((), None)
+
+
+def _rebuilt(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return a mapping of the same type with other items."""
+    if type(mapping) is dict:
+        return items
+    # A shallow copy of a mapping that wraps a dict would share the original's dict.
+    is_shallow = isinstance(mapping, dict) or hasattr(mapping, "__copy__")
+    try:
+        made: Any = (
+            copy.copy(mapping) if is_shallow else copy.deepcopy(mapping, {id(one): one for one in mapping.values()})
+        )
+        for key, value in items.items():
+            made[key] = value
+    except TypeError:  # a read-only mapping: its type has to accept a dict
+        return type(mapping)(items)  # type: ignore[call-arg]
+    # Attributes that duplicate an item (batch.labels for batch["labels"]) are updated with it.
+    attributes = getattr(made, "__dict__", {})
+    attributes.update((name, items[name]) for name in attributes.keys() & items.keys())
+    return made
+
+
+def _spelled(batch: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors among the leaves of a batch that are no single numbers, each with its path as text."""
+    return [
+        ("/".join(map(str, path)), leaf)
+        for path, leaf in leaves_of(batch)
+        if isinstance(leaf, Tensor) and leaf.dim() > 0
+    ]

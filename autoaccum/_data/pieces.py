@@ -1,14 +1,13 @@
 """Counts, cuts and joins the batches of a loader, one `Piece` each.
 
-`NestedPiece` cuts nested tensors along one dimension, by default the first. `SplitPiece` leaves it to a `Split` of the
-user's own.
+A `Piece` leaves it to a `Split` of the user's own. A `NestedPiece` cuts nested tensors along one dimension, by default
+the first.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -17,14 +16,22 @@ import torch
 from torch import Tensor
 
 from autoaccum._arguments import shown
-from autoaccum._data.nesting import flatten, hides_tensors, holds_tensor, paths_of, shapes_of, tensors_in, unflatten
+from autoaccum._data.nesting import (
+    form_of,
+    hides_tensors,
+    holds_tensor,
+    leaves_of,
+    map_leaves,
+    shapes_of,
+    tensors_in,
+)
 from autoaccum._data.reading import Reading, refuse_flattened
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    import optree
+    from autoaccum._data.nesting import Path
 
     # The dimension along which the samples of each tensor run: one for all, or nested like the batch; None for what all
     # samples share.
@@ -54,51 +61,88 @@ class Split(Protocol):
         """Return what the model gets for one or more parts, in order: the micro-batch."""
 
 
-class Piece(ABC):
-    """One batch of a loader, which can be counted and cut.
+class Piece:
+    """One batch of a loader, which a `Split` counts, cuts and joins.
+
+    Args:
+        batch: The batch as the loader yielded it.
+        split: The user's object.
 
     Attributes:
-        batch: The batch as the loader yielded it.
+        batch: As the argument.
         samples: The number of samples in it.
         is_plain: Whether samples run along the first dimension of all its tensors.
+
+    Raises:
+        InvalidInputError: Its count is no number of samples.
     """
 
-    __slots__ = ("batch", "is_plain", "samples")
+    is_plain = False
 
-    batch: Any
-    samples: int
-    is_plain: bool
-
-    @abstractmethod
-    def cut(self, start: int, stop: int) -> Any:
-        """Return samples `start` to `stop` (exclusive) as the model gets them."""
-
-    @abstractmethod
-    def raw(self, start: int, stop: int) -> Any:
-        """Return samples `start` to `stop` (exclusive) as the loader would yield them."""
-
-    @abstractmethod
-    def weight(self, start: int, stop: int) -> float:
-        """Return what the mean loss of samples `start` to `stop` (exclusive) runs over, by the user's own count."""
-
-    @abstractmethod
-    def joins(self, other: Piece) -> bool:
-        """Whether samples of both can be joined into one micro-batch."""
-
-    @abstractmethod
-    def join(self, spans: Sequence[Span]) -> Any:
-        """Return spans of pieces that can be joined, the first of them of this one, as one micro-batch."""
-
-    @abstractmethod
-    def tensors(self) -> list[Tensor]:
-        """The tensors in the batch."""
+    def __init__(self, batch: Any, split: Split) -> None:
+        self.batch = batch
+        self._split = split
+        samples = split.count(batch)
+        if isinstance(samples, bool) or not isinstance(samples, int | np.integer) or samples < 0:
+            raise InvalidInputError(
+                f"split={_named(split)}: count(batch) returned {shown(samples)}; return the number of samples, an int"
+            )
+        self.samples = int(samples)
 
     def structure(self) -> Hashable:
         """What is the same for batches of one kind: nesting, types and dimensions, but no sizes."""
         return type(self), type(self.batch)
 
-    def sample_bytes(self, index: int) -> int:  # noqa: ARG002 - those of a list are not alike
+    def cut(self, start: int, stop: int) -> Any:
+        """Return samples `start` to `stop` (exclusive) as the model gets them."""
+        return self._split.join([self.raw(start, stop)])
+
+    def raw(self, start: int, stop: int) -> Any:
+        """Return samples `start` to `stop` (exclusive) as the loader would yield them.
+
+        Raises:
+            InvalidInputError: The split made other parts than it was asked for.
+        """
+        if start == 0 and stop == self.samples:
+            return self.batch
+        sizes = [size for size in (start, stop - start, self.samples - stop) if size]
+        parts = self._split.cut(self.batch, sizes)
+        said = f"split={_named(self._split)}: cut(batch, {sizes}) returned"
+        if not isinstance(parts, Iterable):
+            raise InvalidInputError(f"{said} {shown(parts)}; return one part for each")
+        parts = list(parts)
+        if len(parts) != len(sizes):
+            raise InvalidInputError(f"{said} {len(parts)} parts; return one for each")
+        part = parts[1 if start else 0]
+        if self._split.count(part) != stop - start:
+            raise InvalidInputError(
+                f"split={_named(self._split)}: a part cut to {stop - start} samples counts {self._split.count(part)}; "
+                "let cut and count agree"
+            )
+        return part
+
+    def weight(self, start: int, stop: int) -> float:
+        """Return what the mean loss of some samples runs over, by the split; their number if it does not say."""
+        weigh = weigher_of(self._split)
+        return float(stop - start) if weigh is None else _checked(weigh(self.raw(start, stop)), self._split)
+
+    def joins(self, other: Piece) -> bool:
+        """Whether samples of both can be joined into one micro-batch."""
+        return not isinstance(other, NestedPiece) and other._split is self._split
+
+    def join(self, spans: Sequence[Span]) -> Any:
+        """Return spans of pieces that can be joined, the first of them of this one, as one micro-batch."""
+        return self._split.join([span.piece.raw(span.start, span.stop) for span in spans])
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors found in the batch, also inside of objects."""
+        return tensors_in(self.batch)
+
+    def sample_bytes(self, index: int) -> int:
         """Bytes of the tensors of a sample."""
+        is_list = isinstance(self.batch, list | tuple) and len(self.batch) == self.samples
+        if is_list and not isinstance(self, NestedPiece):
+            return sum(tensor.nbytes for tensor in tensors_in(self.batch[index]))
         return sum(tensor.nbytes for tensor in self.tensors()) // max(self.samples, 1)
 
 
@@ -124,228 +168,98 @@ class Span(NamedTuple):
 
 
 class NestedPiece(Piece):
-    """A nesting of tensors, flattened once so that it can be cut cheaply.
+    """A nesting of tensors, taken apart once so that it can be cut cheaply.
 
     Args:
         batch: The batch as the loader yielded it.
+        split: Has the user's own `weight`, if any.
         dims: The dimension along which samples run.
         reading: How lists are read if samples run along the first dimension; None if `dims` says where they run.
-        weigh: The user's own count of what the mean loss of a part runs over.
 
     Raises:
         InvalidInputError: The batch holds no tensor, tensors that differ in their number of samples, something that
             cannot be cut, or a list that can be read in two ways.
     """
 
-    __slots__ = ("_dims", "_kind", "_leaves", "_sequence", "_spec", "_weigh")
-
-    def __init__(
-        self,
-        batch: Any,
-        dims: Dims = 0,
-        *,
-        reading: Reading | None = None,
-        weigh: Callable[[Any], float] | None = None,
-    ) -> None:
+    def __init__(self, batch: Any, split: Any = None, dims: Dims = 0, *, reading: Reading | None = None) -> None:
         self.batch = batch
-        self._weigh = weigh
-        # A list or a tuple of tensors, the usual batch, needs no optree.
-        is_flat = type(batch) in (list, tuple) and all(map(_is_tensor, batch))
-        self._sequence: type[list[Any] | tuple[Any, ...]] | None = type(batch) if is_flat else None
-        self._spec: optree.PyTreeSpec | None = None
-        whole: frozenset[int] = frozenset()
+        self._split = split
+        # The usual batch is not walked through.
+        is_flat = type(batch) in (list, tuple) and {*map(type, batch)} == {Tensor}
+        self._whole: frozenset[int] = frozenset()
         if reading is not None and not (is_flat and type(batch) is tuple):
             refuse_flattened(batch)
-            whole = reading.lists_of_samples(batch)
-        self.is_plain = not whole and dims == 0
-        if is_flat:
-            self._leaves = list(batch)
-        else:
-            self._leaves, self._spec = flatten(batch, whole)
-        along = [0] * len(self._leaves) if reading is not None else _dims_of(batch, self._leaves, dims)
+            self._whole = reading.lists_of_samples(batch)
+        leaves = [((at,), one) for at, one in enumerate(batch)] if is_flat else leaves_of(batch, self._whole)
+        self._leaves = [leaf for _, leaf in leaves]
+        along = [dims] * len(leaves) if isinstance(dims, int) else [_dim_at(dims, batch, path) for path, _ in leaves]
         self.samples = _count(self._leaves, along, batch, is_asked=reading is None)
         # None for what is passed on whole.
-        self._dims: list[int | None] = [
-            dim if dim is not None and _runs_along(leaf, dim, self.samples) else None
+        self._dims = [
+            None if dim is None or _size_along(leaf, dim) != self.samples else dim
             for leaf, dim in zip(self._leaves, along, strict=True)
         ]
-        self._kind: tuple[Any, ...] | None = None
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether it is a list or a tuple of tensors that are all cut along their rows."""
-        return self._sequence is not None and self.is_plain and None not in self._dims
+        self.is_plain = not self._whole and dims == 0
+        # Whether it is a list or a tuple of tensors that are all cut along their rows.
+        self.is_flat = is_flat and self.is_plain and None not in self._dims
+        self._form: Hashable = None
 
     def structure(self) -> Hashable:
         """What is the same for batches of one kind: nesting, types and dimensions, but no sizes."""
-        if self._sequence is not None:
-            return structure_of_flat(self.batch)
-        leaves = ((leaf.dtype, leaf.ndim) if isinstance(leaf, Tensor) else type(leaf) for leaf in self._leaves)
-        return self._structure(), tuple(leaves)
+        if self._form is None:
+            self._form = form_of(self.batch, self._whole)
+        return self._form
 
     def cut(self, start: int, stop: int) -> Any:
         """Return samples `start` to `stop` (exclusive) in the nesting of the batch; tensors are views."""
         if start == 0 and stop == self.samples:
             return self.batch
-        leaves = [
-            leaf if dim is None else _rows(leaf, dim, start, stop)
-            for leaf, dim in zip(self._leaves, self._dims, strict=True)
-        ]
-        return self._rebuild(leaves)
+        if self.is_flat:
+            return type(self.batch)([leaf[start:stop] for leaf in self._leaves])
+        dims = iter(self._dims)
+        return map_leaves(lambda leaf: _rows(leaf, next(dims), start, stop), self.batch, self._whole)
 
     raw = cut
-
-    def weight(self, start: int, stop: int) -> float:
-        """Return what the mean loss of some samples runs over; their number without a count of the user's own."""
-        return float(stop - start) if self._weigh is None else _checked(self._weigh(self.cut(start, stop)), "Along")
 
     def joins(self, other: Piece) -> bool:
         """Whether both can be joined into one batch: equal nesting, types, other sizes and non-tensor values."""
         return (
             isinstance(other, NestedPiece)
-            and self._nests_as(other)
-            and self._describe() == other._describe()
-            and all(
-                _equal(mine, theirs)
-                for mine, theirs, dim in zip(self._leaves, other._leaves, self._dims, strict=True)
-                if dim is None
-            )
+            and self.structure() == other.structure()
+            and self._dims == other._dims
+            and all(map(_can_be_joined, self._leaves, other._leaves, self._dims))
         )
-
-    def resembles(self, other: NestedPiece) -> bool:
-        """Whether both have the same nesting, types and numbers of dimensions."""
-        return self._nests_as(other) and all(
-            mine.dtype == theirs.dtype and mine.ndim == theirs.ndim
-            for mine, theirs in zip(self._leaves, other._leaves, strict=True)
-            if isinstance(mine, Tensor) and isinstance(theirs, Tensor)
-        )
-
-    def tensors(self) -> list[Tensor]:
-        """The tensors in the batch, in the order of its nesting."""
-        return list(itertools.chain.from_iterable(map(_tensors_of, self._leaves)))
 
     def join(self, spans: Sequence[Span]) -> Any:
         """Concatenate spans of pieces in the nesting of this one."""
         columns = zip(*(span.piece._leaves for span in spans), strict=True)  # type: ignore[attr-defined]
-        leaves = [
-            column[0] if dim is None else _join_leaf(_rows_of_each(column, dim, spans), dim)
-            for column, dim in zip(columns, self._dims, strict=True)
-        ]
-        return self._rebuild(leaves)
-
-    def by_sample(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor of the batch with its samples along the first dimension; None if it is not cut."""
-        for leaf, dim in zip(self._leaves, self._dims, strict=True):
-            if leaf is tensor and dim is not None:
-                moved: Tensor = tensor.movedim(dim, 0)
-                return moved
-        return None
-
-    def _rebuild(self, leaves: list[Any]) -> Any:
-        return self._sequence(leaves) if self._sequence else unflatten(self._structure(), leaves)
-
-    def _nests_as(self, other: NestedPiece) -> bool:
-        if self._spec is None and other._spec is None:
-            return self._sequence is other._sequence and len(self._leaves) == len(other._leaves)
-        return bool(self._structure() == other._structure())
-
-    def _structure(self) -> optree.PyTreeSpec:
-        return flatten(self.batch)[1] if self._spec is None else self._spec
-
-    def _describe(self) -> tuple[Any, ...]:
-        if self._kind is None:
-            self._kind = tuple(
-                (type(leaf), leaf.dtype, _without(leaf.shape, dim), dim, getattr(leaf, "device", None))
-                if isinstance(leaf, Tensor | np.ndarray)
-                else (type(leaf), dim)
-                for leaf, dim in zip(self._leaves, self._dims, strict=True)
-            )
-        return self._kind
-
-
-class SplitPiece(Piece):
-    """A batch that a `Split` of the user's own counts, cuts and joins.
-
-    Args:
-        batch: The batch as the loader yielded it.
-        split: The user's object.
-
-    Raises:
-        InvalidInputError: Its count is no number of samples.
-    """
-
-    __slots__ = ("_split",)
-
-    def __init__(self, batch: Any, split: Split) -> None:
-        self.batch = batch
-        self.is_plain = False
-        self._split = split
-        samples = split.count(batch)
-        if isinstance(samples, bool) or not isinstance(samples, int | np.integer) or samples < 0:
-            raise InvalidInputError(
-                f"split={_named(split)}: count(batch) returned {shown(samples)}; return the number of samples, an int"
-            )
-        self.samples = int(samples)
-
-    def cut(self, start: int, stop: int) -> Any:
-        """Return samples `start` to `stop` (exclusive), joined by the split."""
-        return self._split.join([self.raw(start, stop)])
-
-    def raw(self, start: int, stop: int) -> Any:
-        """Return samples `start` to `stop` (exclusive) as the split cuts them.
-
-        Raises:
-            InvalidInputError: It cut another number of parts.
-        """
-        if start == 0 and stop == self.samples:
-            return self.batch
-        sizes = [size for size in (start, stop - start, self.samples - stop) if size]
-        parts = self._split.cut(self.batch, sizes)
-        if not isinstance(parts, Iterable):
-            raise InvalidInputError(
-                f"split={_named(self._split)}: cut(batch, {sizes}) returned {shown(parts)}; return one part for each"
-            )
-        parts = list(parts)
-        if len(parts) != len(sizes):
-            raise InvalidInputError(
-                f"split={_named(self._split)}: cut(batch, {sizes}) returned {len(parts)} parts; return one for each"
-            )
-        part = parts[1 if start else 0]
-        if self._split.count(part) != stop - start:
-            raise InvalidInputError(
-                f"split={_named(self._split)}: a part cut to {stop - start} samples counts {self._split.count(part)}; "
-                "let cut and count agree"
-            )
-        return part
-
-    def weight(self, start: int, stop: int) -> float:
-        """Return the split's own weight of some samples; their number if it has none."""
-        weigh = weigher_of(self._split)
-        return float(stop - start) if weigh is None else _checked(weigh(self.raw(start, stop)), self._split)
-
-    def joins(self, other: Piece) -> bool:
-        """Whether the same split joins both."""
-        return isinstance(other, SplitPiece) and other._split is self._split
-
-    def join(self, spans: Sequence[Span]) -> Any:
-        """Join spans by the split."""
-        return self._split.join([span.piece.raw(span.start, span.stop) for span in spans])
-
-    def sample_bytes(self, index: int) -> int:
-        """Bytes of the tensors of a sample."""
-        is_list = isinstance(self.batch, list | tuple) and len(self.batch) == self.samples
-        return (
-            sum(tensor.nbytes for tensor in tensors_in(self.batch[index])) if is_list else super().sample_bytes(index)
+        return self._rebuilt(
+            [
+                column[0]
+                if dim is None
+                else _joined(
+                    [_rows(leaf, dim, span.start, span.stop) for leaf, span in zip(column, spans, strict=True)], dim
+                )
+                for column, dim in zip(columns, self._dims, strict=True)
+            ]
         )
 
     def tensors(self) -> list[Tensor]:
-        """The tensors found in the batch, also inside of objects."""
-        return tensors_in(self.batch)
+        """The tensors in the batch, in the order of its nesting."""
+        return self._leaves if self.is_flat else [one for leaf in self._leaves for one in _tensors_of(leaf)]
 
+    def by_sample(self) -> list[tuple[Path, Tensor]]:
+        """Return the tensors that are cut, with their samples along the first dimension, each with its path."""
+        leaves = zip(leaves_of(self.batch, self._whole), self._dims, strict=True)
+        return [
+            (path, leaf.movedim(dim, 0)) for (path, leaf), dim in leaves if dim is not None and isinstance(leaf, Tensor)
+        ]
 
-def structure_of_flat(batch: Sequence[Tensor]) -> Hashable:
-    """Return the structure of a list or a tuple of tensors."""
-    return type(batch), tuple([(tensor.dtype, tensor.ndim, tensor.device.type) for tensor in batch])
+    def _rebuilt(self, leaves: list[Any]) -> Any:
+        if self.is_flat:
+            return type(self.batch)(leaves)
+        following = iter(leaves)
+        return map_leaves(lambda _: next(following), self.batch, self._whole)
 
 
 def weigher_of(split: Split | None) -> Callable[[Any], float] | None:
@@ -354,7 +268,7 @@ def weigher_of(split: Split | None) -> Callable[[Any], float] | None:
     return weigh if callable(weigh) else None
 
 
-def _checked(weight: Any, split: Split | str) -> float:
+def _checked(weight: Any, split: Split) -> float:
     """Return a weight as a number.
 
     Raises:
@@ -363,10 +277,9 @@ def _checked(weight: Any, split: Split | str) -> float:
     is_number = weight.numel() == 1 if isinstance(weight, Tensor) else isinstance(weight, int | float | np.number)
     found = float(weight) if is_number else math.nan
     if isinstance(weight, bool) or not 0.0 <= found < math.inf:
-        name = split if isinstance(split, str) else _named(split)
         raise InvalidInputError(
-            f"split={name}: weight returned {shown(weight)}; return what the mean loss of a part runs over, a number "
-            "from 0, such as its tokens"
+            f"split={_named(split)}: weight returned {shown(weight)}; return what the mean loss of a part runs over, a "
+            "number from 0, such as its tokens"
         )
     return found
 
@@ -375,71 +288,59 @@ def _named(split: Split) -> str:
     return type(split).__name__
 
 
-def _is_tensor(node: Any) -> bool:
-    return isinstance(node, Tensor)
-
-
 def _tensors_of(leaf: Any) -> list[Tensor]:
     if isinstance(leaf, Tensor):
         return [leaf]
     return tensors_in(leaf) if type(leaf) in (list, tuple) else []  # a list of samples
 
 
-def _rows_of_each(column: Sequence[Any], dim: int, spans: Sequence[Span]) -> list[Any]:
-    """Return the rows of each span. The same rows come thousands of times where a batch is repeated."""
-    cut: dict[tuple[int, int, int], Any] = {}
-    keys = [(id(span.piece), span.start, span.stop) for span in spans]
-    for key, leaf in zip(keys, column, strict=True):
-        if key not in cut:
-            cut[key] = _rows(leaf, dim, key[1], key[2])
-    return [cut[key] for key in keys]
-
-
-def _rows(leaf: Any, dim: int, start: int, stop: int) -> Any:
+def _rows(leaf: Any, dim: int | None, start: int, stop: int) -> Any:
+    if dim is None:
+        return leaf
     if not dim or isinstance(leaf, list | tuple):
         return leaf[start:stop]
     return leaf[(slice(None),) * dim + (slice(start, stop),)]
 
 
-def _without(shape: Sequence[int], dim: int | None) -> tuple[int, ...]:
-    return tuple(shape) if dim is None else (*shape[:dim], *shape[dim + 1 :])
+def _joined(parts: list[Any], dim: int) -> Any:
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts, dim)
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts, dim)
+    return type(parts[0])(itertools.chain.from_iterable(parts))
 
 
-def _dims_of(batch: Any, leaves: Sequence[Any], dims: Dims) -> list[int | None]:
-    """Return the dimension along which samples run for each leaf."""
-    if isinstance(dims, int):
-        return [dims if getattr(leaf, "ndim", 1) else None for leaf in leaves]
-    _refuse_surplus(dims, batch, dims)
-    return [_dim_at(dims, path) for path in paths_of(batch)]
+def _can_be_joined(mine: Any, theirs: Any, dim: int | None) -> bool:
+    """Whether two leaves of one form can be joined along a dimension; without one, whether they are equal."""
+    if mine is theirs:
+        return True
+    if not isinstance(mine, Tensor | np.ndarray):
+        return dim is not None or bool(mine == theirs)
+    shapes = [(*one.shape[:dim], *one.shape[dim + 1 :]) if dim is not None else one.shape for one in (mine, theirs)]
+    if mine.dtype != theirs.dtype or shapes[0] != shapes[1] or type(mine) is not type(theirs):
+        return False
+    if isinstance(mine, Tensor):
+        return mine.device == theirs.device and (dim is not None or torch.equal(mine, theirs))
+    return dim is not None or np.array_equal(mine, theirs)
 
 
-def _refuse_surplus(dims: Dims, batch: Any, of_all: Dims) -> None:
-    """Reject dimensions for a longer sequence than the batch has: they may be meant for others of its entries."""
-    if isinstance(dims, list | tuple) and isinstance(batch, list | tuple):
-        if len(dims) > len(batch):
-            raise InvalidInputError(
-                f"split=Along({of_all!r}) gives {len(dims)} dimensions for a {type(batch).__name__} of {len(batch)}; "
-                "give one for each entry, or None for what all samples share"
-            )
-        for one, entry in zip(dims, batch, strict=False):
-            _refuse_surplus(one, entry, of_all)
-    elif isinstance(dims, Mapping) and isinstance(batch, Mapping):
-        for name in dims.keys() & batch.keys():
-            _refuse_surplus(dims[name], batch[name], of_all)
-
-
-def _dim_at(dims: Dims, path: Sequence[Any]) -> int | None:
-    """Return the dimension given for one path; a number or None stands for all below it.
+def _dim_at(dims: Dims, batch: Any, path: Path) -> int | None:
+    """Return the dimension given for the leaf at a path; a number or None stands for all below it.
 
     Raises:
-        InvalidInputError: None is given for this path.
+        InvalidInputError: None is given for this path, or more are given than the batch has entries.
     """
     found: Any = dims
     for key in path:
         if found is None or isinstance(found, int):
             return found
+        if isinstance(found, list | tuple) and isinstance(batch, list | tuple) and len(found) > len(batch):
+            raise InvalidInputError(  # they may be meant for others of its entries
+                f"split=Along({dims!r}) gives {len(found)} dimensions for a {type(batch).__name__} of {len(batch)}; "
+                "give one for each entry, or None for what all samples share"
+            )
         try:
-            found = found[key]
+            found, batch = found[key], batch[key]
         except (KeyError, IndexError, TypeError):
             raise InvalidInputError(
                 f"split=Along({dims!r}) says nothing of the batch's entry {'/'.join(map(str, path))}; give its "
@@ -453,25 +354,30 @@ def _dim_at(dims: Dims, path: Sequence[Any]) -> int | None:
     )
 
 
+def _size_along(leaf: Any, dim: int) -> int | None:
+    if isinstance(leaf, Tensor | np.ndarray):
+        return leaf.shape[dim] if leaf.ndim > dim else None
+    return len(leaf) if type(leaf) in (list, tuple) else None
+
+
 def _count(leaves: Iterable[Any], dims: Sequence[int | None], batch: Any, *, is_asked: bool) -> int:
-    sizes: set[int] = set()
+    """Return the number of samples, given the dimension of each leaf, and whether the user named dimensions."""
+    of_tensors: set[int] = set()
     of_arrays: set[int] = set()
     for leaf, dim in zip(leaves, dims, strict=True):
         _refuse_what_cannot_be_cut(leaf)
-        if dim is None:
-            continue
-        if isinstance(leaf, Tensor | np.ndarray) and dim and leaf.ndim <= dim:
+        size = None if dim is None else _size_along(leaf, dim)
+        if size is not None:
+            if isinstance(leaf, np.ndarray):
+                of_arrays.add(size)
+            elif isinstance(leaf, Tensor) or holds_tensor(leaf):  # which may be a list of samples
+                of_tensors.add(size)
+        elif dim and isinstance(leaf, Tensor | np.ndarray) and leaf.ndim:
             raise InvalidInputError(
                 f"split=Along({dim}): a tensor of shape {tuple(leaf.shape)} has no dimension {dim}; nest the "
                 "dimensions like the batch, as in Along((1, 0)) or Along({'inputs': 1, 'labels': 0})"
             )
-        if isinstance(leaf, Tensor):
-            sizes.update({leaf.shape[dim]} if leaf.dim() > dim else ())
-        elif isinstance(leaf, np.ndarray) and leaf.ndim > dim:
-            of_arrays.add(leaf.shape[dim])
-        elif type(leaf) in (list, tuple) and any(map(holds_tensor, leaf)):
-            sizes.add(len(leaf))  # a list of samples
-    sizes = sizes or (of_arrays if is_asked else set())
+    sizes = of_tensors or (of_arrays if is_asked else set())
     if not sizes:
         raise InvalidInputError(
             f"a batch of type {type(batch).__name__} holds no tensor with samples along its first dimension, so it "
@@ -479,48 +385,22 @@ def _count(leaves: Iterable[Any], dims: Sequence[int | None], batch: Any, *, is_
             "pass split="
         )
     if len(sizes) > 1:
+        shapes = shapes_of(batch)
         raise InvalidInputError(
             f"the tensors of a batch must agree in {'that' if is_asked else 'their first'} dimension, the number of "
-            f"samples, but found {_shortened(shapes_of(batch))}; have the loader yield one entry per sample in each"
-            + ("" if is_asked else ", or pass split=")
+            f"samples, but found {shapes if len(shapes) <= _SHORTENED else f'{shapes[:_SHORTENED]}...'}; have the "
+            f"loader yield one entry per sample in each{'' if is_asked else ', or pass split='}"
         )
-    return int(sizes.pop())
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _SHORTENED else f"{text[:_SHORTENED]}..."
+    return sizes.pop()
 
 
 def _refuse_what_cannot_be_cut(leaf: Any) -> None:
-    if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
-        kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
-        raise InvalidInputError(f"a batch holds a {kind} tensor, which cannot be cut by samples; pad or densify it")
-    if not isinstance(leaf, Tensor) and hides_tensors(leaf):
+    if isinstance(leaf, Tensor):
+        if leaf.is_nested or leaf.layout is not torch.strided:
+            kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+            raise InvalidInputError(f"a batch holds a {kind} tensor, which cannot be cut by samples; pad or densify it")
+    elif hides_tensors(leaf):
         raise InvalidInputError(
             f"a batch holds a {type(leaf).__name__} with tensors inside, which cannot be cut by samples; have the "
             "loader yield tensors in tuples, lists or mappings, or pass split="
         )
-
-
-def _runs_along(leaf: Any, dim: int, samples: int) -> bool:
-    if isinstance(leaf, Tensor | np.ndarray):
-        return bool(leaf.ndim > dim and leaf.shape[dim] == samples)
-    return type(leaf) in (list, tuple) and len(leaf) == samples
-
-
-def _equal(mine: Any, theirs: Any) -> bool:
-    if mine is theirs:
-        return True
-    if isinstance(mine, Tensor):
-        return isinstance(theirs, Tensor) and torch.equal(mine, theirs)
-    if isinstance(mine, np.ndarray):
-        return np.array_equal(mine, theirs)
-    return bool(mine == theirs)
-
-
-def _join_leaf(parts: list[Any], dim: int) -> Any:
-    if isinstance(parts[0], Tensor):
-        return torch.cat(parts, dim)
-    if isinstance(parts[0], np.ndarray):
-        return np.concatenate(parts, dim)
-    return type(parts[0])(itertools.chain.from_iterable(parts))

@@ -35,8 +35,8 @@ class RandomState:
         self._own = own_generators([*(value for part in parts for value in vars(part).values()), *further])
         self._states: tuple[Any, ...] | None = None
 
-    def take(self, *, of_host: bool = True) -> None:
-        """Save the current states.
+    def take(self, *, of_host: bool = True) -> tuple[Any, ...]:
+        """Save the current states, and return them, which are never modified, for `put_back`.
 
         Args:
             of_host: Whether to save Python's and NumPy's too, which takes 42 microseconds.
@@ -48,18 +48,19 @@ class RandomState:
             np.random.get_state(legacy=False) if of_host else None,  # noqa: NPY002 - the user's global generator
             list(map(_state, self._own)),
         )
+        return self._states
 
-    def put_back(self) -> None:
-        """Restore the states saved by `take`."""
-        of_torch, of_device, of_python, of_numpy, own = self.taken
+    def put_back(self, taken: tuple[Any, ...] | None = None) -> None:
+        """Restore the states that `take` saved last, or those that it saved, of the same device and modules."""
+        self._states = taken or self.taken
+        of_torch, of_device, of_python, of_numpy, own = self._states
         torch.set_rng_state(of_torch)
         if self._module is not None:
             self._module.set_rng_state(of_device, self._device)
         if of_python is not None:
             random.setstate(of_python)
             np.random.set_state(of_numpy)  # noqa: NPY002
-        for generator, state in zip(self._own, own, strict=True):
-            _set(generator, state)
+        set_states(self._own, own)
 
     def seed(self, seed: int) -> None:
         """Seed every generator that `take` saves."""
@@ -80,25 +81,9 @@ class RandomState:
 
     @property
     def taken(self) -> tuple[Any, ...]:
-        """The states saved by `take`, for `assume` of another instance; never modified."""
+        """The states that `take` saved last."""
         assert self._states is not None
         return self._states
-
-    def assume(self, taken: tuple[Any, ...]) -> None:
-        """Use the states saved by another instance of the same device and modules."""
-        self._states = taken
-
-
-class OwnGenerators:
-    """Generators of one owner, with their initial states."""
-
-    def __init__(self, generators: Iterable[Any]) -> None:
-        self._kept = [(generator, _state(generator)) for generator in generators]
-
-    def put_back(self) -> None:
-        """Restore the initial states."""
-        for generator, state in self._kept:
-            _set(generator, state)
 
 
 def own_generators(values: Iterable[Any]) -> list[Any]:
@@ -109,19 +94,26 @@ def own_generators(values: Iterable[Any]) -> list[Any]:
     return list(found.values())
 
 
+def states_of(generators: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the states of generators, which are never modified."""
+    return tuple(map(_state, generators))
+
+
+def set_states(generators: Iterable[Any], states: Iterable[Any]) -> None:
+    """Restore the states of generators."""
+    for generator, state in zip(generators, states, strict=True):
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state)
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
+        else:
+            generator.bit_generator.state = state
+
+
 def _state(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
-
-
-def _set(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.bit_generator.state = state
 
 
 def _seed(generator: Any, seed: int) -> None:

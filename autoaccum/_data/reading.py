@@ -1,8 +1,8 @@
 """Says what the lists in a loader's batch are: samples, or the fields of samples. Cuts nothing.
 
 `torch.utils.data.default_collate` makes lists of fields ([ids, mask, labels]); a collator for samples of unlike shapes
-makes lists of samples (images beside their dictionaries of boxes). Whatever else can be read both ways is refused,
-since the wrong reading trains on something else without an error.
+makes lists of tensors beside lists of mappings (images and their boxes). Whatever else can be read both ways is
+refused, since the wrong reading trains on something else without an error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from autoaccum._data.nesting import holds_tensor, tensors_in
+from autoaccum._data.nesting import form_of, holds_tensor, tensors_in
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -74,27 +74,22 @@ def _reading_of(batch: Any, members: Sequence[Any], lists: Sequence[Any], of_ten
     """Return the reading of lists that hold tensors; None if it is open."""
     samples = len(of_tensors[0])
     tensors = [one for one in members if isinstance(one, Tensor) and one.dim()]
-    beside = [one for one in lists if len(one) == samples]
-    inside = [tensor for one in of_tensors for item in one for tensor in tensors_in(item) if tensor.dim()]
-    can_be_samples = all(len(one) == samples for one in (*of_tensors, *tensors)) and bool(tensors or len(beside) > 1)
-    can_be_fields = len({tensor.shape[0] for tensor in (*tensors, *inside)}) <= 1
+    sizes = {len(one) for one in (*of_tensors, *tensors)}
+    can_be_samples = sizes == {samples} and (tensors or sum(len(one) == samples for one in lists) > 1)
+    inside = [tensor for tensor in tensors_in(of_tensors) if tensor.dim()]
+    can_be_fields = len({len(one) for one in (*tensors, *inside)}) <= 1
+    kinds = [set(map(form_of, one)) for one in of_tensors]
     has_mappings = any(isinstance(item, Mapping) for one in of_tensors for item in one)
-    has_tensors = any(all(isinstance(item, Tensor) for item in one) for one in of_tensors)
+    has_tensors = any(isinstance(one[0], Tensor) for one in of_tensors)
     if can_be_samples and has_mappings and (has_tensors or not can_be_fields):
         return _SAMPLES
     # default_collate makes lists, and no tuples, of what samples hold in tuples or lists.
     is_collated = type(batch) is list or (isinstance(batch, Mapping) and not tensors)
     is_collated = is_collated and samples > 1 and all(type(one) is list for one in of_tensors)
-    is_fields = not can_be_samples or (can_be_fields and (is_collated or not (has_mappings or _are_alike(of_tensors))))
+    # Lists of samples are alike, each by itself; fields may be.
+    looks_like_samples = has_mappings or (len(kinds) > 1 and all(len(forms) == 1 for forms in kinds))
+    is_fields = not can_be_samples or (can_be_fields and (is_collated or not looks_like_samples))
     return _FIELDS if is_fields and not any(map(_are_images, of_tensors)) else None
-
-
-def _are_alike(of_tensors: Sequence[Any]) -> bool:
-    """Whether several lists hold tensors of one kind each, as lists of samples do, and fields may."""
-    return len(of_tensors) > 1 and all(
-        len({(item.dtype, item.shape[1:]) if isinstance(item, Tensor) else type(item) for item in one}) == 1
-        for one in of_tensors
-    )
 
 
 def refuse_flattened(batch: Any) -> None:
@@ -130,14 +125,14 @@ def _sequences_by(positions: Tensor, mask: Any) -> int:
 
 
 def _look_like_samples(items: Sequence[Any]) -> bool:
+    """Whether the items of a list are images, or more values alike than a sample has fields."""
     first = items[0]
-    if all(isinstance(item, Mapping) for item in items):
-        return len(items) > _MANY_FIELDS and all(set(item) == set(first) for item in items)
-    if not all(isinstance(item, Tensor) for item in items):
-        return False
-    are_equal = all(item.shape == first.shape and item.dtype == first.dtype for item in items)
-    is_many = len(items) > _MANY_FIELDS and 1 < first.dim() <= _IMAGE_DIMS and _holds_values(first)
-    return (are_equal and is_many) or _are_images(items)
+    if len(items) <= _MANY_FIELDS or len(set(map(form_of, items))) > 1:
+        return _are_images(items)
+    if isinstance(first, Mapping):
+        return True
+    are_equal = isinstance(first, Tensor) and len({one.shape for one in items}) == 1
+    return are_equal and 1 < first.dim() <= _IMAGE_DIMS and _holds_values(first)
 
 
 def _are_images(items: Sequence[Any]) -> bool:
@@ -152,13 +147,13 @@ def _holds_values(tensor: Tensor) -> bool:
 
 
 def _open(items: Sequence[Any]) -> InvalidInputError:
-    tensors = tensors_in(items[0])
-    shapes = {tuple(tensor.shape) for item in items for tensor in tensors_in(item)}
-    shape = tuple(tensors[0].shape) if tensors else ()
+    shapes = [tuple(tensor.shape) for tensor in tensors_in(items)] or [()]
     kind = "tensors" if isinstance(items[0], Tensor) else "mappings" if isinstance(items[0], Mapping) else "items"
-    what = f"{kind} of shape {shape}" if len(shapes) == 1 else f"{kind} of {len(shapes)} shapes, {shape} the first"
-    number, fields = len(items), shape[0] if shape else 0
+    unlike = len(set(shapes))
+    what = f"shape {shapes[0]}" if unlike == 1 else f"{unlike} shapes, {shapes[0]} the first"
+    number, fields = len(items), shapes[0][0] if shapes[0] else 0
     return InvalidInputError(
-        f"a batch holds a {type(items).__name__} of {number} {what}: {number} samples, or {number} fields of {fields} "
-        "samples; pass split=autoaccum.ListOfSamples(collate) for samples, split=autoaccum.Along(0) for fields"
+        f"a batch holds a {type(items).__name__} of {number} {kind} of {what}: {number} samples, or {number} fields of "
+        f"{fields} samples; pass split=autoaccum.ListOfSamples(collate) for samples, split=autoaccum.Along(0) for "
+        "fields"
     )

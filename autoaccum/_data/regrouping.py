@@ -1,19 +1,33 @@
-"""Defines `windows`, which regroups a loader's batches for a loop of the user's own."""
+"""Regroups a loader's batches into windows of so many samples, or of about so many tokens in whole samples.
+
+A sample has as many tokens as it has labels that are not -100, where it has one for each token; without such labels, as
+many as its attention mask keeps; without a mask, as its largest tensor has elements, padding included.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._arguments import check_bool
-from autoaccum._data.batches import stream
-from autoaccum._data.loader_checks import check_loader
-from autoaccum._data.splits import ByDefault, check_split
-from autoaccum._data.token_windows import check_target, stream_of_tokens
+import torch
+
+from autoaccum._arguments import check_bool, check_positive_int, shown
+from autoaccum._data.batches import Window
+from autoaccum._data.loaders import check_loader
+from autoaccum._data.pieces import NestedPiece, Span
+from autoaccum._data.sample_sizes import elements_of
+from autoaccum._data.splits import ByDefault, check_split, piece_of
+from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from autoaccum._data.nesting import Path
+    from autoaccum._data.pieces import Piece, Split
 
-    from autoaccum._data.pieces import Split
+# The names of Transformers' collators, and what does not count in them.
+_LABELS = "labels"
+_COUNTED = {_LABELS: -100, "attention_mask": 0}
+_PAIR = 2
 
 
 def windows(
@@ -52,3 +66,130 @@ def windows(
     else:
         cut = stream_of_tokens(loader, target_tokens, drop_last=drop_last, split=split)
     return (window if window.carries_counts() else window.joined() for window in cut)
+
+
+def check_target(target_batch: int | None, target_tokens: int | None) -> None:
+    """Check the target of an update.
+
+    Raises:
+        InvalidInputError: There is no target, there are two, or it is not valid.
+    """
+    if target_tokens is None and target_batch is None:
+        raise InvalidInputError(
+            "there is no target: pass target_batch=, the samples of an update, or target_tokens=, its tokens"
+        )
+    if target_tokens is not None and target_batch is not None:
+        raise InvalidInputError(
+            f"target_batch={shown(target_batch)} and target_tokens={shown(target_tokens)} are two targets of one "
+            "update; pass one of them"
+        )
+    if target_tokens is not None:
+        check_positive_int("target_tokens", target_tokens)
+    else:
+        check_positive_int("target_batch", target_batch)
+
+
+def stream(
+    batches: Iterable[Any],
+    target_batch: int | Iterable[int],
+    *,
+    drop_last: bool = False,
+    skip: int = 0,
+    split: Split | None = None,
+) -> Iterator[Window]:
+    """Regroup batches into `Window`s without joining them; arguments as for `windows`, already checked.
+
+    The first `skip` samples of the first batch are left out: in a resumed loader, an earlier window has used them.
+    `target_batch` may be an iterable of one size per window.
+    """
+    sizes = itertools.repeat(target_batch) if isinstance(target_batch, int) else iter(target_batch)
+    spans: list[Span] = []
+    missing = 0
+    for batch in batches:
+        piece = piece_of(batch, split)
+        start, skip = skip, 0
+        while start < piece.samples:
+            if missing == 0:
+                missing = next(sizes)  # only once there is a sample: the size is not known before
+            stop = min(piece.samples, start + missing)
+            spans.append(Span(piece, start, stop))
+            missing -= stop - start
+            start = stop
+            if missing == 0:
+                yield Window.of_spans(spans, split, stop if stop < piece.samples else None)
+                spans = []
+    if spans and not drop_last:
+        yield Window.of_spans(spans, split)
+
+
+def stream_of_tokens(
+    batches: Iterable[Any], target: int, *, drop_last: bool = False, skip: int = 0, split: Split | None = None
+) -> Iterator[Window]:
+    """Regroup batches into windows of as many whole samples as come nearest to a target of tokens.
+
+    Args:
+        batches: A loader's batches.
+        target: Tokens per window.
+        drop_last: As for `fit`: whether to leave out a last window that ends before its target.
+        skip: As for `stream`.
+        split: As for `fit`, already checked.
+    """
+    spans: list[Span] = []
+    held = 0
+    for batch in batches:
+        piece = piece_of(batch, split)
+        start, skip = skip, 0
+        for at, tokens in enumerate(tokens_of(piece)[start:], start):
+            # The window ends before a sample that would take it farther from its target than it is.
+            if held and held + tokens - target > target - held:
+                yield Window.of_spans([*spans, Span(piece, start, at)] if at > start else spans, split, at)
+                spans, held, start = [], 0, at
+            held += tokens
+            if held >= target:
+                spans.append(Span(piece, start, at + 1))
+                yield Window.of_spans(spans, split, at + 1 if at + 1 < piece.samples else None)
+                spans, held, start = [], 0, at + 1
+        if start < piece.samples:
+            spans.append(Span(piece, start, piece.samples))
+    if spans and held and not drop_last:  # samples of which no token counts add nothing
+        yield Window.of_spans(spans, split)
+
+
+def tokens_of(piece: Piece) -> list[int]:
+    """Return the tokens of each sample in a batch, or in a list of samples.
+
+    Raises:
+        InvalidInputError: The batch is neither tensors nor a list of samples.
+    """
+    if isinstance(piece, NestedPiece):
+        cut = piece.by_sample()
+        for name, void in _COUNTED.items():
+            for path, columns in cut:
+                is_class = columns.dim() == 1 or (name == _LABELS and columns.is_floating_point())
+                if not is_class and _is_named(name, path, piece.batch):
+                    counts: list[int] = (columns != void).flatten(1).sum(1).tolist()
+                    return counts
+        largest = max((tensor.numel() for tensor in piece.tensors()), default=0)
+        return [largest // max(piece.samples, 1)] * piece.samples
+    if isinstance(piece.batch, list | tuple) and len(piece.batch) == piece.samples:
+        return list(map(_of_sample, piece.batch))
+    raise InvalidInputError(
+        f"target_tokens= cannot tell the tokens of each sample in a {type(piece.batch).__name__}; have the loader "
+        "yield tensors, or lists of samples (collate_fn=list, split=autoaccum.ListOfSamples(collate))"
+    )
+
+
+def _is_named(name: str, path: Path, batch: Any) -> bool:
+    """Whether the tensor at a path has a name in a mapping, or is the labels as the targets of a pair."""
+    if isinstance(batch, list | tuple) and path == (1,):
+        return name == _LABELS and len(batch) == _PAIR
+    return len(path) <= _PAIR and path[-1:] == (name,)
+
+
+def _of_sample(sample: Any) -> int:
+    for name, void in _COUNTED.items() if isinstance(sample, Mapping) else ():
+        if name in sample:
+            values = torch.as_tensor(sample[name])
+            if values.dim():
+                return int((values != void).sum())
+    return elements_of(sample)

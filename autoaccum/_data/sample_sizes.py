@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from autoaccum._data.batches import Window
 from autoaccum._data.nesting import tensors_in
-from autoaccum._data.splits import ListOfSamples, piece_of
+from autoaccum._data.splits import ListOfSamples
 
 if TYPE_CHECKING:
-    from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
 
 
@@ -47,4 +47,6 @@ def largest_first(window: Window) -> Window:
     samples = [sample for part in window.raw() for sample in part]
     sizes = list(map(elements_of, samples))
     order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
-    return window.of_one(piece_of([samples[index] for index in order], window.split), places=order)
+    found = Window.of_checked([[samples[index] for index in order]], window.split)
+    found.places = order
+    return found

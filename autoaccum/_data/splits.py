@@ -11,13 +11,13 @@ from torch import Tensor
 
 from autoaccum._arguments import check_call, check_function, shown
 from autoaccum._data.nesting import shapes_of
-from autoaccum._data.pieces import NestedPiece, Piece, Span, Split, SplitPiece
+from autoaccum._data.pieces import NestedPiece, Piece, Span, Split
 from autoaccum._data.reading import Reading
 from autoaccum._system import exceptions
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from autoaccum._data.pieces import Dims
 
@@ -64,7 +64,7 @@ class Along:
 
     def piece(self, batch: Any) -> NestedPiece:
         """Return a batch of the loader, ready to be cut."""
-        return NestedPiece(batch, self.dims, weigh=getattr(self, "weight", None))
+        return NestedPiece(batch, self, self.dims)
 
     def count(self, batch: Any) -> int:
         """Return the number of samples in a batch.
@@ -77,8 +77,7 @@ class Along:
     def cut(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         """Return consecutive parts of a batch, one for each size; tensors are views."""
         piece = self.piece(batch)
-        stops = list(itertools.accumulate(sizes))
-        return [piece.cut(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+        return [piece.cut(start, stop) for start, stop in _bounds(sizes)]
 
     def join(self, batches: Sequence[Any]) -> Any:
         """Return the concatenation of parts."""
@@ -134,8 +133,7 @@ class ListOfSamples:
 
     def cut(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         """Return consecutive parts of the list."""
-        stops = list(itertools.accumulate(sizes))
-        return [batch[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
+        return [batch[start:stop] for start, stop in _bounds(sizes)]
 
     def join(self, batches: Sequence[Any]) -> Any:
         """Return one or more lists of samples, collated; from copies, since collators take items out of samples."""
@@ -183,7 +181,7 @@ class ByDefault(Along):
 
     def piece(self, batch: Any) -> NestedPiece:
         """Return a batch, ready to be cut."""
-        return NestedPiece(batch, reading=self._reading)
+        return NestedPiece(batch, self, reading=self._reading)
 
 
 def is_first(split: Split | None) -> bool:
@@ -203,16 +201,20 @@ def piece_of(batch: Any, split: Split | None) -> Piece:
         InvalidInputError: The batch cannot be counted or cut.
     """
     split = split or ByDefault()
-    return split.piece(batch) if isinstance(split, Along) else SplitPiece(batch, split)
+    return split.piece(batch) if isinstance(split, Along) else Piece(batch, split)
 
 
 def _numbers_in(dims: Any) -> list[Any]:
     """Return the dimensions in a nesting, without None."""
-    if isinstance(dims, Mapping):
-        return [number for value in dims.values() for number in _numbers_in(value)]
-    if isinstance(dims, list | tuple):
-        return [number for value in dims for number in _numbers_in(value)]
+    if isinstance(dims, Mapping | list | tuple):
+        values = dims.values() if isinstance(dims, Mapping) else dims
+        return [number for value in values for number in _numbers_in(value)]
     return [] if dims is None else [dims]
+
+
+def _bounds(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Return where each of several consecutive parts begins and ends."""
+    return itertools.pairwise(itertools.accumulate(sizes, initial=0))
 
 
 # Tensors whose first dimension is known to index the samples, such as a model's outputs.

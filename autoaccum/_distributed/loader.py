@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from autoaccum._data.loader_state import generators_of
+from autoaccum._data.loaders import generators_of
 from autoaccum.errors import CheckpointError, InvalidInputError
 
 if TYPE_CHECKING:

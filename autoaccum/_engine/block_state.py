@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum._data.random_state import OwnGenerators, RandomState
+from autoaccum._data.random_state import RandomState, set_states, states_of
 from autoaccum._oom import is_device_lost, is_oom, is_too_large
 from autoaccum.errors import SavingRefusedError
 
@@ -36,7 +36,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 class _Taken(NamedTuple):
     random: tuple[Any, ...]
-    generators: OwnGenerators
+    generators: tuple[Any, ...]
     names: list[tuple[dict[str, Any], dict[str, Any]]]
     contents: list[tuple[Any, Any]]
     values: list[tuple[Any, Any]]
@@ -131,7 +131,6 @@ class Before(AbstractContextManager[None]):
             keeps_graphs: Whether results of the model that its modules hold are taken with their graph, or their values
                 alone. Those of an earlier step would keep that step.
         """
-        self._random.take()
         kept = _as_it_is if keeps_graphs else _without_graph
         names = [
             (holder, {name: kept(value) for name, value in holder.items()})
@@ -140,8 +139,8 @@ class Before(AbstractContextManager[None]):
         ]
         held = [value for holder, _ in names for name, value in holder.items() if name not in _OF_EVERY_MODULE]
         return _Taken(
-            self._random.taken,
-            OwnGenerators(self._generators),
+            self._random.take(),
+            states_of(self._generators),
             names,
             [(value, _copied(value, kept)) for value in held if type(value) in _CONTAINERS],
             [(value, _values_of(value)) for value in held if _is_copied(value)],
@@ -156,9 +155,8 @@ class Before(AbstractContextManager[None]):
         return [*large, *tuples, *(one for copied in contents for one in _members(copied))]
 
     def _put_back(self, taken: _Taken) -> None:
-        self._random.assume(taken.random)
-        self._random.put_back()
-        taken.generators.put_back()
+        self._random.put_back(taken.random)
+        set_states(self._generators, taken.generators)
         for holder, own in taken.names:
             holder.update(own)
             for added in holder.keys() - own.keys():

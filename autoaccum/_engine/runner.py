@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum import _oom
 from autoaccum._arguments import check_one_batch, shown
 from autoaccum._data.batches import as_window
-from autoaccum._data.loader_checks import check_loader
+from autoaccum._data.loaders import check_loader
 from autoaccum._data.random_state import RandomState
 from autoaccum._data.sample_sizes import largest_first
 from autoaccum._data.splits import ListOfSamples

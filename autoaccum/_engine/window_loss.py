@@ -290,11 +290,9 @@ class WholeWindow:
                 batch = next(feed)
                 self._step.stage.phase = Phase.FORWARD
                 if start in states:
-                    self._random.assume(states[start])
-                    self._random.put_back()
+                    self._random.put_back(states[start])
                 else:
-                    self._random.take()
-                    states[start] = self._random.taken
+                    states[start] = self._random.take()
                 yield start, size, batch
                 del batch
                 start += size

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from torch import nn
 
 from autoaccum._arguments import check_call
+from autoaccum._data.regrouping import check_target, tokens_of
 from autoaccum._data.splits import piece_of
-from autoaccum._data.token_windows import check_target, tokens_of
 from autoaccum._training.api import fit
 from autoaccum.errors import InvalidInputError
 

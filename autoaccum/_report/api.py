@@ -23,7 +23,7 @@ from autoaccum._arguments import (
     shown,
 )
 from autoaccum._data.batches import count
-from autoaccum._data.loader_checks import check_loader
+from autoaccum._data.loaders import check_loader
 from autoaccum._data.sample_sizes import by_size
 from autoaccum._data.splits import is_first
 from autoaccum._engine import devices, optimizers

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum._data.batches import count
-from autoaccum._data.peeking import left_as_it_was
+from autoaccum._data.loaders import left_as_it_was
 from autoaccum._report.records import LoaderFacts
 
 if TYPE_CHECKING:

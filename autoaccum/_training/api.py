@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from autoaccum._arguments import check_bool, check_positive_int, shown
-from autoaccum._data.loader_checks import check_loader
-from autoaccum._data.peeking import can_be_read_once
-from autoaccum._data.token_windows import check_target
+from autoaccum._data.loaders import can_be_read_once, check_loader
+from autoaccum._data.regrouping import check_target
 from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
 from autoaccum._distributed.process_group import joined
 from autoaccum._engine import devices, optimizers

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._data.loader_checks import keeps_order, unlike_batch_size
+from autoaccum._data.loaders import keeps_order, unlike_batch_size
 from autoaccum._data.random_state import RandomState
 from autoaccum._engine import devices
 from autoaccum._engine.finiteness import Finiteness

@@ -8,8 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._data.batches import Window, stream
-from autoaccum._data.token_windows import stream_of_tokens
+from autoaccum._data.regrouping import stream, stream_of_tokens
 from autoaccum.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from autoaccum._data.batches import Window
     from autoaccum._data.loader_state import Track
     from autoaccum._data.pieces import Split
     from autoaccum._distributed.process_group import Ranks

@@ -344,13 +344,9 @@ class TrainingProgress:
         )
 
     def _random_states(self) -> RandomStates | None:
-        if self._random is None:
-            return None
-        self._random.take()
-        return self._random.taken
+        return None if self._random is None else self._random.take()
 
     def _set_random(self, states: RandomStates | None) -> None:
         assert self._random is not None
         assert states is not None
-        self._random.assume(states)
-        self._random.put_back()
+        self._random.put_back(states)

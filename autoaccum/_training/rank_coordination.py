@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._data.batches import Window, stream
-from autoaccum._data.token_windows import stream_of_tokens, tokens_of
+from autoaccum._data.batches import Window
+from autoaccum._data.regrouping import stream, stream_of_tokens, tokens_of
 from autoaccum._distributed import dcp
 from autoaccum._distributed.consistency import look_at_data
 from autoaccum._distributed.data_parallel import DataParallel
@@ -122,7 +122,7 @@ class SeveralRanks(OneProcess):
     @property
     def at_end(self) -> Window:
         """An empty window, a new object each time, since ranks tell windows apart by identity."""
-        return Window.empty()
+        return Window.of_spans((), None)
 
     @property
     def decides(self) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
-from autoaccum._data.loader_state import generators_of
+from autoaccum._data.loaders import generators_of
 from autoaccum._data.random_state import RandomState
 
 if TYPE_CHECKING:

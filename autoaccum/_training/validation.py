@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._data.loader_state import generators_of
-from autoaccum._data.peeking import can_be_looked_at, left_as_it_was
-from autoaccum._data.random_state import OwnGenerators
+from autoaccum._data.loaders import can_be_looked_at, generators_of, left_as_it_was
+from autoaccum._data.random_state import set_states, states_of
 from autoaccum._engine import devices
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.savepoint import Savepoint
@@ -79,8 +78,7 @@ class Validation:
             return
         if not can_be_looked_at(self._val_loader):
             return
-        self._random.take()
-        before = self._random.taken
+        before = self._random.take()
         mark = Savepoint(self._step.objective.modules, self._step.memory.device, self._step.objective.functions)
         mark.take()
         try:
@@ -91,8 +89,7 @@ class Validation:
                 self._evaluator.try_out(drawn(self._val_loader, self._step.memory), most)
         finally:
             mark.restore()
-            self._random.assume(before)
-            self._random.put_back()
+            self._random.put_back(before)
 
     def run(self, trained_size: int) -> Evaluation:
         """Evaluate and restore the random state; on failure, also restore buffers if checkpoints are written.
@@ -101,9 +98,9 @@ class Validation:
             trained_size: The micro-batch of the training, with which the evaluation begins.
         """
         # A loader draws a seed for its workers, and a model may draw random numbers in evaluation mode too.
-        self._random.take()
-        before = self._random.taken
-        own = OwnGenerators(generators_of(self._part) if self._is_between_windows else ())
+        before = self._random.take()
+        generators = generators_of(self._part) if self._is_between_windows else []
+        own = states_of(generators)
         mark = None
         if self._is_kept:
             mark = Savepoint(self._step.objective.modules, self._step.memory.device, self._step.objective.functions)
@@ -114,7 +111,6 @@ class Validation:
             if mark is not None:
                 mark.restore()
             raise
-        own.put_back()
-        self._random.assume(before)
-        self._random.put_back()
+        set_states(generators, own)
+        self._random.put_back(before)
         return evaluation

@@ -20,27 +20,17 @@ def boxes(number, each=2):
     return [{"boxes": torch.rand(each, 4), "labels": torch.ones(each, dtype=torch.long)} for _ in range(number)]
 
 
-@pytest.mark.parametrize(
-    ("batch", "samples"),
-    [
-        ((images(5), boxes(5, 3)), 5),
-        ((tuple(images(5)), tuple(boxes(5, 3))), 5),
-        ([images(5), boxes(5, 3)], 5),
-        ((images(1), boxes(1)), 1),
-        ((torch.rand(4, *IMAGE), boxes(4)), 4),
-        ({"pixel_values": torch.rand(4, *IMAGE), "labels": boxes(4)}, 4),
-        (BatchEncoding({"pixel_values": torch.rand(4, *IMAGE), "labels": boxes(4)}), 4),
-    ],
-    ids=[
-        "images with dictionaries",
-        "as tuples",
-        "as a list of lists",
-        "one image",
-        "stacked images with dictionaries",
-        "mapping",
-        "BatchEncoding",
-    ],
-)
+SAMPLES = {
+    "images with dictionaries": ((images(5), boxes(5, 3)), 5),
+    "as tuples": ((tuple(images(5)), tuple(boxes(5, 3))), 5),
+    "as a list of lists": ([images(5), boxes(5, 3)], 5),
+    "one image": ((images(1), boxes(1)), 1),
+    "stacked images with dictionaries": ((torch.rand(4, *IMAGE), boxes(4)), 4),
+    "BatchEncoding": (BatchEncoding({"pixel_values": torch.rand(4, *IMAGE), "labels": boxes(4)}), 4),
+}
+
+
+@pytest.mark.parametrize(("batch", "samples"), SAMPLES.values(), ids=SAMPLES)
 def test_list_beside_targets_of_its_length_holds_samples(batch, samples):
     assert count(batch) == samples
 
@@ -56,56 +46,39 @@ def test_lists_of_samples_are_cut_and_joined():
     assert len(window.tensors()) == 3 * 5
 
 
-@pytest.mark.parametrize(
-    "samples",
-    [
-        [(torch.rand(10), torch.rand(1)) for _ in range(32)],
-        [tuple(torch.randint(9, (7,)) for _ in range(3)) for _ in range(32)],
-        [(torch.rand(10), torch.rand(10), torch.rand(10)) for _ in range(32)],
-        [([torch.rand(3, 8, 8) for _ in range(12)], 1) for _ in range(32)],
-        [((torch.rand(5), torch.rand(5)), (torch.rand(1), torch.rand(1))) for _ in range(32)],
-        [({"ids": torch.rand(4)}, {"ids": torch.rand(4)}, {"ids": torch.rand(4)}) for _ in range(32)],
-        [{"ids": torch.rand(4), "views": [torch.rand(3), torch.rand(3)]} for _ in range(32)],
-    ],
-    ids=["pair", "ids, mask, labels", "three inputs", "twelve views", "two inputs, two targets", "triplet", "views"],
-)
-def test_what_default_collate_makes_is_read_by_its_first_dimension(samples):
-    assert count(default_collate(samples)) == 32
+COLLATED = {
+    "pair": lambda: (torch.rand(10), torch.rand(1)),
+    "ids, mask, labels": lambda: tuple(torch.randint(9, (7,)) for _ in range(3)),
+    "three inputs": lambda: (torch.rand(10), torch.rand(10), torch.rand(10)),
+    "twelve views": lambda: ([torch.rand(3, 8, 8) for _ in range(12)], 1),
+    "two inputs, two targets": lambda: ((torch.rand(5), torch.rand(5)), (torch.rand(1), torch.rand(1))),
+    "triplet": lambda: ({"ids": torch.rand(4)}, {"ids": torch.rand(4)}, {"ids": torch.rand(4)}),
+    "views": lambda: {"ids": torch.rand(4), "views": [torch.rand(3), torch.rand(3)]},
+}
 
 
-@pytest.mark.parametrize(
-    ("batch", "samples", "fields"),
-    [
-        (images(5), 5, 3),
-        (images(16, 100, 5), 16, 100),
-        ([torch.rand(3, 8, 9), torch.rand(3, 7, 8), torch.rand(3, 5, 5)], 3, 3),
-        (([torch.rand(3, 8, 9), torch.rand(3, 7, 8)], [torch.rand(8, 9), torch.rand(7, 8)]), 2, 3),
-        (([torch.rand(7, 6)], [torch.rand(7)]), 1, 7),
-        ((images(4, 7, 6), images(4, 7)), 4, 7),
-        ({"images": images(5)}, 5, 3),
-        ((torch.rand(2, *IMAGE), boxes(2, 2)), 2, 2),
-        ((images(3), torch.zeros(3)), 3, 3),
-        ((images(5), torch.zeros(5)), 5, 3),
-        ((images(5), images(5, 3, 8, 8)), 5, 3),
-        ((images(5), [0, 1, 0, 1, 1]), 5, 3),
-        ([{"image": image} for image in images(9)], 9, 3),
-    ],
-    ids=[
-        "images",
-        "many spectrograms",
-        "images of unlike sizes",
-        "images and masks of unlike sizes",
-        "one sequence",
-        "sequences and tags",
-        "images in a mapping",
-        "as many boxes as images",
-        "as many images as channels",
-        "images with labels",
-        "images and masks",
-        "images and numbers",
-        "many dictionaries",
-    ],
-)
+@pytest.mark.parametrize("sample", COLLATED.values(), ids=COLLATED)
+def test_what_default_collate_makes_is_read_by_its_first_dimension(sample):
+    assert count(default_collate([sample() for _ in range(32)])) == 32
+
+
+OPEN = {
+    "images": (images(5), 5, 3),
+    "many spectrograms": (images(16, 100, 5), 16, 100),
+    "images of unlike sizes": ([torch.rand(3, 8, 9), torch.rand(3, 7, 8), torch.rand(3, 5, 5)], 3, 3),
+    "one sequence": (([torch.rand(7, 6)], [torch.rand(7)]), 1, 7),
+    "sequences and tags": ((images(4, 7, 6), images(4, 7)), 4, 7),
+    "images in a mapping": ({"images": images(5)}, 5, 3),
+    "as many boxes as images": ((torch.rand(2, *IMAGE), boxes(2, 2)), 2, 2),
+    "as many images as channels": ((images(3), torch.zeros(3)), 3, 3),
+    "images with labels": ((images(5), torch.zeros(5)), 5, 3),
+    "images and masks": ((images(5), images(5, 3, 8, 8)), 5, 3),
+    "images and numbers": ((images(5), [0, 1, 0, 1, 1]), 5, 3),
+    "many dictionaries": ([{"image": image} for image in images(9)], 9, 3),
+}
+
+
+@pytest.mark.parametrize(("batch", "samples", "fields"), OPEN.values(), ids=OPEN)
 def test_list_that_can_be_read_both_ways_is_refused_with_both_readings(batch, samples, fields):
     with pytest.raises(InvalidInputError) as caught:
         count(batch)
@@ -114,6 +87,7 @@ def test_list_that_can_be_read_both_ways_is_refused_with_both_readings(batch, sa
     assert f"{samples} samples, or {samples} fields of {fields} samples" in message
     assert "split=autoaccum.ListOfSamples(collate)" in message
     assert "split=autoaccum.Along(0)" in message
+    assert autoaccum.Along(0).count(images(5)) == 3
 
 
 def levels(samples):
@@ -123,32 +97,15 @@ def levels(samples):
 
 
 def test_first_batch_decides_how_those_of_its_form_are_read():
-    window = Window([levels(4), levels(3)])
+    fields = Window([levels(4), levels(3)])
+    samples = Window([(torch.rand(4, *IMAGE), boxes(4)), (torch.rand(2, *IMAGE), boxes(2, 2))])
+    triplets = Window([[torch.rand(number, 6, 2) for _ in range(3)] for number in (8, 8, 1)])
 
-    assert window.samples == 7
-    assert [len(one["image"]) for one in window] == [4, 3]
-
-
-def test_batches_of_samples_stay_lists_of_samples():
-    window = Window([(torch.rand(4, *IMAGE), boxes(4)), (torch.rand(2, *IMAGE), boxes(2, 2))])
-
-    assert window.samples == 6
-    assert [len(targets) for _, targets in window] == [4, 2]
-
-
-def test_batch_that_is_read_otherwise_than_those_before_is_refused():
+    assert [len(one["image"]) for one in fields] == [4, 3]
+    assert [len(targets) for _, targets in samples] == [4, 2]
+    assert (fields.samples, samples.samples, triplets.samples) == (7, 6, 17)
     with pytest.raises(InvalidInputError, match=r"hold samples, and those of batches before held fields.*split="):
         Window([levels(4), {"image": torch.rand(3, 5), "levels": boxes(3, 7)}])
-
-
-def test_last_batch_of_one_is_read_as_those_before():
-    triplets = [[torch.rand(samples, 6, 2) for _ in range(3)] for samples in (8, 8, 1)]
-
-    assert Window(triplets).samples == 17
-
-
-def test_along_the_first_dimension_reads_a_list_as_fields():
-    assert count(images(5), autoaccum.Along(0)) == 3
 
 
 @pytest.mark.parametrize("positions", [[0, 1, 2, 0, 1, 0, 1, 2, 3], [0, 0, 0]])

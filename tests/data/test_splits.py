@@ -1,6 +1,5 @@
 """Splits count, cut and join batches whose samples do not run along the first dimension of every tensor."""
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -12,8 +11,6 @@ from transformers import BatchEncoding
 
 import autoaccum
 from autoaccum._data.batches import Window, chosen, repeated
-from autoaccum._data.nesting import tensors_in
-from autoaccum._data.transfer import Transfer
 from autoaccum.errors import InvalidInputError
 
 
@@ -46,50 +43,27 @@ def test_along_counts_the_dimension_it_names(dims, batch):
 
 
 def test_along_cuts_and_joins_windows():
-    split = autoaccum.Along((1, 0))
+    split, whole = autoaccum.Along((1, 0)), time_first(6)
     window = Window([time_first(3), time_first(4, 3)], split)
 
     inputs, targets = window.cut(1, 6)
 
     assert window.groups() == [7]
     assert targets.tolist() == [1, 2, 3, 4, 5]
-    assert inputs.shape == (3, 5, 1)
     assert inputs[:, :, 0].tolist() == [[1, 2, 3, 4, 5]] * 3
+    assert all(map(torch.equal, split.join(split.cut(whole, [1, 3, 2])), whole))
+    assert Window([time_first(3, time=4), time_first(3, time=5)], split).groups() == [3, 3]
 
 
-def test_lists_beside_tensors_are_cut_along_their_only_dimension():
-    window = Window([{"frames": torch.zeros(3, 4), "names": list("abcd")}], autoaccum.Along(1))
+def test_what_all_samples_share_is_passed_on_whole_and_lists_are_cut():
+    batch = BatchEncoding({"frames": torch.zeros(3, 5), "mel": torch.zeros(5, 5), "names": list("abcde")})
 
-    assert window.cut(1, 3)["names"] == ["b", "c"]
+    cut = Window([batch], autoaccum.Along({"frames": 1, "mel": None, "names": 0})).cut(1, 3)
 
-
-def test_along_names_the_items_of_any_mapping():
-    batch = BatchEncoding({"frames": torch.zeros(3, 4), "labels": torch.arange(4)})
-
-    assert autoaccum.Along({"frames": 1, "labels": 0}).count(batch) == 4
-
-
-def test_along_joins_what_it_cut():
-    split, batch = autoaccum.Along((1, 0)), time_first(6)
-
-    joined = split.join(split.cut(batch, [1, 3, 2]))
-
-    assert all(map(torch.equal, joined, batch))
-
-
-def test_along_does_not_join_other_lengths_of_time():
-    window = Window([time_first(3, time=4), time_first(3, time=5)], autoaccum.Along((1, 0)))
-
-    assert window.groups() == [3, 3]
-    assert window.joined() is window
-
-
-def test_what_all_samples_share_is_passed_on_whole():
-    mel = torch.zeros(5, 5)
-    split = autoaccum.Along({"frames": 1, "mel": None})
-    window = Window([{"frames": torch.zeros(3, 5), "mel": mel}], split)
-
-    assert window.cut(0, 2)["mel"] is mel
+    assert cut["frames"].shape == (3, 2)
+    assert cut["mel"] is batch["mel"]
+    assert cut["names"] == ["b", "c"]
+    assert Window([dict(batch)], autoaccum.Along(1)).cut(1, 3)["names"] == ["b", "c"]
 
 
 @pytest.mark.parametrize("dims", [None, (), "1", -1, 1.0, True, (0, -2), {"a": None}])
@@ -119,41 +93,14 @@ def test_batch_that_the_dimensions_do_not_fit_is_refused(dims, batch, message):
 # --- lists of samples -------------------------------------------------------------------------------------------------
 
 
-def test_list_of_samples_is_collated_after_it_is_cut():
-    seen = []
-
-    def collate(samples):
-        seen.append(list(samples))
-        return torch.tensor(samples)
-
-    window = Window([[0, 1, 2], [3, 4, 5, 6]], autoaccum.ListOfSamples(collate))
-
-    assert window.cut(2, 5).tolist() == [2, 3, 4]
-    assert seen == [[2, 3, 4]]
-    assert window.groups() == [7]
-
-
-def test_collator_may_take_items_out_of_its_samples():
-    samples = [{"ids": 1, "length": 2}, {"ids": 3, "length": 4}]
+def test_list_of_samples_is_cut_and_its_parts_collated_from_copies():
+    samples = [{"ids": 1}, {"ids": 2}, {"ids": 3}]
     split = autoaccum.ListOfSamples(lambda given: torch.tensor([one.pop("ids") for one in given]))
-    window = Window([samples], split)
+    window = Window([samples, tuple(samples)], split)
 
-    assert window.cut(0, 2).tolist() == window.cut(0, 2).tolist() == [1, 3]
-    assert samples == [{"ids": 1, "length": 2}, {"ids": 3, "length": 4}]
-
-
-def test_parts_may_come_from_a_generator():
-    class Lazy(Text):
-        def cut(self, batch, sizes):
-            yield from super().cut(batch, sizes)
-
-    assert Window(["abcd"], Lazy()).cut(1, 3) == "bc"
-
-
-def test_tuple_of_samples_is_a_list_of_them():
-    split = autoaccum.ListOfSamples(torch.tensor)
-
-    assert Window([(0, 1, 2)], split).cut(1, 3).tolist() == [1, 2]
+    assert window.groups() == [6]
+    assert window.cut(2, 5).tolist() == window.cut(2, 5).tolist() == [3, 1, 2]
+    assert samples == [{"ids": 1}, {"ids": 2}, {"ids": 3}]
 
 
 def test_collated_batch_is_no_list_of_samples():
@@ -178,7 +125,7 @@ class Text:
 
     def cut(self, batch, sizes):
         bounds = np.cumsum([0, *sizes])
-        return [batch[start:stop] for start, stop in itertools.pairwise(bounds)]
+        yield from (batch[start:stop] for start, stop in itertools.pairwise(bounds))
 
     def join(self, batches):
         return "".join(batches)
@@ -194,15 +141,8 @@ def test_split_of_ones_own_cuts_windows():
     assert window.part(2, 6).raw() == ["c", "def"]
     assert window.chosen([6, 0, 0]).cut(0, 3) == "gaa"
     assert window.joined() is window
-
-
-def test_windows_of_a_split_of_ones_own_are_windows():
-    made = list(autoaccum.windows(["abc", "defg", "h"], 5, split=Text()))
-
+    made = autoaccum.windows(["abc", "defg", "h"], 5, split=Text())
     assert [(one.cut(0, one.samples), one.samples) for one in made] == [("abcde", 5), ("fgh", 3)]
-
-
-def test_samples_are_repeated_and_chosen():
     assert repeated("abc", 7, Text()) == "abcabca"
     assert chosen("abc", [2, 0], Text()) == "ca"
 
@@ -240,42 +180,30 @@ def test_what_is_no_split_is_refused(split, found):
         ("cut", lambda batch: [batch], r"\(batch, sizes\)"),
         ("join", lambda one, other: one, r"\(batches\)"),
         ("weight", lambda: 3, r"\(batch\)"),
+        ("weight", 3, None),
     ],
 )
 def test_method_that_takes_other_arguments_is_refused(name, function, called):
     split = Text()
     setattr(split, name, function)
 
-    with pytest.raises(InvalidInputError, match=rf"split\.{name}=.* is called with {called}, but takes"):
+    message = rf"split\.{name}=.* is called with {called}, but takes" if called else "weight is no function"
+    with pytest.raises(InvalidInputError, match=message):
         autoaccum.windows(["abc"], 2, split=split)
 
 
 def test_collator_that_fails_on_collated_tensors_says_what_the_loader_should_do():
-    batch = [torch.zeros(6, 2), torch.zeros(6)]
-
-    with pytest.raises(RuntimeError) as caught:
-        autoaccum.ListOfSamples(default_collate).join([batch])
-
-    assert "shapes 0: (6, 2), 1: (6,)" in caught.value.__notes__[0]
-    assert "pass collate_fn=list" in caught.value.__notes__[0]
-
-
-def test_collator_that_fails_on_samples_fails_as_it_does():
     def fails(samples):
         raise KeyError("label")
 
-    with pytest.raises(KeyError) as caught:
+    with pytest.raises(RuntimeError) as caught:
+        autoaccum.ListOfSamples(default_collate).join([[torch.zeros(6, 2), torch.zeros(6)]])
+    with pytest.raises(KeyError) as of_samples:
         autoaccum.ListOfSamples(fails).join([[{"image": torch.zeros(2)}]])
 
-    assert not hasattr(caught.value, "__notes__")
-
-
-def test_weight_that_is_no_function_is_refused():
-    split = Text()
-    split.weight = 3
-
-    with pytest.raises(InvalidInputError, match=r"weight is no function"):
-        Window(["abc"], split)
+    assert "shapes 0: (6, 2), 1: (6,)" in caught.value.__notes__[0]
+    assert "pass collate_fn=list" in caught.value.__notes__[0]
+    assert not hasattr(of_samples.value, "__notes__")
 
 
 def test_weights_add_up_over_pieces():
@@ -283,53 +211,3 @@ def test_weights_add_up_over_pieces():
 
     assert Window([[1, 2], [3, 4, 5]], split).weight(1, 4) == 9.0
     assert Window([torch.arange(4)], autoaccum.Along(0, weight=lambda part: part.sum())).weight(1, 3) == 3.0
-
-
-# --- objects with tensors inside --------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Record:
-    inputs: torch.Tensor
-    name: str
-
-
-class Graph:
-    def __init__(self, nodes):
-        self.nodes = nodes
-
-    def to(self, device):
-        return Graph(self.nodes.to(device))
-
-
-class Stubborn:
-    def __init__(self):
-        self.nodes = torch.zeros(2)
-
-
-def test_tensors_inside_of_objects_are_found():
-    batch = (torch.zeros(1), Record(torch.zeros(2), "a"), Graph(torch.zeros(3)))
-
-    assert [len(tensor) for tensor in tensors_in(batch)] == [1, 2, 3]
-
-
-def test_objects_are_moved_to_the_device():
-    batch = (Record(torch.zeros(2), "a"), Graph(torch.zeros(3)), rnn.pack_sequence([torch.zeros(3, 2)]))
-
-    record, graph, packed = Transfer(torch.device("meta")).place(batch)
-
-    assert {one.device.type for one in (record.inputs, graph.nodes, packed.data)} == {"meta"}
-    assert record.name == "a"
-
-
-def test_what_is_collated_is_moved_to_the_device_also_from_samples_without_tensors():
-    window = Window([[1, 2, 3]], autoaccum.ListOfSamples(torch.tensor))
-
-    (batch,) = Transfer(torch.device("meta")).feed(window, [3])
-
-    assert batch.device.type == "meta"
-
-
-def test_object_that_cannot_be_moved_is_named():
-    with pytest.raises(InvalidInputError, match=r"holds a Stubborn.*method to\(device\)"):
-        Transfer(torch.device("meta")).place(Stubborn())

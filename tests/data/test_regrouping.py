@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autoaccum
+from autoaccum._data.regrouping import stream, stream_of_tokens, tokens_of
 from autoaccum._data.splits import piece_of
-from autoaccum._data.token_windows import stream_of_tokens, tokens_of
 from autoaccum.errors import InvalidInputError
 from ragged import padded, texts
 
@@ -44,57 +44,41 @@ def test_no_other_end_of_a_window_is_nearer_to_its_target(lengths, size, target)
             assert miss <= abs(sum(window[:-1]) - target)
 
 
-def test_last_window_that_ends_early_is_left_out_on_demand():
+def test_windows_end_with_the_data_begin_after_what_was_used_and_hold_at_least_a_sample():
     batches = batches_of([5, 5, 5, 5, 5], 2)
+    void = [padded(texts(4, 6)), padded(texts(3, 3))]
+    void[1]["labels"][:] = -100
 
     assert [sum(labels_of(window)) for window in windows_of(batches, 10)] == [10, 10, 5]
     assert [sum(labels_of(window)) for window in windows_of(batches, 10, drop_last=True)] == [10, 10]
-
-
-def test_last_samples_of_which_nothing_counts_are_no_window():
-    batches = [padded(texts(4, 6)), padded(texts(3, 3))]
-    batches[1]["labels"][:] = -100
-
-    assert [window.samples for window in stream_of_tokens(batches, 10)] == [2]
-
-
-def test_first_samples_are_skipped():
-    batches = batches_of([5, 6, 7, 8], 4)
-
-    assert [labels_of(window) for window in windows_of(batches, 15, skip=1)] == [[6, 7], [8]]
-
-
-def test_sample_above_the_target_is_a_window():
+    assert [window.samples for window in windows_of(void, 10)] == [2]
+    assert [labels_of(window) for window in windows_of(batches_of([5, 6, 7, 8], 4), 15, skip=1)] == [[6, 7], [8]]
     assert [labels_of(window) for window in windows_of(batches_of([50, 2, 3], 3), 5)] == [[50], [2, 3]]
+
+
+def test_window_says_how_much_of_the_last_batch_is_used():
+    tokens = windows_of(batches_of([5, 5, 5, 3, 9], 2), 10)
+    samples = list(stream(batches_of([5, 5, 5, 3, 9], 2), 3))
+
+    assert [(window.samples, window.used) for window in tokens] == [(2, None), (2, 0), (1, None)]
+    assert [(window.samples, window.used) for window in samples] == [(3, 1), (2, None)]
 
 
 def test_labels_are_counted_before_the_mask_and_that_before_elements():
     batch = padded(texts(4, 6))
-    batch["labels"][:, :2] = -100
+    by_time = {name: tensor.T for name, tensor in batch.items()}
+    pair = (torch.zeros(2, 3), torch.tensor([[1, 2, -100], [1, -100, -100]]))
+    masked = batch["labels"].clone()
+    masked[:, :2] = -100
 
-    assert tokens_of(piece_of(batch, None)) == [2, 4]
+    assert tokens_of(piece_of(batch | {"labels": masked}, None)) == [2, 4]
+    assert tokens_of(piece_of(pair, None)) == [2, 1]
+    assert tokens_of(piece_of(by_time, autoaccum.Along(1))) == [4, 6]
+    assert tokens_of(piece_of(batch | {"labels": torch.tensor([1, 2])}, None)) == [4, 6]  # one for each sample
     del batch["labels"]
     assert tokens_of(piece_of(batch, None)) == [4, 6]
     del batch["attention_mask"]
     assert tokens_of(piece_of(batch, None)) == [6, 6]
-
-
-def test_labels_that_are_one_for_each_sample_are_no_tokens():
-    batch = padded(texts(4, 6)) | {"labels": torch.tensor([1, 2])}
-
-    assert tokens_of(piece_of(batch, None)) == [4, 6]
-
-
-def test_targets_of_a_pair_are_counted():
-    targets = torch.tensor([[1, 2, -100], [1, -100, -100]])
-
-    assert tokens_of(piece_of((torch.zeros(2, 3), targets), None)) == [2, 1]
-
-
-def test_time_first_batches_are_counted_along_their_dimension():
-    batch = {name: tensor.T for name, tensor in padded(texts(4, 6)).items()}
-
-    assert tokens_of(piece_of(batch, autoaccum.Along(1))) == [4, 6]
 
 
 LISTS = {
@@ -138,6 +122,7 @@ def test_batches_that_do_not_tell_their_samples_are_refused():
         ({"target_batch": 4, "target_tokens": 10}, "two targets of one update"),
         ({"target_tokens": 0}, "target_tokens must be"),
         ({"target_tokens": 1.5}, "target_tokens must be"),
+        *(({"target_batch": target}, rf"target_batch.*{target}") for target in (0, -1, 2.0, True, "4")),
     ],
 )
 def test_targets_that_cannot_be_are_refused(given, told):

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 import autoaccum
-from autoaccum._data.loader_checks import check_loader, unlike_batch_size
+from autoaccum._data.loaders import check_loader, unlike_batch_size
 from autoaccum._data.splits import piece_of
 from autoaccum.errors import InvalidInputError
 
@@ -40,40 +40,26 @@ def test_loader_that_collates_already_is_refused_everywhere(given):
             InvalidInputError, match=rf"{named}.* already, with (default_)?collate; pass collate_fn=list"
         ):
             call()
-
-
-@pytest.mark.parametrize(
-    "loader",
-    [
-        DataLoader(SAMPLES, batch_size=4, collate_fn=list),
-        DataLoader([SAMPLES], batch_size=None),
-        [SAMPLES],
-    ],
-)
-def test_loader_of_lists_is_not_refused(loader):
-    check_loader("loader", loader, autoaccum.ListOfSamples(collate))
+    for fine in (DataLoader(SAMPLES, batch_size=4, collate_fn=list), DataLoader([SAMPLES], batch_size=None), [SAMPLES]):
+        check_loader("loader", fine, split)
 
 
 def told(loader, split=None):
     return unlike_batch_size(loader, piece_of(next(iter(loader)), split), split)
 
 
-def flattened(samples):
-    return {"ids": torch.cat([one for one, _ in samples])[None]}
+def test_flattened_rows_and_time_first_batches_are_told_of():
+    flattened = DataLoader(
+        SAMPLES, batch_size=4, collate_fn=lambda some: {"ids": torch.cat([x for x, _ in some])[None]}
+    )
+    time_first = DataLoader(SAMPLES, batch_size=3, collate_fn=lambda some: torch.stack([x for x, _ in some], 1))
 
-
-def test_flattened_row_is_told_of():
-    text = told(DataLoader(SAMPLES, batch_size=4, collate_fn=flattened))
-
-    assert text.startswith("the loader makes batches of 4 (batch_size), and its first one counts as 1 sample by")
-    assert "split=" in text
-
-
-def test_time_first_batches_are_told_of():
-    loader = DataLoader(SAMPLES, batch_size=3, collate_fn=lambda samples: torch.stack([one for one, _ in samples], 1))
-
-    assert "batches of 3 (batch_size), and its first one counts as 4 samples" in told(loader)
-    assert told(loader, autoaccum.Along(1)) is None
+    assert told(flattened).startswith(
+        "the loader makes batches of 4 (batch_size), and its first one counts as 1 sample by"
+    )
+    assert "split=" in told(flattened)
+    assert "batches of 3 (batch_size), and its first one counts as 4 samples" in told(time_first)
+    assert told(time_first, autoaccum.Along(1)) is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,111 @@
+"""What a loader is: whether it can be read, whether twice, in which order, and by which generators."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sized
+from types import GeneratorType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, SequentialSampler, default_collate
+
+from autoaccum._arguments import check_iterable
+from autoaccum._data.random_state import RandomState
+from autoaccum._data.splits import ListOfSamples, is_default
+from autoaccum._system.exceptions import contextmanager
+from autoaccum.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from autoaccum._data.pieces import Piece, Split
+
+
+def check_loader(name: str, loader: object, split: Split | None) -> None:
+    """Check that a loader can be iterated over, and leaves it to the split to collate.
+
+    Args:
+        name: The argument that the loader was passed as.
+        loader: The loader.
+        split: As for `fit`.
+
+    Raises:
+        InvalidInputError: It cannot, or collates the samples that the split would collate.
+    """
+    check_iterable(name, loader)
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None or not isinstance(split, ListOfSamples):
+        return
+    if loader.collate_fn in (default_collate, split.collate):
+        collator = getattr(loader.collate_fn, "__name__", type(loader.collate_fn).__name__)
+        raise InvalidInputError(
+            f"split={split!r} collates lists of samples, but {name} collates them already, with {collator}; pass "
+            "collate_fn=list to the DataLoader"
+        )
+
+
+def unlike_batch_size(loader: object, first: Piece, split: Split | None) -> str | None:
+    """Return how the samples counted in a loader's first batch differ from its `batch_size`; None if they do not."""
+    if not isinstance(loader, DataLoader) or loader.batch_size is None or not is_default(split):
+        return None
+    counted, made = first.samples, loader.batch_size
+    is_all = not isinstance(loader.sampler, Sized) or len(loader.sampler) < made  # of a dataset smaller than a batch
+    if counted == made or (counted < made and is_all):
+        return None
+    return (
+        f"the loader makes batches of {made} (batch_size), and its first one counts as {counted} sample"
+        f"{'s' if counted > 1 else ''} by the first dimension of its tensors; if those are no samples (time steps, a "
+        "row of several sequences), pass split="
+    )
+
+
+def keeps_order(loader: object) -> bool:
+    """Whether a loader is a DataLoader that yields its samples in the order of its dataset."""
+    sampler = loader.sampler if isinstance(loader, DataLoader) else None
+    return isinstance(sampler, SequentialSampler) or getattr(sampler, "shuffle", True) is False
+
+
+def can_be_read_once(loader: Any) -> bool:
+    """Whether a loader certainly yields its batches only once; a user's class may restart in `__iter__`."""
+    own = isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", itertools.__name__)
+    return own or isinstance(loader, GeneratorType)
+
+
+def can_be_looked_at(loader: Any) -> bool:
+    """Whether iteration over a loader can be started, abandoned and started again.
+
+    False for a loader that is its own iterator, and for one that keeps its position (torchdata's StatefulDataLoader),
+    which continues where it stopped.
+    """
+    return not isinstance(loader, Iterator) and not hasattr(loader, "load_state_dict")
+
+
+@contextmanager
+def left_as_it_was(loader: Any) -> Iterator[None]:
+    """Restore random state, the generators of the loader, its samplers and its dataset, and persistent workers.
+
+    What a dataset keeps in other attributes or in files is not restored.
+    """
+    owners = [loader, getattr(loader, "dataset", None), *samplers_of(loader)]
+    held = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
+    random = RandomState(torch.device("cpu"), further=held)
+    random.take()
+    standing = getattr(loader, "_iterator", None)
+    if standing is not None:
+        loader._iterator = None
+    try:
+        yield
+    finally:
+        if hasattr(loader, "_iterator"):
+            loader._iterator = standing  # workers started here end with their iterator
+        random.put_back()
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the generators of a DataLoader and its samplers."""
+    found = [getattr(owner, "generator", None) for owner in (loader, *samplers_of(loader))]
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+
+
+def samplers_of(loader: Any) -> tuple[Any, ...]:
+    """Return the sampler, the batch sampler and its own sampler of a DataLoader, None for those it has not."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
