@@ -28,6 +28,7 @@ from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._records import Evaluation, MemoryEvent
 from autoaccum._sizing.planner import balanced
 from autoaccum._system import exceptions
+from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ _LOSS, _REPORTED, _METRIC = "loss", "reported", "metric"
 class _Sums(dict[tuple[str, str], tuple[Any, Any]]):
     """Sums and weights of losses, of values that a loss only reports, and of metrics; by these kinds and names."""
 
-    def add(self, kind: str, name: str, total: Any, weight: Any) -> None:
+    def add(self, kind: str, name: str, *share: Any) -> None:
+        """Add a sum and its weight, which may be whole numbers, or in half precision, and would be rounded."""
+        total, weight = (in_full(value) if isinstance(value, Tensor) else value for value in share)
         before = self.get((kind, name), (0.0, 0.0))
         self[kind, name] = before[0] + total, before[1] + weight
 
@@ -121,7 +124,7 @@ class Evaluator:
         self._parts.begin(None if is_survived else trained_size, step.witness)
         for metric in self._counting:
             metric.reset()
-        with evaluation_mode(step.objective.modules), torch.no_grad():
+        with evaluation_mode(step.objective.modules), _no_gradients():
             for batch in batches:
                 window = Window.of_checked([batch], step.objective.split)
                 self._one_batch(window, sums)
@@ -151,7 +154,7 @@ class Evaluator:
         """
         modules, split = self._step.objective.modules, self._step.objective.split
         try:
-            with evaluation_mode(modules), torch.no_grad(), warnings.catch_warnings():
+            with evaluation_mode(modules), _no_gradients(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # warnings about too few samples are irrelevant here
                 windows = (Window([batch], split) for batch in batches)
                 self._try_first((window for window in windows if window.samples), most)
@@ -216,7 +219,7 @@ class Evaluator:
         if settles and self._whole is None and step.passes is None:
             self._check_losses(window)
         cut = window.cut(start, start + size)
-        batch = step.transfer.place(cut)
+        batch = map_tensors(_usable, step.transfer.place(cut))
         kept: Any = None
         with nullcontext() if step.passes is None else step.passes.evaluation_pass(size):
             if self._whole is None:
@@ -299,6 +302,18 @@ class Evaluator:
             mark = self._savepoint.like_it()
             step.objective.check(window, halves, step.transfer.place, mark, step.precision.autocast, step.parameters)
             step.objective.weights.tell_supposed()
+
+
+@contextmanager
+def _no_gradients() -> Iterator[None]:
+    """Compute no gradients, also where the caller is in inference mode, in which graphs of losses say nothing."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _usable(tensor: Tensor) -> Tensor:
+    """Return a tensor that graphs of losses may hold."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from autoaccum._loss.closures import Closure
 from autoaccum._oom import is_oom, let_go
 from autoaccum._sizing.planner import balanced
 from autoaccum._system.exceptions import contextmanager
+from autoaccum.integrations._joined_parts import mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,11 +99,7 @@ class EvaluationInParts:
     def _joined(self, found: Sequence[_Predicted], window: Window, sizes: Sequence[int]) -> _Predicted:
         """Return what the parts of a batch give together."""
         losses, outputs, labels = zip(*found, strict=True)
-        loss = None
-        if losses[0] is not None:
-            weights = self._weights.of(window, sizes)
-            whole = sum(weights)
-            loss = sum(weight / whole * part for weight, part in zip(weights, losses, strict=True) if weight)
+        loss = None if losses[0] is None else mean(losses, self._weights.of(window, sizes))
         return loss, _concatenated(outputs), _concatenated(labels)
 
     def _over_all_ranks(self, loss: Any, inputs: Mapping[str, Any]) -> Any:
@@ -115,7 +112,7 @@ class EvaluationInParts:
         if loss is None or ranks == 1 or not trainer.args.average_tokens_across_devices or not _counts_tokens(trainer):
             return loss
         with own_tokens(trainer.args):
-            own = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+            own = _items_of(trainer, inputs)
         if own is None:
             return loss
         own = torch.as_tensor(own, device=trainer.args.device)
@@ -140,6 +137,10 @@ def _counts_tokens(trainer: Any) -> bool:
     return "num_items_in_batch" in inspect.unwrap(own).__code__.co_varnames
 
 
+def _items_of(trainer: Any, inputs: Mapping[str, Any]) -> Any:
+    return trainer._get_num_items_in_batch([inputs], trainer.args.device)
+
+
 class _Weights:
     """Infers what a trainer's loss is a mean of, in evaluation."""
 
@@ -160,7 +161,8 @@ class _Weights:
         if objective.needs_check(window, halves, is_part=False, is_due=False):
             for is_last in (False, False, True):  # each tries fewer samples
                 try:
-                    objective.check(window, halves, step.transfer.place, self._mark, step.precision.autocast)
+                    with torch.inference_mode(False):  # graphs say what a loss is divided by
+                        objective.check(window, halves, step.transfer.place, self._mark, step.precision.autocast)
                 except Exception as error:
                     if is_last or not is_oom(error):
                         raise
@@ -185,8 +187,14 @@ class _Weights:
 
     def _loss(self, batch: Mapping[str, Any]) -> Any:
         trainer = self._trainer
-        with self._metrics.recorded(batch, 0), trainer.compute_loss_context_manager():
-            return trainer.compute_loss(self._model, dict(batch))
+        with (
+            self._metrics.recorded(batch, 0),
+            own_tokens(trainer.args),
+            trainer.compute_loss_context_manager(),
+        ):
+            # As in `prediction_step`: the count may differ from what the loss runs over.
+            given = {"num_items_in_batch": _items_of(trainer, batch)} if _counts_tokens(trainer) else {}
+            return trainer.compute_loss(self._model, dict(batch), **given)
 
 
 def _concatenated(parts: Sequence[Any]) -> Any:
