@@ -15,6 +15,7 @@ from torch import Tensor
 from autoaccum._data.batches import Window
 from autoaccum._data.nesting import copied, map_tensors
 from autoaccum._engine.does_not_fit import sample_does_not_fit, whole_does_not_fit
+from autoaccum._engine.lack_of_memory import resolvable_lack
 from autoaccum._engine.metrics import CountingMetric, keeps_count, mean_of, metrics_by_name
 from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.phases import Phase
@@ -34,7 +35,7 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from autoaccum._engine.forward_backward import TrainingStep
+    from autoaccum._engine.forward_backward import GradientStep, TrainingStep
     from autoaccum._engine.metrics import Metric
     from autoaccum._engine.peers import Talk
     from autoaccum._loss.terms import Term
@@ -49,6 +50,8 @@ _NO_SAMPLES = (
 _TRIED = 32
 # Attempts at a loss over a whole batch.
 _TRIES = 2
+# Attempts at finding out what losses run over, each with half as many samples.
+_TRIES_TO_WEIGH = 4
 _LOSS, _REPORTED, _METRIC = "loss", "reported", "metric"
 
 
@@ -183,9 +186,9 @@ class Evaluator:
 
     def _one_batch(self, window: Window, sums: _Sums) -> None:
         parts: list[Any] = []
-        for size, (found, outputs, targets, kept) in self._parts.of(
-            window, lambda start, size: self._one_part(window, start, size, settles=True)
-        ):
+        if window.samples and self._whole is None and self._step.passes is None:
+            check_losses(self._step, window, self._savepoint.like_it())
+        for size, (found, outputs, targets, kept) in self._parts.of(window, partial(self._one_part, window)):
             sums.add_all(found)
             for metric in self._counting:
                 metric.update(outputs, targets, size)
@@ -204,7 +207,7 @@ class Evaluator:
         what = f"the loss over all {window.samples} samples of a batch"
         raise whole_does_not_fit(self._step, said, Phase.EVALUATE, _TRIES, what)
 
-    def _one_part(self, window: Window, start: int, size: int, *, settles: bool = False) -> tuple[_Sums, Any, Any, Any]:
+    def _one_part(self, window: Window, start: int, size: int) -> tuple[_Sums, Any, Any, Any]:
         """Run a micro-batch; return its sums, without losses that are taken over the whole batch, outputs and targets.
 
         Last come the outputs to keep for such losses, as they were before metrics, which may write into them.
@@ -213,11 +216,8 @@ class Evaluator:
             window: The batch.
             start: The first sample.
             size: The samples.
-            settles: Whether to find out what the losses run over, if that is not known yet.
         """
         step, part, sums = self._step, window.part(start, start + size), _Sums()
-        if settles and self._whole is None and step.passes is None:
-            self._check_losses(window)
         cut = window.cut(start, start + size)
         batch = map_tensors(_usable, step.transfer.place(cut))
         kept: Any = None
@@ -294,14 +294,38 @@ class Evaluator:
             weight = weights.counted(term.name, part)
         return weight, weight
 
-    def _check_losses(self, window: Window) -> None:
-        """Try the losses on a few samples, where it is not known yet how they weigh them."""
-        step = self._step
-        halves = balanced(window.samples, math.ceil(window.samples / 2))
-        if step.objective.needs_check(window, halves, is_part=False, is_due=False):
-            mark = self._savepoint.like_it()
-            step.objective.check(window, halves, step.transfer.place, mark, step.precision.autocast, step.parameters)
-            step.objective.weights.tell_supposed()
+
+def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
+    """Try the losses on a few samples, and on fewer if memory runs out, where it is not known how they weigh them.
+
+    Args:
+        step: Whose losses.
+        window: The samples.
+        mark: Saves and restores what passes change.
+
+    Raises:
+        DoesNotFitError: Not even one sample fits.
+        InvalidInputError: A loss cannot be put together from micro-batches.
+    """
+    objective, halves = step.objective, balanced(window.samples, math.ceil(window.samples / 2))
+    if not objective.needs_check(window, halves, is_part=False, is_due=False):
+        return
+    said = ""
+    for _ in range(_TRIES_TO_WEIGH):
+        try:
+            with torch.inference_mode(False):
+                objective.check(window, halves, step.transfer.place, mark, step.precision.autocast, step.parameters)
+        except Exception as error:
+            lack = resolvable_lack(error, Phase.WEIGH, None, step.witness)
+            if lack is None:
+                raise
+        else:
+            objective.weights.tell_supposed()
+            return
+        said = lack.message
+        step.memory.release()
+    objective.check_anew()
+    raise whole_does_not_fit(step, said, Phase.WEIGH, _TRIES_TO_WEIGH)
 
 
 @contextmanager

@@ -439,7 +439,7 @@ def test_what_a_failed_micro_batch_wrote_is_put_back_and_the_plan_is_not_touched
 
 
 def test_one_sample_that_does_not_fit_is_an_error_that_leaves_the_model(wide, data):
-    runner = runner_of(wide, device=room(1))
+    runner = runner_of(wide, device=room(1), loss=nn.CrossEntropyLoss())
     before = state_of(wide)
 
     with pytest.raises(DoesNotFitError, match=r"a sample of shape.*in an evaluation"):
@@ -466,6 +466,61 @@ def test_size_grows_back_once_the_memory_is_there_again(data):
 
     assert (sizes[:20], sizes[-1]) == ([3] * 20, SAMPLES)
     assert found == pytest.approx(exact(model, data), rel=1e-12)
+
+
+def test_short_batch_that_fails_cuts_no_other(data):
+    sizes = []
+
+    class Long(nn.Linear):
+        """Has memory for a single one of the long samples, which are those of the last batch."""
+
+        def forward(self, inputs):
+            if inputs[0, 0] > 100 and len(inputs) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            sizes.append(len(inputs))
+            return super().forward(inputs)
+
+    long = (data[0][:3] + 1000, data[1][:3])
+    options = {"device": autoaccum.Simulated(MIB), "loss": functional.cross_entropy, "loss_reduction": "mean"}
+    runner = runner_of(Long(4, 3).double(), **options)
+
+    for _ in range(3):
+        runner.evaluate([data, data, long])
+
+    assert sizes == [SAMPLES, SAMPLES, 1, 1, 1] * 3
+
+
+class Long(nn.Module):
+    """Takes next to no memory without gradients, and about 80 kB a sample with them."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3).double()
+        self.sizes = []
+
+    def forward(self, inputs):
+        self.sizes.append(len(inputs))
+        wide = self.head(inputs)[:, :1].repeat(1, 1000)
+        for _ in range(10):
+            wide = wide.sin()
+        return self.head(inputs) + 0 * wide.sum(1, keepdim=True)
+
+
+def test_looking_what_the_loss_runs_over_takes_fewer_samples_and_cuts_no_micro_batch(data):
+    model = Long()
+    runner = runner_of(model, loss=functional.cross_entropy, device=autoaccum.Simulated("400KiB"))
+
+    found = runner.evaluate([data] * 2)
+
+    assert found == pytest.approx(exact(model, data), rel=1e-12)
+    assert model.sizes.count(SAMPLES) >= 2
+
+
+def test_looking_what_the_loss_runs_over_that_does_not_fit_says_so(data):
+    runner = runner_of(Long(), loss=functional.cross_entropy, device=autoaccum.Simulated("60KiB"))
+
+    with pytest.raises(DoesNotFitError, match=r"finding out what the loss runs over does not fit.*loss_reduction="):
+        runner.evaluate([data])
 
 
 def test_lack_of_memory_after_a_large_buffer_has_begun_to_move_is_not_hidden(data):

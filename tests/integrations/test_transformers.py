@@ -290,8 +290,18 @@ def test_memory_that_runs_out_in_evaluation_cuts_it_and_changes_nothing(tmp_path
         assert mode.hits
 
 
+class OfSums(Trainer):
+    """Its loss is the sum over a batch."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        outputs = model(**inputs)
+        loss = outputs.logits.square().sum()
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("trainer", [Trainer, OfSums])
 @pytest.mark.parametrize("within", [contextlib.nullcontext, torch.inference_mode])
-def test_evaluation_in_parts_has_the_loss_of_whole_batches_whatever_the_trainer_divides_by(tmp_path, within):
+def test_evaluation_in_parts_has_the_loss_of_whole_batches_whatever_that_is(tmp_path, within, trainer):
     """Of gpt2 the trainer counts first labels, which have no loss; in one batch nothing counts."""
     rows = rows_of("gpt2", 16)
     for number, row in enumerate(rows):
@@ -299,7 +309,7 @@ def test_evaluation_in_parts_has_the_loss_of_whole_batches_whatever_the_trainer_
     args = TrainingArguments(str(tmp_path), per_device_eval_batch_size=8, report_to=[], use_cpu=True, disable_tqdm=True)
     options = {"args": args, "eval_dataset": rows, "data_collator": collated}
     model = model_of("gpt2")
-    whole = Trainer(model, **options).evaluate()["eval_loss"]
+    whole = trainer(model, **options).evaluate()["eval_loss"]
 
     def greedy(module, inputs, named):
         if len(named["input_ids"]) > 3:
@@ -307,7 +317,7 @@ def test_evaluation_in_parts_has_the_loss_of_whole_batches_whatever_the_trainer_
 
     model.register_forward_pre_hook(greedy, with_kwargs=True)
     with within():
-        found = cut()(model, **options).evaluate()["eval_loss"]
+        found = cut(trainer)(model, **options).evaluate()["eval_loss"]
 
     assert found == pytest.approx(whole, rel=1e-6)
 
