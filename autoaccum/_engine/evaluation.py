@@ -58,10 +58,10 @@ _LOSS, _REPORTED, _METRIC = "loss", "reported", "metric"
 class _Sums(dict[tuple[str, str], tuple[Any, Any]]):
     """Sums and weights of losses, of values that a loss only reports, and of metrics; by these kinds and names."""
 
-    def add(self, kind: str, name: str, *share: Any) -> None:
-        """Add a sum and its weight, which may be whole numbers, or in half precision, and would be rounded."""
-        total, weight = (in_full(value) if isinstance(value, Tensor) else value for value in share)
+    def add(self, kind: str, name: str, total: Any, weight: Any) -> None:
         before = self.get((kind, name), (0.0, 0.0))
+        # A pair's weight may be a whole number or in half precision, in which many would be rounded.
+        weight = in_full(weight) if isinstance(weight, Tensor) else weight
         self[kind, name] = before[0] + total, before[1] + weight
 
     def add_all(self, others: Mapping[tuple[str, str], tuple[Any, Any]]) -> None:
@@ -219,7 +219,9 @@ class Evaluator:
         """
         step, part, sums = self._step, window.part(start, start + size), _Sums()
         cut = window.cut(start, start + size)
-        batch = map_tensors(_usable, step.transfer.place(cut))
+        batch = step.transfer.place(cut)
+        if any(map(Tensor.is_inference, window.tensors())):  # which graphs of losses may not hold
+            batch = map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, batch)
         kept: Any = None
         with nullcontext() if step.passes is None else step.passes.evaluation_pass(size):
             if self._whole is None:
@@ -333,11 +335,6 @@ def _no_gradients() -> Iterator[None]:
     """Compute no gradients, also where the caller is in inference mode, in which graphs of losses say nothing."""
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _usable(tensor: Tensor) -> Tensor:
-    """Return a tensor that graphs of losses may hold."""
-    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
