@@ -15,6 +15,7 @@ from torch import Tensor
 from autoaccum._data.batches import Window
 from autoaccum._data.nesting import copied, map_tensors
 from autoaccum._engine.does_not_fit import sample_does_not_fit, whole_does_not_fit
+from autoaccum._engine.lack_of_memory import resolvable_lack
 from autoaccum._engine.metrics import CountingMetric, keeps_count, mean_of, metrics_by_name
 from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.phases import Phase
@@ -28,12 +29,13 @@ from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._records import Evaluation, MemoryEvent
 from autoaccum._sizing.planner import balanced
 from autoaccum._system import exceptions
+from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from autoaccum._engine.forward_backward import TrainingStep
+    from autoaccum._engine.forward_backward import GradientStep, TrainingStep
     from autoaccum._engine.metrics import Metric
     from autoaccum._engine.peers import Talk
     from autoaccum._loss.terms import Term
@@ -48,6 +50,8 @@ _NO_SAMPLES = (
 _TRIED = 32
 # Attempts at a loss over a whole batch.
 _TRIES = 2
+# Attempts at finding out what losses run over, each with half as many samples.
+_TRIES_TO_WEIGH = 4
 _LOSS, _REPORTED, _METRIC = "loss", "reported", "metric"
 
 
@@ -56,6 +60,8 @@ class _Sums(dict[tuple[str, str], tuple[Any, Any]]):
 
     def add(self, kind: str, name: str, total: Any, weight: Any) -> None:
         before = self.get((kind, name), (0.0, 0.0))
+        # A pair's weight may be a whole number or in half precision, in which many would be rounded.
+        weight = in_full(weight) if isinstance(weight, Tensor) else weight
         self[kind, name] = before[0] + total, before[1] + weight
 
     def add_all(self, others: Mapping[tuple[str, str], tuple[Any, Any]]) -> None:
@@ -121,7 +127,7 @@ class Evaluator:
         self._parts.begin(None if is_survived else trained_size, step.witness)
         for metric in self._counting:
             metric.reset()
-        with evaluation_mode(step.objective.modules), torch.no_grad():
+        with evaluation_mode(step.objective.modules), _no_gradients():
             for batch in batches:
                 window = Window.of_checked([batch], step.objective.split)
                 self._one_batch(window, sums)
@@ -151,7 +157,7 @@ class Evaluator:
         """
         modules, split = self._step.objective.modules, self._step.objective.split
         try:
-            with evaluation_mode(modules), torch.no_grad(), warnings.catch_warnings():
+            with evaluation_mode(modules), _no_gradients(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # warnings about too few samples are irrelevant here
                 windows = (Window([batch], split) for batch in batches)
                 self._try_first((window for window in windows if window.samples), most)
@@ -180,9 +186,9 @@ class Evaluator:
 
     def _one_batch(self, window: Window, sums: _Sums) -> None:
         parts: list[Any] = []
-        for size, (found, outputs, targets, kept) in self._parts.of(
-            window, lambda start, size: self._one_part(window, start, size, settles=True)
-        ):
+        if window.samples and self._whole is None and self._step.passes is None:
+            check_losses(self._step, window, self._savepoint.like_it())
+        for size, (found, outputs, targets, kept) in self._parts.of(window, partial(self._one_part, window)):
             sums.add_all(found)
             for metric in self._counting:
                 metric.update(outputs, targets, size)
@@ -201,7 +207,7 @@ class Evaluator:
         what = f"the loss over all {window.samples} samples of a batch"
         raise whole_does_not_fit(self._step, said, Phase.EVALUATE, _TRIES, what)
 
-    def _one_part(self, window: Window, start: int, size: int, *, settles: bool = False) -> tuple[_Sums, Any, Any, Any]:
+    def _one_part(self, window: Window, start: int, size: int) -> tuple[_Sums, Any, Any, Any]:
         """Run a micro-batch; return its sums, without losses that are taken over the whole batch, outputs and targets.
 
         Last come the outputs to keep for such losses, as they were before metrics, which may write into them.
@@ -210,13 +216,12 @@ class Evaluator:
             window: The batch.
             start: The first sample.
             size: The samples.
-            settles: Whether to find out what the losses run over, if that is not known yet.
         """
         step, part, sums = self._step, window.part(start, start + size), _Sums()
-        if settles and self._whole is None and step.passes is None:
-            self._check_losses(window)
         cut = window.cut(start, start + size)
         batch = step.transfer.place(cut)
+        if any(map(Tensor.is_inference, window.tensors())):  # which graphs of losses may not hold
+            batch = map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, batch)
         kept: Any = None
         with nullcontext() if step.passes is None else step.passes.evaluation_pass(size):
             if self._whole is None:
@@ -291,14 +296,45 @@ class Evaluator:
             weight = weights.counted(term.name, part)
         return weight, weight
 
-    def _check_losses(self, window: Window) -> None:
-        """Try the losses on a few samples, where it is not known yet how they weigh them."""
-        step = self._step
-        halves = balanced(window.samples, math.ceil(window.samples / 2))
-        if step.objective.needs_check(window, halves, is_part=False, is_due=False):
-            mark = self._savepoint.like_it()
-            step.objective.check(window, halves, step.transfer.place, mark, step.precision.autocast, step.parameters)
-            step.objective.weights.tell_supposed()
+
+def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
+    """Try the losses on a few samples, and on fewer if memory runs out, where it is not known how they weigh them.
+
+    Args:
+        step: Whose losses.
+        window: The samples.
+        mark: Saves and restores what passes change.
+
+    Raises:
+        DoesNotFitError: Not even one sample fits.
+        InvalidInputError: A loss cannot be put together from micro-batches.
+    """
+    objective, halves = step.objective, balanced(window.samples, math.ceil(window.samples / 2))
+    if not objective.needs_check(window, halves, is_part=False, is_due=False):
+        return
+    said = ""
+    for _ in range(_TRIES_TO_WEIGH):
+        try:
+            with torch.inference_mode(False):
+                objective.check(window, halves, step.transfer.place, mark, step.precision.autocast, step.parameters)
+        except Exception as error:
+            lack = resolvable_lack(error, Phase.WEIGH, None, step.witness)
+            if lack is None:
+                raise
+        else:
+            objective.weights.tell_supposed()
+            return
+        said = lack.message
+        step.memory.release()
+    objective.check_anew()
+    raise whole_does_not_fit(step, said, Phase.WEIGH, _TRIES_TO_WEIGH)
+
+
+@contextmanager
+def _no_gradients() -> Iterator[None]:
+    """Compute no gradients, also where the caller is in inference mode, in which graphs of losses say nothing."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:

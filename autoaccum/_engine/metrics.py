@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Number
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,9 +16,12 @@ from autoaccum._data.nesting import map_tensors
 from autoaccum._engine.metric_states import is_metric
 from autoaccum._loss.weighting import in_full
 from autoaccum._oom import first_line, is_oom
+from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from autoaccum._engine.peers import Talk
 
 Metric = Callable[[Any, Any], Any]
@@ -47,15 +50,8 @@ class CountingMetric:
         Raises:
             DoesNotFitError: Memory ran out.
         """
-        try:
+        with self._out_of_memory_told(f"it counted {samples} samples", ", or give the val_loader smaller batches"):
             self._metric.update(outputs, targets)
-        except Exception as error:
-            if not is_oom(error):
-                raise
-            raise DoesNotFitError(
-                f"metric {self._name!r}, a {type(self._metric).__name__}, ran out of memory while it counted {samples} "
-                f"samples ({first_line(error)}); let it count on the host, or give the val_loader smaller batches"
-            ) from error
 
     def try_out(self, outputs: Any, targets: Any, samples: int) -> None:
         """Count some samples and forget them."""
@@ -70,18 +66,36 @@ class CountingMetric:
         tried.reset()
 
     def result(self) -> dict[str, float]:
-        """Return its numbers by name, over the samples of all ranks."""
+        """Return its numbers by name, over the samples of all ranks.
+
+        Raises:
+            DoesNotFitError: Memory ran out.
+        """
         if self._ranks is None:
-            return self._numbers(self._metric.compute())
+            return self._numbers(self._metric)
         metric = self._of_all_states(self._ranks) if _is_torchmetrics(self._metric) else self._merged(self._ranks)
         # Computed from the same states, but the last bit may differ between devices.
-        said: list[dict[str, float]] = self._ranks.exchange("metric", self._numbers(metric.compute()))
+        said: list[dict[str, float]] = self._ranks.exchange("metric", self._numbers(metric))
         return said[0]
 
-    def _numbers(self, value: Any) -> dict[str, float]:
+    def _numbers(self, metric: Any) -> dict[str, float]:
+        with self._out_of_memory_told("it computed its result"):
+            value = metric.compute()
         if isinstance(value, Mapping):
             return {f"{self._name}/{key}": _number(key, part) for key, part in value.items()}
         return {self._name: _number(self._name, value)}
+
+    @contextmanager
+    def _out_of_memory_told(self, when: str, remedy: str = "") -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            raise DoesNotFitError(
+                f"metric {self._name!r}, a {type(self._metric).__name__}, ran out of memory while {when} "
+                f"({first_line(error)}); let it count on the host{remedy}"
+            ) from error
 
     def _of_all_states(self, ranks: Talk) -> Any:
         """Return a copy that has counted what the torchmetrics objects of all ranks have.
@@ -117,9 +131,9 @@ def mean_of(name: str, value: Any) -> Any:
     """Return as one number what a callable metric has returned for a micro-batch."""
     if isinstance(value, Tensor):
         return in_full(value).mean()
-    if isinstance(value, np.ndarray):
-        return value.mean()
-    if not isinstance(value, Number):
+    if isinstance(value, np.ndarray | np.generic):  # in double precision, as sums over many samples need it
+        return float(value.mean(dtype=float))
+    if not isinstance(value, Real):
         raise InvalidInputError(
             f"metrics: metric {name!r} returned {shown(value)}, which is not a number; return one, or a tensor with a "
             "value for each sample"

@@ -28,6 +28,9 @@ _T = TypeVar("_T")
 class PartsThatFit:
     """The size of parts that fit: whole batches at first, smaller ones after a failure, which later grow back.
 
+    Batches of each size have parts of their own size: a short last batch that fails, because its samples are long, must
+    not cut all others as small.
+
     Args:
         memory: The device.
         savepoint: Of all that functions may change.
@@ -47,7 +50,7 @@ class PartsThatFit:
         self._savepoint = savepoint
         self._refuse = refuse
         self._on_oom = on_oom
-        self._backoff: Backoff | None = None  # None as long as whole batches fit
+        self._backoffs: dict[int, Backoff] = {}  # by samples of the batch; none as long as it fits whole
         self.begin()
 
     def begin(self, most: int | None = None, witness: Witness | None = None) -> None:
@@ -70,15 +73,17 @@ class PartsThatFit:
             StateDamagedError: Memory ran out after something was written that cannot be restored.
         """
         start = tries = 0
-        is_clean = True
-        while start < window.samples:
-            size = min(self._largest(window.samples), window.samples - start)
+        is_clean, samples = True, window.samples
+        most = samples if self._most is None else min(samples, self._most)
+        backoff = self._backoffs.get(samples)
+        while start < samples:
+            size = min(most if backoff is None else min(most, backoff.size), samples - start)
             done = self.attempt(partial(function, start, size), window, size)
             if isinstance(done, MemoryEvent):
                 is_clean = False
                 if size > 1:
-                    self._backoff = self._backoff or Backoff(window.samples, self._largest(window.samples))
-                    self._backoff.fail(size)
+                    backoff = self._backoffs.setdefault(samples, Backoff(samples, most))
+                    backoff.fail(size)
                 elif not wait_for_memory(tries, may_wait=True):
                     raise self._refuse(done.message, sample_of(window, start))
                 tries += size == 1
@@ -87,11 +92,11 @@ class PartsThatFit:
             result = [done]
             del done  # the next part needs its memory
             yield size, result.pop()
-        if is_clean and self._backoff is not None and self._memory.fails_cleanly:
-            if larger := self._backoff.succeed():
-                self._backoff.grow(larger)
-            if self._backoff.is_quiet:
-                self._backoff = None
+        if is_clean and backoff is not None and self._memory.fails_cleanly:
+            if larger := backoff.succeed():
+                backoff.grow(larger)
+            if backoff.is_quiet:
+                del self._backoffs[samples]
 
     def of_batch(
         self, batch: Any, split: Split | None, function: Callable[[Any, int], _T]
@@ -112,11 +117,6 @@ class PartsThatFit:
             return [whole], [1], None
         found = list(self.of(window, lambda start, size: function(window.cut(start, start + size), size)))
         return [done for _, done in found], [size for size, _ in found], window
-
-    def _largest(self, samples: int) -> int:
-        """Return the largest size to use now in a batch of so many samples."""
-        most = samples if self._most is None else min(samples, self._most)
-        return most if self._backoff is None else min(most, self._backoff.size)
 
     def attempt(
         self, function: Callable[[], _T], window: Window | None = None, size: int | None = None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,13 +11,13 @@ from transformers.trainer_pt_utils import nested_concat
 from autoaccum._engine import devices
 from autoaccum._engine.assembly import assemble_without_optimizer
 from autoaccum._engine.does_not_fit import refusal
+from autoaccum._engine.evaluation import check_losses
 from autoaccum._engine.options import Options
 from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.closures import Closure
-from autoaccum._oom import is_oom, let_go
-from autoaccum._sizing.planner import balanced
 from autoaccum._system.exceptions import contextmanager
+from autoaccum.integrations._joined_parts import Weights, mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 # What a trainer's `prediction_step` returns: the loss, the outputs and the labels, each None if there is none.
 _Predicted = tuple[Any, Any, Any]
 _IGNORED = -100  # labels
-_LOSS = "loss"
 
 
 class EvaluationInParts:
@@ -56,7 +53,7 @@ class EvaluationInParts:
         self._split = split
         self._notices = notices
         self._model: nn.Module | None = None
-        self._weights = _Weights(trainer, metrics, split, notices)
+        self._weights = _LossWeights(trainer, metrics, split, notices)
 
     def run(self, step: Callable[[Mapping[str, Any]], _Predicted], inputs: Mapping[str, Any]) -> _Predicted:
         """Return what a step returns for a batch.
@@ -101,8 +98,7 @@ class EvaluationInParts:
         loss = None
         if losses[0] is not None:
             weights = self._weights.of(window, sizes)
-            whole = sum(weights)
-            loss = sum(weight / whole * part for weight, part in zip(weights, losses, strict=True) if weight)
+            loss = torch.stack(losses).sum() if weights.is_sum else mean(losses, weights.of_loss)
         return loss, _concatenated(outputs), _concatenated(labels)
 
     def _over_all_ranks(self, loss: Any, inputs: Mapping[str, Any]) -> Any:
@@ -115,7 +111,7 @@ class EvaluationInParts:
         if loss is None or ranks == 1 or not trainer.args.average_tokens_across_devices or not _counts_tokens(trainer):
             return loss
         with own_tokens(trainer.args):
-            own = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+            own = _items_of(trainer, inputs)
         if own is None:
             return loss
         own = torch.as_tensor(own, device=trainer.args.device)
@@ -140,7 +136,11 @@ def _counts_tokens(trainer: Any) -> bool:
     return "num_items_in_batch" in inspect.unwrap(own).__code__.co_varnames
 
 
-class _Weights:
+def _items_of(trainer: Any, inputs: Mapping[str, Any]) -> Any:
+    return trainer._get_num_items_in_batch([inputs], trainer.args.device)
+
+
+class _LossWeights:
     """Infers what a trainer's loss is a mean of, in evaluation."""
 
     def __init__(self, trainer: Any, metrics: TrainerMetrics, split: Split | None, notices: Notices) -> None:
@@ -151,25 +151,12 @@ class _Weights:
         self._step: GradientStep | None = None
         self._model: nn.Module | None = None
 
-    def of(self, window: Window, sizes: Sequence[int]) -> list[float]:
-        """Return the weights of the mean losses of parts of a window."""
+    def of(self, window: Window, sizes: Sequence[int]) -> Weights:
+        """Return what the losses of parts of a window weigh in its own."""
         step = self._step_of(self._trainer.model)
-        objective = step.objective
-        objective.begin_window()
-        halves = balanced(window.samples, math.ceil(window.samples / 2))
-        if objective.needs_check(window, halves, is_part=False, is_due=False):
-            for is_last in (False, False, True):  # each tries fewer samples
-                try:
-                    objective.check(window, halves, step.transfer.place, self._mark, step.precision.autocast)
-                except Exception as error:
-                    if is_last or not is_oom(error):
-                        raise
-                    let_go(error)
-                else:
-                    break
-                step.memory.release()
-        parts = [window.part(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
-        return [objective.weights.of_samples(_LOSS, part) for part in parts]
+        step.objective.begin_window()
+        check_losses(step, window, self._mark)
+        return Weights(sizes, window, step.objective)
 
     def _step_of(self, model: nn.Module) -> GradientStep:
         if self._step is None or self._model is not model:
@@ -185,8 +172,14 @@ class _Weights:
 
     def _loss(self, batch: Mapping[str, Any]) -> Any:
         trainer = self._trainer
-        with self._metrics.recorded(batch, 0), trainer.compute_loss_context_manager():
-            return trainer.compute_loss(self._model, dict(batch))
+        with (
+            self._metrics.recorded(batch, 0),
+            own_tokens(trainer.args),
+            trainer.compute_loss_context_manager(),
+        ):
+            # As in `prediction_step`: the count may differ from what the loss runs over.
+            given = {"num_items_in_batch": _items_of(trainer, batch)} if _counts_tokens(trainer) else {}
+            return trainer.compute_loss(self._model, dict(batch), **given)
 
 
 def _concatenated(parts: Sequence[Any]) -> Any:

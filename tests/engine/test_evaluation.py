@@ -167,6 +167,37 @@ def test_loss_in_half_precision_does_not_overflow_when_it_is_added_up():
     assert runner_of(model, loss=nn.MSELoss()).evaluate([(inputs, targets)] * 4) == 10_000.0
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.int64])
+def test_weights_of_pairs_are_added_in_full(kind, model):
+    def pair(outputs, targets):
+        return functional.cross_entropy(outputs, targets, reduction="sum"), torch.tensor(len(targets)).to(kind)
+
+    data = labelled(700)
+
+    found = runner_of(model, loss=pair).evaluate(batches_of(data, *[7] * 100))
+
+    assert found == pytest.approx(exact(model, data), rel=1e-12)
+
+
+WEIGHTS = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(), lambda x, y: functional.cross_entropy(x, y, WEIGHTS)], ids=["module", "weighted"]
+)
+@pytest.mark.parametrize("made", ["before", "within"])
+def test_inference_mode_changes_neither_an_evaluation_nor_the_training_after_it(made, loss, model, data):
+    runner = runner_of(model, loss=loss)
+    expected, of_training = exact(model, data, loss), exact(model, [half[:4] for half in data], loss)
+
+    with torch.inference_mode():
+        batches = batches_of([half.clone() if made == "within" else half for half in data], *SIZES)
+        found = runner.evaluate(batches)
+
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert runner.step(autoaccum.Window(batches_of(data, *SIZES)[:1])).loss == pytest.approx(of_training, rel=1e-12)
+
+
 @pytest.mark.parametrize("empty", [[], [labelled(0)]], ids=["none", "empty"])
 @pytest.mark.parametrize("evaluate", [evaluated, lambda model, batches: runner_of(model).evaluate(batches)])
 def test_loader_without_samples_is_refused(evaluate, empty, model):
@@ -273,6 +304,13 @@ def test_metrics_run_over_all_samples_in_each_evaluation_anew(device, model, dat
     for one in found:
         assert one.metrics == {name: pytest.approx(expected) for name in names}
         assert (one.loss, one.samples) == (pytest.approx(exact(model, data), rel=1e-12), SAMPLES)
+
+
+@pytest.mark.parametrize("number", [np.float16(3000), np.full(70, 3000, dtype=np.float16), np.bool_(True)])
+def test_numbers_of_numpy_are_added_in_full(number, model):
+    found = evaluated(model, [labelled(70)] * 3, {"it": lambda outputs, targets: number})
+
+    assert found.metrics == {"it": float(np.mean(number))}
 
 
 def test_metrics_of_one_name_are_told_apart(model, data):
@@ -401,7 +439,7 @@ def test_what_a_failed_micro_batch_wrote_is_put_back_and_the_plan_is_not_touched
 
 
 def test_one_sample_that_does_not_fit_is_an_error_that_leaves_the_model(wide, data):
-    runner = runner_of(wide, device=room(1))
+    runner = runner_of(wide, device=room(1), loss=nn.CrossEntropyLoss())
     before = state_of(wide)
 
     with pytest.raises(DoesNotFitError, match=r"a sample of shape.*in an evaluation"):
@@ -428,6 +466,61 @@ def test_size_grows_back_once_the_memory_is_there_again(data):
 
     assert (sizes[:20], sizes[-1]) == ([3] * 20, SAMPLES)
     assert found == pytest.approx(exact(model, data), rel=1e-12)
+
+
+def test_short_batch_that_fails_cuts_no_other(data):
+    sizes = []
+
+    class Long(nn.Linear):
+        """Has memory for a single one of the long samples, which are those of the last batch."""
+
+        def forward(self, inputs):
+            if inputs[0, 0] > 100 and len(inputs) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            sizes.append(len(inputs))
+            return super().forward(inputs)
+
+    long = (data[0][:3] + 1000, data[1][:3])
+    options = {"device": autoaccum.Simulated(MIB), "loss": functional.cross_entropy, "loss_reduction": "mean"}
+    runner = runner_of(Long(4, 3).double(), **options)
+
+    for _ in range(3):
+        runner.evaluate([data, data, long])
+
+    assert sizes == [SAMPLES, SAMPLES, 1, 1, 1] * 3
+
+
+class Long(nn.Module):
+    """Takes next to no memory without gradients, and about 80 kB a sample with them."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3).double()
+        self.sizes = []
+
+    def forward(self, inputs):
+        self.sizes.append(len(inputs))
+        wide = self.head(inputs)[:, :1].repeat(1, 1000)
+        for _ in range(10):
+            wide = wide.sin()
+        return self.head(inputs) + 0 * wide.sum(1, keepdim=True)
+
+
+def test_looking_what_the_loss_runs_over_takes_fewer_samples_and_cuts_no_micro_batch(data):
+    model = Long()
+    runner = runner_of(model, loss=functional.cross_entropy, device=autoaccum.Simulated("400KiB"))
+
+    found = runner.evaluate([data] * 2)
+
+    assert found == pytest.approx(exact(model, data), rel=1e-12)
+    assert model.sizes.count(SAMPLES) >= 2
+
+
+def test_looking_what_the_loss_runs_over_that_does_not_fit_says_so(data):
+    runner = runner_of(Long(), loss=functional.cross_entropy, device=autoaccum.Simulated("60KiB"))
+
+    with pytest.raises(DoesNotFitError, match=r"finding out what the loss runs over does not fit.*loss_reduction="):
+        runner.evaluate([data])
 
 
 def test_lack_of_memory_after_a_large_buffer_has_begun_to_move_is_not_hidden(data):
@@ -492,6 +585,17 @@ def test_metric_that_counts_and_runs_out_of_memory_says_so_before_training(model
 
     with pytest.raises(DoesNotFitError, match=r"metric 'it', a Greedy, ran out of memory while it counted 15 samples"):
         evaluated(model, [data], {"it": Greedy()})
+
+
+def test_metric_that_runs_out_of_memory_while_it_computes_says_so(model, data):
+    class Greedy(Seen):
+        def compute(self):
+            if len(self.sizes) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return 0.0
+
+    with pytest.raises(DoesNotFitError, match="metric 'it', a Greedy, ran out of memory while it computed its result"):
+        evaluated(model, [data, data], {"it": Greedy()})
 
 
 # --- a loss over the whole batch -------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Transformers' trainer computes the gradient of its whole batch, whatever fits at once and whatever fails."""
 
+import contextlib
 import math
 import os
 import re
@@ -23,7 +24,7 @@ from autoaccum.integrations.transformers import windowed  # noqa: E402
 from faults import FailAt  # noqa: E402
 from folders import TESTS  # noqa: E402
 from torchrun import found_by_ranks  # noqa: E402
-from trainers import MODELS, history, model_of, rows_of, trained, weights  # noqa: E402
+from trainers import MODELS, collated, history, model_of, rows_of, trained, weights  # noqa: E402
 from warm import python  # noqa: E402
 
 pytestmark = [
@@ -287,6 +288,38 @@ def test_memory_that_runs_out_in_evaluation_cuts_it_and_changes_nothing(tmp_path
             mode = failing(patch, EvaluationInParts, "run", (point, point + whole.count))
             assert_same(run(cut()), theirs)
         assert mode.hits
+
+
+class OfSums(Trainer):
+    """Its loss is the sum over a batch."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        outputs = model(**inputs)
+        loss = outputs.logits.square().sum()
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("trainer", [Trainer, OfSums])
+@pytest.mark.parametrize("within", [contextlib.nullcontext, torch.inference_mode])
+def test_evaluation_in_parts_has_the_loss_of_whole_batches_whatever_that_is(tmp_path, within, trainer):
+    """Of gpt2 the trainer counts first labels, which have no loss; in one batch nothing counts."""
+    rows = rows_of("gpt2", 16)
+    for number, row in enumerate(rows):
+        row["labels"] = row["input_ids"].clone() if number < 8 else torch.full_like(row["input_ids"], -100)
+    args = TrainingArguments(str(tmp_path), per_device_eval_batch_size=8, report_to=[], use_cpu=True, disable_tqdm=True)
+    options = {"args": args, "eval_dataset": rows, "data_collator": collated}
+    model = model_of("gpt2")
+    whole = trainer(model, **options).evaluate()["eval_loss"]
+
+    def greedy(module, inputs, named):
+        if len(named["input_ids"]) > 3:
+            raise torch.OutOfMemoryError("told to")
+
+    model.register_forward_pre_hook(greedy, with_kwargs=True)
+    with within():
+        found = cut(trainer)(model, **options).evaluate()["eval_loss"]
+
+    assert found == pytest.approx(whole, rel=1e-6)
 
 
 def test_evaluation_in_which_not_one_sample_fits_says_so(tmp_path, monkeypatch):
