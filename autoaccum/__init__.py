@@ -9,6 +9,7 @@ from autoaccum._data.pieces import Split
 from autoaccum._data.regrouping import windows
 from autoaccum._data.splits import Along, ListOfSamples
 from autoaccum._distributed.process_group import join_ranks
+from autoaccum._engine.chunked_loss import ChunkedLoss
 from autoaccum._engine.eight_bit_adam import adamw8bit
 from autoaccum._engine.probing import find_micro_batch
 from autoaccum._engine.runner import Runner
@@ -59,6 +60,7 @@ __all__ = [
     "Callback",
     "CheckpointError",
     "CheckpointInUseError",
+    "ChunkedLoss",
     "DeviceLostError",
     "DeviceMissingError",
     "DoesNotFitError",

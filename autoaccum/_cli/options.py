@@ -104,7 +104,7 @@ _BY_NAME = {
     ),
     "memory": _Form(
         list[str],
-        f"{AUTO}|{CHUNKED}[:LAYER]|checkpoint[:N]|offload",
+        f"{AUTO}|{CHUNKED}|checkpoint[:N]|offload",
         "What saves memory, for time; can be given several times. auto: where not even one sample fits.",
     ),
     "weights": _Form(str, "|".join(WEIGHTS), "Weights in bf16: rounded stochastically, or with an fp32 master."),

@@ -1,6 +1,6 @@
 """Chooses what makes a step take less memory: what is in force from the start, and what follows where nothing fits.
 
-`checkpointing.py`, `offloading.py` and `chunked_recipe.py` change the modules of a training step in place; they are
+`checkpointing.py`, `offloading.py` and `chunked_head.py` change the modules of a training step in place; they are
 restored at the end.
 """
 
@@ -16,10 +16,9 @@ from autoaccum._engine.checkpointing import (
     repeated_blocks,
     with_checkpointing_of_their_own,
 )
-from autoaccum._engine.chunked_recipe import chunked
-from autoaccum._engine.heads import find_heads, likely_head
+from autoaccum._engine.chunked_head import chunked, find_heads
 from autoaccum._engine.offloading import offloaded
-from autoaccum._engine.replaced_forward import is_replaced
+from autoaccum._engine.replaced_forward import are_compiled, is_replaced
 from autoaccum._engine.saving_names import CHUNKED
 from autoaccum.errors import InvalidInputError
 
@@ -39,7 +38,6 @@ class Fallbacks:
         names: The fallbacks, in order.
         memory: The device.
         savings: What saves memory from the start, in order.
-        head: The name of the layer that makes logits, for `levels`; None to look for it.
 
     Attributes:
         names: The active fallbacks and savings, as `memory` names them.
@@ -53,11 +51,8 @@ class Fallbacks:
         names: Sequence[str],
         memory: MemoryBackend,
         savings: Sequence[str] = (),
-        *,
-        head: str | None = None,
     ) -> None:
         self._savings = savings
-        self._head = head
         self.names: tuple[str, ...] = ()
         self._modules = modules
         self._names = list(names)
@@ -77,16 +72,11 @@ class Fallbacks:
             InvalidInputError: One of them has no place in the model.
         """
         self._say = say
-        if self._head is not None:
-            find_heads(self._modules, self._head)
         for name in self._savings:
             if not (way := self._activated(name)):
                 lack = "the model has no repeated blocks to compute again; choose another name"
                 if name == CHUNKED:
-                    lack = (
-                        "no head found (what get_output_embeddings of a Transformers model returns, an nn.Linear); "
-                        f"name the layer that makes the logits, as in memory='{CHUNKED}:lm_head'"
-                    )
+                    lack = _no_head(self._modules)
                 raise InvalidInputError(f"memory={name!r}: {lack}, or leave it out")
             self.ways.append(way)
             self.names = (*self.names, name)
@@ -99,16 +89,7 @@ class Fallbacks:
 
     def levels(self) -> tuple[str, ...]:
         """Return what can save memory here, from the cheapest on, by names of `memory`."""
-        chunked_loss: tuple[str, ...] = ()
-        if self._head is not None:
-            chunked_loss = (f"{CHUNKED}:{self._head}",)
-        elif find_heads(self._modules, None):
-            chunked_loss = (CHUNKED,)
-        elif (head := likely_head(self._modules)) is not None:
-            self._say(
-                f"memory='auto' does not try a loss in chunks: in this model it finds no layer that makes logits; "
-                f"memory=['auto', '{CHUNKED}:{head}'] names it"
-            )
+        chunked_loss = (CHUNKED,) if not _no_head(self._modules) else ()
         has_blocks = not is_checkpointed_already(self._modules) and all_blocks(self._modules)
         blocks = ("checkpoint",) if has_blocks else ()
         return (*chunked_loss, *blocks, *(() if self._memory.is_host else ("offload",)))
@@ -128,7 +109,7 @@ class Fallbacks:
         """Activate a fallback; return what it does, or nothing if it has no place in the model."""
         kind, _, rest = name.partition(":")
         if kind == CHUNKED:
-            return self._in_force.enter_context(chunked(self._modules, rest or None, self._say))
+            return self._in_force.enter_context(chunked(self._modules))
         if kind == "offload":
             self._in_force.enter_context(offloaded(self._modules, self._memory))
             return "what backward needs is kept in the host's memory"
@@ -154,8 +135,16 @@ def ways_left(modules: Sequence[nn.Module], memory: MemoryBackend) -> list[str]:
 
 def _chunks_left(modules: Sequence[nn.Module]) -> list[str]:
     """Return how `memory` would name the loss in chunks, if it is not in force."""
-    heads = find_heads(modules, None)
-    if heads:
-        return [] if any(map(is_replaced, heads)) else [CHUNKED]
-    name = likely_head(modules)
-    return [] if name is None else [f"{CHUNKED}:{name}"]
+    return [] if _no_head(modules) or any(map(is_replaced, find_heads(modules))) else [CHUNKED]
+
+
+def _no_head(modules: Sequence[nn.Module]) -> str:
+    """Return why the loss of these modules cannot be computed in chunks; empty if it can."""
+    if are_compiled(modules):
+        return "the model is compiled; compute its loss of hidden states by autoaccum.ChunkedLoss(head)"
+    if not find_heads(modules):
+        return (
+            "no layer that makes logits was found (what get_output_embeddings of a Transformers model returns, an "
+            "nn.Linear); compute the loss of hidden states by autoaccum.ChunkedLoss(head)"
+        )
+    return ""

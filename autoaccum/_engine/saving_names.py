@@ -40,17 +40,13 @@ def check_memory(
             f"memory={shown(memory)} saves memory from the start, and fallback={shown(fallback)} where not even one "
             "sample fits; pass one of them"
         )
-    if AUTO in names and len(names) > 1 and head_of_auto(names) is None:
-        raise InvalidInputError(
-            f"memory={shown(memory)}: 'auto' takes all of them in turn; pass it alone, or with '{CHUNKED}:NAME' to "
-            "name the layer that makes the logits"
-        )
+    if AUTO in names and len(names) > 1:
+        raise InvalidInputError(f"memory={shown(memory)}: 'auto' takes all of them in turn; pass it alone")
     for name in names:
         if name != AUTO and not _is_known(name):
             raise InvalidInputError(
-                f"memory={shown(name)} is unknown; choose from {', '.join(map(repr, (AUTO, *SAVINGS)))}, "
-                f"'{CHUNKED}:NAME' with the name of the layer that makes the logits, or 'checkpoint:N' for the first N "
-                "blocks"
+                f"memory={shown(name)} is unknown; choose from {', '.join(map(repr, (AUTO, *SAVINGS)))} "
+                "or 'checkpoint:N' for the first N blocks"
             )
     if "offload" in (*names, *fallbacks) and backend.is_host:
         argument = "memory" if "offload" in names else "fallback"
@@ -66,13 +62,6 @@ def check_memory(
     return names, fallbacks
 
 
-def head_of_auto(names: Sequence[str]) -> str | None:
-    """Return the name of the layer that makes logits, if that is all that `names` has beside "auto"."""
-    others = [name for name in names if name != AUTO]
-    is_named = AUTO in names and len(others) == 1 and _is_known(others[0]) and _kind(others[0]) == CHUNKED
-    return (others[0].partition(":")[2] or None) if is_named else None
-
-
 def _kind(name: str) -> str:
     return name.partition(":")[0]
 
@@ -84,7 +73,7 @@ def _is_known(name: object) -> bool:
     kind, colon, rest = name.partition(":")
     if not colon:
         return is_one_of(kind, SAVINGS)
-    return {CHUNKED: bool(rest), "checkpoint": bool(_COUNT.fullmatch(rest))}.get(kind, False)
+    return kind == "checkpoint" and bool(_COUNT.fullmatch(rest))
 
 
 def _names(given: Sequence[str] | str | None, argument: str) -> tuple[str, ...]:

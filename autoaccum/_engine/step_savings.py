@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from autoaccum._engine.fallback import Fallbacks
 from autoaccum._engine.rungs import Rungs, change_of_rung, reason_of
-from autoaccum._engine.saving_names import AUTO, head_of_auto
+from autoaccum._engine.saving_names import AUTO
 from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ class StepSavings:
         self._memory = memory
         self._notices = notices
         self._named = () if AUTO in names else tuple(names)
-        self._head = head_of_auto(names)
         self._reason: str | None = None
         self._ways: tuple[str, ...] = ()
         self.rungs: Rungs | None = None
@@ -96,7 +95,7 @@ class StepSavings:
         return has_climbed
 
     def _fallbacks(self) -> Fallbacks:
-        return Fallbacks(self._modules, (), self._memory, self._named, head=self._head)
+        return Fallbacks(self._modules, (), self._memory, self._named)
 
     def _say(self, text: str) -> None:
         self._notices.say(text, key=text)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autoaccum._engine.checkpointing import checkpointed
-from autoaccum._engine.chunked_recipe import chunked
+from autoaccum._engine.chunked_head import chunked
 from autoaccum._engine.offloading import offloaded
 from autoaccum._engine.saving_names import AUTO, CHUNKED, check_memory
 from autoaccum._memory.simulated import Simulated
@@ -62,15 +62,15 @@ def together(adapts: Sequence[Adapt | None]) -> Adapt | None:
     return adapt if some else None
 
 
-def in_chunks(model: nn.Module, head: str | None = None) -> AbstractContextManager[str]:
-    """Compute a model's loss in chunks, without a word about what is computed whole: a training says that."""
-    return chunked([model], head, lambda _: None)
+def in_chunks(model: nn.Module) -> AbstractContextManager[str]:
+    """Compute a model's loss in chunks."""
+    return chunked([model])
 
 
 def _adapt(name: str) -> Adapt:
     kind, _, rest = name.partition(":")
     if kind == CHUNKED:
-        return lambda model: in_chunks(model, rest or None)
+        return in_chunks
     if kind == "offload":
         return lambda model: offloaded([model], CARD)
     # Random states are those of the CPU: there may be no card.

@@ -25,7 +25,7 @@ from autoaccum._engine.fallback import Fallbacks
 from autoaccum._engine.metrics import check_metrics
 from autoaccum._engine.noise_scale import NoiseScale
 from autoaccum._engine.options import Options
-from autoaccum._engine.saving_names import AUTO, head_of_auto
+from autoaccum._engine.saving_names import AUTO
 from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.cache import PlanCache
 from autoaccum._system.environment import MAX_MICRO_BATCH, max_micro_batch
@@ -155,9 +155,9 @@ def fit(
         memory: What saves memory from the start, for time: "chunked_loss" (a language model's logits and their cross
             entropy a few tokens at a time, so that they are never whole), "checkpoint" and "offload" (as `fallback` has
             them), or several of these in a list. Gradients stay the same, those of a loss in chunks up to rounding.
-            "chunked_loss:NAME" names the `nn.Linear` that makes the logits, which is found in models of Transformers;
+            "chunked_loss" is for models of Transformers; others compute their loss by `autoaccum.ChunkedLoss`.
             "checkpoint:N" recomputes the first N blocks alone. "auto": one after the other wherever not even one sample
-            fits, else nothing (docs/memory.md); `["auto", "chunked_loss:NAME"]` names the layer for it.
+            fits, else nothing (docs/memory.md).
         weights: None leaves weights as they are. "bf16": weights of two or more dimensions are kept in bf16, and each
             update is rounded stochastically; "bf16-master": they are bf16 in the model, with a master copy in float32
             in the optimizer's state. Gradients are added in float32, and the forward pass runs in bf16. This changes
@@ -346,7 +346,6 @@ def fit(
                 fallbacks,
                 backend,
                 () if AUTO in savings else savings,
-                head=head_of_auto(savings),
             ),
             climbs=AUTO in savings,
             world=world,

@@ -69,15 +69,15 @@ def test_resumed_run_keeps_what_was_chosen_and_ends_bit_for_bit_as_undisturbed(t
 
 @pytest.mark.parametrize(
     "memory",
-    [["auto", "checkpoint"], ["auto", "auto"], ["auto", "chunked_loss"], ["auto", "chunked_loss:a", "offload"]],
+    [["auto", "checkpoint"], ["auto", "auto"], ["auto", "chunked_loss", "offload"]],
 )
 def test_auto_beside_names_is_refused(memory):
-    with pytest.raises(autoaccum.InvalidInputError, match="pass it alone, or with 'chunked_loss:NAME'"):
+    with pytest.raises(autoaccum.InvalidInputError, match="pass it alone"):
         trained("3MiB", memory=memory)
 
 
 class Tagger(nn.Module):
-    """Has a head that nothing but its name tells."""
+    """Tells its head as the models of Transformers do."""
 
     def __init__(self):
         super().__init__()
@@ -87,6 +87,9 @@ class Tagger(nn.Module):
 
     def forward(self, tokens):
         return self.head(self.embed(tokens))
+
+    def get_output_embeddings(self):
+        return self.head
 
 
 def tagged(capacity, windows, **options):
@@ -104,10 +107,10 @@ def tagged(capacity, windows, **options):
     )
 
 
-def test_auto_takes_the_loss_in_chunks_of_a_layer_that_the_user_names():
-    result = tagged("30MiB", 2, memory=["auto", "chunked_loss:head"])
+def test_auto_takes_the_loss_in_chunks_first():
+    result = tagged("30MiB", 2, memory="auto")
 
-    assert result.memory == ("chunked_loss:head",)
+    assert result.memory == ("chunked_loss",)
 
 
 def in_place(outputs, batch):
@@ -147,6 +150,9 @@ class Speaker(nn.Module):
             hidden = block(hidden)
         return self.head(hidden)
 
+    def get_output_embeddings(self):
+        return self.head
+
 
 def test_auto_leaves_out_what_the_loss_refuses(capsys):
     tokens = torch.randint(3000, (4, 256), generator=torch.Generator().manual_seed(3))
@@ -167,14 +173,14 @@ def test_auto_leaves_out_what_the_loss_refuses(capsys):
         )
         return model, result
 
-    found, result = train(device=autoaccum.Simulated("13MiB"), memory=["auto", "chunked_loss:head"])
+    found, result = train(device=autoaccum.Simulated("13MiB"), memory="auto")
     said = capsys.readouterr().err
     expected, _ = train(device=autoaccum.Simulated("1GiB"))
 
     assert result.memory == ("checkpoint",)
     for one, other in zip(found.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(one, other)
-    assert "changes logits in place (add_)" in said
+    assert "add_ is computed of logits that are never made" in said
     assert "from now on activation checkpointing of 24" in said
 
 
@@ -193,38 +199,23 @@ def test_error_that_has_nothing_to_do_with_memory_is_the_users():
 
 
 def test_what_the_user_names_is_refused_with_an_error_where_the_loss_refuses_it():
-    with pytest.raises(autoaccum.SavingRefusedError, match="changes logits in place"):
-        by_fit(Tagger(), "chunked_loss:head", "1GiB", 2)
+    with pytest.raises(autoaccum.SavingRefusedError, match="add_ is computed of logits"):
+        by_fit(Tagger(), "chunked_loss", "1GiB", 2)
 
 
-def test_accumulators_auto_takes_the_layer_that_the_user_names():
+def test_accumulators_auto_takes_the_loss_in_chunks_first():
     tokens = torch.randint(3000, (4, 1024), generator=torch.Generator().manual_seed(3))
     accumulator = autoaccum.Accumulator(
         Tagger(),
         loss=lambda outputs, batch: functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten()),
         device=autoaccum.Simulated("30MiB"),
         cache=False,
-        memory=["auto", "chunked_loss:head"],
+        memory="auto",
     )
 
     accumulator.backward({"tokens": tokens, "labels": tokens})
 
-    assert accumulator.memory == ("chunked_loss:head",)
-
-
-@pytest.mark.parametrize("options", [{"memory": "auto"}, {"fallback": "checkpoint"}])
-def test_user_is_told_which_layer_to_name_where_none_is_found(capsys, options):
-    with pytest.raises(autoaccum.DoesNotFitError) as caught:
-        tagged("30MiB", 2, **options)
-
-    assert "memory='chunked_loss:head'" in str(caught.value)
-    told = "memory=['auto', 'chunked_loss:head'] names it" in capsys.readouterr().err
-    assert told == ("memory" in options)
-
-
-def test_layer_that_is_named_beside_auto_must_be_there():
-    with pytest.raises(autoaccum.InvalidInputError, match="'body' is not there"):
-        tagged("1GiB", 2, memory=["auto", "chunked_loss:body"])
+    assert accumulator.memory == ("chunked_loss",)
 
 
 def test_error_where_no_rung_fits_names_what_is_in_force():

@@ -150,7 +150,7 @@ def a_runner(model, **options):
     [
         ("nope", "is unknown"),
         ("offload", "already are there"),
-        ("chunked_loss", "no head found"),
+        ("chunked_loss", "no layer that makes logits was found"),
         ("checkpoint", "no repeated blocks"),
     ],
 )
