@@ -17,7 +17,6 @@ import typer
 
 from autoaccum._cli.numbers import check_counts, check_minutes, check_texts
 from autoaccum._distributed.load_balance import SHARES
-from autoaccum._engine.bf16_weights import WEIGHTS
 from autoaccum._engine.options import ON_NAN
 from autoaccum._engine.precision import PRECISIONS
 from autoaccum._engine.saving_names import AUTO, CHUNKED, FALLBACKS
@@ -107,7 +106,6 @@ _BY_NAME = {
         f"{AUTO}|{CHUNKED}|checkpoint[:N]|offload",
         "What saves memory, for time; can be given several times. auto: where not even one sample fits.",
     ),
-    "weights": _Form(str, "|".join(WEIGHTS), "Weights in bf16: rounded stochastically, or with an fp32 master."),
     "precision": _Form(str, "|".join(PRECISIONS)),
     "device": _Form(str, help="The device, such as cpu, cuda or cuda:1."),
     "checkpoint": _Form(Path, "FOLDER", "Write checkpoints there, and resume from the newest."),

@@ -13,6 +13,7 @@ from typing import Any
 import optree
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _NAMESPACE = "autoaccum"
 # The mappings that optree flattens itself; others (a Transformers BatchEncoding, a ModelOutput) are flattened here and
@@ -220,3 +221,11 @@ def hides_tensors(leaf: Any) -> bool:
 def _inside(leaf: Any) -> Iterable[Any]:
     """Return the attributes of an object; those in slots are not seen."""
     return leaf if isinstance(leaf, PackedSequence) else getattr(leaf, "__dict__", {}).values()
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that hold the numbers of a tensor: those within a subclass, as of states in 8 bits, or it."""
+    if not is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "device_mesh"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in plain_parts(getattr(tensor, name))]

@@ -159,9 +159,10 @@ class UnmadeLogits(Tensor):
         is_cast = all(step.function in _CASTS for step in recipe.steps) and self.dtype is not torch.float64
         return chunked_cross_entropy(
             recipe.made,
-            recipe.head if is_cast else None,
+            recipe.head,
             recipe.hidden,
             labels,
+            is_alone=is_cast,
             weight=weight,
             ignore_index=ignore_index,
             reduction=reduction,

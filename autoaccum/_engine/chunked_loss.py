@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum._arguments import check_choice, shown
-from autoaccum.errors import InvalidInputError
+from autoaccum.errors import InvalidInputError, SavingRefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,6 +80,7 @@ class ChunkedLoss(nn.Module):
             self.head,
             hidden,
             labels,
+            is_alone=True,
             weight=self.weight,
             ignore_index=self.ignore_index,
             reduction=self.reduction,
@@ -88,10 +90,11 @@ class ChunkedLoss(nn.Module):
 
 def chunked_cross_entropy(
     make: Callable[[Tensor], Tensor],
-    head: nn.Module | None,
+    head: nn.Module,
     hidden: Tensor,
     labels: Tensor,
     *,
+    is_alone: bool,
     weight: Tensor | None,
     ignore_index: int,
     reduction: str,
@@ -101,9 +104,10 @@ def chunked_cross_entropy(
 
     Args:
         make: Makes the logits of some tokens.
-        head: The layer that does nothing else, for kernels that take its weight; None if there is none.
+        head: The layer that does.
         hidden: See there.
         labels: See there.
+        is_alone: Whether the layer alone makes them, so that kernels may take its weight.
         weight: See there.
         ignore_index: See there.
         reduction: See there.
@@ -116,13 +120,20 @@ def chunked_cross_entropy(
         )
     rows, classes = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
     counts = classes != ignore_index
-    is_plain = weight is None and not label_smoothing and reduction != "none" and torch.is_grad_enabled()
+    is_plain = is_alone and weight is None and not label_smoothing and reduction != "none" and torch.is_grad_enabled()
     if is_plain and (kernel := _kernel_for(head, rows)) is not None:
         # The second number makes it a sum over elements, which says what a mean over micro-batches is divided by.
         summed = functional.pad(kernel(rows, classes, ignore_index).reshape(1), (0, 1)).sum()
         return summed if reduction == "sum" else summed / counts.sum()
 
+    held = list(head.parameters())
+
     def losses_of(rows: Tensor, classes: Tensor) -> Tensor:
+        if not all(map(is_, head.parameters(), held)):
+            raise SavingRefusedError(
+                "a loss in chunks: the head has other parameters in the backward pass than in the forward pass "
+                "(torch.func.functional_call puts them in for a call alone); leave chunks out"
+            )
         logits = make(rows)
         return functional.cross_entropy(
             logits if logits.dtype is torch.float64 else logits.float(),
@@ -158,7 +169,7 @@ if TYPE_CHECKING:
     Kernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, int], Tensor]
 
 
-def _kernel_for(head: nn.Module | None, hidden: Tensor) -> Callable[[Tensor, Tensor, int], Tensor] | None:
+def _kernel_for(head: nn.Module, hidden: Tensor) -> Callable[[Tensor, Tensor, int], Tensor] | None:
     """Return what sums the cross entropies of (hidden states, classes, class to ignore); None where no kernel does."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Self
 from autoaccum._arguments import check_bool, check_choice, check_path, check_positive_int, check_positive_number, shown
 from autoaccum._callbacks import check_callbacks
 from autoaccum._data.splits import check_split
-from autoaccum._engine.bf16_weights import check_weights
 from autoaccum._engine.precision import PRECISIONS
 from autoaccum._engine.saving_names import check_memory
 from autoaccum._loss.objective import check_loss_reduction
@@ -68,7 +67,6 @@ class Options:
     noise_scale: bool | int = False
     device: str | torch.device | MemoryBackend | None = None
     precision: str = "auto"
-    weights: str | None = None
     micro_batch: int | str = "auto"
     probe: str = "inline"
     strategy: str | None = None
@@ -109,7 +107,6 @@ class Options:
         check_choice("batchnorm", self.batchnorm, BATCHNORM_MODES)
         check_choice("on_nan", self.on_nan, ON_NAN)
         check_choice("precision", self.precision, PRECISIONS)
-        check_weights(self.weights, self.precision)
         check_loss_reduction(self.loss_reduction)
         check_split(self.split)
         if self.clip_grad_norm is not None:

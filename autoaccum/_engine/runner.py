@@ -217,8 +217,6 @@ class WindowRunner:
         self._now.rates = optimizers.learning_rates(self._step.optimizer)
         with signals.held():
             skipped = self._peers.commit()
-            if (weights := self._step.updates.weights) is not None:
-                weights.forget_originals()
             self._events.windows = self._now.number
             self._step.clear_gradients()
             if self._update_made is not None:
@@ -324,7 +322,6 @@ class Runner(WindowRunner):
             runner need not be closed. On the host, it counts from when the runner is created.
         memory: As for `fit`. It is in force within `step` and `evaluate`; the model's forward passes elsewhere are as
             they were.
-        weights: As for `fit`. The weights stay in bf16 afterwards, and their gradients in float32.
         clip_grad_norm: As for `fit`.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
@@ -357,7 +354,6 @@ class Runner(WindowRunner):
         precision: str = "auto",
         memory_limit: float | str | None = None,
         memory: str | Sequence[str] | None = None,
-        weights: str | None = None,
         clip_grad_norm: float | None = None,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         loss_reduction: str | None = None,
@@ -376,7 +372,6 @@ class Runner(WindowRunner):
         limit_bytes = options.limit_bytes(backend)
         savings, _ = options.savings(backend)
         step = assemble(model, options, memory=backend, notices=notices)
-        step.use_weights(weights)
         self._limit = StepLimit(backend, limit_bytes)
         self._savings = StepSavings(step.objective.modules, savings, backend, notices)
         if self._savings.rungs is not None:

@@ -79,7 +79,6 @@ def fit(
     cache: bool = True,
     memory_limit: float | str | None = None,
     memory: str | Sequence[str] | None = None,
-    weights: str | None = None,
     clip_grad_norm: float | None = None,
     drop_last: bool = False,
     lr_scaling: str | None = None,
@@ -127,8 +126,7 @@ def fit(
             returns, the entry "loss" is the total and the others are only reported; without that entry, those with a
             gradient are summed and detached ones are only reported (docs/recipes.md).
         optimizer: An optimizer over the model's parameters, or a function of them that returns one. Several, in a list,
-            if each has its own parameters (docs/recipes.md). None or "adamw": AdamW(lr=1e-3). "adamw8bit": the same
-            with moments in 8 bits, which changes the training (`autoaccum.adamw8bit`, docs/memory.md).
+            if each has its own parameters (docs/recipes.md). None or "adamw": AdamW(lr=1e-3).
         scheduler: A learning-rate scheduler for the optimizer in use, or a function of the optimizer that returns one.
             ReduceLROnPlateau steps on the loss of each evaluation.
         scheduler_interval: "step": step the scheduler after every update; "epoch": after every epoch.
@@ -158,10 +156,6 @@ def fit(
             "chunked_loss" is for models of Transformers; others compute their loss by `autoaccum.ChunkedLoss`.
             "checkpoint:N" recomputes the first N blocks alone. "auto": one after the other wherever not even one sample
             fits, else nothing (docs/memory.md).
-        weights: None leaves weights as they are. "bf16": weights of two or more dimensions are kept in bf16, and each
-            update is rounded stochastically; "bf16-master": they are bf16 in the model, with a master copy in float32
-            in the optimizer's state. Gradients are added in float32, and the forward pass runs in bf16. This changes
-            the training; the model keeps its bf16 weights afterwards (docs/memory.md).
         clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer. float("inf")
             only measures that norm, for `StepReport.grad_norm`.
         drop_last: Whether to leave out a shorter last window of an epoch, in place of an update made from it.
@@ -286,7 +280,6 @@ def fit(
                 "on_nan": on_nan,
                 "noise_scale": options.noise_every,
                 "memory": savings,
-                "weights": weights,
                 "lr_scaling": lr_scaling,
                 "base_batch": base_batch,
                 "checkpoint": saver is not None,
@@ -296,8 +289,6 @@ def fit(
                 f"shares={shares!r}": shares != "equal",
                 f"fallback={fallback!r}": bool(fallback),
                 f"memory={memory!r}": bool(savings),
-                f"weights={weights!r}": weights is not None,
-                "optimizer='adamw8bit'": optimizers.is_8bit(step.optimizer),
                 f"noise_scale={noise_scale!r}": bool(noise_scale),
                 f"target_tokens={target_tokens}": in_tokens,
                 f"probe={probe!r}": probe == "before" and micro_batch == "auto",
@@ -311,7 +302,6 @@ def fit(
                 in_tokens=in_tokens,
                 notices=notices,
             )
-        untouched.use_weights(step, weights)  # ranks have the same weights by now
         training = Training(
             step,
             Data(

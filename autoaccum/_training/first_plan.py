@@ -90,7 +90,7 @@ class Finding:
         """
         if self._cache is None or not self._is_auto:
             return None
-        largest, weights = self._largest_of(first), self._step.updates.weights
+        largest = self._largest_of(first)
         key = key_of(
             self._step.objective.modules,
             largest.cut(0, largest.samples),
@@ -101,7 +101,7 @@ class Finding:
             limit_bytes=self._limit_bytes,
             loss_scope=self._loss_scope,
             cap=self._cap,
-            saves=[*self._saves, *([] if weights is None else [f"weights={weights.name}"])],
+            saves=self._saves,
             counts=self._counts,
         )
         self._entry = CacheEntry(self._step.memory, self._cache, key)

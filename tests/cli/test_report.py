@@ -497,9 +497,3 @@ def test_what_saves_memory_can_be_given_as_options(invoke, recipe, given):
     invoke(f"{recipe}:saving", "--memory", "chunked_loss", "--memory", "checkpoint")
 
     assert list(given["memory"]) == ["chunked_loss", "checkpoint"]
-
-
-def test_weights_can_be_given_as_an_option(invoke, recipe, given):
-    invoke(recipe, "--weights", "bf16")
-
-    assert given["weights"] == "bf16"

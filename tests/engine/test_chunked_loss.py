@@ -16,7 +16,7 @@ from autoaccum import ChunkedLoss
 from autoaccum._engine import chunked_loss
 from autoaccum._memory import Simulated
 from autoaccum._system.notices import Notices
-from autoaccum.errors import InvalidInputError
+from autoaccum.errors import InvalidInputError, SavingRefusedError
 from faults import FailAt
 
 V, D, N, T = 50, 16, 4, 10
@@ -133,6 +133,17 @@ def test_head_that_drops_is_computed_again_with_the_same_masks():
             model.head[0].weight[3, 4] -= sign * 1e-6
 
     assert float(found[3, 4]) == pytest.approx((small[0] - small[1]) / 2e-6, rel=1e-4)
+
+
+def test_weights_that_are_put_in_for_the_forward_pass_alone_are_refused():
+    model = Language()
+    loss = ChunkedLoss(model.head)
+    others = {name: one.detach().clone().requires_grad_() for name, one in loss.named_parameters()}
+
+    found = torch.func.functional_call(loss, others, (model(TOKENS), LABELS))
+
+    with pytest.raises(SavingRefusedError, match="other parameters in the backward pass"):
+        found.backward()
 
 
 # --- in windows -------------------------------------------------------------------------------------------------------

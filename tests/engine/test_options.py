@@ -26,7 +26,6 @@ BAD = {
     "clip_grad_norm": -1.0,
     "noise_scale": "often",
     "precision": "fp8",
-    "weights": "int4",
     "micro_batch": 0,
     "strategy": "slowest",
     "cache": "yes",

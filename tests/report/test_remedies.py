@@ -331,7 +331,7 @@ def test_remedies_combine(small):
     described = {remedy.name: remedy.description for remedy in small.remedies}
     assert "model.to(torch.bfloat16)" in described[three]
     assert "fallback='checkpoint'" in described[three]
-    assert "autoaccum.adamw8bit" in described[three]
+    assert "torchao.optim.AdamW8bit" in described[three]
 
 
 def test_safe_sizes_of_remedies_are_told(small):
