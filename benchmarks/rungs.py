@@ -108,7 +108,6 @@ def train(name, rung):
             device="cpu",
             memory_limit=limit,
             memory=None if rung == "none" else rung.split("+"),
-            strategy="balanced",
             cache=False,
             progress=False,
             callbacks=[Said()],

@@ -32,7 +32,6 @@ SETTLING = 12
 # Arguments of every call of `fit` here.
 ALWAYS = {
     "loss": nn.CrossEntropyLoss(),
-    "strategy": "balanced",
     "shard": True,
     "cache": False,
     "progress": False,

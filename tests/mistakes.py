@@ -165,7 +165,6 @@ MISTAKES = {
     "a target batch that is a fraction": lambda: fit(target_batch=100.5),
     "micro-batches of 0": lambda: fit(micro_batch=0),
     "micro-batches that are not known": lambda: fit(micro_batch="max"),
-    "a strategy that is not known": lambda: fit(strategy="best"),
     "no epochs": lambda: fit(epochs=0, max_steps=None),
     "steps that are negative": lambda: fit(max_steps=-1),
     # the device and its memory

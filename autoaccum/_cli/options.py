@@ -21,7 +21,7 @@ from autoaccum._engine.options import ON_NAN
 from autoaccum._engine.precision import PRECISIONS
 from autoaccum._engine.saving_names import AUTO, CHUNKED, FALLBACKS
 from autoaccum._launch.job import NOT_OF_A_JOB, texts_of_arguments
-from autoaccum._sizing.planner import PROBES, STRATEGIES
+from autoaccum._sizing.planner import PROBES
 from autoaccum._training.api import check_seed, fit
 
 if TYPE_CHECKING:
@@ -96,7 +96,6 @@ _BY_NAME = {
     "probe": _Form(
         str, "|".join(PROBES), "How auto finds what fits: in the first windows, by trials before, or not at all."
     ),
-    "strategy": _Form(str, "|".join(STRATEGIES)),
     "cache": _Form(bool, flag="--no-cache", help="Neither use nor store what earlier runs found."),
     "fallback": _Form(
         list[str], "|".join(FALLBACKS), "What to do if not even one sample fits; given twice, one after the other."

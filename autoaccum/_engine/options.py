@@ -16,7 +16,7 @@ from autoaccum._engine.saving_names import check_memory
 from autoaccum._loss.objective import check_loss_reduction
 from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
-from autoaccum._sizing.planner import PROBES, STRATEGIES
+from autoaccum._sizing.planner import PROBES
 from autoaccum._system.notices import check_notices
 from autoaccum.errors import InvalidInputError
 
@@ -69,7 +69,6 @@ class Options:
     precision: str = "auto"
     micro_batch: int | str = "auto"
     probe: str = "inline"
-    strategy: str | None = None
     cache: bool = True
     memory_limit: float | str | None = None
     memory: str | Sequence[str] | None = None
@@ -98,8 +97,6 @@ class Options:
         else:
             check_positive_int("micro_batch", self.micro_batch)
         check_choice("probe", self.probe, PROBES)
-        if self.strategy is not None:
-            check_choice("strategy", self.strategy, STRATEGIES)
         check_bool("cache", self.cache)
         check_callbacks(self.callbacks)
         check_notices(self.notices)

@@ -93,7 +93,6 @@ def preflight(
     loss_scope: str = "micro_batch",
     batchnorm: str = "keep",
     split: Split | None = None,
-    strategy: str | None = None,
     gpus: str | Sequence[str] = (),
     device_memory: str | None = None,
     display: int | str | None = None,
@@ -131,7 +130,6 @@ def preflight(
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
         split: As for `fit`.
-        strategy: As for `fit`; None means "balanced". "fastest" is planned like "balanced", with which `fit` starts.
         gpus: Names of cards to predict for, such as "h100-80gb".
         device_memory: The memory of an unlisted card to predict for, such as "24GiB".
         display: The memory of each card that a display uses, in bytes or as "600MiB"; None means none.
@@ -171,11 +169,11 @@ def preflight(
     notices = Notices(silent=True)
     limits_cards = not (measures and _is_host(device))
     about_cards = _about_room(cards, memory_limit, display, limits_cards=limits_cards)
-    for note in (*about_cards, *group.notes, *_about_options(strategy)):
+    for note in (*about_cards, *group.notes):
         notices.say(note)
     adapt = saving(names_in(memory, notices))
     made = _made(model, notices, on_meta=not measures)
-    asked = Asked(batch, group.share, most, strategy or "balanced", memory_limit, loss_scope)
+    asked = Asked(batch, group.share, most, memory_limit, loss_scope)
 
     way: dict[str, Any] = {"loss": loss, "forward": forward, "loss_reduction": loss_reduction, "split": split}
 
@@ -245,12 +243,6 @@ def preflight(
         ),
         notes=tuple(dict.fromkeys([*notices.texts, *(note for one in predicted for note in one.estimate.notes)])),
     )
-
-
-def _about_options(strategy: str | None) -> Iterator[str]:
-    """Yield what is taken for options."""
-    if strategy == "fastest":
-        yield "strategy='fastest': planned as 'balanced', with which fit starts; fit then times other cuts"
 
 
 def _measured(
@@ -595,7 +587,6 @@ def _subject(model: nn.Module, optimizer: torch.optim.Optimizer, asked: Asked) -
         trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         optimizer=name_of(optimizer),
         target_batch=asked.target_batch,
-        strategy=asked.strategy,
         max_micro_batch=asked.most,
         memory_limit=None if asked.memory_limit is None else str(asked.memory_limit),
     )

@@ -74,7 +74,6 @@ class Accumulator:
             is created.
         memory: As for `fit`. It is in force within `backward`; the model's forward passes elsewhere are as they were.
         micro_batch: The most samples at once; "auto" finds it.
-        strategy: As for `fit`.
         cache: As for `fit`.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
@@ -112,7 +111,6 @@ class Accumulator:
         memory_limit: float | str | None = None,
         memory: str | Sequence[str] | None = None,
         micro_batch: int | str = "auto",
-        strategy: str | None = None,
         cache: bool = True,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         loss_reduction: str | None = None,

@@ -75,7 +75,6 @@ def fit(
     precision: str = "auto",
     micro_batch: int | str = "auto",
     probe: str = "inline",
-    strategy: str | None = None,
     cache: bool = True,
     memory_limit: float | str | None = None,
     memory: str | Sequence[str] | None = None,
@@ -137,15 +136,13 @@ def fit(
         precision: "fp32", or "bf16" or "fp16" with autocast and, for fp16, a gradient scaler. "auto": on CUDA, bf16 or
             fp16, whichever the card supports well; fp32 elsewhere.
         micro_batch: Maximum number of samples at once, or "auto" to find it. The environment variable
-            AUTOACCUM_MAX_MICRO_BATCH, which `autoaccum run` sets, bounds both.
+            AUTOACCUM_MAX_MICRO_BATCH, which `autoaccum run` sets, bounds both. With a number, two runs cut alike,
+            regardless of memory and timing; with "auto", a long training also times halves and quarters of what fits,
+            and keeps what is fastest. Windows of compiled models are cut into equal sizes.
         probe: How to find the micro-batch. "inline": in the first windows of the training itself, whose micro-batches
             start small and grow; "before": with trials before training that leave no trace (loss_scope="window" uses it
             in place of "inline"); "off": not at all; training starts with whole windows and cuts them when memory runs
             out.
-        strategy: How to cut windows. "balanced": into the fewest micro-batches; "uniform": into equal ones; "fastest":
-            into the ones that run fastest, timed in the first windows of a long training. None: "uniform" for a
-            compiled model, else "fastest" if `micro_batch` is "auto", else "balanced". With a fixed `micro_batch` and
-            "balanced", two runs cut alike, regardless of memory and timing.
         cache: Whether to keep the micro-batch for the next run of the same job, which confirms it with a single
             micro-batch. The cache is in the user's cache directory, or in AUTOACCUM_CACHE_DIR.
         memory_limit: Bytes, a string such as "12GiB", or a fraction of the device's total memory. On the host, it

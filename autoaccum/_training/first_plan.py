@@ -10,7 +10,7 @@ from autoaccum._engine.replaced_forward import are_compiled
 from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.cache_entry import CacheEntry
 from autoaccum._sizing.job_key import key_of
-from autoaccum._sizing.planner import plan
+from autoaccum._sizing.planner import planned
 from autoaccum._sizing.sizing import SizingOptions
 
 if TYPE_CHECKING:
@@ -68,10 +68,7 @@ class Finding:
         self._grows_from = grows_from
         if grows_from is not None:
             self._probe = probe = "off"
-        by_default = "fastest" if self._is_auto and grows_from is None else "balanced"
-        if are_compiled(step.objective.modules):
-            by_default = "uniform"
-        self._strategy = options.strategy or by_default
+        self._is_uniform = are_compiled(step.objective.modules)
         self._cache = cache if self._is_auto and probe != "off" else None
         self._limit_bytes = limit_bytes
         self._loss_scope = options.loss_scope
@@ -159,8 +156,7 @@ class Finding:
         most = self.asked if isinstance(self.asked, int) else found
         most = most if self._cap is None else min(most, self._cap)
         # Only whole windows are timed: on a shared machine, a single trial per size says little.
-        strategy = "balanced" if self._strategy == "fastest" else self._strategy
-        return plan(target, min(most, target), strategy=strategy)
+        return planned(target, min(most, target), is_uniform=self._is_uniform)
 
     @property
     def most_asked(self) -> int | None:
@@ -189,13 +185,16 @@ class Finding:
         found = self._entry.found
         times_after = None
         if (
-            not cutting.is_timed
+            self._is_auto
+            and self._grows_from is None
+            and not self._is_uniform
+            and not cutting.is_timed
             and (found is None or found.fastest is None)
             and (windows_ahead is None or windows_ahead >= _WINDOWS_WORTH_TIMING)
         ):
             times_after = _WINDOWS_BEFORE_TIMING if windows_ahead is None else 0
         return SizingOptions(
-            strategy=self._strategy,
+            is_uniform=self._is_uniform,
             by_bytes=self._is_auto and self._probe != "off",
             learns=not cutting.is_found and self._is_auto and self._probe == "inline",
             times_after=times_after,

@@ -27,7 +27,6 @@ BAD = {
     "noise_scale": "often",
     "precision": "fp8",
     "micro_batch": 0,
-    "strategy": "slowest",
     "cache": "yes",
     "memory_limit": "many",
     "memory": "less",

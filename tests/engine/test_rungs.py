@@ -54,7 +54,7 @@ class Stop(autoaccum.Callback):
 
 @pytest.mark.slow
 def test_resumed_run_keeps_what_was_chosen_and_ends_bit_for_bit_as_undisturbed(tmp_path):
-    options = {"checkpoint": tmp_path, "strategy": "balanced", "progress": False}
+    options = {"checkpoint": tmp_path, "progress": False}
     with pytest.raises(KeyboardInterrupt) as caught:
         trained("3MiB", callbacks=[Stop(STEPS - 6)], **options)
     before = caught.value.result

@@ -261,7 +261,7 @@ def test_nan_is_named_with_its_step(capsys):
     windows[3] = (windows[3][0] * float("nan"), windows[3][1])
 
     result = autoaccum.fit(
-        network(), windows, SAMPLES, loss=nn.CrossEntropyLoss(), device="cuda", micro_batch=4, strategy="balanced",
+        network(), windows, SAMPLES, loss=nn.CrossEntropyLoss(), device="cuda", micro_batch=4,
         progress=False,
     )  # fmt: skip
 
@@ -283,7 +283,7 @@ def test_on_nan_stop_ends_the_training():
     with pytest.raises(autoaccum.NotFiniteError, match="step 4"):
         autoaccum.fit(
             network(), windows, SAMPLES, loss=nn.CrossEntropyLoss(), device="cuda", micro_batch=4, on_nan="stop",
-            strategy="balanced", progress=False, callbacks=[Counts()],
+            progress=False, callbacks=[Counts()],
         )  # fmt: skip
     assert steps[-1] >= 4
 

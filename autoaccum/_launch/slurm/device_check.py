@@ -64,7 +64,7 @@ def check(job: Job, report_file: Path | None, say: Callable[[str], None]) -> Non
 
 def _report_of(job: Job, batch: Any, target_batch: int) -> Report:
     whether_it_fits = {"target_batch": target_batch, "max_micro_batch": min(_SAMPLES, target_batch), "measure": True}
-    not_asked = dict.fromkeys(("loader", "epochs", "max_steps", "strategy"))
+    not_asked = dict.fromkeys(("loader", "epochs", "max_steps"))
     return preflight(batch=batch, **shared_arguments(job, preflight) | whether_it_fits | not_asked)
 
 
