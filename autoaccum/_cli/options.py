@@ -19,7 +19,7 @@ from autoaccum._cli.numbers import check_counts, check_minutes, check_texts
 from autoaccum._distributed.load_balance import SHARES
 from autoaccum._engine.options import ON_NAN
 from autoaccum._engine.precision import PRECISIONS
-from autoaccum._engine.saving_names import AUTO, CHUNKED, FALLBACKS
+from autoaccum._engine.saving_names import AUTO, CHUNKED
 from autoaccum._launch.job import NOT_OF_A_JOB, texts_of_arguments
 from autoaccum._sizing.planner import PROBES
 from autoaccum._training.api import check_seed, fit
@@ -97,12 +97,9 @@ _BY_NAME = {
         str, "|".join(PROBES), "How auto finds what fits: in the first windows, by trials before, or not at all."
     ),
     "cache": _Form(bool, flag="--no-cache", help="Neither use nor store what earlier runs found."),
-    "fallback": _Form(
-        list[str], "|".join(FALLBACKS), "What to do if not even one sample fits; given twice, one after the other."
-    ),
     "memory": _Form(
         list[str],
-        f"{AUTO}|{CHUNKED}|checkpoint[:N]|offload",
+        f"{AUTO}|{CHUNKED}|checkpoint[:NAME]|offload",
         "What saves memory, for time; can be given several times. auto: where not even one sample fits.",
     ),
     "precision": _Form(str, "|".join(PRECISIONS)),

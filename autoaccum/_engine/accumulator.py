@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import PartResult, WindowResult
     from autoaccum._engine.peers import GradientPeers
-    from autoaccum._engine.rungs import Rung
+    from autoaccum._engine.savings import Rung
     from autoaccum._records import Plan
     from autoaccum._system.notices import Notices
 

@@ -72,7 +72,6 @@ class Options:
     cache: bool = True
     memory_limit: float | str | None = None
     memory: str | Sequence[str] | None = None
-    fallback: str | Sequence[str] | None = None
     oom_report: str | PathLike[str] | None = None
     callbacks: Sequence[Callback] = ()
     notices: Notices | None = None
@@ -146,13 +145,13 @@ class Options:
         """
         return parse_limit(self.memory_limit, device)
 
-    def savings(self, device: MemoryBackend) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the names in `memory` and in `fallback`, in order.
+    def savings(self, device: MemoryBackend) -> tuple[str, ...]:
+        """Return the names in `memory`, in order.
 
         Raises:
             InvalidInputError: One of them has no effect on this device.
         """
-        return check_memory(self.memory, self.fallback, device)
+        return check_memory(self.memory, device)
 
 
 # The names of the arguments.

@@ -130,8 +130,7 @@ def trace_step(
         sizes: The sizes to trace; None for a few from 1 to `most`.
         most: The largest size of interest; None means the batch's own length.
         adapt: Takes the traced copy of the model and returns a context in which it is changed, such as
-            `fallback.checkpointed`. The copy is on the CPU or claims to be on "cuda:0"; random states must be those of
-            the CPU, because there may be no card.
+            `checkpointing.checkpointed`. The copy is on the CPU or claims to be on "cuda:0".
         weights: The type of parameters, buffers, gradients, the optimizer's state and the model's inputs, as after
             `model.to(torch.bfloat16)` on model and loss. None keeps their types.
         tensor_float: With kind="cuda", whether the card computes float32 with Tensor Cores (TF32, from Ampere on).

@@ -33,7 +33,7 @@ from autoaccum._engine.optimizer_list import name_of
 from autoaccum._engine.options import Options
 from autoaccum._engine.precision import own_half_type
 from autoaccum._engine.saving_names import check_memory
-from autoaccum._engine.step_savings import StepSavings
+from autoaccum._engine.savings import Savings
 from autoaccum._estimate.estimate import WithoutValuesError, trace_step
 from autoaccum._estimate.fake import built_for_real, built_on_meta
 from autoaccum._estimate.gpus import DISPLAY_MIB, card_named, custom_card, display_bytes, with_display
@@ -258,12 +258,12 @@ def _measured(
     """Measure steps that save memory as asked, and put the model back as it was; return also what times remedies."""
     on_part(f"measuring on {backend.name}")
     names = names_in(memory, notices)
-    check_memory(names, None, backend)
+    check_memory(names, backend)
     with ExitStack() as saved:
 
         def saving_memory() -> TrainingStep:
             step = put_together()
-            kept = StepSavings(step.objective.modules, names, backend, notices)
+            kept = Savings(step.objective.modules, names, backend, notices)
             saved.enter_context(kept.in_force())
             return step
 

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum._data.nesting import map_tensors
-from autoaccum._engine.checkpointing import checkpointed
-from autoaccum._engine.offloading import offloaded
-from autoaccum._engine.saving_names import CHUNKED
+from autoaccum._engine.saving_names import CHECKPOINT, CHUNKED, OFFLOAD
 from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.gpus import known_cards
 from autoaccum._estimate.lora import RANK, alike, with_adapters
 from autoaccum._report.records import Remedy
-from autoaccum._report.savings import CARD, in_chunks, together
+from autoaccum._report.savings import saves, together
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -269,23 +267,23 @@ class Remedies:
         return _Lever("bf16 weights", "bf16 weights", how, cost, {"weights": torch.bfloat16})
 
     def _checkpointed(self) -> _Lever | None:
-        with checkpointed([self._model], torch.device("cpu")) as blocks:
+        with saves(CHECKPOINT)(self._model) as way:
             pass
-        if not blocks:
+        if not way:
             return None
-        how = f"fallback='checkpoint', or torch.utils.checkpoint on {blocks}"
-        adapt = {"adapt": lambda model: checkpointed([model], torch.device("cpu"))}
+        how = f"memory={CHECKPOINT!r}, or torch.utils.checkpoint: {way}"
+        adapt = {"adapt": saves(CHECKPOINT)}
         return _Lever(
-            "activation checkpointing", "checkpointing", how, "a second forward pass", adapt, memory=("checkpoint",)
+            "activation checkpointing", "checkpointing", how, "a second forward pass", adapt, memory=(CHECKPOINT,)
         )
 
     def _chunked(self) -> _Lever | None:
-        with in_chunks(self._model) as way:
+        with saves(CHUNKED)(self._model) as way:
             pass
         if not way:
             return None
         cost = "logits are computed once more"
-        options = {"adapt": in_chunks}
+        options = {"adapt": saves(CHUNKED)}
         return _Lever("loss in chunks", "loss in chunks", f"memory={CHUNKED!r}", cost, options, memory=(CHUNKED,))
 
     def _bits8(self) -> _Lever | None:
@@ -308,10 +306,10 @@ class Remedies:
     def _offloaded(self) -> _Change | None:
         if self._place.kind == "cpu":
             return None
-        estimate = self._estimate(adapt=lambda model: offloaded([model], CARD))
-        how = "fallback='offload', or torch.autograd.graph.save_on_cpu"
+        estimate = self._estimate(adapt=saves(OFFLOAD))
+        how = f"memory={OFFLOAD!r}, or torch.autograd.graph.save_on_cpu"
         cost = "activations are copied to the host and back"
-        return _Change("offloaded activations", how, cost, estimate, memory=("offload",))
+        return _Change("offloaded activations", how, cost, estimate, memory=(OFFLOAD,))
 
     def _adafactor(self) -> _Change | None:
         if not isinstance(self._optimizer, _TWO_NUMBERS):

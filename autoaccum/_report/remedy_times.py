@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autoaccum._engine.step_savings import StepSavings
+from autoaccum._engine.savings import Savings
 from autoaccum._memory.limits import parse_limit
 from autoaccum._oom import let_go
 from autoaccum._report.dry_run import rehearse
@@ -59,7 +59,7 @@ def _seconds(
     try:
         with ExitStack() as changed:
             step = put_together()
-            savings = StepSavings(step.objective.modules, names, backend, Notices(silent=True))
+            savings = Savings(step.objective.modules, names, backend, Notices(silent=True))
             changed.enter_context(savings.in_force())
             plan = asked.plan(size)
             seen = rehearse(step, asked.batch, plan, parse_limit(asked.memory_limit, backend))

@@ -21,11 +21,10 @@ from autoaccum._distributed.process_group import joined
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble
 from autoaccum._engine.dtensor import check_sharded
-from autoaccum._engine.fallback import Fallbacks
 from autoaccum._engine.metrics import check_metrics
 from autoaccum._engine.noise_scale import NoiseScale
 from autoaccum._engine.options import Options
-from autoaccum._engine.saving_names import AUTO
+from autoaccum._engine.savings import Savings
 from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.cache import PlanCache
 from autoaccum._system.environment import MAX_MICRO_BATCH, max_micro_batch
@@ -90,7 +89,6 @@ def fit(
     loss_scope: str = "micro_batch",
     batchnorm: str = "keep",
     split: Split | None = None,
-    fallback: str | Sequence[str] | None = None,
     callbacks: Sequence[Callback] = (),
     progress: bool | str | Callback = "auto",
     seed: int | None = None,
@@ -147,12 +145,12 @@ def fit(
             micro-batch. The cache is in the user's cache directory, or in AUTOACCUM_CACHE_DIR.
         memory_limit: Bytes, a string such as "12GiB", or a fraction of the device's total memory. On the host, it
             limits what the process takes beyond what it holds at the call. None: all free memory.
-        memory: What saves memory from the start, for time: "chunked_loss" (a language model's logits and their cross
-            entropy a few tokens at a time, so that they are never whole), "checkpoint" and "offload" (as `fallback` has
-            them), or several of these in a list. Gradients stay the same, those of a loss in chunks up to rounding.
-            "chunked_loss" is for models of Transformers; others compute their loss by `autoaccum.ChunkedLoss`.
-            "checkpoint:N" recomputes the first N blocks alone. "auto": one after the other wherever not even one sample
-            fits, else nothing (docs/memory.md).
+        memory: What saves memory, for time (docs/memory.md). "chunked_loss": the cross entropy of a Transformers model
+            is computed a few tokens at a time, so that its logits are never whole; other models use
+            `autoaccum.ChunkedLoss`. "checkpoint": activation checkpointing of the model's repeated blocks, or with
+            "checkpoint:NAME" of those of a name or a class. "offload": activations are kept in host memory. Several in
+            a list. "auto": one after the other wherever not even one sample fits, else nothing. Gradients stay the
+            same, those of a loss in chunks up to rounding.
         clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer. float("inf")
             only measures that norm, for `StepReport.grad_norm`.
         drop_last: Whether to leave out a shorter last window of an epoch, in place of an update made from it.
@@ -176,9 +174,6 @@ def fit(
             tensor: an object with `count`, `cut` and `join` (`autoaccum.Split`), such as `autoaccum.Along(1)` for
             time-first tensors or `autoaccum.ListOfSamples(collate)` for detection, graphs and flattened sequences
             (docs/batches.md).
-        fallback: What to do, in this order, if not even one sample fits. "checkpoint": activation checkpointing of the
-            model's repeated blocks; "offload": keep what backward needs in host memory. Gradients stay the same and
-            updates take longer; when `fit` returns, the model is as it was.
         callbacks: Callbacks to notify of plans, steps, evaluations and checkpoints.
         progress: "auto": a bar on a terminal, lines elsewhere; "bar"; "lines"; or False for no output, which also
             silences notices of what `fit` chose. Printed on stderr.
@@ -251,7 +246,7 @@ def fit(
     backend = devices.resolve(device, model, notices)
     limit_bytes = options.limit_bytes(backend)
     shown = OtherRank(rank, silent=progress is False) if rank else progress_for(progress, backend, limit_bytes, counts)
-    savings, fallbacks = options.savings(backend)
+    savings = options.savings(backend)
     with Untouched(backend.device, folders, (loader, val_loader)) as untouched, joined(backend) as ranks:
         if seed is not None:
             _seed(seed + rank)
@@ -284,7 +279,6 @@ def fit(
             }
             asked = {
                 f"shares={shares!r}": shares != "equal",
-                f"fallback={fallback!r}": bool(fallback),
                 f"memory={memory!r}": bool(savings),
                 f"noise_scale={noise_scale!r}": bool(noise_scale),
                 f"target_tokens={target_tokens}": in_tokens,
@@ -328,13 +322,7 @@ def fit(
             notices=notices,
             saver=saver,
             noise=None if options.noise_every is None else NoiseScale(options.noise_every, notices),
-            fallbacks=Fallbacks(
-                step.objective.modules,
-                fallbacks,
-                backend,
-                () if AUTO in savings else savings,
-            ),
-            climbs=AUTO in savings,
+            savings=Savings(step.objective.modules, savings, backend, notices),
             world=world,
         )
         untouched.training = training

@@ -135,11 +135,6 @@ class Finding:
     def _largest_of(self, first: Window) -> Window:
         return (largest_first(first) if self._loss_scope == "micro_batch" else first).largest()
 
-    def begin_anew(self) -> None:
-        """Search again in the coming windows, without the cache: after a fallback, a step takes less memory."""
-        self._cache, self._entry = None, CacheEntry(self._step.memory)
-        self.search_in_windows()
-
     def begin_rung(self, rung: tuple[str, ...]) -> None:
         """Search for sizes with what memory="auto" saves memory by, or take those that were found with it."""
         self._entry.use(rung)

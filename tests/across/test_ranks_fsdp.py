@@ -287,7 +287,6 @@ def test_whole_models_and_spread_ones_do_not_take_each_others_checkpoints(crew, 
     ("arguments", "text"),
     [
         ({"shares": "speed"}, "shares='speed' is not for a model that fully_shard has spread"),
-        ({"fallback": ("checkpoint",)}, "fallback=.* is not for a model"),
         ({"noise_scale": 5}, "noise_scale=5 is not for a model"),
         ({"probe": "before"}, "probe='before' is not for a model"),
         ({"loss": "several"}, "several losses, some of them .sum, weight. pairs, cannot be weighted"),

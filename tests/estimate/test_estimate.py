@@ -296,7 +296,7 @@ def test_estimate_of_recomputed_blocks_is_what_a_real_step_allocates(two_threads
 
 
 def checkpointing(model):
-    return checkpointed([model], torch.device("cpu"))
+    return checkpointed([model])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

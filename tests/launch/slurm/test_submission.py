@@ -155,7 +155,6 @@ def test_recipe_is_not_called_where_it_is_submitted(tmp_path, no_slurm):
         ["--time", "soon"],
         ["--slurm", "=3"],
         ["--precision", "fp8"],
-        ["--fallback", "prayer"],
         ["--memory-limit", "much"],
         ["--shares", "unfair"],
     ],
