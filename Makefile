@@ -194,10 +194,6 @@ chunked-loss: $(VENV)/.for-development  ## measure what a loss in chunks costs, 
 rungs: $(VENV)/.for-bench  ## measure what each way to save memory gives and takes under a limit (some 20 minutes)
 	$(BIN)/python benchmarks/rungs.py --turns 9 --out benchmarks/results/rungs.json
 
-.PHONY: low-memory
-low-memory: $(VENV)/.for-bench  ## measure what the options that change the mathematics keep, and do to the loss
-	$(BIN)/python benchmarks/low_memory.py --out benchmarks/results/low_memory.json
-
 .PHONY: noise-scale
 noise-scale: $(VENV)/.for-development  ## measure what measuring the gradient noise scale costs
 	$(BIN)/python benchmarks/noise_scale.py

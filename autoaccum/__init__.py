@@ -9,7 +9,7 @@ from autoaccum._data.pieces import Split
 from autoaccum._data.regrouping import windows
 from autoaccum._data.splits import Along, ListOfSamples
 from autoaccum._distributed.process_group import join_ranks
-from autoaccum._engine.eight_bit_adam import adamw8bit
+from autoaccum._engine.chunked_loss import ChunkedLoss
 from autoaccum._engine.probing import find_micro_batch
 from autoaccum._engine.runner import Runner
 from autoaccum._launch import Job
@@ -59,6 +59,7 @@ __all__ = [
     "Callback",
     "CheckpointError",
     "CheckpointInUseError",
+    "ChunkedLoss",
     "DeviceLostError",
     "DeviceMissingError",
     "DoesNotFitError",
@@ -89,7 +90,6 @@ __all__ = [
     "Trial",
     "UpdateCompleteError",
     "Window",
-    "adamw8bit",
     "find_micro_batch",
     "fit",
     "is_oom",

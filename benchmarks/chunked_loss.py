@@ -1,8 +1,7 @@
-"""Measures what computing a loss in chunks of tokens costs, by the tokens of a chunk.
+"""Measures what `memory="chunked_loss"` saves and costs: GPT-2 with 32,000 and with 128,000 classes.
 
-A head and its cross entropy run forward and backward, whole, in chunks, and by PyTorch's own `linear_cross_entropy`
-(from 2.15 on, with its own choice of chunks, and sums as exact as these), in turn. Prints and writes the median ratio
-of their times to that of the whole, with its quartiles.
+Two runners make the same window in turn, one with the logits whole and one in chunks. Prints and writes the peak of
+each, counted by the simulated device, and the median ratio of their seconds, with its quartiles.
 
     python benchmarks/chunked_loss.py [--rounds 7] [--out benchmarks/results/chunked_loss.json]
 """
@@ -10,7 +9,6 @@ of their times to that of the whole, with its quartiles.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import platform
 import statistics
@@ -18,59 +16,47 @@ import time
 from pathlib import Path
 
 import torch
+import transformers
 from overhead import processor
-from torch import nn
-from torch.nn import functional
 
-from autoaccum._engine.chunked_logits import logits_of
-from autoaccum._engine.replaced_forward import forward_replaced
+import autoaccum
 
-CHUNKS = (64, 256, 512, 1024, 2048)
-TOKENS = 4096
-OF_TORCH = "torch's own"
-# Classes and width.
-HEADS = ((8_000, 256), (32_000, 256))
+CLASSES = (32_000, 128_000)
+LAYERS, WIDTH, TOKENS, SAMPLES = 2, 128, 256, 4
 
 
-def in_two(head, hidden, classes):
-    """Return the loss as models write it."""
-    return functional.cross_entropy(head(hidden), classes)
-
-
-def of_torch(head, hidden, classes):
-    """Return the loss that PyTorch computes in chunks, with the gradients already in the forward pass."""
-    options = torch.nn.LinearCrossEntropyOptions(acc_policy="accurate")
-    return functional.linear_cross_entropy(hidden, head.weight, classes, options=options)
-
-
-def seconds(head, hidden, classes, wait, loss=in_two):
-    """Return the seconds of one forward and backward pass."""
-    started = time.perf_counter()
-    loss(head, hidden, classes).backward()
-    wait()
-    head.zero_grad()
-    hidden.grad = None
-    return time.perf_counter() - started
-
-
-def measure(classes, width, rounds, device):
-    """Return the ratios of each chunk size to the whole, by round."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+def runner_of(classes, memory, device):
+    """Return a runner of micro-batches of all samples."""
     torch.manual_seed(0)
-    head = nn.Linear(width, classes, bias=False, device=device)
-    hidden = torch.randn(TOKENS, width, device=device, requires_grad=True)
-    targets = torch.randint(classes, (TOKENS,), device=device)
-    ratios = {size: [] for size in CHUNKS}
-    own = {OF_TORCH: []} if hasattr(functional, "linear_cross_entropy") else {}
-    seconds(head, hidden, targets, wait)  # warms up
+    config = transformers.GPT2Config(vocab_size=classes, n_embd=WIDTH, n_layer=LAYERS, n_head=4, use_cache=False)
+    return autoaccum.Runner(
+        transformers.GPT2LMHeadModel(config),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        autoaccum.plan(SAMPLES, SAMPLES),
+        device=autoaccum.Simulated(2**36) if device == "cpu" else device,
+        precision="fp32" if device == "cpu" else "bf16",
+        memory=memory,
+    )
+
+
+def measure(classes, rounds, device):
+    """Return the peaks without and with chunks, in bytes, and the ratios of seconds."""
+    runners = [runner_of(classes, memory, device) for memory in (None, "chunked_loss")]
+    tokens = torch.randint(classes, (SAMPLES, TOKENS))
+    window, peaks, ratios = {"input_ids": tokens, "labels": tokens}, [], []
+    for runner in runners:
+        for _ in range(3):  # the first windows make checks
+            runner.step(window)
     for _ in range(rounds):
-        whole = seconds(head, hidden, targets, wait)
-        for size, found in ratios.items():
-            with forward_replaced(head, functools.partial(logits_of, print, size, head)):
-                found.append(seconds(head, hidden, targets, wait) / whole)
-        for found in own.values():
-            found.append(seconds(head, hidden, targets, wait, of_torch) / whole)
-    return ratios | own
+        seconds = []
+        for runner in runners:
+            started = time.perf_counter()
+            report = runner.step(window)
+            report.loss  # noqa: B018 - waits for the device
+            seconds.append(time.perf_counter() - started)
+            peaks.append(report.peak_bytes)
+        ratios.append(seconds[1] / seconds[0])
+    return peaks[-2], peaks[-1], ratios
 
 
 def main():
@@ -79,27 +65,18 @@ def main():
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    device = torch.device(options.device)
     results = {}
-    for classes, width in HEADS:
-        ratios = measure(classes, width, options.rounds, device)
-        if not results:
-            print("| head | " + " | ".join(map(str, ratios)) + " |")
-            print("|---|" + "---|" * len(ratios))
-        name = f"{classes:,} classes, width {width}"
-        results[name] = {
-            size: {"median": statistics.median(found), "quartiles": statistics.quantiles(found, n=4)[::2]}
-            for size, found in ratios.items()
-        }
-        cells = [
-            f"{one['median']:.2f} ({one['quartiles'][0]:.2f} to {one['quartiles'][1]:.2f})"
-            for one in results[name].values()
-        ]
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
-    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
-    print(f"\n{machine}, torch {torch.__version__}, Python {platform.python_version()}, {TOKENS} tokens")
+    print("| classes | peak, logits whole | in chunks | seconds, against whole |\n|---|---|---|---|")
+    for classes in CLASSES:
+        whole, chunks, ratios = measure(classes, options.rounds, options.device)
+        median, quartiles = statistics.median(ratios), statistics.quantiles(ratios, n=4)[::2]
+        results[classes] = {"whole_bytes": whole, "chunks_bytes": chunks, "median": median, "quartiles": quartiles}
+        times = f"{median:.2f} ({quartiles[0]:.2f} to {quartiles[1]:.2f})"
+        print(f"| {classes:,} | {whole / 2**20:.0f} MiB | {chunks / 2**20:.0f} MiB | {times} |", flush=True)
+    machine = torch.cuda.get_device_name() if options.device == "cuda" else processor()
+    print(f"\n{machine}, torch {torch.__version__}, Python {platform.python_version()}, {SAMPLES} samples of {TOKENS}")
     if options.out is not None:
-        record = {"machine": machine, "torch": torch.__version__, "tokens": TOKENS, "results": results}
+        record = {"machine": machine, "torch": torch.__version__, "tokens": SAMPLES * TOKENS, "results": results}
         options.out.write_text(json.dumps(record, indent=2) + "\n")
 
 

@@ -68,7 +68,7 @@ TEXT = ("none", "chunked_loss", "checkpoint", "chunked_loss+checkpoint")
 MODELS = {
     "GPT-2, 4 layers, 32,000 classes, 256 tokens": (gpt2, "280MiB", TEXT),
     "Llama, 4 layers, 128,000 classes, 128 tokens": (llama, "600MiB", TEXT),
-    "ViT, 6 layers, 145 patches": (vit, "60MiB", ("none", "checkpoint:3", "checkpoint")),
+    "ViT, 6 layers, 145 patches": (vit, "60MiB", ("none", "checkpoint")),
 }
 
 
@@ -108,7 +108,6 @@ def train(name, rung):
             device="cpu",
             memory_limit=limit,
             memory=None if rung == "none" else rung.split("+"),
-            strategy="balanced",
             cache=False,
             progress=False,
             callbacks=[Said()],

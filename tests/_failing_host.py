@@ -33,9 +33,6 @@ CASES = (
     Case("huge layers", "fp32", "Adam, foreach", sizes=(SAMPLES,)),
     Case("huge transformer", "fp32", "Adam, loop", sizes=(SAMPLES,), clip=0.5),
     Case("huge convolutional", "fp32", "SGD, foreach", sizes=(SAMPLES,)),
-    Case("huge mlp", "fp32", "adamw8bit", sizes=(SAMPLES,)),
-    Case("huge layers", "bf16", "Adam, loop", sizes=(SAMPLES,), weights="bf16"),
-    Case("huge mlp", "bf16", "AdamW, foreach", sizes=(SAMPLES,), weights="bf16-master"),
 )
 # Those that take seconds.
 QUICK = tuple(case for case in CASES[1:] if case.model != "huge mlp")

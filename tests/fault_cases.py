@@ -375,7 +375,6 @@ class Case:
         sizes: The cut to begin with.
         clip: Norm to which gradients are clipped.
         pieces: Sizes of the loader's batches that make a window; several are joined.
-        weights: As for `Runner`.
     """
 
     model: str
@@ -384,10 +383,9 @@ class Case:
     sizes: tuple[int, ...] = (6, 6)
     clip: float | None = None
     pieces: tuple[int, ...] = (SAMPLES,)
-    weights: str | None = None
 
     def __str__(self):
-        return "; ".join(filter(None, (self.model, self.precision, self.optimizer, self.weights)))
+        return "; ".join(filter(None, (self.model, self.precision, self.optimizer)))
 
     @property
     def kind(self):
@@ -411,7 +409,6 @@ class Case:
             autoaccum.Plan(SAMPLES, self.sizes),
             loss=self.kind.loss,
             precision=self.precision,
-            weights=self.weights,
             device=device,
             memory_limit=memory_limit,
             clip_grad_norm=self.clip,

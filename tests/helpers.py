@@ -11,10 +11,6 @@ from torch import nn
 CPU = torch.device("cpu")
 
 
-# `weights=` takes it.
-needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch has no grad_dtype")
-
-
 def classifier(classes=3, features=4):
     """A network with buffers (BatchNorm) and random masks (Dropout), so that every kind of state is there."""
     return nn.Sequential(

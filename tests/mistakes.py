@@ -165,7 +165,6 @@ MISTAKES = {
     "a target batch that is a fraction": lambda: fit(target_batch=100.5),
     "micro-batches of 0": lambda: fit(micro_batch=0),
     "micro-batches that are not known": lambda: fit(micro_batch="max"),
-    "a strategy that is not known": lambda: fit(strategy="best"),
     "no epochs": lambda: fit(epochs=0, max_steps=None),
     "steps that are negative": lambda: fit(max_steps=-1),
     # the device and its memory
@@ -176,9 +175,9 @@ MISTAKES = {
     "a limit above all": lambda: fit(memory_limit=1.5),
     "a limit that is too small": lambda: fit(memory_limit="1MiB"),
     "a sample that does not fit": lambda: fit(Stubborn(4, 3)),
-    "offloading on the CPU": lambda: fit(fallback="offload"),
+    "offloading on the CPU": lambda: fit(memory="offload"),
     "logits that are not there": lambda: fit(memory="chunked_loss"),
-    "blocks that are not there": lambda: fit(memory="checkpoint:2"),
+    "blocks that are not there": lambda: fit(memory="checkpoint:Block"),
     "choosing and naming at once": lambda: fit(memory=["auto", "checkpoint"]),
     # what goes on around
     "a single callback": lambda: fit(callbacks=autoaccum.Callback()),

@@ -65,7 +65,7 @@ SIGNATURES = {
             "loader": None,
         },
     ),
-    autoaccum.plan: (["target_batch", "max_micro_batch"], {"strategy": "balanced", "trials": ()}),
+    autoaccum.plan: (["target_batch", "max_micro_batch"], {"trials": ()}),
     autoaccum.Runner: (
         ["model", "optimizer", "plan"],
         {"loss": None, "device": None, "precision": "auto", "clip_grad_norm": None},

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from autoaccum._cli.numbers import check_counts, check_minutes, check_texts
-from autoaccum._engine.bf16_weights import WEIGHTS
 from autoaccum._engine.options import ON_NAN
 from autoaccum._engine.precision import PRECISIONS
-from autoaccum._engine.saving_names import AUTO, CHUNKED, FALLBACKS
+from autoaccum._engine.saving_names import AUTO, CHUNKED
 from autoaccum._launch.job import NOT_OF_A_JOB, texts_of_arguments
-from autoaccum._sizing.planner import PROBES, STRATEGIES
+from autoaccum._sizing.planner import PROBES
 from autoaccum._training.api import check_seed, fit
 
 if TYPE_CHECKING:
@@ -96,17 +95,12 @@ _BY_NAME = {
     "probe": _Form(
         str, "|".join(PROBES), "How auto finds what fits: in the first windows, by trials before, or not at all."
     ),
-    "strategy": _Form(str, "|".join(STRATEGIES)),
     "cache": _Form(bool, flag="--no-cache", help="Neither use nor store what earlier runs found."),
-    "fallback": _Form(
-        list[str], "|".join(FALLBACKS), "What to do if not even one sample fits; given twice, one after the other."
-    ),
     "memory": _Form(
         list[str],
-        f"{AUTO}|{CHUNKED}[:LAYER]|checkpoint[:N]|offload",
+        f"{AUTO}|{CHUNKED}|checkpoint[:NAME]|offload",
         "What saves memory, for time; can be given several times. auto: where not even one sample fits.",
     ),
-    "weights": _Form(str, "|".join(WEIGHTS), "Weights in bf16: rounded stochastically, or with an fp32 master."),
     "precision": _Form(str, "|".join(PRECISIONS)),
     "device": _Form(str, help="The device, such as cpu, cuda or cuda:1."),
     "checkpoint": _Form(Path, "FOLDER", "Write checkpoints there, and resume from the newest."),

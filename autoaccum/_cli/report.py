@@ -57,7 +57,7 @@ _BUSY = "busy or unavailable"
 _DONE = "the report was made"
 
 
-@takes(of_fit("target_batch", "target_tokens", "memory_limit", "memory", "weights", "device", "precision", "strategy"))
+@takes(of_fit("target_batch", "target_tokens", "memory_limit", "memory", "device", "precision"))
 def report_command(
     recipe: Annotated[str, RECIPE],
     *,

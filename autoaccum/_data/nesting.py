@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # The keys and positions that lead to a leaf, from the outermost node inwards.
 Path = tuple[Any, ...]
@@ -167,3 +168,11 @@ def _spelled(batch: Any) -> list[tuple[str, Tensor]]:
         for path, leaf in leaves_of(batch)
         if isinstance(leaf, Tensor) and leaf.dim() > 0
     ]
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that hold the numbers of a tensor: those within a subclass, as of states in 8 bits, or it."""
+    if not is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "device_mesh"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in plain_parts(getattr(tensor, name))]

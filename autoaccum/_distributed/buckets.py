@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autoaccum._engine.bf16_weights import gradient_type
 from autoaccum.errors import RankFailedError
 
 if TYPE_CHECKING:
@@ -81,22 +80,18 @@ class Buckets:
     Args:
         like: Tensors with the shapes, types and device of those that will be sent.
         bucket_bytes: Maximum size of a bucket.
-        of_gradients: Whether the gradients of `like` will be sent, which may have other types.
     """
 
     def __init__(
         self,
         like: Sequence[Tensor],
         bucket_bytes: int = BUCKET_BYTES,
-        *,
-        of_gradients: bool = False,
     ) -> None:
         self._bucket_bytes = bucket_bytes
         self._shapes = [_real(tensor.detach()).shape for tensor in like]
         by_type: dict[torch.dtype, list[int]] = defaultdict(list)
         for index in range(len(like)):
-            kind = gradient_type(like[index]) if of_gradients else like[index].dtype
-            by_type[kind.to_real()].append(index)
+            by_type[like[index].dtype.to_real()].append(index)
         self._chunks: list[tuple[torch.dtype, list[_Part]]] = []
         for dtype, indices in by_type.items():
             sizes = [shape.numel() for shape in self._shapes]

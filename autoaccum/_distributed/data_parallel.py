@@ -21,7 +21,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum._distributed.buckets import Buckets
 from autoaccum._distributed.samples_of_ranks import samples_of
-from autoaccum._engine.bf16_weights import gradient_type
 from autoaccum._engine.does_not_fit import whole_does_not_fit
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.gradients import LossSum, WindowResult
@@ -126,7 +125,7 @@ class DataParallel(Peers):
         self._step = step
         self._updates = step.updates if isinstance(step, TrainingStep) else None
         self._trained = trained(step)
-        self._gradients = Buckets(self._trained if self.adds_up_gradients else [], of_gradients=True)
+        self._gradients = Buckets(self._trained if self.adds_up_gradients else [])
         self._flags = [np.zeros(0, dtype=bool)] * ranks.size  # of each rank's last message
         self._buffers = _SharedBuffers(step)
         self._slots: list[reported.Slot] = []  # the losses, and values reported in addition
@@ -448,7 +447,7 @@ class DataParallel(Peers):
         """Ensure that every gradient that any rank has exists here, in a form that can be sent in parts."""
         for parameter, is_wanted in zip(self._trained, wanted, strict=True):
             if is_wanted and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=gradient_type(parameter))
+                parameter.grad = torch.zeros_like(parameter)
             else:
                 parameter.grad = self._gradients.make_sendable(parameter.grad)
 

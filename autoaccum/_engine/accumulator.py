@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import PartResult, WindowResult
     from autoaccum._engine.peers import GradientPeers
-    from autoaccum._engine.rungs import Rung
+    from autoaccum._engine.savings import Rung
     from autoaccum._records import Plan
     from autoaccum._system.notices import Notices
 
 _GRADIENT = attrgetter("grad")
 # What autograd says of a graph that has been used.
 _GRAPH_IS_GONE = "Trying to backward through the graph a second time"
-# Batches after which cuts of full batches are timed, if the strategy asks for it.
+# Batches after which cuts of full batches are timed.
 _BATCHES_BEFORE_TIMING = 10
 
 
@@ -86,7 +86,6 @@ class GradientAccumulator:
         self._make_peers = peers or (lambda: Alone(step))
         self._peers: GradientPeers = self._make_peers()
         self._asked = step.options.micro_batch
-        self._strategy = step.options.strategy or ("fastest" if self._asked == "auto" else "balanced")
         self._entry_of = entry_of or (lambda _: CacheEntry(step.memory))
         self._parameters: list[nn.Parameter] = []  # those of which gradients are set aside
         self._earlier: list[Tensor | None] = []
@@ -262,20 +261,18 @@ class GradientAccumulator:
         step, samples, cap = self._step, window.samples, max_micro_batch()
         is_auto = not isinstance(self._asked, int)
         most = min(samples if is_auto else int(self._asked), samples if cap is None else cap)
-        strategy = "balanced" if self._strategy == "fastest" else self._strategy
         knows_fastest = entry.found is not None and entry.found.fastest
         wanted = SizingOptions(
-            strategy=self._strategy,
             by_bytes=is_auto,
             learns=is_auto and step.options.loss_scope != "window",
-            times_after=None if knows_fastest else _BATCHES_BEFORE_TIMING,
+            times_after=None if knows_fastest or not is_auto else _BATCHES_BEFORE_TIMING,
             most=None if cap is None or cap >= samples else cap,
             **(entry.experience or _experience(known)),
         )
-        asked = begins = plan(samples, min(most, samples), strategy=strategy)
+        asked = begins = plan(samples, min(most, samples))
         if known is not None and known.sizing.plan.micro_batch < known.sizing.set_plan.micro_batch:  # after failures
             smaller = min(known.sizing.plan.micro_batch, asked.micro_batch)
-            begins = plan(samples, smaller, strategy=strategy)
+            begins = plan(samples, smaller)
         sizing = Sizing(step.memory, lambda: step.parameters, Cutting(begins, asked), wanted, self._events)
         engine = Engine(
             step,

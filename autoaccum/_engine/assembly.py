@@ -37,7 +37,7 @@ def assemble(
     notices: Notices,
     is_one_of_several: bool = False,
 ) -> TrainingStep:
-    """Check and move the model, and assemble a training step; `TrainingStep.use_weights` is still to be called.
+    """Check and move the model, and assemble a training step.
 
     Raises:
         InvalidInputError: The model, or an option with it, cannot be used.
@@ -50,7 +50,7 @@ def assemble(
         if not is_one_of_several:
             refuse_sharded(objective.modules)
         optimizer = optimizers.resolve(options.optimizer, objective.modules, notices)
-        how = precision.resolve(options.precision, memory.device, model, notices, weights=options.weights)
+        how = precision.resolve(options.precision, memory.device, model, notices)
     if not model.training:
         notices.say(
             "the model is in evaluation mode and stays so; call model.train() for dropout and BatchNorm to train"

@@ -13,10 +13,10 @@ import torch
 
 from autoaccum._data.nesting import shapes_of_sample
 from autoaccum._data.splits import is_default
-from autoaccum._engine.fallback import ways_left
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.optimizer_list import name_of
 from autoaccum._engine.phases import Phase
+from autoaccum._engine.savings import ways_left
 from autoaccum._memory.limits import describe_room
 from autoaccum._oom import let_go
 from autoaccum.errors import DoesNotFitError

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from autoaccum._data.nesting import plain_parts
 from autoaccum._system.notices import Notices
 from autoaccum.errors import NotFiniteError
 
@@ -187,13 +188,13 @@ def _not_finite(tensors: dict[str, Tensor]) -> list[str]:
 
     Checks the minimum and maximum (both are NaN if any value is), which needs no additional memory.
     """
-    are_finite: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    are_finite: list[tuple[str, Tensor]] = []
+    parts = {name: plain_parts(one.to_local() if hasattr(one, "to_local") else one) for name, one in tensors.items()}
+    for name, local in ((name, part) for name, own in parts.items() for part in own):
         if local.layout is not torch.strided or local.numel() == 0 or local.device.type == "meta":
             continue
         if local.is_complex():
-            local = torch.view_as_real(local)
+            local = torch.view_as_real(local)  # noqa: PLW2901 - its numbers
         if local.is_floating_point() and local.dtype.itemsize > 1:  # nothing computes with 8 bits
-            are_finite[name] = torch.stack(torch.aminmax(local)).isfinite().all()
-    return [name for name, is_finite in are_finite.items() if not is_finite]
+            are_finite.append((name, torch.stack(torch.aminmax(local)).isfinite().all()))
+    return list(dict.fromkeys(name for name, is_finite in are_finite if not is_finite))

@@ -13,19 +13,16 @@ from torch import Tensor, nn
 
 from autoaccum._data.nesting import without_graphs
 from autoaccum._data.transfer import Transfer
-from autoaccum._engine import devices
-from autoaccum._engine.bf16_weights import Bf16Weights
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum._engine.gradients import LossSum
 from autoaccum._engine.optimizer_step import Updates
 from autoaccum._engine.phases import Phase, Stage
 from autoaccum._loss import reported
 from autoaccum._loss.objective import no_gradient
-from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from autoaccum._engine.gradient_checks import GradientChecks
@@ -285,38 +282,6 @@ class TrainingStep(GradientStep):
     def held(self) -> list[nn.Parameter]:
         """Return the parameters that the optimizer holds."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-    def use_weights(self, name: str | None) -> None:
-        """Keep weights as `fit` is asked to from now on; None leaves them as they are.
-
-        Raises:
-            InvalidInputError: The model or the optimizer does not allow it.
-            DoesNotFitError: There is no memory for it, and nothing has changed.
-        """
-        if name is not None:
-            with devices.failures_told(self.memory, "the weights in bf16"):
-                self.updates.weights = Bf16Weights(name, self.objective.modules, self.optimizer)
-
-    @contextmanager
-    def using_weights(self, name: str | None) -> Iterator[None]:
-        """Keep weights as `fit` is asked to while entered; afterwards weights and gradients are as before, bit for bit.
-
-        Raises:
-            InvalidInputError: As for `use_weights`.
-            DoesNotFitError: As for `use_weights`.
-        """
-        gradients = [(parameter, parameter.grad) for parameter in self.parameters] if name is not None else []
-        for parameter, _ in gradients:
-            parameter.grad = None
-        try:
-            self.use_weights(name)
-            yield
-        finally:
-            if self.updates.weights is not None:
-                self.updates.weights.widen(self.optimizer)
-                self.updates.weights = None
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
 
     def use(self, optimizer: torch.optim.Optimizer) -> None:
         """Step with another optimizer from now on."""

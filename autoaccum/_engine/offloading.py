@@ -23,12 +23,12 @@ _LEAST_OFFLOADED_BYTES = 4096
 
 
 @contextmanager
-def offloaded(modules: Sequence[nn.Module], memory: MemoryBackend) -> Iterator[None]:
-    """Keep tensors saved for backward in host memory until the backward pass needs them."""
+def offloaded(modules: Sequence[nn.Module], memory: MemoryBackend) -> Iterator[str]:
+    """Keep tensors saved for backward in host memory until the backward pass needs them; yields that in words."""
     with ExitStack() as changed:
         for module in modules:
             changed.enter_context(forward_replaced(module, functools.partial(_offloaded, module, memory)))
-        yield
+        yield "what backward needs is kept in the host's memory"
 
 
 def _offloaded(module: nn.Module, memory: MemoryBackend, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

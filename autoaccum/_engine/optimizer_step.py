@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -29,7 +28,6 @@ from autoaccum.errors import StateDamagedError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autoaccum._engine.bf16_weights import Bf16Weights
     from autoaccum._memory.base import MemoryBackend
 
 
@@ -52,7 +50,6 @@ class Updates:
 
     Attributes:
         clip_grad_norm: As above.
-        weights: Keeps weights in bf16; None if they are left as they are.
         has_new_gradients: Whether the last update had a gradient of a parameter that had none in any before.
         made: Number of updates made. It rises as soon as the optimizer has stepped, whatever fails after that: a window
             that has raised it must never be retried.
@@ -74,14 +71,11 @@ class Updates:
         self._last: tuple[bool, ...] = ()  # which parameters have a gradient
         self._ever: tuple[bool, ...] = ()  # which have had one
         self.has_new_gradients = False
-        self.weights: Bf16Weights | None = None
         self.made = 0
         self.use(optimizer)
 
     def use(self, optimizer: torch.optim.Optimizer) -> None:
         """Step with another optimizer from now on; nothing is known about it yet."""
-        if self.weights is not None:
-            self.weights.begin(optimizer)
         self._optimizer = optimizer
         # Of measured steps, by which parameters had a gradient: how many have state (a step before which fewer have is
         # measured again), and the bytes that every step allocates and frees.
@@ -214,7 +208,7 @@ class Updates:
             self._is_unseen = True
 
     def _count_states(self) -> int:
-        return len(self._optimizer.state) if self.weights is None else int(self.weights.has_state(self._optimizer))
+        return len(self._optimizer.state)
 
     def _held(self) -> list[nn.Parameter]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -236,11 +230,7 @@ class Updates:
         """Step the optimizer; return whether the scaler skipped it."""
         optimizer, scaler = self._optimizer, self._scaler
         if scaler is None:
-            if self.weights is None:
-                optimizer.step()
-            else:
-                has_hooks = bool(optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks)
-                self.weights.step(optimizer, optimizer.step, at_once=has_hooks)
+            optimizer.step()
             return False
         # A fused optimizer is always called and skips inside its kernel; only the lowered scale shows it.
         scale = scaler.get_scale() if getattr(optimizer, "_step_supports_amp_scaling", False) else None

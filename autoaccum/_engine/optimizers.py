@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum._arguments import check_call, check_choice, check_positive_int, shown
-from autoaccum._engine.eight_bit_adam import AdamW8bit, adamw8bit
-from autoaccum._engine.optimizer_list import OptimizerList, name_of
+from autoaccum._engine.optimizer_list import OptimizerList
 from autoaccum._records import DeviceScalar
 from autoaccum.errors import InvalidInputError
 
@@ -24,7 +23,7 @@ CALLS_USER_CODE = True  # for own_code.raised_here
 MakesOptimizer = Callable[[list["nn.Parameter"]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 
 # What `fit` takes as `optimizer` by name. Another one changes the training, so nothing chooses it but the user.
-NAMES = ("adamw", "adamw8bit")
+NAMES = ("adamw",)
 _EXPONENTS = {"linear": 1.0, "sqrt": 0.5}
 
 
@@ -64,11 +63,6 @@ def resolve(
         _refuse_one_that_evaluates(part)
     _check(made, set(parameters), trainable)
     return made
-
-
-def is_8bit(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer, or one of several, is what `adamw8bit` makes."""
-    return AdamW8bit.__name__ in name_of(optimizer)
 
 
 def scaling_factor(rule: str | None, target_batch: int, base_batch: int | None) -> float:
@@ -150,7 +144,7 @@ def parts_of_scheduler(scheduler: Any) -> list[Any]:
 def _named(name: str | None, trainable: list[nn.Parameter], notices: Notices) -> torch.optim.Optimizer:
     if name is not None:
         check_choice("optimizer", name, NAMES)
-    made = adamw8bit(trainable) if name == "adamw8bit" else torch.optim.AdamW(trainable, lr=1e-3)
+    made = torch.optim.AdamW(trainable, lr=1e-3)
     notices.say(f"optimizer: {type(made).__name__}(lr=1e-3) (optimizer={name!r})")
     return made
 

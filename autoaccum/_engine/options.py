@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, Self
 from autoaccum._arguments import check_bool, check_choice, check_path, check_positive_int, check_positive_number, shown
 from autoaccum._callbacks import check_callbacks
 from autoaccum._data.splits import check_split
-from autoaccum._engine.bf16_weights import check_weights
 from autoaccum._engine.precision import PRECISIONS
 from autoaccum._engine.saving_names import check_memory
 from autoaccum._loss.objective import check_loss_reduction
 from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
-from autoaccum._sizing.planner import PROBES, STRATEGIES
+from autoaccum._sizing.planner import PROBES
 from autoaccum._system.notices import check_notices
 from autoaccum.errors import InvalidInputError
 
@@ -68,14 +67,11 @@ class Options:
     noise_scale: bool | int = False
     device: str | torch.device | MemoryBackend | None = None
     precision: str = "auto"
-    weights: str | None = None
     micro_batch: int | str = "auto"
     probe: str = "inline"
-    strategy: str | None = None
     cache: bool = True
     memory_limit: float | str | None = None
     memory: str | Sequence[str] | None = None
-    fallback: str | Sequence[str] | None = None
     oom_report: str | PathLike[str] | None = None
     callbacks: Sequence[Callback] = ()
     notices: Notices | None = None
@@ -100,8 +96,6 @@ class Options:
         else:
             check_positive_int("micro_batch", self.micro_batch)
         check_choice("probe", self.probe, PROBES)
-        if self.strategy is not None:
-            check_choice("strategy", self.strategy, STRATEGIES)
         check_bool("cache", self.cache)
         check_callbacks(self.callbacks)
         check_notices(self.notices)
@@ -109,7 +103,6 @@ class Options:
         check_choice("batchnorm", self.batchnorm, BATCHNORM_MODES)
         check_choice("on_nan", self.on_nan, ON_NAN)
         check_choice("precision", self.precision, PRECISIONS)
-        check_weights(self.weights, self.precision)
         check_loss_reduction(self.loss_reduction)
         check_split(self.split)
         if self.clip_grad_norm is not None:
@@ -152,13 +145,13 @@ class Options:
         """
         return parse_limit(self.memory_limit, device)
 
-    def savings(self, device: MemoryBackend) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the names in `memory` and in `fallback`, in order.
+    def savings(self, device: MemoryBackend) -> tuple[str, ...]:
+        """Return the names in `memory`, in order.
 
         Raises:
             InvalidInputError: One of them has no effect on this device.
         """
-        return check_memory(self.memory, self.fallback, device)
+        return check_memory(self.memory, device)
 
 
 # The names of the arguments.

@@ -55,20 +55,13 @@ class Precision:
         return self._autocast
 
 
-def resolve(
-    name: str, device: torch.device, model: nn.Module, notices: Notices, *, weights: str | None = None
-) -> Precision:
+def resolve(name: str, device: torch.device, model: nn.Module, notices: Notices) -> Precision:
     """Create the requested precision; "auto" selects the device's best. What the name does not say is reported.
-
-    With `weights`, as for `fit` and checked, autocast casts what meets bf16 weights, such as inputs.
 
     Raises:
         InvalidInputError: The name is unknown.
     """
     check_choice("precision", name, PRECISIONS)
-    if weights is not None:
-        notices.say(f"precision: bf16, with weights={weights!r}")
-        return Precision("bf16", device)
     own = own_half_type(model)
     if own is not None:
         # Casting and scaling are for fp32 parameters: a scaler rejects fp16 gradients.

@@ -50,7 +50,6 @@ def find_micro_batch(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     split: Split | None = None,
     loss_scope: str = "micro_batch",
-    weights: str | None = None,
 ) -> ProbeResult:
     """Find the largest micro-batch with which a whole training step fits.
 
@@ -71,7 +70,6 @@ def find_micro_batch(
         forward: As for `fit`.
         split: As for `fit`.
         loss_scope: As for `fit`. With "window", the loss is computed over a window of `max_micro_batch` samples.
-        weights: As for `fit`, while sizes are tried.
 
     Returns:
         The largest size that was tried and fits, and every trial.
@@ -88,8 +86,7 @@ def find_micro_batch(
     memory = devices.resolve(device, model, notices)
     limit_bytes = options.limit_bytes(memory)
     step = assemble(model, options, memory=memory, notices=notices)
-    with step.using_weights(weights):
-        return probe(step, by_size(batch, split), largest, limit_bytes, loss_scope=loss_scope)
+    return probe(step, by_size(batch, split), largest, limit_bytes, loss_scope=loss_scope)
 
 
 def probe(

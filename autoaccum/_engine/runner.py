@@ -33,9 +33,8 @@ from autoaccum._engine.gradient_checks import no_gradient
 from autoaccum._engine.noise_scale import NoiseScale, shuffled
 from autoaccum._engine.options import Options
 from autoaccum._engine.peers import Alone
-from autoaccum._engine.rungs import AVOIDABLE
+from autoaccum._engine.savings import AVOIDABLE, Savings
 from autoaccum._engine.step_limit import Outside, StepLimit, drawn
-from autoaccum._engine.step_savings import StepSavings
 from autoaccum._engine.window import Engine
 from autoaccum._loss.closures import used_by
 from autoaccum._loss.terms import not_finite
@@ -217,8 +216,6 @@ class WindowRunner:
         self._now.rates = optimizers.learning_rates(self._step.optimizer)
         with signals.held():
             skipped = self._peers.commit()
-            if (weights := self._step.updates.weights) is not None:
-                weights.forget_originals()
             self._events.windows = self._now.number
             self._step.clear_gradients()
             if self._update_made is not None:
@@ -324,7 +321,6 @@ class Runner(WindowRunner):
             runner need not be closed. On the host, it counts from when the runner is created.
         memory: As for `fit`. It is in force within `step` and `evaluate`; the model's forward passes elsewhere are as
             they were.
-        weights: As for `fit`. The weights stay in bf16 afterwards, and their gradients in float32.
         clip_grad_norm: As for `fit`.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
@@ -357,7 +353,6 @@ class Runner(WindowRunner):
         precision: str = "auto",
         memory_limit: float | str | None = None,
         memory: str | Sequence[str] | None = None,
-        weights: str | None = None,
         clip_grad_norm: float | None = None,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         loss_reduction: str | None = None,
@@ -374,13 +369,12 @@ class Runner(WindowRunner):
         notices = notices or Notices()
         backend = devices.resolve(device, model, notices)
         limit_bytes = options.limit_bytes(backend)
-        savings, _ = options.savings(backend)
+        savings = options.savings(backend)
         step = assemble(model, options, memory=backend, notices=notices)
-        step.use_weights(weights)
         self._limit = StepLimit(backend, limit_bytes)
-        self._savings = StepSavings(step.objective.modules, savings, backend, notices)
-        if self._savings.rungs is not None:
-            self._savings.rungs.begin()
+        self._savings = Savings(step.objective.modules, savings, backend, notices)
+        if self._savings.is_auto:
+            self._savings.begin()
         events = Events([Outside(callback, backend) for callback in callbacks], notices)
         sizing = Sizing(backend, lambda: step.parameters, Cutting.of(plan), SizingOptions(), events)
         noise = None if options.noise_every is None else NoiseScale(options.noise_every, notices)
@@ -461,7 +455,7 @@ class Runner(WindowRunner):
         part: Window | None = self._engine.steady.known(window)
         if part is None:
             part = as_window(window, self._step.objective.split)
-        while self._savings.rungs is not None:
+        while self._savings.is_auto:
             try:
                 return self._stepped(part)
             except AVOIDABLE as error:

@@ -1,8 +1,7 @@
-"""The names of what saves memory, in the arguments `memory` and `fallback`."""
+"""The names of what saves memory, in the argument `memory`."""
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from autoaccum._arguments import is_one_of, shown
@@ -13,68 +12,39 @@ if TYPE_CHECKING:
 
     from autoaccum._memory.base import MemoryBackend
 
-FALLBACKS = ("checkpoint", "offload")
-CHUNKED = "chunked_loss"
-# What `memory` takes.
-SAVINGS = (CHUNKED, *FALLBACKS)
-# Takes these one after the other where not even one sample fits (_engine/rungs.py).
+CHUNKED, CHECKPOINT, OFFLOAD = "chunked_loss", "checkpoint", "offload"
+# From the cheapest on.
+SAVINGS = (CHUNKED, CHECKPOINT, OFFLOAD)
+# Takes these one after the other where not even one sample fits (_engine/savings.py).
 AUTO = "auto"
-# No model has a number of blocks with more digits.
-_COUNT = re.compile(r"[1-9][0-9]{0,8}")
 
 
-def check_memory(
-    memory: Sequence[str] | str | None, fallback: Sequence[str] | str | None, backend: MemoryBackend
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names from `fit`'s arguments `memory` and `fallback`, in order.
+def check_memory(memory: Sequence[str] | str | None, backend: MemoryBackend) -> tuple[str, ...]:
+    """Return the names from `fit`'s argument `memory`, in order.
 
     Raises:
-        InvalidInputError: A name is unknown, or has no effect here; or both are given.
+        InvalidInputError: A name is unknown, or has no effect here.
     """
-    fallbacks, names = _names(fallback, "fallback"), _names(memory, "memory")
-    for name in fallbacks:
-        if not is_one_of(name, FALLBACKS):
-            raise InvalidInputError(f"fallback={shown(name)} is unknown; choose from {', '.join(map(repr, FALLBACKS))}")
-    if names and fallback is not None:
-        raise InvalidInputError(
-            f"memory={shown(memory)} saves memory from the start, and fallback={shown(fallback)} where not even one "
-            "sample fits; pass one of them"
-        )
-    if AUTO in names and len(names) > 1 and head_of_auto(names) is None:
-        raise InvalidInputError(
-            f"memory={shown(memory)}: 'auto' takes all of them in turn; pass it alone, or with '{CHUNKED}:NAME' to "
-            "name the layer that makes the logits"
-        )
+    names = _names(memory)
+    if AUTO in names and len(names) > 1:
+        raise InvalidInputError(f"memory={shown(memory)}: 'auto' takes all of them in turn; pass it alone")
     for name in names:
-        if name != AUTO and not _is_known(name):
+        if not _is_known(name):
             raise InvalidInputError(
-                f"memory={shown(name)} is unknown; choose from {', '.join(map(repr, (AUTO, *SAVINGS)))}, "
-                f"'{CHUNKED}:NAME' with the name of the layer that makes the logits, or 'checkpoint:N' for the first N "
-                "blocks"
+                f"memory={shown(name)} is unknown; choose from {', '.join(map(repr, (AUTO, *SAVINGS)))} or "
+                "'checkpoint:NAME' with the name or the class of the blocks"
             )
-    if "offload" in (*names, *fallbacks) and backend.is_host:
-        argument = "memory" if "offload" in names else "fallback"
+    if OFFLOAD in names and backend.is_host:
         raise InvalidInputError(
-            f"{argument}='offload' moves activations to host memory, and on {backend.name} they already are there; "
-            "choose 'checkpoint'"
+            f"memory='offload' moves activations to host memory, and on {backend.name} they already are there; choose "
+            "'checkpoint'"
         )
-    kinds = [_kind(name) for name in names]
+    kinds = [name.partition(":")[0] for name in names]
     if twice := [name for name, kind in zip(names, kinds, strict=True) if kinds.count(kind) > 1]:
         raise InvalidInputError(
             f"memory={shown(memory)}: {' and '.join(map(repr, twice))} say the same twice, or two things; keep one"
         )
-    return names, fallbacks
-
-
-def head_of_auto(names: Sequence[str]) -> str | None:
-    """Return the name of the layer that makes logits, if that is all that `names` has beside "auto"."""
-    others = [name for name in names if name != AUTO]
-    is_named = AUTO in names and len(others) == 1 and _is_known(others[0]) and _kind(others[0]) == CHUNKED
-    return (others[0].partition(":")[2] or None) if is_named else None
-
-
-def _kind(name: str) -> str:
-    return name.partition(":")[0]
+    return names
 
 
 def _is_known(name: object) -> bool:
@@ -82,16 +52,12 @@ def _is_known(name: object) -> bool:
     if not isinstance(name, str):
         return False
     kind, colon, rest = name.partition(":")
-    if not colon:
-        return is_one_of(kind, SAVINGS)
-    return {CHUNKED: bool(rest), "checkpoint": bool(_COUNT.fullmatch(rest))}.get(kind, False)
+    return (kind == CHECKPOINT and bool(rest)) if colon else is_one_of(name, (AUTO, *SAVINGS))
 
 
-def _names(given: Sequence[str] | str | None, argument: str) -> tuple[str, ...]:
+def _names(given: Sequence[str] | str | None) -> tuple[str, ...]:
     if given is None or isinstance(given, str):
         return () if given is None else (given,)
     if not isinstance(given, list | tuple):
-        raise InvalidInputError(
-            f"{argument}={shown(given)} is neither a name nor a list of names, such as ['checkpoint']"
-        )
+        raise InvalidInputError(f"memory={shown(given)} is neither a name nor a list of names, such as ['checkpoint']")
     return tuple(given)

@@ -12,7 +12,6 @@ from torch import Tensor
 from autoaccum._data.batches import repeated, repeating
 from autoaccum._data.nesting import copied
 from autoaccum._data.splits import is_default
-from autoaccum._engine.bf16_weights import gradient_type
 from autoaccum._engine.does_not_fit import described
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.lack_of_memory import resolvable_lack
@@ -131,7 +130,7 @@ class Trials:
     def _one_step(self, size: int) -> None:
         for parameter in self._with_gradient or ():
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=gradient_type(parameter))
+                parameter.grad = torch.zeros_like(parameter)
         self._savepoint.take(is_thorough=True)  # as before the first window, for which most is held
         if self._whole is None or self._window is None:
             self.one_micro_batch(size)

@@ -472,7 +472,7 @@ class Engine:
             exceptions.note(
                 error,
                 f"autoaccum: the micro-batches {format_cut(sizes)} of this window leave one of a single sample, and "
-                "BatchNorm takes its statistics of more; strategy='balanced' or a larger micro_batch avoids it",
+                "BatchNorm takes its statistics of more; another micro_batch avoids it",
             )
 
     # --- what others see ----------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autoaccum._arguments import check_positive_int
 from autoaccum._data.batches import count, repeated
 from autoaccum._data.nesting import copied, map_tensors, tensors_in
-from autoaccum._engine.bf16_weights import Bf16Weights, check_weights
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.optimizers import resolve
 from autoaccum._engine.options import Options
@@ -37,7 +36,7 @@ from autoaccum._estimate.card_properties import CardAnswers
 from autoaccum._estimate.cpu_kernels import cpu_workspace
 from autoaccum._estimate.cuda_dispatch import cuda_workspace
 from autoaccum._estimate.fake import Stage, batch_like, built_for_real, built_on_meta
-from autoaccum._estimate.fake_step import FakeBf16Weights, FakePrecision, LooseObjective, Rehearsal
+from autoaccum._estimate.fake_step import FakePrecision, LooseObjective, Rehearsal
 from autoaccum._estimate.step_sizes import TracedSizes, extrapolated
 from autoaccum._estimate.stuck import why_stuck
 from autoaccum._estimate.trace import Traced
@@ -108,7 +107,7 @@ def trace_step(
     sizes: Sequence[int] | None = None,
     most: int | None = None,
     adapt: Callable[[nn.Module], AbstractContextManager[object]] | None = None,
-    weights: torch.dtype | str | None = None,
+    weights: torch.dtype | None = None,
     tensor_float: bool = True,
     split: Split | None = None,
     card: Card | None = None,
@@ -131,10 +130,9 @@ def trace_step(
         sizes: The sizes to trace; None for a few from 1 to `most`.
         most: The largest size of interest; None means the batch's own length.
         adapt: Takes the traced copy of the model and returns a context in which it is changed, such as
-            `fallback.checkpointed`. The copy is on the CPU or claims to be on "cuda:0"; random states must be those of
-            the CPU, because there may be no card.
+            `checkpointing.checkpointed`. The copy is on the CPU or claims to be on "cuda:0".
         weights: The type of parameters, buffers, gradients, the optimizer's state and the model's inputs, as after
-            `model.to(torch.bfloat16)` on model and loss; or a name, as for `fit`. None keeps their types.
+            `model.to(torch.bfloat16)` on model and loss. None keeps their types.
         tensor_float: With kind="cuda", whether the card computes float32 with Tensor Cores (TF32, from Ampere on).
         split: As for `fit`.
         card: With kind="cuda", the card whose capability, name and memory the model is told if it asks; None for any.
@@ -155,7 +153,7 @@ def trace_step(
     asked = sorted(set(sizes)) if sizes else sorted({1, min(2, largest), -(-largest // 2), largest})
     notices = Notices(silent=True)
     made = model if isinstance(model, nn.Module) else built_on_meta(model, notices)
-    precision = _resolved(precision, weights, kind)
+    precision = _resolved(precision, kind)
     job = _Job(
         made,
         batch,
@@ -191,11 +189,8 @@ def trace_step(
     return job.traced(extrapolated(low, high), known, (real, *notices.texts), real_step=True)
 
 
-def _resolved(precision: str, weights: torch.dtype | str | None, kind: str) -> str:
+def _resolved(precision: str, kind: str) -> str:
     """Return the precision that a step computes in."""
-    if isinstance(weights, str):
-        check_weights(weights, precision)
-        return "bf16"
     if precision == "auto":
         return "bf16" if kind == "cuda" else "fp32"
     return precision
@@ -236,7 +231,7 @@ class _Job:
     clip_grad_norm: float | None
     kind: str
     adapt: Callable[[nn.Module], AbstractContextManager[object]] | None = None
-    weights: torch.dtype | str | None = None
+    weights: torch.dtype | None = None
     tensor_float: bool = True
     split: Split | None = None
     answers: CardAnswers = field(default_factory=CardAnswers)
@@ -267,12 +262,11 @@ class _Job:
 
     def staged(self, device: torch.device, *, real: bool = False) -> TrainingStep:
         notices = Notices(silent=True)
-        kind_of_weights = self.weights if isinstance(self.weights, torch.dtype) else None
-        stage = Stage(device, real=real, weights=kind_of_weights)
+        stage = Stage(device, real=real, weights=self.weights)
         model = stage.copied(self.model)
         layer_drop.keep_every_layer(model)
-        if kind_of_weights is not None:
-            model.register_forward_pre_hook(partial(_cast, kind_of_weights), with_kwargs=True)
+        if self.weights is not None:
+            model.register_forward_pre_hook(partial(_cast, self.weights), with_kwargs=True)
         loss = stage.copied(self.loss) if isinstance(self.loss, nn.Module) else self.loss
         kind = LooseObjective if device.type == "cuda" else Objective
         objective = kind(
@@ -283,7 +277,7 @@ class _Job:
         chosen = resolve(made, objective.modules, notices)
         if device.type == "cuda":
             take_lists(chosen)
-        own = None if isinstance(self.weights, str) else own_half_type(model)
+        own = own_half_type(model)
         how: Precision
         if device.type == "cuda":
             how = FakePrecision(own or self.precision, autocasts=own is None)
@@ -292,12 +286,7 @@ class _Job:
             name = "bf16" if real and self.precision == "fp16" else self.precision
             how = Precision(own or name, device, autocasts=own is None)
         options = Options(clip_grad_norm=self.clip_grad_norm)
-        step = TrainingStep(objective, chosen, how, Simulated(2**60), options)
-        if isinstance(self.weights, str):
-            makes = Bf16Weights if real else FakeBf16Weights
-            step.updates.weights = makes(self.weights, objective.modules, chosen)
-            step.updates.weights.forget_originals()
-        return step
+        return TrainingStep(objective, chosen, how, Simulated(2**60), options)
 
     def traced(
         self, step_of: Callable[[int], Timeline], sizes: Sequence[int], notes: Sequence[str], *, real_step: bool = False

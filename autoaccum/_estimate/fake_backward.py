@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import get_gradient_edge
 
-from autoaccum._engine.bf16_weights import gradient_type
 from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
@@ -248,7 +247,7 @@ def _collect(buffers: _Buffers, node: Any, slot: int, gradient: Tensor) -> None:
     declared = getattr(node, "_gradient_types", None)
     dtype = about.dtype if declared is None else declared[slot]
     if hasattr(node, "variable"):
-        dtype = gradient_type(node.variable)
+        dtype = node.variable.dtype
     if dtype is not None and gradient.dtype != dtype:
         gradient = gradient.to(dtype)
     buffer = buffers.setdefault(node, [None] * len(metadata))

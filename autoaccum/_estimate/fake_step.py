@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._data.nesting import copied, tensors_in
-from autoaccum._engine.bf16_weights import MASTER, Bf16Weights, gradient_type
+from autoaccum._data.nesting import copied, plain_parts, tensors_in
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.precision import Precision
@@ -59,14 +58,6 @@ class FakePrecision(Precision):
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context for a forward pass."""
         return nullcontext() if self._dtype is None else cuda_dispatch.autocast(self._dtype)
-
-
-class FakeBf16Weights(Bf16Weights):
-    """Weights in bf16 on fakes of any device."""
-
-    def generator(self, device: torch.device, seed: int) -> torch.Generator:  # noqa: ARG002 - as in the base
-        """Return a generator of the CPU's: nothing is drawn for fakes."""
-        return super().generator(torch.device("cpu"), seed)
 
 
 class LooseObjective(Objective):
@@ -123,9 +114,7 @@ class Rehearsal:
         # Parameters that get no gradient in a step have no optimizer state either.
         for parameter in self._trainable:
             if id(parameter) not in arrived:
-                state = self._step.optimizer.state.pop(parameter, {})
-                if MASTER in state:  # which every parameter has
-                    self._step.optimizer.state[parameter] = {MASTER: state[MASTER]}
+                self._step.optimizer.state.pop(parameter, None)
         self._trainable, self._update = used, None
         return self._traced(batch, size)[0]
 
@@ -167,14 +156,14 @@ class Rehearsal:
 
     def _make_gradients(self) -> None:
         for parameter in self._trainable:
-            parameter.grad = torch.zeros_like(parameter, dtype=gradient_type(parameter))
+            parameter.grad = torch.zeros_like(parameter)
 
     def _make_state(self) -> None:
         """Create the optimizer's state, as the first update does."""
         self._make_gradients()
         optimizer = self._step.optimizer
-        with self._fewer_parameters(lists_too=True) as others, _values_assumed(optimizer):
-            self._step_optimizer()
+        with _one_of_each(optimizer, lists_too=True) as others, _values_assumed(optimizer):
+            optimizer.step()
         if not others:
             return
         made = dict(optimizer.state)
@@ -200,27 +189,13 @@ class Rehearsal:
         if self._clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(step.parameters, self._clip_grad_norm)
         # Not with the scaler, which would wait for the device to check for overflow.
-        with self._fewer_parameters(), _values_assumed(step.optimizer):
-            self._step_optimizer()
+        with _one_of_each(step.optimizer), _values_assumed(step.optimizer):
+            step.optimizer.step()
         if scaler is not None:
             scaler._per_optimizer_states.clear()
         events = timeline.events[began:]
         if all((event if event >= 0 else ~event) >= known for event in events):
             self._update = [e - known if e >= 0 else e + known for e in events], timeline.storages[known:]
-
-    def _step_optimizer(self) -> None:
-        weights, optimizer = self._step.updates.weights, self._step.optimizer
-        if weights is None:
-            optimizer.step()
-        else:
-            weights.step(optimizer, optimizer.step, at_once=False)
-
-    def _fewer_parameters(
-        self, *, lists_too: bool = False
-    ) -> AbstractContextManager[dict[torch.nn.Parameter, torch.nn.Parameter]]:
-        if self._step.updates.weights is not None:  # which are float32 several at a time
-            return nullcontext({})
-        return _one_of_each(self._step.optimizer, lists_too=lists_too)
 
 
 @contextmanager
@@ -288,6 +263,6 @@ def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            yield from plain_parts(value)
         elif isinstance(value, list | tuple):
             yield from _tensors(value)

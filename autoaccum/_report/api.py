@@ -6,7 +6,7 @@ bit for bit as before; only the model's device may change, if something is measu
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ from autoaccum._engine.optimizer_list import name_of
 from autoaccum._engine.options import Options
 from autoaccum._engine.precision import own_half_type
 from autoaccum._engine.saving_names import check_memory
-from autoaccum._engine.step_savings import StepSavings
+from autoaccum._engine.savings import Savings
 from autoaccum._estimate.estimate import WithoutValuesError, trace_step
 from autoaccum._estimate.fake import built_for_real, built_on_meta
 from autoaccum._estimate.gpus import DISPLAY_MIB, card_named, custom_card, display_bytes, with_display
@@ -52,7 +52,6 @@ from autoaccum._report.remedy_times import timed
 from autoaccum._report.savings import names_in, saving, together
 from autoaccum._report.sequence_lengths import may_vary, of_length
 from autoaccum._report.wording import format_seconds
-from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 
@@ -88,14 +87,12 @@ def preflight(
     precision: str = "auto",
     memory_limit: float | str | None = None,
     memory: str | Sequence[str] | None = None,
-    weights: str | None = None,
     max_micro_batch: int | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     loss_reduction: str | None = None,
     loss_scope: str = "micro_batch",
     batchnorm: str = "keep",
     split: Split | None = None,
-    strategy: str | None = None,
     gpus: str | Sequence[str] = (),
     device_memory: str | None = None,
     display: int | str | None = None,
@@ -127,14 +124,12 @@ def preflight(
         precision: As for `fit`.
         memory_limit: As for `fit`; also applies to the cards in `gpus`, unless something is measured on the CPU.
         memory: What saves memory from the start, as for `fit`: the report is of steps with it, except for "auto".
-        weights: As for `fit`.
         max_micro_batch: The largest size of interest; None means `target_batch`.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
         split: As for `fit`.
-        strategy: As for `fit`; None means "balanced". "fastest" is planned like "balanced", with which `fit` starts.
         gpus: Names of cards to predict for, such as "h100-80gb".
         device_memory: The memory of an unlisted card to predict for, such as "24GiB".
         display: The memory of each card that a display uses, in bytes or as "600MiB"; None means none.
@@ -165,11 +160,6 @@ def preflight(
     options = Options.of(preflight, locals())
     group = ManyRanks(ranks, target_batch, fsdp)
     most = group.share if max_micro_batch is None else check_positive_int("max_micro_batch", max_micro_batch)
-    if fsdp and weights is not None:
-        raise InvalidInputError(
-            f"weights={weights!r} does not go with fully_shard, whose own mixed precision has bf16 weights beside "
-            "shards in float32; leave one of weights= and fsdp=True out"
-        )
     _check_ways(measure, loader, split, on_trial, on_part)
     limit_s = _limit_s(epochs, max_steps, time_limit)
     batch, lengths = _at_length(batch, loader, length, split)
@@ -179,19 +169,19 @@ def preflight(
     notices = Notices(silent=True)
     limits_cards = not (measures and _is_host(device))
     about_cards = _about_room(cards, memory_limit, display, limits_cards=limits_cards)
-    for note in (*about_cards, *group.notes, *_about_options(strategy, weights)):
+    for note in (*about_cards, *group.notes):
         notices.say(note)
     adapt = saving(names_in(memory, notices))
     made = _made(model, notices, on_meta=not measures)
-    asked = Asked(batch, group.share, most, strategy or "balanced", memory_limit, loss_scope)
+    asked = Asked(batch, group.share, most, memory_limit, loss_scope)
 
     way: dict[str, Any] = {"loss": loss, "forward": forward, "loss_reduction": loss_reduction, "split": split}
 
     def predicted_for(made: nn.Module) -> tuple[Objective, torch.optim.Optimizer, tuple[Predicted, ...]]:
         objective = Objective(made, notices=notices, **way)
-        chosen = _optimizer_of(optimizer, objective.modules, notices, fsdp=fsdp)
+        chosen = optimizers.resolve(optimizer, objective.modules, notices)
         of_cards = asked if limits_cards else replace(asked, memory_limit=None)
-        tracing = {"optimizer": chosen, "adapt": adapt, "weights": weights, **way}
+        tracing = {"optimizer": chosen, "adapt": adapt, **way}
         predicted = _predicted(of_cards, cards, made, precision, on_part, group.changed(made), **tracing)
         return objective, chosen, predicted
 
@@ -208,8 +198,8 @@ def preflight(
     if measures:
         backend = devices.resolve(device, made, notices)
         ways = (
-            partial(_put_together, made, replace(options, optimizer=chosen), memory=backend, notices=notices),
-            partial(_traced, asked, made, {"optimizer": chosen, "adapt": adapt, "weights": weights, **way}),
+            partial(assemble, made, replace(options, optimizer=chosen), memory=backend, notices=notices),
+            partial(_traced, asked, made, {"optimizer": chosen, "adapt": adapt, **way}),
         )
         measured, warnings, timing = _measured(asked, backend, *ways, on_trial, on_part, memory, notices)
     remedies_on, remedies, of_remedies = _remedies(
@@ -219,7 +209,7 @@ def preflight(
         made,
         chosen,
         on_part,
-        {**way, "adapt": adapt, "weights": weights},
+        {**way, "adapt": adapt},
         group.changed(made),
         timing,
     )
@@ -255,41 +245,10 @@ def preflight(
     )
 
 
-@contextmanager
-def _put_together(model: nn.Module, options: Options, **how: Any) -> Iterator[TrainingStep]:
-    """Yield the step, whose weights are as asked meanwhile."""
-    step = assemble(model, options, **how)
-    with step.using_weights(options.weights):
-        yield step
-
-
-def _optimizer_of(asked: Any, modules: Sequence[nn.Module], notices: Notices, *, fsdp: bool) -> torch.optim.Optimizer:
-    """Return the optimizer.
-
-    Raises:
-        InvalidInputError: It cannot be used, or does not go with sharding.
-    """
-    chosen = optimizers.resolve(asked, modules, notices)
-    if fsdp and optimizers.is_8bit(chosen):
-        raise InvalidInputError(
-            "optimizer='adamw8bit' does not go with fully_shard, whose shards its blocks do not divide; pass "
-            "optimizer='adamw', or leave fsdp=True out"
-        )
-    return chosen
-
-
-def _about_options(strategy: str | None, weights: str | None) -> Iterator[str]:
-    """Yield what is taken for options."""
-    if strategy == "fastest":
-        yield "strategy='fastest': planned as 'balanced', with which fit starts; fit then times other cuts"
-    if weights is not None:
-        yield f"weights={weights!r}: weights of two or more dimensions are in bf16, and gradients in float32"
-
-
 def _measured(
     asked: Asked,
     backend: MemoryBackend,
-    put_together: Callable[[], AbstractContextManager[TrainingStep]],
+    put_together: Callable[[], TrainingStep],
     trace: Callable[[Measured], StepMemory | None],
     on_trial: Callable[[Trial], None],
     on_part: Callable[[str], None],
@@ -299,12 +258,12 @@ def _measured(
     """Measure steps that save memory as asked, and put the model back as it was; return also what times remedies."""
     on_part(f"measuring on {backend.name}")
     names = names_in(memory, notices)
-    check_memory(names, None, backend)
+    check_memory(names, backend)
     with ExitStack() as saved:
 
         def saving_memory() -> TrainingStep:
-            step = saved.enter_context(put_together())
-            kept = StepSavings(step.objective.modules, names, backend, notices)
+            step = put_together()
+            kept = Savings(step.objective.modules, names, backend, notices)
             saved.enter_context(kept.in_force())
             return step
 
@@ -456,7 +415,7 @@ def _predicted(
     traced: dict[tuple[str, bool], list[Traced]] = {}
     predicted = []
     for card in cards:
-        name = _precision_on(card, model, precision, what.get("weights"))
+        name = _precision_on(card, model, precision)
         on_part(f"predicting for {card.name} in {name}")
         known = traced.setdefault((name, card.tensor_float), [])
         fitting = next((one for one in known if one.holds_for(card)), None)
@@ -521,7 +480,7 @@ def _remedies(
         return step if place.card is None else step.changed(on_rank)
 
     cards = [one.card for one in predicted]
-    remedies = Remedies(asked, place, trace, model, optimizer, cards, weights=way["weights"]).all()
+    remedies = Remedies(asked, place, trace, model, optimizer, cards).all()
     if place.card is None:
         on_part("timing remedies")
         remedies = timing(remedies)
@@ -536,9 +495,7 @@ def _remedies(
     return name, remedies, tuple(warnings)
 
 
-def _precision_on(card: Card, model: nn.Module, asked: str, weights: str | None) -> str:
-    if weights is not None:
-        return "bf16"
+def _precision_on(card: Card, model: nn.Module, asked: str) -> str:
     own = own_half_type(model)
     if own is not None or asked != "auto":
         return own or asked
@@ -630,7 +587,6 @@ def _subject(model: nn.Module, optimizer: torch.optim.Optimizer, asked: Asked) -
         trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         optimizer=name_of(optimizer),
         target_batch=asked.target_batch,
-        strategy=asked.strategy,
         max_micro_batch=asked.most,
         memory_limit=None if asked.memory_limit is None else str(asked.memory_limit),
     )

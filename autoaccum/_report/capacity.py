@@ -35,7 +35,6 @@ class Asked:
         batch: Samples, repeated to make larger batches.
         target_batch: Samples per update.
         most: The largest micro-batch of interest.
-        strategy: How windows are cut.
         memory_limit: As for `fit`.
         loss_scope: As for `fit`.
     """
@@ -43,7 +42,6 @@ class Asked:
     batch: Any
     target_batch: int
     most: int
-    strategy: str
     memory_limit: float | str | None
     loss_scope: str
 
@@ -52,8 +50,6 @@ class Asked:
         return plan(
             self.target_batch,
             min(largest, self.target_batch),
-            # `fit` starts with the balanced cut and finds the fastest by timing whole windows.
-            strategy="balanced" if self.strategy == "fastest" else self.strategy,
             trials=trials,
         )
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum._data.batches import Window, count
+from autoaccum._data.nesting import plain_parts
 from autoaccum._engine.optimizer_copy import Snapshot
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.trial import Trials, standing_still
@@ -302,4 +303,4 @@ def _buffers(modules: Sequence[nn.Module]) -> list[Tensor]:
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     tensors = torch.utils._pytree.tree_leaves([dict(state) for state in optimizer.state.values()])
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+    return sum(part.nbytes for tensor in tensors if isinstance(tensor, Tensor) for part in plain_parts(tensor))

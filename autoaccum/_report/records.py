@@ -54,7 +54,6 @@ class Subject:
         trainable: The number of trainable ones.
         optimizer: The optimizer's class.
         target_batch: Samples per update.
-        strategy: How windows are cut.
         recipe: The recipe file; None for Python objects.
         max_micro_batch: The largest micro-batch of interest; None means the target batch.
         memory_limit: The memory limit as the user wrote it; None if there is none.
@@ -68,7 +67,6 @@ class Subject:
     trainable: int
     optimizer: str
     target_batch: int
-    strategy: str
     recipe: str | None = None
     max_micro_batch: int | None = None
     memory_limit: str | None = None

@@ -15,15 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum._data.nesting import map_tensors
-from autoaccum._engine.bf16_weights import BF16_MASTER
-from autoaccum._engine.checkpointing import checkpointed
-from autoaccum._engine.offloading import offloaded
-from autoaccum._engine.saving_names import CHUNKED
+from autoaccum._engine.saving_names import CHECKPOINT, CHUNKED, OFFLOAD
 from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.gpus import known_cards
 from autoaccum._estimate.lora import RANK, alike, with_adapters
 from autoaccum._report.records import Remedy
-from autoaccum._report.savings import CARD, in_chunks, together
+from autoaccum._report.savings import saves, together
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -138,7 +135,6 @@ class Remedies:
         model: The model, only inspected.
         optimizer: The optimizer, only inspected.
         cards: The cards that were asked about; a larger card is looked for among them first.
-        weights: As for `fit`; `trace` knows of it.
     """
 
     def __init__(
@@ -149,11 +145,8 @@ class Remedies:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         cards: Sequence[Card] = (),
-        *,
-        weights: str | None = None,
     ) -> None:
         self._asked = asked
-        self._weights = weights
         self._cards = cards
         self._place = place
         self._trace = trace
@@ -258,17 +251,13 @@ class Remedies:
         return _Change("bf16", "precision='bf16'", cost, self._estimate(precision="bf16"))
 
     def _half_weights(self) -> _Lever | None:
-        if (
-            self._weights is not None
-            or not self._place.half
-            or any(one.dtype is not torch.float32 for one in self._model.parameters())
-        ):
+        if not self._place.half or any(one.dtype is not torch.float32 for one in self._model.parameters()):
             return None
         if any(one.is_complex() for one in self._model.buffers()):
             return None  # they would lose their imaginary part
         how = (
-            "model.to(torch.bfloat16) before the optimizer is made; also floating inputs and a loss with weights (with "
-            "weights='bf16', updates are rounded stochastically, and gradients stay in float32)"
+            "model.to(torch.bfloat16) before the optimizer is made; also floating inputs and a loss with weights "
+            "(torchao's AdamW with bf16_stochastic_round=True rounds updates stochastically)"
         )
         # The last of a weight's 8 significant bits is worth 1/256 to 1/128 of it; an update below half of that is lost.
         cost = (
@@ -278,29 +267,29 @@ class Remedies:
         return _Lever("bf16 weights", "bf16 weights", how, cost, {"weights": torch.bfloat16})
 
     def _checkpointed(self) -> _Lever | None:
-        with checkpointed([self._model], torch.device("cpu")) as blocks:
+        with saves(CHECKPOINT)(self._model) as way:
             pass
-        if not blocks:
+        if not way:
             return None
-        how = f"fallback='checkpoint', or torch.utils.checkpoint on {blocks}"
-        adapt = {"adapt": lambda model: checkpointed([model], torch.device("cpu"))}
+        how = f"memory={CHECKPOINT!r}, or torch.utils.checkpoint: {way}"
+        adapt = {"adapt": saves(CHECKPOINT)}
         return _Lever(
-            "activation checkpointing", "checkpointing", how, "a second forward pass", adapt, memory=("checkpoint",)
+            "activation checkpointing", "checkpointing", how, "a second forward pass", adapt, memory=(CHECKPOINT,)
         )
 
     def _chunked(self) -> _Lever | None:
-        with in_chunks(self._model) as way:
+        with saves(CHUNKED)(self._model) as way:
             pass
         if not way:
             return None
         cost = "logits are computed once more"
-        options = {"adapt": in_chunks}
+        options = {"adapt": saves(CHUNKED)}
         return _Lever("loss in chunks", "loss in chunks", f"memory={CHUNKED!r}", cost, options, memory=(CHUNKED,))
 
     def _bits8(self) -> _Lever | None:
-        if self._place.kind != "cuda" or not isinstance(self._optimizer, _TWO_NUMBERS) or self._weights == BF16_MASTER:
-            return None  # a master's bytes would be counted as the optimizer's
-        how = "optimizer=autoaccum.adamw8bit, with lr= and betas= of its own (pip install 'autoaccum[low-memory]')"
+        if self._place.kind != "cuda" or not isinstance(self._optimizer, _TWO_NUMBERS):
+            return None
+        how = "torchao.optim.AdamW8bit or bitsandbytes.optim.AdamW8bit"
         return _Lever("8-bit optimizer", "8-bit", how, "its state is rounded to 8 bits", {}, _in_8_bits)
 
     def _lora(self) -> _Lever | None:
@@ -317,10 +306,10 @@ class Remedies:
     def _offloaded(self) -> _Change | None:
         if self._place.kind == "cpu":
             return None
-        estimate = self._estimate(adapt=lambda model: offloaded([model], CARD))
-        how = "fallback='offload', or torch.autograd.graph.save_on_cpu"
+        estimate = self._estimate(adapt=saves(OFFLOAD))
+        how = f"memory={OFFLOAD!r}, or torch.autograd.graph.save_on_cpu"
         cost = "activations are copied to the host and back"
-        return _Change("offloaded activations", how, cost, estimate, memory=("offload",))
+        return _Change("offloaded activations", how, cost, estimate, memory=(OFFLOAD,))
 
     def _adafactor(self) -> _Change | None:
         if not isinstance(self._optimizer, _TWO_NUMBERS):

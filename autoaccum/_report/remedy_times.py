@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autoaccum._engine.step_savings import StepSavings
+from autoaccum._engine.savings import Savings
 from autoaccum._memory.limits import parse_limit
 from autoaccum._oom import let_go
 from autoaccum._report.dry_run import rehearse
@@ -15,7 +15,6 @@ from autoaccum.errors import DoesNotFitError, InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._memory.base import MemoryBackend
@@ -27,7 +26,7 @@ def timed(
     remedies: Sequence[Remedy],
     asked: Asked,
     backend: MemoryBackend,
-    put_together: Callable[[], AbstractContextManager[TrainingStep]],
+    put_together: Callable[[], TrainingStep],
     in_force: Sequence[str],
 ) -> tuple[Remedy, ...]:
     """Return the remedies with the seconds of an update, as far as they can be measured.
@@ -36,7 +35,7 @@ def timed(
         remedies: The remedies.
         asked: The question about the job.
         backend: The device.
-        put_together: A context that makes the training step.
+        put_together: Makes the training step.
         in_force: What saves memory already, by names of `memory`.
     """
     return tuple(
@@ -49,7 +48,7 @@ def _seconds(
     remedy: Remedy,
     asked: Asked,
     backend: MemoryBackend,
-    put_together: Callable[[], AbstractContextManager[TrainingStep]],
+    put_together: Callable[[], TrainingStep],
     in_force: Sequence[str],
 ) -> float | None:
     """Return what an update takes; None if it turns out not to fit."""
@@ -59,8 +58,8 @@ def _seconds(
     names = (*in_force, *(name for name in remedy.memory if name not in in_force))
     try:
         with ExitStack() as changed:
-            step = changed.enter_context(put_together())
-            savings = StepSavings(step.objective.modules, names, backend, Notices(silent=True))
+            step = put_together()
+            savings = Savings(step.objective.modules, names, backend, Notices(silent=True))
             changed.enter_context(savings.in_force())
             plan = asked.plan(size)
             seen = rehearse(step, asked.batch, plan, parse_limit(asked.memory_limit, backend))

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autoaccum._engine.checkpointing import checkpointed
-from autoaccum._engine.chunked_recipe import chunked
-from autoaccum._engine.offloading import offloaded
-from autoaccum._engine.saving_names import AUTO, CHUNKED, check_memory
+from autoaccum._engine.saving_names import AUTO, check_memory
+from autoaccum._engine.savings import saving as in_force
 from autoaccum._memory.simulated import Simulated
 
 if TYPE_CHECKING:
@@ -35,7 +33,7 @@ def names_in(memory: Sequence[str] | str | None, notices: Notices) -> tuple[str,
     Raises:
         InvalidInputError: A name is unknown.
     """
-    names, _ = check_memory(memory, None, CARD)
+    names = check_memory(memory, CARD)
     if AUTO in names:
         notices.say(
             "memory='auto': the report is of steps without it; fit finds what saves memory in its first windows"
@@ -46,7 +44,7 @@ def names_in(memory: Sequence[str] | str | None, notices: Notices) -> tuple[str,
 
 def saving(names: Sequence[str]) -> Adapt | None:
     """Return what changes a model so that it saves memory in these ways; None without any."""
-    return together([_adapt(name) for name in names])
+    return together([saves(name) for name in names])
 
 
 def together(adapts: Sequence[Adapt | None]) -> Adapt | None:
@@ -62,16 +60,6 @@ def together(adapts: Sequence[Adapt | None]) -> Adapt | None:
     return adapt if some else None
 
 
-def in_chunks(model: nn.Module, head: str | None = None) -> AbstractContextManager[str]:
-    """Compute a model's loss in chunks, without a word about what is computed whole: a training says that."""
-    return chunked([model], head, lambda _: None)
-
-
-def _adapt(name: str) -> Adapt:
-    kind, _, rest = name.partition(":")
-    if kind == CHUNKED:
-        return lambda model: in_chunks(model, rest or None)
-    if kind == "offload":
-        return lambda model: offloaded([model], CARD)
-    # Random states are those of the CPU: there may be no card.
-    return lambda model: checkpointed([model], torch.device("cpu"), rest or None)
+def saves(name: str) -> Adapt:
+    """Return what changes a model so that it saves memory in one way, which says how."""
+    return lambda model: in_force(name, [model], CARD)

@@ -276,7 +276,7 @@ def _job(report: Findings) -> Iterator[tuple[str, str]]:
     yield "optimizer", subject.optimizer
     sharded = ", which share the model" if subject.is_sharded else ""
     each = "" if subject.ranks == 1 else f", {subject.share} on each of {subject.ranks} ranks{sharded}"
-    yield "target batch", f"{subject.target_batch} samples{each}, cut {subject.strategy}"
+    yield "target batch", f"{subject.target_batch} samples{each}"
     if subject.memory_limit is not None:
         cards = ", on the cards below too" if report.predicted and subject.limits_cards else ""
         yield "memory limit", f"{subject.memory_limit}{cards}"

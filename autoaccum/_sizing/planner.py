@@ -10,14 +10,13 @@ import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from autoaccum._arguments import check_choice, check_positive_int, shown
+from autoaccum._arguments import check_positive_int, shown
 from autoaccum._records import Plan, Trial
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-STRATEGIES = ("balanced", "uniform", "fastest")
 PROBES = ("inline", "before", "off")
 
 # After a failure the number of micro-steps grows by at least this factor, so even on a device that is suddenly almost
@@ -36,30 +35,23 @@ def plan(
     target_batch: int,
     max_micro_batch: int,
     *,
-    strategy: str = "balanced",
     trials: Iterable[Trial] = (),
 ) -> Plan:
     """Cut a window of `target_batch` samples into micro-batches of at most `max_micro_batch`.
 
+    There are as few as possible, their sizes differ by at most one, and the larger ones come first: 100 with at most 37
+    is (34, 33, 33).
+
     Args:
         target_batch: Samples per optimizer update.
         max_micro_batch: The most samples that fit on the device at once.
-        strategy: How to cut:
-
-            - "balanced": as few micro-batches as possible, their sizes differing by at most one, the larger ones
-              first; 100 with at most 37 is (34, 33, 33).
-            - "uniform": equal sizes, for torch.compile and CUDA graphs, if that takes at most twice the fewest
-              micro-batches; 100 with at most 37 is (25, 25, 25, 25). Otherwise the fewest, equal except for a smaller
-              last one; 101 with at most 50 is (34, 34, 33).
-            - "fastest": as "balanced"; `fit` then times whole windows to improve on it.
         trials: Trials of the probe; all planned sizes are below the smallest failed trial.
 
     Raises:
-        InvalidInputError: A number is not a positive int, the strategy is unknown, or a trial of one sample failed.
+        InvalidInputError: A number is not a positive int, or a trial of one sample failed.
     """
     check_positive_int("target_batch", target_batch)
     check_positive_int("max_micro_batch", max_micro_batch)
-    check_choice("strategy", strategy, STRATEGIES)
     trials = tuple(trials) if isinstance(trials, Iterable) else trials
     if not isinstance(trials, tuple) or not all(isinstance(trial, Trial) for trial in trials):
         raise InvalidInputError(f"trials={shown(trials)} must be autoaccum.Trial records, as find_micro_batch returns")
@@ -69,24 +61,34 @@ def plan(
     if smallest_failed == 1:
         raise InvalidInputError("a trial with one sample did not fit, so there is nothing to plan; see DoesNotFitError")
     most = min(max_micro_batch, smallest_failed - 1)
-    if target_batch // most > MOST_STEPS:
-        raise InvalidInputError(
-            f"target_batch={target_batch} in micro-batches of at most {most} (max_micro_batch={max_micro_batch}) takes "
-            f"more than {MOST_STEPS} of them per update; pass a smaller target or larger micro-batches"
-        )
-    return Plan(target_batch, cut(target_batch, most, strategy))
+    return planned(target_batch, most)
 
 
-def cut(samples: int, max_micro_batch: int, strategy: str = "balanced") -> tuple[int, ...]:
-    """Cut consecutive samples as `plan` does, without trials.
+def planned(target_batch: int, most: int, *, is_uniform: bool = False) -> Plan:
+    """Return the plan of `cut`.
 
     Raises:
-        InvalidInputError: The strategy is unknown.
+        InvalidInputError: It has too many micro-batches.
     """
-    check_choice("strategy", strategy, STRATEGIES)
-    if strategy == "uniform":
-        return _uniform(samples, max_micro_batch)
-    return balanced(samples, max_micro_batch)
+    if target_batch // most > MOST_STEPS:
+        raise InvalidInputError(
+            f"target_batch={target_batch} in micro-batches of at most {most} takes more than {MOST_STEPS} of them per "
+            "update; pass a smaller target or larger micro-batches"
+        )
+    return Plan(target_batch, cut(target_batch, most, is_uniform=is_uniform))
+
+
+def cut(samples: int, max_micro_batch: int, *, is_uniform: bool = False) -> tuple[int, ...]:
+    """Cut consecutive samples as `plan` does.
+
+    Args:
+        samples: The number of samples.
+        max_micro_batch: The most in a micro-batch.
+        is_uniform: Whether to cut into equal sizes, for compiled models, if that takes at most twice the fewest
+            micro-batches: 100 with at most 37 is (25, 25, 25, 25). Otherwise the fewest, equal except for a smaller
+            last one: 101 with at most 50 is (34, 34, 33).
+    """
+    return (_uniform if is_uniform else balanced)(samples, max_micro_batch)
 
 
 def balanced(samples: int, max_micro_batch: int) -> tuple[int, ...]:

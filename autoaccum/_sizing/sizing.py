@@ -19,7 +19,6 @@ from autoaccum._sizing import planner
 from autoaccum._sizing.autotune import Autotune
 from autoaccum._sizing.backoff import Backoff, wait_for_memory
 from autoaccum._sizing.online_search import OnlineSearch
-from autoaccum._sizing.planner import plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,10 +39,10 @@ class SizingOptions:
     """Requirements for the cut.
 
     Attributes:
-        strategy: As for `fit`.
+        is_uniform: Whether all sizes are to be equal, for compiled models.
         by_bytes: Whether samples with smaller inputs go in larger micro-batches.
         learns: Whether to learn from the first windows how large micro-batches may be.
-        times_after: Windows after which autotuning starts, if the strategy asks for it; None for never.
+        times_after: Windows after which autotuning starts; None for never.
         fits: The largest size that a probe found to fit; 0 if there was no probe.
         begins_with: An initial size that is known to have fitted in an earlier run.
         fitted_before: The largest size known to have fitted then.
@@ -51,7 +50,7 @@ class SizingOptions:
         most: The most samples allowed in a micro-batch, however small they are; None for no cap.
     """
 
-    strategy: str = "balanced"
+    is_uniform: bool = False
     by_bytes: bool = False
     learns: bool = False
     times_after: int | None = None
@@ -159,7 +158,7 @@ class Sizing:
         self._may_fit = math.inf  # for samples larger than the unit of counting
         self._counts_bytes = wanted.by_bytes
         self.peak_bytes: int | None = None
-        self._times_after = wanted.times_after if wanted.strategy == "fastest" else None
+        self._times_after = wanted.times_after
         self._tempo: Autotune | None = None
         self._timed: Plan | None = None  # the plan that is being timed
         self._compared_to = 0  # the largest size that the clock compares
@@ -235,7 +234,7 @@ class Sizing:
                 planner.cut(
                     rest,
                     self._capped(max(1, int(self._most(plan, relative) / relative))),
-                    wanted.strategy,
+                    is_uniform=wanted.is_uniform,
                 )
                 for rest, relative in rests
             )
@@ -413,9 +412,7 @@ class Sizing:
 
     def _plan_of(self, most: int) -> Plan:
         wanted, target = self._wanted, self.plan.target_batch
-        strategy = "balanced" if wanted.strategy == "fastest" else wanted.strategy
-        size = self._capped(min(most, target))
-        return plan(target, size, strategy=strategy)
+        return planner.planned(target, self._capped(min(most, target)), is_uniform=wanted.is_uniform)
 
     def _capped(self, size: int) -> int:
         """Return a size that is allowed."""

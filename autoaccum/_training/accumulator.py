@@ -18,9 +18,8 @@ from autoaccum._engine.accumulator import GradientAccumulator
 from autoaccum._engine.assembly import assemble_without_optimizer
 from autoaccum._engine.events import Events
 from autoaccum._engine.options import Options
-from autoaccum._engine.rungs import AVOIDABLE
+from autoaccum._engine.savings import AVOIDABLE, Savings
 from autoaccum._engine.step_limit import Outside, StepLimit
-from autoaccum._engine.step_savings import StepSavings
 from autoaccum._loss.closures import Closure, modules_used_by
 from autoaccum._oom import is_oom, let_go
 from autoaccum._sizing.cache import PlanCache
@@ -74,7 +73,6 @@ class Accumulator:
             is created.
         memory: As for `fit`. It is in force within `backward`; the model's forward passes elsewhere are as they were.
         micro_batch: The most samples at once; "auto" finds it.
-        strategy: As for `fit`.
         cache: As for `fit`.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
@@ -112,7 +110,6 @@ class Accumulator:
         memory_limit: float | str | None = None,
         memory: str | Sequence[str] | None = None,
         micro_batch: int | str = "auto",
-        strategy: str | None = None,
         cache: bool = True,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         loss_reduction: str | None = None,
@@ -154,7 +151,7 @@ class Accumulator:
             model = model.module
         backend = devices.resolve(options.device, model, notices)
         limit_bytes = options.limit_bytes(backend)
-        names, _ = options.savings(backend)
+        names = options.savings(backend)
         used = [] if closure is None else modules_used_by(closure)
         losses = options.loss if isinstance(options.loss, list | tuple) else [options.loss]
         functions = [one for one in (*losses, options.forward) if callable(one)]
@@ -170,7 +167,7 @@ class Accumulator:
         self._ranks = _ranks(self._step)
         self._limit = StepLimit(backend, limit_bytes)
         ranks, step = self._ranks, self._step
-        self._savings = StepSavings(step.objective.modules, names, backend, notices)
+        self._savings = Savings(step.objective.modules, names, backend, notices)
         self._has_begun = False
         measures = options.micro_batch == "auto" and options.loss_scope == "micro_batch"
         self._accumulating = GradientAccumulator(
@@ -261,15 +258,14 @@ class Accumulator:
 
     def _added(self, window: Window) -> BackwardReport:
         """Add the gradient of a window; with memory="auto" save more wherever not even one sample fits."""
-        rungs = self._savings.rungs
-        if rungs is None:
+        if not self._savings.is_auto:
             with self._savings.in_force():
                 return self._accumulating.add(window)
         while True:
             known = self._accumulating.look_up(window)
             if not self._has_begun:
-                rungs.begin(known)
-                self._accumulating.begin_rung(rungs.rung)
+                self._savings.begin(known)
+                self._accumulating.begin_rung(self._savings.names)
                 self._has_begun = True
             try:
                 with self._savings.in_force():
@@ -279,7 +275,7 @@ class Accumulator:
                     raise
                 let_go(error)
             self._step.memory.release()
-            self._accumulating.begin_rung(rungs.rung)
+            self._accumulating.begin_rung(self._savings.names)
 
 
 def _entries(

@@ -19,11 +19,10 @@ from autoaccum._distributed.process_group import joined
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble
 from autoaccum._engine.dtensor import check_sharded
-from autoaccum._engine.fallback import Fallbacks
 from autoaccum._engine.metrics import check_metrics
 from autoaccum._engine.noise_scale import NoiseScale
 from autoaccum._engine.options import Options
-from autoaccum._engine.saving_names import AUTO, head_of_auto
+from autoaccum._engine.savings import Savings
 from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.cache import PlanCache
 from autoaccum._system.environment import MAX_MICRO_BATCH, max_micro_batch
@@ -73,11 +72,9 @@ def fit(
     precision: str = "auto",
     micro_batch: int | str = "auto",
     probe: str = "inline",
-    strategy: str | None = None,
     cache: bool = True,
     memory_limit: float | str | None = None,
     memory: str | Sequence[str] | None = None,
-    weights: str | None = None,
     clip_grad_norm: float | None = None,
     drop_last: bool = False,
     lr_scaling: str | None = None,
@@ -90,7 +87,6 @@ def fit(
     loss_scope: str = "micro_batch",
     batchnorm: str = "keep",
     split: Split | None = None,
-    fallback: str | Sequence[str] | None = None,
     callbacks: Sequence[Callback] = (),
     progress: bool | str | Callback = "auto",
     seed: int | None = None,
@@ -124,8 +120,7 @@ def fit(
             returns, the entry "loss" is the total and the others are only reported; without that entry, those with a
             gradient are summed and detached ones are only reported (docs/recipes.md).
         optimizer: An optimizer over the model's parameters, or a function of them that returns one. Several, in a list,
-            if each has its own parameters (docs/recipes.md). None or "adamw": AdamW(lr=1e-3). "adamw8bit": the same
-            with moments in 8 bits, which changes the training (`autoaccum.adamw8bit`, docs/memory.md).
+            if each has its own parameters (docs/recipes.md). None or "adamw": AdamW(lr=1e-3).
         scheduler: A learning-rate scheduler for the optimizer in use, or a function of the optimizer that returns one.
             ReduceLROnPlateau steps on the loss of each evaluation.
         scheduler_interval: "step": step the scheduler after every update; "epoch": after every epoch.
@@ -136,29 +131,23 @@ def fit(
         precision: "fp32", or "bf16" or "fp16" with autocast and, for fp16, a gradient scaler. "auto": on CUDA, bf16 or
             fp16, whichever the card supports well; fp32 elsewhere.
         micro_batch: Maximum number of samples at once, or "auto" to find it. The environment variable
-            AUTOACCUM_MAX_MICRO_BATCH, which `autoaccum run` sets, bounds both.
+            AUTOACCUM_MAX_MICRO_BATCH, which `autoaccum run` sets, bounds both. With a number, two runs cut alike,
+            regardless of memory and timing; with "auto", a long training also times halves and quarters of what fits,
+            and keeps what is fastest. Windows of compiled models are cut into equal sizes.
         probe: How to find the micro-batch. "inline": in the first windows of the training itself, whose micro-batches
             start small and grow; "before": with trials before training that leave no trace (loss_scope="window" uses it
             in place of "inline"); "off": not at all; training starts with whole windows and cuts them when memory runs
             out.
-        strategy: How to cut windows. "balanced": into the fewest micro-batches; "uniform": into equal ones; "fastest":
-            into the ones that run fastest, timed in the first windows of a long training. None: "uniform" for a
-            compiled model, else "fastest" if `micro_batch` is "auto", else "balanced". With a fixed `micro_batch` and
-            "balanced", two runs cut alike, regardless of memory and timing.
         cache: Whether to keep the micro-batch for the next run of the same job, which confirms it with a single
             micro-batch. The cache is in the user's cache directory, or in AUTOACCUM_CACHE_DIR.
         memory_limit: Bytes, a string such as "12GiB", or a fraction of the device's total memory. On the host, it
             limits what the process takes beyond what it holds at the call. None: all free memory.
-        memory: What saves memory from the start, for time: "chunked_loss" (a language model's logits and their cross
-            entropy a few tokens at a time, so that they are never whole), "checkpoint" and "offload" (as `fallback` has
-            them), or several of these in a list. Gradients stay the same, those of a loss in chunks up to rounding.
-            "chunked_loss:NAME" names the `nn.Linear` that makes the logits, which is found in models of Transformers;
-            "checkpoint:N" recomputes the first N blocks alone. "auto": one after the other wherever not even one sample
-            fits, else nothing (docs/memory.md); `["auto", "chunked_loss:NAME"]` names the layer for it.
-        weights: None leaves weights as they are. "bf16": weights of two or more dimensions are kept in bf16, and each
-            update is rounded stochastically; "bf16-master": they are bf16 in the model, with a master copy in float32
-            in the optimizer's state. Gradients are added in float32, and the forward pass runs in bf16. This changes
-            the training; the model keeps its bf16 weights afterwards (docs/memory.md).
+        memory: What saves memory, for time (docs/memory.md). "chunked_loss": the cross entropy of a Transformers model
+            is computed a few tokens at a time, so that its logits are never whole; other models use
+            `autoaccum.ChunkedLoss`. "checkpoint": activation checkpointing of the model's repeated blocks, or with
+            "checkpoint:NAME" of those of a name or a class. "offload": activations are kept in host memory. Several in
+            a list. "auto": one after the other wherever not even one sample fits, else nothing. Gradients stay the
+            same, those of a loss in chunks up to rounding.
         clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer. float("inf")
             only measures that norm, for `StepReport.grad_norm`.
         drop_last: Whether to leave out a shorter last window of an epoch, in place of an update made from it.
@@ -182,9 +171,6 @@ def fit(
             tensor: an object with `count`, `cut` and `join` (`autoaccum.Split`), such as `autoaccum.Along(1)` for
             time-first tensors or `autoaccum.ListOfSamples(collate)` for detection, graphs and flattened sequences
             (docs/batches.md).
-        fallback: What to do, in this order, if not even one sample fits. "checkpoint": activation checkpointing of the
-            model's repeated blocks; "offload": keep what backward needs in host memory. Gradients stay the same and
-            updates take longer; when `fit` returns, the model is as it was.
         callbacks: Callbacks to notify of plans, steps, evaluations and checkpoints.
         progress: "auto": a bar on a terminal, lines elsewhere; "bar"; "lines"; or False for no output, which also
             silences notices of what `fit` chose. Printed on stderr.
@@ -255,7 +241,7 @@ def fit(
     backend = devices.resolve(device, model, notices)
     limit_bytes = options.limit_bytes(backend)
     shown = OtherRank(rank, silent=progress is False) if rank else progress_for(progress, backend, limit_bytes, counts)
-    savings, fallbacks = options.savings(backend)
+    savings = options.savings(backend)
     with Untouched(backend.device, folders, (loader, val_loader)) as untouched, joined(backend) as ranks:
         if seed is not None:
             _seed(seed + rank)
@@ -280,17 +266,13 @@ def fit(
                 "on_nan": on_nan,
                 "noise_scale": options.noise_every,
                 "memory": savings,
-                "weights": weights,
                 "lr_scaling": lr_scaling,
                 "base_batch": base_batch,
                 "checkpoint": saver is not None,
                 "val_loader": val_loader is not None,
             }
             asked = {
-                f"fallback={fallback!r}": bool(fallback),
                 f"memory={memory!r}": bool(savings),
-                f"weights={weights!r}": weights is not None,
-                "optimizer='adamw8bit'": optimizers.is_8bit(step.optimizer),
                 f"noise_scale={noise_scale!r}": bool(noise_scale),
                 f"target_tokens={target_tokens}": in_tokens,
                 f"probe={probe!r}": probe == "before" and micro_batch == "auto",
@@ -304,7 +286,6 @@ def fit(
                 in_tokens=in_tokens,
                 notices=notices,
             )
-        untouched.use_weights(step, weights)  # ranks have the same weights by now
         training = Training(
             step,
             Data(
@@ -334,14 +315,7 @@ def fit(
             notices=notices,
             saver=saver,
             noise=None if options.noise_every is None else NoiseScale(options.noise_every, notices),
-            fallbacks=Fallbacks(
-                step.objective.modules,
-                fallbacks,
-                backend,
-                () if AUTO in savings else savings,
-                head=head_of_auto(savings),
-            ),
-            climbs=AUTO in savings,
+            savings=Savings(step.objective.modules, savings, backend, notices),
             world=world,
         )
         untouched.training = training

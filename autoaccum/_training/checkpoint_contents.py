@@ -172,16 +172,10 @@ class Contents:
             "optimizer": {"type": _type_name(optimizer), "state": state, "parameters": self._parameter_names()},
             "scheduler": None if self._schedule.scheduler is None else _named_state(self._schedule.scheduler),
             "scaler": None if scaler is None else scaler.state_dict(),
-            "weights": self._weights,
             "device": self._step.memory.device.type,
             "noise_scale": None if self._noise is None else self._noise.state_dict(),
             **self.part(moment, kept),
         }
-
-    @property
-    def _weights(self) -> str | None:
-        weights = self._step.updates.weights
-        return None if weights is None else weights.name
 
     def part(self, moment: Moment, kept: Kept) -> dict[str, Any]:
         """Return what each of several ranks has for itself."""
@@ -314,8 +308,6 @@ class Contents:
         for module, saved in zip(self._step.objective.modules, content["modules"], strict=True):
             _offer(module, lambda: _put_module_back(module, saved, self._step.memory.device))  # noqa: B023 - at once
         _offer(optimizer, lambda: put(optimizer, content["optimizer"]["state"]))
-        if (weights := self._step.updates.weights) is not None:
-            weights.forget_originals()  # the model is the checkpoint's now
         if self._noise is not None and content["noise_scale"] is not None:  # a run may begin to measure it
             self._noise.load_state_dict(content["noise_scale"])
 
@@ -355,8 +347,6 @@ class Contents:
         if (content["scaler"] is None) != (self._step.precision.scaler is None):
             had, has = ("no" if one is None else "a" for one in (content["scaler"], self._step.precision.scaler))
             yield "precision", f"it was made with {had} gradient scaler, and there is {has} one here"
-        if (kept := content.get("weights")) != self._weights:
-            yield "weights", f"it was made with weights={kept!r}, and this call has weights={self._weights!r}"
         if len(content["random"][-1]) != len(self._random.taken[-1]):
             yield "model", "its modules hold another number of random generators"
         theirs = content["target_batch"], content.get("counts", SAMPLES)
@@ -511,7 +501,7 @@ def _put_optimizer_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any])
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
         for name, value in saved["state"].get(number, {}).items():
-            now = optimizer.state[parameter][name]
+            now = optimizer.state[parameter].get(name)
             if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
                 optimizer.state[parameter][name] = value.to(now.device)
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim import optimizer as optim
 
-from autoaccum._engine.bf16_weights import MASTER, gradient_type
 from autoaccum._engine.dtensor import is_spread
 from autoaccum._training.checkpoint_schema import MalformedError, need
 
@@ -159,6 +158,8 @@ def _fresh(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     """Return a stand-in for a fresh optimizer of this kind that has stepped; None where it cannot without numbers."""
     if optim._global_optimizer_pre_hooks or optim._global_optimizer_post_hooks:
         return None  # they would take the stand-in for an optimizer of the training
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return None  # its saved state has a form of its own, as of bitsandbytes
     with contextlib.suppress(Exception):
         return _stepped(optimizer, {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
     return None
@@ -206,15 +207,14 @@ def _stand_in(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> tor
         for number, parameter in zip(kept["params"], parameters, strict=True):
             if number in saved["state"]:
                 values = saved["state"][number]
-                state[parameter] = {n: _without_numbers(value) for n, value in values.items() if n != MASTER}
+                state[parameter] = {n: _without_numbers(value) for n, value in values.items()}
         groups.append({**settings, "params": parameters})
     made.__setstate__({"state": state, "param_groups": groups})  # which adds what another torch did not know
     return made
 
 
 def _shape_of(parameter: Tensor) -> nn.Parameter:
-    kind = gradient_type(parameter)  # which bf16 weights have during a step, too
-    made = nn.Parameter(torch.empty_like(parameter, dtype=kind, device="meta"), requires_grad=parameter.requires_grad)
+    made = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
     if made.requires_grad:
         made.grad = torch.empty_like(made)
     return made

@@ -10,7 +10,7 @@ from autoaccum._engine.replaced_forward import are_compiled
 from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.cache_entry import CacheEntry
 from autoaccum._sizing.job_key import key_of
-from autoaccum._sizing.planner import plan
+from autoaccum._sizing.planner import planned
 from autoaccum._sizing.sizing import SizingOptions
 
 if TYPE_CHECKING:
@@ -68,10 +68,7 @@ class Finding:
         self._grows_from = grows_from
         if grows_from is not None:
             self._probe = probe = "off"
-        by_default = "fastest" if self._is_auto and grows_from is None else "balanced"
-        if are_compiled(step.objective.modules):
-            by_default = "uniform"
-        self._strategy = options.strategy or by_default
+        self._is_uniform = are_compiled(step.objective.modules)
         self._cache = cache if self._is_auto and probe != "off" else None
         self._limit_bytes = limit_bytes
         self._loss_scope = options.loss_scope
@@ -90,7 +87,7 @@ class Finding:
         """
         if self._cache is None or not self._is_auto:
             return None
-        largest, weights = self._largest_of(first), self._step.updates.weights
+        largest = self._largest_of(first)
         key = key_of(
             self._step.objective.modules,
             largest.cut(0, largest.samples),
@@ -101,7 +98,7 @@ class Finding:
             limit_bytes=self._limit_bytes,
             loss_scope=self._loss_scope,
             cap=self._cap,
-            saves=[*self._saves, *([] if weights is None else [f"weights={weights.name}"])],
+            saves=self._saves,
             counts=self._counts,
         )
         self._entry = CacheEntry(self._step.memory, self._cache, key)
@@ -138,11 +135,6 @@ class Finding:
     def _largest_of(self, first: Window) -> Window:
         return (largest_first(first) if self._loss_scope == "micro_batch" else first).largest()
 
-    def begin_anew(self) -> None:
-        """Search again in the coming windows, without the cache: after a fallback, a step takes less memory."""
-        self._cache, self._entry = None, CacheEntry(self._step.memory)
-        self.search_in_windows()
-
     def begin_rung(self, rung: tuple[str, ...]) -> None:
         """Search for sizes with what memory="auto" saves memory by, or take those that were found with it."""
         self._entry.use(rung)
@@ -159,8 +151,7 @@ class Finding:
         most = self.asked if isinstance(self.asked, int) else found
         most = most if self._cap is None else min(most, self._cap)
         # Only whole windows are timed: on a shared machine, a single trial per size says little.
-        strategy = "balanced" if self._strategy == "fastest" else self._strategy
-        return plan(target, min(most, target), strategy=strategy)
+        return planned(target, min(most, target), is_uniform=self._is_uniform)
 
     @property
     def most_asked(self) -> int | None:
@@ -189,13 +180,16 @@ class Finding:
         found = self._entry.found
         times_after = None
         if (
-            not cutting.is_timed
+            self._is_auto
+            and self._grows_from is None
+            and not self._is_uniform
+            and not cutting.is_timed
             and (found is None or found.fastest is None)
             and (windows_ahead is None or windows_ahead >= _WINDOWS_WORTH_TIMING)
         ):
             times_after = _WINDOWS_BEFORE_TIMING if windows_ahead is None else 0
         return SizingOptions(
-            strategy=self._strategy,
+            is_uniform=self._is_uniform,
             by_bytes=self._is_auto and self._probe != "off",
             learns=not cutting.is_found and self._is_auto and self._probe == "inline",
             times_after=times_after,

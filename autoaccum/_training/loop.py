@@ -15,7 +15,6 @@ from autoaccum._engine import devices
 from autoaccum._engine.finiteness import Finiteness
 from autoaccum._engine.forward_backward import drop_old_gradients
 from autoaccum._engine.optimizer_list import name_of
-from autoaccum._engine.rungs import Rungs
 from autoaccum._engine.step_limit import Outside
 from autoaccum._oom import first_line
 from autoaccum._records import SAMPLES, FitResult, TimeSpent
@@ -34,10 +33,10 @@ if TYPE_CHECKING:
 
     from autoaccum._callbacks import Callback
     from autoaccum._data.batches import Window
-    from autoaccum._engine.fallback import Fallbacks
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.metrics import Metric
     from autoaccum._engine.noise_scale import NoiseScale
+    from autoaccum._engine.savings import Savings
     from autoaccum._records import Evaluation, MemoryEvent, ProbeResult, StepReport
     from autoaccum._sizing.sizing import Cutting
     from autoaccum._system.notices import Notices
@@ -70,8 +69,7 @@ class Training:
         notices: Reports choices made for the user.
         saver: Writes and finds checkpoints; None without `checkpoint`.
         noise: The gradient noise scale to measure; None without `noise_scale`.
-        fallbacks: Reduce the memory of a step if not even one sample fits.
-        climbs: Whether the clock chooses among them (memory="auto").
+        savings: Saves memory in steps.
         world: The processes of this training.
 
     Raises:
@@ -92,8 +90,7 @@ class Training:
         notices: Notices,
         saver: Saver | None,
         noise: NoiseScale | None,
-        fallbacks: Fallbacks,
-        climbs: bool,
+        savings: Savings,
         world: OneProcess,
     ) -> None:
         self._step = step
@@ -111,17 +108,15 @@ class Training:
             world=world,
         )
         self._request = StopRequest()
-        rungs = Rungs(fallbacks.levels)
         self._lifecycle = PlanLifecycle(
             step,
             self._progress,
             [Stoppable(Outside(callback, step.memory), self._request) for callback in callbacks],
             notices,
             finding=finding,
-            fallbacks=fallbacks,
+            savings=savings,
             world=world,
             noise=noise,
-            rungs=rungs if climbs else None,
         )
         self._noise = noise
         self._callbacks = self._lifecycle.callbacks

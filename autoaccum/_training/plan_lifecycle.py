@@ -1,4 +1,4 @@
-"""Makes the runner of one call of `fit`, and rebuilds it after a fallback, a resume or a rollback."""
+"""Makes the runner of one call of `fit`, and rebuilds it after more saves memory, a resume or a rollback."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from typing import TYPE_CHECKING
 from autoaccum import _oom
 from autoaccum._callbacks import Callback
 from autoaccum._engine.events import Events
-from autoaccum._engine.rungs import AVOIDABLE, change_of_rung, reason_of
 from autoaccum._engine.runner import WindowRunner
+from autoaccum._engine.savings import AVOIDABLE
 from autoaccum._sizing.sizing import Cutting, Sizing
 from autoaccum._training.checkpoint_contents import Kept
-from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from autoaccum._data.batches import Window
-    from autoaccum._engine.fallback import Fallbacks
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.noise_scale import NoiseScale
-    from autoaccum._engine.rungs import Rungs
+    from autoaccum._engine.savings import Savings
     from autoaccum._records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
     from autoaccum._system.notices import Notices
     from autoaccum._training.first_plan import Finding
@@ -55,7 +53,7 @@ class _Noting(Callback):
 
 
 class PlanLifecycle:
-    """Makes the first runner, and a new one after a fallback or when training goes back to an earlier moment.
+    """Makes the first runner, and a new one after more saves memory or when training goes back to an earlier moment.
 
     Args:
         step: The training step.
@@ -63,10 +61,9 @@ class PlanLifecycle:
         callbacks: Callbacks to notify.
         notices: Reports choices made for the user.
         finding: Finds the plan by which to cut windows.
-        fallbacks: Reduce the memory of a step if not even one sample fits.
+        savings: Saves memory in steps.
         world: The processes of this training.
         noise: The gradient noise scale to measure; None without `noise_scale`.
-        rungs: What memory="auto" saves memory by; None without it.
 
     Attributes:
         callbacks: All callbacks, the one that records the plans first.
@@ -83,12 +80,10 @@ class PlanLifecycle:
         notices: Notices,
         *,
         finding: Finding,
-        fallbacks: Fallbacks,
+        savings: Savings,
         world: OneProcess,
         noise: NoiseScale | None,
-        rungs: Rungs | None = None,
     ) -> None:
-        self._rungs = rungs
         self._noise = noise
         self._noting = _Noting(finding)
         self.callbacks: tuple[Callback, ...] = (self._noting, *callbacks)
@@ -96,7 +91,7 @@ class PlanLifecycle:
         self._progress = progress
         self._notices = notices
         self._finding = finding
-        self._fallbacks = fallbacks
+        self._savings = savings
         self._world = world
         self._earlier_oom_events = 0
         self._fastest: Plan | None = None  # once it has been recorded
@@ -124,13 +119,8 @@ class PlanLifecycle:
     # --- the plan to begin with ---------------------------------------------------------------------------------------
 
     def save_memory(self) -> None:
-        """Activate what saves memory from the start.
-
-        Raises:
-            InvalidInputError: It has no place in the model.
-        """
-        notices = self._notices  # the fallbacks keep what they say by, which must not keep this
-        self._fallbacks.begin(lambda text: notices.say(text, key=text))
+        """Activate what saves memory from the start."""
+        self._savings.apply()
 
     def find(self, first: Window) -> tuple[Cutting, ProbeResult | None]:
         """Return the initial cut, and the probe's result if there was a probe before training.
@@ -165,7 +155,7 @@ class PlanLifecycle:
         if self._finding.asked not in ("auto", kept.asked):
             plan = self._noted(self._finding.plan())
             return replace(kept.cutting, plan=plan, grows_to=plan)
-        if self._rungs is not None and not has_chosen:  # what was saved by is not known, and with it what fits
+        if self._savings.is_auto and not has_chosen:  # what was saved by is not known, and with it what fits
             return Cutting.of(self._noted(self._finding.plan()))
         plan = self._finding.within_cap(kept.cutting.plan)
         if plan != kept.cutting.plan:
@@ -174,12 +164,16 @@ class PlanLifecycle:
 
     def _begin_rungs(self, known: tuple[str, ...] | None) -> bool:
         """Begin with what saves memory in an earlier run; return whether that is the same here."""
-        if self._rungs is None:
+        if not self._savings.is_auto:
             return False
-        self._rungs.begin(known)
-        self._fallbacks.switch(self._rungs.rung)
-        self._finding.begin_rung(self._rungs.rung)
-        return self._rungs.rung == known
+        self._savings.begin(known)
+        self._use_rung()
+        return self._savings.names == known
+
+    def _use_rung(self) -> None:
+        self._savings.remove()
+        self._savings.apply()
+        self._finding.begin_rung(self._savings.names)
 
     def begin(self, cutting: Cutting) -> None:
         """Make the runner that cuts windows by `cutting`."""
@@ -208,7 +202,7 @@ class PlanLifecycle:
         try:
             return self._finding.begin(first, self._tell_trial)
         except AVOIDABLE as error:
-            if not self._falls_back(error):
+            if not self._climbs(error):
                 raise
             _oom.let_go(error)
         return self._probe(first)
@@ -220,7 +214,7 @@ class PlanLifecycle:
     # --- windows ------------------------------------------------------------------------------------------------------
 
     def step(self, part: Window) -> StepReport | None:
-        """Make the update of a window, applying fallbacks if not even one sample fits.
+        """Make the update of a window, saving more memory if not even one sample fits.
 
         Args:
             part: The window, or this process's part of it.
@@ -231,8 +225,8 @@ class PlanLifecycle:
         try:
             report = self.current.step(part)
         except AVOIDABLE as error:
-            # Once the update is made, here or on other ranks, no fallback can help.
-            if self.current.is_past_return or not self._falls_back(error):
+            # Once the update is made, here or on other ranks, nothing can help.
+            if self.current.is_past_return or not self._climbs(error):
                 raise
             _oom.let_go(error)
         else:
@@ -256,7 +250,7 @@ class PlanLifecycle:
     @property
     def kept(self) -> Kept:
         """The present cut and all plans, as a checkpoint stores them."""
-        chosen = None if self._rungs is None else self._rungs.rung
+        chosen = self._savings.names if self._savings.is_auto else None
         return Kept(
             self.current.sizing.cutting, tuple(self._noting.plans), self._finding.asked, self.oom_events, chosen
         )
@@ -264,7 +258,7 @@ class PlanLifecycle:
     @property
     def memory(self) -> tuple[str, ...]:
         """What saves memory, by names of `memory`."""
-        return self._fallbacks.names
+        return self._savings.names
 
     def begin_anew(self) -> None:
         """Make a new runner with the present cut, after training has gone back to an earlier moment."""
@@ -277,37 +271,15 @@ class PlanLifecycle:
         self.begin(former)
 
     def end(self) -> None:
-        """Undo fallbacks, so that the model is as the user wrote it."""
-        self._fallbacks.end()
+        """Give the model back as the user wrote it."""
+        self._savings.remove()
 
-    def _falls_back(self, error: Exception) -> bool:
-        """Apply the next fallback; return whether there was one that can help."""
-        if self._rungs is not None:
-            return self._climbs(self._rungs, error)
-        if not isinstance(error, DoesNotFitError) or not error.saving_helps:
+    def _climbs(self, error: Exception) -> bool:
+        """Save memory in another way, if one may avoid an error; return whether there was one."""
+        if not self._savings.climb(error):
             return False
-        in_force = tuple(self._fallbacks.ways)
-        has_fallen_back = self._fallbacks.next()
-        if self._fallbacks.found_no_blocks:
-            self._notices.say("the model has no repeated blocks to checkpoint (fallback='checkpoint')")
-        if has_fallen_back:
-            self._notices.say(f"not even one sample fits; from now on {self._fallbacks.ways[-1]} (fallback=)")
-            self._finding.begin_anew()
-        elif in_force:
-            error.add_note(f"autoaccum: in force already: {'; '.join(in_force)}")
-        return has_fallen_back
-
-    def _climbs(self, rungs: Rungs, error: Exception) -> bool:
-        """Apply what memory="auto" saves memory by next; return whether there was more."""
-        in_force = tuple(self._fallbacks.ways)
-        if not rungs.climb(error):
-            if in_force:
-                error.add_note(f"autoaccum: in force already: {'; '.join(in_force)}")
-            return False
-        self._fallbacks.switch(rungs.rung)
-        self._notices.say(change_of_rung(reason_of(error), self._fallbacks.ways))
         self._finding.search_in_windows()
-        self._finding.begin_rung(rungs.rung)
+        self._use_rung()
         return True
 
     # --- records of plans ---------------------------------------------------------------------------------------------

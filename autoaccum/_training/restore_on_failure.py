@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from autoaccum._engine.forward_backward import TrainingStep
-
 
 class _CountsWindows(Protocol):
     @property
@@ -47,7 +45,6 @@ class Untouched:
         self._states: list[torch.Tensor] = []
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._base_rates: list[tuple[Any, list[Any]]] = []
-        self._step: TrainingStep | None = None
 
     def __enter__(self) -> Self:
         self._random.take()
@@ -57,13 +54,8 @@ class Untouched:
     def __exit__(
         self, kind: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
-        weights = None if self._step is None else self._step.updates.weights
         if kind is None or (self.training is not None and self.training.windows):
-            if weights is not None:
-                weights.end()
             return
-        if weights is not None and self._step is not None:
-            weights.widen(self._step.optimizer)
         self._random.put_back()
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
@@ -74,11 +66,6 @@ class Untouched:
         for folder in self._folders:
             with contextlib.suppress(OSError):  # the folder was not made, or is not empty
                 folder.rmdir()
-
-    def use_weights(self, step: TrainingStep, name: str | None) -> None:
-        """Keep weights as `fit` is asked to, and widen them again on an error before a window is done."""
-        step.use_weights(name)
-        self._step = step
 
     def keep_rates(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         """Keep the optimizer's settings and a scheduler's base learning rates, to restore them.

@@ -127,7 +127,6 @@ def windowed(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     memory_limit: float | str | None = None,
     micro_batch: int | str = "auto",
-    strategy: str | None = None,
     cache: bool = True,
     loss_reduction: str | None = None,
     loss_scope: str = "micro_batch",
@@ -156,7 +155,6 @@ def windowed(
         forward: As for `Accumulator`.
         memory_limit: As for `Accumulator`.
         micro_batch: As for `Accumulator`.
-        strategy: As for `Accumulator`.
         cache: As for `Accumulator`.
         loss_reduction: As for `Accumulator`.
         loss_scope: As for `Accumulator`.

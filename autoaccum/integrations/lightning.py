@@ -57,7 +57,6 @@ class Windowed(pl.Callback):
     Args:
         memory_limit: As for `Accumulator`.
         micro_batch: As for `Accumulator`.
-        strategy: As for `Accumulator`.
         cache: As for `Accumulator`.
         loss_reduction: As for `Accumulator`.
         batchnorm: As for `Accumulator`.
@@ -77,7 +76,6 @@ class Windowed(pl.Callback):
         *,
         memory_limit: float | str | None = None,
         micro_batch: int | str = "auto",
-        strategy: str | None = None,
         cache: bool = True,
         loss_reduction: str | None = None,
         batchnorm: str = "keep",

@@ -47,7 +47,6 @@ def windowed(
     *,
     memory_limit: float | str | None = None,
     micro_batch: int | str = "auto",
-    strategy: str | None = None,
     cache: bool = True,
     loss_reduction: str | None = None,
     batchnorm: str = "keep",
@@ -68,7 +67,6 @@ def windowed(
         trainer: `transformers.Trainer`, or a class made from it.
         memory_limit: As for `fit`.
         micro_batch: The most samples at once; "auto" finds it.
-        strategy: As for `fit`.
         cache: As for `fit`.
         loss_reduction: As for `fit`.
         batchnorm: As for `fit`.

@@ -204,7 +204,7 @@ def test_callback_that_fails_after_the_update_makes_no_other_one(error, expected
     with pytest.raises(expected) as caught:
         autoaccum.fit(
             model, batches_of(labelled(32), 8, 8, 8, 8), 8, optimizer=optimizer, device="cpu", callbacks=[Planned()],
-            fallback=("checkpoint",), progress=False, cache=False,
+            memory="auto", progress=False, cache=False,
         )  # fmt: skip
 
     told = [str(caught.value), *getattr(caught.value, "__notes__", ())]

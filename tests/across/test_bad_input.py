@@ -80,7 +80,7 @@ ARGUMENTS = [
     ({"lr_scaling": "linear"}, "lr_scaling='linear' needs base_batch"),
     ({"noise_scale": 0}, "noise_scale must be at least 1"),
     ({"noise_scale": True, "loss_scope": "window"}, "noise_scale=True compares gradients of micro-batches"),
-    ({"optimizer": "adam"}, "optimizer='adam' is unknown; choose 'adamw' or 'adamw8bit'"),
+    ({"optimizer": "adam"}, "optimizer='adam' is unknown; choose 'adamw'"),
     ({"optimizer": 3}, "optimizer=3 is neither a torch.optim.Optimizer, nor a list of them"),
     ({"optimizer": over_another_model}, "2 of them not the model's"),
     ({"scheduler": 0.1}, "scheduler=0.1 has no step(), nor is it a function"),

@@ -103,7 +103,7 @@ def test_padded_window_has_the_full_batch_gradient(sizes, model):
 RUNGS = [
     ("chunked_loss",),
     ("checkpoint",),
-    ("checkpoint:1",),
+    ("checkpoint:Linear",),
     ("offload",),
     ("chunked_loss", "checkpoint"),
     ("checkpoint", "offload"),

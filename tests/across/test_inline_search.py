@@ -210,18 +210,9 @@ def test_probe_beforehand_runs_every_window_in_its_plan():
     assert told.plans == [(1, result.plan)]
 
 
-@pytest.mark.parametrize("strategy", ["uniform", "balanced"])
-def test_strategy_says_how_windows_are_cut(strategy):
-    _, told, result = fit("4MiB", strategy=strategy)
-
-    most = told.probes[0].micro_batch
-    assert result.plan == autoaccum.plan(100, most, strategy=strategy)
-
-
-@pytest.mark.parametrize("name", ["probe", "strategy"])
-def test_unknown_ways_are_refused(name):
-    with pytest.raises(autoaccum.InvalidInputError, match=f"{name}='sideways' is unknown; choose one of"):
-        fit("4MiB", **{name: "sideways"})
+def test_unknown_ways_are_refused():
+    with pytest.raises(autoaccum.InvalidInputError, match="probe='sideways' is unknown; choose one of"):
+        fit("4MiB", probe="sideways")
 
 
 def test_not_one_sample_that_fits_is_an_error_with_everything_as_before():
@@ -488,12 +479,12 @@ def test_pairs_beside_other_losses_are_learned_in_whole_windows(capacity, whole)
 @pytest.mark.parametrize("operator", [20, 40, 60, 80, 120])
 def test_memory_that_lacks_for_a_moment_in_the_first_window_costs_nothing_for_long(operator):
     with FailAt(operator):
-        _, told, _ = fit("1GiB", 40, Deep(), data(40, samples=40 * 60), cache=True, strategy="balanced")
+        _, told, _ = fit("1GiB", 40, Deep(), data(40, samples=40 * 60), cache=True)
 
     assert max(max(report.micro_batches) for report in told.reports) == 40
     assert told.reports[-1].micro_batches == (40,)
 
-    _, told, _ = fit("1GiB", 40, Deep(), data(40, samples=40 * 6), cache=True, strategy="balanced")
+    _, told, _ = fit("1GiB", 40, Deep(), data(40, samples=40 * 6), cache=True)
     assert told.reports[-1].micro_batches == (40,)
 
 

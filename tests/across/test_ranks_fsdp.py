@@ -8,7 +8,6 @@ import torch
 
 import autoaccum
 import rank_training
-from helpers import needs_grad_dtype
 
 FAR = 1e-12
 
@@ -287,11 +286,8 @@ def test_whole_models_and_spread_ones_do_not_take_each_others_checkpoints(crew, 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"fallback": ("checkpoint",)}, "fallback=.* is not for a model"),
         ({"noise_scale": 5}, "noise_scale=5 is not for a model"),
         ({"probe": "before"}, "probe='before' is not for a model"),
-        ({"optimizer": "adamw8bit"}, "optimizer='adamw8bit' is not for a model"),
-        pytest.param({"weights": "bf16-master"}, "weights='bf16-master' is not for a model", marks=needs_grad_dtype),
         ({"loss": "several"}, "several losses, some of them .sum, weight. pairs, cannot be weighted"),
         ({"last_layer_is_whole": True}, "parameter '3.weight' is trained and on every rank whole"),
     ],

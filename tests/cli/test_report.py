@@ -75,7 +75,7 @@ def unmade():
     return job(model=classifier)
 
 def saving():
-    return job(memory="chunked_loss:0")
+    return job(memory="chunked_loss")
 
 def on_meta():
     return job(model=lambda: torch.nn.Linear(8, int(torch.tensor(2))))
@@ -152,7 +152,6 @@ def test_files_are_written_beside_the_result(invoke, recipe, tmp_path):
         (["--memory-limit", "1GiB"], "memory_limit", "1GiB"),
         (["--device", "cuda:1"], "device", "cuda:1"),
         (["--precision", "bf16"], "precision", "bf16"),
-        (["--strategy", "uniform"], "strategy", "uniform"),
         (["--max-micro-batch", "9"], "max_micro_batch", 9),
         (["--no-measure", "--gpu", "t4"], "measure", False),
         ([], "measure", None),
@@ -392,7 +391,6 @@ def test_error_of_the_loader_is_the_loaders_whatever_it_says(recipe, invoke):
         (["{recipe}", "--memory-limit", "1e"], "--memory-limit '1e'"),
         (["{recipe}", "--device-memory", "1MiB"], "--device-memory '1MiB' is too small"),
         (["{recipe}", "--precision", "fp8"], "--precision 'fp8'"),
-        (["{recipe}", "--strategy", "smart"], "--strategy 'smart'"),
         (["{recipe}", "--no-measure"], "nothing to report; name cards (--gpu h100-80gb)"),
         (["{recipe}", "--plot", "memory.txt"], ".png"),
         (["{recipe}", "--html", "no/such/folder/report.html"], "no such folder"),
@@ -490,16 +488,10 @@ def test_ranks_and_shards_can_be_asked_for(invoke, recipe):
 def test_a_report_is_of_steps_that_save_memory_as_the_job_does(invoke, recipe, given):
     invoke(f"{recipe}:saving")
 
-    assert given["memory"] == "chunked_loss:0"
+    assert given["memory"] == "chunked_loss"
 
 
 def test_what_saves_memory_can_be_given_as_options(invoke, recipe, given):
-    invoke(f"{recipe}:saving", "--memory", "chunked_loss:2", "--memory", "checkpoint")
+    invoke(f"{recipe}:saving", "--memory", "chunked_loss", "--memory", "checkpoint")
 
-    assert list(given["memory"]) == ["chunked_loss:2", "checkpoint"]
-
-
-def test_weights_can_be_given_as_an_option(invoke, recipe, given):
-    invoke(recipe, "--weights", "bf16")
-
-    assert given["weights"] == "bf16"
+    assert list(given["memory"]) == ["chunked_loss", "checkpoint"]

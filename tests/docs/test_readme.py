@@ -63,11 +63,11 @@ def test_snippet_on_batch_sizes_measures_the_noise_scale(capsys):
     assert "gradient noise scale about" in err
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, 1, 2])
 def test_snippets_on_memory_train(number):
     page = README.parent / "docs" / "memory.md"
     snippet = snippets(page)[number]
-    if "adamw8bit" in snippet:
+    if "torchao" in snippet:
         pytest.importorskip("torchao.optim", reason="torchao is not installed")
     names = {}
 

@@ -1,49 +1,87 @@
 """Blocks that are computed once more: which they are, what they may do, and that nothing stays behind."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 import torchvision
 import transformers
 from torch import nn
 
-import autoaccum
-from autoaccum._engine.checkpointing import all_blocks, checkpointed, repeated_blocks
+from autoaccum._engine.checkpointing import blocks_of, checkpointed, repeated_blocks
+from autoaccum.errors import SavingRefusedError
 from fallback_models import Stack, a_step
-from helpers import CPU
 
 
-@pytest.mark.parametrize("change", ["input", "list"])
-def test_block_that_changes_what_it_is_given_is_refused(change):
-    class Changing(nn.Module):
+def test_gradients_buffers_and_random_state_are_bitwise_what_they_are_without():
+    plain, changed = Stack(), Stack()
+
+    with checkpointed([changed]) as said:
+        assert said == "activation checkpointing of 6 Block blocks"
+        for _ in range(2):
+            for expected, found in zip(a_step(plain), a_step(changed), strict=True):
+                assert torch.equal(expected, found)
+    assert not any("forward" in vars(block) for block in changed.blocks)
+
+
+class Dense(nn.Module):
+    """Gives its blocks a list that it adds to, as DenseNet does."""
+
+    class Block(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(width, 4), nn.Tanh())
+
+        def forward(self, features):
+            return self.body(torch.cat(features, 1))
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Dense.Block(4 * number) for number in (1, 2, 3)])
+
+    def forward(self, inputs):
+        features = [inputs]
+        for block in self.blocks:
+            features.append(block(features))
+        return torch.cat(features, 1)
+
+
+def test_lists_that_the_caller_adds_to_are_what_they_were():
+    model, inputs = Dense(), torch.randn(3, 4)
+    expected = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
+
+    with checkpointed([model]):
+        found = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
+
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_block_that_draws_by_other_generators_is_refused(draw):
+    class Drawing(nn.Module):
         def __init__(self):
             super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, inputs, seen):
-            if change == "input":
-                inputs.add_(1.0)
-            else:
-                seen.append(inputs)
-            return self.linear(inputs) * len(seen)
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList([Changing(), Changing()])
+            self.body = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
         def forward(self, inputs):
-            seen = [1]
-            for block in self.blocks:
-                inputs = block(inputs * 1.0, seen)
-            return inputs
+            return self.body(inputs * float(draw())) * 2
 
-    model = Model()
+    model = nn.Sequential(Drawing(), Drawing())
+    for _ in range(2):
+        with checkpointed([model]), pytest.raises(SavingRefusedError, match="a Drawing draws from Python's or NumPy's"):
+            model(torch.randn(3, 4)).sum().backward()
 
-    with (
-        checkpointed([model], CPU),
-        pytest.raises(autoaccum.InvalidInputError, match="a Changing changes its inputs in place"),
-    ):
-        model(torch.ones(2, 4))
+
+@pytest.mark.parametrize("name", ["blocks", "Block", "blocks.1"])
+def test_blocks_are_taken_by_name_or_class(name):
+    model = Stack()
+
+    found = blocks_of([model], name)
+
+    assert found == ([model.blocks[1]] if name == "blocks.1" else list(model.blocks))
+    assert blocks_of([model], "Blok") == []
 
 
 @pytest.mark.parametrize(
@@ -69,72 +107,37 @@ def test_model_without_repeated_blocks_has_none():
     assert repeated_blocks(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))) == []
 
 
-def test_transformers_models_checkpoint_themselves_and_no_more_afterwards():
-    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=50, n_positions=16)
-    model = transformers.GPT2LMHeadModel(config)
-
-    with checkpointed([model], CPU) as said:
-        assert any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
-        assert said == "GPT2LMHeadModel by its own"
-    assert not any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
-
-
-def test_first_blocks_alone_are_checkpointed_and_gradients_stay_bitwise():
-    plain, changed = Stack(), Stack()
-
-    with checkpointed([changed], CPU, "2") as said:
-        assert said == "2 of 6 Block blocks"
-        assert ["forward" in vars(block) for block in changed.blocks] == [True, True, False, False, False, False]
-        for expected, found in zip(a_step(plain), a_step(changed), strict=True):
-            assert torch.equal(expected, found)
-    assert not any("forward" in vars(block) for block in changed.blocks)
-    assert len(all_blocks([changed])) == 6
-
-
-@pytest.mark.parametrize("hooks_inputs", [False, True])
-def test_model_that_checkpoints_itself_is_left_as_it_was(hooks_inputs):
-    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=50, n_positions=16)
-    model = transformers.GPT2LMHeadModel(config)
-    if hooks_inputs:
-        model.enable_input_require_grads()
-    before = [dict(vars(part)) for part in model.modules()]
-    hooks = dict(model.transformer.wte._forward_hooks)
-
-    with checkpointed([model], torch.device("cpu")):
-        assert dict(model.transformer.wte._forward_hooks) == hooks
-
-    assert [dict(vars(part)) for part in model.modules()] == before
-    assert dict(model.transformer.wte._forward_hooks) == hooks
-
-
-def test_first_blocks_of_transformers_models_checkpoint_themselves_and_no_more_afterwards():
+def gpt2():
+    torch.manual_seed(0)
     config = transformers.GPT2Config(n_layer=4, n_head=2, n_embd=32, vocab_size=50, n_positions=16)
-    model = transformers.GPT2LMHeadModel(config)
-    tokens = torch.randint(50, (2, 8))
+    return transformers.GPT2LMHeadModel(config)
+
+
+def test_blocks_of_transformers_models_have_the_same_gradients_and_nothing_stays_behind():
+    model, tokens = gpt2(), torch.randint(50, (2, 8))
+    before = [dict(vars(part)) for part in model.modules()]
 
     def gradients():
         torch.manual_seed(3)
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        found = [parameter.grad.clone() for parameter in model.parameters()]
-        model.zero_grad()
-        return found
+        return torch.autograd.grad(model(input_ids=tokens, labels=tokens).loss, list(model.parameters()))
 
     model.config.use_cache = False  # a cache moves keys and values, which rounds otherwise
     expected = gradients()
     model.config.use_cache = True
-    with checkpointed([model], CPU, "3") as said:
-        assert said == "3 of 4 blocks of GPT2LMHeadModel by its own"
-        assert [layer.gradient_checkpointing for layer in model.transformer.h] == [True, True, True, False]
+    with checkpointed([model]) as said:
+        assert said == "activation checkpointing of 4 GPT2Block blocks"
         found = gradients()
 
-    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
-    assert len(all_blocks([model])) == 4
-    assert not any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+    assert all(map(torch.equal, found, expected))
     assert model.config.use_cache
+    assert [dict(vars(part)) for part in model.modules()] == before
 
 
-def test_more_blocks_than_there_are_is_all_of_them():
-    model = Stack()
+def test_checkpointing_that_the_user_has_turned_on_stays_as_it_is():
+    model = gpt2()
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
 
-    with checkpointed([model], CPU, "100") as said:
-        assert said == "6 Block blocks"
+    with checkpointed([model]) as said:
+        assert said == "activation checkpointing by the model's own"
+        assert not any("forward" in vars(part) for part in model.transformer.h)

@@ -91,7 +91,7 @@ def test_nothing_to_train_is_refused_with_the_remedy(modules, text, notices):
 
 
 def test_unknown_name_is_answered_by_those_there_are(model, notices):
-    with pytest.raises(InvalidInputError, match="optimizer='adam' is unknown; choose 'adamw' or 'adamw8bit'"):
+    with pytest.raises(InvalidInputError, match="optimizer='adam' is unknown; choose 'adamw'"):
         resolve("adam", [model], notices)
 
 

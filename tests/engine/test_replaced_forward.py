@@ -10,14 +10,13 @@ from autoaccum._engine.checkpointing import checkpointed
 from autoaccum._engine.offloading import offloaded
 from autoaccum._memory import Simulated
 from fallback_models import Stack, a_step
-from helpers import CPU
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_that_are_made_meanwhile_are_plain(how):
     model = Stack()
 
-    with checkpointed([model], CPU), offloaded([model], Simulated("1GiB")):
+    with checkpointed([model]), offloaded([model], Simulated("1GiB")):
         copied = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))  # noqa: S301 - ours
 
     assert all(not {"forward", "__getstate__"} & set(vars(part)) for part in copied.modules())

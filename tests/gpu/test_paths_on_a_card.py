@@ -12,12 +12,11 @@ import autoaccum
 from autoaccum._data.batches import Window
 from autoaccum._data.transfer import Transfer
 from autoaccum._doctor.examination import examine
-from autoaccum._engine import devices, fused_loss
-from autoaccum._engine.chunked_recipe import chunked
+from autoaccum._engine import chunked_loss, devices
 from autoaccum._engine.offloading import offloaded
 from autoaccum._memory import backend_for
 from autoaccum._system.notices import Notices
-from autoaccum.errors import DeviceMissingError, SavingRefusedError
+from autoaccum.errors import DeviceMissingError
 from faults import FailAt
 from helpers import assert_bitwise
 from launches import Launches
@@ -67,8 +66,8 @@ def runner_of(model, precision, clip=None):
 @pytest.mark.parametrize("name", ["by_liger", "by_torch"])
 def test_kernels_for_the_loss_of_a_head_compute_what_chunks_do(name, precision):
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    kernel = fused_loss.kernel_for("cuda", dtype)
-    if kernel is not getattr(fused_loss, name):
+    kernel = chunked_loss.kernel_for("cuda", dtype)
+    if kernel is not getattr(chunked_loss, name):
         pytest.skip(f"{name} is not what is taken here for {precision}")
     torch.manual_seed(0)
     inputs = [torch.randn(size, device="cuda").to(dtype).requires_grad_() for size in ((400, 64), (500, 64), (500,))]
@@ -86,21 +85,6 @@ def test_kernels_for_the_loss_of_a_head_compute_what_chunks_do(name, precision):
 
 
 # fp16's scaler reads whether a gradient has overflowed, by hand as here.
-def test_logits_that_the_card_draws_are_read_once(monkeypatch):
-    monkeypatch.setattr("autoaccum._engine.chunked_recipe.CHUNK", 7)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, 50))).cuda()
-    inputs = torch.randn(4, 11, WIDTH, device="cuda")
-
-    with chunked([model], "1", lambda text: None):
-        logits = model(inputs)
-        logits.logsumexp(-1).sum().backward()
-        with pytest.raises(SavingRefusedError, match="draws random numbers"):
-            logits.logsumexp(-1)
-        model.eval()
-        logits = model(inputs)
-        assert torch.equal(logits.logsumexp(-1), logits.logsumexp(-1))
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_steady_window_waits_for_nothing(clip, precision):
@@ -277,7 +261,7 @@ def test_nan_is_named_with_its_step(capsys):
     windows[3] = (windows[3][0] * float("nan"), windows[3][1])
 
     result = autoaccum.fit(
-        network(), windows, SAMPLES, loss=nn.CrossEntropyLoss(), device="cuda", micro_batch=4, strategy="balanced",
+        network(), windows, SAMPLES, loss=nn.CrossEntropyLoss(), device="cuda", micro_batch=4,
         progress=False,
     )  # fmt: skip
 
@@ -299,7 +283,7 @@ def test_on_nan_stop_ends_the_training():
     with pytest.raises(autoaccum.NotFiniteError, match="step 4"):
         autoaccum.fit(
             network(), windows, SAMPLES, loss=nn.CrossEntropyLoss(), device="cuda", micro_batch=4, on_nan="stop",
-            strategy="balanced", progress=False, callbacks=[Counts()],
+            progress=False, callbacks=[Counts()],
         )  # fmt: skip
     assert steps[-1] >= 4
 

@@ -439,7 +439,6 @@ def test_anything_but_a_trainers_class_is_refused(tmp_path):
     [
         {"micro_batch": 0},
         {"micro_batch": "most"},
-        {"strategy": "best"},
         {"loss_reduction": "max"},
         {"batchnorm": "none"},
         {"split": 1},

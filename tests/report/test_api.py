@@ -340,7 +340,6 @@ def test_where_there_is_no_accelerator_asking_about_a_card_measures_nothing():
         ({"gpus": ["h100-80tb"]}, "h100-80gb"),
         ({"gpus": "l40x"}, "l40"),
         ({"device_memory": "lots"}, "lots"),
-        ({"strategy": "clever"}, "clever"),
         ({"precision": "fp8"}, "fp8"),
         ({"loss_scope": "epoch"}, "epoch"),
         ({"max_micro_batch": 0}, "max_micro_batch"),

@@ -6,11 +6,10 @@ from torch import nn
 
 from autoaccum._estimate.estimate import trace_step
 from autoaccum._estimate.gpus import with_display
-from autoaccum._records import Trial
 from autoaccum._report.capacity import Asked, predict
 from report_examples import GIB, MIB, card, estimate, footprint
 
-ASKED = Asked(None, 256, 256, "balanced", None, "micro_batch")
+ASKED = Asked(None, 256, 256, None, "micro_batch")
 
 
 def test_a_large_card_takes_the_target_at_once():
@@ -46,13 +45,6 @@ def test_it_is_said_where_one_sample_more_than_the_search_allows_would_fit_too()
     assert predict(ASKED, card(total=22 * GIB), "fp32", estimate()).is_capped
     assert not predict(ASKED, card(total=6 * GIB), "fp32", estimate()).is_capped
     assert not predict(ASKED, card(total=600 * MIB), "fp32", estimate()).is_capped
-
-
-def test_the_fastest_cut_is_planned_as_fit_begins():
-    asked = replace(ASKED, strategy="fastest", target_batch=64)
-    trials = tuple(Trial(size, fits=True, peak_bytes=None, elapsed_s=size**2) for size in (64, 64, 32, 16))
-
-    assert asked.plan(64, trials).micro_batches == (64,)
 
 
 class Vision(nn.Module):

@@ -304,7 +304,7 @@ def test_what_checkpointing_is_said_to_take_is_what_it_takes():
     said = next(remedy for remedy in report.remedies if remedy.name == "activation checkpointing")
 
     result = autoaccum.fit(
-        Language(), [(inputs, inputs)] * 32, 64, loss=loss, device=memory, precision="fp32", fallback="checkpoint",
+        Language(), [(inputs, inputs)] * 32, 64, loss=loss, device=memory, precision="fp32", memory="checkpoint",
         probe="before", cache=False, progress=False,
     )  # fmt: skip
 
@@ -330,8 +330,8 @@ def test_remedies_combine(small):
     assert peaks[three] <= peaks[both] < peaks["activation checkpointing"]
     described = {remedy.name: remedy.description for remedy in small.remedies}
     assert "model.to(torch.bfloat16)" in described[three]
-    assert "fallback='checkpoint'" in described[three]
-    assert "autoaccum.adamw8bit" in described[three]
+    assert "memory='checkpoint'" in described[three]
+    assert "torchao.optim.AdamW8bit" in described[three]
 
 
 def test_safe_sizes_of_remedies_are_told(small):

@@ -37,7 +37,7 @@ def test_the_table_tells_verdicts_plans_trials_warnings_and_choices(told):
 
 
 def test_no_word_of_a_remedy_is_broken():
-    how = "fallback='offload', or torch.autograd.graph.save_on_cpu or bitsandbytes.optim.PagedAdamW8bit"
+    how = "memory='offload', or torch.autograd.graph.save_on_cpu or bitsandbytes.optim.PagedAdamW8bit"
     remedies = (replace(REPORT.remedies[0], name="offloaded activations", description=how, cost=how),)
 
     words = str(replace(REPORT, remedies=remedies)).split()

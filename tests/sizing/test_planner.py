@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import autoaccum
 from autoaccum._records import Plan, Trial
-from autoaccum._sizing.planner import STRATEGIES, balanced, cut, plan, shrink
+from autoaccum._sizing.planner import balanced, cut, plan, planned, shrink
 
 SIZES = st.integers(min_value=1, max_value=5000)
 SMALL = st.integers(min_value=1, max_value=18)  # for brute force
@@ -69,13 +69,6 @@ def test_limit_that_is_no_positive_int_is_refused(most):
         plan(10, most)
 
 
-def test_unknown_strategy_is_refused_with_the_known_ones():
-    with pytest.raises(autoaccum.InvalidInputError, match=r"'best'.*'balanced', 'uniform', 'fastest'"):
-        plan(10, 5, strategy="best")
-    with pytest.raises(autoaccum.InvalidInputError, match="'best'"):
-        cut(10, 5, "best")
-
-
 def test_plan_where_one_sample_failed_is_refused():
     with pytest.raises(autoaccum.InvalidInputError, match="one sample"):
         plan(10, 5, trials=[Trial(1, False, None, 0.1)])
@@ -103,36 +96,30 @@ def cuts_of(samples, most, steps):
     return [found for found in sizes if sum(found) == samples]
 
 
-@given(SIZES, SIZES, st.sampled_from(STRATEGIES))
-def test_every_strategy_sums_up_stays_within_the_limit_and_puts_the_largest_first(samples, most, strategy):
-    found = cut(samples, most, strategy)
+@given(SIZES, SIZES, st.booleans())
+def test_every_cut_sums_up_stays_within_the_limit_and_puts_the_largest_first(samples, most, is_uniform):
+    found = cut(samples, most, is_uniform=is_uniform)
 
     assert sum(found) == samples
     assert max(found) <= most
     assert list(found) == sorted(found, reverse=True)
     assert min(found) >= 1
-    if strategy != "uniform":
+    if not is_uniform:
         assert len(found) == -(-samples // most)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_window_that_fits_at_once_is_one_micro_batch(strategy):
-    assert cut(100, 100, strategy) == (100,)
-    assert plan(100, 400, strategy=strategy, trials=timed({50: 1.0, 100: 1.1})).micro_batches == (100,)
-
-
-def test_fastest_is_balanced_whatever_single_trials_took():
-    assert cut(100, 37, "fastest") == (34, 33, 33)
-    assert plan(100, 37, strategy="fastest").micro_batches == (34, 33, 33)
-    assert plan(64, 64, strategy="fastest", trials=timed({16: 0.016, 64: 0.1})).micro_batches == (64,)
+@pytest.mark.parametrize("is_uniform", [False, True])
+def test_window_that_fits_at_once_is_one_micro_batch(is_uniform):
+    assert cut(100, 100, is_uniform=is_uniform) == (100,)
+    assert plan(100, 400, trials=timed({50: 1.0, 100: 1.1})).micro_batches == (100,)
 
 
 def test_uniform_cut_of_100_with_at_most_37_has_one_size():
-    assert plan(100, 37, strategy="uniform").micro_batches == (25, 25, 25, 25)
+    assert planned(100, 37, is_uniform=True).micro_batches == (25, 25, 25, 25)
 
 
 def test_uniform_cut_of_a_prime_has_a_shorter_last_one():
-    assert plan(101, 50, strategy="uniform").micro_batches == (34, 34, 33)
+    assert planned(101, 50, is_uniform=True).micro_batches == (34, 34, 33)
 
 
 @given(SIZES, SIZES)
@@ -140,7 +127,7 @@ def test_uniform_cut_has_one_size_where_that_takes_at_most_twice_the_fewest_step
     fewest = -(-samples // most)
     equal = [steps for steps in range(fewest, 2 * fewest + 1) if samples % steps == 0]
 
-    found = cut(samples, most, "uniform")
+    found = cut(samples, most, is_uniform=True)
 
     assert len(found) == (equal[0] if equal else fewest)
     assert len(set(found[:-1])) <= 1
@@ -149,7 +136,7 @@ def test_uniform_cut_has_one_size_where_that_takes_at_most_twice_the_fewest_step
 
 @given(SMALL, SMALL)
 def test_uniform_cut_with_a_shorter_last_one_leaves_it_as_long_as_can_be(samples, most):
-    found = cut(samples, most, "uniform")
+    found = cut(samples, most, is_uniform=True)
 
     alike = [other for other in cuts_of(samples, most, len(found)) if len(set(other[:-1])) <= 1]
     assert found[-1] == max(other[-1] for other in alike)

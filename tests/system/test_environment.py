@@ -59,11 +59,10 @@ def test_a_fixed_size_is_capped_and_that_is_said_once(cap, capsys):
 
 
 @pytest.mark.parametrize("probe", ["inline", "before", "off"])
-@pytest.mark.parametrize("strategy", [None, "balanced"])
-def test_no_search_goes_beyond_the_cap(cap, probe, strategy):
+def test_no_search_goes_beyond_the_cap(cap, probe):
     cap(7)
 
-    result = train(probe=probe, strategy=strategy)
+    result = train(probe=probe)
 
     assert max(sizes(result)) <= 7
     assert result.plan.micro_batch > 4

@@ -855,7 +855,6 @@ def test_parameters_of_modules_that_a_loss_refers_to_get_their_gradient():
         ({"scale": 2.0}, "scale=2.0"),
         ({"micro_batch": 0}, "micro_batch"),
         ({"micro_batch": "all"}, "micro_batch='all'"),
-        ({"strategy": "bold"}, "strategy='bold'"),
         ({"notices": 1}, "notices=1"),
         ({"callbacks": [1]}, "callbacks"),
     ],

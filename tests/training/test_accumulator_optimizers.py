@@ -32,8 +32,8 @@ def fused(parameters):
 
 
 def of_8_bits(parameters):
-    pytest.importorskip("torchao.optim", reason="torchao is not installed")
-    return autoaccum.adamw8bit(parameters, lr=0.01)
+    optim = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed").optim
+    return optim.AdamW8bit(parameters, lr=0.01, min_8bit_size=0)
 
 
 @pytest.mark.parametrize("make", [fused, of_8_bits])

@@ -31,7 +31,6 @@ def fit(model, optimizer, scheduler, **options):
             "optimizer": optimizer,
             "scheduler": scheduler,
             "micro_batch": 4,
-            "strategy": "balanced",
             "device": "cpu",
             "progress": False,
         }

@@ -36,7 +36,7 @@ def check(job: Job, report_file: Path | None, say: Callable[[str], None]) -> Non
         say: Prints a line.
 
     Raises:
-        DoesNotFitError: Nothing fits, and the job has neither `fallback` nor memory="auto", which reports do not count.
+        DoesNotFitError: Nothing fits, and the job has no memory="auto", which reports do not count.
     """
     batch = first_of(job.loader)
     if batch is None:
@@ -44,7 +44,7 @@ def check(job: Job, report_file: Path | None, say: Callable[[str], None]) -> Non
         return
     target = job.samples_of_target(batch)
     report = _report_of(job, batch, min(_SAMPLES, target))
-    takes_less = job.fallback is not None or job.memory in ("auto", ["auto"], ("auto",))
+    takes_less = job.memory in ("auto", ["auto"], ("auto",))
     if not report.fits and not takes_less:
         report = _report_of(job, batch, target)
     if report_file is not None:
@@ -54,8 +54,7 @@ def check(job: Job, report_file: Path | None, say: Callable[[str], None]) -> Non
     if report.fits:
         return
     if takes_less:
-        how = "its fallback" if job.fallback is not None else f"memory={job.memory!r}"
-        say(f"pre-flight: this step does not fit, so training will use {how}")
+        say(f"pre-flight: this step does not fit, so training will use memory={job.memory!r}")
         return
     say(plain_text(report))
     assert report.measured is not None
@@ -64,7 +63,7 @@ def check(job: Job, report_file: Path | None, say: Callable[[str], None]) -> Non
 
 def _report_of(job: Job, batch: Any, target_batch: int) -> Report:
     whether_it_fits = {"target_batch": target_batch, "max_micro_batch": min(_SAMPLES, target_batch), "measure": True}
-    not_asked = dict.fromkeys(("loader", "epochs", "max_steps", "strategy"))
+    not_asked = dict.fromkeys(("loader", "epochs", "max_steps"))
     return preflight(batch=batch, **shared_arguments(job, preflight) | whether_it_fits | not_asked)
 
 

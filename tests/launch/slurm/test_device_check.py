@@ -18,7 +18,7 @@ def job(**options):
 
 @pytest.mark.parametrize(
     ("options", "way"),
-    [({"fallback": "checkpoint"}, "its fallback"), ({"memory": "auto"}, "memory='auto'")],
+    [({"memory": "auto"}, "memory='auto'")],
     ids=str,
 )
 def test_job_that_can_take_less_memory_begins_though_a_plain_step_does_not_fit(options, way):

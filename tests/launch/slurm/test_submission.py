@@ -151,12 +151,10 @@ def test_recipe_is_not_called_where_it_is_submitted(tmp_path, no_slurm):
     [
         ["--target-batch", "0"],
         ["--micro-batch", "-1"],
-        ["--strategy", "slow"],
         ["--retries", "-1"],
         ["--time", "soon"],
         ["--slurm", "=3"],
         ["--precision", "fp8"],
-        ["--fallback", "prayer"],
         ["--memory-limit", "much"],
         ["--shares", "unfair"],
     ],

@@ -1,4 +1,4 @@
-"""A fallback beside everything else that `fit` does: the run ends bit for bit as one that never needed it."""
+"""What saves memory beside everything else that `fit` does: the run ends bit for bit as one that never needed it."""
 
 import functools
 
@@ -10,9 +10,8 @@ import autoaccum
 from autoaccum import Simulated
 from fallback_models import Wide, data, seed
 
-# One sample does not fit the first without a fallback, and does with one.
+# One sample does not fit the first without saving memory, and does with it.
 SCARCE, PLENTY = "2MiB", "1GiB"
-FALLBACK = ("checkpoint", "offload")
 
 
 def trained(capacity, *, model=None, loader=None, **options):
@@ -50,10 +49,10 @@ def plain():
 
 
 def both(**options):
-    """Train where memory is scarce, with a fallback, and where it is not, without."""
+    """Train where memory is scarce, with memory="auto", and where it is not, without."""
     with pytest.raises(autoaccum.DoesNotFitError):
         trained(SCARCE, **options)
-    changed = trained(SCARCE, fallback=FALLBACK, **options)
+    changed = trained(SCARCE, memory="auto", **options)
     assert is_plain(changed[0])
     return changed, trained(PLENTY, **options) if options else plain()
 
@@ -81,7 +80,7 @@ def test_validation():
     def validated(capacity, **options):
         return trained(capacity, val_loader=data()[:2], **options)
 
-    changed, plain = validated(SCARCE, fallback=FALLBACK), validated(PLENTY)
+    changed, plain = validated(SCARCE, memory="auto"), validated(PLENTY)
 
     assert_same(changed, plain)
     # Validation has a cut of its own, which follows the memory there is.
@@ -97,8 +96,8 @@ def test_a_loss_over_the_whole_window():
 
 
 def test_a_run_that_is_gone_on_with(tmp_path):
-    changed, first = trained(SCARCE, fallback=FALLBACK, checkpoint=tmp_path, max_steps=1)
-    again = trained(SCARCE, fallback=FALLBACK, checkpoint=tmp_path, max_steps=2)
+    changed, first = trained(SCARCE, memory="auto", checkpoint=tmp_path, max_steps=1)
+    again = trained(SCARCE, memory="auto", checkpoint=tmp_path, max_steps=2)
     expected, whole = trained(PLENTY, max_steps=2)
 
     assert first.steps == 1
@@ -127,10 +126,10 @@ class Interrupting(Wide):
 def test_an_interrupt(tmp_path, call):
     model = Interrupting(call)
     with pytest.raises(KeyboardInterrupt):
-        trained(SCARCE, model=model, fallback=FALLBACK, checkpoint=tmp_path, checkpoint_steps=1)
+        trained(SCARCE, model=model, memory="auto", checkpoint=tmp_path, checkpoint_steps=1)
     assert is_plain(model)
 
-    again = trained(SCARCE, fallback=FALLBACK, checkpoint=tmp_path)
+    again = trained(SCARCE, memory="auto", checkpoint=tmp_path)
     expected, _ = plain()
 
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(_tensors(again[0]), _tensors(expected), strict=True))

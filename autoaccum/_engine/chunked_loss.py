@@ -1,0 +1,228 @@
+"""Cross entropy of what a head makes, a few tokens at a time, so that the logits of all are never there together."""
+
+from __future__ import annotations
+
+import functools
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from autoaccum._arguments import check_choice, shown
+from autoaccum.errors import InvalidInputError, SavingRefusedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# The most tokens computed at once: more take more memory, and are no faster (benchmarks/chunked_loss.py).
+CHUNK = 1024
+# Fewer tokens than four chunks are computed in four parts, but of no fewer than these: kernels become small, and the
+# head's weight is read for each.
+_LEAST, _PARTS = 256, 4
+
+
+class ChunkedLoss(nn.Module):
+    """`nn.CrossEntropyLoss` of a head's logits that are never there together: at most 1,024 tokens at a time.
+
+        loss = autoaccum.ChunkedLoss(model.lm_head)
+        loss(hidden, labels)  # nn.CrossEntropyLoss()(model.lm_head(hidden).flatten(0, -2), labels.flatten())
+
+    The logits are computed once more in the backward pass, unless Liger (on CUDA, where it is installed) or PyTorch
+    (2.15 and later, in float32 on accelerators) has a kernel for it. The loss is in float32 at least. What is kept for
+    the backward pass is the hidden states alone.
+
+    Args:
+        head: Makes logits, shape (..., classes), of hidden states, shape (..., features), for each token by itself. It
+            may be a part of the model, tied or not.
+        weight: As for `nn.CrossEntropyLoss`, shape (classes,).
+        ignore_index: Likewise.
+        reduction: Likewise; "none" gives the losses in the shape of the labels.
+        label_smoothing: Likewise.
+    """
+
+    def __init__(
+        self,
+        head: nn.Module,
+        *,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if not isinstance(head, nn.Module):
+            raise InvalidInputError(
+                f"ChunkedLoss({shown(head)}): pass the module that makes logits of hidden states, as model.lm_head"
+            )
+        check_choice("reduction", reduction, ("mean", "sum", "none"))
+        self.head = head
+        self.register_buffer("weight", weight, persistent=False)
+        self.weight: Tensor | None
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss.
+
+        Args:
+            hidden: The head's inputs, shape (..., features).
+            labels: The class of each token, shape (...).
+
+        Raises:
+            InvalidInputError: The shapes do not agree, or the labels are no classes.
+        """
+        return chunked_cross_entropy(
+            self.head,
+            self.head,
+            hidden,
+            labels,
+            is_alone=True,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
+
+
+def chunked_cross_entropy(
+    make: Callable[[Tensor], Tensor],
+    head: nn.Module,
+    hidden: Tensor,
+    labels: Tensor,
+    *,
+    is_alone: bool,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+) -> Tensor:
+    """Return the cross entropy as `ChunkedLoss` does, which describes the other arguments.
+
+    Args:
+        make: Makes the logits of some tokens.
+        head: The layer that does.
+        hidden: See there.
+        labels: See there.
+        is_alone: Whether the layer alone makes them, so that kernels may take its weight.
+        weight: See there.
+        ignore_index: See there.
+        reduction: See there.
+        label_smoothing: See there.
+    """
+    if labels.is_floating_point() or labels.shape != hidden.shape[:-1]:
+        raise InvalidInputError(
+            f"a loss in chunks takes the class of each token, as integers of shape {tuple(hidden.shape[:-1])}, and the "
+            f"labels are {labels.dtype} of shape {tuple(labels.shape)}; pass other labels, or use nn.CrossEntropyLoss"
+        )
+    rows, classes = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
+    counts = classes != ignore_index
+    is_plain = is_alone and weight is None and not label_smoothing and reduction != "none" and torch.is_grad_enabled()
+    if is_plain and (kernel := _kernel_for(head, rows)) is not None:
+        # The second number makes it a sum over elements, which says what a mean over micro-batches is divided by.
+        summed = functional.pad(kernel(rows, classes, ignore_index).reshape(1), (0, 1)).sum()
+        return summed if reduction == "sum" else summed / counts.sum()
+
+    held = list(head.parameters())
+
+    def losses_of(rows: Tensor, classes: Tensor) -> Tensor:
+        if not all(map(is_, head.parameters(), held)):
+            raise SavingRefusedError(
+                "a loss in chunks: the head has other parameters in the backward pass than in the forward pass "
+                "(torch.func.functional_call puts them in for a call alone); leave chunks out"
+            )
+        logits = make(rows)
+        return functional.cross_entropy(
+            logits if logits.dtype is torch.float64 else logits.float(),
+            classes,
+            weight=None if weight is None else weight.to(logits.device),
+            ignore_index=ignore_index,
+            reduction="none",
+            label_smoothing=label_smoothing,
+        )
+
+    size = min(CHUNK, max(-(-len(classes) // _PARTS), _LEAST))
+    compute = functools.partial(checkpoint, losses_of, use_reentrant=False) if torch.is_grad_enabled() else losses_of
+    chunks = zip(torch.split(rows, size), torch.split(classes, size), strict=True)
+    losses = torch.cat([compute(some, their) for some, their in chunks])
+    if reduction == "none":
+        return losses.view(labels.shape)
+    if reduction == "sum":
+        return losses.sum()
+    if weight is not None:
+        weight = weight.to(losses)
+        return losses.sum() / (weight[classes.where(counts, 0)] * counts).sum()
+    # The mean of those that count, as cross entropy itself computes it: micro-batches are weighted as with that.
+    return functional.nll_loss(-losses.unsqueeze(1), torch.where(counts, 0, -100))
+
+
+# --- kernels of libraries ---------------------------------------------------------------------------------------------
+
+# They compute gradients in the forward pass already, so logits are computed once. They are left alone on the CPU, where
+# PyTorch's takes about as long as chunks; in float16, since those gradients come before the loss is scaled, and
+# vanish; and PyTorch's in bfloat16, in which it would return the loss, with three digits.
+# (hidden states (N, D), weight (V, D), bias (V,) or None, classes (N,), class to ignore) -> sum over the others.
+if TYPE_CHECKING:
+    Kernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, int], Tensor]
+
+
+def _kernel_for(head: nn.Module, hidden: Tensor) -> Callable[[Tensor, Tensor, int], Tensor] | None:
+    """Return what sums the cross entropies of (hidden states, classes, class to ignore); None where no kernel does."""
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    kernel = kernel_for(device, dtype)
+    if kernel is None or type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
+        return None
+
+    def summed(hidden: Tensor, classes: Tensor, ignore_index: int) -> Tensor:
+        with torch.autocast(device, enabled=False):
+            bias = None if head.bias is None else head.bias.to(dtype)
+            return kernel(hidden.to(dtype), head.weight.to(dtype), bias, classes, ignore_index)
+
+    return summed
+
+
+def kernel_for(device: str, dtype: torch.dtype) -> Kernel | None:
+    """Return the kernel for a kind of device and the type of logits; None if there is none better than chunks."""
+    if device == "cuda" and dtype in (torch.float32, torch.bfloat16) and _of_liger() is not None:
+        return by_liger
+    is_for_torch = device != "cpu" and dtype is torch.float32
+    return by_torch if is_for_torch and hasattr(functional, "linear_cross_entropy") else None
+
+
+def by_torch(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor, ignore_index: int) -> Tensor:
+    """Return the sum by PyTorch's kernel; without options, it would hold all logits."""
+    summed: Tensor = functional.linear_cross_entropy(
+        hidden,
+        weight,
+        classes,
+        linear_bias=bias,
+        reduction="sum",
+        ignore_index=ignore_index,
+        options=nn.LinearCrossEntropyOptions(acc_policy="accurate"),
+    )
+    return summed
+
+
+def by_liger(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor, ignore_index: int) -> Tensor:
+    """Return the sum by Liger's kernel, with the weight's gradient added up in float32."""
+    function = _of_liger()
+    assert function is not None
+    summed: Tensor = function(
+        hidden, weight, classes, bias, ignore_index=ignore_index, reduction="sum", accum_dtype=torch.float32
+    )
+    return summed
+
+
+@functools.cache
+def _of_liger() -> Callable[..., Any] | None:
+    """Return Liger's function; None where it is not installed, or does not run with what is."""
+    try:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy  # noqa: PLC0415 - optional
+    except (ImportError, AttributeError, RuntimeError):
+        return None
+    found: Callable[..., Any] = liger_fused_linear_cross_entropy
+    return found

@@ -1,0 +1,185 @@
+"""What saves memory in the steps of a model: by name from the start, or added wherever not even one sample fits.
+
+`chunked_head.py`, `checkpointing.py` and `offloading.py` change the modules of a step in place, and give them back.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from torch.utils.checkpoint import CheckpointError
+
+from autoaccum._engine.checkpointing import blocks_of, checkpointed, is_checkpointed_already
+from autoaccum._engine.chunked_head import chunked, find_heads
+from autoaccum._engine.offloading import offloaded
+from autoaccum._engine.replaced_forward import are_compiled, is_replaced
+from autoaccum._engine.saving_names import AUTO, CHECKPOINT, CHUNKED, OFFLOAD, SAVINGS
+from autoaccum._system.exceptions import contextmanager
+from autoaccum.errors import DoesNotFitError, InvalidInputError, SavingRefusedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+
+    from autoaccum._memory.base import MemoryBackend
+    from autoaccum._system.notices import Notices
+
+# What another rung may avoid: not one sample fits, or the model or its loss does not bear what is in force.
+AVOIDABLE = (DoesNotFitError, SavingRefusedError, CheckpointError)
+# What is in force together, by names of `memory`.
+Rung = tuple[str, ...]
+
+
+class Savings:
+    """Saves memory in steps, between `apply` and `remove`. Ranks climb each by itself.
+
+    Args:
+        modules: The modules of the steps.
+        names: What saves memory, in order; or "auto".
+        memory: The device.
+        notices: Reports what is done.
+
+    Attributes:
+        is_auto: Whether to climb.
+        names: What saves memory in the next step.
+
+    Raises:
+        InvalidInputError: One of them has no place in the model.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], names: Sequence[str], memory: MemoryBackend, notices: Notices
+    ) -> None:
+        self._modules = modules
+        self._memory = memory
+        self._notices = notices
+        self.is_auto = AUTO in names
+        self.names: Rung = () if self.is_auto else tuple(names)
+        for name in self.names:
+            if lack := _lack_of(name, modules):
+                raise InvalidInputError(f"memory={name!r}: {lack}; or leave it out")
+        self._left: list[str] = []
+        self._in_force = ExitStack()
+        self._ways: Rung = ()  # in words
+        self._reason = ""  # why something else is in force from the next step on
+
+    def begin(self, known: Rung | None = None) -> None:
+        """Begin with what an earlier run has needed, if it can be had here, else with nothing; only with "auto"."""
+        self._left = [name for name in SAVINGS if not self._left_out(name)]
+        self.names = known if known and list(known) == [name for name in self._left if name in known] else ()
+        if self.names:
+            del self._left[: self._left.index(self.names[-1]) + 1]
+
+    def apply(self) -> None:
+        """Put in force what saves memory."""
+        with ExitStack() as changed:
+            adapted = [saving(name, self._modules, self._memory) for name in self.names]
+            self._ways = tuple(map(changed.enter_context, adapted))
+            self._in_force = changed.pop_all()
+        if self._reason:
+            said = "; ".join(self._ways) or "nothing saves memory"
+            self._notices.say(f"{self._reason}; from now on {said} (memory='auto')")
+            self._reason = ""
+        elif not self.is_auto:
+            for name, way in zip(self.names, self._ways, strict=True):
+                self._notices.say(f"{way} (memory={name!r})", key=f"memory={name!r}")
+
+    def remove(self) -> None:
+        """Give the modules back as they were."""
+        self._in_force.close()
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Save memory in this block; the modules are then as before."""
+        self.apply()
+        try:
+            yield
+        finally:
+            self.remove()
+
+    def climb(self, error: Exception) -> bool:
+        """Save memory in another way from the next `apply` on; return whether there is one that may avoid an error.
+
+        Args:
+            error: One of `AVOIDABLE`. What is refused is left out from then on.
+        """
+        before = self.names
+        if self.is_auto:
+            self._climb(error)
+        if self.names == before:
+            if self._ways:
+                error.add_note(f"autoaccum: in force already: {'; '.join(self._ways)}")
+            return False
+        text = str(error).partition("\n")[0]
+        self._reason = text if isinstance(error, SavingRefusedError) else f"this fails: {type(error).__name__}: {text}"
+        if isinstance(error, DoesNotFitError):
+            self._reason = "not even one sample fits"
+        return True
+
+    def _climb(self, error: Exception) -> None:
+        if not isinstance(error, DoesNotFitError):
+            refused = CHUNKED if CHUNKED in str(error) else CHECKPOINT
+            if refused not in self.names:
+                return
+            self.names = tuple(name for name in self.names if name != refused)
+            if self.names:
+                return
+        elif not error.saving_helps:
+            return
+        for name in SAVINGS:
+            if lack := self._left_out(name):
+                self._notices.say(f"memory='auto' leaves out {name!r}: {lack}", key=f"left out {name}")
+        if self._left:
+            self.names = (*self.names, self._left.pop(0))
+
+    def _left_out(self, name: str) -> str:
+        """Return why "auto" cannot take something here; empty if it can."""
+        if name == OFFLOAD:
+            return f"on {self._memory.name} everything is there already" if self._memory.is_host else ""
+        if name == CHECKPOINT and is_checkpointed_already(self._modules):
+            return "the model checkpoints its blocks already"
+        return _lack_of(name, self._modules)
+
+
+def saving(name: str, modules: Sequence[nn.Module], memory: MemoryBackend) -> AbstractContextManager[str]:
+    """Return a context in which modules save memory, which gives what is done in words.
+
+    Args:
+        name: As `memory` has it, without "auto".
+        modules: The modules.
+        memory: The device.
+    """
+    kind, _, rest = name.partition(":")
+    if kind == CHUNKED:
+        return chunked(modules)
+    return offloaded(modules, memory) if kind == OFFLOAD else checkpointed(modules, rest or None)
+
+
+def ways_left(modules: Sequence[nn.Module], memory: MemoryBackend) -> list[str]:
+    """Return what saves memory, by names of `memory`, that is not in force yet and would change anything."""
+    changed: dict[str, Sequence[nn.Module]] = {CHUNKED: find_heads(modules), CHECKPOINT: blocks_of(modules)}
+    ways = [name for name, parts in changed.items() if not _lack_of(name, modules) and not any(map(is_replaced, parts))]
+    if is_checkpointed_already(modules) and CHECKPOINT in ways:
+        ways.remove(CHECKPOINT)
+    return ways if memory.is_host or any(map(is_replaced, modules)) else [*ways, OFFLOAD]
+
+
+def _lack_of(name: str, modules: Sequence[nn.Module]) -> str:
+    """Return what was looked for and found where something has no place in modules, with what to do; else nothing."""
+    kind, _, rest = name.partition(":")
+    if kind == CHUNKED and are_compiled(modules):
+        return "the model is compiled; compute its loss of hidden states by autoaccum.ChunkedLoss(head)"
+    if kind == CHUNKED and not find_heads(modules):
+        return (
+            "no layer that makes logits was found (what get_output_embeddings of a Transformers model returns, an "
+            "nn.Linear); compute the loss of hidden states by autoaccum.ChunkedLoss(head)"
+        )
+    if kind == CHECKPOINT and not blocks_of(modules, rest or None):
+        found = sorted({type(part).__name__ for module in modules for part in module.modules()})
+        classes = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")  # noqa: PLR2004
+        looked = f"no module has the name or the class {rest!r}" if rest else "the model has no repeated blocks"
+        return f"{looked} to compute again, among {classes}; name them, as in memory='checkpoint:Block'"
+    return ""

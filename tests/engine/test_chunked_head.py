@@ -1,0 +1,276 @@
+"""memory="chunked_loss": the logits of Transformers' models are never whole, and their gradients stay the same."""
+
+import contextlib
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional
+
+import autoaccum
+from autoaccum._engine.chunked_head import UnmadeLogits, chunked
+from autoaccum.errors import InvalidInputError, SavingRefusedError
+
+V, D, T, N = 64, 16, 11, 3
+TOKENS = torch.randint(3, V, (N, T), generator=torch.Generator().manual_seed(0))
+LABELS = TOKENS.masked_fill(torch.arange(T) < torch.tensor([[4], [0], [7]]), -100)
+
+SMALL = {
+    "vocab_size": V,
+    "hidden_size": D,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2 = {"vocab_size": V, "n_embd": D, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
+BERT = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
+T5 = {"vocab_size": V, "d_model": D, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "pad_token_id": 0}
+SOFT_CAP = SMALL | {"head_dim": 8, "final_logit_softcapping": 3.0}
+MODELS = {
+    "GPT-2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
+    "Llama": ("LlamaForCausalLM", "LlamaConfig", SMALL | {"tie_word_embeddings": False}),
+    "Llama, tied": ("LlamaForCausalLM", "LlamaConfig", SMALL | {"tie_word_embeddings": True}),
+    "Qwen": ("Qwen3ForCausalLM", "Qwen3Config", SMALL | {"head_dim": 8}),
+    "Gemma": ("Gemma2ForCausalLM", "Gemma2Config", SOFT_CAP),
+    "Gemma 3": ("Gemma3ForCausalLM", "Gemma3TextConfig", SOFT_CAP),
+    "Cohere": ("CohereForCausalLM", "CohereConfig", SMALL | {"logit_scale": 0.25}),
+    "BERT": ("BertForMaskedLM", "BertConfig", BERT),
+    "T5": ("T5ForConditionalGeneration", "T5Config", T5 | {"decoder_start_token_id": 0}),
+}
+
+
+def made(name):
+    kind, config, options = MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**options)).double()
+    return model.eval()  # without dropout; gradients are those of training all the same
+
+
+@pytest.fixture(autouse=True)
+def few_tokens_at_a_time(monkeypatch):
+    monkeypatch.setattr("autoaccum._engine.chunked_loss.CHUNK", 7)
+
+
+@contextlib.contextmanager
+def in_chunks(model):
+    with chunked([model]) as way:
+        assert way
+        yield
+
+
+def gradients(model, **batch):
+    model.zero_grad()
+    outputs = model(**batch)
+    outputs.loss.backward()
+    return outputs, {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.parametrize("further", [{}, {"num_items_in_batch": 29}], ids=["mean", "sum over a number"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_the_same_loss_and_gradients(name, further):
+    if name == "T5" and further:
+        pytest.skip("T5 takes no number of items")
+    model = made(name)
+    expected, of_whole = gradients(model, input_ids=TOKENS, labels=LABELS, **further)
+
+    with in_chunks(model):
+        found, of_chunks = gradients(model, input_ids=TOKENS, labels=LABELS, **further)
+        with torch.no_grad():
+            logits = model(input_ids=TOKENS, labels=LABELS).logits
+
+    assert isinstance(found.logits, UnmadeLogits)
+    torch.testing.assert_close(logits, expected.logits)  # where no gradient is computed they are as ever
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)  # Transformers sums in single precision
+    torch.testing.assert_close(of_chunks, of_whole, rtol=1e-5, atol=1e-8)
+    assert "forward" not in vars(model.get_output_embeddings())
+
+
+# Gradients with regard to one of these in bf16 are exact to about 1 %.
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("way", ["fp32", "bf16", "autocast"])
+def test_models_in_other_types_are_as_exact_as_with_whole_logits(name, way):
+    exact, model = made(name), made(name).to(torch.bfloat16 if way == "bf16" else torch.float32)
+    if way == "bf16":
+        exact.load_state_dict(model.state_dict())
+    _, reference = gradients(exact, input_ids=TOKENS, labels=LABELS)
+    found = []
+    for save in (contextlib.nullcontext, lambda: in_chunks(model)):
+        with save(), torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            found.append(gradients(model, input_ids=TOKENS, labels=LABELS)[1])
+
+    whole, chunks = (
+        {key: float((one.double() - reference[key]).norm()) for key, one in each.items()} for each in found
+    )
+
+    for key, error in chunks.items():
+        assert (
+            error <= 1.5 * whole[key] + 1e-2 * float(reference[key].norm()) * (1e-4 if way == "fp32" else 1) + 1e-7
+        ), key
+
+
+IN_CHUNKS = {
+    "shifted": lambda logits, labels: functional.cross_entropy(
+        logits[..., :-1, :].contiguous().view(-1, logits.size(-1)), labels[..., 1:].reshape(-1)
+    ),
+    "sum": lambda logits, labels: functional.cross_entropy(logits.reshape(-1, V), labels.reshape(-1), reduction="sum"),
+    "each": lambda logits, labels: (
+        functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").square().mean()
+    ),
+    "smoothed": lambda logits, labels: functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1
+    ),
+    "weighted": lambda logits, labels: functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), weight=torch.linspace(0.5, 1.5, V, dtype=torch.float64)
+    ),
+    "temperature": lambda logits, labels: functional.cross_entropy((logits / 3.0).flatten(0, 1), labels.flatten()),
+    "classes second": lambda logits, labels: functional.cross_entropy(logits.transpose(1, 2) * 2, labels),
+    "permuted": lambda logits, labels: functional.cross_entropy(logits.permute(0, 2, 1), labels),
+    "axes": lambda logits, labels: functional.cross_entropy(logits.mT, labels, reduction="sum"),
+    "module": lambda logits, labels: torch.nn.CrossEntropyLoss(ignore_index=5)(
+        logits.float().flatten(0, 1), labels.clamp(min=0).flatten()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Gemma"])
+@pytest.mark.parametrize("loss", IN_CHUNKS)
+def test_cross_entropy_of_the_users_own_is_computed_in_chunks(loss, name):
+    model = made(name)
+    expected = torch.autograd.grad(IN_CHUNKS[loss](model(TOKENS).logits, LABELS), list(model.parameters()))
+
+    with in_chunks(model):
+        found = torch.autograd.grad(IN_CHUNKS[loss](model(TOKENS).logits, LABELS), list(model.parameters()))
+
+    tolerance = {"rtol": 1e-5, "atol": 1e-8} if loss == "module" else {"rtol": 1e-12, "atol": 1e-14}
+    torch.testing.assert_close(found, expected, **tolerance)
+
+
+REFUSED = {
+    "log_softmax": lambda logits: logits.log_softmax(-1),
+    "logsumexp": lambda logits: torch.logsumexp(logits, dim=-1),
+    "argmax": lambda logits: logits.argmax(-1),
+    "detach": lambda logits: logits.detach(),
+    "sum with a tensor": lambda logits: logits + torch.zeros(V),
+    "scaled by a tensor": lambda logits: torch.ones(V) * logits,
+    "in place": lambda logits: logits.div_(3.0),
+    "written": lambda logits: logits.__setitem__(0, 0.0),
+    "of some classes": lambda logits: logits[..., :5],
+    "of one token": lambda logits: logits[:, 0],
+    "other dimension": lambda logits: functional.cross_entropy(logits, torch.zeros(N, V, dtype=torch.long)),
+    "exchanged": lambda logits: logits.transpose(0, 1).mT,
+    "exchanged and viewed": lambda logits: logits.mT.reshape(-1, V),
+    "distribution": lambda logits: functional.cross_entropy(logits.flatten(0, 1), torch.ones(N * T, V) / V),
+    "list": lambda logits: logits.tolist(),
+    "array": lambda logits: logits.numpy(),
+    "joined": lambda logits: torch.cat([logits, logits]),
+    "gradient": lambda logits: logits.register_hook(torch.neg),
+}
+
+
+@pytest.mark.parametrize("asks", REFUSED)
+def test_whatever_else_asks_for_logits_is_refused(asks):
+    with in_chunks(model := made("GPT-2")), pytest.raises(SavingRefusedError, match="logits that are never made"):
+        REFUSED[asks](model(TOKENS).logits)
+
+
+def test_copies_that_are_made_meanwhile_are_plain():
+    model = made("GPT-2")
+    with in_chunks(model):
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301 - its own
+            assert type(other(TOKENS).logits) is torch.Tensor
+        assert type(model(TOKENS).logits) is UnmadeLogits
+    assert type(model(TOKENS).logits) is torch.Tensor
+
+
+# PEFT asks Transformers by a former name.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_lora_around_the_head_is_computed_in_chunks(dropout):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["lm_head", "q_proj"], lora_dropout=dropout, init_lora_weights=False)
+    model = peft.get_peft_model(made("Llama").float(), config).double().train()
+    results = []
+    for save in (contextlib.nullcontext, lambda: in_chunks(model)):
+        torch.manual_seed(0)
+        with save():
+            results.append(gradients(model, input_ids=TOKENS, labels=LABELS))
+    (whole, of_whole), (chunks, of_chunks) = results
+
+    assert any("lm_head" in name for name in of_chunks)
+    assert torch.isfinite(chunks.loss)
+    if not dropout:  # masks of chunks are others than at once
+        assert chunks.loss.item() == pytest.approx(whole.loss.item(), rel=1e-6)
+        torch.testing.assert_close(of_chunks, of_whole, rtol=1e-5, atol=1e-8)
+
+
+def fit(model, **options):
+    settings = {"micro_batch": 2, "progress": False, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)} | options
+    return autoaccum.fit(model, [{"input_ids": TOKENS, "labels": LABELS}] * 4, 3, **settings)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fit_trains_as_without_over_micro_batches_of_unlike_counts(name, capsys):
+    models = [made(name) for _ in range(2)]
+
+    fit(models[0], micro_batch=3)
+    result = fit(models[1], memory="chunked_loss", micro_batch=1, progress="lines")
+
+    assert result.memory == ("chunked_loss",)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    assert "the loss over 64 classes is computed at most 1,024 tokens at a time (memory=" in capsys.readouterr().err
+    assert "forward" not in vars(models[1].get_output_embeddings())
+
+
+def test_evaluation_sees_logits():
+    def right(outputs, batch):
+        return (outputs.logits.argmax(-1) == batch["labels"]).float().mean()
+
+    batch = [{"input_ids": TOKENS, "labels": LABELS}]
+    results = [
+        fit(made("GPT-2"), memory=memory, val_loader=batch, metrics={"right": right})
+        for memory in (None, "chunked_loss")
+    ]
+
+    one, other = (result.evaluations[-1] for result in results)
+    assert other.metrics["right"] == one.metrics["right"]
+    assert other.loss == pytest.approx(one.loss)
+
+
+def test_outputs_are_not_kept_beside_it():
+    accumulator = autoaccum.Accumulator(made("GPT-2"), device="cpu", memory="chunked_loss")
+
+    with pytest.raises(SavingRefusedError, match="detach"):
+        accumulator.backward({"input_ids": TOKENS, "labels": LABELS}, keep="outputs")
+
+
+class Own(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = torch.nn.Embedding(V, D), torch.nn.Linear(D, V)
+
+    def forward(self, tokens):
+        return self.head(self.tokens(tokens))
+
+
+def test_model_that_does_not_tell_its_head_is_refused_and_stays():
+    model = Own()
+
+    with pytest.raises(InvalidInputError, match=r"get_output_embeddings.*autoaccum\.ChunkedLoss"):
+        fit(model, memory="chunked_loss")
+
+    assert type(model(TOKENS)) is torch.Tensor
+
+
+def test_compiled_model_is_refused_and_stays():
+    model = made("GPT-2")
+    model.compile(backend="eager")
+
+    with pytest.raises(InvalidInputError, match="compiled"):
+        fit(model, memory="chunked_loss")

@@ -1,0 +1,543 @@
+"""`memory=`: by name from the start, or with "auto" added wherever not even one sample fits, kept and remembered."""
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import autoaccum
+from autoaccum import Simulated
+from autoaccum._engine.checkpointing import checkpointed
+from autoaccum._engine.offloading import offloaded
+from fallback_models import Feed, Stack, Wide, data, seed
+from helpers import CPU, assert_bitwise, live_tensors, state_of
+from rung_training import STEPS, assert_same, is_plain, replayed, trained
+
+
+def test_what_is_needed_is_taken_and_updates_are_the_same_bit_for_bit(capsys):
+    model, result = trained("3MiB")
+
+    assert result.steps == STEPS
+    assert result.memory == ("checkpoint",)
+    assert_same(model, replayed(result))
+    assert is_plain(model)
+    assert "not even one sample fits; from now on activation checkpointing of 4" in capsys.readouterr().err
+
+
+def test_nothing_is_taken_where_samples_fit(capsys):
+    model, result = trained("8MiB")
+
+    assert result.memory == ()
+    assert len(result.history[0].micro_batches) > 1
+    assert "memory='auto'" not in capsys.readouterr().err
+    assert_same(model, replayed(result))
+
+
+@pytest.mark.parametrize("probe", ["inline", pytest.param("before", marks=pytest.mark.sweep)])
+def test_next_run_begins_with_what_was_needed(tmp_path, monkeypatch, capsys, probe):
+    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path))
+    _, first = trained("3MiB", cache=True, probe=probe)
+    assert "not even one sample fits" in capsys.readouterr().err
+
+    for _ in range(2):
+        model, second = trained("3MiB", cache=True, probe=probe, max_steps=4)
+
+        assert second.memory == first.memory
+        assert is_plain(model)
+        assert "not even one sample fits" not in capsys.readouterr().err
+
+
+class Stop(autoaccum.Callback):
+    def __init__(self, step):
+        self._step = step
+
+    def on_step(self, report, *, epoch):
+        if report.step == self._step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_resumed_run_keeps_what_was_chosen_and_ends_bit_for_bit_as_undisturbed(tmp_path):
+    options = {"checkpoint": tmp_path, "progress": False}
+    with pytest.raises(KeyboardInterrupt) as caught:
+        trained("3MiB", callbacks=[Stop(STEPS - 6)], **options)
+    before = caught.value.result
+
+    model, result = trained("3MiB", **options)
+
+    assert result.resumed_from == STEPS - 6
+    assert result.memory == before.memory != ()
+    assert {report.micro_batches for report in result.history} == {before.plan.micro_batches}
+    assert_same(model, replayed(before, result))
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [["auto", "checkpoint"], ["auto", "auto"], ["auto", "chunked_loss", "offload"]],
+)
+def test_auto_beside_names_is_refused(memory):
+    with pytest.raises(autoaccum.InvalidInputError, match="pass it alone"):
+        trained("3MiB", memory=memory)
+
+
+class Tagger(nn.Module):
+    """Tells its head as the models of Transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(3000, 16)
+        self.head = nn.Linear(16, 3000)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+def tagged(capacity, windows, **options):
+    tokens = torch.randint(3000, (4, 1024), generator=torch.Generator().manual_seed(3))
+    return autoaccum.fit(
+        Tagger(),
+        [{"tokens": tokens, "labels": tokens}] * windows,
+        4,
+        loss=lambda outputs, batch: functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten()),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        device=autoaccum.Simulated(capacity),
+        cache=False,
+        progress="lines",
+        **options,
+    )
+
+
+def test_auto_takes_the_loss_in_chunks_first():
+    result = tagged("30MiB", 2, memory="auto")
+
+    assert result.memory == ("chunked_loss",)
+
+
+def in_place(outputs, batch):
+    """A loss that logits which are not computed refuse."""
+    return functional.cross_entropy(outputs.add_(1.0).flatten(0, 1), batch["labels"].flatten())
+
+
+def by_fit(model, memory, capacity, windows):
+    tokens = torch.randint(3000, (4, 1024), generator=torch.Generator().manual_seed(3))
+    result = autoaccum.fit(
+        model,
+        [{"tokens": tokens, "labels": tokens}] * windows,
+        4,
+        loss=in_place,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        device=autoaccum.Simulated(capacity),
+        cache=False,
+        progress="lines",
+        precision="fp32",
+        memory=memory,
+    )
+    return model, result
+
+
+class Speaker(nn.Module):
+    """Has blocks that keep much, and a head over many classes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(3000, 32), nn.Linear(32, 3000)
+        self.blocks = nn.ModuleList([Feed() for _ in range(24)])
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+def test_auto_leaves_out_what_the_loss_refuses(capsys):
+    tokens = torch.randint(3000, (4, 256), generator=torch.Generator().manual_seed(3))
+
+    def train(**options):
+        model = Speaker().eval()  # of which no cut draws other numbers
+        result = autoaccum.fit(
+            model,
+            [{"tokens": tokens, "labels": tokens}] * 3,
+            4,
+            loss=in_place,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            cache=False,
+            progress="lines",
+            precision="fp32",
+            loss_reduction="mean",
+            **options,
+        )
+        return model, result
+
+    found, result = train(device=autoaccum.Simulated("13MiB"), memory="auto")
+    said = capsys.readouterr().err
+    expected, _ = train(device=autoaccum.Simulated("1GiB"))
+
+    assert result.memory == ("checkpoint",)
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    assert "add_ is computed of logits that are never made" in said
+    assert "from now on activation checkpointing of 24" in said
+
+
+def test_error_that_has_nothing_to_do_with_memory_is_the_users():
+    class Broken(Wide):
+        calls = 0
+
+        def forward(self, inputs):
+            self.calls += 1
+            if self.calls > 40:
+                raise RuntimeError("the model's own")
+            return super().forward(inputs)
+
+    with pytest.raises(RuntimeError, match="the model's own"):
+        trained("8MiB", model=Broken())
+
+
+def test_what_the_user_names_is_refused_with_an_error_where_the_loss_refuses_it():
+    with pytest.raises(autoaccum.SavingRefusedError, match="add_ is computed of logits"):
+        by_fit(Tagger(), "chunked_loss", "1GiB", 2)
+
+
+def test_accumulators_auto_takes_the_loss_in_chunks_first():
+    tokens = torch.randint(3000, (4, 1024), generator=torch.Generator().manual_seed(3))
+    accumulator = autoaccum.Accumulator(
+        Tagger(),
+        loss=lambda outputs, batch: functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten()),
+        device=autoaccum.Simulated("30MiB"),
+        cache=False,
+        memory="auto",
+    )
+
+    accumulator.backward({"tokens": tokens, "labels": tokens})
+
+    assert accumulator.memory == ("chunked_loss",)
+
+
+def test_error_where_no_rung_fits_names_what_is_in_force():
+    with pytest.raises(autoaccum.DoesNotFitError) as caught:
+        trained("800KiB")
+
+    (note,) = caught.value.__notes__
+    assert note.startswith("autoaccum: in force already: activation checkpointing of 4 Feed blocks; what backward")
+
+
+# --- by name, and what errors say ---
+
+
+def peak_of(model, *contexts):
+    memory = Simulated("1GiB")
+    seed()
+    with memory.limited(None), ExitStack() as changed:
+        inputs, targets = torch.randn(512, 32), torch.randint(0, 4, (512,))
+        for context in contexts:
+            changed.enter_context(context(memory))
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        return memory.peak_bytes()
+
+
+def test_each_way_takes_less_memory_and_both_less_than_checkpointing():
+    def by_checkpoint(memory):
+        return checkpointed([model])
+
+    def by_offload(memory):
+        return offloaded([model], memory)
+
+    model = Stack(depth=12)
+    plain = peak_of(model)
+    model = Stack(depth=12)
+    less = peak_of(model, by_checkpoint)
+    model = Stack(depth=12)
+    on_host = peak_of(model, by_offload)
+    model = Stack(depth=12)
+    both = peak_of(model, by_checkpoint, by_offload)
+
+    assert max(less, on_host) < plain
+    assert both < less
+
+
+class FailsLate(nn.Module):
+    """Runs out of memory behind layers whose outputs are kept for the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4), nn.Softmax(1))
+
+    def forward(self, inputs):
+        self.inner(inputs)
+        raise torch.OutOfMemoryError("simulated lack of memory")
+
+
+@pytest.mark.parametrize("samples", [2, 2000])
+def test_forward_pass_that_fails_under_offloading_keeps_no_tensor(samples):
+    model, inputs = FailsLate(), torch.randn(samples, 32)
+    before = live_tensors()
+
+    with offloaded([model], Simulated("1GiB")), pytest.raises(torch.OutOfMemoryError):
+        model(inputs)
+
+    assert live_tensors() == before
+
+
+def fit(capacity, **options):
+    model = Wide()
+    seed()
+    options = {
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, foreach=False),
+        "loss": nn.CrossEntropyLoss(),
+        "progress": "lines",
+        "cache": False,
+    } | options
+    result = autoaccum.fit(model, data(), 16, device=Simulated(capacity), **options)
+    return model, result
+
+
+def test_error_names_what_is_not_in_force_yet():
+    with pytest.raises(autoaccum.DoesNotFitError) as neither:
+        fit("800KiB")
+    with pytest.raises(autoaccum.DoesNotFitError) as one:
+        fit("800KiB", memory="checkpoint")
+    with pytest.raises(autoaccum.DoesNotFitError) as both:
+        fit("800KiB", memory=["checkpoint", "offload"])
+
+    assert "memory='checkpoint'" in str(neither.value)
+    assert "memory='offload'" in str(neither.value)
+    assert "memory='checkpoint'" not in str(one.value)
+    assert "memory='offload'" in str(one.value)
+    assert "memory='" not in str(both.value)
+    assert "less state" not in str(neither.value)  # SGD has none
+
+
+def lacks_memory(*_):
+    raise torch.OutOfMemoryError("simulated lack of memory in the optimizer")
+
+
+def test_nothing_is_computed_again_where_memory_lacks_for_the_optimizers_step(capsys):
+    optimizer = None
+
+    def made(parameters):
+        nonlocal optimizer
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer.register_step_pre_hook(lacks_memory)
+        return optimizer
+
+    with pytest.raises(autoaccum.DoesNotFitError, match="even with no activations alive") as caught:
+        fit("1GiB", optimizer=made, memory="auto")
+
+    assert not caught.value.saving_helps
+    assert "foreach=False" in str(caught.value)
+    assert "not even one sample fits" not in capsys.readouterr().err
+
+
+def test_runner_computes_nothing_again_where_memory_lacks_for_the_optimizers_step():
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lacks_memory)
+    runner = autoaccum.Runner(
+        model, optimizer, autoaccum.plan(16, 8), loss=nn.CrossEntropyLoss(), device=CPU, memory="auto"
+    )
+
+    with pytest.raises(autoaccum.DoesNotFitError, match="even with no activations alive"):
+        runner.step((torch.randn(16, 32), torch.zeros(16, dtype=torch.long)))
+
+    assert runner.memory == ()
+
+
+def test_error_in_a_window_names_the_limit_that_is_in_force():
+    model = Stack()
+    runner = autoaccum.Runner(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        autoaccum.plan(4, 4),
+        loss=nn.CrossEntropyLoss(),
+        device=Simulated("1GiB"),
+        memory_limit="20KiB",
+    )
+
+    with pytest.raises(autoaccum.DoesNotFitError, match=r"20\.0 KiB") as caught:
+        runner.step((torch.randn(4, 32), torch.zeros(4, dtype=torch.long)))
+
+    assert "a higher memory_limit" in str(caught.value)
+
+
+# --- in a loop of the user's own ---
+
+
+NAMES = ["checkpoint", "checkpoint:Feed", "offload", ["checkpoint", "offload"]]
+
+
+def stepped(memory, capacity="1GiB", micro_batch=2):
+    model = Wide()
+    runner = autoaccum.Runner(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1, foreach=False),
+        autoaccum.plan(8, micro_batch),
+        loss=nn.CrossEntropyLoss(),
+        device=Simulated(capacity),
+        memory=memory,
+    )
+    seed()
+    reports = []
+    for batch in data()[:2]:
+        reports.append(runner.step(batch))
+        assert is_plain(model)
+    return model, reports
+
+
+def accumulated(memory, capacity="1GiB", micro_batch=2):
+    model = Wide()
+    accumulator = autoaccum.Accumulator(
+        model,
+        loss=nn.CrossEntropyLoss(),
+        device=Simulated(capacity),
+        memory=memory,
+        micro_batch=micro_batch,
+        cache=False,
+    )
+    seed()
+    reports = []
+    for batch in data()[:2]:
+        reports.append(accumulator.backward(batch))
+        assert is_plain(model)
+    return model, reports
+
+
+def tensors(model):
+    return [tensor for one in model.parameters() for tensor in (one, one.grad) if tensor is not None]
+
+
+@pytest.mark.parametrize("work", [stepped, accumulated])
+@pytest.mark.parametrize("memory", NAMES, ids=str)
+def test_updates_are_bitwise_those_without(work, memory):
+    (model, reports), (expected, plain) = work(memory), work(None)
+
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(tensors(model), tensors(expected), strict=True))
+    assert [report.loss for report in reports] == [report.loss for report in plain]
+
+
+@pytest.mark.parametrize("work", [stepped, accumulated])
+def test_one_sample_fits_that_does_not_without(work):
+    with pytest.raises(autoaccum.DoesNotFitError):
+        work(None, "2MiB", 1)
+
+    _, reports = work("checkpoint", "2MiB", 1)
+
+    assert [report.micro_batches for report in reports] == [(1,) * 8] * 2
+
+
+@pytest.mark.parametrize("work", [stepped, accumulated])
+def test_auto_saves_memory_once_not_one_sample_fits(work, capsys):
+    (model, reports), (expected, _) = work("auto", "2MiB", 1), work(None, "1GiB", 1)
+
+    assert [report.micro_batches for report in reports] == [(1,) * 8] * 2
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(tensors(model), tensors(expected), strict=True))
+    assert "not even one sample fits; from now on activation checkpointing of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("work", [stepped, accumulated])
+def test_auto_changes_nothing_where_batches_fit(work, capsys):
+    (model, _), (expected, _) = work("auto"), work(None)
+
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(tensors(model), tensors(expected), strict=True))
+    assert "memory=" not in capsys.readouterr().err
+
+
+def test_error_where_nothing_helps_names_what_is_in_force():
+    for work in (stepped, accumulated):
+        with pytest.raises(autoaccum.DoesNotFitError) as caught:
+            work("auto", "800KiB", 1)
+        (note,) = caught.value.__notes__
+        assert note.startswith("autoaccum: in force already: activation checkpointing of 4 Feed blocks; what backward")
+
+
+def test_runner_says_what_saves_memory():
+    model = Wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runner = autoaccum.Runner(
+        model,
+        optimizer,
+        autoaccum.plan(8, 8),
+        loss=nn.CrossEntropyLoss(),
+        device=Simulated("2MiB"),
+        memory="auto",
+    )
+    before = runner.memory
+
+    report = runner.step(data()[0])
+
+    assert (before, runner.memory) == ((), ("checkpoint",))
+    assert sum(report.micro_batches) == 8
+    assert runner.plan.target_batch == 8
+
+
+def test_error_in_a_step_leaves_the_model_as_it_was():
+    model = Wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(8, 8), device="cpu", memory="checkpoint")
+
+    with pytest.raises(autoaccum.InvalidInputError):
+        runner.step((torch.randn(8, 32), "no targets"))
+
+    assert is_plain(model)
+
+
+def test_evaluation_is_what_it_is_without():
+    def evaluated(memory):
+        model = Wide()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        runner = autoaccum.Runner(model, optimizer, autoaccum.plan(8, 4), device="cpu", memory=memory)
+        return runner.evaluate(data())
+
+    assert evaluated("checkpoint") == evaluated(None)
+
+
+def a_runner(model, **options):
+    return autoaccum.Runner(model, torch.optim.SGD(model.parameters(), lr=0.1), autoaccum.plan(8, 4), **options)
+
+
+@pytest.mark.parametrize("make", [autoaccum.Accumulator, a_runner])
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [
+        ("nope", "is unknown"),
+        ("offload", "already are there"),
+        ("chunked_loss", "no layer that makes logits was found"),
+        ("checkpoint", "no repeated blocks to compute again, among Linear"),
+        ("checkpoint:Blok", "no module has the name or the class 'Blok' to compute again, among Linear"),
+        ("checkpoint:3.", "no module has the name"),
+        (["auto", "checkpoint"], "pass it alone"),
+    ],
+)
+def test_what_has_no_effect_is_refused_when_it_is_made(make, memory, said):
+    with pytest.raises(autoaccum.InvalidInputError, match=said):
+        make(nn.Linear(4, 4), device="cpu", memory=memory)
+
+
+def test_refused_name_leaves_model_optimizer_and_random_state_as_they_were():
+    model = Wide()
+    optimizer, loader = torch.optim.Adam(model.parameters()), data()
+    before, drawn = state_of(model), torch.get_rng_state()
+
+    with pytest.raises(autoaccum.InvalidInputError, match="memory='checkpoint:Blok'"):
+        autoaccum.fit(model, loader, 8, optimizer=optimizer, device="cpu", memory="checkpoint:Blok", progress=False)
+
+    assert_bitwise(state_of(model), before)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert not optimizer.state
+    assert is_plain(model)
+
+
+def test_auto_says_what_it_leaves_out(capsys):
+    trained("3MiB")
+
+    assert "memory='auto' leaves out 'chunked_loss': no layer that makes logits was found" in capsys.readouterr().err
