@@ -1,6 +1,6 @@
 """Part C: seconds from the call of `fit` to the end of its first update, compared with the same call given the size.
 
-The size is the result of the search before training. Each call runs in its own process, and the variants alternate; no
+The size is the result of the search. Each call runs in its own process, and the variants alternate; no
 plan of an earlier run is used.
 """
 
@@ -12,11 +12,10 @@ import isolated
 from throughput import quartiles
 from workloads import WORKLOADS
 
-MODES = ("inline", "before", "off")
 TIMEOUT_S = 300
 
 
-def first_update(_connection, name, mode, micro_batch):
+def first_update(_connection, name, micro_batch):
     import autoaccum  # noqa: PLC0415 - in the child only
 
     workload = WORKLOADS[name]
@@ -31,7 +30,6 @@ def first_update(_connection, name, mode, micro_batch):
                 self.seconds = time.perf_counter() - began_s
 
     watch = Watch()
-    chosen = {} if mode == "given" else {"probe": mode}
     began_s = time.perf_counter()
     result = autoaccum.fit(
         model,
@@ -47,37 +45,32 @@ def first_update(_connection, name, mode, micro_batch):
         callbacks=[watch],
         progress=False,
         cache=False,
-        **chosen,
     )
     return {"seconds": watch.seconds, "micro_batch": result.plan.micro_batch, "cut": result.plan.micro_batches}
 
 
 def measure(name, *, repeats, say):
-    _, value, why = isolated.call(first_update, name, "before", None, timeout_s=TIMEOUT_S)
+    _, value, why = isolated.call(first_update, name, None, timeout_s=TIMEOUT_S)
     if value is None:
         return {"workload": name, "ended": why, "micro_batch": None, "ratios": {}}
-    size, modes = value["micro_batch"], MODES
-    ratios, failed = {mode: [] for mode in modes}, {}
+    size, ratios, ended = value["micro_batch"], [], "answered"
     for turn in range(repeats):
         took = {}
-        for mode in ["given", *modes] if turn % 2 else [*modes, "given"]:
-            if mode not in failed:
-                given = size if mode == "given" else None
-                _, value, why = isolated.call(first_update, name, mode, given, timeout_s=TIMEOUT_S)
-                if value is None:
-                    failed[mode] = why
-                else:
-                    took[mode] = value["seconds"]
-        if "given" in failed:
-            break
-        for mode in took.keys() - {"given"}:
-            ratios[mode].append(took[mode] / took["given"])
+        for given in (size, None) if turn % 2 else (None, size):
+            _, value, why = isolated.call(first_update, name, given, timeout_s=TIMEOUT_S)
+            if value is None:
+                ended = why
+                break
+            took[given] = value["seconds"]
+        else:
+            ratios.append(took[None] / took[size])
+            continue
+        break
     row = {
         "workload": name,
         "micro_batch": size,
-        "ended": failed.get("given", "answered"),
-        "failed": failed,
-        "ratios": {mode: quartiles(values) for mode, values in ratios.items() if len(values) > 1},
+        "ended": ended,
+        "ratios": {"auto": quartiles(ratios)} if len(ratios) > 1 else {},
     }
     say(f"{name}: {row}")
     return row

@@ -374,7 +374,6 @@ FIT = STEP | {
     "epochs": or_none(whole()),
     "max_steps": or_none(whole()),
     "micro_batch": lambda value: value == "auto" or whole()(value),
-    "probe": choice("inline", "before", "off"),
     "cache": is_bool,
     "memory_limit": or_none(limit),
     "clip_grad_norm": or_none(positive),

@@ -20,7 +20,6 @@ BAD = {
         "max_steps": COUNTS,
         "memory_limit": [*LIMITS, "1", "512KiB"],
         "micro_batch": [*COUNTS[:4], "half"],
-        "probe": ["later", ""],
         "memory": [
             "nope",
             "offload",
@@ -85,7 +84,6 @@ BAD = {
         "max_steps": COUNTS,
         "micro_batch": COUNTS,
         "memory_limit": LIMITS,
-        "probe": ["later", ""],
         "memory": ["nope", "chunked_loss:head"],
         "on_nan": ["nope"],
         "precision": ["fp8"],

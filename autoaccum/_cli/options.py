@@ -20,7 +20,6 @@ from autoaccum._engine.options import ON_NAN
 from autoaccum._engine.precision import PRECISIONS
 from autoaccum._engine.saving_names import AUTO, CHUNKED
 from autoaccum._launch.job import NOT_OF_A_JOB, texts_of_arguments
-from autoaccum._sizing.planner import PROBES
 from autoaccum._training.api import check_seed, fit
 
 if TYPE_CHECKING:
@@ -92,9 +91,6 @@ _BY_TYPE = {
 _BY_NAME = {
     "memory_limit": _Form(str, "SIZE", "Memory limit: 600MiB, bytes, or a fraction such as 0.5."),
     "micro_batch": _Form(Any, "auto|N", parser=_auto_or_number),
-    "probe": _Form(
-        str, "|".join(PROBES), "How auto finds what fits: in the first windows, by trials before, or not at all."
-    ),
     "cache": _Form(bool, flag="--no-cache", help="Neither use nor store what earlier runs found."),
     "memory": _Form(
         list[str],

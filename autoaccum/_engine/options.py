@@ -16,7 +16,6 @@ from autoaccum._engine.saving_names import check_memory
 from autoaccum._loss.objective import check_loss_reduction
 from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
-from autoaccum._sizing.planner import PROBES
 from autoaccum._system.notices import check_notices
 from autoaccum.errors import InvalidInputError
 
@@ -68,7 +67,6 @@ class Options:
     device: str | torch.device | MemoryBackend | None = None
     precision: str = "auto"
     micro_batch: int | str = "auto"
-    probe: str = "inline"
     cache: bool = True
     memory_limit: float | str | None = None
     memory: str | Sequence[str] | None = None
@@ -95,7 +93,6 @@ class Options:
                 )
         else:
             check_positive_int("micro_batch", self.micro_batch)
-        check_choice("probe", self.probe, PROBES)
         check_bool("cache", self.cache)
         check_callbacks(self.callbacks)
         check_notices(self.notices)

@@ -17,7 +17,6 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PROBES = ("inline", "before", "off")
 
 # After a failure the number of micro-steps grows by at least this factor, so even on a device that is suddenly almost
 # full a fitting size is found in a logarithmic number of attempts. At small counts the next cut is simply one step

@@ -71,7 +71,6 @@ def fit(
     device: str | torch.device | MemoryBackend | None = None,
     precision: str = "auto",
     micro_batch: int | str = "auto",
-    probe: str = "inline",
     cache: bool = True,
     memory_limit: float | str | None = None,
     memory: str | Sequence[str] | None = None,
@@ -130,14 +129,11 @@ def fit(
             accelerator, else the available accelerator, else the CPU.
         precision: "fp32", or "bf16" or "fp16" with autocast and, for fp16, a gradient scaler. "auto": on CUDA, bf16 or
             fp16, whichever the card supports well; fp32 elsewhere.
-        micro_batch: Maximum number of samples at once, or "auto" to find it. The environment variable
+        micro_batch: Maximum number of samples at once, or "auto" to find it in the first windows of the training, whose
+            micro-batches start small and grow; with loss_scope="window" by trials before it. The environment variable
             AUTOACCUM_MAX_MICRO_BATCH, which `autoaccum run` sets, bounds both. With a number, two runs cut alike,
             regardless of memory and timing; with "auto", a long training also times halves and quarters of what fits,
             and keeps what is fastest. Windows of compiled models are cut into equal sizes.
-        probe: How to find the micro-batch. "inline": in the first windows of the training itself, whose micro-batches
-            start small and grow; "before": with trials before training that leave no trace (loss_scope="window" uses it
-            in place of "inline"); "off": not at all; training starts with whole windows and cuts them when memory runs
-            out.
         cache: Whether to keep the micro-batch for the next run of the same job, which confirms it with a single
             micro-batch. The cache is in the user's cache directory, or in AUTOACCUM_CACHE_DIR.
         memory_limit: Bytes, a string such as "12GiB", or a fraction of the device's total memory. On the host, it
@@ -275,7 +271,6 @@ def fit(
                 f"memory={memory!r}": bool(savings),
                 f"noise_scale={noise_scale!r}": bool(noise_scale),
                 f"target_tokens={target_tokens}": in_tokens,
-                f"probe={probe!r}": probe == "before" and micro_batch == "auto",
             }
             grows_from = check_sharded(step.objective.modules, ranks.size, asked)
             world = _ranks_of(

@@ -57,19 +57,18 @@ class Finding:
         self._counts = counts
         self._saves = saves
         options = step.options
-        self.asked, probe = options.micro_batch, options.probe
+        self.asked = options.micro_batch
         # A cap that no window reaches has no effect.
         self._cap = None if cap is None or cap >= target_batch else cap
         self._step = step
         self._target_batch = self._asked_for = target_batch
         self._is_auto = self.asked == "auto"
-        # A loss over the whole window needs to know the whole cut beforehand.
-        self._probe = "before" if probe == "inline" and options.loss_scope == "window" else probe
         self._grows_from = grows_from
-        if grows_from is not None:
-            self._probe = probe = "off"
+        self._searches = self._is_auto and grows_from is None
+        # A loss over the whole window needs to know the whole cut beforehand.
+        self._tries_before = self._searches and options.loss_scope == "window"
         self._is_uniform = are_compiled(step.objective.modules)
-        self._cache = cache if self._is_auto and probe != "off" else None
+        self._cache = cache if self._searches else None
         self._limit_bytes = limit_bytes
         self._loss_scope = options.loss_scope
         self._entry = CacheEntry(step.memory)
@@ -85,7 +84,7 @@ class Finding:
         Args:
             first: The first window.
         """
-        if self._cache is None or not self._is_auto:
+        if self._cache is None:
             return None
         largest = self._largest_of(first)
         key = key_of(
@@ -105,7 +104,7 @@ class Finding:
         return self._entry.saves
 
     def begin(self, first: Window, on_trial: Callable[[Trial], None]) -> ProbeResult | None:
-        """Run the probe if `probe` is "before".
+        """Search before training, if the loss runs over a whole window.
 
         Args:
             first: The first window.
@@ -114,16 +113,12 @@ class Finding:
         Raises:
             DoesNotFitError: Not even one sample fits.
         """
-        if not self._is_auto:
-            return None
-        largest = self._largest_of(first)
-        most = first.samples if self._cap is None else min(first.samples, self._cap)
-        if self._probe != "before":
+        if not self._tries_before:
             return None
         found = probe(
             self._step,
-            largest,
-            most,
+            self._largest_of(first),
+            first.samples if self._cap is None else min(first.samples, self._cap),
             self._limit_bytes,
             on_trial,
             loss_scope=self._loss_scope,
@@ -138,11 +133,6 @@ class Finding:
     def begin_rung(self, rung: tuple[str, ...]) -> None:
         """Search for sizes with what memory="auto" saves memory by, or take those that were found with it."""
         self._entry.use(rung)
-
-    def search_in_windows(self) -> None:
-        """Make no more trials before training, which has begun, or is about to."""
-        if self._loss_scope != "window" and self._probe == "before":
-            self._probe = "inline"
 
     def plan(self, probed: ProbeResult | None = None) -> Plan:
         """Return the initial plan; a single micro-batch per window if the first windows are to find a better plan."""
@@ -190,8 +180,8 @@ class Finding:
             times_after = _WINDOWS_BEFORE_TIMING if windows_ahead is None else 0
         return SizingOptions(
             is_uniform=self._is_uniform,
-            by_bytes=self._is_auto and self._probe != "off",
-            learns=not cutting.is_found and self._is_auto and self._probe == "inline",
+            by_bytes=self._searches,
+            learns=not cutting.is_found and self._searches and not self._tries_before,
             times_after=times_after,
             fits=self._fits,
             most=self._cap,
@@ -204,7 +194,7 @@ class Finding:
         if self._counts == TOKENS and isinstance(self.asked, int):
             return self.asked  # the first window may have held fewer samples
         found = self._entry.found
-        return 0 if found is None or self._probe != "before" else found.micro_batch
+        return 0 if found is None or not self._tries_before else found.micro_batch
 
     # --- the cache ----------------------------------------------------------------------------------------------------
 

@@ -278,7 +278,6 @@ class PlanLifecycle:
         """Save memory in another way, if one may avoid an error; return whether there was one."""
         if not self._savings.climb(error):
             return False
-        self._finding.search_in_windows()
         self._use_rung()
         return True
 

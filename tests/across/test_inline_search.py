@@ -76,11 +76,17 @@ CAPACITIES = ["2600KiB", "3MiB", "4MiB", "8MiB", "64MiB"]
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
-def test_first_windows_find_what_a_probe_beforehand_finds(capacity):
+def test_first_windows_find_what_trials_without_training_find(capacity):
     _, told, result = fit(capacity)
-    _, _, before = fit(capacity, probe="before")
+    found = autoaccum.find_micro_batch(
+        Wide(),
+        next(iter(data())),
+        max_micro_batch=100,
+        loss=nn.CrossEntropyLoss(),
+        device=autoaccum.Simulated(capacity),
+    )
 
-    assert result.plan.accum_steps <= before.plan.accum_steps
+    assert result.plan.accum_steps <= autoaccum.plan(100, found.micro_batch).accum_steps
     assert len(told.probes) == 1
     assert told.probes[0].micro_batch >= result.plan.micro_batch
     assert sum(not trial.fits for trial in told.trials) <= 2
@@ -156,8 +162,7 @@ def test_answer_of_the_first_windows_is_among_the_trials_that_were_told(capacity
 
 
 def test_second_run_confirms_the_even_cut_of_a_size_that_no_even_cut_has():
-    _, before, first = fit("4MiB", cache=True, probe="before")
-    assert first.plan.micro_batch < before.probes[0].micro_batch
+    _, _, first = fit("4MiB", cache=True)
 
     _, told, second = fit("4MiB", cache=True)
 
@@ -193,26 +198,6 @@ def test_remembered_size_that_does_not_fit_any_more_is_found_anew(monkeypatch):
     assert result.plan.accum_steps > first.plan.accum_steps == 1
     assert told.ooms == []
     assert not told.trials[0].fits
-
-
-def test_without_a_search_training_begins_uncut_and_is_cut_when_memory_runs_out():
-    _, told, result = fit("4MiB", probe="off")
-
-    assert told.trials == []
-    assert len(told.ooms) == result.oom_events > 0
-    assert result.plan.accum_steps > 1
-
-
-def test_probe_beforehand_runs_every_window_in_its_plan():
-    _, told, result = fit("4MiB", probe="before")
-
-    assert {report.micro_batches for report in told.reports} == {result.plan.micro_batches}
-    assert told.plans == [(1, result.plan)]
-
-
-def test_unknown_ways_are_refused():
-    with pytest.raises(autoaccum.InvalidInputError, match="probe='sideways' is unknown; choose one of"):
-        fit("4MiB", probe="sideways")
 
 
 def test_not_one_sample_that_fits_is_an_error_with_everything_as_before():
@@ -295,11 +280,10 @@ def test_batch_that_is_larger_than_any_before_is_cut_smaller_before_it_fails():
     assert told.reports[4].micro_batches == (64,)
 
 
-@pytest.mark.parametrize("probe", ["inline", "before", "off"])
-def test_lengths_that_rise_do_not_make_micro_batches_ever_smaller(probe):
+def test_lengths_that_rise_do_not_make_micro_batches_ever_smaller():
     lengths = list(range(5, 61, 2))
 
-    _, told, result = fit("3MiB", 40, Pooled(), texts(lengths), probe=probe)
+    _, told, result = fit("3MiB", 40, Pooled(), texts(lengths))
 
     assert result.oom_events <= 1
     assert max(told.reports[-2].micro_batches) >= 8
@@ -537,7 +521,7 @@ def test_long_sample_that_does_not_fit_alone_ends_the_run():
         fit("200KiB", 4, Pooling(), loader)
 
 
-@pytest.mark.parametrize("options", [{}, {"micro_batch": 1}, {"probe": "off"}], ids=["learned", "fixed", "off"])
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 1}], ids=["learned", "fixed"])
 @pytest.mark.parametrize("operator", [30, 90, 150])
 def test_single_sample_that_fails_for_a_moment_does_not_end_the_run(operator, options):
     loader = [(torch.randn(1, 3 + i % 4, 8), torch.zeros(1, dtype=torch.long)) for i in range(24)]

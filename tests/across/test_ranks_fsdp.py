@@ -287,7 +287,6 @@ def test_whole_models_and_spread_ones_do_not_take_each_others_checkpoints(crew, 
     ("arguments", "text"),
     [
         ({"noise_scale": 5}, "noise_scale=5 is not for a model"),
-        ({"probe": "before"}, "probe='before' is not for a model"),
         ({"loss": "several"}, "several losses, some of them .sum, weight. pairs, cannot be weighted"),
         ({"last_layer_is_whole": True}, "parameter '3.weight' is trained and on every rank whole"),
     ],

@@ -1,6 +1,5 @@
 """Models whose embeddings have sparse gradients are trained and reported on like others."""
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -25,8 +24,7 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("probe", ["inline", "before"])
-def test_fit_finds_its_cut(probe):
+def test_fit_finds_its_cut():
     model = Bag()
 
     result = autoaccum.fit(
@@ -36,7 +34,6 @@ def test_fit_finds_its_cut(probe):
         loss=functional.cross_entropy,
         optimizer=sgd(model),
         epochs=2,
-        probe=probe,
         device=autoaccum.Simulated("60KiB"),
     )
 

@@ -81,8 +81,8 @@ def test_memory_that_runs_out_changes_nothing_but_the_cut():
         split=split_training.split(),
         device="cpu",
         progress=False,
+        micro_batch=TARGET,
         cache=False,
-        probe="off",
     )
 
     assert result.oom_events
@@ -366,24 +366,6 @@ def test_samples_without_rows_are_no_reason_to_fail():
     assert (
         far(updated(loss, concatenated, data, micro_batch=2), updated(loss, concatenated, data, micro_batch=9)) <= FAR
     )
-
-
-def test_size_is_found_beforehand_from_lists_of_samples():
-    data = split_training.rows(8)
-    whole = updated(split_training.mean, split_training.collate, data, micro_batch=8, forward=split_training.forward)
-
-    found = updated(
-        split_training.mean,
-        split_training.collate,
-        data,
-        micro_batch="auto",
-        probe="before",
-        cache=False,
-        forward=split_training.forward,
-        weight=split_training.number,
-    )
-
-    assert far(found, whole) <= FAR
 
 
 def test_window_of_another_split_than_the_runners_is_refused():

@@ -119,17 +119,15 @@ def test_only_the_first_failure_of_a_run_is_written(tmp_path):
     assert len(texts(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("probe", ["inline", "before"])
-def test_sizes_that_are_tried_leave_no_report(tmp_path, probe):
-    train(tmp_path, micro_batch="auto", probe=probe)
+def test_sizes_that_are_tried_leave_no_report(tmp_path):
+    train(tmp_path, micro_batch="auto")
 
     assert texts(tmp_path) == []
 
 
-@pytest.mark.parametrize("options", [{"probe": "inline"}, {"probe": "before"}, {"probe": "off"}])
-def test_one_sample_that_does_not_fit_leaves_a_report(tmp_path, options):
+def test_one_sample_that_does_not_fit_leaves_a_report(tmp_path):
     with pytest.raises(DoesNotFitError):
-        train(tmp_path, micro_batch="auto", most=0, **options)
+        train(tmp_path, micro_batch="auto", most=0)
 
     assert len(texts(tmp_path)) == 1
 

@@ -35,14 +35,13 @@ def test_nothing_is_taken_where_samples_fit(capsys):
     assert_same(model, replayed(result))
 
 
-@pytest.mark.parametrize("probe", ["inline", pytest.param("before", marks=pytest.mark.sweep)])
-def test_next_run_begins_with_what_was_needed(tmp_path, monkeypatch, capsys, probe):
+def test_next_run_begins_with_what_was_needed(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path))
-    _, first = trained("3MiB", cache=True, probe=probe)
+    _, first = trained("3MiB", cache=True)
     assert "not even one sample fits" in capsys.readouterr().err
 
     for _ in range(2):
-        model, second = trained("3MiB", cache=True, probe=probe, max_steps=4)
+        model, second = trained("3MiB", cache=True, max_steps=4)
 
         assert second.memory == first.memory
         assert is_plain(model)

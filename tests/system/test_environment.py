@@ -58,11 +58,10 @@ def test_a_fixed_size_is_capped_and_that_is_said_once(cap, capsys):
     assert capsys.readouterr().err.count("micro-batches of at most 5 samples (AUTOACCUM_MAX_MICRO_BATCH=5)") == 1
 
 
-@pytest.mark.parametrize("probe", ["inline", "before", "off"])
-def test_no_search_goes_beyond_the_cap(cap, probe):
+def test_no_search_goes_beyond_the_cap(cap):
     cap(7)
 
-    result = train(probe=probe)
+    result = train()
 
     assert max(sizes(result)) <= 7
     assert result.plan.micro_batch > 4
