@@ -463,7 +463,7 @@ def test_pairs_beside_other_losses_are_learned_in_whole_windows(capacity, whole)
 @pytest.mark.parametrize("operator", [20, 40, 60, 80, 120])
 def test_memory_that_lacks_for_a_moment_in_the_first_window_costs_nothing_for_long(operator):
     with FailAt(operator):  # in a run that is too short for the clock
-        _, told, _ = fit("1GiB", 40, Deep(), data(40, samples=40 * 60), cache=True, max_steps=30)
+        _, told, _ = fit("1GiB", 40, Deep(), data(40, samples=40 * 60), cache=True, max_steps=39)
 
     assert max(max(report.micro_batches) for report in told.reports) == 40
     assert told.reports[-1].micro_batches == (40,)
