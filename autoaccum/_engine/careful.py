@@ -192,8 +192,9 @@ class CarefulPath:
     def _weigh(self, window: Window, sizes: tuple[int, ...], share: SharedWeights | None) -> list[Factors]:
         objective, is_part = self._step.objective, self.peers.is_part
         factors = objective.factors(window, sizes, None if share is None else share.totals, is_part=is_part)
-        if share is not None and share.multiplier != 1.0:
-            factors = [one.times(share.multiplier) for one in factors]
+        if share is not None:
+            for factor in factors:
+                factor.scale = share.multiplier
         if (len(sizes) > 1 or is_part) and objective.weights.mixes_pairs:
             # Gradients of several losses share one .grad and cannot be corrected one by one afterwards, so the weights
             # of (sum, weight) pairs are computed beforehand, in a forward pass without a graph.

@@ -35,7 +35,7 @@ _WAYS: dict[str, Callable[[Any], Any]] = {
     _ZEROS: lambda one: (one == 0).sum(),
     _SHIFTED_ZEROS: lambda one: (one[..., 1:] == 0).sum(),
 }
-_ELEMENTS, _ROWS = "elements", "rows"
+ELEMENTS, _ROWS = "elements", "rows"
 
 
 def counts_in(batch: Any, samples: int, wanted: frozenset[Count] | None = None) -> dict[Count, float]:
@@ -112,7 +112,7 @@ def _counted(tensor: Tensor, samples: int, wanted: frozenset[Count] | None, name
             fits = of_labels if way.startswith("labels") else way not in _OF_MASKS or not of_labels or _is_mask(tensor)
             if fits and (wanted is None or (way, name) in wanted):
                 yield way, float(count(_as_array(tensor)))
-    if wanted is None or (_ELEMENTS, name) in wanted:
-        yield _ELEMENTS, float(tensor.numel())
+    if wanted is None or (ELEMENTS, name) in wanted:
+        yield ELEMENTS, float(tensor.numel())
     if wanted is None or (_ROWS, name) in wanted:
         yield _ROWS, float(len(tensor))

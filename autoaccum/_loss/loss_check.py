@@ -9,8 +9,7 @@ read, it is looked for among the counts of the batch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +18,8 @@ from torch import Tensor
 from autoaccum._data.numbers import numbers_in
 from autoaccum._loss.batch_counts import counts_in
 from autoaccum._loss.graph_reader import ReadTerm, read
+from autoaccum._loss.terms import Form, TermForm
+from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -42,47 +43,6 @@ _OF_GPU, _OF_HALF = 5e-3, 4e-2  # with TensorFloat-32, and in half precision
 _SAME_WEIGHT = 1e-5
 # A gradient is multiplied by one pattern of signs, over and over: a prime length meets every row and column.
 _PATTERN = 4099
-
-
-class Form(Enum):
-    """How the losses of micro-batches make the loss of the window."""
-
-    MEAN = "a mean"
-    SUM = "a sum"
-    CONSTANT = "the same for all samples"
-    UNCONFIRMED = "not confirmed"
-
-
-@dataclass(frozen=True, slots=True)
-class TermForm:
-    """How a term of a loss is put together from micro-batches.
-
-    Attributes:
-        form: The form; constants and what is not confirmed are weighted by samples.
-        is_read: Whether the graph says what it is divided by.
-        per_sample: What it is divided by, for each sample; None if that is not known.
-        shares: What the parts were divided by, relative to the whole: those of terms with one divisor are the same.
-        counts: Counts of the batch that are proportional to what it is divided by, and what it is for each.
-        may_be_clamped: Whether a divisor that is 1 would be news.
-        is_clamped: Whether it was 1 where nothing counts.
-        name: The reported value that it is computed from, if that is known.
-        number: Of a sum: where the batch carries the number that it is divided by; None if it is no such number.
-    """
-
-    form: Form
-    is_read: bool = True
-    per_sample: float | None = None
-    shares: tuple[float, ...] = ()
-    counts: Mapping[Count, float] = field(default_factory=dict)
-    may_be_clamped: bool = False
-    is_clamped: bool = False
-    name: str = ""
-    number: Path | None = None
-
-    @property
-    def is_weighted_by_samples(self) -> bool:
-        """Whether micro-batches count by their samples."""
-        return self.form in (Form.CONSTANT, Form.UNCONFIRMED)
 
 
 @dataclass(slots=True)
@@ -110,16 +70,7 @@ class Run:
     def nothing(self, samples: int, counts: Mapping[Count, float]) -> Run:
         """Return the run of samples for which the loss has no graph, since nothing in it counts."""
         terms = [ReadTerm(None, 0.0) for _ in self.terms]
-        weights: list[float | None] = [0.0 for _ in terms]
-        return replace(
-            self,
-            samples=samples,
-            value=0.0,
-            terms=terms,
-            weights=weights,
-            gradients=torch.zeros_like(self.gradients),
-            counts=counts,
-        )
+        return Run(samples, 0.0, terms, [0.0] * len(terms), torch.zeros_like(self.gradients), counts, self.numbers)
 
     def whole(self) -> Run:
         """Return the same as a loss of a single term that could not be read."""
@@ -185,9 +136,8 @@ def run_of(loss: Tensor, samples: int, batch: Any, parameters: Sequence[nn.Param
     weights = [None if term.weight is None else _finite(float(term.weight)) for term in terms]
     rows = []
     for number in range(len(terms)) if parameters else ():
-        kept = keep or number + 1 < len(terms)
         with _only(terms, number):
-            rows.append(_projected(_gradients(loss, parameters, keep=kept)))
+            rows.append(_projected(_gradients(loss, parameters, keep=keep or number + 1 < len(terms))))
     numbers = {path: number for path, number in numbers_in(batch).items() if number != 1.0}
     counts = counts_in(batch, samples)
     # Where gradients cannot be had, the value of a single term has to do.
@@ -196,26 +146,23 @@ def run_of(loss: Tensor, samples: int, batch: Any, parameters: Sequence[nn.Param
     return Run(samples, float(value), terms, weights, gradients, counts, numbers)
 
 
-class _only:  # noqa: N801 - used as a context, like `closing`
-    """Lets the gradient of a single term pass."""
-
-    def __init__(self, terms: Sequence[ReadTerm], number: int) -> None:
-        others = [term for place, term in enumerate(terms) if place != number] if len(terms) > 1 else []
-        # At both ends, since a division by 0 between them makes NaN of 0.
-        nodes = [node for term in others for node in (term.node, term.end) if node is not terms[number].end]
-        self._handles = [
-            node.register_prehook(_nothing) for node in nodes if node is not None and not hasattr(node, "variable")
-        ]
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
+@contextmanager
+def _only(terms: Sequence[ReadTerm], number: int) -> Iterator[None]:
+    """Let the gradient of a single term pass."""
+    others = [term for place, term in enumerate(terms) if place != number]
+    # At both ends, since a division by 0 between them makes NaN of 0.
+    nodes = [node for term in others for node in (term.node, term.end) if node is not terms[number].end]
+    nodes = [node for node in nodes if node is not None and not hasattr(node, "variable")]
+    handles = [node.register_prehook(stopped) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
             handle.remove()
 
 
-def _nothing(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+def stopped(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Let no gradient pass, as a hook of a node."""
     return tuple(None if one is None else torch.zeros_like(one) for one in gradients)
 
 
@@ -309,7 +256,8 @@ def forms_of(
         # It was misread: perhaps a count of the batch fits.
         unread = [replace(run, weights=[None]) for run in (whole, *parts)]
         other = _form_of(0, unread[0], unread[1:], tolerance, is_random=False)
-        forms = [other if other.form is Form.UNCONFIRMED else _checked_value(other, whole, parts, tolerance)]
+        if other.form is not Form.UNCONFIRMED:
+            forms = [_checked_value(other, whole, parts, tolerance)]
     return forms
 
 
@@ -434,12 +382,7 @@ def _mean_of(number: int, whole: Run, parts: Sequence[Run]) -> TermForm:
 
 def _checked_value(form: TermForm, whole: Run, parts: Sequence[Run], tolerance: float) -> TermForm:
     """Return a form if the values of the parts agree with it too; otherwise one that is not confirmed."""
-    if form.form is Form.SUM:
-        factors = [1.0] * len(parts)
-    elif form.is_read:
-        factors = list(form.shares)
-    else:
-        factors = list(form.shares)
+    factors = [1.0] * len(parts) if form.form is Form.SUM else form.shares
     added = [factor * part.value for factor, part in zip(factors, parts, strict=True) if factor]
     room = tolerance * (abs(whole.value) + sum(map(abs, added)))
     return form if _close(sum(added), whole.value, room) else replace(form, form=Form.UNCONFIRMED)

@@ -17,25 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoaccum import _oom
 from autoaccum._arguments import check_function, is_one_of, shown
-from autoaccum._data.batches import chosen
 from autoaccum._data.nesting import map_tensors
 from autoaccum._data.numbers import number_at
 from autoaccum._data.pieces import weigher_of
-from autoaccum._data.splits import Along, ByDefault, check_split
-from autoaccum._loss import calling_conventions, divisor, weighting
+from autoaccum._data.splits import ByDefault, check_split
+from autoaccum._loss import calling_conventions, divisor
 from autoaccum._loss.batch_counts import in_words
 from autoaccum._loss.closures import Closure
 from autoaccum._loss.divisor import carries_numbers
-from autoaccum._loss.loss_check import MOST_SAMPLES, Form
+from autoaccum._loss.loss_check import MOST_SAMPLES
 from autoaccum._loss.loss_entries import TOTAL, Entries
 from autoaccum._loss.loss_weights import Common, LossWeights, scale_text
-from autoaccum._loss.modes import Modes, eager, evaluation_mode
-from autoaccum._loss.terms import Term, describe, is_pair, reported_term, term_of
+from autoaccum._loss.modes import Modes, eager
+from autoaccum._loss.terms import ELEMENTWISE, Form, Term, describe, is_pair, kind_of, of_torch, reported_term, term_of
 from autoaccum._loss.trial_losses import TrialLosses
-from autoaccum._loss.weighting import Over
-from autoaccum._loss.whole_batch import call_with
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -43,9 +39,9 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
-    from autoaccum._loss.loss_check import TermForm
     from autoaccum._loss.loss_weights import Factors, Slot
     from autoaccum._loss.modes import Mark
+    from autoaccum._loss.terms import TermForm
     from autoaccum._system.notices import Notices
 
 CALLS_USER_CODE = True  # for own_code.raised_here
@@ -88,9 +84,8 @@ class Objective:
     Attributes:
         split: As the argument.
         weights: What is known of how losses weigh samples.
-        returns_pairs: Whether any loss so far was a (sum, weight) pair.
         nodes: Names of reported values, by the identity of the graph's node, while losses are checked.
-        may_look: Whether a sample may be run through the model to determine which entries of a mapping have a gradient.
+        may_look: Whether a pass may be repeated with gradients to see which entries of a mapping have one.
         casts_itself: Whether the model, or a closure, enters autocast by itself.
         gave_number: Whether the last pass returned a single number.
         samples: Samples of the last pass.
@@ -122,12 +117,10 @@ class Objective:
         self._forward = forward
         self._notices = notices
         self._accepted = _accepted_names(model)
-        self.returns_pairs = False
         self.may_look = True
         self.casts_itself = False
         self.gave_number = False
         self.samples = 0
-        self._has_lacked_memory = False
         self._adds_up = False  # whether the split's weight was seen to
         self.weights = LossWeights(_said_by(loss_reduction, split))
         self._most = MOST_SAMPLES  # samples of the next check
@@ -137,11 +130,13 @@ class Objective:
             self.sources = self._from_callables(loss)
         else:
             self.sources = (Source(Objective._forward_and_loss),)
+        self._kind = kind_of(loss)
+        self._is_elementwise = self._kind in ELEMENTWISE
         self._takes_pairs = self._forward is None and loss is not None and not isinstance(loss, list | tuple)
         self._modes: Modes | None = None  # as they were, while something is tried in evaluation mode
         self._entries = Entries(notices, self.weights.forget)
         self._loss_reduction = loss_reduction
-        self._settings: tuple[Any, ...] | None = None
+        self._settings: Any = None
         self._read_settings()
 
     @property
@@ -179,25 +174,14 @@ class Objective:
         self.samples = samples
         raw, outputs = source.run(self, batch)
         name, value = next(iter(raw.items())) if len(raw) == 1 else ("", None)
-        self.gave_number = False
-        if isinstance(value, Tensor) and value.dim() == 0:  # the usual case
-            self.gave_number, terms = True, [Term(name, value)]
-        else:
-            terms = self._terms(raw, samples, source.total, self._with_gradients(source, batch))
-            self.weights.note(terms)
-        return terms, outputs
-
-    def _with_gradients(self, source: Source, batch: Any) -> Callable[[], Mapping[str, Any] | None]:
-        """Return a function that runs one source once more, to see what has gradients; None if it may not be run."""
-
-        def with_gradients() -> Mapping[str, Any] | None:
-            return self._looked_at(lambda: source.run(self, self._one_of(batch))[0]) if self.may_look else None
-
-        return with_gradients
-
-    def _one_of(self, batch: Any) -> Any:
-        """Return one sample of a micro-batch; all of it where a split has joined it, which cannot cut it again."""
-        return chosen(batch, [0], self.split) if isinstance(self.split, Along) else batch
+        self.gave_number = isinstance(value, Tensor) and value.dim() == 0
+        if self.gave_number:  # the usual case
+            assert isinstance(value, Tensor)
+            return [Term(name, value)], outputs
+        if self.may_look and self._entries.needs_graphs(raw, source.total):
+            with torch.enable_grad():
+                raw, outputs = source.run(self, batch)
+        return self._terms(raw, samples, source.total), outputs
 
     def number_of(self, batch: Any) -> Any:
         """Run the only source on one micro-batch, and return its only loss as it is."""
@@ -221,11 +205,11 @@ class Objective:
         Raises:
             InvalidInputError: The returned value is not a loss.
         """
-
-        def with_gradients() -> Mapping[str, Any] | None:
-            return self._looked_at(lambda: self._losses_of(map_tensors(_with_gradient, outputs), batch))
-
-        return self._terms(self._losses_of(outputs, batch), samples, TOTAL, with_gradients)
+        raw = self._losses_of(outputs, batch)
+        if self.may_look and self._entries.needs_graphs(raw, TOTAL):
+            with torch.enable_grad():
+                raw = self._losses_of(map_tensors(_with_gradient, outputs), batch)
+        return self._terms(raw, samples, TOTAL)
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -301,7 +285,7 @@ class Objective:
         forms = {name: [self._without_scale(form, window) for form in of_name] for name, of_name in forms.items()}
         weights.learn(forms, is_checked=is_checked)
         weights.is_checked = trial.is_complete
-        self._most = most  # which fit: a window that begins again is checked again
+        self._most = most  # which fit
         if telling and weights.is_ambiguous(window, sizes, only_unread=True):
             raise InvalidInputError(
                 f"what the loss is divided by could be {' or '.join(sorted(map(in_words, telling)))}, which differ in "
@@ -310,8 +294,7 @@ class Objective:
 
     def check_anew(self) -> None:
         """Try as many samples as possible in the next check, since more memory may be there."""
-        self._most = MOST_SAMPLES
-        self.weights.drop_supposed()
+        self._most, self.weights.is_checked = MOST_SAMPLES, False
 
     def _without_scale(self, form: TermForm, window: Window) -> TermForm:
         """Return a form without the number of the batch that divides it, if that is a scale and counts nothing."""
@@ -366,25 +349,27 @@ class Objective:
         self.weights.look_back()
 
     def settings(self) -> tuple[Any, ...]:
-        """Return the settings of a `torch.nn` loss, and how losses weigh samples, to be compared with later ones."""
-        return weighting.settings_of(self._loss), list(self.weights.forms.values())
+        """Return the settings of a loss of torch, and how losses weigh samples, to be compared with later ones."""
+        return self._reduction(), list(self.weights.forms.values())
+
+    def _reduction(self) -> Any:
+        return None if self._kind is None else getattr(self._loss, "reduction", "mean")
 
     def _read_settings(self) -> None:
-        """Read the settings of a `torch.nn` loss.
+        """Read the settings of a loss of torch.
 
         Raises:
             InvalidInputError: They contradict `loss_reduction`.
         """
-        settings = weighting.settings_of(self._loss)
-        if settings == self._settings:
+        reduction = self._reduction()
+        if reduction == self._settings:
             return
-        self._settings = settings
-        form = weighting.of_loss_module(self._loss)
-        asked = self._loss_reduction
+        self._settings = reduction
+        form, asked = of_torch(self._loss), self._loss_reduction
         if form is not None and asked is not None and (asked == "sum") != (form.form is Form.SUM):
             raise InvalidInputError(
-                f"loss_reduction={asked!r} contradicts the loss, a {type(self._loss).__name__} with "
-                f"reduction={getattr(self._loss, 'reduction', None)!r}; leave loss_reduction out"
+                f"loss_reduction={asked!r} contradicts the loss, a {self._kind.__name__} with "
+                f"reduction={reduction!r}; leave loss_reduction out"
             )
         self.weights.trust(TOTAL, form)
 
@@ -410,59 +395,39 @@ class Objective:
         if self._loss is None:
             raw = self._own_or_default(outputs, batch)
         elif isinstance(batch, _PAIRS) and len(batch) == _PAIR:
-            if isinstance(self._loss, weighting.ELEMENTWISE):
-                _check_same_shape(outputs, batch[1], type(self._loss).__name__)
+            if self._is_elementwise:
+                _check_same_shape(outputs, batch[1], self._kind.__name__)
             raw = self._called(outputs, batch[1])
         else:
             raw = self._loss_of_batch(outputs, batch)
         # Asking whether a tensor is a Mapping is slow.
         return {TOTAL: raw} if isinstance(raw, Tensor) or not isinstance(raw, Mapping) else dict(raw)
 
-    def _terms(
-        self, raw: Mapping[str, Any], samples: int, total: str, with_gradients: Callable[[], Mapping[str, Any] | None]
-    ) -> list[Term]:
+    def _terms(self, raw: Mapping[str, Any], samples: int, total: str) -> list[Term]:
         summed = self.weights.said is Common.SUM
-        added = self._entries.added(raw, total, with_gradients)
+        added = self._entries.added(raw, total)
         terms = [term_of(name, value, samples, summed=summed) for name, value in raw.items() if name in added]
-        self.returns_pairs = self.returns_pairs or any(term.over is Over.PAIR for term in terms)
+        self.weights.note(terms)
         for name, value in raw.items():
-            if name not in added and value is not None:
-                if self._modes is not None and isinstance(value, Tensor) and value.grad_fn is not None:
-                    self.nodes[id(value.grad_fn)] = name
-                reported = reported_term(name, value, samples, summed=summed)
-                if reported is None:
-                    self._notices.say(
-                        f"loss {name!r} is {describe(value)}, so it is not reported; return a number, a vector of "
-                        "per-sample values or a (sum, weight) pair",
-                        key=f"not reported {name}",
-                    )
-                else:
-                    terms.append(reported)
+            if name in added or value is None:
+                continue
+            if self._modes is not None and isinstance(value, Tensor) and value.grad_fn is not None:
+                self.nodes[id(value.grad_fn)] = name
+            reported = reported_term(name, value, samples, summed=summed)
+            if reported is not None:
+                terms.append(reported)
+                continue
+            self._notices.say(
+                f"loss {name!r} is {describe(value)}, so it is not reported; return a number, a vector of per-sample "
+                "values or a (sum, weight) pair",
+                key=f"not reported {name}",
+            )
         return terms
 
-    def _looked_at(self, run: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any] | None:
-        """Run something with gradients, which the caller has disabled, to see which entries have one."""
-        try:
-            with torch.enable_grad(), evaluation_mode(self.modules):
-                return run()
-        except Exception as error:
-            lacks = _oom.is_oom(error) or _oom.is_too_large(error)
-            # The first time, the caller has to free memory.
-            if _oom.is_device_lost(error) or (lacks and not self._has_lacked_memory):
-                self._has_lacked_memory = True
-                raise
-            self._notices.say(
-                f"which entries of the loss have a gradient could not be inferred ({_oom.first_line(error)}); all are "
-                "summed until training shows it. Return an entry 'loss' to mark the total",
-                key="entries unknown",
-            )
-            _oom.let_go(error)
-        return None
-
     def _loss_of_batch(self, outputs: Any, batch: Any) -> Any:
-        if weighting.is_of_torch(self._loss):
+        if self._kind is not None:
             raise InvalidInputError(
-                f"{type(self._loss).__name__} needs targets, but a batch of type {type(batch).__name__} is not an "
+                f"{self._kind.__name__} needs targets, but a batch of type {type(batch).__name__} is not an "
                 "(inputs, targets) pair; pass loss=lambda outputs, batch: ... to select them"
             )
         return self._called(outputs, batch)
@@ -480,36 +445,36 @@ class Objective:
     def _own_or_default(self, outputs: Any, batch: Any) -> Any:
         own = _own_loss(outputs)
         if own is not None:
+            if self.weights.is_trusted:
+                self.weights.trust(TOTAL, None)
             return own
         if not is_pair(batch):
+            got = f"a batch of type {type(batch).__name__} is not an (inputs, targets) pair"
+            what = "pass loss=, or targets (labels) to the model"
             if isinstance(batch, Tensor):
-                raise InvalidInputError(
-                    f"no loss: the model returned {describe(outputs)}, which contains none, and the loader yields "
-                    "tensors, not (inputs, targets) pairs; pass loss=, or a DataLoader of a "
-                    "TensorDataset(inputs, targets)"
-                )
+                got = "the loader yields tensors, not (inputs, targets) pairs"
+                what = "pass loss=, or a DataLoader of a TensorDataset(inputs, targets)"
             raise InvalidInputError(
-                f"no loss: the model returned {describe(outputs)}, which contains none, and a batch of type "
-                f"{type(batch).__name__} is not an (inputs, targets) pair; pass loss=, or targets (labels) to the model"
+                f"no loss: the model returned {describe(outputs)}, which contains none, and {got}; {what}"
             )
-        loss = _default_loss(outputs, batch[1])
+        loss, form = _default_loss(outputs, batch[1])
+        if not self.weights.knows_all:
+            self.weights.trust(TOTAL, form)
         self._notices.say(f"loss: {loss.__name__} for {batch[1].dtype} targets (loss=None)", key="default loss")
         return loss(outputs, batch[1])
 
     def _by_convention(self, batch: Any) -> Any:
         model = self.model
-        inputs: list[Any] = []
+        inputs: list[Any] = [batch]
         entries: dict[str, Any] = {}
         if isinstance(batch, _PAIRS) and len(batch) == _PAIR:
             inputs = [batch[0]]
         elif isinstance(batch, Mapping):
             accepted = None if self._loss is None else self._accepted
-            entries = {name: batch[name] for name in batch if accepted is None or name in accepted}
-        else:
-            return call_with(model, batch)
+            inputs, entries = [], {name: batch[name] for name in batch if accepted is None or name in accepted}
         try:
             return model(*inputs, **entries)
-        except TypeError as error:
+        except (AttributeError, TypeError) as error:
             explained = calling_conventions.explain_model(error, model, batch, inputs, entries)
             if explained is None:
                 raise
@@ -596,8 +561,8 @@ def _own_loss(outputs: Any) -> Any:
     }
 
 
-def _default_loss(outputs: Any, targets: Any) -> Loss:
-    """Choose cross entropy for integer targets and mean squared error for floating-point ones."""
+def _default_loss(outputs: Any, targets: Any) -> tuple[Loss, TermForm | None]:
+    """Choose cross entropy for integer targets and mean squared error for floating-point ones; return its form too."""
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.dtype is torch.bool:
         raise InvalidInputError(
             f"no loss can be chosen for outputs {describe(outputs)} and targets {describe(targets)}; pass loss=, or "
@@ -605,7 +570,7 @@ def _default_loss(outputs: Any, targets: Any) -> Loss:
         )
     if targets.is_floating_point() or targets.is_complex():
         _check_same_shape(outputs, targets, "mean squared error")
-        return functional.mse_loss
+        return functional.mse_loss, of_torch(functional.mse_loss)
     classes_second = outputs.dim() > 1 and (outputs.shape[0], *outputs.shape[2:]) == tuple(targets.shape)
     classes_last = outputs.dim() > 1 and tuple(outputs.shape[:-1]) == tuple(targets.shape)
     if (not classes_second and not classes_last) or outputs.shape[1 if classes_second else -1] == 1:
@@ -614,7 +579,7 @@ def _default_loss(outputs: Any, targets: Any) -> Loss:
             f"{tuple(targets.shape)}: cross entropy needs (N, C, ...) against (N, ...), with C classes of at least 2; "
             "pass loss= (for one logit a sample, torch.nn.BCEWithLogitsLoss() and floating targets)"
         )
-    return cross_entropy if classes_second else cross_entropy_of_last
+    return cross_entropy if classes_second else cross_entropy_of_last, of_torch(functional.cross_entropy)
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -169,7 +169,7 @@ class _Weights:
                     break
                 step.memory.release()
         parts = [window.part(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
-        return [objective.weights.of_samples(_LOSS, part) for part in parts]
+        return [float(objective.weights.of_samples(_LOSS, part)[1]) for part in parts]
 
     def _step_of(self, model: nn.Module) -> GradientStep:
         if self._step is None or self._model is not model:
