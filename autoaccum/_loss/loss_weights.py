@@ -500,10 +500,10 @@ class LossWeights:
         if isinstance(total, Tensor) and total.device.type != "cpu":
             # It may be an integer, which would round a quotient to single precision.
             return in_full(total)
-        total = float(total if self.divided_by is None else self.divided_by)
-        if not may_be_nothing and not total:
+        on_host = float(total if self.divided_by is None else self.divided_by)
+        if not may_be_nothing and not on_host:
             raise nothing_counts(f"what loss {name!r} is divided by is 0", len(found))
-        return total
+        return on_host
 
     # --- after a forward pass -----------------------------------------------------------------------------------------
 
@@ -526,17 +526,14 @@ class LossWeights:
     def _weighed(self, term: Term, samples: int, factors: Factors) -> Tensor | None:
         name, value = term.name, term.value
         if term.over is Form.PAIR:
-            assert term.weight is not None
-            if factors.alone:
-                return value / term.weight
-            if name not in factors.pairs and self.common is Common.NOTHING:  # which was not known before
-                raise NotCheckedError(_changed(name, None, ()).said, is_known=True)
-            return value * (factors.pairs.get(name) or 1.0 / self.provisional_total(name))
-        if not value.requires_grad:
-            return value  # of which the caller says that it has no gradient
-        if factors.alone:
+            if name not in factors.pairs and self.common is Common.NOTHING and not factors.alone:
+                raise NotCheckedError(_changed(name, None, ()).said, is_known=True)  # which was not known before
+            factor = factors.pairs.get(name) or 1.0 / self.provisional_total(name)
+            return value / term.weight if factors.alone else value * factor  # type: ignore[operator]
+        if factors.alone and value.requires_grad:
             self.refuse_nothing(name, value)
-            return value
+        if factors.alone or not value.requires_grad:
+            return value  # the caller says of a loss that it has no gradient
         if name in factors.terms:
             return self._weigh_terms(term, factors)
         if term.over is Form.VECTOR or self.common is not Common.DIVISOR:
@@ -606,12 +603,7 @@ class LossWeights:
             for one, form in zip(found[1:], forms[1:], strict=True):
                 self._compare_with(name, one.weight, unit * ((form.per_sample or 1.0) / own))
         if first.divisor is not None and forms[0].may_be_clamped:
-            each = forms[0].counts.get(SAMPLES)
-            if each is None or not _is_same(first.weight, samples * each):
-                if isinstance(first.divisor, Tensor):
-                    self._later.append((first.divisor == 1.0, _clamp_text(name)))
-                elif first.divisor == 1.0:
-                    return self._unclamped(name, loss, first.weight, samples)
+            first.weight = self._unclamped(name, loss, first, samples)
         if isinstance(first.weight, Tensor):
             # The gradient of a division by 0 is NaN, even times 0. This waits for the device.
             divides = any(one.divisor is not None for one in found)
@@ -620,18 +612,21 @@ class LossWeights:
             raise InvalidInputError(f"loss {name!r} divides by NaN; look for NaN among the weights")
         return 0.0 if math.isinf(first.weight) else first.weight  # what is multiplied by 0 is not there
 
-    def _unclamped(self, name: str, loss: Tensor, weight: Any, samples: int) -> float:
-        """Return what a loss is divided by whose divisor is 1: what the batch says, since it may be 1 for 0."""
+    def _unclamped(self, name: str, loss: Tensor, term: ReadTerm, samples: int) -> Any:
+        """Return what a loss is divided by: what the batch says, if it is 1 and may be 1 for 0."""
         counts, window = self.forms[name][0].counts, self.window
-        if counts and window is not None and window.is_on(_HOST):
-            counted = counts_of(window, self.start, self.start + samples, frozenset(counts))
-            numbers = [counted[count] * each for count, each in counts.items()]
-            if all(_is_same(weight, number) for number in numbers):
-                return float(weight)
-            if not any(numbers) and not float(loss.detach()):
+        if isinstance(term.divisor, Tensor):
+            self._later.append((term.divisor == 1.0, _clamp_text(name)))
+        elif term.divisor == 1.0 and not _is_same(term.weight, samples * counts.get(SAMPLES, 0.0)):
+            numbers = []
+            if window is not None and window.is_on(_HOST):
+                counted = counts_of(window, self.start, self.start + samples, frozenset(counts))
+                numbers = [counted[count] * each for count, each in counts.items()]
+            if numbers and not any(numbers) and not float(loss.detach()):
                 return 0.0
-        self.warn(_clamp_text(name))
-        return float(weight)
+            if not numbers or not all(_is_same(term.weight, number) for number in numbers):
+                self.warn(_clamp_text(name))
+        return term.weight
 
     def _weigh_terms(self, term: Term, factors: Factors) -> Tensor | None:
         """Return a loss whose terms have factors of their own, which its backward pass applies."""

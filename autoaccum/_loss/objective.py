@@ -84,7 +84,7 @@ class Objective:
     Attributes:
         split: As the argument.
         weights: What is known of how losses weigh samples.
-        nodes: Names of reported values, by the identity of the graph's node, while losses are checked.
+        nodes: Names of reported values by their nodes of the graph, while losses are checked.
         may_look: Whether a pass may be repeated with gradients to see which entries of a mapping have one.
         casts_itself: Whether the model, or a closure, enters autocast by itself.
         gave_number: Whether the last pass returned a single number.
@@ -124,7 +124,7 @@ class Objective:
         self._adds_up = False  # whether the split's weight was seen to
         self.weights = LossWeights(_said_by(loss_reduction, split))
         self._most = MOST_SAMPLES  # samples of the next check
-        self.nodes: dict[int, str] = {}  # of reported values in the graph of the loss, by identity
+        self.nodes: dict[Any, str] = {}
         self.sources: tuple[Source, ...]
         if isinstance(loss, list | tuple):
             self.sources = self._from_callables(loss)
@@ -412,7 +412,7 @@ class Objective:
             if name in added or value is None:
                 continue
             if self._modes is not None and isinstance(value, Tensor) and value.grad_fn is not None:
-                self.nodes[id(value.grad_fn)] = name
+                self.nodes[value.grad_fn] = name
             reported = reported_term(name, value, samples, summed=summed)
             if reported is not None:
                 terms.append(reported)

@@ -138,10 +138,10 @@ class TrialLosses:
 
     def _name_of(self, term: ReadTerm) -> str:
         """Return the name of the reported value that a term is computed from; "" if there is none."""
-        node = term.node
-        for _ in range(_STEPS):
-            if node is None or id(node) in self._objective.nodes:
-                return self._objective.nodes.get(id(node), "")
+        node, names = term.node, self._objective.nodes
+        for _ in range(_STEPS if names else 0):
+            if node is None or node in names:
+                return names.get(node, "")
             inputs = [one for one, _ in node.next_functions if one is not None]
             node = inputs[0] if len(inputs) == 1 else None
         return ""
