@@ -191,7 +191,7 @@ class CarefulPath:
 
     def _weigh(self, window: Window, sizes: tuple[int, ...], share: SharedWeights | None) -> list[Factors]:
         objective, is_part = self._step.objective, self.peers.is_part
-        factors = objective.factors(window, sizes, None if share is None else share.totals, is_part=is_part)
+        factors = objective.weights.factors(window, sizes, None if share is None else share.totals, is_part=is_part)
         if share is not None:
             for factor in factors:
                 factor.scale = share.multiplier

@@ -26,6 +26,7 @@ _SUM, _SHIFTED_SUM = "the sum", "the sum, shifted by one"
 _ZEROS, _SHIFTED_ZEROS = "the number of 0", "the number of 0, shifted by one"
 _OF_MASKS = (_SUM, _SHIFTED_SUM, _ZEROS, _SHIFTED_ZEROS)
 SHIFTED = f"{LABELS}, shifted by one"
+_SHIFTED = (SHIFTED, _SHIFTED_SUM, _SHIFTED_ZEROS)
 _WAYS: dict[str, Callable[[Any], Any]] = {
     LABELS: lambda one: one.size - _ignored(one),
     SHIFTED: lambda one: one[..., 1:].size - _ignored(one[..., 1:]),
@@ -108,7 +109,10 @@ def _counted(tensor: Tensor, samples: int, wanted: frozenset[Count] | None, name
         return
     if tensor.dim() <= _MOST_DIMS and tensor.numel() <= _MOST_ELEMENTS * max(samples, 1):
         of_labels = not (tensor.is_floating_point() or tensor.dtype is torch.bool)
+        are_rows = tensor.dim() > 1 or "[]" in name  # otherwise samples would be shifted
         for way, count in _WAYS.items():
+            if not are_rows and way in _SHIFTED:
+                continue
             fits = of_labels if way.startswith("labels") else way not in _OF_MASKS or not of_labels or _is_mask(tensor)
             if fits and (wanted is None or (way, name) in wanted):
                 yield way, float(count(_as_array(tensor)))

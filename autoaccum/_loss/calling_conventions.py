@@ -51,29 +51,36 @@ def check_single(loss: Callable[..., Any]) -> None:
         raise _wrong_alone(loss, f"takes ({', '.join(names)})")
 
 
-def explain_list(error: Exception, loss: Callable[..., Any], model: nn.Module, batch: Any) -> InvalidInputError | None:
-    """Return the error for a loss of a list that took the model or the batch for tensors; None if it did not."""
+def explain_list(error: Exception, loss: Callable[..., Any], model: nn.Module, batch: Any) -> None:
+    """Explain a loss of a list that took the model or the batch for tensors.
+
+    Raises:
+        InvalidInputError: It did.
+    """
     kinds = {type(value).__name__ for value in (model, batch) if not isinstance(value, Tensor)}
     said, frame = first_line(error), error.__traceback__
     while frame is not None:
         if frame.tb_frame.f_locals.get("self") is model:
-            return None  # it comes from code of the model
+            return  # it comes from code of the model
         frame = frame.tb_next
-    is_meant = any(re.search(rf"\b{re.escape(kind)}\b", said) for kind in kinds)
-    return _wrong_in_list(loss, f"failed with them ({said[:_MOST_SAID]})") if is_meant else None
+    if any(re.search(rf"\b{re.escape(kind)}\b", said) for kind in kinds):
+        raise _wrong_in_list(loss, f"failed with them ({said[:_MOST_SAID]})") from error
 
 
-def explain_single(error: Exception, loss: Callable[..., Any], outputs: Any) -> InvalidInputError | None:
-    """Return the error for a single loss that called the outputs, as it would a model; None if it did not."""
-    if f"'{type(outputs).__name__}' object is not callable" not in str(error):
-        return None
-    return _wrong_alone(loss, f"calls the first of them ({first_line(error)[:_MOST_SAID]})")
+def explain_single(error: Exception, loss: Callable[..., Any], outputs: Any) -> None:
+    """Explain a single loss that called the outputs, as it would a model.
+
+    Raises:
+        InvalidInputError: It did.
+    """
+    if f"'{type(outputs).__name__}' object is not callable" in str(error):
+        raise _wrong_alone(loss, f"calls the first of them ({first_line(error)[:_MOST_SAID]})") from error
 
 
 def explain_model(
     error: Exception, model: nn.Module, batch: Any, inputs: Sequence[Any], entries: Mapping[str, Any]
-) -> InvalidInputError | None:
-    """Return the error for a model that does not take what it was called with; None if it does.
+) -> None:
+    """Explain a model that does not take what it was called with.
 
     Only a pair (inputs, targets) and a mapping are taken apart by convention. A tuple of one, three or more tensors is
     one argument, which few models take.
@@ -84,31 +91,35 @@ def explain_model(
         batch: The batch.
         inputs: The positional arguments that the model was called with.
         entries: The others.
+
+    Raises:
+        InvalidInputError: It does not.
     """
     said, name = first_line(error)[:_MOST_SAID], type(model).__name__
     if inputs and inputs[0] is batch:
-        is_meant = isinstance(batch, list | tuple) and any(sign in first_line(error) for sign in _SIGNS)
-        return _of_whole_batch(model, batch, said) if is_meant else None
+        if isinstance(batch, list | tuple) and any(sign in first_line(error) for sign in _SIGNS):
+            raise _of_whole_batch(model, batch, said) from error
+        return
     try:
         inspect.signature(model.forward).bind(*inputs, **entries)
     except TypeError:
         pass
     else:
-        return None
+        return
     takes = f"{name}.forward takes ({', '.join(_parameters_of(model))})"
     if isinstance(batch, Mapping):
         names = [repr(name) for name in batch]
         shown = ", ".join(names[:_MOST_ENTRIES]) + (", …" if len(names) > _MOST_ENTRIES else "")
-        return InvalidInputError(
+        raise InvalidInputError(
             f"a batch is a mapping of {shown}, whose entries go to the model by name, and {takes}; pass "
             f"forward=lambda model, batch: model(batch[{names[0]}]) and loss=lambda outputs, batch: "
             f"criterion(outputs, batch[{names[-1]}])"
-        )
+        ) from error
     call = "model(*batch[0])" if isinstance(batch[0], list | tuple) else "model(*batch)"
-    return InvalidInputError(
+    raise InvalidInputError(
         f"of a pair (inputs, targets) the model is called with the inputs alone, and {takes} "
         f"({said}); pass forward=lambda model, batch: {call}"
-    )
+    ) from error
 
 
 def _of_whole_batch(model: nn.Module, batch: Sequence[Any], said: str) -> InvalidInputError:

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 _MOST_DIVISORS = 3
 # Relative differences of counts in double precision, and of what is read in single precision.
 _SAME_COUNT, _SAME_WEIGHT = 1e-9, 1e-5
+# The same of the weight that a split gives for a window, and the sum of those of micro-batches.
+_ADDS_UP = 1e-6
 # The totals of a window's samples, and of what split.weight counts, among the totals of its divisors.
 OF_SAMPLES, _OF_SPLIT = ("", 0), ("", 1)
 _HOST = torch.device("cpu")
@@ -110,6 +112,7 @@ class LossWeights:
 
     Args:
         asked: What the arguments say of every loss that is a number; None to find it out.
+        split: The split, for a message.
 
     Attributes:
         said: The same; None for a loss of torch, which says it better.
@@ -122,7 +125,9 @@ class LossWeights:
         warnings: What was said of gradients that may be wrong.
     """
 
-    def __init__(self, asked: Common | None) -> None:
+    def __init__(self, asked: Common | None, split: str = "") -> None:
+        self._split = split
+        self._adds_up = False  # whether the split's weight was seen to
         self.said = self._asked = asked
         self.forms: dict[str, tuple[TermForm, ...]] = {}
         self.is_checked = self.is_trusted = False
@@ -381,6 +386,7 @@ class LossWeights:
         if self.said is Common.SPLIT and common is not Common.DIVISOR:
             stops, whole = list(accumulate(sizes)), _OF_SPLIT
             weights = [window.weight(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+            self._check_split(window, weights)
         total = sum(weights) if totals is None else totals[whole]
         if not total:
             raise nothing_counts("split.weight(batch) is 0", len(sizes))
@@ -392,6 +398,18 @@ class LossWeights:
         if common is Common.NOTHING:
             self._weigh_each_term(factors, window, sizes, totals or self.totals(window))
         return factors
+
+    def _check_split(self, window: Window, weights: Sequence[float]) -> None:
+        """Reject, in the first window that is cut, a weight of the split that does not add up over micro-batches."""
+        if self._adds_up or len(weights) == 1:
+            return
+        added, whole = sum(weights), window.weight(0, window.samples)
+        if not math.isclose(whole, added, rel_tol=_ADDS_UP):
+            raise InvalidInputError(
+                f"split={self._split}: weight does not add up: {whole:g} for a window, and {added:g} for its "
+                f"{len(weights)} micro-batches together, as a mean or a maximum would; return a sum, such as the tokens"
+            )
+        self._adds_up = True
 
     def _weights_beforehand(self, window: Window, sizes: Sequence[int]) -> Sequence[float | None]:
         """Return what a loss is divided by where its graph does not say it: a number, or a count, of the batch."""

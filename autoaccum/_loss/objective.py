@@ -6,11 +6,9 @@ Returns loss terms with their graphs, which the caller back-propagates. `loss_we
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
-    from autoaccum._loss.loss_weights import Factors, Slot
     from autoaccum._loss.modes import Mark
     from autoaccum._loss.terms import TermForm
     from autoaccum._system.notices import Notices
@@ -48,8 +45,6 @@ CALLS_USER_CODE = True  # for own_code.raised_here
 
 Loss = Callable[..., Any]
 
-# Relative difference by which a window's weight may differ from the sum of its micro-batches'.
-_ADDS_UP = 1e-6
 # For recognising (inputs, targets) as `terms.is_pair` does, inlined because it is done for every micro-batch.
 _PAIRS, _PAIR = (tuple, list), 2
 
@@ -82,6 +77,7 @@ class Objective:
         further: Modules beside the model that the loss uses, whose buffers and parameters belong to the step too.
 
     Attributes:
+        loss: As the argument.
         split: As the argument.
         weights: What is known of how losses weigh samples.
         nodes: Names of reported values by their nodes of the graph, while losses are checked.
@@ -112,7 +108,7 @@ class Objective:
             check_function("forward", forward, "model, batch")
         self.model = model
         self.split = ByDefault() if split is None else split
-        self._loss = loss
+        self.loss = loss
         self._further = [module for module in further if module is not model]
         self._forward = forward
         self._notices = notices
@@ -121,18 +117,19 @@ class Objective:
         self.casts_itself = False
         self.gave_number = False
         self.samples = 0
-        self._adds_up = False  # whether the split's weight was seen to
-        self.weights = LossWeights(_said_by(loss_reduction, split))
+        self.weights = LossWeights(_said_by(loss_reduction, split), repr(split))
         self._most = MOST_SAMPLES  # samples of the next check
         self.nodes: dict[Any, str] = {}
-        self.sources: tuple[Source, ...]
-        if isinstance(loss, list | tuple):
-            self.sources = self._from_callables(loss)
-        else:
-            self.sources = (Source(Objective._forward_and_loss),)
+        self._losses: Sequence[Any] = loss if isinstance(loss, list | tuple) else [loss]
+        is_list = self._losses is loss
+        self.sources = _sources(self._losses) if is_list else [Source(Objective._forward_and_loss)]
         self._kind = kind_of(loss)
         self._is_elementwise = self._kind in ELEMENTWISE
-        self._takes_pairs = self._forward is None and loss is not None and not isinstance(loss, list | tuple)
+        # Whether the loss is a function of outputs, so that it can be called on some of their rows alone.
+        self.takes_outputs = loss is not None and not is_list
+        # Whether a pass gives outputs beside the loss: the model's, or those that a closure returns.
+        self.gives_outputs = not is_list or isinstance(self._losses[0], Closure)
+        self._takes_pairs = self._forward is None and self.takes_outputs
         self._modes: Modes | None = None  # as they were, while something is tried in evaluation mode
         self._entries = Entries(notices, self.weights.forget)
         self._loss_reduction = loss_reduction
@@ -140,21 +137,14 @@ class Objective:
         self._read_settings()
 
     @property
-    def loss(self) -> Loss | Sequence[Loss] | None:
-        """The loss argument."""
-        return self._loss
-
-    @property
     def modules(self) -> list[nn.Module]:
         """The model, losses that are modules, and further ones: all whose buffers and parameters belong to the step."""
-        losses = self._loss if isinstance(self._loss, list | tuple) else [self._loss]
-        return [self.model, *(loss for loss in losses if isinstance(loss, nn.Module)), *self._further]
+        return [self.model, *(loss for loss in self._losses if isinstance(loss, nn.Module)), *self._further]
 
     @property
     def functions(self) -> list[Any]:
         """The functions of the user's that run in a pass, or join a micro-batch."""
-        losses = self._loss if isinstance(self._loss, list | tuple) else [self._loss]
-        losses = [loss.function if isinstance(loss, Closure) else loss for loss in losses]
+        losses = [loss.function if isinstance(loss, Closure) else loss for loss in self._losses]
         return [one for one in (*losses, self._forward, self.split) if one is not None]
 
     def terms(self, source: Source, batch: Any, samples: int) -> tuple[list[Term], Any]:
@@ -186,7 +176,7 @@ class Objective:
     def number_of(self, batch: Any) -> Any:
         """Run the only source on one micro-batch, and return its only loss as it is."""
         if self._takes_pairs and isinstance(batch, _PAIRS) and len(batch) == _PAIR:
-            return self._loss(self.model(batch[0]), batch[1])  # type: ignore[operator,misc]
+            return self.loss(self.model(batch[0]), batch[1])  # type: ignore[operator,misc]
         raw = self.sources[0].run(self, batch)[0]
         return next(iter(raw.values())) if len(raw) == 1 else raw
 
@@ -212,16 +202,6 @@ class Objective:
         return self._terms(raw, samples, TOTAL)
 
     # --- weights ------------------------------------------------------------------------------------------------------
-
-    @property
-    def takes_outputs(self) -> bool:
-        """Whether the loss is a function of outputs, so that it can be called on some of their rows alone."""
-        return self._loss is not None and not isinstance(self._loss, list | tuple)
-
-    @property
-    def gives_outputs(self) -> bool:
-        """Whether a pass gives outputs beside the loss: the model's, or those that a closure returns."""
-        return not isinstance(self._loss, list | tuple) or isinstance(self._loss[0], Closure)
 
     @property
     def tries_several(self) -> bool:
@@ -305,30 +285,6 @@ class Objective:
             self.weights.warn(scale_text(path))
         return replace(form, number=None)
 
-    def factors(
-        self, window: Window, sizes: Sequence[int], totals: Mapping[Slot, float] | None = None, *, is_part: bool = False
-    ) -> list[Factors]:
-        """Return the factors of each micro-batch's losses; arguments as for `LossWeights.factors`."""
-        if self.weights.common is Common.SPLIT and not self._adds_up and len(sizes) > 1:
-            self._check_weight(window, sizes)
-        return self.weights.factors(window, sizes, totals, is_part=is_part)
-
-    def _check_weight(self, window: Window, sizes: Sequence[int]) -> None:
-        """Reject a weight of the split that does not add up over the micro-batches of a window.
-
-        Raises:
-            InvalidInputError: It does not.
-        """
-        stops = list(accumulate(sizes))
-        added = sum(window.weight(stop - size, stop) for size, stop in zip(sizes, stops, strict=True))
-        whole = window.weight(0, window.samples)
-        if not math.isclose(whole, added, rel_tol=_ADDS_UP):
-            raise InvalidInputError(
-                f"split={self.split!r}: weight does not add up: {whole:g} for a window, and {added:g} for its "
-                f"{len(sizes)} micro-batches together, as a mean or a maximum would; return a sum, such as the tokens"
-            )
-        self._adds_up = True
-
     def put_back_modes(self) -> None:
         """Restore the modules' modes and the compiler if something was tried in evaluation mode and never ended.
 
@@ -353,7 +309,7 @@ class Objective:
         return self._reduction(), list(self.weights.forms.values())
 
     def _reduction(self) -> Any:
-        return None if self._kind is None else getattr(self._loss, "reduction", "mean")
+        return None if self._kind is None else getattr(self.loss, "reduction", "mean")
 
     def _read_settings(self) -> None:
         """Read the settings of a loss of torch.
@@ -365,7 +321,7 @@ class Objective:
         if reduction == self._settings:
             return
         self._settings = reduction
-        form, asked = of_torch(self._loss), self._loss_reduction
+        form, asked = of_torch(self.loss), self._loss_reduction
         if form is not None and asked is not None and (asked == "sum") != (form.form is Form.SUM):
             raise InvalidInputError(
                 f"loss_reduction={asked!r} contradicts the loss, a {self._kind.__name__} with "
@@ -375,31 +331,24 @@ class Objective:
 
     # --- calling the model and the loss -------------------------------------------------------------------------------
 
-    def _from_callables(self, losses: Sequence[Loss]) -> tuple[Source, ...]:
-        if len(losses) == 1 and isinstance(losses[0], Closure):
-            return (Source(losses[0].source),)
-        names: list[str] = []
-        for loss in losses:
-            name = getattr(loss, "__name__", type(loss).__name__)
-            names.append(name if name not in names else f"{name} {len(names) + 1}")
-        return tuple(
-            Source(_one_of_several(name, loss), total=f"{name}/{TOTAL}")
-            for name, loss in zip(names, losses, strict=True)
-        )
-
     def _forward_and_loss(self, batch: Any) -> tuple[dict[str, Any], Any]:
         outputs = self._by_convention(batch) if self._forward is None else self._forward(self.model, batch)
         return self._losses_of(outputs, batch), outputs
 
     def _losses_of(self, outputs: Any, batch: Any) -> dict[str, Any]:
-        if self._loss is None:
+        if self.loss is None:
             raw = self._own_or_default(outputs, batch)
         elif isinstance(batch, _PAIRS) and len(batch) == _PAIR:
             if self._is_elementwise:
                 _check_same_shape(outputs, batch[1], self._kind.__name__)
             raw = self._called(outputs, batch[1])
+        elif self._kind is not None:
+            raise InvalidInputError(
+                f"{self._kind.__name__} needs targets, but a batch of type {type(batch).__name__} is not an "
+                "(inputs, targets) pair; pass loss=lambda outputs, batch: ... to select them"
+            )
         else:
-            raw = self._loss_of_batch(outputs, batch)
+            raw = self._called(outputs, batch)
         # Asking whether a tensor is a Mapping is slow.
         return {TOTAL: raw} if isinstance(raw, Tensor) or not isinstance(raw, Mapping) else dict(raw)
 
@@ -424,23 +373,12 @@ class Objective:
             )
         return terms
 
-    def _loss_of_batch(self, outputs: Any, batch: Any) -> Any:
-        if self._kind is not None:
-            raise InvalidInputError(
-                f"{self._kind.__name__} needs targets, but a batch of type {type(batch).__name__} is not an "
-                "(inputs, targets) pair; pass loss=lambda outputs, batch: ... to select them"
-            )
-        return self._called(outputs, batch)
-
     def _called(self, outputs: Any, targets: Any) -> Any:
-        assert callable(self._loss)
         try:
-            return self._loss(outputs, targets)
+            return self.loss(outputs, targets)  # type: ignore[operator,misc]
         except TypeError as error:
-            explained = calling_conventions.explain_single(error, self._loss, outputs)
-            if explained is None:
-                raise
-            raise explained from error
+            calling_conventions.explain_single(error, self._losses[0], outputs)
+            raise
 
     def _own_or_default(self, outputs: Any, batch: Any) -> Any:
         own = _own_loss(outputs)
@@ -470,15 +408,13 @@ class Objective:
         if isinstance(batch, _PAIRS) and len(batch) == _PAIR:
             inputs = [batch[0]]
         elif isinstance(batch, Mapping):
-            accepted = None if self._loss is None else self._accepted
+            accepted = None if self.loss is None else self._accepted
             inputs, entries = [], {name: batch[name] for name in batch if accepted is None or name in accepted}
         try:
             return model(*inputs, **entries)
         except (AttributeError, TypeError) as error:
-            explained = calling_conventions.explain_model(error, model, batch, inputs, entries)
-            if explained is None:
-                raise
-            raise explained from error
+            calling_conventions.explain_model(error, model, batch, inputs, entries)
+            raise
 
 
 def check_loss_reduction(loss_reduction: object) -> None:
@@ -500,15 +436,24 @@ def _said_by(loss_reduction: str | None, split: Split | None) -> Common | None:
     return None if loss_reduction is None else Common.SAMPLES
 
 
+def _sources(losses: Sequence[Loss]) -> list[Source]:
+    if len(losses) == 1 and isinstance(losses[0], Closure):
+        return [Source(losses[0].source)]
+    found: dict[str, Source] = {}
+    for loss in losses:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        name = name if name not in found else f"{name} {len(found) + 1}"
+        found[name] = Source(_one_of_several(name, loss), total=f"{name}/{TOTAL}")
+    return list(found.values())
+
+
 def _one_of_several(name: str, loss: Loss) -> Callable[[Objective, Any], tuple[dict[str, Any], Any]]:
     def run(objective: Objective, batch: Any) -> tuple[dict[str, Any], Any]:
         try:
             raw = loss(objective.model, batch)
         except (AttributeError, TypeError) as error:
-            explained = calling_conventions.explain_list(error, loss, objective.model, batch)
-            if explained is None:
-                raise
-            raise explained from error
+            calling_conventions.explain_list(error, loss, objective.model, batch)
+            raise
         return (
             {f"{name}/{key}": value for key, value in raw.items()} if isinstance(raw, Mapping) else {name: raw}
         ), None
