@@ -46,6 +46,8 @@ class ReadTerm:
         divisor: The last divisor that the graph holds, None if there is none: where it is 0, the gradient is NaN.
         is_counted: Whether its weight comes from a count or a divisor.
         end: The node whose result is summed, as far as its elements have one factor.
+        trail: The nodes from the loss to this one, for `followed`: the kind of each, what it does to the weight, the
+            place of the input that leads on, and that of an input without a graph. None if they do not say all.
     """
 
     node: Any
@@ -53,15 +55,33 @@ class ReadTerm:
     divisor: float | Tensor | None = None
     is_counted: bool = False
     end: Any = None
+    trail: tuple[tuple[str, Any, int, int], ...] | None = ()
 
     def at(self, node: Any, weight: Any) -> ReadTerm:
         """Return the same for another node and weight."""
-        return ReadTerm(node, weight, self.divisor, self.is_counted)
+        return ReadTerm(node, weight, self.divisor, self.is_counted, trail=self.trail)
+
+    def goes(self, node: Any, does: Any, place: int) -> ReadTerm:
+        """Note the step from a node to one of its inputs."""
+        links = node.next_functions
+        others = [number for number, (one, _) in enumerate(links) if number != place and one is None]
+        is_known = self.trail is not None and len(links) <= len(("one", "another"))
+        step = node.name(), does, place, others[0] if others else -1
+        self.trail = (*(self.trail or ()), step) if is_known else None
+        return self
 
     def ends(self, node: Any, count: Any = None) -> list[ReadTerm]:
         """Return this term alone, which is a sum over what a node gives, or a mean over so many."""
+        kind = node.name()
         if count is not None:
             self.weight, self.is_counted = self.weight * count, True
+        is_mean = count is not None and kind in _OF_CLASSES
+        is_factor = kind.startswith(("Mul", "Div")) and len(_inputs(node)) == 1
+        if hasattr(node, "_saved_reduction") and not is_mean:
+            self.trail = None
+        if self.trail is not None:
+            does = _total_weight if is_mean else _spreads if is_factor else 1.0
+            self.trail = (*self.trail, (kind, does, _inputs(node)[0][2] if is_factor else 0, -1))
         self.end = node
         return [self]
 
@@ -89,8 +109,40 @@ def weight_at_once(loss: Tensor) -> float | None:
     if node is None or node.name() not in _OF_CLASSES or node._saved_reduction != _MEAN:
         return None
     total = node._saved_total_weight
-    is_plain = total.device.type == "cpu" and total.dtype in _FULL
+    is_plain = total.is_cpu and total.dtype in _FULL
     return total.tolist() if is_plain else None
+
+
+def followed(loss: Tensor, trail: tuple[tuple[str, Any, int, int], ...]) -> tuple[Any, Any] | None:
+    """Return what a term is divided by, and its last divisor, by the trail to it in an earlier graph.
+
+    None if this graph is another one, which has to be read.
+    """
+    node: Any = loss.grad_fn
+    weight: Any = 1.0
+    divisor: Any = None
+    for kind, does, place, bare in trail:
+        if node is None or node.name() != kind or (bare >= 0 and node.next_functions[bare][0] is not None):
+            return None
+        if does.__class__ is float:
+            weight = weight * does
+        elif does is _total_weight:
+            if node._saved_reduction != _MEAN:
+                return None
+            weight = weight * _total_weight(node)
+        elif does is _count:
+            weight = weight * node._saved_self_sym_numel
+        else:
+            other = node._saved_self if place else node._saved_other
+            if does is _spreads:
+                return (weight, divisor) if isinstance(other, Tensor) and other.dim() else None
+            other = _on_host(other) if isinstance(other, Tensor) else float(other)
+            if does is _divided:
+                weight = _divided(weight, other)
+            else:
+                weight, divisor = weight * other, other
+        node = node.next_functions[place][0] if node.next_functions else None
+    return weight, divisor
 
 
 def _merged(terms: list[ReadTerm]) -> list[ReadTerm]:
@@ -99,6 +151,7 @@ def _merged(terms: list[ReadTerm]) -> list[ReadTerm]:
     for term in terms:
         first = by_node.setdefault(id(term.node), term)
         if first is not term:
+            first.trail = None
             is_read = first.weight is not None and term.weight is not None
             first.weight = _together(first.weight, term.weight) if is_read else None
     # What is multiplied by 0 is not there.
@@ -150,14 +203,11 @@ def _shape(node: Any, number: int) -> Any:
     return node.variable.shape if hasattr(node, "variable") else node._input_metadata[number].shape
 
 
-def _refuse_several(node: Any, number: int) -> None:
-    if math.prod(_shape(node, number)) != 1:
-        raise _UnreadError
-
-
 def _unchanged(node: Any, term: ReadTerm) -> list[ReadTerm]:
-    inner, number, _ = _only_input(node)
-    _refuse_several(inner, number)
+    inner, number, place = _only_input(node)
+    if math.prod(_shape(inner, number)) != 1:  # of which the number is one element
+        raise _UnreadError
+    term.goes(node, 1.0, place)
     return _read(inner, term)
 
 
@@ -173,6 +223,7 @@ def _scales(node: Any, place: int, term: ReadTerm, is_number: Callable[[Tensor],
     kind = node.name()
     if kind.startswith("Neg"):
         term.weight = -term.weight
+        term.goes(node, -1.0, place)
         return True
     is_division = kind.startswith("Div")
     if is_division and place:  # a number divided by something with a gradient
@@ -185,19 +236,21 @@ def _scales(node: Any, place: int, term: ReadTerm, is_number: Callable[[Tensor],
         term.weight, term.divisor, term.is_counted = term.weight * other, other, True
     else:
         term.weight = _divided(term.weight, other)
+    term.goes(node, _divides if is_division else _divided, place)
     return True
 
 
 def _added(node: Any, term: ReadTerm) -> list[ReadTerm]:
     inputs, own = _inputs(node), list[ReadTerm]()
     kind, alpha = node.name(), getattr(node, "_saved_alpha", 1)
-    for inner, number, place in inputs:
-        _refuse_several(inner, number)
-        is_second = (place == 0) if kind.startswith("Rsub") else (place == 1)
-        weight = term.weight / alpha if is_second and alpha != 1 else term.weight
-        weight = -weight if is_second and "sub" in kind.lower() else weight
+    second = 0 if kind.startswith("Rsub") else 1
+    for inner, _, place in inputs:
+        factor = 1.0
+        if place == second:
+            factor = (1.0 if kind.startswith("Add") else -1.0) / alpha
+        weight = term.weight if factor == 1.0 else term.weight * factor
         # With a single input the rest is a constant, and the gradient of the whole node is that of the term.
-        own += _read(inner, term.at(inner if len(inputs) > 1 else term.node, weight))
+        own += _read(inner, term.at(inner if len(inputs) > 1 else term.node, weight).goes(node, factor, place))
     return _as_one(term, node, own)
 
 
@@ -211,15 +264,18 @@ def _as_one(term: ReadTerm, node: Any, parts: list[ReadTerm]) -> list[ReadTerm]:
 
 
 def _mean(node: Any, term: ReadTerm) -> list[ReadTerm]:
-    inner, number, _ = _only_input(node)
-    count = getattr(node, "_saved_self_sym_numel", None)  # not of a mean over chosen dimensions
-    count = math.prod(_shape(inner, number)) if count is None else int(count)
+    inner, number, place = _only_input(node)
+    count = getattr(node, "_saved_self_sym_numel", None)
+    if count is None:  # a mean over chosen dimensions
+        count, term.trail = math.prod(_shape(inner, number)), None
     term.weight, term.is_counted = term.weight * count, True
+    term.goes(node, _count, place)
     return _read_elements(inner, number, term)
 
 
 def _sum(node: Any, term: ReadTerm) -> list[ReadTerm]:
-    inner, number, _ = _only_input(node)
+    inner, number, place = _only_input(node)
+    term.goes(node, 1.0, place)
     return _read_elements(inner, number, term)
 
 
@@ -275,6 +331,7 @@ def _read_elements(node: Any, number: int, term: ReadTerm) -> list[ReadTerm]:
     if kind in ("StackBackward", "CatBackward", "ExpandBackward"):
         if all(math.prod(_shape(inner, of_inner)) == 1 for inner, of_inner, _ in inputs):
             own = list[ReadTerm]()
+            term.trail = None
             for inner, *_ in inputs:  # of numbers; an expanded one is there several times
                 weight = _divided(term.weight, math.prod(shape)) if kind == "ExpandBackward" else term.weight
                 own += _read(inner, term.at(inner if len(inputs) > 1 else term.node, weight))
@@ -311,9 +368,13 @@ def _divided(weight: Any, number: Any) -> Any:
     return weight / number if isinstance(number, Tensor) or number else math.inf
 
 
+# What a node does to a weight, in a trail.
+_divides, _count, _spreads = "divides", "counts its elements", "ends in one number for each element"
+
+
 def _on_host(value: Tensor) -> float | Tensor:
     """Return a number on the host if it is there, otherwise the tensor, in full precision."""
-    if value.device.type == "cpu":
+    if value.is_cpu:
         # This reads it without an operator of torch, which a mode that watches operators would see.
         number: Any = value.tolist()
         while isinstance(number, list):  # of a tensor with dimensions

@@ -22,7 +22,7 @@ from autoaccum._data.numbers import spelled
 from autoaccum._loss import divisor
 from autoaccum._loss.batch_counts import ELEMENTS, SAMPLES, counts_of, in_words
 from autoaccum._loss.divisor import carries_numbers
-from autoaccum._loss.graph_reader import read, weight_at_once
+from autoaccum._loss.graph_reader import ReadTerm, followed, read, weight_at_once
 from autoaccum._loss.loss_check import share_a_divisor, stopped
 from autoaccum._loss.terms import Form, TermForm, in_full
 from autoaccum.errors import InvalidInputError, LossWarning
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._data.numbers import Path
     from autoaccum._loss.batch_counts import Count
-    from autoaccum._loss.graph_reader import ReadTerm
     from autoaccum._loss.terms import Term
 
 # The most divisors of their own that may meet in one gradient.
@@ -136,6 +135,7 @@ class LossWeights:
         self.start = 0
         self.warnings: list[str] = []
         self._provisional: dict[str, float] = {}  # about what each loss is divided by in this window
+        self._trails: dict[str, list[ReadTerm]] = {}  # the terms of each loss, as of the last graph
         self._are_apart = False  # whether divisors that were proportional turned out not to be
         # Found on the device, to be looked at a window later: whether something is wrong, and what is to be said then.
         self._later: list[tuple[Tensor, str | InvalidInputError]] = []
@@ -612,7 +612,7 @@ class LossWeights:
         forms = self.forms.get(name)
         if forms is not None and len(forms) == 1 and (weight := weight_at_once(loss)) is not None:
             return weight
-        found = read(loss)
+        found = self._read(name, loss)
         first = found[0]
         if forms is None or first.weight is None or (len(forms) != len(found) and not self.is_trusted):
             raise _changed(name, forms, found)
@@ -629,6 +629,19 @@ class LossWeights:
         if math.isnan(first.weight):
             raise InvalidInputError(f"loss {name!r} divides by NaN; look for NaN among the weights")
         return 0.0 if math.isinf(first.weight) else first.weight  # what is multiplied by 0 is not there
+
+    def _read(self, name: str, loss: Tensor) -> list[ReadTerm]:
+        """Return the terms of a loss: along the trails to those of the last one, where its graph is the same."""
+        terms = self._trails.get(name)
+        again = [] if terms is None else [followed(loss, one.trail) for one in terms if one.trail is not None]
+        if terms is None or len(again) < len(terms) or None in again:
+            found = read(loss)
+            if all(one.trail is not None and one.weight is not None for one in found):
+                self._trails[name] = [ReadTerm(None, None, trail=one.trail) for one in found]
+            return found
+        for term, seen in zip(terms, again, strict=True):
+            term.weight, term.divisor = seen  # type: ignore[misc]
+        return terms
 
     def _unclamped(self, name: str, loss: Tensor, term: ReadTerm, samples: int) -> Any:
         """Return what a loss is divided by: what the batch says, if it is 1 and may be 1 for 0."""
@@ -707,6 +720,7 @@ class LossWeights:
         Raises:
             InvalidInputError: What a loss was divided by is not what the batch counts.
         """
+        self._trails.clear()  # careful windows read all of a graph
         later, self._later = self._later, []
         are_wrong = torch.stack([is_wrong.reshape(()) for is_wrong, _ in later]).tolist() if later else []
         for said in [said for is_wrong, (_, said) in zip(are_wrong, later, strict=True) if is_wrong]:
