@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensor
 
 from autoaccum._data.numbers import spelled
 from autoaccum._loss import divisor
-from autoaccum._loss.batch_counts import ELEMENTS, SAMPLES, counts_of, in_words
+from autoaccum._loss.batch_counts import ELEMENTS, SAMPLES, counted_at_once, counts_of, in_words
 from autoaccum._loss.divisor import carries_numbers
 from autoaccum._loss.graph_reader import ReadTerm, followed, read, weight_at_once
 from autoaccum._loss.loss_check import share_a_divisor, stopped
@@ -755,9 +755,12 @@ def _expected(form: TermForm, window: Window, *, rounds: bool = False) -> float:
     check. A power of two makes the update independent of that to the last bit, as after a resume; but those of several
     losses have to keep their ratio.
     """
+    batch = window.plain_batch() if form.counts else None
     for count, each in form.counts.items():
-        can_be_counted = count[0] == ELEMENTS or (count != SAMPLES and window.is_on(_HOST))
-        if can_be_counted and each > 0 and (found := counts_of(window, 0, window.samples, frozenset([count]))[count]):
+        found = counted_at_once(batch, count)
+        if found is None and count != SAMPLES and (count[0] == ELEMENTS or window.is_on(_HOST)):
+            found = counts_of(window, 0, window.samples, frozenset([count]))[count]
+        if found and each > 0:
             return found * each
     each = form.per_sample or 1.0
     expected = window.samples * (each if math.isfinite(each) and each > 0 else 1.0)

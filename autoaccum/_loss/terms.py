@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoaccum._loss.batch_counts import ELEMENTS, LABELS, SAMPLES
+from autoaccum._loss.batch_counts import ELEMENTS, LABELS, SAMPLES, TARGETS
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -175,7 +175,6 @@ ELEMENTWISE = (
     *(functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits),
 )
 _OF_TORCH = {*_OF_CLASSES, *_OF_SAMPLES, *ELEMENTWISE}
-_TARGETS = "[1]"
 
 
 def kind_of(loss: object) -> Any:
@@ -193,8 +192,8 @@ def of_torch(loss: object) -> TermForm | None:
         return TermForm(Form.SUM)
     if reduction == "batchmean" or kind in _OF_SAMPLES:
         return TermForm(Form.MEAN, per_sample=1.0, counts={SAMPLES: 1.0})
-    counts = {(ELEMENTS, _TARGETS): 1.0}
-    return TermForm(Form.MEAN, counts={(LABELS, _TARGETS): 1.0, **counts} if kind in _OF_CLASSES else counts)
+    counts = {(ELEMENTS, TARGETS): 1.0}
+    return TermForm(Form.MEAN, counts={(LABELS, TARGETS): 1.0, **counts} if kind in _OF_CLASSES else counts)
 
 
 # --- pairs ------------------------------------------------------------------------------------------------------------
