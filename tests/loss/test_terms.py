@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn import functional
 
 import autoaccum
 from autoaccum._loss.terms import ELEMENTWISE, check_pair, of_torch, weight_of_pair
