@@ -80,7 +80,6 @@ class Objective:
         loss: As the argument.
         split: As the argument.
         weights: What is known of how losses weigh samples.
-        nodes: Names of reported values by their nodes of the graph, while losses are checked.
         may_look: Whether a pass may be repeated with gradients to see which entries of a mapping have one.
         casts_itself: Whether the model, or a closure, enters autocast by itself.
         gave_number: Whether the last pass returned a single number.
@@ -119,7 +118,7 @@ class Objective:
         self.samples = 0
         self.weights = LossWeights(_said_by(loss_reduction, split), repr(split))
         self._most = MOST_SAMPLES  # samples of the next check
-        self.nodes: dict[Any, str] = {}
+        self._nodes: dict[Any, str] = {}  # names of reported values, while losses are checked
         self._losses: Sequence[Any] = loss if isinstance(loss, list | tuple) else [loss]
         is_list = self._losses is loss
         self.sources = _sources(self._losses) if is_list else [Source(Objective._forward_and_loss)]
@@ -250,7 +249,18 @@ class Objective:
         weights, telling = self.weights, self.weights.is_ambiguous(window, sizes)
         kind = next((parameter.device.type for parameter in parameters), "cpu")
         casts = not isinstance(autocast(), nullcontext) or torch.is_autocast_enabled(kind)
-        trial = TrialLosses(self, place, mark, autocast, casts=casts, parameters=parameters)
+        passes = [self._pass(source) for source in self.sources]
+        trial = TrialLosses(
+            passes,
+            self.modules,
+            weights,
+            self._nodes,
+            place,
+            mark,
+            autocast,
+            casts=casts or self.casts_itself,
+            parameters=parameters,
+        )
         self._modes = Modes(self.modules)
         eager.take()
         mark.take()
@@ -261,7 +271,7 @@ class Objective:
         finally:
             mark.restore()
             self.put_back_modes()
-            self.nodes.clear()
+            self._nodes.clear()
         forms = {name: [self._without_scale(form, window) for form in of_name] for name, of_name in forms.items()}
         weights.learn(forms, is_checked=is_checked)
         weights.is_checked = trial.is_complete
@@ -271,6 +281,9 @@ class Objective:
                 f"what the loss is divided by could be {' or '.join(sorted(map(in_words, telling)))}, which differ in "
                 "this window; return a (sum, weight) pair, or pass loss_reduction="
             )
+
+    def _pass(self, source: Source) -> Callable[[Any, int], list[Term]]:
+        return lambda batch, samples: self.terms(source, batch, samples)[0]
 
     def check_anew(self) -> None:
         """Try as many samples as possible in the next check, since more memory may be there."""
@@ -361,7 +374,7 @@ class Objective:
             if name in added or value is None:
                 continue
             if self._modes is not None and isinstance(value, Tensor) and value.grad_fn is not None:
-                self.nodes[value.grad_fn] = name
+                self._nodes[value.grad_fn] = name
             reported = reported_term(name, value, samples, summed=summed)
             if reported is not None:
                 terms.append(reported)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from autoaccum._loss.terms import Form, TermForm, check_pair, not_finite
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -26,10 +27,12 @@ if TYPE_CHECKING:
     from autoaccum._loss.batch_counts import Count
     from autoaccum._loss.graph_reader import ReadTerm
     from autoaccum._loss.loss_check import Run
+    from autoaccum._loss.loss_weights import LossWeights
     from autoaccum._loss.modes import Mark
-    from autoaccum._loss.objective import Objective, Source
     from autoaccum._loss.terms import Term
 
+# Runs a pass: returns the terms of a number of samples.
+_Pass = Callable[[Any, int], "list[Term]"]
 # How far from a term the value is looked for that it is computed from.
 _STEPS = 8
 # The least relative difference between (sum, weight) pairs that is none.
@@ -40,11 +43,14 @@ class TrialLosses:
     """Tries losses on a few samples. Each pass begins with the same state; the last one leaves its own.
 
     Args:
-        objective: The model and its losses.
+        passes: The forward passes of a batch.
+        modules: The modules that they run.
+        weights: What is known of how losses weigh samples.
+        names: Names of reported values by their nodes of the graph, as passes note them.
         place: Moves a batch to the device.
         mark: Taken before; restored before each pass.
         autocast: Returns the context that the model runs in.
-        casts: Whether that context casts.
+        casts: Whether something casts.
         parameters: The parameters whose gradients are compared.
 
     Attributes:
@@ -53,7 +59,10 @@ class TrialLosses:
 
     def __init__(
         self,
-        objective: Objective,
+        passes: Sequence[_Pass],
+        modules: Sequence[nn.Module],
+        weights: LossWeights,
+        names: Mapping[Any, str],
         place: Callable[[Any], Any],
         mark: Mark,
         autocast: Callable[[], AbstractContextManager[object]],
@@ -61,11 +70,14 @@ class TrialLosses:
         casts: bool,
         parameters: Sequence[nn.Parameter],
     ) -> None:
-        self._objective = objective
+        self._passes = passes
+        self._modules = modules
+        self._known = weights
+        self._names = names
         self._place = place
         self._mark = mark
         self._autocast = autocast
-        self._casts = casts or objective.casts_itself
+        self._casts = casts
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._tolerance = 0.0
         self.is_complete = True
@@ -86,15 +98,15 @@ class TrialLosses:
             return None
         sample, first = chosen
         found = dict[str, list[TermForm]]()
-        with torch.enable_grad(), quiet_training(self._objective.modules):
-            for source in self._objective.sources:
+        with torch.enable_grad(), quiet_training(self._modules):
+            for source in self._passes:
                 self._try(source, sample, first, found)
         return found
 
-    def _try(self, source: Source, sample: Window, first: int, found: dict[str, list[TermForm]]) -> None:
+    def _try(self, source: _Pass, sample: Window, first: int, found: dict[str, list[TermForm]]) -> None:
         """Add the terms of one source's losses."""
         whole, pairs = self._runs(source, sample, 0, sample.samples)
-        if self._objective.weights.is_trusted:
+        if self._known.is_trusted:
             return  # as `loss=None` shows only now
         moves = bool(self._mark.settle())
         halves = [self._part(source, sample, *ends) for ends in ((0, first), (first, sample.samples))]
@@ -123,22 +135,22 @@ class TrialLosses:
             found[name] = [_supposed(term) for term in run.terms]
             self.is_complete = False
             return False
-        if not math.isfinite(run.value) and name not in self._objective.weights.forms:
+        if not math.isfinite(run.value) and name not in self._known.forms:
             raise not_finite({name: run.value})
         return math.isfinite(run.value)  # otherwise it may result from the training itself
 
     def unchecked(self, window: Window) -> dict[str, list[TermForm]]:
         """Return the terms of each loss as the graph of a single sample suggests."""
         found = dict[str, list[TermForm]]()
-        with torch.enable_grad(), quiet_training(self._objective.modules):
-            for source in self._objective.sources:
+        with torch.enable_grad(), quiet_training(self._modules):
+            for source in self._passes:
                 for term in self._numbers(self._terms(source, window.cut(0, 1), 1)):
                     found[term.name] = [_supposed(one) for one in read(term.value)]
-        return {} if self._objective.weights.is_trusted else found
+        return {} if self._known.is_trusted else found
 
     def _name_of(self, term: ReadTerm) -> str:
         """Return the name of the reported value that a term is computed from; "" if there is none."""
-        node, names = term.node, self._objective.nodes
+        node, names = term.node, self._names
         for _ in range(_STEPS if names else 0):
             if node is None or node in names:
                 return names.get(node, "")
@@ -148,7 +160,7 @@ class TrialLosses:
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
-    def _part(self, source: Source, sample: Window, start: int, stop: int) -> Any:
+    def _part(self, source: _Pass, sample: Window, start: int, stop: int) -> Any:
         try:
             return self._runs(source, sample, start, stop)
         except Exception as error:
@@ -163,7 +175,7 @@ class TrialLosses:
             ) from error
 
     def _runs(
-        self, source: Source, sample: Window, start: int, stop: int, seed: int = 0
+        self, source: _Pass, sample: Window, start: int, stop: int, seed: int = 0
     ) -> tuple[dict[str, Run], dict[str, tuple[float, float]]]:
         """Run samples `start` to `stop` (exclusive); return by name the losses that are numbers, and pairs."""
         self._mark.restore()
@@ -185,11 +197,11 @@ class TrialLosses:
             for place, term in enumerate(numbers)
         }, pairs
 
-    def _terms(self, source: Source, cut: Any, samples: int) -> list[Term]:
+    def _terms(self, source: _Pass, cut: Any, samples: int) -> list[Term]:
         # As tensors that a graph can save.
         batch = map_tensors(lambda one: one.clone() if one.is_inference() else one, self._place(cut))
         with self._autocast():
-            return self._objective.terms(source, batch, samples)[0]
+            return source(batch, samples)
 
     @staticmethod
     def _numbers(terms: Sequence[Term]) -> list[Term]:
