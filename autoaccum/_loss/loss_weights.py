@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensor
 
 from autoaccum._data.numbers import spelled
 from autoaccum._loss import divisor
-from autoaccum._loss.batch_counts import ELEMENTS, SAMPLES, counted_at_once, counts_of, in_words
+from autoaccum._loss.batch_counts import ELEMENTS, SAMPLES, TARGETS, counted_at_once, counts_of, in_words
 from autoaccum._loss.divisor import carries_numbers
 from autoaccum._loss.graph_reader import ReadTerm, followed, read, weight_at_once
 from autoaccum._loss.loss_check import share_a_divisor, stopped
@@ -762,6 +762,8 @@ def _expected(form: TermForm, window: Window, *, rounds: bool = False) -> float:
             found = counts_of(window, 0, window.samples, frozenset([count]))[count]
         if found and each > 0:
             return found * each
+    if form.per_sample is None and (found := counted_at_once(batch, (ELEMENTS, TARGETS))):
+        return found  # on the device
     each = form.per_sample or 1.0
     expected = window.samples * (each if math.isfinite(each) and each > 0 else 1.0)
     is_inexact = form.form is Form.MEAN and form.per_sample is not None and SAMPLES not in form.counts

@@ -192,8 +192,7 @@ def of_torch(loss: object) -> TermForm | None:
         return TermForm(Form.SUM)
     if reduction == "batchmean" or kind in _OF_SAMPLES:
         return TermForm(Form.MEAN, per_sample=1.0, counts={SAMPLES: 1.0})
-    counts = {(ELEMENTS, TARGETS): 1.0}
-    return TermForm(Form.MEAN, counts={(LABELS, TARGETS): 1.0, **counts} if kind in _OF_CLASSES else counts)
+    return TermForm(Form.MEAN, counts={(LABELS if kind in _OF_CLASSES else ELEMENTS, TARGETS): 1.0})
 
 
 # --- pairs ------------------------------------------------------------------------------------------------------------
