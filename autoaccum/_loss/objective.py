@@ -249,17 +249,10 @@ class Objective:
         weights, telling = self.weights, self.weights.is_ambiguous(window, sizes)
         kind = next((parameter.device.type for parameter in parameters), "cpu")
         casts = not isinstance(autocast(), nullcontext) or torch.is_autocast_enabled(kind)
-        passes = [self._pass(source) for source in self.sources]
+        passes, parameters = list(map(self._pass, self.sources)), [one for one in parameters if one.requires_grad]
+        casts = casts or self.casts_itself
         trial = TrialLosses(
-            passes,
-            self.modules,
-            weights,
-            self._nodes,
-            place,
-            mark,
-            autocast,
-            casts=casts or self.casts_itself,
-            parameters=parameters,
+            passes, self.modules, weights, self._nodes, place, mark, autocast, casts=casts, parameters=parameters
         )
         self._modes = Modes(self.modules)
         eager.take()

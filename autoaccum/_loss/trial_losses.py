@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,10 +39,11 @@ _STEPS = 8
 _SAME_PAIR = 1e-4
 
 
+@dataclass(slots=True)
 class TrialLosses:
     """Tries losses on a few samples. Each pass begins with the same state; the last one leaves its own.
 
-    Args:
+    Attributes:
         passes: The forward passes of a batch.
         modules: The modules that they run.
         weights: What is known of how losses weigh samples.
@@ -52,35 +53,21 @@ class TrialLosses:
         autocast: Returns the context that the model runs in.
         casts: Whether something casts.
         parameters: The parameters whose gradients are compared.
-
-    Attributes:
         is_complete: Whether something counted in every loss.
+        tolerance: The relative difference that rounding may cause, as of the last pass.
     """
 
-    def __init__(
-        self,
-        passes: Sequence[_Pass],
-        modules: Sequence[nn.Module],
-        weights: LossWeights,
-        names: Mapping[Any, str],
-        place: Callable[[Any], Any],
-        mark: Mark,
-        autocast: Callable[[], AbstractContextManager[object]],
-        *,
-        casts: bool,
-        parameters: Sequence[nn.Parameter],
-    ) -> None:
-        self._passes = passes
-        self._modules = modules
-        self._known = weights
-        self._names = names
-        self._place = place
-        self._mark = mark
-        self._autocast = autocast
-        self._casts = casts
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._tolerance = 0.0
-        self.is_complete = True
+    passes: Sequence[_Pass]
+    modules: Sequence[nn.Module]
+    weights: LossWeights
+    names: Mapping[Any, str]
+    place: Callable[[Any], Any]
+    mark: Mark
+    autocast: Callable[[], AbstractContextManager[object]]
+    casts: bool
+    parameters: Sequence[nn.Parameter]
+    is_complete: bool = True
+    tolerance: float = 0.0
 
     def forms(self, window: Window, most: int, telling: frozenset[Count]) -> dict[str, list[TermForm]] | None:
         """Return the terms of each loss that is a number, by name; None if the window has no two samples to try.
@@ -98,30 +85,30 @@ class TrialLosses:
             return None
         sample, first = chosen
         found = dict[str, list[TermForm]]()
-        with torch.enable_grad(), quiet_training(self._modules):
-            for source in self._passes:
+        with torch.enable_grad(), quiet_training(self.modules):
+            for source in self.passes:
                 self._try(source, sample, first, found)
         return found
 
     def _try(self, source: _Pass, sample: Window, first: int, found: dict[str, list[TermForm]]) -> None:
         """Add the terms of one source's losses."""
         whole, pairs = self._runs(source, sample, 0, sample.samples)
-        if self._known.is_trusted:
+        if self.weights.is_trusted:
             return  # as `loss=None` shows only now
-        moves = bool(self._mark.settle())
+        moves = bool(self.mark.settle())
         halves = [self._part(source, sample, *ends) for ends in ((0, first), (first, sample.samples))]
         for name, pair in pairs.items():
             if all(name in of_half for _, of_half in halves):
-                check_pair(name, pair, [of_half[name] for _, of_half in halves], max(self._tolerance, _SAME_PAIR))
+                check_pair(name, pair, [of_half[name] for _, of_half in halves], max(self.tolerance, _SAME_PAIR))
         again: Mapping[str, Run] | None = None
         for name, run in whole.items():
             if not self._is_comparable(name, run, found):
                 continue
             parts = [_part_of(name, run, runs, sample.samples) for runs, _ in halves]
-            forms = forms_of(run, parts, None, self._tolerance, moves=moves)
+            forms = forms_of(run, parts, None, self.tolerance, moves=moves)
             if any(form.form is Form.UNCONFIRMED for form in forms):
                 again = again or self._runs(source, sample, 0, sample.samples, seed=1)[0]
-                forms = forms_of(run, parts, again.get(name), self._tolerance, moves=moves)
+                forms = forms_of(run, parts, again.get(name), self.tolerance, moves=moves)
             terms = zip(forms, run.terms, strict=False)
             found[name] = [replace(form, name=self._name_of(term)) for form, term in terms]
 
@@ -135,22 +122,22 @@ class TrialLosses:
             found[name] = [_supposed(term) for term in run.terms]
             self.is_complete = False
             return False
-        if not math.isfinite(run.value) and name not in self._known.forms:
+        if not math.isfinite(run.value) and name not in self.weights.forms:
             raise not_finite({name: run.value})
         return math.isfinite(run.value)  # otherwise it may result from the training itself
 
     def unchecked(self, window: Window) -> dict[str, list[TermForm]]:
         """Return the terms of each loss as the graph of a single sample suggests."""
         found = dict[str, list[TermForm]]()
-        with torch.enable_grad(), quiet_training(self._modules):
-            for source in self._passes:
+        with torch.enable_grad(), quiet_training(self.modules):
+            for source in self.passes:
                 for term in self._numbers(self._terms(source, window.cut(0, 1), 1)):
                     found[term.name] = [_supposed(one) for one in read(term.value)]
-        return {} if self._known.is_trusted else found
+        return {} if self.weights.is_trusted else found
 
     def _name_of(self, term: ReadTerm) -> str:
         """Return the name of the reported value that a term is computed from; "" if there is none."""
-        node, names = term.node, self._names
+        node, names = term.node, self.names
         for _ in range(_STEPS if names else 0):
             if node is None or node in names:
                 return names.get(node, "")
@@ -178,8 +165,8 @@ class TrialLosses:
         self, source: _Pass, sample: Window, start: int, stop: int, seed: int = 0
     ) -> tuple[dict[str, Run], dict[str, tuple[float, float]]]:
         """Run samples `start` to `stop` (exclusive); return by name the losses that are numbers, and pairs."""
-        self._mark.restore()
-        self._mark.random.seed(seed)
+        self.mark.restore()
+        self.mark.random.seed(seed)
         cut, samples = sample.cut(start, stop), stop - start
         terms = self._terms(source, cut, samples)
         numbers = [term for term in self._numbers(terms) if term.value.requires_grad]
@@ -189,18 +176,18 @@ class TrialLosses:
             if term.over is Form.PAIR and not term.is_reported
         }
         if numbers:
-            dtypes = (parameter.dtype for parameter in self._parameters)
-            self._tolerance = tolerance_of(numbers[0].value, casts=self._casts, dtypes=dtypes)
+            dtypes = (parameter.dtype for parameter in self.parameters)
+            self.tolerance = tolerance_of(numbers[0].value, casts=self.casts, dtypes=dtypes)
         last = len(numbers) - 1
         return {
-            term.name: run_of(term.value, samples, cut, self._parameters, keep=place < last)
+            term.name: run_of(term.value, samples, cut, self.parameters, keep=place < last)
             for place, term in enumerate(numbers)
         }, pairs
 
     def _terms(self, source: _Pass, cut: Any, samples: int) -> list[Term]:
         # As tensors that a graph can save.
-        batch = map_tensors(lambda one: one.clone() if one.is_inference() else one, self._place(cut))
-        with self._autocast():
+        batch = map_tensors(lambda one: one.clone() if one.is_inference() else one, self.place(cut))
+        with self.autocast():
             return source(batch, samples)
 
     @staticmethod
