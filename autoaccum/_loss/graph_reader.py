@@ -135,14 +135,17 @@ def followed(loss: Tensor, trail: tuple[tuple[str, Any, int, int], ...]) -> tupl
         else:
             other = node._saved_self if place else node._saved_other
             if does is _spreads:
-                return (weight, divisor) if isinstance(other, Tensor) and other.dim() else None
+                if not isinstance(other, Tensor) or not other.dim():
+                    return None
+                break
             other = _on_host(other) if isinstance(other, Tensor) else float(other)
             if does is _divided:
                 weight = _divided(weight, other)
             else:
                 weight, divisor = weight * other, other
         node = node.next_functions[place][0] if node.next_functions else None
-    return weight, divisor
+    # What is multiplied by 0 is not there, so the terms are others.
+    return None if weight.__class__ is float and weight in _INFINITE else (weight, divisor)
 
 
 def _merged(terms: list[ReadTerm]) -> list[ReadTerm]:
@@ -156,6 +159,8 @@ def _merged(terms: list[ReadTerm]) -> list[ReadTerm]:
             first.weight = _together(first.weight, term.weight) if is_read else None
     # What is multiplied by 0 is not there.
     left = [term for term in by_node.values() if isinstance(term.weight, Tensor) or term.weight not in _INFINITE]
+    for term in left if len(left) < len(by_node) else ():
+        term.trail = None  # another term may come back
     return left or terms[:1]
 
 
@@ -256,8 +261,10 @@ def _added(node: Any, term: ReadTerm) -> list[ReadTerm]:
 
 def _as_one(term: ReadTerm, node: Any, parts: list[ReadTerm]) -> list[ReadTerm]:
     """Return parts of a sum, as one term if they are sums that are divided together, as those of chunks are."""
-    are_one = len(parts) > 1 and all(one.weight is term.weight for one in parts)
-    return term.ends(node) if are_one else parts
+    if len(parts) > 1 and all(one.weight is term.weight for one in parts):
+        term.trail = None  # which would not see that one of them comes to be divided otherwise
+        return term.ends(node)
+    return parts
 
 
 # --- reductions -------------------------------------------------------------------------------------------------------

@@ -126,6 +126,14 @@ def test_trail_does_not_lead_through_another_graph():
         assert followed(other, mean.trail) is None
 
 
+def test_term_that_is_multiplied_by_0_for_now_leaves_no_trail():
+    x = made()[0]
+
+    assert [one.trail for one in read(x.mean() + 0.0 * square(x))] == [None]
+    both = read(x.mean() + 0.5 * square(x))
+    assert followed(x.mean() + 0.0 * square(x), both[1].trail) is None
+
+
 def test_trail_does_not_pass_by_a_term_that_came_later():
     x = made()[0]
     (alone,) = read(x.mean() + torch.zeros(()))
