@@ -21,6 +21,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from tiny_transformers import tiny
+
 N, T, C, D = 10, 6, 5, 8  # samples, tokens, classes, features
 CUT = (3, 1, 4, 2)
 CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 4.0, 0.1])
@@ -161,62 +163,8 @@ class Noisy(Net):
         return {"out": out, "noise": noise, "time": time}
 
 
-def transformer(name, config, **options):
-    """A tiny model of Transformers in evaluation of nothing: without Dropout."""
-
-    def make():
-        import transformers  # noqa: PLC0415 - slow
-
-        torch.manual_seed(1)
-        return getattr(transformers, name)(getattr(transformers, config)(vocab_size=30, **options))
-
-    return make
-
-
-BERT = {
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 8,
-    "max_position_embeddings": T,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-GPT2 = transformer(
-    "GPT2LMHeadModel",
-    "GPT2Config",
-    n_positions=T,
-    n_embd=8,
-    n_layer=1,
-    n_head=2,
-    resid_pdrop=0.0,
-    embd_pdrop=0.0,
-    attn_pdrop=0.0,
-    bos_token_id=1,
-    eos_token_id=2,
-    use_cache=False,
-)
-LLAMA = transformer(
-    "LlamaForCausalLM",
-    "LlamaConfig",
-    hidden_size=8,
-    intermediate_size=8,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    use_cache=False,
-)
-T5 = transformer(
-    "T5ForConditionalGeneration",
-    "T5Config",
-    d_model=8,
-    d_kv=4,
-    d_ff=8,
-    num_layers=1,
-    num_heads=2,
-    dropout_rate=0.0,
-    decoder_start_token_id=0,
-)
+def transformer(name, **options):
+    return functools.partial(tiny, name, 30, T, seed=1, **options)
 
 
 # --- forms ------------------------------------------------------------------------------------------------------------
@@ -624,24 +572,24 @@ FORMS |= {
 TEXT = {"input_ids": "input_ids", "attention_mask": "attention_mask"}
 FORMS |= {
     "class weights in the model": Form("exact", None, WithLoss, entries(x="x", labels="labels"), forward=None),
-    "GPT-2": of_model("exact", GPT2, entries(**TEXT, labels="ids_labels")),
-    "Llama": of_model("exact", LLAMA, entries(**TEXT, labels="ids_labels")),
-    "T5": of_model("exact", T5, entries(**TEXT, labels="ids_labels")),
-    "BERT, masked": of_model(
-        "exact", transformer("BertForMaskedLM", "BertConfig", **BERT), entries(**TEXT, labels="ids_masked")
-    ),
+    "GPT-2": of_model("exact", transformer("GPT2LMHeadModel"), entries(**TEXT, labels="ids_labels")),
+    "Llama": of_model("exact", transformer("LlamaForCausalLM"), entries(**TEXT, labels="ids_labels")),
+    "T5": of_model("exact", transformer("T5ForConditionalGeneration"), entries(**TEXT, labels="ids_labels")),
+    "BERT, masked": of_model("exact", transformer("BertForMaskedLM"), entries(**TEXT, labels="ids_masked")),
     "BERT, classes": of_model(
         "exact",
-        transformer("BertForSequenceClassification", "BertConfig", num_labels=C, **BERT),
+        transformer("BertForSequenceClassification", num_labels=C),
         entries(**TEXT, labels="cls"),
     ),
     "BERT, tags": of_model(
         "exact",
-        transformer("BertForTokenClassification", "BertConfig", num_labels=C, **BERT),
+        transformer("BertForTokenClassification", num_labels=C),
         entries(**TEXT, labels="labels"),
     ),
     "GPT-2, inputs are the labels": of_model(
-        "exact", GPT2, lambda window: {"input_ids": window["input_ids"], "labels": window["input_ids"]}
+        "exact",
+        transformer("GPT2LMHeadModel"),
+        lambda window: {"input_ids": window["input_ids"], "labels": window["input_ids"]},
     ),
 }
 

@@ -31,7 +31,7 @@ from autoaccum._engine.steady import is_number_due
 from autoaccum._loss.loss_check import MOST_SAMPLES
 from autoaccum._loss.loss_weights import Common
 from autoaccum._loss.reported import LOSS, WEIGHT, means
-from autoaccum._loss.weighting import in_full
+from autoaccum._loss.terms import in_full
 from autoaccum._oom import first_line, is_device_lost, is_oom, let_go
 from autoaccum.errors import InvalidInputError, StartAgainError
 

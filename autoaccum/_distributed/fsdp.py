@@ -28,7 +28,7 @@ from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.loss_weights import OF_SAMPLES, Factors
-from autoaccum._loss.weighting import in_full
+from autoaccum._loss.terms import in_full
 from autoaccum._oom import first_line, is_oom, is_too_large
 from autoaccum._sizing.fsdp_growth import Growth
 from autoaccum._sizing.planner import balanced
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from autoaccum._sizing.sizing import Sizing
 
 # A rank with no samples left makes its passes with these factors, so that they contribute nothing.
-_NOTHING = Factors(usual=0.0, weight=0.0, scale=0.0)
+_NOTHING = Factors(scale=0.0)
 # BatchNorm refuses to train on a single value per channel.
 _LEAST = 2
 # The size that did not fit, if a micro-batch was being processed, and the reason.
@@ -330,9 +330,8 @@ class ShardedDataParallel(DataParallel):
         if not sum(weights):
             raise pairs_weigh_nothing()
         assert self.share is not None
-        known = self._step.objective.weights
-        known.set_provisional(self._window, self.share.totals)
-        return known.common_provisional / sum(weights)
+        provisional = self._step.objective.weights.set_provisional(self._window, self.share.totals)
+        return provisional / sum(weights)
 
     def _wished_size(self) -> int:
         """Return the size that this rank requests for the next window."""

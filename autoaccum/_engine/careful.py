@@ -178,7 +178,7 @@ class CarefulPath:
         is_due = common is not None if is_part else is_first
         if step.passes is not None or not step.objective.needs_check(window, sizes, is_part=is_part, is_due=is_due):
             return  # or determined together with the others
-        if is_part and not is_due and step.objective.weights.is_checked:
+        if (at.is_checked or (is_part and not is_due)) and step.objective.weights.is_checked:
             return
         samples = common or window
         at.size = None if step.objective.tries_several else 1  # if that does not fit, nothing does
@@ -187,13 +187,14 @@ class CarefulPath:
             objective.check(samples, sizes, step.transfer.place, mark, step.precision.autocast, step.parameters)
         if watch is not None and watch.is_done:
             step.time_first = None
-        at.size = None
+        at.size, at.is_checked = None, True
 
     def _weigh(self, window: Window, sizes: tuple[int, ...], share: SharedWeights | None) -> list[Factors]:
         objective, is_part = self._step.objective, self.peers.is_part
-        factors = objective.factors(window, sizes, None if share is None else share.totals, is_part=is_part)
-        if share is not None and share.multiplier != 1.0:
-            factors = [one.times(share.multiplier) for one in factors]
+        factors = objective.weights.factors(window, sizes, None if share is None else share.totals, is_part=is_part)
+        if share is not None:
+            for factor in factors:
+                factor.scale = share.multiplier
         if (len(sizes) > 1 or is_part) and objective.weights.mixes_pairs:
             # Gradients of several losses share one .grad and cannot be corrected one by one afterwards, so the weights
             # of (sum, weight) pairs are computed beforehand, in a forward pass without a graph.

@@ -38,7 +38,7 @@ ONE_SAMPLE = "one sample"
 
 _NAMES = {
     Phase.SAVE: "a copy of what a window that fails is put back to",
-    Phase.WEIGH: "finding out what the loss runs over",
+    Phase.WEIGH: "trying the loss on a few samples",
     Phase.TRANSFER: "the transfer to the device",
     Phase.FORWARD: "the forward pass",
     Phase.BACKWARD: "the backward pass",

@@ -23,8 +23,7 @@ from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.window_loss import WindowLoss
 from autoaccum._loss.loss_weights import Common
 from autoaccum._loss.modes import evaluation_mode
-from autoaccum._loss.terms import is_pair
-from autoaccum._loss.weighting import Over, in_full
+from autoaccum._loss.terms import Form, in_full, is_pair
 from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._records import Evaluation, MemoryEvent
 from autoaccum._sizing.planner import balanced
@@ -276,25 +275,15 @@ class Evaluator:
         usual = (usual[0], shares[0][1]) if len(losses) == 1 else usual
         for term in terms:
             if term.is_reported:
-                own: dict[Any, Any] = {Over.PAIR: (1.0, term.weight), Over.VECTOR: (samples, samples)}
+                own: dict[Any, Any] = {Form.PAIR: (1.0, term.weight), Form.VECTOR: (samples, samples)}
                 factor, weight = own.get(term.over, usual)
                 sums.add(_REPORTED, term.name, _times(term.value, factor), weight)
 
     def _share(self, term: Term, part: Window) -> tuple[Any, Any]:
         """Return what a loss of some samples is multiplied by for its sum, and the weight of that."""
-        weights, samples = self._step.objective.weights, part.samples
-        if term.over is Over.PAIR:
+        if term.over is Form.PAIR:
             return 1.0, term.weight
-        if term.over is Over.VECTOR or weights.common is not Common.DIVISOR:
-            total = weights.of_part(part)
-            return (1.0, float(samples)) if total is None else (total, total)
-        if (share := weights.share_of_number(part)) is not None:
-            return share
-        if term.value.requires_grad:
-            weight = weights.weight_of(term.name, term.value, samples)
-        else:
-            weight = weights.counted(term.name, part)
-        return weight, weight
+        return self._step.objective.weights.of_samples(term.name, part, term.value)
 
 
 def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
@@ -322,7 +311,6 @@ def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
             if lack is None:
                 raise
         else:
-            objective.weights.tell_supposed()
             return
         said = lack.message
         step.memory.release()

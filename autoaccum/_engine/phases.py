@@ -10,7 +10,7 @@ class Phase(StrEnum):
     """A phase of a window. Its value appears in `MemoryEvent.phase` and in reports."""
 
     SAVE = "save"  # buffers and random state, to restore them later
-    WEIGH = "weigh"  # determine what the loss runs over and the weights of micro-batches
+    WEIGH = "weigh"  # try the loss, and weigh micro-batches
     TRANSFER = "transfer"
     FORWARD = "forward"
     BACKWARD = "backward"

@@ -19,7 +19,7 @@ from autoaccum._data.batches import KnownWindow
 from autoaccum._engine.gradients import LossSum, PartResult
 from autoaccum._engine.phases import Phase
 from autoaccum._loss.loss_weights import Common
-from autoaccum._loss.weighting import everything_counts
+from autoaccum._loss.terms import everything_counts
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
 
 _T = TypeVar("_T")
-# Attempts at finding out what the loss runs over; it takes many small steps, and each can fail.
+# Attempts at trying the loss on a few samples; it takes many small steps, and each can fail.
 _TRIES_TO_WEIGH = 4
 _TRIES = 2
 # Seconds from which saving the random state of Python and NumPy, which takes 42 microseconds, is not worth leaving out.
@@ -288,7 +288,6 @@ class Engine:
             )
             if checks is not None and not self._takes_whole:
                 checks.check()
-            step.objective.weights.tell_supposed()
         finally:
             step.watch = None
         if self.is_due:

@@ -33,8 +33,7 @@ from autoaccum._loss import divisor, reported
 from autoaccum._loss.closures import used_by
 from autoaccum._loss.loss_weights import Factors
 from autoaccum._loss.objective import no_gradient
-from autoaccum._loss.terms import is_pair
-from autoaccum._loss.weighting import Over
+from autoaccum._loss.terms import Form, is_pair
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ class WindowLoss:
 
         def item(name: Any) -> Any:
             if name == ITEMS and window.carries_counts():
-                return divisor.of_window((*path, name), window).total
+                return divisor.of_window((*path, name), window)[0]
             return placed([part[name] for part in parts], f"{name!r} of the window's batches, which the loss reads")
 
         if isinstance(parts[0], Mapping):
@@ -402,7 +401,7 @@ def _as_leaf(tensor: Tensor) -> Tensor:
 
 def _value(term: Term) -> Tensor:
     """Return the window's loss; it covers all samples, so no weighting is needed."""
-    if term.over is not Over.PAIR:
+    if term.over is not Form.PAIR:
         return term.value
     assert term.weight is not None
     check_weight(term.name, term.weight)

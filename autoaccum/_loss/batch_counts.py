@@ -26,6 +26,7 @@ _SUM, _SHIFTED_SUM = "the sum", "the sum, shifted by one"
 _ZEROS, _SHIFTED_ZEROS = "the number of 0", "the number of 0, shifted by one"
 _OF_MASKS = (_SUM, _SHIFTED_SUM, _ZEROS, _SHIFTED_ZEROS)
 SHIFTED = f"{LABELS}, shifted by one"
+_SHIFTED = (SHIFTED, _SHIFTED_SUM, _SHIFTED_ZEROS)
 _WAYS: dict[str, Callable[[Any], Any]] = {
     LABELS: lambda one: one.size - _ignored(one),
     SHIFTED: lambda one: one[..., 1:].size - _ignored(one[..., 1:]),
@@ -35,7 +36,8 @@ _WAYS: dict[str, Callable[[Any], Any]] = {
     _ZEROS: lambda one: (one == 0).sum(),
     _SHIFTED_ZEROS: lambda one: (one[..., 1:] == 0).sum(),
 }
-_ELEMENTS, _ROWS = "elements", "rows"
+TARGETS = "[1]"  # the name of those of a pair
+ELEMENTS, _ROWS = "elements", "rows"
 
 
 def counts_in(batch: Any, samples: int, wanted: frozenset[Count] | None = None) -> dict[Count, float]:
@@ -63,6 +65,19 @@ def counts_of(window: Window, start: int, stop: int, wanted: frozenset[Count]) -
         for count, number in counts_in(batch, samples, wanted).items():
             found[count] += number
     return found
+
+
+def counted_at_once(batch: Any, count: Count) -> float | None:
+    """Return how many elements, or labels on the host, the targets of a flat batch have; None for any other count."""
+    way, name = count
+    if batch is None or name != TARGETS or len(batch) != len(("inputs", "targets")):
+        return None
+    targets = batch[1]
+    if way == ELEMENTS:
+        return float(targets.numel())
+    if way != LABELS or not targets.is_cpu or targets.is_floating_point() or targets.dtype is torch.bool:
+        return None
+    return float(targets.numel() - _ignored(targets.numpy()))
 
 
 def _is_mask(tensor: Tensor) -> bool:
@@ -108,11 +123,14 @@ def _counted(tensor: Tensor, samples: int, wanted: frozenset[Count] | None, name
         return
     if tensor.dim() <= _MOST_DIMS and tensor.numel() <= _MOST_ELEMENTS * max(samples, 1):
         of_labels = not (tensor.is_floating_point() or tensor.dtype is torch.bool)
+        are_rows = tensor.dim() > 1 or "[]" in name  # otherwise samples would be shifted
         for way, count in _WAYS.items():
+            if not are_rows and way in _SHIFTED:
+                continue
             fits = of_labels if way.startswith("labels") else way not in _OF_MASKS or not of_labels or _is_mask(tensor)
             if fits and (wanted is None or (way, name) in wanted):
                 yield way, float(count(_as_array(tensor)))
-    if wanted is None or (_ELEMENTS, name) in wanted:
-        yield _ELEMENTS, float(tensor.numel())
+    if wanted is None or (ELEMENTS, name) in wanted:
+        yield ELEMENTS, float(tensor.numel())
     if wanted is None or (_ROWS, name) in wanted:
         yield _ROWS, float(len(tensor))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 # What changes the form of a number, and not its value.
 _UNCHANGED = (
@@ -24,17 +24,11 @@ _UNCHANGED = (
     *("Transpose", "T", "NanToNum", "Where", "Expand", "AsStrided", "Contiguous"),
 )
 _MEAN, _SUM = 1, 2  # torch's numbers for reduction="mean" and "sum"
-_OF_ELEMENTS = (
-    *("MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss"),
-    *("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"),
-)
-# Modules whose hooks on saved tensors give the same tensor back, only from elsewhere.
-_ONLY_MOVE = ("autoaccum.", "torch.autograd.graph")
-
-
 _OF_CLASSES = ("NllLossBackward0", "NllLoss2DBackward0")
 _FULL = (torch.float32, torch.float64)
 _INFINITE = (math.inf, -math.inf)
+# Modules whose hooks on saved tensors give the same tensor back, only from elsewhere.
+_ONLY_MOVE = ("autoaccum.", "torch.autograd.graph")
 
 
 class _UnreadError(Exception):
@@ -49,23 +43,47 @@ class ReadTerm:
         node: The node of the graph that only this term's gradient flows through.
         weight: What its sum over elements is divided by, on the device where that is no number on the host. None if it
             could not be read.
-        divides: Whether the gradient of the term is NaN where its weight is 0.
-        divisor: The last divisor that the graph holds; None if there is none.
+        divisor: The last divisor that the graph holds, None if there is none: where it is 0, the gradient is NaN.
         is_counted: Whether its weight comes from a count or a divisor.
         end: The node whose result is summed, as far as its elements have one factor.
+        trail: The nodes from the loss to this one, for `followed`: the kind of each, what it does to the weight, the
+            place of the input that leads on, and that of an input without a graph. None if they do not say all.
     """
 
     node: Any
-    weight: float | Tensor | None
-    divides: bool = False
+    weight: Any
     divisor: float | Tensor | None = None
     is_counted: bool = False
     end: Any = None
+    trail: tuple[tuple[str, Any, int, int], ...] | None = ()
 
-    def at(self, node: Any, weight: float | Tensor | None = None) -> ReadTerm:
-        """Return the same for another node, and another weight if given."""
-        weight = self.weight if weight is None else weight
-        return ReadTerm(node, weight, self.divides, self.divisor, self.is_counted)
+    def at(self, node: Any, weight: Any) -> ReadTerm:
+        """Return the same for another node and weight."""
+        return ReadTerm(node, weight, self.divisor, self.is_counted, trail=self.trail)
+
+    def goes(self, node: Any, does: Any, place: int) -> ReadTerm:
+        """Note the step from a node to one of its inputs."""
+        links = node.next_functions
+        others = [number for number, (one, _) in enumerate(links) if number != place and one is None]
+        is_known = self.trail is not None and len(links) <= len(("one", "another"))
+        step = node.name(), does, place, others[0] if others else -1
+        self.trail = (*(self.trail or ()), step) if is_known else None
+        return self
+
+    def ends(self, node: Any, count: Any = None) -> list[ReadTerm]:
+        """Return this term alone, which is a sum over what a node gives, or a mean over so many."""
+        kind = node.name()
+        if count is not None:
+            self.weight, self.is_counted = self.weight * count, True
+        is_mean = count is not None and kind in _OF_CLASSES
+        is_factor = kind.startswith(("Mul", "Div")) and len(_inputs(node)) == 1
+        if hasattr(node, "_saved_reduction") and not is_mean:
+            self.trail = None
+        if self.trail is not None:
+            does = _total_weight if is_mean else _spreads if is_factor else 1.0
+            self.trail = (*self.trail, (kind, does, _inputs(node)[0][2] if is_factor else 0, -1))
+        self.end = node
+        return [self]
 
 
 def read(loss: Tensor) -> list[ReadTerm]:
@@ -74,11 +92,10 @@ def read(loss: Tensor) -> list[ReadTerm]:
     Args:
         loss: A single number with a graph, which stays as it is.
     """
-    found: list[ReadTerm] = []
     node = loss.grad_fn
     if node is None:  # a parameter
         return [ReadTerm(None, None)]
-    _read_number(node, 0, ReadTerm(node, 1.0), found)
+    found = _read(node, ReadTerm(node, 1.0))
     return found if len(found) == 1 else _merged(found)
 
 
@@ -92,8 +109,43 @@ def weight_at_once(loss: Tensor) -> float | None:
     if node is None or node.name() not in _OF_CLASSES or node._saved_reduction != _MEAN:
         return None
     total = node._saved_total_weight
-    is_plain = total.device.type == "cpu" and total.dtype in _FULL
+    is_plain = total.is_cpu and total.dtype in _FULL
     return total.tolist() if is_plain else None
+
+
+def followed(loss: Tensor, trail: tuple[tuple[str, Any, int, int], ...]) -> tuple[Any, Any] | None:
+    """Return what a term is divided by, and its last divisor, by the trail to it in an earlier graph.
+
+    None if this graph is another one, which has to be read.
+    """
+    node: Any = loss.grad_fn
+    weight: Any = 1.0
+    divisor: Any = None
+    for kind, does, place, bare in trail:
+        if node is None or node.name() != kind or (bare >= 0 and node.next_functions[bare][0] is not None):
+            return None
+        if does.__class__ is float:
+            weight = weight * does
+        elif does is _total_weight:
+            if node._saved_reduction != _MEAN:
+                return None
+            weight = weight * _total_weight(node)
+        elif does is _count:
+            weight = weight * node._saved_self_sym_numel
+        else:
+            other = node._saved_self if place else node._saved_other
+            if does is _spreads:
+                if not isinstance(other, Tensor) or not other.dim():
+                    return None
+                break
+            other = _on_host(other) if isinstance(other, Tensor) else float(other)
+            if does is _divided:
+                weight = _divided(weight, other)
+            else:
+                weight, divisor = weight * other, other
+        node = node.next_functions[place][0] if node.next_functions else None
+    # What is multiplied by 0 is not there, so the terms are others.
+    return None if weight.__class__ is float and weight in _INFINITE else (weight, divisor)
 
 
 def _merged(terms: list[ReadTerm]) -> list[ReadTerm]:
@@ -102,10 +154,13 @@ def _merged(terms: list[ReadTerm]) -> list[ReadTerm]:
     for term in terms:
         first = by_node.setdefault(id(term.node), term)
         if first is not term:
+            first.trail = None
             is_read = first.weight is not None and term.weight is not None
             first.weight = _together(first.weight, term.weight) if is_read else None
     # What is multiplied by 0 is not there.
     left = [term for term in by_node.values() if isinstance(term.weight, Tensor) or term.weight not in _INFINITE]
+    for term in left if len(left) < len(by_node) else ():
+        term.trail = None  # another term may come back
     return left or terms[:1]
 
 
@@ -118,177 +173,150 @@ def _together(one: Any, other: Any) -> Any:
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def _read_number(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> None:
+def _read(node: Any, term: ReadTerm) -> list[ReadTerm]:
     """Follow a number to what it was computed from; `term` holds the divisors on the way from the loss."""
     kind = node.name()
     handler = _HANDLERS.get(kind)
     if handler is None:
-        handler = _HANDLERS[kind] = _handler_of(kind)
+        name = kind.rstrip("0123456789").removesuffix("Backward")
+        handler = _HANDLERS[kind] = _BY_NAME.get(name, _unknown)
     try:
-        handler(node, number, term, found)
+        return handler(node, term)
     except _UnreadError:
         term.weight, term.end = None, node
-        found.append(term)
+        return [term]
 
 
-def _handler_of(kind: str) -> Callable[[Any, int, ReadTerm, list[ReadTerm]], None]:
-    name = kind.rstrip("0123456789").removesuffix("Backward")
-    if name in _UNCHANGED:
-        return _unchanged
-    if name in _OF_ELEMENTS:
-        return _elementwise
-    handlers: dict[str, Callable[[Any, int, ReadTerm, list[ReadTerm]], None]] = {
-        "Neg": _negative,
-        "Mul": _product,
-        "Div": _quotient,
-        "Add": _added,
-        "Sub": _added,
-        "Rsub": _added,
-        "Mean": _mean,
-        "Sum": _sum,
-        "NllLoss": _nll,
-        "NllLoss2D": _nll,
-        "MultiMarginLoss": _margin,
-        "MultilabelMarginLoss": _margin,
-        "Dot": _contraction,
-        "Mv": _contraction,
-        "Mm": _contraction,
-        "Bmm": _contraction,
-    }
-    return handlers.get(name, _unknown)
-
-
-def _unknown(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> None:  # noqa: ARG001
+def _unknown(_: Any, __: ReadTerm) -> list[ReadTerm]:
     raise _UnreadError
 
 
 def _only_input(node: Any) -> tuple[Any, int, int]:
     """Return the only input of a node that has a graph: its node, its number among that node's results, its place."""
-    inputs = [(one, number, place) for place, (one, number) in enumerate(node.next_functions) if one is not None]
+    inputs = _inputs(node)
     if len(inputs) != 1:
         raise _UnreadError
     return inputs[0]
 
 
-def _shape(node: Any, number: int) -> Sequence[int]:
-    """Return the shape of a node's result."""
-    if hasattr(node, "variable"):
-        return node.variable.shape  # type: ignore[no-any-return]
-    return node._input_metadata[number].shape  # type: ignore[no-any-return]
+def _inputs(node: Any) -> list[tuple[Any, int, int]]:
+    return [(one, number, place) for place, (one, number) in enumerate(node.next_functions) if one is not None]
 
 
-def _unchanged(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> None:  # noqa: ARG001
-    inner, of_inner, _ = _only_input(node)
-    if math.prod(_shape(inner, of_inner)) != 1:
+def _shape(node: Any, number: int) -> Any:
+    """Return the shape of a node's result. Sizes come from here, and never from a saved activation."""
+    return node.variable.shape if hasattr(node, "variable") else node._input_metadata[number].shape
+
+
+def _unchanged(node: Any, term: ReadTerm) -> list[ReadTerm]:
+    inner, number, place = _only_input(node)
+    if math.prod(_shape(inner, number)) != 1:  # of which the number is one element
         raise _UnreadError
-    _read_number(inner, of_inner, term, found)
+    term.goes(node, 1.0, place)
+    return _read(inner, term)
 
 
-def _negative(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> None:  # noqa: ARG001
-    inner, of_inner, _ = _only_input(node)
-    term.weight = -_known(term.weight)
-    _read_number(inner, of_inner, term, found)
-
-
-def _product(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> None:  # noqa: ARG001
-    inner, of_inner, place = _only_input(node)
-    other = _number(node, "_saved_other" if place == 0 else "_saved_self")
-    term.weight = _divided(_known(term.weight), other)
-    _read_number(inner, of_inner, term, found)
-
-
-def _quotient(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> None:  # noqa: ARG001
-    inner, of_inner, place = _only_input(node)
-    if place != 0:  # a number divided by something with a gradient
+def _times(node: Any, term: ReadTerm) -> list[ReadTerm]:
+    inner, _, place = _only_input(node)
+    if not _scales(node, place, term, lambda other: other.numel() == 1):
         raise _UnreadError
-    _divide(term, _number(node, "_saved_other"))
-    _read_number(inner, of_inner, term, found)
+    return _read(inner, term)
 
 
-def _added(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> None:  # noqa: ARG001
-    inputs = [(one, of_one, place) for place, (one, of_one) in enumerate(node.next_functions) if one is not None]
-    is_subtraction, is_reversed = "Sub" in node.name(), node.name().startswith("Rsub")
-    alpha, weight, own = getattr(node, "_saved_alpha", 1), _known(term.weight), list[ReadTerm]()
-    for inner, of_inner, place in inputs:
-        if math.prod(_shape(inner, of_inner)) != 1:
-            raise _UnreadError
-        is_second = (place == 0) if is_reversed else (place == 1)
-        scaled = weight / alpha if is_second and alpha != 1 else weight
-        if is_subtraction and is_second:
-            scaled = -scaled
+def _scales(node: Any, place: int, term: ReadTerm, is_number: Callable[[Tensor], bool]) -> bool:
+    """Note the number that a node multiplies its only input by; return whether there is one."""
+    kind = node.name()
+    if kind.startswith("Neg"):
+        term.weight = -term.weight
+        term.goes(node, -1.0, place)
+        return True
+    is_division = kind.startswith("Div")
+    if is_division and place:  # a number divided by something with a gradient
+        return False
+    other = _saved(node, "_saved_self" if place else "_saved_other")
+    if isinstance(other, Tensor) and not is_number(other):
+        return False
+    other = _on_host(other) if isinstance(other, Tensor) else float(other)
+    if is_division:
+        term.weight, term.divisor, term.is_counted = term.weight * other, other, True
+    else:
+        term.weight = _divided(term.weight, other)
+    term.goes(node, _divides if is_division else _divided, place)
+    return True
+
+
+def _added(node: Any, term: ReadTerm) -> list[ReadTerm]:
+    inputs, own = _inputs(node), list[ReadTerm]()
+    kind, alpha = node.name(), getattr(node, "_saved_alpha", 1)
+    second = 0 if kind.startswith("Rsub") else 1
+    for inner, _, place in inputs:
+        factor = 1.0
+        if place == second:
+            factor = (1.0 if kind.startswith("Add") else -1.0) / alpha
+        weight = term.weight if factor == 1.0 else term.weight * factor
         # With a single input the rest is a constant, and the gradient of the whole node is that of the term.
-        at = inner if len(inputs) > 1 else term.node
-        _read_number(inner, of_inner, term.at(at, scaled), own)
-    found += _as_one(term, node, own)
+        own += _read(inner, term.at(inner if len(inputs) > 1 else term.node, weight).goes(node, factor, place))
+    return _as_one(term, node, own)
 
 
 def _as_one(term: ReadTerm, node: Any, parts: list[ReadTerm]) -> list[ReadTerm]:
     """Return parts of a sum, as one term if they are sums that are divided together, as those of chunks are."""
     if len(parts) > 1 and all(one.weight is term.weight for one in parts):
-        term.end = node
-        return [term]
+        term.trail = None  # which would not see that one of them comes to be divided otherwise
+        return term.ends(node)
     return parts
 
 
 # --- reductions -------------------------------------------------------------------------------------------------------
 
 
-def _mean(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> None:
-    inner, of_inner, _ = _only_input(node)
-    if math.prod(_shape(node, number)) != 1:
-        raise _UnreadError
-    term.weight, term.is_counted = _known(term.weight) * _elements(node, inner, of_inner), True
-    _read_elements(inner, of_inner, term, found)
+def _mean(node: Any, term: ReadTerm) -> list[ReadTerm]:
+    inner, number, place = _only_input(node)
+    count = getattr(node, "_saved_self_sym_numel", None)
+    if count is None:  # a mean over chosen dimensions
+        count, term.trail = math.prod(_shape(inner, number)), None
+    term.weight, term.is_counted = term.weight * count, True
+    term.goes(node, _count, place)
+    return _read_elements(inner, number, term)
 
 
-def _elements(node: Any, inner: Any, of_inner: int) -> int:
-    try:
-        return int(node._saved_self_sym_numel)
-    except AttributeError:  # a mean over chosen dimensions
-        return math.prod(_shape(inner, of_inner))
+def _sum(node: Any, term: ReadTerm) -> list[ReadTerm]:
+    inner, number, place = _only_input(node)
+    term.goes(node, 1.0, place)
+    return _read_elements(inner, number, term)
 
 
-def _margin(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> None:  # noqa: ARG001
-    """Read a loss whose mean runs over samples, which are rows of its input."""
-    if node._saved_reduction == _MEAN:
-        inner, of_inner, _ = _only_input(node)
-        shape = _shape(inner, of_inner)
-        term.weight, term.is_counted = _known(term.weight) * (shape[0] if len(shape) > 1 else 1), True
-    elif node._saved_reduction != _SUM:
-        raise _UnreadError
-    term.end = node
-    found.append(term)
-
-
-def _sum(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> None:
-    inner, of_inner, _ = _only_input(node)
-    if math.prod(_shape(node, number)) != 1:
-        raise _UnreadError
-    _read_elements(inner, of_inner, term, found)
-
-
-def _contraction(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> None:
+def _contraction(node: Any, term: ReadTerm) -> list[ReadTerm]:
     """Read a sum of products, of which one factor is constant."""
     _only_input(node)
-    if math.prod(_shape(node, number)) != 1:
-        raise _UnreadError
-    term.end = node
-    found.append(term)
+    return term.ends(node)
 
 
-def _nll(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> None:  # noqa: ARG001
-    if node._saved_reduction == _MEAN:
-        term.weight, term.is_counted = _known(term.weight) * _total_weight(node), True
-    elif node._saved_reduction != _SUM:
+def _reduced(node: Any, term: ReadTerm, count: Callable[[], Any]) -> list[ReadTerm]:
+    """Read a loss of torch, which is a sum, or a mean over what `count` returns."""
+    if node._saved_reduction not in (_MEAN, _SUM):
         raise _UnreadError
-    term.end = node
-    found.append(term)
+    return term.ends(node, count() if node._saved_reduction == _MEAN else None)
+
+
+def _nll(node: Any, term: ReadTerm) -> list[ReadTerm]:
+    return _reduced(node, term, lambda: _total_weight(node))
+
+
+def _elementwise(node: Any, term: ReadTerm) -> list[ReadTerm]:
+    return _reduced(node, term, lambda: math.prod(_shape(*_inputs(node)[0][:2])))
+
+
+def _margin(node: Any, term: ReadTerm) -> list[ReadTerm]:
+    """Read a loss whose mean runs over samples, which are rows of its input."""
+    shape = _shape(*_only_input(node)[:2])
+    return _reduced(node, term, lambda: shape[0] if len(shape) > 1 else 1)
 
 
 def _total_weight(node: Any) -> float | Tensor:
     """Return what cross entropy divides by: the targets that count, each times the weight of its class."""
     total: Tensor = _saved(node, "_saved_total_weight")
-    if total.dtype in (torch.float32, torch.float64):
+    if total.dtype in _FULL:
         return _on_host(total)
     # In half precision 999 reads as 1,000.
     target = _saved(node, "_saved_target")
@@ -298,102 +326,62 @@ def _total_weight(node: Any) -> float | Tensor:
     return _on_host((weights.float()[target.clamp(min=0)] * counts).sum())
 
 
-def _elementwise(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> None:  # noqa: ARG001
-    if node._saved_reduction == _MEAN:
-        inner, of_inner = next(one for one in node.next_functions if one[0] is not None)
-        term.weight, term.is_counted = _known(term.weight) * math.prod(_shape(inner, of_inner)), True
-    elif node._saved_reduction != _SUM:
-        raise _UnreadError
-    term.end = node
-    found.append(term)
-
-
 # --- what is reduced --------------------------------------------------------------------------------------------------
 
 
-def _read_elements(node: Any, number: int, term: ReadTerm, found: list[ReadTerm]) -> None:
+def _read_elements(node: Any, number: int, term: ReadTerm) -> list[ReadTerm]:
     """Follow a tensor whose elements are summed, as far as all of them are multiplied by the same number."""
     shape = _shape(node, number)
     if not shape:
-        _read_number(node, number, term, found)
-        return
-    inputs = [(place, *one) for place, one in enumerate(node.next_functions) if one[0] is not None]
-    kind = node.name().rstrip("0123456789")
+        return _read(node, term)
+    inputs, kind = _inputs(node), node.name().rstrip("0123456789")
     if kind in ("StackBackward", "CatBackward", "ExpandBackward"):
-        if all(math.prod(_shape(inner, of_inner)) == 1 for _, inner, of_inner in inputs):
+        if all(math.prod(_shape(inner, of_inner)) == 1 for inner, of_inner, _ in inputs):
             own = list[ReadTerm]()
-            for _, inner, of_inner in inputs:
-                one = term.at(inner if len(inputs) > 1 else term.node)
-                if kind == "ExpandBackward":  # copies of one number
-                    one.weight = _divided(_known(one.weight), math.prod(shape))
-                _read_number(inner, of_inner, one, own)
-            found += _as_one(term, node, own)
-            return
-    elif len(inputs) == 1 and _scale(node, kind, inputs[0][0], term):
-        _read_elements(inputs[0][1], inputs[0][2], term, found)
-        return
-    term.end = node
-    found.append(term)
+            term.trail = None
+            for inner, *_ in inputs:  # of numbers; an expanded one is there several times
+                weight = _divided(term.weight, math.prod(shape)) if kind == "ExpandBackward" else term.weight
+                own += _read(inner, term.at(inner if len(inputs) > 1 else term.node, weight))
+            return _as_one(term, node, own)
+    elif len(inputs) == 1 and kind in ("NegBackward", "MulBackward", "DivBackward"):
+        inner, of_inner, place = inputs[0]
+        try:
+            if _scales(node, place, term, lambda other: other.dim() == 0):
+                return _read_elements(inner, of_inner, term)
+        except _UnreadError:  # hidden by a hook
+            pass
+    return term.ends(node)
 
 
-def _scale(node: Any, kind: str, place: int, term: ReadTerm) -> bool:
-    """Note the number that a node multiplies all elements of its only input by; return whether there is one."""
-    if kind == "NegBackward":
-        term.weight = -_known(term.weight)
-        return True
-    if kind not in ("MulBackward", "DivBackward") or (kind == "DivBackward" and place):
-        return False
-    other = _saved_number(node, place)
-    if other is None:
-        return False
-    if kind == "DivBackward":
-        _divide(term, other)
-    else:
-        term.weight = _divided(_known(term.weight), other)
-    return True
-
-
-def _saved_number(node: Any, place: int) -> float | Tensor | None:
-    """Return the other operand if it is one number for all elements; None if each has its own."""
-    try:
-        other = _saved(node, "_saved_other" if place == 0 else "_saved_self")
-    except _UnreadError:
-        return None
-    return other if not isinstance(other, Tensor) else _on_host(other) if other.dim() == 0 else None
+_BY_NAME: dict[str, Callable[[Any, ReadTerm], list[ReadTerm]]] = {
+    **dict.fromkeys(_UNCHANGED, _unchanged),
+    **dict.fromkeys(("Neg", "Mul", "Div"), _times),
+    **dict.fromkeys(("Add", "Sub", "Rsub"), _added),
+    **dict.fromkeys(("Mean",), _mean),
+    **dict.fromkeys(("Sum",), _sum),
+    **dict.fromkeys(("NllLoss", "NllLoss2D"), _nll),
+    **dict.fromkeys(("MultiMarginLoss", "MultilabelMarginLoss"), _margin),
+    **dict.fromkeys(("MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss"), _elementwise),
+    **dict.fromkeys(("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"), _elementwise),
+    **dict.fromkeys(("Dot", "Mv", "Mm", "Bmm"), _contraction),
+}
+_HANDLERS: dict[str, Callable[[Any, ReadTerm], list[ReadTerm]]] = {}  # by the whole name of a node
 
 
 # --- saved numbers ----------------------------------------------------------------------------------------------------
 
 
-def _known(weight: float | Tensor | None) -> Any:
-    assert weight is not None
-    return weight
-
-
-def _divide(term: ReadTerm, divisor: Any) -> None:
-    term.weight = _known(term.weight) * divisor
-    term.divides = term.is_counted = True
-    term.divisor = divisor
-
-
 def _divided(weight: Any, number: Any) -> Any:
-    if isinstance(number, Tensor) or number:
-        return weight / number
-    return math.inf
+    return weight / number if isinstance(number, Tensor) or number else math.inf
 
 
-def _number(node: Any, name: str) -> float | Tensor:
-    value = _saved(node, name)
-    if not isinstance(value, Tensor):
-        return float(value)
-    if value.numel() != 1:
-        raise _UnreadError
-    return _on_host(value)
+# What a node does to a weight, in a trail.
+_divides, _count, _spreads = "divides", "counts its elements", "ends in one number for each element"
 
 
 def _on_host(value: Tensor) -> float | Tensor:
     """Return a number on the host if it is there, otherwise the tensor, in full precision."""
-    if value.device.type == "cpu":
+    if value.is_cpu:
         # This reads it without an operator of torch, which a mode that watches operators would see.
         number: Any = value.tolist()
         while isinstance(number, list):  # of a tensor with dimensions
@@ -427,12 +415,10 @@ def _saved(node: Any, name: str) -> Any:
 def _refuse_hooks(raw: Any) -> None:
     try:
         raw.register_hooks(_same, _same)  # refused where there are hooks
-    except RuntimeError:
-        raise _UnreadError from None
+    except RuntimeError as error:
+        if "value None" not in str(error):
+            raise _UnreadError from None
 
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-_HANDLERS: dict[str, Callable[[Any, int, ReadTerm, list[ReadTerm]], None]] = {}

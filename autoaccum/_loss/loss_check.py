@@ -9,8 +9,7 @@ read, it is looked for among the counts of the batch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +18,8 @@ from torch import Tensor
 from autoaccum._data.numbers import numbers_in
 from autoaccum._loss.batch_counts import counts_in
 from autoaccum._loss.graph_reader import ReadTerm, read
+from autoaccum._loss.terms import Form, TermForm
+from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -42,47 +43,6 @@ _OF_GPU, _OF_HALF = 5e-3, 4e-2  # with TensorFloat-32, and in half precision
 _SAME_WEIGHT = 1e-5
 # A gradient is multiplied by one pattern of signs, over and over: a prime length meets every row and column.
 _PATTERN = 4099
-
-
-class Form(Enum):
-    """How the losses of micro-batches make the loss of the window."""
-
-    MEAN = "a mean"
-    SUM = "a sum"
-    CONSTANT = "the same for all samples"
-    UNCONFIRMED = "not confirmed"
-
-
-@dataclass(frozen=True, slots=True)
-class TermForm:
-    """How a term of a loss is put together from micro-batches.
-
-    Attributes:
-        form: The form; constants and what is not confirmed are weighted by samples.
-        is_read: Whether the graph says what it is divided by.
-        per_sample: What it is divided by, for each sample; None if that is not known.
-        shares: What the parts were divided by, relative to the whole: those of terms with one divisor are the same.
-        counts: Counts of the batch that are proportional to what it is divided by, and what it is for each.
-        may_be_clamped: Whether a divisor that is 1 would be news.
-        is_clamped: Whether it was 1 where nothing counts.
-        name: The reported value that it is computed from, if that is known.
-        number: Of a sum: where the batch carries the number that it is divided by; None if it is no such number.
-    """
-
-    form: Form
-    is_read: bool = True
-    per_sample: float | None = None
-    shares: tuple[float, ...] = ()
-    counts: Mapping[Count, float] = field(default_factory=dict)
-    may_be_clamped: bool = False
-    is_clamped: bool = False
-    name: str = ""
-    number: Path | None = None
-
-    @property
-    def is_weighted_by_samples(self) -> bool:
-        """Whether micro-batches count by their samples."""
-        return self.form in (Form.CONSTANT, Form.UNCONFIRMED)
 
 
 @dataclass(slots=True)
@@ -110,16 +70,7 @@ class Run:
     def nothing(self, samples: int, counts: Mapping[Count, float]) -> Run:
         """Return the run of samples for which the loss has no graph, since nothing in it counts."""
         terms = [ReadTerm(None, 0.0) for _ in self.terms]
-        weights: list[float | None] = [0.0 for _ in terms]
-        return replace(
-            self,
-            samples=samples,
-            value=0.0,
-            terms=terms,
-            weights=weights,
-            gradients=torch.zeros_like(self.gradients),
-            counts=counts,
-        )
+        return Run(samples, 0.0, terms, [0.0] * len(terms), torch.zeros_like(self.gradients), counts, self.numbers)
 
     def whole(self) -> Run:
         """Return the same as a loss of a single term that could not be read."""
@@ -185,9 +136,8 @@ def run_of(loss: Tensor, samples: int, batch: Any, parameters: Sequence[nn.Param
     weights = [None if term.weight is None else _finite(float(term.weight)) for term in terms]
     rows = []
     for number in range(len(terms)) if parameters else ():
-        kept = keep or number + 1 < len(terms)
         with _only(terms, number):
-            rows.append(_projected(_gradients(loss, parameters, keep=kept)))
+            rows.append(_projected(_gradients(loss, parameters, keep=keep or number + 1 < len(terms))))
     numbers = {path: number for path, number in numbers_in(batch).items() if number != 1.0}
     counts = counts_in(batch, samples)
     # Where gradients cannot be had, the value of a single term has to do.
@@ -196,26 +146,23 @@ def run_of(loss: Tensor, samples: int, batch: Any, parameters: Sequence[nn.Param
     return Run(samples, float(value), terms, weights, gradients, counts, numbers)
 
 
-class _only:  # noqa: N801 - used as a context, like `closing`
-    """Lets the gradient of a single term pass."""
-
-    def __init__(self, terms: Sequence[ReadTerm], number: int) -> None:
-        others = [term for place, term in enumerate(terms) if place != number] if len(terms) > 1 else []
-        # At both ends, since a division by 0 between them makes NaN of 0.
-        nodes = [node for term in others for node in (term.node, term.end) if node is not terms[number].end]
-        self._handles = [
-            node.register_prehook(_nothing) for node in nodes if node is not None and not hasattr(node, "variable")
-        ]
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
+@contextmanager
+def _only(terms: Sequence[ReadTerm], number: int) -> Iterator[None]:
+    """Let the gradient of a single term pass."""
+    others = [term for place, term in enumerate(terms) if place != number]
+    # At both ends, since a division by 0 between them makes NaN of 0.
+    nodes = [node for term in others for node in (term.node, term.end) if node is not terms[number].end]
+    nodes = [node for node in nodes if node is not None and not hasattr(node, "variable")]
+    handles = [node.register_prehook(stopped) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
             handle.remove()
 
 
-def _nothing(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+def stopped(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Let no gradient pass, as a hook of a node."""
     return tuple(None if one is None else torch.zeros_like(one) for one in gradients)
 
 
@@ -302,14 +249,13 @@ def forms_of(
     is_random = moves or (again is not None and not _close(whole.value, again.value, tolerance * abs(whole.value)))
     if len({len(run.terms) for run in (whole, *parts)}) > 1:
         whole, parts = whole.whole(), [part.whole() for part in parts]
-    forms = [_form_of(number, whole, parts, tolerance, is_random=is_random) for number in range(len(whole.terms))]
-    if len(forms) == 1 and not is_random and forms[0].form in (Form.MEAN, Form.SUM):
-        forms = [_checked_value(forms[0], whole, parts, tolerance)]
+    runs = [whole, *parts]
+    forms = [_Compared(number, runs, tolerance, is_random=is_random).form() for number in range(len(whole.terms))]
     if len(forms) == 1 and forms[0].form is Form.UNCONFIRMED and forms[0].is_read and not is_random:
         # It was misread: perhaps a count of the batch fits.
-        unread = [replace(run, weights=[None]) for run in (whole, *parts)]
-        other = _form_of(0, unread[0], unread[1:], tolerance, is_random=False)
-        forms = [other if other.form is Form.UNCONFIRMED else _checked_value(other, whole, parts, tolerance)]
+        unread = [replace(run, weights=[None]) for run in runs]
+        other = _Compared(0, unread, tolerance, is_random=False).form()
+        forms = forms if other.form is Form.UNCONFIRMED else [other]
     return forms
 
 
@@ -318,142 +264,110 @@ class _Compared:
 
     Args:
         number: The term's number.
-        whole: The run of all samples.
-        parts: Those of the parts.
+        runs: The run of all samples, and those of the parts.
         tolerance: As for `forms_of`.
         is_random: Whether values and gradients are those of other random numbers, and are not compared.
     """
 
-    def __init__(self, number: int, whole: Run, parts: Sequence[Run], tolerance: float, *, is_random: bool) -> None:
-        self._gradient, self._of_parts = whole.gradients[number], [part.gradients[number] for part in parts]
+    def __init__(self, number: int, runs: Sequence[Run], tolerance: float, *, is_random: bool) -> None:
+        self._runs = runs
+        self._terms = [run.terms[number] for run in runs]
+        self._weights = [run.weights[number] for run in runs]
+        self._gradients = [run.gradients[number] for run in runs]
+        # The value of a term alone is known only if there is no other.
+        self._values = (
+            [torch.tensor([run.value], dtype=torch.float64) for run in runs] if len(runs[0].terms) == 1 else []
+        )
         self._tolerance = tolerance
         self._is_random = is_random
 
-    def agree(self, factors: Sequence[float]) -> bool:
-        """Whether gradients of the parts, times these factors, add up to that of the whole."""
-        if self._is_random:
-            return True
-        pairs = zip(factors, self._of_parts, strict=True)
+    def form(self) -> TermForm:
+        """Return how the term is put together."""
+        is_read = None not in self._weights
+        weights = [weight or 0.0 for weight in self._weights]
+        if is_read and (mean := self._read_mean(weights)) is not None:
+            return mean
+        whole, *parts = self._gradients
+        room = [self._tolerance * float(one.norm() + whole.norm()) for one in parts]
+        if float(whole.norm()) and all(
+            float((one - whole).norm()) <= its for one, its in zip(parts, room, strict=True)
+        ):
+            return TermForm(Form.CONSTANT)
+        if not is_read:
+            return self._unread()
+        weight, near = weights[0], _SAME_WEIGHT * abs(weights[0])
+        if all(_close(one, weight, near) for one in weights) and self._agree([1.0] * len(parts)):
+            numbers = self._runs[0].numbers.items()
+            return TermForm(Form.SUM, number=next((at for at, one in numbers if _close(one, abs(weight), near)), None))
+        return TermForm(Form.UNCONFIRMED)
+
+    def _agree(self, factors: Sequence[float]) -> bool:
+        """Whether gradients and values of the parts, times these factors, add up to those of the whole."""
+        return self._is_random or all(
+            self._add_up(several, factors) for several in (self._gradients, self._values) if several
+        )
+
+    def _add_up(self, several: Sequence[Tensor], factors: Sequence[float]) -> bool:
+        whole, *parts = several
+        pairs = zip(factors, parts, strict=True)
         added = torch.stack([factor * one if factor else torch.zeros_like(one) for factor, one in pairs])
-        room = self._tolerance * float(added.norm(dim=1).sum() + self._gradient.norm())
-        return float((added.sum(0) - self._gradient).norm()) <= room
+        room = self._tolerance * float(added.norm(dim=1).sum() + whole.norm())
+        return float((added.sum(0) - whole).norm()) <= room
 
-    def are_equal(self) -> bool:
-        """Whether the gradient is the same, and not 0, whatever the samples."""
-        is_there = float(self._gradient.norm()) > 0
-        return is_there and all(_near(one, self._gradient, self._tolerance) for one in self._of_parts)
-
-    def tell(self) -> bool:
-        """Whether all parts have a gradient, so that their agreement says something."""
-        return not self._is_random and all(float(one.norm()) for one in self._of_parts)
-
-
-def _form_of(number: int, whole: Run, parts: Sequence[Run], tolerance: float, *, is_random: bool) -> TermForm:
-    """Return how one term is put together."""
-    compared = _Compared(number, whole, parts, tolerance, is_random=is_random)
-    weight: Any = whole.weights[number]
-    weights = [part.weights[number] for part in parts]
-    is_read = weight is not None and None not in weights
-    if is_read and (mean := _read_mean(number, whole, parts, compared, is_random=is_random)) is not None:
-        return mean
-    if compared.are_equal():
-        return TermForm(Form.CONSTANT)
-    if not is_read:
-        return _unread_form(whole, parts, compared)
-    room = _SAME_WEIGHT * abs(weight)
-    if all(_close(one or 0.0, weight, room) for one in weights) and compared.agree([1.0] * len(parts)):
-        numbers = whole.numbers.items()
-        return TermForm(Form.SUM, number=next((at for at, one in numbers if _close(one, abs(weight), room)), None))
-    return TermForm(Form.UNCONFIRMED)
-
-
-def _read_mean(
-    number: int, whole: Run, parts: Sequence[Run], compared: _Compared, *, is_random: bool
-) -> TermForm | None:
-    """Return the form of a term whose weights add up; None if they do not."""
-    weight, known = whole.weights[number] or 0.0, [part.weights[number] or 0.0 for part in parts]
-    room = _SAME_WEIGHT * max(map(abs, (weight, *known)))
-    if not weight:
+    def _read_mean(self, weights: Sequence[float]) -> TermForm | None:
+        """Return the form of a term whose weights add up; None if they do not."""
+        room = _SAME_WEIGHT * max(map(abs, weights))
+        # max(1, n) reads 1 where nothing counts.
+        counted = [0.0 if term.divisor == 1 else one for term, one in zip(self._terms, weights, strict=True)]
+        for whole, *parts in (weights, [weights[0], *counted[1:]]):
+            if whole and _close(sum(parts), whole, room) and self._agree([one / whole for one in parts]):
+                is_clamped = parts != list(weights[1:])
+                return None if is_clamped and self._is_random else self._mean([whole, *parts], is_clamped=is_clamped)
         return None
-    if _close(sum(known), weight, room) and compared.agree([one / weight for one in known]):
-        return _mean_of(number, whole, parts)
-    # max(1, n) reads 1 where nothing counts.
-    counted = [0.0 if part.terms[number].divisor == 1 else one for part, one in zip(parts, known, strict=True)]
-    if is_random or not (_close(sum(counted), weight, room) and compared.agree([one / weight for one in counted])):
-        return None
-    parts = [_with_weight(part, number, one) for part, one in zip(parts, counted, strict=True)]
-    return replace(_mean_of(number, whole, parts), may_be_clamped=True, is_clamped=True)
 
+    def _mean(self, weights: Sequence[float], *, is_clamped: bool) -> TermForm:
+        """Return the form of a term whose weights add up."""
+        divisors = [term.divisor for term in self._terms]
+        # max(1, n) is never below 1, and a divisor that is always 1 is no count.
+        may_be = all(one is not None and float(one) >= 1 for one in divisors) and float(divisors[0] or 0) > 1
+        room = _SAME_WEIGHT * abs(weights[0])
+        found: dict[Count, float] = {}
+        for count, total in self._runs[0].counts.items():
+            each = weights[0] / total if total > 0 else 0.0
+            counted = [run.counts.get(count, 0.0) * each for run in self._runs]
+            if each and all(_close(one, own, room) for one, own in zip(counted, weights, strict=True)):
+                found[count] = each
+        return TermForm(
+            Form.MEAN,
+            per_sample=abs(weights[0]) / self._runs[0].samples,
+            shares=tuple(one / weights[0] for one in weights[1:]),
+            counts=found,
+            may_be_clamped=may_be or is_clamped,
+            is_clamped=is_clamped,
+        )
 
-def _unread_form(whole: Run, parts: Sequence[Run], compared: _Compared) -> TermForm:
-    """Return the form of a term that could not be read, if counts of the batch or a sum explain it."""
-    if not compared.tell():
-        return TermForm(Form.UNCONFIRMED, is_read=False)
-    shares = {
-        count: tuple(part.counts.get(count, 0.0) / total for part in parts)
-        for count, total in whole.counts.items()
-        if total > 0
-    }
-    fitting = {count: of_parts for count, of_parts in shares.items() if compared.agree(of_parts)}
-    is_sum = compared.agree([1.0] * len(parts))
-    if not fitting:
-        return TermForm(Form.SUM if is_sum else Form.UNCONFIRMED, is_read=False)
-    first, of_first = next(iter(fitting.items()))
-    # Others that fit to within rounding, but weigh the parts otherwise, would make it a guess.
-    alike = all(
-        _close(one, its, _SAME_WEIGHT)
-        for of_parts in fitting.values()
-        for one, its in zip(of_parts, of_first, strict=True)
-    )
-    if is_sum or not alike:
-        return TermForm(Form.UNCONFIRMED, is_read=False)
-    per_sample = whole.counts[first] / whole.samples
-    counts = dict.fromkeys(fitting, 1.0)
-    return TermForm(Form.MEAN, is_read=False, per_sample=per_sample, shares=of_first, counts=counts)
-
-
-def _with_weight(run: Run, number: int, weight: float) -> Run:
-    return replace(run, weights=[*run.weights[:number], weight, *run.weights[number + 1 :]])
-
-
-def _mean_of(number: int, whole: Run, parts: Sequence[Run]) -> TermForm:
-    """Return the form of a term whose weights add up."""
-    runs = [whole, *parts]
-    weights = [run.weights[number] or 0.0 for run in runs]
-    divisors = [run.terms[number].divisor for run in runs]
-    # max(1, n) is never below 1, and a divisor that is always 1 is no count.
-    may_be_clamped = all(one is not None and float(one) >= 1 for one in divisors) and float(divisors[0] or 0) > 1
-    return TermForm(
-        Form.MEAN,
-        per_sample=abs(weights[0]) / whole.samples,
-        shares=tuple(one / weights[0] for one in weights[1:]),
-        counts=_proportional(weights, runs),
-        may_be_clamped=may_be_clamped,
-    )
-
-
-def _checked_value(form: TermForm, whole: Run, parts: Sequence[Run], tolerance: float) -> TermForm:
-    """Return a form if the values of the parts agree with it too; otherwise one that is not confirmed."""
-    if form.form is Form.SUM:
-        factors = [1.0] * len(parts)
-    elif form.is_read:
-        factors = list(form.shares)
-    else:
-        factors = list(form.shares)
-    added = [factor * part.value for factor, part in zip(factors, parts, strict=True) if factor]
-    room = tolerance * (abs(whole.value) + sum(map(abs, added)))
-    return form if _close(sum(added), whole.value, room) else replace(form, form=Form.UNCONFIRMED)
-
-
-def _proportional(weights: Sequence[float], runs: Sequence[Run]) -> dict[Count, float]:
-    """Return the counts of the batch that are proportional to weights, and what the weights are for each."""
-    room = _SAME_WEIGHT * abs(weights[0])
-    found = {count: weights[0] / total for count, total in runs[0].counts.items() if total > 0}
-    return {
-        count: each
-        for count, each in found.items()
-        if all(_close(run.counts.get(count, 0.0) * each, own, room) for run, own in zip(runs, weights, strict=True))
-    }
+    def _unread(self) -> TermForm:
+        """Return the form of a term that could not be read, if counts of the batch or a sum explain it."""
+        unknown = TermForm(Form.UNCONFIRMED, is_read=False)
+        whole, *parts = self._runs
+        if self._is_random or not all(float(one.norm()) for one in self._gradients[1:]):
+            return unknown  # their agreement says nothing
+        shares = {
+            count: tuple(part.counts.get(count, 0.0) / total for part in parts)
+            for count, total in whole.counts.items()
+            if total > 0
+        }
+        fitting = {count: of_parts for count, of_parts in shares.items() if self._agree(of_parts)}
+        is_sum = self._agree([1.0] * len(parts))
+        if not fitting:
+            return TermForm(Form.SUM, is_read=False) if is_sum else unknown
+        first, of_first = next(iter(fitting.items()))
+        # Others that fit to within rounding, but weigh the parts otherwise, would make it a guess.
+        pairs = [pair for of_parts in fitting.values() for pair in zip(of_parts, of_first, strict=True)]
+        if is_sum or not all(_close(one, its, _SAME_WEIGHT) for one, its in pairs):
+            return unknown
+        per_sample, counts = whole.counts[first] / whole.samples, dict.fromkeys(fitting, 1.0)
+        return TermForm(Form.MEAN, is_read=False, per_sample=per_sample, shares=of_first, counts=counts)
 
 
 def share_a_divisor(forms: Sequence[TermForm]) -> bool:
@@ -468,10 +382,6 @@ def share_a_divisor(forms: Sequence[TermForm]) -> bool:
 def _finite(weight: float) -> float:
     """Return a weight; 0 for what is multiplied by 0."""
     return 0.0 if math.isinf(weight) else weight
-
-
-def _near(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    return float((one - other).norm()) <= tolerance * float(one.norm() + other.norm())
 
 
 def _close(one: float, other: float, room: float) -> bool:

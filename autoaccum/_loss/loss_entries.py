@@ -1,8 +1,7 @@
 """Decides which entries of a mapping of losses are trained on and which are only reported.
 
 The rule is the same for a model, a loss and one of several losses: an entry "loss" is the total, and the others are
-reported under their names. Without it, entries with a graph are summed, and detached ones are reported. When gradients
-are disabled no entry has a graph: then the roles seen in training apply, or one sample is run with gradients.
+reported under their names. Without it, entries with a graph are summed, and detached ones are reported.
 """
 
 from __future__ import annotations
@@ -28,30 +27,29 @@ class Entries:
 
     Args:
         notices: Reports, once, which entries are only reported.
-        on_reported: Called with each name that turns out to be a metric in training.
+        on_reported: Called with each name that turns out to be a metric.
     """
 
     def __init__(self, notices: Notices, on_reported: Callable[[str], None]) -> None:
         self._notices = notices
         self._on_reported = on_reported
-        # Whether each name is a loss: as seen in training, and as assumed before.
-        self._shown: dict[str, bool] = {}
-        self._supposed: dict[str, bool] = {}
+        self._roles: dict[str, bool] = {}  # whether each name is a loss
+        self._asked: set[str] = set()
 
-    def is_reported(self, name: str) -> bool:
-        """Whether this name turned out to be a metric in training."""
-        return self._shown.get(name) is False
+    def needs_graphs(self, raw: Mapping[str, Any], total: str) -> bool:
+        """Whether only graphs, which the caller has disabled, would tell the roles; True once for each name."""
+        if torch.is_grad_enabled() or len(raw) == 1 or raw.get(total) is not None:
+            return False
+        unknown = raw.keys() - self._roles.keys() - self._asked
+        self._asked |= unknown
+        return bool(unknown)
 
-    def added(
-        self, raw: Mapping[str, Any], total: str, with_gradients: Callable[[], Mapping[str, Any] | None]
-    ) -> set[str]:
+    def added(self, raw: Mapping[str, Any], total: str) -> set[str]:
         """Return the names of the entries that sum to the loss.
 
         Args:
             raw: The entries by name.
             total: The name of the entry that is the total.
-            with_gradients: Returns entries of the same names, computed with gradients; None if that is not possible.
-                Called only if gradients are disabled and the names are unknown.
 
         Raises:
             InvalidInputError: There are no entries.
@@ -62,51 +60,33 @@ class Entries:
                 f"{total!r} or with terms to add"
             )
         if raw.get(total) is not None:
-            self._note_parts(raw, total)
+            others = [name for name in raw if name != total]
+            self._report(others)
+            # `objective` rejects entries that are not numbers.
+            told = [name for name in others if not isinstance(raw[name], str | None)]
+            self._say(told, f"the entry {total!r} is the total", key=f"parts of {total}")
             return {total}
         if len(raw) == 1:
             return set(raw)
-        if torch.is_grad_enabled():
-            return self._by_graph(raw)
-        if any(name not in self._shown and name not in self._supposed for name in raw):
-            self._suppose(with_gradients())
-        roles = {**self._supposed, **self._shown}
-        return {name for name in raw if roles.get(name, True)} or set(raw)
+        if with_graph := {name for name, value in raw.items() if _has_graph(value)}:
+            # For good: a detection loss without a graph in a micro-batch without boxes is still a loss.
+            self._roles.update(dict.fromkeys(with_graph, True))
+            detached = [name for name in raw if name not in self._roles]
+            self._report(detached)
+            self._say(detached, "it has no gradient", key=None)
+        # Without any, all are returned, which raises an error later.
+        return {name for name in raw if self._roles.get(name, True)} or set(raw)
 
-    def _note_parts(self, raw: Mapping[str, Any], total: str) -> None:
-        for name in raw:
-            if name != total and self._shown.get(name) is not False:
-                self._shown[name] = False
+    def _report(self, names: list[str]) -> None:
+        for name in names:
+            if self._roles.get(name) is not False:
+                self._roles[name] = False
                 self._on_reported(name)
-        # `objective` rejects entries that are not numbers.
-        others = [name for name, value in raw.items() if name != total and not isinstance(value, str | None)]
-        if others:
-            self._notices.say(
-                f"{_listed(others)}: reported, not trained on, since the entry {total!r} is the total",
-                key=f"parts of {total}",
-            )
 
-    def _by_graph(self, raw: Mapping[str, Any]) -> set[str]:
-        with_graph = {name for name, value in raw.items() if _has_graph(value)}
-        if not with_graph:
-            return set(raw)  # which raises an error later
-        detached = []
-        for name in raw:
-            if name in with_graph:
-                # For good: a detection loss without a graph in a micro-batch without boxes is still a loss.
-                self._shown[name] = True
-            elif name not in self._shown:
-                self._shown[name] = False
-                detached.append(name)
-                self._on_reported(name)
-        if detached:
-            self._notices.say(f"{_listed(detached)}: reported, not trained on, since it has no gradient")
-        return {name for name in raw if self._shown[name]}
-
-    def _suppose(self, raw: Mapping[str, Any] | None) -> None:
-        found = {name: _has_graph(value) for name, value in (raw or {}).items()}
-        if any(found.values()):
-            self._supposed.update(found)
+    def _say(self, names: list[str], why: str, *, key: str | None) -> None:
+        if names:
+            listed = ("loss " if len(names) == 1 else "losses ") + ", ".join(map(repr, names))
+            self._notices.say(f"{listed}: reported, not trained on, since {why}", key=key)
 
 
 def _has_graph(value: Any) -> bool:
@@ -116,7 +96,3 @@ def _has_graph(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_has_graph, value.values()))
     return isinstance(value, list | tuple) and any(map(_has_graph, value))
-
-
-def _listed(names: list[str]) -> str:
-    return ("loss " if len(names) == 1 else "losses ") + ", ".join(map(repr, names))

@@ -20,12 +20,11 @@ from torch._subclasses import FakeTensor
 
 from autoaccum._data.numbers import spelled
 from autoaccum._loss import divisor
-from autoaccum._loss.batch_counts import LABELS, SAMPLES, counts_of, in_words
+from autoaccum._loss.batch_counts import ELEMENTS, SAMPLES, TARGETS, counted_at_once, counts_of, in_words
 from autoaccum._loss.divisor import carries_numbers
-from autoaccum._loss.graph_reader import read, weight_at_once
-from autoaccum._loss.loss_check import Form, TermForm, share_a_divisor
-from autoaccum._loss.terms import is_pair
-from autoaccum._loss.weighting import Over, in_full
+from autoaccum._loss.graph_reader import ReadTerm, followed, read, weight_at_once
+from autoaccum._loss.loss_check import share_a_divisor, stopped
+from autoaccum._loss.terms import Form, TermForm, in_full
 from autoaccum.errors import InvalidInputError, LossWarning
 
 if TYPE_CHECKING:
@@ -34,17 +33,17 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._data.numbers import Path
     from autoaccum._loss.batch_counts import Count
-    from autoaccum._loss.graph_reader import ReadTerm
     from autoaccum._loss.terms import Term
 
 # The most divisors of their own that may meet in one gradient.
 _MOST_DIVISORS = 3
 # Relative differences of counts in double precision, and of what is read in single precision.
 _SAME_COUNT, _SAME_WEIGHT = 1e-9, 1e-5
+# The same of the weight that a split gives for a window, and the sum of those of micro-batches.
+_ADDS_UP = 1e-6
 # The totals of a window's samples, and of what split.weight counts, among the totals of its divisors.
 OF_SAMPLES, _OF_SPLIT = ("", 0), ("", 1)
 _HOST = torch.device("cpu")
-_LABELS_OF_PAIR = frozenset([(LABELS, "[1]")])
 # A term of a loss: the name of the loss, and the term's number.
 Slot = tuple[str, int]
 
@@ -59,6 +58,15 @@ class Common(Enum):
     NOTHING = "divisors of their own"
 
 
+_COMMON = {
+    Form.MEAN: Common.DIVISOR,
+    Form.PAIR: Common.DIVISOR,
+    Form.SUM: Common.SUM,
+    Form.CONSTANT: Common.SAMPLES,
+    Form.UNCONFIRMED: Common.SAMPLES,
+}
+
+
 @dataclass(slots=True)
 class Factors:
     """The factors of the losses of one micro-batch, with which those of a window add up to its loss.
@@ -70,8 +78,8 @@ class Factors:
         weight: What a loss is divided by if its graph does not say so; None if it does.
         pairs: For the sums of (sum, weight) pairs whose total is known, by name.
         terms: For each term of a loss that has divisors of its own, by name.
-        units: What the first loss is divided by, in units of what a sample had when losses were checked.
         expected: What these terms are divided by, as each count of the batch that may be meant says.
+        units: What the first loss is divided by, in units of what a sample had when losses were checked.
     """
 
     alone: bool = False
@@ -82,13 +90,6 @@ class Factors:
     terms: dict[str, list[float]] = field(default_factory=dict)
     expected: dict[Slot, dict[Count, float]] = field(default_factory=dict)
     units: Any = None
-
-    def times(self, number: float) -> Factors:
-        """Return these factors multiplied by a number."""
-        pairs = {name: factor * number for name, factor in self.pairs.items()}
-        terms = {name: [factor * number for factor in factors] for name, factors in self.terms.items()}
-        usual, scale = self.usual * number, self.scale * number
-        return Factors(self.alone, usual, scale, self.weight, pairs, terms, self.expected)
 
 
 class NotCheckedError(Exception):
@@ -109,142 +110,114 @@ class LossWeights:
     """What is known of how the losses of micro-batches make the loss of a window.
 
     Args:
-        said: What the arguments say of every loss that is a number; None to find it out.
+        asked: What the arguments say of every loss that is a number; None to find it out.
+        split: The split, for a message.
 
     Attributes:
         said: The same; None for a loss of torch, which says it better.
-        forms: The terms of each loss that is a number, by name.
-        is_checked: Whether losses were tried on a few samples.
+        forms: The terms of each loss, by name; of those that are numbers only if it is not said.
+        is_checked: Whether losses were tried on several samples, or on one where no two can be.
+        is_trusted: Whether the loss is one of torch, which needs no check.
         divided_by: What the sums of this window are divided by together, where each loader batch carries a number.
         window: The window that is being computed, and the first sample of the current micro-batch in it.
         start: See `window`.
         warnings: What was said of gradients that may be wrong.
     """
 
-    def __init__(self, said: Common | None) -> None:
-        self.said = self._said_by_arguments = said
+    def __init__(self, asked: Common | None, split: str = "") -> None:
+        self._split = split
+        self._adds_up = False  # whether the split's weight was seen to
+        self.said = self._asked = asked
         self.forms: dict[str, tuple[TermForm, ...]] = {}
-        self.is_checked = False
-        self.divided_by: divisor.Divisor | None = None
+        self.is_checked = self.is_trusted = False
+        self.divided_by: float | None = None
         self.window: Window | None = None
         self.start = 0
         self.warnings: list[str] = []
-        self._pairs: set[str] = set()  # names of (sum, weight) pairs
         self._provisional: dict[str, float] = {}  # about what each loss is divided by in this window
-        self._vectors: set[str] = set()  # names of losses for each sample
-        self._is_supposed = False  # of which no warning was given yet
+        self._trails: dict[str, list[ReadTerm]] = {}  # the terms of each loss, as of the last graph
         self._are_apart = False  # whether divisors that were proportional turned out not to be
-        self._trusted: set[str] = set()  # names of losses of torch, which need no check
-        # On the device, to be looked at a window later: divisors that may be clamped, and weights beside their counts.
-        self._divisors: list[tuple[str, Tensor]] = []
-        self._proportional: list[tuple[str, Tensor]] = []
-        self._counted_weights: list[tuple[Slot, Tensor, Mapping[Count, float]]] = []
+        # Found on the device, to be looked at a window later: whether something is wrong, and what is to be said then.
+        self._later: list[tuple[Tensor, str | InvalidInputError]] = []
 
     # --- what is known ------------------------------------------------------------------------------------------------
 
     @property
     def common(self) -> Common:
         """What all losses have in common."""
-        if self.said is not None:
-            forms: list[TermForm] = []
-            kinds = {self.said} if self.forms else set()
-        else:
-            forms = [form for of_name in self.forms.values() for form in of_name]
-            kinds = {_common_of(form) for form in forms}
-        if self._vectors:
-            kinds.add(Common.SUM if self.said is Common.SUM else Common.SAMPLES)
-        if self._pairs:
-            kinds.add(Common.DIVISOR)
+        forms = self._all_forms()
+        kinds = {self._common_of(form) for form in forms}
         means = [form for form in forms if form.form is Form.MEAN]
         have_one = len(means) < len(("one", "another")) or (share_a_divisor(means) and not self._are_apart)
-        if len(self._pairs) + bool(means) > 1 or not have_one or len(kinds) > 1:
+        pairs = sum(form.form is Form.PAIR for form in forms)
+        if pairs + bool(means) > 1 or not have_one or len(kinds) > 1:
             return Common.NOTHING
         return kinds.pop() if kinds else self.said or Common.SAMPLES
 
-    def note(self, terms: Sequence[Term]) -> None:
-        """Note which losses are pairs and which are losses of each sample."""
-        for term in terms:
-            if term.is_reported:
-                continue
-            if term.over is Over.VECTOR:
-                self._vectors.add(term.name)
-            elif term.over is Over.PAIR:
-                if term.name in self.forms:
-                    raise InvalidInputError(
-                        f"loss {term.name!r} is a (sum, weight) pair, and was a number in earlier windows; return the "
-                        "same form in all of them"
-                    )
-                self._pairs.add(term.name)
+    def _common_of(self, form: TermForm) -> Common:
+        if form.form is Form.VECTOR:
+            return Common.SUM if self.said is Common.SUM else Common.SAMPLES
+        if self.said is not None and form.form is not Form.PAIR:
+            return self.said
+        return Common.DIVISOR if form.number is not None else _COMMON[form.form]
 
-    def trust(self, name: str, form: TermForm | None) -> None:
-        """Take the form of a loss of torch, which needs no check; None if it is no such loss."""
-        self._trusted.discard(name)
-        self.forms.pop(name, None)
-        self.said = self._said_by_arguments if form is None else None
-        if form is not None:
-            self._trusted.add(name)
-            self.forms[name] = (form,)
-
-    # --- several ranks ------------------------------------------------------------------------------------------------
-
-    @property
-    def knowledge(self) -> tuple[Any, ...]:
-        """Everything that is known of losses."""
-        return self.forms, self._pairs, self._vectors, self.is_checked, self._are_apart
-
-    def in_short(self) -> Any:
-        """Return what must be the same on all ranks, to be compared."""
-        forms = {
-            name: [(form.form.name, form.is_read, min(form.counts, default=None)) for form in of_name]
-            for name, of_name in sorted(self.forms.items())
-        }
-        return self.common.name, forms, sorted(self._pairs), sorted(self._vectors)
-
-    def adopt(self, known: Sequence[tuple[Any, ...]]) -> None:
-        """Take what all ranks know together.
-
-        Raises:
-            InvalidInputError: They know different things of one loss.
-        """
-        self.forms = {name: forms for name, forms in self.forms.items() if name in self._trusted}
-        for forms, pairs, vectors, is_checked, are_apart in known:
-            self._are_apart = self._are_apart or are_apart
-            self._pairs |= pairs
-            self._vectors |= vectors
-            self.is_checked = self.is_checked or is_checked
-            for name, theirs in forms.items():
-                mine = self.forms.setdefault(name, theirs)
-                if [(one.form, one.is_read) for one in mine] != [(one.form, one.is_read) for one in theirs]:
-                    raise InvalidInputError(
-                        f"loss {name!r} is put together otherwise on some ranks: {_in_words(mine)}, and "
-                        f"{_in_words(theirs)}; return the same form on all, a (sum, weight) pair, or pass "
-                        "loss_reduction="
-                    )
-                self.forms[name] = tuple(_with_counts_of_both(*pair) for pair in zip(mine, theirs, strict=True))
-
-    def forget(self, name: str) -> None:
-        """Forget a loss that turned out to be only reported."""
-        self.forms.pop(name, None)
+    def _all_forms(self) -> list[TermForm]:
+        return [form for forms in self.forms.values() for form in forms]
 
     @property
     def knows_all(self) -> bool:
         """Whether no loss needs a check, as far as is known."""
-        return self.said is not None or bool(self._trusted)
+        return self.said is not None or self.is_trusted
 
     @property
     def mixes_pairs(self) -> bool:
         """Whether one of several losses with divisors of their own is a (sum, weight) pair."""
-        return bool(self._pairs) and self.common is Common.NOTHING
+        return any(form.form is Form.PAIR for form in self._all_forms()) and self.common is Common.NOTHING
 
-    def of_part(self, window: Window) -> float | None:
-        """Return by what a part of a window is put together with others; None if parts are added."""
-        if self.common is Common.SUM:
-            return None
-        return window.weight(0, window.samples) if self.common is Common.SPLIT else float(window.samples)
+    @property
+    def are_read(self) -> bool:
+        """Whether factors depend on nothing that is counted in the batch."""
+        return self.common not in (Common.NOTHING, Common.SPLIT) and not self._counted() and self._number is None
 
-    def knows(self, name: str) -> bool:
-        """Whether a loss needs no check."""
-        return self.said is not None or name in self._trusted
+    @property
+    def _number(self) -> Path | None:
+        """Where each batch carries the number that all losses are divided by; None if there is none."""
+        numbers = {form.number for form in self._all_forms()}
+        return numbers.pop() if len(numbers) == 1 else None
+
+    def _counted(self) -> list[TermForm]:
+        """Return the means whose weights are counted in the batch."""
+        is_mixed = self.common is Common.NOTHING
+        return [form for form in self._all_forms() if form.form is Form.MEAN and (is_mixed or not form.is_read)]
+
+    def note(self, terms: Sequence[Term]) -> None:
+        """Note which losses are pairs, which are losses of each sample, and which are what the arguments say."""
+        for term in terms:
+            if term.is_reported or (term.over is None and self.said is None):
+                continue
+            if term.over is None:
+                self.forms[term.name] = (TermForm(Form.SUM if self.said is Common.SUM else Form.UNCONFIRMED),)
+                continue
+            before = self.forms.get(term.name, (None,))[0]
+            if term.over is Form.PAIR and before is not None and before.form not in (Form.PAIR, Form.VECTOR):
+                raise InvalidInputError(
+                    f"loss {term.name!r} is a (sum, weight) pair, and was a number in earlier windows; return the same "
+                    "form in all of them"
+                )
+            if before is None or before.form is not term.over:
+                self.forms[term.name] = (TermForm(term.over),)
+
+    def trust(self, name: str, form: TermForm | None) -> None:
+        """Take the form of a loss of torch, which needs no check; None if it is no such loss."""
+        self.forms.pop(name, None)
+        self.is_trusted = form is not None
+        self.said = self._asked if form is None else None
+        if form is not None:
+            self.forms[name] = (form,)
+
+    def forget(self, name: str) -> None:
+        """Forget a loss that turned out to be only reported."""
+        self.forms.pop(name, None)
 
     def learn(self, found: Mapping[str, Sequence[TermForm]], *, is_checked: bool = True) -> None:
         """Take what a check has shown.
@@ -256,55 +229,32 @@ class LossWeights:
         Raises:
             InvalidInputError: Losses cannot be put together from micro-batches.
         """
-        if self.said is None:
-            found = {name: forms for name, forms in found.items() if is_checked or name not in self.forms}
-            for name, forms in found.items():
-                self._learn_forms(name, forms)
-            self._trusted -= set(found)
         self.is_checked = True
-        for name, forms in found.items() if self.said is None else ():
+        found = {name: forms for name, forms in found.items() if is_checked or name not in self.forms}
+        for name, forms in found.items():
+            before = self.forms.get(name, ())
+            if len(before) == len(forms) and any(
+                was.is_read and not now.is_read for was, now in zip(before, forms, strict=True)
+            ):
+                raise InvalidInputError(
+                    f"loss {name!r} was {_in_words(before)} in earlier windows, as its graph says, and is not in this "
+                    "one; return the same form in all windows, a (sum, weight) pair, or pass loss_reduction="
+                )
+            self.forms[name] = _both(forms, before) or tuple(forms)
+        for name, forms in found.items():
             self._refuse_or_warn(name, forms)
-            if any(form.is_clamped for form in forms):
-                self.warn(_clamp_text(name))
-        self._is_supposed = bool(found) and not is_checked and self.said is None
-        if self.common is Common.NOTHING:
-            self._refuse_what_is_not_counted()
-
-    def tell_supposed(self) -> None:
-        """Warn if what is known was supposed of a single sample; not before that sample was trained on."""
-        if self._is_supposed:
-            self._is_supposed = False
+        if found and not is_checked:
             self.warn(
                 "two samples that can be joined do not fit at once, so what the loss is divided by is read from its "
                 "graph and not checked; a (sum, weight) pair or loss_reduction= says it"
             )
-
-    def drop_supposed(self) -> None:
-        """Forget what was supposed of a single sample that did not fit: what saves memory may let more fit."""
-        if self._is_supposed:
-            self.forms = {name: self.forms[name] for name in self._trusted}
-            self._is_supposed = self.is_checked = False
-
-    def _learn_forms(self, name: str, forms: Sequence[TermForm]) -> None:
-        """Take the terms of a loss; of counts only those that fitted earlier samples too."""
-        before = self.forms.get(name, ())
-        if len(before) == len(forms) and any(
-            was.is_read and not now.is_read for was, now in zip(before, forms, strict=True)
-        ):
-            raise InvalidInputError(
-                f"loss {name!r} was {_in_words(before)} in earlier windows, as its graph says, and is not in this one; "
-                "return the same form in all windows, a (sum, weight) pair, or pass loss_reduction="
-            )
-        if [(one.form, one.is_read) for one in before] == [(one.form, one.is_read) for one in forms]:
-            forms = [_with_counts_of_both(*pair) for pair in zip(forms, before, strict=True)]
-        self.forms[name] = tuple(forms)
+        if self.common is Common.NOTHING:
+            self._refuse_what_is_not_counted()
 
     def _refuse_or_warn(self, name: str, forms: Sequence[TermForm]) -> None:
         """Reject a loss of which a check confirms nothing, and warn of single terms that it does not confirm."""
         doubtful = [number for number, form in enumerate(forms) if form.form is Form.UNCONFIRMED]
-        if not doubtful:
-            return
-        if all(form.form in (Form.UNCONFIRMED, Form.CONSTANT) for form in forms):
+        if doubtful and all(form.form in (Form.UNCONFIRMED, Form.CONSTANT) for form in forms):
             what = "is" if forms[0].is_read else "cannot be read from its graph, and is"
             raise InvalidInputError(
                 f"loss {name!r} {what} neither a mean nor a sum over samples: micro-batches do not give the gradient "
@@ -317,19 +267,24 @@ class LossWeights:
                 f"loss {name!r}: {term} is neither a mean nor a sum over samples, as a router's balancing loss is "
                 "not: it counts by samples in each micro-batch, and its gradient may differ from the whole batch's"
             )
+        if any(form.is_clamped for form in forms):
+            self.warn(_clamp_text(name))
 
     def _refuse_what_is_not_counted(self) -> None:
-        means = [(name, form) for name, forms in self.forms.items() for form in forms if form.form is Form.MEAN]
         divisors: list[TermForm] = []
-        for name, form in means:
-            if not any(share_a_divisor([form, other]) for other in divisors):
-                divisors.append(form)
-            if not form.counts:
-                raise InvalidInputError(
-                    f"loss {name!r} has a mean beside terms that are divided otherwise, and what it is divided by is "
-                    "no count of the batch, so its total over a window is not known before the backward pass; return "
-                    "its terms by name, {'a': (sum, weight), 'b': (sum, weight)}, or pass loss_reduction='mean'"
-                )
+        for name, forms in self.forms.items():
+            for form in forms:
+                if form.form is not Form.MEAN:
+                    continue
+                if not any(share_a_divisor([form, other]) for other in divisors):
+                    divisors.append(form)
+                if not form.counts:
+                    raise InvalidInputError(
+                        f"loss {name!r} has a mean beside terms that are divided otherwise, and what it is divided by "
+                        "is no count of the batch, so its total over a window is not known before the backward pass; "
+                        "return its terms by name, {'a': (sum, weight), 'b': (sum, weight)}, or pass "
+                        "loss_reduction='mean'"
+                    )
         if len(divisors) > _MOST_DIVISORS:
             raise InvalidInputError(
                 f"the loss has {len(divisors)} means, each divided by a number of its own, as a mean for each time "
@@ -343,6 +298,43 @@ class LossWeights:
             self.warnings.append(text)
             warnings.warn(f"autoaccum: {text}", LossWarning, stacklevel=2)
 
+    # --- several ranks ------------------------------------------------------------------------------------------------
+
+    @property
+    def knowledge(self) -> tuple[Any, ...]:
+        """Everything that is known of losses."""
+        return self.forms, self.is_checked, self._are_apart
+
+    def in_short(self) -> Any:
+        """Return what must be the same on all ranks, to be compared."""
+        forms = {
+            name: [(form.form.name, form.is_read, min(form.counts, default=None)) for form in of_name]
+            for name, of_name in sorted(self.forms.items())
+        }
+        return self.common.name, forms
+
+    def adopt(self, known: Sequence[tuple[Any, ...]]) -> None:
+        """Take what all ranks know together.
+
+        Raises:
+            InvalidInputError: They know different things of one loss.
+        """
+        if not self.is_trusted:
+            self.forms = {}
+        for forms, is_checked, are_apart in known:
+            self.is_checked |= is_checked
+            self._are_apart |= are_apart
+            for name, theirs in forms.items():
+                mine = self.forms.get(name, theirs)
+                both = _both(mine, theirs)
+                if both is None:
+                    raise InvalidInputError(
+                        f"loss {name!r} is put together otherwise on some ranks: {_in_words(mine)}, and "
+                        f"{_in_words(theirs)}; return the same form on all, a (sum, weight) pair, or pass "
+                        "loss_reduction="
+                    )
+                self.forms[name] = both
+
     # --- before a window ----------------------------------------------------------------------------------------------
 
     def is_ambiguous(self, window: Window, sizes: Sequence[int], *, only_unread: bool = False) -> frozenset[Count]:
@@ -351,45 +343,24 @@ class LossWeights:
             if only_unread and form.is_read:
                 continue  # the graph will tell
             if len(form.counts) > 1 and len(sizes) > 1:
-                shares = [_shares(count, self._counts(window, sizes, frozenset(form.counts))) for count in form.counts]
-                if any(not _alike(one, shares[0]) for one in shares):
+                counted = _counts(window, sizes, frozenset(form.counts))
+                totals = {count: sum(one[count] for one in counted) or 1.0 for count in form.counts}
+                shares = [[one[count] / total for one in counted] for count, total in totals.items()]
+                pairs = [pair for one in shares for pair in zip(one, shares[0], strict=True)]
+                if any(abs(mine - its) > _SAME_COUNT for mine, its in pairs):
                     return frozenset(form.counts)
         return frozenset()
-
-    @property
-    def are_read(self) -> bool:
-        """Whether factors depend on nothing that is counted in the batch."""
-        return self.common not in (Common.NOTHING, Common.SPLIT) and not self._counted() and self._number is None
-
-    @property
-    def _number(self) -> Path | None:
-        """Where each batch carries the number that all losses are divided by; None if there is none."""
-        forms = [form for of_name in self.forms.values() for form in of_name] if self.said is None else []
-        numbers = {form.number for form in forms}
-        return numbers.pop() if len(numbers) == 1 else None
-
-    def _counted(self) -> list[TermForm]:
-        """Return the means whose weights are counted in the batch."""
-        is_mixed = self.common is Common.NOTHING
-        forms = [form for of_name in self.forms.values() for form in of_name if form.form is Form.MEAN]
-        return [form for form in forms if is_mixed or not form.is_read] if self.said is None else []
-
-    @staticmethod
-    def _counts(window: Window, sizes: Sequence[int], wanted: frozenset[Count]) -> list[dict[Count, float]]:
-        stops = list(accumulate(sizes))
-        return [counts_of(window, stop - size, stop, wanted) for size, stop in zip(sizes, stops, strict=True)]
 
     def totals(self, window: Window) -> dict[Slot, float]:
         """Return what each term with a divisor of its own is divided by in a window, as the batch counts it."""
         found: dict[Slot, float] = {OF_SAMPLES: float(window.samples)}
-        if self.common is Common.SPLIT:
+        if self.said is Common.SPLIT and self.common is not Common.DIVISOR:
             found[_OF_SPLIT] = window.weight(0, window.samples) if window.samples else 0.0
         for name, forms in self.forms.items():
             found[name, -1] = _expected(forms[0], window) if window.samples else 0.0
             for number, form in enumerate(forms):
                 if form.form is Form.MEAN and form.counts and window.samples:
-                    count = min(form.counts)
-                    found[name, number] = counts_of(window, 0, window.samples, frozenset([count]))[count]
+                    found[name, number] = _count(form, window)
         return found
 
     def factors(
@@ -409,91 +380,133 @@ class LossWeights:
         common = self.common
         if len(sizes) == 1 and not is_part and not (self._number is not None and carries_numbers(window)):
             return [Factors(alone=True)]
-        samples = window.samples if totals is None else totals[OF_SAMPLES]
         if common is Common.SUM:
             return [Factors() for _ in sizes]
-        factors = [Factors(usual=size / samples) for size in sizes]
-        if common is Common.SPLIT:
-            stops = list(accumulate(sizes))
+        weights, whole = list(map(float, sizes)), OF_SAMPLES
+        if self.said is Common.SPLIT and common is not Common.DIVISOR:
+            stops, whole = list(accumulate(sizes)), _OF_SPLIT
             weights = [window.weight(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
-            total = sum(weights) if totals is None else totals[_OF_SPLIT]
-            if not total:
-                raise nothing_counts("split.weight(batch) is 0", len(sizes))
-            return [Factors(usual=weight / total) for weight in weights]
+            self._check_split(window, weights)
+        total = sum(weights) if totals is None else totals[whole]
+        if not total:
+            raise nothing_counts("split.weight(batch) is 0", len(sizes))
+        factors = [Factors(usual=weight / total) for weight in weights]
         if common is Common.DIVISOR:
             self.set_provisional(window, totals)
-            self._weigh_beforehand(factors, window, sizes)
+            for factor, weight in zip(factors, self._weights_beforehand(window, sizes), strict=True):
+                factor.weight = weight
         if common is Common.NOTHING:
             self._weigh_each_term(factors, window, sizes, totals or self.totals(window))
         return factors
 
-    def _weigh_beforehand(self, factors: Sequence[Factors], window: Window, sizes: Sequence[int]) -> None:
-        """Note what a loss is divided by where its graph does not say it: a number, or a count, of the batch."""
+    def _check_split(self, window: Window, weights: Sequence[float]) -> None:
+        """Reject, in the first window that is cut, a weight of the split that does not add up over micro-batches."""
+        if self._adds_up or len(weights) == 1:
+            return
+        added, whole = sum(weights), window.weight(0, window.samples)
+        if not math.isclose(whole, added, rel_tol=_ADDS_UP):
+            raise InvalidInputError(
+                f"split={self._split}: weight does not add up: {whole:g} for a window, and {added:g} for its "
+                f"{len(weights)} micro-batches together, as a mean or a maximum would; return a sum, such as the tokens"
+            )
+        self._adds_up = True
+
+    def _weights_beforehand(self, window: Window, sizes: Sequence[int]) -> Sequence[float | None]:
+        """Return what a loss is divided by where its graph does not say it: a number, or a count, of the batch."""
         self.divided_by = None
         if (number := self._number) is not None:
-            self.divided_by = divisor.of_window(number, window)
-            for one, own in zip(factors, divisor.of_micro_batches(number, window, sizes), strict=True):
-                one.weight = own
-            if not self.divided_by.is_counted:
+            self.divided_by, is_counted = divisor.of_window(number, window)
+            if not is_counted:
                 self.warn(_share_text(number))
-        if unread := [form for form in self._counted() if not form.is_read]:
+            return divisor.of_micro_batches(number, window, sizes)
+        if unread := self._counted():
             count = min(unread[0].counts)
-            for one, counted in zip(factors, self._counts(window, sizes, frozenset([count])), strict=True):
-                one.weight = counted[count]
+            return [one[count] for one in _counts(window, sizes, frozenset([count]))]
+        return [None] * len(sizes)
 
-    def set_provisional(self, window: Window, totals: Mapping[Slot, float] | None = None) -> None:
+    def _weigh_each_term(
+        self, factors: Sequence[Factors], window: Window, sizes: Sequence[int], totals: Mapping[Slot, float]
+    ) -> None:
+        for name, forms in self.forms.items():
+            if forms[0].form in (Form.PAIR, Form.VECTOR):
+                continue
+            for number, form in enumerate(forms):
+                if form.form is Form.MEAN:
+                    count = min(form.counts)
+                    counted, total = _counts(window, sizes, frozenset(form.counts)), totals[name, number]
+                    if not total:
+                        raise nothing_counts(f"nothing counts ({in_words(count)})", len(sizes))
+                    own = [one[count] / total for one in counted]
+                    for one, counts in zip(factors, counted, strict=True):
+                        one.expected[name, number] = {of: counts[of] * each for of, each in form.counts.items()}
+                else:
+                    own = [1.0 if form.form is Form.SUM else one.usual for one in factors]
+                for one, factor in zip(factors, own, strict=True):
+                    one.terms.setdefault(name, []).append(factor)
+
+    def set_provisional(self, window: Window, totals: Mapping[Slot, float] | None = None) -> float:
         """Set about what each loss is divided by in a window, so that gradients have about their final magnitude.
 
         Args:
             window: The window, or this process's part of it.
             totals: `totals` of the whole, if all parts need the same; None if each has its own.
+
+        Returns:
+            That of the first loss.
         """
         self.window = window
-        samples = window.samples if totals is None else totals[OF_SAMPLES]
-        self._provisional = dict.fromkeys(self._pairs, float(samples))
-        for name, forms in self.forms.items():
-            if totals is not None and (name, -1) in totals:
-                self._provisional[name] = totals[name, -1]
-            else:
-                self._provisional[name] = _expected(forms[0], window, rounds=len(self.forms) == 1)
+        rounds = len(self.forms) == 1
+        self._provisional = {
+            name: _expected(forms[0], window, rounds=rounds)
+            if totals is None
+            else totals.get((name, -1), totals[OF_SAMPLES])
+            for name, forms in self.forms.items()
+        }
+        return next(iter(self._provisional.values()), 1.0)
 
     def provisional_total(self, name: str) -> float:
         """Return about what a loss is divided by in this window, by which it is multiplied at the end."""
         return self._provisional.get(name, 1.0)
 
-    def share_of_number(self, window: Window) -> tuple[float, float] | None:
-        """Return the number that a loss of some samples was divided by, and their share of it; None without one."""
-        if (number := self._number) is None:
-            return None
-        return divisor.of_micro_batches(number, window, [window.samples])[0], divisor.of_window(number, window).total
+    # --- parts of windows, and evaluation -----------------------------------------------------------------------------
 
-    @property
-    def common_provisional(self) -> float:
-        """About what all losses of this window are divided by, in units of the first."""
-        return next(iter(self._provisional.values()), 1.0)
+    def of_part(self, window: Window) -> float | None:
+        """Return by what a part of a window is put together with others; None if parts are added."""
+        if self.common is Common.SUM:
+            return None
+        return window.weight(0, window.samples) if self.common is Common.SPLIT else float(window.samples)
 
     def counts(self, name: str) -> bool:
         """Whether what a loss is divided by is a count of the batch."""
         return self.common is Common.DIVISOR and any(form.counts for form in self.forms.get(name, ()))
 
-    def of_samples(self, name: str, window: Window) -> float:
-        """Return what a loss without a graph weighs for some samples."""
-        if self.common is Common.DIVISOR:
-            share = self.share_of_number(window)
-            return self.counted(name, window) if share is None else share[1]
-        return self.of_part(window) or float(window.samples)
+    def of_samples(
+        self, name: str, window: Window, loss: Tensor | None = None
+    ) -> tuple[float | Tensor, float | Tensor]:
+        """Return what a loss of some samples is multiplied by for its sum, and the weight of that.
 
-    def counted(self, name: str, window: Window) -> float:
-        """Return what a loss without a graph is divided by for some samples, by the batch, or their number."""
-        counts = self.forms[name][0].counts if name in self.forms else {}
-        if not counts:
-            self.warn(
-                f"loss {name!r} is evaluated by the model itself, and what it is divided by is no count of the batch: "
-                "the evaluation's mean weighs micro-batches by their samples"
-            )
-            return float(window.samples)
-        count = min(counts)
-        return counts_of(window, 0, window.samples, frozenset([count]))[count]
+        Args:
+            name: Its name.
+            window: The samples.
+            loss: The loss, if its graph may say it; otherwise their counts do, or their number.
+        """
+        if self.common is not Common.DIVISOR:
+            total = self.of_part(window)
+            return (1.0, float(window.samples)) if total is None else (total, total)
+        if (number := self._number) is not None:
+            return divisor.of_micro_batches(number, window, [window.samples])[0], divisor.of_window(number, window)[0]
+        if loss is not None and loss.requires_grad:
+            weight = self.weight_of(name, loss, window.samples)
+            return weight, weight
+        form = self.forms[name][0] if name in self.forms else None
+        if form is not None and form.counts:
+            counted = _count(form, window)
+            return counted, counted
+        self.warn(
+            f"loss {name!r} is evaluated by the model itself, and what it is divided by is no count of the batch: "
+            "the evaluation's mean weighs micro-batches by their samples"
+        )
+        return float(window.samples), float(window.samples)
 
     def total(self, name: str, found: Sequence[float | Tensor], *, may_be_nothing: bool = False) -> float | Tensor:
         """Return the weight of a window from those of its micro-batches.
@@ -505,29 +518,10 @@ class LossWeights:
         if isinstance(total, Tensor) and total.device.type != "cpu":
             # It may be an integer, which would round a quotient to single precision.
             return in_full(total)
-        total = total if self.divided_by is None else self.divided_by.total
-        if not may_be_nothing and not float(total):
+        on_host = float(total if self.divided_by is None else self.divided_by)
+        if not may_be_nothing and not on_host:
             raise nothing_counts(f"what loss {name!r} is divided by is 0", len(found))
-        return float(total)
-
-    def _weigh_each_term(
-        self, factors: Sequence[Factors], window: Window, sizes: Sequence[int], totals: Mapping[Slot, float]
-    ) -> None:
-        for name, forms in self.forms.items():
-            for number, form in enumerate(forms):
-                if form.form is Form.MEAN:
-                    count = min(form.counts)
-                    counted = self._counts(window, sizes, frozenset(form.counts))
-                    total = totals[name, number]
-                    if not total:
-                        raise nothing_counts(f"nothing counts ({in_words(count)})", len(sizes))
-                    own = [one[count] / total for one in counted]
-                    for one, counts in zip(factors, counted, strict=True):
-                        one.expected[name, number] = {of: counts[of] * each for of, each in form.counts.items()}
-                else:
-                    own = [1.0 if form.form is Form.SUM else one.usual for one in factors]
-                for one, factor in zip(factors, own, strict=True):
-                    one.terms.setdefault(name, []).append(factor)
+        return on_host
 
     # --- after a forward pass -----------------------------------------------------------------------------------------
 
@@ -544,36 +538,29 @@ class LossWeights:
         Raises:
             InvalidInputError: The loss has another form than in the windows before.
         """
+        value = self._weighed(term, samples, factors) if factors.scale else None
+        return value if value is None or factors.scale == 1.0 else value * factors.scale
+
+    def _weighed(self, term: Term, samples: int, factors: Factors) -> Tensor | None:
         name, value = term.name, term.value
-        if term.over is Over.PAIR:
-            return self._weigh_pair(term, factors)
-        if not value.requires_grad:
-            return value  # of which the caller says that it has no gradient
-        if factors.alone:
+        if term.over is Form.PAIR:
+            if name not in factors.pairs and self.common is Common.NOTHING and not factors.alone:
+                raise NotCheckedError(_changed(name, None, ()).said, is_known=True)  # which was not known before
+            factor = factors.pairs.get(name) or 1.0 / self.provisional_total(name)
+            return value / term.weight if factors.alone else value * factor  # type: ignore[operator]
+        if factors.alone and value.requires_grad:
             self.refuse_nothing(name, value)
-            return value
+        if factors.alone or not value.requires_grad:
+            return value  # the caller says of a loss that it has no gradient
         if name in factors.terms:
             return self._weigh_terms(term, factors)
-        if term.over is Over.VECTOR or self.common is not Common.DIVISOR:
-            return self._times(value, factors.usual)
+        if term.over is Form.VECTOR or self.common is not Common.DIVISOR:
+            return _times(value, factors.usual)
         term.weight = self.weight_of(name, value, samples) if factors.weight is None else factors.weight
         self._compare_units(name, term.weight, factors)
-        return self._times_weight(term, factors)
-
-    def _weigh_pair(self, term: Term, factors: Factors) -> Tensor | None:
-        assert term.weight is not None
-        if term.name in factors.pairs:
-            return term.value * factors.pairs[term.name]
-        if factors.alone:
-            return term.value / term.weight
-        return self._times(term.value, factors.scale / self.provisional_total(term.name))
-
-    def _times_weight(self, term: Term, factors: Factors) -> Tensor | None:
-        assert term.weight is not None
-        if not isinstance(term.weight, Tensor) and not term.weight:
-            return None
         # The steady path divides first, too: the last bit is the same.
-        return term.value * (term.weight / self.provisional_total(term.name) * factors.scale)
+        is_there = isinstance(term.weight, Tensor) or term.weight
+        return value * (term.weight / self.provisional_total(name)) if is_there else None
 
     def _compare_units(self, name: str, weight: Any, factors: Factors) -> None:
         """Compare what a loss is divided by with the first loss of the micro-batch."""
@@ -592,15 +579,12 @@ class LossWeights:
             NotCheckedError: They are not proportional, as they were when they were checked.
         """
         if isinstance(weight, Tensor) or isinstance(expected, Tensor):
-            self._proportional.append((name, torch.as_tensor(weight - expected).abs() > _SAME_WEIGHT * abs(expected)))
+            are_apart = torch.as_tensor(weight - expected).abs() > _SAME_WEIGHT * abs(expected)
+            self._later.append((are_apart, _apart(name)))
         elif abs(weight - expected) > _SAME_WEIGHT * abs(expected):
-            self._part(name)
-
-    def _part(self, name: str) -> None:
-        """Take the divisors of terms for unlike from now on, and begin the window again."""
-        self._are_apart = True
-        self._refuse_what_is_not_counted()
-        raise NotCheckedError(apart(name), is_known=True)
+            self._are_apart = True
+            self._refuse_what_is_not_counted()
+            raise NotCheckedError(_apart(name), is_known=True)
 
     def refuse_nothing(self, name: str, loss: Tensor) -> None:
         """Reject a window of one micro-batch in which nothing counts, if that can be seen without waiting.
@@ -612,12 +596,6 @@ class LossWeights:
             return
         if any(isinstance(one.weight, float) and not one.weight for one in read(loss)):
             raise nothing_counts(f"what loss {name!r} is divided by is 0", 1)
-
-    @staticmethod
-    def _times(value: Tensor, factor: float) -> Tensor | None:
-        if not factor:
-            return None  # a mean over nothing is NaN
-        return value if factor == 1.0 else value * factor
 
     def weight_of(self, name: str, loss: Tensor, samples: int) -> float | Tensor:
         """Return what a loss is divided by, as its graph says; on the device if it is known only there.
@@ -634,59 +612,70 @@ class LossWeights:
         forms = self.forms.get(name)
         if forms is not None and len(forms) == 1 and (weight := weight_at_once(loss)) is not None:
             return weight
-        found = read(loss)
+        found = self._read(name, loss)
         first = found[0]
-        if forms is None or first.weight is None or (len(forms) != len(found) and name not in self._trusted):
-            raise changed(name, forms, found)
+        if forms is None or first.weight is None or (len(forms) != len(found) and not self.is_trusted):
+            raise _changed(name, forms, found)
         if len(forms) > 1:
-            own, unit = _first_number(forms), first.weight
+            own, unit = forms[0].per_sample or 1.0, first.weight
             for one, form in zip(found[1:], forms[1:], strict=True):
                 self._compare_with(name, one.weight, unit * ((form.per_sample or 1.0) / own))
-        divides = any(one.divides for one in found)
-        each = forms[0].counts.get(SAMPLES)
-        is_of_samples = each is not None and _is_same(first.weight, samples * each)
-        if first.divides and forms[0].may_be_clamped and not is_of_samples:
-            if isinstance(first.divisor, Tensor):
-                self._divisors.append((name, first.divisor))
-            elif first.divisor == 1.0:
-                return self._unclamped(name, loss, first.weight, samples)
+        if first.divisor is not None and forms[0].may_be_clamped:
+            first.weight = self._unclamped(name, loss, first, samples)
         if isinstance(first.weight, Tensor):
             # The gradient of a division by 0 is NaN, even times 0. This waits for the device.
+            divides = any(one.divisor is not None for one in found)
             return 0.0 if divides and not float(first.weight) else first.weight
         if math.isnan(first.weight):
             raise InvalidInputError(f"loss {name!r} divides by NaN; look for NaN among the weights")
         return 0.0 if math.isinf(first.weight) else first.weight  # what is multiplied by 0 is not there
 
-    def _unclamped(self, name: str, loss: Tensor, weight: Any, samples: int) -> float:
-        """Return what a loss is divided by whose divisor is 1: what the batch says, since it may be 1 for 0."""
+    def _read(self, name: str, loss: Tensor) -> list[ReadTerm]:
+        """Return the terms of a loss: along the trails to those of the last one, where its graph is the same."""
+        terms = self._trails.get(name)
+        again = [] if terms is None else [followed(loss, one.trail) for one in terms if one.trail is not None]
+        if terms is None or len(again) < len(terms) or None in again:
+            found = read(loss)
+            if all(one.trail is not None and one.weight is not None for one in found):
+                self._trails[name] = [ReadTerm(None, None, trail=one.trail) for one in found]
+            return found
+        for term, seen in zip(terms, again, strict=True):
+            term.weight, term.divisor = seen  # type: ignore[misc]
+        return terms
+
+    def _unclamped(self, name: str, loss: Tensor, term: ReadTerm, samples: int) -> Any:
+        """Return what a loss is divided by: what the batch says, if it is 1 and may be 1 for 0."""
         counts, window = self.forms[name][0].counts, self.window
-        if counts and window is not None and window.is_on(_HOST):
-            counted = counts_of(window, self.start, self.start + samples, frozenset(counts))
-            numbers = [counted[count] * each for count, each in counts.items()]
-            if all(_is_same(weight, number) for number in numbers):
-                return float(weight)
-            if not any(numbers) and not float(loss.detach()):
+        if isinstance(term.divisor, Tensor):
+            self._later.append((term.divisor == 1.0, _clamp_text(name)))
+        elif term.divisor == 1.0 and not _is_same(term.weight, samples * counts.get(SAMPLES, 0.0)):
+            numbers = []
+            if window is not None and window.is_on(_HOST):
+                counted = counts_of(window, self.start, self.start + samples, frozenset(counts))
+                numbers = [counted[count] * each for count, each in counts.items()]
+            if numbers and not any(numbers) and not float(loss.detach()):
                 return 0.0
-        self.warn(_clamp_text(name))
-        return float(weight)
+            if not numbers or not all(_is_same(term.weight, number) for number in numbers):
+                self.warn(_clamp_text(name))
+        return term.weight
 
     def _weigh_terms(self, term: Term, factors: Factors) -> Tensor | None:
         """Return a loss whose terms have factors of their own, which its backward pass applies."""
         own, share, forms = factors.terms[term.name], factors.usual, self.forms[term.name]
         found = read(term.value)
         if len(found) != len(own):
-            raise changed(term.name, forms, found)
+            raise _changed(term.name, forms, found)
         for number, (one, form) in enumerate(zip(found, forms, strict=True)):
             if form.form is Form.MEAN and form.is_read:
                 self._compare((term.name, number), one, factors.expected[term.name, number])
         if len(own) == 1:
-            return self._times(term.value, own[0])
+            return _times(term.value, own[0])
         for one, factor in zip(found, own, strict=True):
             if factor != share:
                 one.node.register_prehook(_scaling(factor / share))
             if not factor and one.end is not None:  # a division by 0 makes NaN of 0
                 term.has_nothing = True
-                one.end.register_prehook(_nothing)
+                one.end.register_prehook(stopped)
         return term.value * share
 
     def _compare(self, slot: Slot, term: ReadTerm, expected: Mapping[Count, float]) -> None:
@@ -696,33 +685,34 @@ class LossWeights:
             NotCheckedError: Another count than the one that was taken is meant.
             InvalidInputError: None is.
         """
-        if isinstance(term.weight, Tensor):
-            self._counted_weights.append((slot, term.weight, expected))
-            return
-        if (
-            term.divisor == 1.0
-            and self.forms[slot[0]][slot[1]].may_be_clamped
-            and not _is_same(term.weight, expected[min(expected)])
-        ):
-            self.warn(_clamp_text(slot[0]))
-            return
-        meant = [count for count, number in expected.items() if _is_same(term.weight, number)]
-        if len(meant) == len(expected):
-            return
         (name, number), taken = slot, min(expected)
-        if meant:
+        error = InvalidInputError(
+            f"loss {name!r} has a mean beside other terms that was divided by something else than {expected[taken]:g}, "
+            "which the batch counts and which it was divided by when the loss was checked; return its terms by name as "
+            "(sum, weight) pairs"
+        )
+        if isinstance(term.weight, Tensor):
+            is_other = (term.weight - expected[taken]).abs() > _SAME_WEIGHT * abs(expected[taken])
+            self._later.append((is_other, error))
+            return
+        meant = [count for count, counted in expected.items() if _is_same(term.weight, counted)]
+        if taken not in meant and term.divisor == 1.0 and self.forms[name][number].may_be_clamped:
+            self.warn(_clamp_text(name))
+            return
+        if meant and len(meant) < len(expected):
             forms = list(self.forms[name])
             counts = {count: each for count, each in forms[number].counts.items() if count in meant}
             forms[number] = replace(forms[number], counts=counts)
             self.forms[name] = tuple(forms)
         if taken not in meant:
-            error = counted_otherwise(name, term.weight, expected[taken])
             raise NotCheckedError(error, is_known=True) if meant else error
+
+    # --- a window later -----------------------------------------------------------------------------------------------
 
     @property
     def has_left(self) -> bool:
         """Whether something on the device is to be looked at."""
-        return bool(self._divisors or self._counted_weights or self._proportional)
+        return bool(self._later)
 
     def look_back(self) -> None:
         """Look at what was left on the device in the window before.
@@ -730,34 +720,32 @@ class LossWeights:
         Raises:
             InvalidInputError: What a loss was divided by is not what the batch counts.
         """
-        divisors, self._divisors = self._divisors, []
-        for name in {name for name, _ in divisors}:
-            if bool((torch.stack([one.reshape(()) for of_name, one in divisors if of_name == name]) == 1).any()):
-                self.warn(_clamp_text(name))
-        unlike, self._proportional = self._proportional, []
-        if unlike and bool(torch.stack([one.reshape(()) for _, one in unlike]).any()):
-            raise apart(unlike[0][0])
-        weights, self._counted_weights = self._counted_weights, []
-        for (name, _), weight, expected in weights:
-            if not _is_same(float(weight), expected[min(expected)]):
-                raise counted_otherwise(name, float(weight), expected[min(expected)])
+        self._trails.clear()  # careful windows read all of a graph
+        later, self._later = self._later, []
+        are_wrong = torch.stack([is_wrong.reshape(()) for is_wrong, _ in later]).tolist() if later else []
+        for said in [said for is_wrong, (_, said) in zip(are_wrong, later, strict=True) if is_wrong]:
+            if isinstance(said, InvalidInputError):
+                raise said
+            self.warn(said)
 
     def forget_window(self) -> None:
         """Drop what was left on the device, since the window begins again."""
-        self._divisors, self._counted_weights, self._proportional = [], [], []
-        self.window = None
+        self._later, self.window = [], None
 
 
-def _common_of(form: TermForm) -> Common:
-    return Common.DIVISOR if form.number is not None else _COMMON[form.form]
+# --- counting ---------------------------------------------------------------------------------------------------------
 
 
-_COMMON = {
-    Form.MEAN: Common.DIVISOR,
-    Form.SUM: Common.SUM,
-    Form.CONSTANT: Common.SAMPLES,
-    Form.UNCONFIRMED: Common.SAMPLES,
-}
+def _counts(window: Window, sizes: Sequence[int], wanted: frozenset[Count]) -> list[dict[Count, float]]:
+    """Return some counts of each micro-batch."""
+    stops = list(accumulate(sizes))
+    return [counts_of(window, stop - size, stop, wanted) for size, stop in zip(sizes, stops, strict=True)]
+
+
+def _count(form: TermForm, window: Window) -> float:
+    """Return the count that a term is divided by in a window."""
+    count = min(form.counts)
+    return counts_of(window, 0, window.samples, frozenset([count]))[count]
 
 
 def _expected(form: TermForm, window: Window, *, rounds: bool = False) -> float:
@@ -767,41 +755,43 @@ def _expected(form: TermForm, window: Window, *, rounds: bool = False) -> float:
     check. A power of two makes the update independent of that to the last bit, as after a resume; but those of several
     losses have to keep their ratio.
     """
-    if form.per_sample is None:
-        batch = window.plain_batch()
-        if batch is None and window.spans:
-            batch = window.spans[0].piece.batch
-        targets: Any = batch[1] if batch is not None and is_pair(batch) else None
-        if not isinstance(targets, Tensor) or not targets.numel() or not targets.dim():
-            return float(window.samples)
-        if targets.device.type == "cpu" and not targets.is_floating_point():
-            if len(targets) == window.samples and targets.numpy().min() >= 0:
-                return float(targets.numel())  # all count
-            found = counts_of(window, 0, window.samples, _LABELS_OF_PAIR)
-        else:
-            found = {SAMPLES: window.samples * targets.numel() / len(targets)}
-        return next(iter(found.values())) or float(window.samples)
-    if SAMPLES not in form.counts and window.is_on(_HOST):
-        for count, each in form.counts.items():
-            if each > 0 and (total := counts_of(window, 0, window.samples, frozenset([count]))[count]) > 0:
-                return total * each
-    each = form.per_sample
+    batch = window.plain_batch() if form.counts else None
+    for count, each in form.counts.items():
+        found = counted_at_once(batch, count)
+        if found is None and count != SAMPLES and (count[0] == ELEMENTS or window.is_on(_HOST)):
+            found = counts_of(window, 0, window.samples, frozenset([count]))[count]
+        if found and each > 0:
+            return found * each
+    if form.per_sample is None and (found := counted_at_once(batch, (ELEMENTS, TARGETS))):
+        return found  # on the device
+    each = form.per_sample or 1.0
     expected = window.samples * (each if math.isfinite(each) and each > 0 else 1.0)
-    is_inexact = SAMPLES not in form.counts
+    is_inexact = form.form is Form.MEAN and form.per_sample is not None and SAMPLES not in form.counts
     return 2.0 ** round(math.log2(expected)) if is_inexact and rounds and expected else expected
 
 
-def _in_words(forms: Sequence[TermForm]) -> str:
-    return " + ".join(form.form.value for form in forms)
+def _is_same(weight: Any, expected: float) -> bool:
+    return isinstance(weight, float) and abs(weight - expected) <= _SAME_WEIGHT * abs(expected)
 
 
-def _with_counts_of_both(mine: TermForm, theirs: TermForm) -> TermForm:
-    counts = {count: each for count, each in mine.counts.items() if count in theirs.counts}
-    return mine if len(counts) == len(mine.counts) else replace(mine, counts=counts)
+def _both(mine: Sequence[TermForm], theirs: Sequence[TermForm]) -> tuple[TermForm, ...] | None:
+    """Return terms with the counts that both found; None if they are of other kinds."""
+    if [one.kind for one in mine] != [one.kind for one in theirs]:
+        return None
+    pairs = zip(mine, theirs, strict=True)
+    return tuple(
+        replace(one, counts={count: each for count, each in one.counts.items() if count in its.counts})
+        for one, its in pairs
+    )
 
 
-def _nothing(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    return tuple(None if one is None else torch.zeros_like(one) for one in gradients)
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def _times(value: Tensor, factor: float) -> Tensor | None:
+    if not factor:
+        return None  # a mean over nothing is NaN
+    return value if factor == 1.0 else value * factor
 
 
 def _scaling(factor: float) -> Any:
@@ -811,17 +801,11 @@ def _scaling(factor: float) -> Any:
     return scaled
 
 
-def _shares(count: Count, counted: Sequence[Mapping[Count, float]]) -> list[float]:
-    total = sum(one[count] for one in counted)
-    return [one[count] / total if total else 0.0 for one in counted]
+# --- what is said -----------------------------------------------------------------------------------------------------
 
 
-def _is_same(weight: Any, expected: float) -> bool:
-    return isinstance(weight, float) and abs(weight - expected) <= _SAME_WEIGHT * abs(expected)
-
-
-def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
-    return all(abs(mine - its) <= _SAME_COUNT for mine, its in zip(one, other, strict=True))
+def _in_words(forms: Sequence[TermForm]) -> str:
+    return " + ".join(form.form.value for form in forms)
 
 
 def nothing_counts(why: str, micro_batches: int) -> InvalidInputError:
@@ -832,32 +816,20 @@ def nothing_counts(why: str, micro_batches: int) -> InvalidInputError:
     )
 
 
-def counted_otherwise(name: str, weight: float | None, expected: float) -> InvalidInputError:
-    """Return the error for a term that is not divided by what its batch counts."""
-    return InvalidInputError(
-        f"loss {name!r} has a mean beside other terms that was divided by {weight:g}, where the batch counts "
-        f"{expected:g}, as it did when the loss was checked; return its terms by name as (sum, weight) pairs"
-    )
-
-
-def apart(name: str) -> InvalidInputError:
-    """Return the error for terms whose divisors were proportional when they were checked, and are not now."""
+def _apart(name: str) -> InvalidInputError:
     return InvalidInputError(
         f"loss {name!r} has terms whose divisors had one ratio when they were checked, and have another now; return "
         "them by name as (sum, weight) pairs"
     )
 
 
-def _first_number(forms: Sequence[TermForm]) -> float:
-    return forms[0].per_sample or 1.0
-
-
-def changed(name: str, forms: Sequence[TermForm] | None, found: Sequence[ReadTerm]) -> NotCheckedError:
+def _changed(name: str, forms: Sequence[TermForm] | None, found: Sequence[ReadTerm]) -> NotCheckedError:
     """Return the error for a loss that has another form than it had when it was checked."""
     before = "was not there" if forms is None else f"had {len(forms)} terms"
+    unread = sum(one.weight is None for one in found)
+    now = f"has {len(found)}" + (f", of which {unread} cannot be read" if unread else "")
     said = InvalidInputError(
-        f"loss {name!r} {before} when it was checked, and now has {len(found)}, of which "
-        f"{sum(one.weight is None for one in found)} cannot be read; return the same form in every micro-batch (a term "
+        f"loss {name!r} {before} when it was checked, and now {now}; return the same form in every micro-batch (a term "
         "of 0 where nothing counts), a (sum, weight) pair, or pass loss_reduction="
     )
     return NotCheckedError(said)

@@ -6,36 +6,30 @@ Returns loss terms with their graphs, which the caller back-propagates. `loss_we
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoaccum import _oom
 from autoaccum._arguments import check_function, is_one_of, shown
-from autoaccum._data.batches import chosen
 from autoaccum._data.nesting import map_tensors
 from autoaccum._data.numbers import number_at
 from autoaccum._data.pieces import weigher_of
-from autoaccum._data.splits import Along, ByDefault, check_split
-from autoaccum._loss import calling_conventions, divisor, weighting
+from autoaccum._data.splits import ByDefault, check_split
+from autoaccum._loss import calling_conventions, divisor
 from autoaccum._loss.batch_counts import in_words
 from autoaccum._loss.closures import Closure
 from autoaccum._loss.divisor import carries_numbers
-from autoaccum._loss.loss_check import MOST_SAMPLES, Form
+from autoaccum._loss.loss_check import MOST_SAMPLES
 from autoaccum._loss.loss_entries import TOTAL, Entries
 from autoaccum._loss.loss_weights import Common, LossWeights, scale_text
-from autoaccum._loss.modes import Modes, eager, evaluation_mode
-from autoaccum._loss.terms import Term, describe, is_pair, reported_term, term_of
+from autoaccum._loss.modes import Modes, eager
+from autoaccum._loss.terms import ELEMENTWISE, Form, Term, describe, is_pair, kind_of, of_torch, reported_term, term_of
 from autoaccum._loss.trial_losses import TrialLosses
-from autoaccum._loss.weighting import Over
-from autoaccum._loss.whole_batch import call_with
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -43,17 +37,14 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
-    from autoaccum._loss.loss_check import TermForm
-    from autoaccum._loss.loss_weights import Factors, Slot
     from autoaccum._loss.modes import Mark
+    from autoaccum._loss.terms import TermForm
     from autoaccum._system.notices import Notices
 
 CALLS_USER_CODE = True  # for own_code.raised_here
 
 Loss = Callable[..., Any]
 
-# Relative difference by which a window's weight may differ from the sum of its micro-batches'.
-_ADDS_UP = 1e-6
 # For recognising (inputs, targets) as `terms.is_pair` does, inlined because it is done for every micro-batch.
 _PAIRS, _PAIR = (tuple, list), 2
 
@@ -86,11 +77,10 @@ class Objective:
         further: Modules beside the model that the loss uses, whose buffers and parameters belong to the step too.
 
     Attributes:
+        loss: As the argument.
         split: As the argument.
         weights: What is known of how losses weigh samples.
-        returns_pairs: Whether any loss so far was a (sum, weight) pair.
-        nodes: Names of reported values, by the identity of the graph's node, while losses are checked.
-        may_look: Whether a sample may be run through the model to determine which entries of a mapping have a gradient.
+        may_look: Whether a pass may be repeated with gradients to see which entries of a mapping have one.
         takes_pairs: Whether a pair (inputs, targets) simply becomes loss(model(inputs), targets).
         casts_itself: Whether the model, or a closure, enters autocast by itself.
         gave_number: Whether the last pass returned a single number.
@@ -118,49 +108,43 @@ class Objective:
             check_function("forward", forward, "model, batch")
         self.model = model
         self.split = ByDefault() if split is None else split
-        self._loss = loss
+        self.loss = loss
         self._further = [module for module in further if module is not model]
         self._forward = forward
         self._notices = notices
         self._accepted = _accepted_names(model)
-        self.returns_pairs = False
         self.may_look = True
         self.casts_itself = False
         self.gave_number = False
         self.samples = 0
-        self._has_lacked_memory = False
-        self._adds_up = False  # whether the split's weight was seen to
-        self.weights = LossWeights(_said_by(loss_reduction, split))
+        self.weights = LossWeights(_said_by(loss_reduction, split), repr(split))
         self._most = MOST_SAMPLES  # samples of the next check
-        self.nodes: dict[int, str] = {}  # of reported values in the graph of the loss, by identity
-        self.sources: tuple[Source, ...]
-        if isinstance(loss, list | tuple):
-            self.sources = self._from_callables(loss)
-        else:
-            self.sources = (Source(Objective._forward_and_loss),)
-        self.takes_pairs = self._forward is None and loss is not None and not isinstance(loss, list | tuple)
+        self._nodes: dict[Any, str] = {}  # names of reported values, while losses are checked
+        self._losses: Sequence[Any] = loss if isinstance(loss, list | tuple) else [loss]
+        is_list = self._losses is loss
+        self.sources = _sources(self._losses) if is_list else [Source(Objective._forward_and_loss)]
+        self._kind = kind_of(loss)
+        self._is_elementwise = self._kind in ELEMENTWISE
+        # Whether the loss is a function of outputs, so that it can be called on some of their rows alone.
+        self.takes_outputs = loss is not None and not is_list
+        # Whether a pass gives outputs beside the loss: the model's, or those that a closure returns.
+        self.gives_outputs = not is_list or isinstance(self._losses[0], Closure)
+        self.takes_pairs = self._forward is None and self.takes_outputs
         self._modes: Modes | None = None  # as they were, while something is tried in evaluation mode
         self._entries = Entries(notices, self.weights.forget)
         self._loss_reduction = loss_reduction
-        self._settings: tuple[Any, ...] | None = None
+        self._settings: Any = None
         self._read_settings()
-
-    @property
-    def loss(self) -> Loss | Sequence[Loss] | None:
-        """The loss argument."""
-        return self._loss
 
     @property
     def modules(self) -> list[nn.Module]:
         """The model, losses that are modules, and further ones: all whose buffers and parameters belong to the step."""
-        losses = self._loss if isinstance(self._loss, list | tuple) else [self._loss]
-        return [self.model, *(loss for loss in losses if isinstance(loss, nn.Module)), *self._further]
+        return [self.model, *(loss for loss in self._losses if isinstance(loss, nn.Module)), *self._further]
 
     @property
     def functions(self) -> list[Any]:
         """The functions of the user's that run in a pass, or join a micro-batch."""
-        losses = self._loss if isinstance(self._loss, list | tuple) else [self._loss]
-        losses = [loss.function if isinstance(loss, Closure) else loss for loss in losses]
+        losses = [loss.function if isinstance(loss, Closure) else loss for loss in self._losses]
         return [one for one in (*losses, self._forward, self.split) if one is not None]
 
     def terms(self, source: Source, batch: Any, samples: int) -> tuple[list[Term], Any]:
@@ -180,30 +164,19 @@ class Objective:
         self.samples = samples
         raw, outputs = source.run(self, batch)
         name, value = next(iter(raw.items())) if len(raw) == 1 else ("", None)
-        self.gave_number = False
-        if isinstance(value, Tensor) and value.dim() == 0:  # the usual case
-            self.gave_number, terms = True, [Term(name, value)]
-        else:
-            terms = self._terms(raw, samples, source.total, self._with_gradients(source, batch))
-            self.weights.note(terms)
-        return terms, outputs
-
-    def _with_gradients(self, source: Source, batch: Any) -> Callable[[], Mapping[str, Any] | None]:
-        """Return a function that runs one source once more, to see what has gradients; None if it may not be run."""
-
-        def with_gradients() -> Mapping[str, Any] | None:
-            return self._looked_at(lambda: source.run(self, self._one_of(batch))[0]) if self.may_look else None
-
-        return with_gradients
-
-    def _one_of(self, batch: Any) -> Any:
-        """Return one sample of a micro-batch; all of it where a split has joined it, which cannot cut it again."""
-        return chosen(batch, [0], self.split) if isinstance(self.split, Along) else batch
+        self.gave_number = isinstance(value, Tensor) and value.dim() == 0
+        if self.gave_number:  # the usual case
+            assert isinstance(value, Tensor)
+            return [Term(name, value)], outputs
+        if self.may_look and self._entries.needs_graphs(raw, source.total):
+            with torch.enable_grad():
+                raw, outputs = source.run(self, batch)
+        return self._terms(raw, samples, source.total), outputs
 
     def number_of(self, batch: Any) -> Any:
         """Run the only source on one micro-batch, and return its only loss as it is."""
         if self.takes_pairs and isinstance(batch, _PAIRS) and len(batch) == _PAIR:
-            return self._loss(self.model(batch[0]), batch[1])  # type: ignore[operator,misc]
+            return self.loss(self.model(batch[0]), batch[1])  # type: ignore[operator,misc]
         raw = self.sources[0].run(self, batch)[0]
         return next(iter(raw.values())) if len(raw) == 1 else raw
 
@@ -222,23 +195,13 @@ class Objective:
         Raises:
             InvalidInputError: The returned value is not a loss.
         """
-
-        def with_gradients() -> Mapping[str, Any] | None:
-            return self._looked_at(lambda: self._losses_of(map_tensors(_with_gradient, outputs), batch))
-
-        return self._terms(self._losses_of(outputs, batch), samples, TOTAL, with_gradients)
+        raw = self._losses_of(outputs, batch)
+        if self.may_look and self._entries.needs_graphs(raw, TOTAL):
+            with torch.enable_grad():
+                raw = self._losses_of(map_tensors(_with_gradient, outputs), batch)
+        return self._terms(raw, samples, TOTAL)
 
     # --- weights ------------------------------------------------------------------------------------------------------
-
-    @property
-    def takes_outputs(self) -> bool:
-        """Whether the loss is a function of outputs, so that it can be called on some of their rows alone."""
-        return self._loss is not None and not isinstance(self._loss, list | tuple)
-
-    @property
-    def gives_outputs(self) -> bool:
-        """Whether a pass gives outputs beside the loss: the model's, or those that a closure returns."""
-        return not isinstance(self._loss, list | tuple) or isinstance(self._loss[0], Closure)
 
     @property
     def tries_several(self) -> bool:
@@ -287,7 +250,11 @@ class Objective:
         weights, telling = self.weights, self.weights.is_ambiguous(window, sizes)
         kind = next((parameter.device.type for parameter in parameters), "cpu")
         casts = not isinstance(autocast(), nullcontext) or torch.is_autocast_enabled(kind)
-        trial = TrialLosses(self, place, mark, autocast, casts=casts, parameters=parameters)
+        passes, parameters = list(map(self._pass, self.sources)), [one for one in parameters if one.requires_grad]
+        casts = casts or self.casts_itself
+        trial = TrialLosses(
+            passes, self.modules, weights, self._nodes, place, mark, autocast, casts=casts, parameters=parameters
+        )
         self._modes = Modes(self.modules)
         eager.take()
         mark.take()
@@ -298,21 +265,23 @@ class Objective:
         finally:
             mark.restore()
             self.put_back_modes()
-            self.nodes.clear()
+            self._nodes.clear()
         forms = {name: [self._without_scale(form, window) for form in of_name] for name, of_name in forms.items()}
         weights.learn(forms, is_checked=is_checked)
         weights.is_checked = trial.is_complete
-        self._most = most  # which fit: a window that begins again is checked again
+        self._most = most  # which fit
         if telling and weights.is_ambiguous(window, sizes, only_unread=True):
             raise InvalidInputError(
                 f"what the loss is divided by could be {' or '.join(sorted(map(in_words, telling)))}, which differ in "
                 "this window; return a (sum, weight) pair, or pass loss_reduction="
             )
 
+    def _pass(self, source: Source) -> Callable[[Any, int], list[Term]]:
+        return lambda batch, samples: self.terms(source, batch, samples)[0]
+
     def check_anew(self) -> None:
         """Try as many samples as possible in the next check, since more memory may be there."""
-        self._most = MOST_SAMPLES
-        self.weights.drop_supposed()
+        self._most, self.weights.is_checked = MOST_SAMPLES, False
 
     def _without_scale(self, form: TermForm, window: Window) -> TermForm:
         """Return a form without the number of the batch that divides it, if that is a scale and counts nothing."""
@@ -322,30 +291,6 @@ class Objective:
         if len({number_at(span.piece.batch, path) for span in window.spans}) > 1:
             self.weights.warn(scale_text(path))
         return replace(form, number=None)
-
-    def factors(
-        self, window: Window, sizes: Sequence[int], totals: Mapping[Slot, float] | None = None, *, is_part: bool = False
-    ) -> list[Factors]:
-        """Return the factors of each micro-batch's losses; arguments as for `LossWeights.factors`."""
-        if self.weights.common is Common.SPLIT and not self._adds_up and len(sizes) > 1:
-            self._check_weight(window, sizes)
-        return self.weights.factors(window, sizes, totals, is_part=is_part)
-
-    def _check_weight(self, window: Window, sizes: Sequence[int]) -> None:
-        """Reject a weight of the split that does not add up over the micro-batches of a window.
-
-        Raises:
-            InvalidInputError: It does not.
-        """
-        stops = list(accumulate(sizes))
-        added = sum(window.weight(stop - size, stop) for size, stop in zip(sizes, stops, strict=True))
-        whole = window.weight(0, window.samples)
-        if not math.isclose(whole, added, rel_tol=_ADDS_UP):
-            raise InvalidInputError(
-                f"split={self.split!r}: weight does not add up: {whole:g} for a window, and {added:g} for its "
-                f"{len(sizes)} micro-batches together, as a mean or a maximum would; return a sum, such as the tokens"
-            )
-        self._adds_up = True
 
     def put_back_modes(self) -> None:
         """Restore the modules' modes and the compiler if something was tried in evaluation mode and never ended.
@@ -367,154 +312,116 @@ class Objective:
         self.weights.look_back()
 
     def settings(self) -> tuple[Any, ...]:
-        """Return the settings of a `torch.nn` loss, and how losses weigh samples, to be compared with later ones."""
-        return weighting.settings_of(self._loss), list(self.weights.forms.values())
+        """Return the settings of a loss of torch, and how losses weigh samples, to be compared with later ones."""
+        return self._reduction(), list(self.weights.forms.values())
+
+    def _reduction(self) -> Any:
+        return None if self._kind is None else getattr(self.loss, "reduction", "mean")
 
     def _read_settings(self) -> None:
-        """Read the settings of a `torch.nn` loss.
+        """Read the settings of a loss of torch.
 
         Raises:
             InvalidInputError: They contradict `loss_reduction`.
         """
-        settings = weighting.settings_of(self._loss)
-        if settings == self._settings:
+        reduction = self._reduction()
+        if reduction == self._settings:
             return
-        self._settings = settings
-        form = weighting.of_loss_module(self._loss)
-        asked = self._loss_reduction
+        self._settings = reduction
+        form, asked = of_torch(self.loss), self._loss_reduction
         if form is not None and asked is not None and (asked == "sum") != (form.form is Form.SUM):
             raise InvalidInputError(
-                f"loss_reduction={asked!r} contradicts the loss, a {type(self._loss).__name__} with "
-                f"reduction={getattr(self._loss, 'reduction', None)!r}; leave loss_reduction out"
+                f"loss_reduction={asked!r} contradicts the loss, a {self._kind.__name__} with "
+                f"reduction={reduction!r}; leave loss_reduction out"
             )
         self.weights.trust(TOTAL, form)
 
     # --- calling the model and the loss -------------------------------------------------------------------------------
-
-    def _from_callables(self, losses: Sequence[Loss]) -> tuple[Source, ...]:
-        if len(losses) == 1 and isinstance(losses[0], Closure):
-            return (Source(losses[0].source),)
-        names: list[str] = []
-        for loss in losses:
-            name = getattr(loss, "__name__", type(loss).__name__)
-            names.append(name if name not in names else f"{name} {len(names) + 1}")
-        return tuple(
-            Source(_one_of_several(name, loss), total=f"{name}/{TOTAL}")
-            for name, loss in zip(names, losses, strict=True)
-        )
 
     def _forward_and_loss(self, batch: Any) -> tuple[dict[str, Any], Any]:
         outputs = self._by_convention(batch) if self._forward is None else self._forward(self.model, batch)
         return self._losses_of(outputs, batch), outputs
 
     def _losses_of(self, outputs: Any, batch: Any) -> dict[str, Any]:
-        if self._loss is None:
+        if self.loss is None:
             raw = self._own_or_default(outputs, batch)
         elif isinstance(batch, _PAIRS) and len(batch) == _PAIR:
-            if isinstance(self._loss, weighting.ELEMENTWISE):
-                _check_same_shape(outputs, batch[1], type(self._loss).__name__)
+            if self._is_elementwise:
+                _check_same_shape(outputs, batch[1], self._kind.__name__)
             raw = self._called(outputs, batch[1])
+        elif self._kind is not None:
+            raise InvalidInputError(
+                f"{self._kind.__name__} needs targets, but a batch of type {type(batch).__name__} is not an "
+                "(inputs, targets) pair; pass loss=lambda outputs, batch: ... to select them"
+            )
         else:
-            raw = self._loss_of_batch(outputs, batch)
+            raw = self._called(outputs, batch)
         # Asking whether a tensor is a Mapping is slow.
         return {TOTAL: raw} if isinstance(raw, Tensor) or not isinstance(raw, Mapping) else dict(raw)
 
-    def _terms(
-        self, raw: Mapping[str, Any], samples: int, total: str, with_gradients: Callable[[], Mapping[str, Any] | None]
-    ) -> list[Term]:
+    def _terms(self, raw: Mapping[str, Any], samples: int, total: str) -> list[Term]:
         summed = self.weights.said is Common.SUM
-        added = self._entries.added(raw, total, with_gradients)
+        added = self._entries.added(raw, total)
         terms = [term_of(name, value, samples, summed=summed) for name, value in raw.items() if name in added]
-        self.returns_pairs = self.returns_pairs or any(term.over is Over.PAIR for term in terms)
+        self.weights.note(terms)
         for name, value in raw.items():
-            if name not in added and value is not None:
-                if self._modes is not None and isinstance(value, Tensor) and value.grad_fn is not None:
-                    self.nodes[id(value.grad_fn)] = name
-                reported = reported_term(name, value, samples, summed=summed)
-                if reported is None:
-                    self._notices.say(
-                        f"loss {name!r} is {describe(value)}, so it is not reported; return a number, a vector of "
-                        "per-sample values or a (sum, weight) pair",
-                        key=f"not reported {name}",
-                    )
-                else:
-                    terms.append(reported)
+            if name in added or value is None:
+                continue
+            if self._modes is not None and isinstance(value, Tensor) and value.grad_fn is not None:
+                self._nodes[value.grad_fn] = name
+            reported = reported_term(name, value, samples, summed=summed)
+            if reported is not None:
+                terms.append(reported)
+                continue
+            self._notices.say(
+                f"loss {name!r} is {describe(value)}, so it is not reported; return a number, a vector of per-sample "
+                "values or a (sum, weight) pair",
+                key=f"not reported {name}",
+            )
         return terms
 
-    def _looked_at(self, run: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any] | None:
-        """Run something with gradients, which the caller has disabled, to see which entries have one."""
-        try:
-            with torch.enable_grad(), evaluation_mode(self.modules):
-                return run()
-        except Exception as error:
-            lacks = _oom.is_oom(error) or _oom.is_too_large(error)
-            # The first time, the caller has to free memory.
-            if _oom.is_device_lost(error) or (lacks and not self._has_lacked_memory):
-                self._has_lacked_memory = True
-                raise
-            self._notices.say(
-                f"which entries of the loss have a gradient could not be inferred ({_oom.first_line(error)}); all are "
-                "summed until training shows it. Return an entry 'loss' to mark the total",
-                key="entries unknown",
-            )
-            _oom.let_go(error)
-        return None
-
-    def _loss_of_batch(self, outputs: Any, batch: Any) -> Any:
-        if weighting.is_of_torch(self._loss):
-            raise InvalidInputError(
-                f"{type(self._loss).__name__} needs targets, but a batch of type {type(batch).__name__} is not an "
-                "(inputs, targets) pair; pass loss=lambda outputs, batch: ... to select them"
-            )
-        return self._called(outputs, batch)
-
     def _called(self, outputs: Any, targets: Any) -> Any:
-        assert callable(self._loss)
         try:
-            return self._loss(outputs, targets)
+            return self.loss(outputs, targets)  # type: ignore[operator,misc]
         except TypeError as error:
-            explained = calling_conventions.explain_single(error, self._loss, outputs)
-            if explained is None:
-                raise
-            raise explained from error
+            calling_conventions.explain_single(error, self._losses[0], outputs)
+            raise
 
     def _own_or_default(self, outputs: Any, batch: Any) -> Any:
         own = _own_loss(outputs)
         if own is not None:
+            if self.weights.is_trusted:
+                self.weights.trust(TOTAL, None)
             return own
         if not is_pair(batch):
+            got = f"a batch of type {type(batch).__name__} is not an (inputs, targets) pair"
+            what = "pass loss=, or targets (labels) to the model"
             if isinstance(batch, Tensor):
-                raise InvalidInputError(
-                    f"no loss: the model returned {describe(outputs)}, which contains none, and the loader yields "
-                    "tensors, not (inputs, targets) pairs; pass loss=, or a DataLoader of a "
-                    "TensorDataset(inputs, targets)"
-                )
+                got = "the loader yields tensors, not (inputs, targets) pairs"
+                what = "pass loss=, or a DataLoader of a TensorDataset(inputs, targets)"
             raise InvalidInputError(
-                f"no loss: the model returned {describe(outputs)}, which contains none, and a batch of type "
-                f"{type(batch).__name__} is not an (inputs, targets) pair; pass loss=, or targets (labels) to the model"
+                f"no loss: the model returned {describe(outputs)}, which contains none, and {got}; {what}"
             )
-        loss = _default_loss(outputs, batch[1])
+        loss, form = _default_loss(outputs, batch[1])
+        if not self.weights.knows_all:
+            self.weights.trust(TOTAL, form)
         self._notices.say(f"loss: {loss.__name__} for {batch[1].dtype} targets (loss=None)", key="default loss")
         return loss(outputs, batch[1])
 
     def _by_convention(self, batch: Any) -> Any:
         model = self.model
-        inputs: list[Any] = []
+        inputs: list[Any] = [batch]
         entries: dict[str, Any] = {}
         if isinstance(batch, _PAIRS) and len(batch) == _PAIR:
             inputs = [batch[0]]
         elif isinstance(batch, Mapping):
-            accepted = None if self._loss is None else self._accepted
-            entries = {name: batch[name] for name in batch if accepted is None or name in accepted}
-        else:
-            return call_with(model, batch)
+            accepted = None if self.loss is None else self._accepted
+            inputs, entries = [], {name: batch[name] for name in batch if accepted is None or name in accepted}
         try:
             return model(*inputs, **entries)
-        except TypeError as error:
-            explained = calling_conventions.explain_model(error, model, batch, inputs, entries)
-            if explained is None:
-                raise
-            raise explained from error
+        except (AttributeError, TypeError) as error:
+            calling_conventions.explain_model(error, model, batch, inputs, entries)
+            raise
 
 
 def check_loss_reduction(loss_reduction: object) -> None:
@@ -536,15 +443,24 @@ def _said_by(loss_reduction: str | None, split: Split | None) -> Common | None:
     return None if loss_reduction is None else Common.SAMPLES
 
 
+def _sources(losses: Sequence[Loss]) -> list[Source]:
+    if len(losses) == 1 and isinstance(losses[0], Closure):
+        return [Source(losses[0].source)]
+    found: dict[str, Source] = {}
+    for loss in losses:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        name = name if name not in found else f"{name} {len(found) + 1}"
+        found[name] = Source(_one_of_several(name, loss), total=f"{name}/{TOTAL}")
+    return list(found.values())
+
+
 def _one_of_several(name: str, loss: Loss) -> Callable[[Objective, Any], tuple[dict[str, Any], Any]]:
     def run(objective: Objective, batch: Any) -> tuple[dict[str, Any], Any]:
         try:
             raw = loss(objective.model, batch)
         except (AttributeError, TypeError) as error:
-            explained = calling_conventions.explain_list(error, loss, objective.model, batch)
-            if explained is None:
-                raise
-            raise explained from error
+            calling_conventions.explain_list(error, loss, objective.model, batch)
+            raise
         return (
             {f"{name}/{key}": value for key, value in raw.items()} if isinstance(raw, Mapping) else {name: raw}
         ), None
@@ -597,8 +513,8 @@ def _own_loss(outputs: Any) -> Any:
     }
 
 
-def _default_loss(outputs: Any, targets: Any) -> Loss:
-    """Choose cross entropy for integer targets and mean squared error for floating-point ones."""
+def _default_loss(outputs: Any, targets: Any) -> tuple[Loss, TermForm | None]:
+    """Choose cross entropy for integer targets and mean squared error for floating-point ones; return its form too."""
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.dtype is torch.bool:
         raise InvalidInputError(
             f"no loss can be chosen for outputs {describe(outputs)} and targets {describe(targets)}; pass loss=, or "
@@ -606,7 +522,7 @@ def _default_loss(outputs: Any, targets: Any) -> Loss:
         )
     if targets.is_floating_point() or targets.is_complex():
         _check_same_shape(outputs, targets, "mean squared error")
-        return functional.mse_loss
+        return functional.mse_loss, of_torch(functional.mse_loss)
     classes_second = outputs.dim() > 1 and (outputs.shape[0], *outputs.shape[2:]) == tuple(targets.shape)
     classes_last = outputs.dim() > 1 and tuple(outputs.shape[:-1]) == tuple(targets.shape)
     if (not classes_second and not classes_last) or outputs.shape[1 if classes_second else -1] == 1:
@@ -615,7 +531,7 @@ def _default_loss(outputs: Any, targets: Any) -> Loss:
             f"{tuple(targets.shape)}: cross entropy needs (N, C, ...) against (N, ...), with C classes of at least 2; "
             "pass loss= (for one logit a sample, torch.nn.BCEWithLogitsLoss() and floating targets)"
         )
-    return cross_entropy if classes_second else cross_entropy_of_last
+    return cross_entropy if classes_second else cross_entropy_of_last, of_torch(functional.cross_entropy)
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._loss.loss_check import Form
 from autoaccum._loss.loss_weights import Common
-from autoaccum._loss.weighting import Over, in_full
+from autoaccum._loss.terms import Form, in_full
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,9 +50,9 @@ def note(
             continue
         # A sum over many samples is inaccurate in half precision.
         value = in_full(term.value)
-        if term.over is Over.PAIR:
+        if term.over is Form.PAIR:
             _append(into, OWN_TOTAL, term.name, value, term.weight)
-        elif term.over is Over.VECTOR:
+        elif term.over is Form.VECTOR:
             _append(into, OWN_TOTAL, term.name, value * samples, float(samples))
         elif is_sum:
             into.setdefault((SUM, term.name), []).append(value * weight)
@@ -80,11 +79,13 @@ def _like_total(losses: Sequence[Term], factors: Factors, weights: LossWeights) 
     """Return the weight of a plain number of this micro-batch, and whether it is summed without averaging."""
     if factors.alone:
         return 1.0, False
-    if len(losses) == 1 and len(own := factors.terms.get(losses[0].name, [])) == 1:
-        return own[0], weights.forms[losses[0].name][0].form is Form.SUM
-    if len(losses) != 1 or losses[0].weight is None:
-        return factors.usual, weights.common is Common.SUM
-    (loss,) = losses
-    weight: Any = loss.weight
-    factor = factors.pairs.get(loss.name, factors.scale / weights.provisional_total(loss.name))
-    return weight * factor, False
+    weight: Any = factors.usual
+    is_sum = weights.common is Common.SUM
+    if len(losses) == 1:
+        (loss,) = losses
+        if len(own := factors.terms.get(loss.name, [])) == 1:
+            weight, is_sum = own[0], weights.forms[loss.name][0].form is Form.SUM
+        elif loss.weight is not None:
+            total = 1.0 / weights.provisional_total(loss.name)
+            weight, is_sum = loss.weight * factors.pairs.get(loss.name, total), False
+    return weight * factors.scale, is_sum

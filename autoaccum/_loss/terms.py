@@ -1,18 +1,67 @@
-"""Converts the return value of a loss to terms: scalars with their graphs and, for some forms, their own weights."""
+"""What a loss may return, as terms, and how each is put together from micro-batches, as far as that is known."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
-from autoaccum._loss.weighting import Over, weight_of_pair
+from autoaccum._loss.batch_counts import ELEMENTS, LABELS, SAMPLES, TARGETS
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from autoaccum._data.numbers import Path
+    from autoaccum._loss.batch_counts import Count
+
+
+class Form(Enum):
+    """How the losses of micro-batches make the loss of the window."""
+
+    MEAN = "a mean"
+    SUM = "a sum"
+    CONSTANT = "the same for all samples"
+    UNCONFIRMED = "not confirmed"
+    VECTOR = "one loss for each sample"
+    PAIR = "a (sum, weight) pair"
+
+
+@dataclass(frozen=True, slots=True)
+class TermForm:
+    """How a term of a loss is put together from micro-batches.
+
+    Attributes:
+        form: The form; constants and what is not confirmed are weighted by samples.
+        is_read: Whether the graph says what it is divided by.
+        per_sample: What it is divided by, for each sample; None if that is not known.
+        shares: What the parts were divided by, relative to the whole: those of terms with one divisor are the same.
+        counts: Counts of the batch that are proportional to what it is divided by, and what it is for each.
+        may_be_clamped: Whether a divisor that is 1 would be news.
+        is_clamped: Whether it was 1 where nothing counts.
+        name: The reported value that it is computed from, if that is known.
+        number: Of a sum: where the batch carries the number that it is divided by; None if it is no such number.
+    """
+
+    form: Form
+    is_read: bool = True
+    per_sample: float | None = None
+    shares: tuple[float, ...] = ()
+    counts: Mapping[Count, float] = field(default_factory=dict)
+    may_be_clamped: bool = False
+    is_clamped: bool = False
+    name: str = ""
+    number: Path | None = None
+
+    @property
+    def kind(self) -> tuple[Form, bool]:
+        """What must be the same in all windows, and on all ranks."""
+        return self.form, self.is_read
 
 
 @dataclass(slots=True)
@@ -22,7 +71,7 @@ class Term:
     Attributes:
         name: The name that it is reported under.
         value: Scalar tensor, with its graph: a mean or a sum over the micro-batch.
-        over: `Over.VECTOR` or `Over.PAIR` if it has that form, else None.
+        over: `Form.VECTOR` or `Form.PAIR` if it has that form, else None.
         weight: The weight of a (sum, weight) pair.
         has_nothing: Whether a part of it counts nothing, so that its value may be NaN where its gradient is not.
         is_reported: Whether it is only reported and not minimised; then its value has no graph.
@@ -30,40 +79,13 @@ class Term:
 
     name: str
     value: Tensor
-    over: Over | None = None
+    over: Form | None = None
     weight: Tensor | float | None = None
     is_reported: bool = False
     has_nothing: bool = False
 
 
-def not_finite(losses: Mapping[str, float]) -> InvalidInputError:
-    """Return the error for losses that are not finite before anything was trained."""
-    found = ", ".join(f"{name}={value}" for name, value in losses.items())
-    return InvalidInputError(
-        f"the loss is not finite from the start ({found}); look for NaN in the inputs, log(0) or a division by 0 in "
-        "the loss, or too large initial weights"
-    )
-
-
-def is_pair(value: Any) -> bool:
-    """Whether a batch is (inputs, targets), or a loss (sum, weight)."""
-    return isinstance(value, tuple | list) and len(value) == len(("inputs", "targets"))
-
-
-def reported_term(name: str, raw: Any, samples: int, *, summed: bool) -> Term | None:
-    """Return an entry that is only reported, without a graph; None if it is not numeric."""
-    if isinstance(raw, int | float):
-        return Term(name, torch.tensor(float(raw), dtype=torch.float64), is_reported=True)
-    if isinstance(raw, Tensor):
-        fits = raw.shape in ((), (samples,)) and not raw.is_complex()
-        raw = raw.detach() if raw.is_floating_point() else raw.double()
-    else:
-        fits = is_pair(raw) and isinstance(raw[0], Tensor)
-    if not fits:
-        return None
-    term = term_of(name, raw, samples, summed=summed)
-    term.value, term.is_reported = term.value.detach().clone(), True  # as of a weight, which may be a buffer
-    return term
+# --- what a loss returns ----------------------------------------------------------------------------------------------
 
 
 def term_of(name: str, raw: Any, samples: int, *, summed: bool) -> Term:
@@ -87,20 +109,166 @@ def term_of(name: str, raw: Any, samples: int, *, summed: bool) -> Term:
                     f"loss {name!r} is {describe(raw)} and type {raw.dtype}, which has no gradient, as counts and "
                     "comparisons have none; return a differentiable loss, and report this one by metrics="
                 )
-            return Term(name, raw.sum()) if summed else Term(name, raw.mean(), Over.VECTOR)
+            return Term(name, raw.sum()) if summed else Term(name, raw.mean(), Form.VECTOR)
         raise InvalidInputError(
             f"loss {name!r} has shape {tuple(raw.shape)} for {samples} samples; return a scalar, a vector of {samples} "
             "per-sample losses, or a (sum, weight) pair, such as ((loss * mask).sum(), mask.sum())"
         )
     if is_pair(raw) and isinstance(raw[0], Tensor):
-        total, weight = raw
-        return Term(name, total.sum(), Over.PAIR, weight_of_pair(name, weight))
+        return Term(name, raw[0].sum(), Form.PAIR, weight_of_pair(name, raw[1]))
     raise InvalidInputError(
         f"loss {name!r} is {describe(raw)}; return a scalar tensor, a vector of per-sample losses, or a (sum, weight) "
         "pair, with its graph (no .item(), .detach() or float())"
     )
 
 
+def reported_term(name: str, raw: Any, samples: int, *, summed: bool) -> Term | None:
+    """Return an entry that is only reported, without a graph; None if it is not numeric."""
+    if isinstance(raw, int | float):
+        return Term(name, torch.tensor(float(raw), dtype=torch.float64), is_reported=True)
+    if isinstance(raw, Tensor):
+        fits = raw.shape in ((), (samples,)) and not raw.is_complex()
+        raw = raw.detach() if raw.is_floating_point() else raw.double()
+    else:
+        fits = is_pair(raw) and isinstance(raw[0], Tensor)
+    if not fits:
+        return None
+    term = term_of(name, raw, samples, summed=summed)
+    term.value, term.is_reported = term.value.detach().clone(), True  # as of a weight, which may be a buffer
+    return term
+
+
+def is_pair(value: Any) -> bool:
+    """Whether a batch is (inputs, targets), or a loss (sum, weight)."""
+    return isinstance(value, tuple | list) and len(value) == len(("inputs", "targets"))
+
+
+def in_full(value: Tensor) -> Tensor:
+    """Return a number in the highest precision that its device supports, for sums over many samples."""
+    return value.float() if value.device.type == "mps" else value.double()
+
+
 def describe(value: Any) -> str:
     """Describe a value for a message."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def not_finite(losses: Mapping[str, float]) -> InvalidInputError:
+    """Return the error for losses that are not finite before anything was trained."""
+    found = ", ".join(f"{name}={value}" for name, value in losses.items())
+    return InvalidInputError(
+        f"the loss is not finite from the start ({found}); look for NaN in the inputs, log(0) or a division by 0 in "
+        "the loss, or too large initial weights"
+    )
+
+
+# --- losses of torch --------------------------------------------------------------------------------------------------
+
+# Losses of (outputs, targets) whose graph says what they are divided by. Subclasses may compute anything.
+_OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
+_OF_SAMPLES = (nn.MultiLabelMarginLoss, nn.MultiMarginLoss, nn.MultiLabelSoftMarginLoss)
+# These compare outputs and targets element by element: torch would broadcast (N, 1) against (N,) to (N, N).
+ELEMENTWISE = (
+    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss),
+    *(nn.SoftMarginLoss, nn.KLDivLoss, nn.HingeEmbeddingLoss, nn.MultiLabelSoftMarginLoss),
+    *(functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss),
+    *(functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits),
+)
+_OF_TORCH = {*_OF_CLASSES, *_OF_SAMPLES, *ELEMENTWISE}
+
+
+def kind_of(loss: object) -> Any:
+    """Return a loss of torch as the tables above have it: a class, or a function; None for any other loss."""
+    kind = type(loss) if isinstance(loss, nn.Module) else loss
+    return kind if getattr(kind, "__hash__", None) is not None and kind in _OF_TORCH else None
+
+
+def everything_counts(loss: object, batch: Any) -> bool:
+    """Whether the mean of a loss runs over all targets of a pair, as can be seen without waiting for a device.
+
+    Args:
+        loss: The loss, with the reduction of a mean.
+        batch: Tensors, which may be no pair.
+    """
+    kind = kind_of(loss)
+    if kind in _OF_CLASSES:
+        targets = batch[-1]
+        weight, ignored = getattr(loss, "weight", None), getattr(loss, "ignore_index", -100)
+        if weight is not None or ignored >= 0 or targets.is_floating_point():
+            return False
+        return targets.is_cpu and bool(targets.numpy().min() >= 0)
+    return kind is not None and len(batch) == len(("inputs", "targets"))
+
+
+def of_torch(loss: object) -> TermForm | None:
+    """Return the form of a loss of torch, which needs no check; None for any other, and for one of each sample."""
+    kind, reduction = kind_of(loss), getattr(loss, "reduction", "mean")
+    if kind is None or reduction == "none":
+        return None
+    if reduction == "sum":
+        return TermForm(Form.SUM)
+    if reduction == "batchmean" or kind in _OF_SAMPLES:
+        return TermForm(Form.MEAN, per_sample=1.0, counts={SAMPLES: 1.0})
+    return TermForm(Form.MEAN, counts={(LABELS if kind in _OF_CLASSES else ELEMENTS, TARGETS): 1.0})
+
+
+# --- pairs ------------------------------------------------------------------------------------------------------------
+
+
+def weight_of_pair(name: str, weight: Any) -> Tensor | float:
+    """Check the second half of a (sum, weight) pair, as far as possible without synchronising with the device.
+
+    Args:
+        name: Name of the loss.
+        weight: The value returned with the sum.
+
+    Raises:
+        InvalidInputError: It cannot be a weight: not a number, a bool, several numbers, or one with a gradient.
+    """
+    found = None
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            found = f"a tensor of shape {tuple(weight.shape)}"
+        elif weight.requires_grad:
+            found = "a tensor with a gradient"
+        elif weight.dtype is torch.bool or weight.is_complex():
+            found = f"a tensor of type {weight.dtype}"
+    elif isinstance(weight, bool) or not hasattr(weight, "__float__"):
+        found = f"a {type(weight).__name__}"
+    if found is not None:
+        raise InvalidInputError(f"loss {name!r} is a pair whose second half is {found}; {_PAIR_MEANS}")
+    # A copy: a buffer of the loss may hold the next micro-batch's weight before this one is used.
+    return weight.detach().clone().reshape(()) if isinstance(weight, Tensor) else float(weight)
+
+
+def check_pair(name: str, whole: tuple[float, float], parts: Sequence[tuple[float, float]], tolerance: float) -> None:
+    """Check that the pairs of two parts of a batch sum to the pair of the batch.
+
+    Args:
+        name: Name of the loss.
+        whole: The pair of the batch.
+        parts: The pairs of its parts.
+        tolerance: The relative difference that rounding may cause.
+
+    Raises:
+        InvalidInputError: The weights do not add up, or the sums are means.
+    """
+    weight, added = whole[1], sum(part[1] for part in parts)
+    if abs(weight - added) > tolerance * max(abs(weight), abs(added)):
+        raise InvalidInputError(
+            f"loss {name!r} is a pair whose second halves do not add up: {weight:g} for a batch and {added:g} for its "
+            f"two parts together, as an accuracy or another mean would; {_PAIR_MEANS}"
+        )
+    as_sum, as_mean = sum(part[0] for part in parts), sum(part[0] * part[1] for part in parts) / (weight or math.nan)
+    room = tolerance * max(abs(whole[0]), *(abs(part[0]) for part in parts))
+    if abs(whole[0] - as_mean) <= room < abs(whole[0] - as_sum) and abs(as_mean - as_sum) > room:
+        raise InvalidInputError(
+            f"loss {name!r} is a pair whose first half is a mean ({whole[0]:g} for a batch, "
+            f"{' and '.join(f'{part[0]:g}' for part in parts)} for its parts); {_PAIR_MEANS}"
+        )
+
+
+_PAIR_MEANS = (
+    "a pair means (sum, weight): the sum of the losses and what to divide it by, such as ((loss * mask).sum(), "
+    "mask.sum()). To report something else use metrics="
+)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autoaccum import _oom
 from autoaccum._data.nesting import map_tensors
 from autoaccum._loss.graph_reader import read
-from autoaccum._loss.loss_check import Form, TermForm, choose, forms_of, run_of, tolerance_of
-from autoaccum._loss.terms import not_finite
-from autoaccum._loss.training_mode import quiet_training
-from autoaccum._loss.weighting import Over, check_pair
+from autoaccum._loss.loss_check import choose, forms_of, run_of, tolerance_of
+from autoaccum._loss.modes import quiet_training
+from autoaccum._loss.terms import Form, TermForm, check_pair, not_finite
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -31,59 +31,43 @@ if TYPE_CHECKING:
     from autoaccum._loss.modes import Mark
     from autoaccum._loss.terms import Term
 
+# Runs a pass: returns the terms of a number of samples.
+_Pass = Callable[[Any, int], "list[Term]"]
 # How far from a term the value is looked for that it is computed from.
 _STEPS = 8
+# The least relative difference between (sum, weight) pairs that is none.
+_SAME_PAIR = 1e-4
 
 
-class Tried(Protocol):
-    """A model and its losses, as `Objective` has them."""
-
-    weights: LossWeights
-    nodes: dict[int, str]
-    casts_itself: bool
-    sources: tuple[Any, ...]
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """All modules that a pass runs."""
-
-    def terms(self, source: Any, batch: Any, samples: int) -> tuple[list[Term], Any]:
-        """Run one source on one micro-batch."""
-
-
+@dataclass(slots=True)
 class TrialLosses:
     """Tries losses on a few samples. Each pass begins with the same state; the last one leaves its own.
 
-    Args:
-        objective: The model and its losses.
+    Attributes:
+        passes: The forward passes of a batch.
+        modules: The modules that they run.
+        weights: What is known of how losses weigh samples.
+        names: Names of reported values by their nodes of the graph, as passes note them.
         place: Moves a batch to the device.
         mark: Taken before; restored before each pass.
         autocast: Returns the context that the model runs in.
-        casts: Whether that context casts.
+        casts: Whether something casts.
         parameters: The parameters whose gradients are compared.
-
-    Attributes:
         is_complete: Whether something counted in every loss.
+        tolerance: The relative difference that rounding may cause, as of the last pass.
     """
 
-    def __init__(
-        self,
-        objective: Tried,
-        place: Callable[[Any], Any],
-        mark: Mark,
-        autocast: Callable[[], AbstractContextManager[object]],
-        *,
-        casts: bool,
-        parameters: Sequence[nn.Parameter],
-    ) -> None:
-        self._objective = objective
-        self._place = place
-        self._mark = mark
-        self._autocast = autocast
-        self._casts = casts or objective.casts_itself
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._tolerance = 0.0
-        self.is_complete = True
+    passes: Sequence[_Pass]
+    modules: Sequence[nn.Module]
+    weights: LossWeights
+    names: Mapping[Any, str]
+    place: Callable[[Any], Any]
+    mark: Mark
+    autocast: Callable[[], AbstractContextManager[object]]
+    casts: bool
+    parameters: Sequence[nn.Parameter]
+    is_complete: bool = True
+    tolerance: float = 0.0
 
     def forms(self, window: Window, most: int, telling: frozenset[Count]) -> dict[str, list[TermForm]] | None:
         """Return the terms of each loss that is a number, by name; None if the window has no two samples to try.
@@ -100,68 +84,70 @@ class TrialLosses:
         if chosen is None:
             return None
         sample, first = chosen
-        objective, found = self._objective, dict[str, list[TermForm]]()
-        with torch.enable_grad(), quiet_training(objective.modules):
-            for source in objective.sources:
-                whole = self._runs(source, sample, 0, sample.samples)
-                moves = bool(self._mark.settle())
-                parts = [self._part(source, sample, *ends) for ends in ((0, first), (first, sample.samples))]
-                again: dict[str, Run] | None = None
-                for name, run in whole.items():
-                    if not self._is_comparable(name, run, found):
-                        continue
-                    of_parts = [_part_of(name, run, part, sample.samples) for part in parts]
-                    forms = forms_of(run, of_parts, None, self._tolerance, moves=moves)
-                    if any(form.form is Form.UNCONFIRMED for form in forms):
-                        if again is None:
-                            again = self._runs(source, sample, 0, sample.samples, seed=1)
-                        forms = forms_of(run, of_parts, again.get(name), self._tolerance, moves=moves)
-                    pairs = zip(forms, run.terms, strict=False)
-                    found[name] = [replace(form, name=self._name_of(term)) for form, term in pairs]
+        found = dict[str, list[TermForm]]()
+        with torch.enable_grad(), quiet_training(self.modules):
+            for source in self.passes:
+                self._try(source, sample, first, found)
         return found
 
+    def _try(self, source: _Pass, sample: Window, first: int, found: dict[str, list[TermForm]]) -> None:
+        """Add the terms of one source's losses."""
+        whole, pairs = self._runs(source, sample, 0, sample.samples)
+        if self.weights.is_trusted:
+            return  # as `loss=None` shows only now
+        moves = bool(self.mark.settle())
+        halves = [self._part(source, sample, *ends) for ends in ((0, first), (first, sample.samples))]
+        for name, pair in pairs.items():
+            if all(name in of_half for _, of_half in halves):
+                check_pair(name, pair, [of_half[name] for _, of_half in halves], max(self.tolerance, _SAME_PAIR))
+        again: Mapping[str, Run] | None = None
+        for name, run in whole.items():
+            if not self._is_comparable(name, run, found):
+                continue
+            parts = [_part_of(name, run, runs, sample.samples) for runs, _ in halves]
+            forms = forms_of(run, parts, None, self.tolerance, moves=moves)
+            if any(form.form is Form.UNCONFIRMED for form in forms):
+                again = again or self._runs(source, sample, 0, sample.samples, seed=1)[0]
+                forms = forms_of(run, parts, again.get(name), self.tolerance, moves=moves)
+            terms = zip(forms, run.terms, strict=False)
+            found[name] = [replace(form, name=self._name_of(term)) for form, term in terms]
+
     def _is_comparable(self, name: str, run: Run, found: dict[str, list[TermForm]]) -> bool:
-        """Whether a loss needs a check, and says something; where nothing counts in it, its form is supposed.
+        """Whether a loss says something; where nothing counts in it, its form is supposed.
 
         Raises:
             InvalidInputError: It is not finite before anything was trained.
         """
-        weights = self._objective.weights
         if any(weight == 0.0 for weight in run.weights):
             found[name] = [_supposed(term) for term in run.terms]
             self.is_complete = False
             return False
-        if not math.isfinite(run.value):
-            if name not in weights.forms:
-                raise not_finite({name: run.value})
-            return False  # it may result from the training itself
-        return not weights.knows(name)
+        if not math.isfinite(run.value) and name not in self.weights.forms:
+            raise not_finite({name: run.value})
+        return math.isfinite(run.value)  # otherwise it may result from the training itself
 
     def unchecked(self, window: Window) -> dict[str, list[TermForm]]:
         """Return the terms of each loss as the graph of a single sample suggests."""
-        objective, found = self._objective, dict[str, list[TermForm]]()
-        cut = window.cut(0, 1)
-        with torch.enable_grad(), quiet_training(objective.modules):
-            for source in objective.sources:
-                with self._autocast():
-                    terms, _ = objective.terms(source, self._placed(cut), 1)
-                for term in terms:
-                    if term.is_reported or term.over is not None or objective.weights.knows(term.name):
-                        continue
+        found = dict[str, list[TermForm]]()
+        with torch.enable_grad(), quiet_training(self.modules):
+            for source in self.passes:
+                for term in self._numbers(self._terms(source, window.cut(0, 1), 1)):
                     found[term.name] = [_supposed(one) for one in read(term.value)]
-        return found
+        return {} if self.weights.is_trusted else found
 
     def _name_of(self, term: ReadTerm) -> str:
         """Return the name of the reported value that a term is computed from; "" if there is none."""
-        node = term.node
-        for _ in range(_STEPS):
-            if node is None or id(node) in self._objective.nodes:
-                return self._objective.nodes.get(id(node), "")
+        node, names = term.node, self.names
+        for _ in range(_STEPS if names else 0):
+            if node is None or node in names:
+                return names.get(node, "")
             inputs = [one for one, _ in node.next_functions if one is not None]
             node = inputs[0] if len(inputs) == 1 else None
         return ""
 
-    def _part(self, source: Any, sample: Window, start: int, stop: int) -> dict[str, Run]:
+    # --- passes -------------------------------------------------------------------------------------------------------
+
+    def _part(self, source: _Pass, sample: Window, start: int, stop: int) -> Any:
         try:
             return self._runs(source, sample, start, stop)
         except Exception as error:
@@ -175,44 +161,38 @@ class TrialLosses:
                 "loss_reduction='mean' or 'sum' leaves this check out"
             ) from error
 
-    def _placed(self, cut: Any) -> Any:
-        """Return samples on the device, as tensors that a graph can save."""
-        return map_tensors(lambda one: one.clone() if one.is_inference() else one, self._place(cut))
-
-    def _runs(self, source: Any, sample: Window, start: int, stop: int, seed: int = 0) -> dict[str, Run]:
-        """Return the losses of one forward pass by name, as runs of samples `start` to `stop` (exclusive)."""
-        self._mark.restore()
-        self._mark.random.seed(seed)
+    def _runs(
+        self, source: _Pass, sample: Window, start: int, stop: int, seed: int = 0
+    ) -> tuple[dict[str, Run], dict[str, tuple[float, float]]]:
+        """Run samples `start` to `stop` (exclusive); return by name the losses that are numbers, and pairs."""
+        self.mark.restore()
+        self.mark.random.seed(seed)
         cut, samples = sample.cut(start, stop), stop - start
-        with self._autocast():
-            terms, _ = self._objective.terms(source, self._placed(cut), samples)
-        numbers = [term for term in terms if not term.is_reported and term.over is None and term.value.requires_grad]
-        self._note_pairs(terms, start, stop, sample.samples)
-        if numbers:
-            dtypes = (parameter.dtype for parameter in self._parameters)
-            self._tolerance = tolerance_of(numbers[0].value, casts=self._casts, dtypes=dtypes)
-        last = len(numbers) - 1
-        return {
-            term.name: run_of(term.value, samples, cut, self._parameters, keep=place < last)
-            for place, term in enumerate(numbers)
-        }
-
-    def _note_pairs(self, terms: Sequence[Term], start: int, stop: int, samples: int) -> None:
-        """Check that the (sum, weight) pairs of the two parts add up to those of the whole."""
+        terms = self._terms(source, cut, samples)
+        numbers = [term for term in self._numbers(terms) if term.value.requires_grad]
         pairs = {
             term.name: (float(term.value.detach()), float(term.weight or 0.0))
             for term in terms
-            if term.over is Over.PAIR and not term.is_reported
+            if term.over is Form.PAIR and not term.is_reported
         }
-        if (start, stop) == (0, samples):
-            self._whole_pairs: Mapping[str, tuple[float, float]] = pairs
-        elif start == 0:
-            self._first_pairs: Mapping[str, tuple[float, float]] = pairs
-        else:
-            for name, pair in pairs.items():
-                if name in self._whole_pairs and name in self._first_pairs:
-                    tolerance = max(self._tolerance, 1e-4)
-                    check_pair(name, self._whole_pairs[name], [self._first_pairs[name], pair], tolerance)
+        if numbers:
+            dtypes = (parameter.dtype for parameter in self.parameters)
+            self.tolerance = tolerance_of(numbers[0].value, casts=self.casts, dtypes=dtypes)
+        last = len(numbers) - 1
+        return {
+            term.name: run_of(term.value, samples, cut, self.parameters, keep=place < last)
+            for place, term in enumerate(numbers)
+        }, pairs
+
+    def _terms(self, source: _Pass, cut: Any, samples: int) -> list[Term]:
+        # As tensors that a graph can save.
+        batch = map_tensors(lambda one: one.clone() if one.is_inference() else one, self.place(cut))
+        with self.autocast():
+            return source(batch, samples)
+
+    @staticmethod
+    def _numbers(terms: Sequence[Term]) -> list[Term]:
+        return [term for term in terms if not term.is_reported and term.over is None]
 
 
 def _part_of(name: str, run: Run, part: Mapping[str, Run], samples: int) -> Run:

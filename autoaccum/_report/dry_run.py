@@ -239,7 +239,6 @@ class _Stage:
                 raise
             let_go(error)
             return
-        step.objective.weights.tell_supposed()
         self._warnings += step.objective.weights.warnings
 
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from autoaccum._data.nesting import holds_tensor
-from autoaccum._loss.loss_check import Form
 from autoaccum._loss.loss_weights import Common
-from autoaccum._loss.weighting import in_full
+from autoaccum._loss.terms import Form, in_full
 
 if TYPE_CHECKING:
     from autoaccum._data.batches import Window
@@ -60,7 +59,7 @@ class Weights:
             return list(map(float, self.sizes))
         found, start = [], 0
         for size in self.sizes:
-            found.append(self._known.of_samples(_LOSS, self._window.part(start, start + size)))
+            found.append(float(self._known.of_samples(_LOSS, self._window.part(start, start + size))[1]))
             start += size
         return found
 

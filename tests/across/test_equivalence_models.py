@@ -17,8 +17,8 @@ from gradients import (
     full_batch_gradient,
 )
 from helpers import a_few_of
+from tiny_transformers import tiny
 
-transformers = pytest.importorskip("transformers")
 loss_utils = pytest.importorskip("transformers.loss.loss_utils")
 
 V, N, T = 60, 9, 8
@@ -31,43 +31,17 @@ def causal_loss(logits, labels, vocab_size, num_items_in_batch=None, **_):
 
 
 def gpt2():
-    config = transformers.GPT2Config(
-        vocab_size=V,
-        n_positions=T,
-        n_embd=8,
-        n_layer=1,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=1,
-        eos_token_id=2,
-        use_cache=False,
-    )
-    model = transformers.GPT2LMHeadModel(config).double()
+    model = tiny("GPT2LMHeadModel", V, T).double()
     model.loss_function = causal_loss
     return model
 
 
 def t5():
-    config = transformers.T5Config(
-        vocab_size=V, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0
-    )
-    return transformers.T5ForConditionalGeneration(config).double()
+    return tiny("T5ForConditionalGeneration", V, T).double()
 
 
 def bert():
-    config = transformers.BertConfig(
-        vocab_size=V,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        max_position_embeddings=T,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return transformers.BertForMaskedLM(config).double()
+    return tiny("BertForMaskedLM", V, T).double()
 
 
 MODELS = {"GPT-2": gpt2, "T5": t5, "BERT": bert}

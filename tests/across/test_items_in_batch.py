@@ -11,8 +11,9 @@ from torch.nn import functional
 import autoaccum
 from gradients import cut_gradient, distance, joined
 from helpers import CPU
+from tiny_transformers import tiny
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 V, T = 23, 8
 LENGTHS = ([8, 1, 5, 2], [3, 8, 8, 2], [8, 8, 8, 8])
@@ -54,43 +55,7 @@ def tagger():
 
 
 def gpt2():
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=V,
-        n_positions=T,
-        n_embd=8,
-        n_layer=1,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-        loss_type="ForCausalLM",
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def bert():
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=V,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        max_position_embeddings=T,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return transformers.BertForMaskedLM(config)
-
-
-def t5():
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=V, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0
-    )
-    return transformers.T5ForConditionalGeneration(config)
+    return tiny("GPT2LMHeadModel", V, T, loss_type="ForCausalLM")
 
 
 def assert_whole(model, loss, window, sizes, batch, *, tolerance=1e-12, **options):
@@ -225,11 +190,11 @@ def test_transformers_causal_model_gets_the_gradient_of_the_window(sizes):
     assert_whole(gpt2(), None, autoaccum.Window(batches), sizes, together(batches), tolerance=1e-5)
 
 
-@pytest.mark.parametrize("make", [bert, t5])
-def test_models_that_ignore_the_count_are_weighted_by_their_targets(make):
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "T5ForConditionalGeneration"])
+def test_models_that_ignore_the_count_are_weighted_by_their_targets(name):
     batches = [sentences(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
 
-    assert_whole(make(), None, autoaccum.Window(batches), (4, 4, 4), together(batches), tolerance=1e-5)
+    assert_whole(tiny(name, V, T), None, autoaccum.Window(batches), (4, 4, 4), together(batches), tolerance=1e-5)
 
 
 def test_number_that_scales_a_loss_is_left_as_it_is():

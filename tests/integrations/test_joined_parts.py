@@ -7,8 +7,8 @@ import torch
 
 from autoaccum._data.batches import Window
 from autoaccum._loss.batch_counts import LABELS
-from autoaccum._loss.loss_check import Form, TermForm
 from autoaccum._loss.objective import Objective
+from autoaccum._loss.terms import Form, TermForm
 from autoaccum._system.notices import Notices
 from autoaccum.integrations._joined_parts import Weights, joined, mean
 

@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn import functional
 
 import autoaccum
-from autoaccum._loss.weighting import ELEMENTWISE, check_pair, of_loss_module, weight_of_pair
+from autoaccum._loss.terms import ELEMENTWISE, check_pair, of_torch, weight_of_pair
 from autoaccum.errors import InvalidInputError
 
 N, C, T = 9, 4, 5
@@ -199,16 +198,15 @@ def test_sum_over_targets_that_do_not_count_is_no_error():
     "loss",
     [
         None,
-        functional.cross_entropy,
         lambda outputs, targets: outputs.mean(),
         type("Weighted", (nn.CrossEntropyLoss,), {})(),
         nn.TripletMarginLoss(),
         nn.Linear(1, 1),
     ],
-    ids=["none", "function", "lambda", "subclass", "another loss", "another module"],
+    ids=["none", "lambda", "subclass", "another loss", "another module"],
 )
 def test_loss_that_may_compute_what_it_likes_is_not_read(loss):
-    assert of_loss_module(loss) is None
+    assert of_torch(loss) is None
 
 
 def test_every_loss_that_would_broadcast_is_guarded_against_it():

@@ -1,0 +1,179 @@
+"""Each node that is read says what it is believed to say, in this version of torch: a canary for each."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from autoaccum._loss import graph_reader
+from autoaccum._loss.graph_reader import followed, read, weight_at_once
+
+N, C = 6, 4
+
+
+def made(seed=0):
+    chance = torch.Generator().manual_seed(seed)
+    x = torch.randn(N, C, generator=chance, dtype=torch.float64).requires_grad_()
+    y = torch.randint(0, C, (N,), generator=chance)
+    y[seed] = -100
+    return x, y, torch.rand(N, C, generator=chance, dtype=torch.float64) + 0.1
+
+
+def square(x):
+    return x.square().sum()
+
+
+NUMBER = torch.tensor(8.0, dtype=torch.float64)
+# Losses of (outputs, classes, weights), with what each term's sum is divided by; by the node that is to be read.
+NODES = {
+    "Neg": (lambda x, y, w: -square(x), lambda y, w: [-1]),
+    "Mul": (lambda x, y, w: 0.5 * square(x), lambda y, w: [2]),
+    "Mul by a tensor": (lambda x, y, w: square(x) * NUMBER, lambda y, w: [1 / 8]),
+    "Mul of elements": (lambda x, y, w: (x.square() * NUMBER).sum(), lambda y, w: [1 / 8]),
+    "Div": (lambda x, y, w: square(x) / 5, lambda y, w: [5]),
+    "Div by a tensor": (lambda x, y, w: (x.square() * w).sum() / w.sum(), lambda y, w: [float(w.sum())]),
+    "Div of elements": (lambda x, y, w: (x.square() / w.sum()).sum(), lambda y, w: [float(w.sum())]),
+    "Add": (lambda x, y, w: square(x) / 3 + x.abs().mean(), lambda y, w: [3, N * C]),
+    "Add of a constant": (lambda x, y, w: square(x) / 3 + 1, lambda y, w: [3]),
+    "Add, alpha": (lambda x, y, w: torch.add(x.mean(), square(x), alpha=4), lambda y, w: [N * C, 1 / 4]),
+    "Sub": (lambda x, y, w: x.mean() - square(x), lambda y, w: [N * C, -1]),
+    "Rsub": (lambda x, y, w: 1 - x.mean(), lambda y, w: [-N * C]),
+    "Mean": (lambda x, y, w: x.square().mean(), lambda y, w: [N * C]),
+    "Mean of dimensions": (lambda x, y, w: x.square().mean((0, 1)), lambda y, w: [N * C]),
+    "Mean of sums": (lambda x, y, w: x.square().sum(1).mean(), lambda y, w: [N]),
+    "Sum": (lambda x, y, w: square(x), lambda y, w: [1]),
+    "Stack": (lambda x, y, w: torch.stack([x[0].sum(), x[1].sum()]).mean(), lambda y, w: [2]),
+    "Cat": (lambda x, y, w: torch.cat([x[0].sum()[None], x[1].sum()[None]]).mean(), lambda y, w: [2]),
+    "Expand": (lambda x, y, w: x.mean().expand(3).mean(), lambda y, w: [N * C]),
+    "Where": (lambda x, y, w: torch.where(w.sum() > 0, x.mean(), 0.0), lambda y, w: [N * C]),
+    "NllLoss": (lambda x, y, w: functional.cross_entropy(x, y), lambda y, w: [N - 1]),
+    "NllLoss, weights": (
+        lambda x, y, w: functional.cross_entropy(x, y, w[0]),
+        lambda y, w: [float(w[0][y[y >= 0]].sum())],
+    ),
+    "NllLoss, sum": (lambda x, y, w: functional.cross_entropy(x, y, reduction="sum"), lambda y, w: [1]),
+    "NllLoss2D": (
+        lambda x, y, w: functional.cross_entropy(x.T[None], y[None]),
+        lambda y, w: [N - 1],
+    ),
+    "label smoothing": (
+        lambda x, y, w: functional.cross_entropy(x, y, label_smoothing=0.2),
+        lambda y, w: [(N - 1) / 0.8, (N - 1) / 0.05],
+    ),
+    "MseLoss": (lambda x, y, w: functional.mse_loss(x, w), lambda y, w: [N * C]),
+    "SmoothL1Loss": (lambda x, y, w: functional.smooth_l1_loss(x, w), lambda y, w: [N * C]),
+    "HuberLoss": (lambda x, y, w: functional.huber_loss(x, w), lambda y, w: [N * C]),
+    "SoftMarginLoss": (lambda x, y, w: functional.soft_margin_loss(x, w.sign()), lambda y, w: [N * C]),
+    "BinaryCrossEntropy": (
+        lambda x, y, w: functional.binary_cross_entropy(x.sigmoid(), w.clamp(max=1)),
+        lambda y, w: [N * C],
+    ),
+    "BinaryCrossEntropyWithLogits": (
+        lambda x, y, w: functional.binary_cross_entropy_with_logits(x, w.clamp(max=1)),
+        lambda y, w: [N * C],
+    ),
+    "MultiMarginLoss": (lambda x, y, w: functional.multi_margin_loss(x, y.clamp(min=0)), lambda y, w: [N]),
+    "MultilabelMarginLoss": (
+        lambda x, y, w: functional.multilabel_margin_loss(x, y.clamp(min=0)[:, None].expand(N, C)),
+        lambda y, w: [N],
+    ),
+    "Dot": (lambda x, y, w: x.flatten() @ w.flatten() / 7, lambda y, w: [7]),
+    **{
+        f"{name} of a number": (lambda x, y, w, change=change: change(x.mean()), lambda y, w: [N * C])
+        for name, change in {
+            "ToCopy": lambda one: one.float(),
+            "Squeeze": lambda one: one[None].squeeze(0),
+            "View": lambda one: one.view(1),
+            "Clone": lambda one: one.clone(),
+            "NanToNum": lambda one: one.nan_to_num(),
+            "Permute": lambda one: one[None, None].permute(1, 0),
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_weight_is_read_and_followed_in_another_graph(name):
+    loss, expected = NODES[name]
+
+    found = read(loss(*made()))
+    y, w = made(1)[1:]
+    again = [None if one.trail is None else followed(loss(*made(1)), one.trail) for one in found]
+
+    assert [one.weight for one in found] == pytest.approx(expected(*made()[1:]), rel=1e-12)
+    for one, weight in zip(again, expected(y, w), strict=True):
+        assert one is None or one[0] == pytest.approx(weight, rel=1e-12)
+    assert weight_at_once(loss(*made())) in (None, found[0].weight)
+
+
+@pytest.mark.parametrize("name", ["Div by a tensor", "NllLoss", "label smoothing", "Mean"])
+def test_usual_means_leave_a_trail(name):
+    assert all(one.trail for one in read(NODES[name][0](*made())))
+
+
+def test_trail_does_not_lead_through_another_graph():
+    x, y, w = made()
+    (mean,) = read((x.square() * w).sum() / w.sum())
+
+    for other in (
+        (x.square() * w).mean(),
+        (x.square() * NUMBER).sum() / w.sum(),
+        (x.square() * w).sum() / w.sum() + square(x),
+        functional.cross_entropy(x, y),
+    ):
+        assert followed(other, mean.trail) is None
+
+
+def test_term_that_is_multiplied_by_0_for_now_leaves_no_trail():
+    x = made()[0]
+
+    assert [one.trail for one in read(x.mean() + 0.0 * square(x))] == [None]
+    both = read(x.mean() + 0.5 * square(x))
+    assert followed(x.mean() + 0.0 * square(x), both[1].trail) is None
+
+
+def test_trail_does_not_pass_by_a_term_that_came_later():
+    x = made()[0]
+    (alone,) = read(x.mean() + torch.zeros(()))
+
+    assert followed(x.mean() + torch.zeros(()), alone.trail) is not None
+    assert followed(x.mean() + square(x), alone.trail) is None
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, _: x.square().mean().sqrt(),
+        lambda x, _: x.exp().sum().log(),
+        lambda x, w: checkpoint(lambda: (x * w).sum() / w.sum(), use_reentrant=False),
+        lambda x, _: 1 / x.square().mean(),
+        lambda x, _: x.norm(),
+    ],
+    ids=["root", "log", "checkpointed", "reciprocal", "norm"],
+)
+def test_what_is_no_sum_of_elements_is_not_read(loss):
+    x, _, w = made()
+
+    assert read(loss(x, w))[0].weight is None
+
+
+def test_half_precision_does_not_round_a_count():
+    x = torch.zeros(999, 2, dtype=torch.bfloat16, requires_grad=True)
+
+    assert read(functional.cross_entropy(x, torch.zeros(999, dtype=torch.long)))[0].weight == 999
+
+
+def test_what_is_multiplied_by_0_is_not_there():
+    x = made()[0]
+
+    assert [one.weight for one in read(0.0 * square(x) + x.mean())] == [N * C]
+    assert read(0.0 * square(x))[0].weight == math.inf
+
+
+def test_every_node_has_its_canary():
+    aliases = {"UnsafeView", "ReshapeAlias", "Alias", "Transpose", "T", "AsStrided", "Contiguous", "Unsqueeze", "Mv"}
+    tried = {name.split()[0].rstrip(",") for name in NODES}
+
+    assert set(graph_reader._BY_NAME) - aliases - tried <= {"Mm", "Bmm"}
