@@ -506,9 +506,13 @@ class Long(nn.Module):
         return self.head(inputs) + 0 * wide.sum(1, keepdim=True)
 
 
-def test_looking_what_the_loss_runs_over_takes_fewer_samples_and_cuts_no_micro_batch(data):
+def own_loss(outputs, targets):
+    return functional.cross_entropy(outputs, targets)
+
+
+def test_trying_the_loss_takes_fewer_samples_and_cuts_no_micro_batch(data):
     model = Long()
-    runner = runner_of(model, loss=functional.cross_entropy, device=autoaccum.Simulated("400KiB"))
+    runner = runner_of(model, loss=own_loss, device=autoaccum.Simulated("400KiB"))
 
     found = runner.evaluate([data] * 2)
 
@@ -516,10 +520,10 @@ def test_looking_what_the_loss_runs_over_takes_fewer_samples_and_cuts_no_micro_b
     assert model.sizes.count(SAMPLES) >= 2
 
 
-def test_looking_what_the_loss_runs_over_that_does_not_fit_says_so(data):
-    runner = runner_of(Long(), loss=functional.cross_entropy, device=autoaccum.Simulated("60KiB"))
+def test_trying_the_loss_that_does_not_fit_says_so(data):
+    runner = runner_of(Long(), loss=own_loss, device=autoaccum.Simulated("60KiB"))
 
-    with pytest.raises(DoesNotFitError, match=r"finding out what the loss runs over does not fit.*loss_reduction="):
+    with pytest.raises(DoesNotFitError, match=r"trying the loss on a few samples does not fit.*loss_reduction="):
         runner.evaluate([data])
 
 
