@@ -504,12 +504,13 @@ CALLS = {
         | {
             "model": model,
             "batch": batch,
+            "memory": FIT["memory"],
             "memory_limit": or_none(limit),
             "max_micro_batch": or_none(whole()),
             "split": or_none(nothing),
             "loss_scope": choice("micro_batch", "window"),
         },
-        STEP_ALSO | {"split": SPLITS} | {"memory_limit": FIT_ALSO["memory_limit"]},
+        STEP_ALSO | {"split": SPLITS} | {name: FIT_ALSO[name] for name in ("memory", "memory_limit")},
     ),
     "Runner": Call(
         autoaccum.Runner,

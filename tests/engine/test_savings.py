@@ -373,6 +373,7 @@ def test_error_in_a_window_names_the_limit_that_is_in_force():
 # --- in a loop of the user's own ---
 
 
+LOSS = nn.CrossEntropyLoss()
 NAMES = ["checkpoint", "checkpoint:Feed", "offload", ["checkpoint", "offload"]]
 
 
@@ -521,6 +522,18 @@ def a_runner(model, **options):
 def test_what_has_no_effect_is_refused_when_it_is_made(make, memory, said):
     with pytest.raises(autoaccum.InvalidInputError, match=said):
         make(nn.Linear(4, 4), device="cpu", memory=memory)
+
+
+def test_search_saves_memory_as_training_does():
+    def found(memory):
+        model = Wide()
+        result = autoaccum.find_micro_batch(model, data()[0], device=Simulated("2MiB"), memory=memory, loss=LOSS)
+        assert is_plain(model)
+        return result.micro_batch
+
+    with pytest.raises(autoaccum.DoesNotFitError):
+        found(None)
+    assert found("auto") == found("checkpoint") > 0
 
 
 def test_refused_name_leaves_model_optimizer_and_random_state_as_they_were():
