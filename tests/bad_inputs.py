@@ -652,6 +652,23 @@ CALLS = {
         [lambda _: {"measure": False}, lambda _: {"length": 7}, lambda _: {"length": {"nope": 3}}],
         says={"gpus": ("gpus", "card")},
     ),
+    "ChunkedLoss": Call(
+        autoaccum.ChunkedLoss,
+        autoaccum.ChunkedLoss,
+        lambda w: {"head": w.model},
+        {
+            "head": model,
+            "weight": or_none(lambda value: isinstance(value, torch.Tensor) and value.is_floating_point()),
+            "ignore_index": whole(-(2**63), 2**63),
+            "reduction": choice("mean", "sum", "none"),
+            "label_smoothing": lambda value: at_least_0(value) and value <= 1,
+        },
+        {
+            "head": [lambda _: torch.ones(3, 4)],
+            "weight": [lambda _: torch.ones(3, dtype=torch.long), lambda _: torch.ones(2, 3)],
+            "label_smoothing": [lambda _: -0.1, lambda _: 1.1, lambda _: NAN],
+        },
+    ),
     "Simulated": Call(
         autoaccum.Simulated,
         autoaccum.Simulated,

@@ -35,7 +35,7 @@ def gpt2():
         vocab_size=V,
         n_positions=T,
         n_embd=8,
-        n_layer=1,
+        n_layer=2,
         n_head=2,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
@@ -60,7 +60,7 @@ def bert():
     config = transformers.BertConfig(
         vocab_size=V,
         hidden_size=8,
-        num_hidden_layers=1,
+        num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=8,
         max_position_embeddings=T,
