@@ -536,6 +536,32 @@ def test_search_saves_memory_as_training_does():
     assert found("auto") == found("checkpoint") > 0
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_transformers_model_with_dropout_trains_bit_for_bit_as_without(precision):
+    transformers = pytest.importorskip("transformers")
+    ends = []
+    for memory in (None, "checkpoint"):
+        torch.manual_seed(0)
+        small = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 50, "n_positions": 32}
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(**small, use_cache=False, bos_token_id=0, eos_token_id=0)
+        )
+        runner = autoaccum.Runner(
+            model,
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            autoaccum.plan(4, 2),
+            device="cpu",
+            precision=precision,
+            memory=memory,
+        )
+        torch.manual_seed(1)
+        for window in torch.randint(50, (3, 4, 16)):
+            runner.step({"input_ids": window, "labels": window})
+        ends.append(list(model.parameters()))
+
+    assert all(map(torch.equal, *ends))
+
+
 def test_refused_name_leaves_model_optimizer_and_random_state_as_they_were():
     model = Wide()
     optimizer, loader = torch.optim.Adam(model.parameters()), data()
