@@ -501,12 +501,13 @@ CALLS = {
         | {
             "model": model,
             "batch": batch,
+            "memory": FIT["memory"],
             "memory_limit": or_none(limit),
             "max_micro_batch": or_none(whole()),
             "split": or_none(nothing),
             "loss_scope": choice("micro_batch", "window"),
         },
-        STEP_ALSO | {"split": SPLITS} | {"memory_limit": FIT_ALSO["memory_limit"]},
+        STEP_ALSO | {"split": SPLITS} | {name: FIT_ALSO[name] for name in ("memory", "memory_limit")},
     ),
     "Runner": Call(
         autoaccum.Runner,
@@ -647,6 +648,23 @@ CALLS = {
         },
         [lambda _: {"measure": False}, lambda _: {"length": 7}, lambda _: {"length": {"nope": 3}}],
         says={"gpus": ("gpus", "card")},
+    ),
+    "ChunkedLoss": Call(
+        autoaccum.ChunkedLoss,
+        autoaccum.ChunkedLoss,
+        lambda w: {"head": w.model},
+        {
+            "head": model,
+            "weight": or_none(lambda value: isinstance(value, torch.Tensor) and value.is_floating_point()),
+            "ignore_index": whole(-(2**63), 2**63),
+            "reduction": choice("mean", "sum", "none"),
+            "label_smoothing": lambda value: at_least_0(value) and value <= 1,
+        },
+        {
+            "head": [lambda _: torch.ones(3, 4)],
+            "weight": [lambda _: torch.ones(3, dtype=torch.long), lambda _: torch.ones(2, 3)],
+            "label_smoothing": [lambda _: -0.1, lambda _: 1.1, lambda _: NAN],
+        },
     ),
     "Simulated": Call(
         autoaccum.Simulated,

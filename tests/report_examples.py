@@ -11,7 +11,7 @@ from autoaccum._report.records import DeviceFacts, HostFacts, LoaderFacts, Measu
 
 MIB, GIB = 1 << 20, 1 << 30
 
-SUBJECT = Subject("ResNet", 11_181_642, 11_181_642, "Adam", 256, "balanced", "train.py:job")
+SUBJECT = Subject("ResNet", 11_181_642, 11_181_642, "Adam", 256, "train.py:job")
 HOST = HostFacts(64 * GIB, 40 * GIB)
 LOADER = LoaderFacts(batches=9, samples=288, first_batch_s=0.25, samples_per_s=812.0, workers=4, feeds=True)
 REMEDIES = (

@@ -32,7 +32,7 @@ def tiny(name, vocabulary, length, seed=0, **options):
     if family in LENGTH:
         options[LENGTH[family]] = length
     config = getattr(transformers, f"{family}Config")(
-        vocab_size=vocabulary, **SIZES[family], **WITHOUT_DROPOUT[family], **options
+        vocab_size=vocabulary, **SIZES[family] | WITHOUT_DROPOUT[family] | options
     )
     torch.manual_seed(seed)
     return getattr(transformers, name)(config)

@@ -1,7 +1,8 @@
 """Keeps only the inputs of a model's blocks, and computes the rest once more in the backward pass.
 
-By `torch.utils.checkpoint` without reentry: torch's random state is as in the first computation, and the statistics of
-BatchNorm move once. What else a block keeps or draws from is the user's (docs/memory.md).
+By `torch.utils.checkpoint` without reentry: torch's random state and the modes of modules are as in the first
+computation, and the statistics of BatchNorm move once. What else a block keeps or draws from is the user's
+(docs/memory.md).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum._engine.replaced_forward import forward_replaced
@@ -141,23 +143,42 @@ def _contexts(
     block: nn.Module, checked: set[nn.Module]
 ) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """Return the contexts for computing and for recomputing a block."""
-    return nullcontext(), _once_more(block, checked)
+    # `torch.autograd.grad` leaves the mode in which losses are tried, and with it the kernels that were chosen there.
+    stack: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    functions = [mode for mode in stack if type(mode).__module__.startswith("autoaccum.")]
+    modes = [part.training for part in block.modules()]
+    return nullcontext(), _once_more(block, modes, functions, checked)
 
 
 @contextmanager
-def _once_more(block: nn.Module, checked: set[nn.Module]) -> Iterator[None]:
-    """Put back the statistics of BatchNorm after a block; check once that it draws nothing that is not put back.
+def _once_more(
+    block: nn.Module, modes: Sequence[bool], functions: Sequence[Any], checked: set[nn.Module]
+) -> Iterator[None]:
+    """Compute a block in the modes of the first time, and put back these and the statistics of BatchNorm.
+
+    Args:
+        block: The block.
+        modes: Which of its modules were in training mode.
+        functions: Modes of functions that were in force.
+        checked: Blocks of which it is known that they draw nothing that is not put back.
 
     Raises:
         SavingRefusedError: It draws from generators of the host.
     """
-    norms = [part for part in block.modules() if isinstance(part, _BatchNorm)]
+    parts = list(block.modules())
+    norms = [part for part in parts if isinstance(part, _BatchNorm)]
     before = [(buffer, buffer.detach().clone()) for norm in norms for buffer in norm.buffers()]
+    modes_now = [part.training for part in parts]
+    _set_modes(parts, modes)
     drawn = None if block in checked else _host_random()
     checked.add(block)
     try:
-        yield
+        with ExitStack() as entered:
+            for mode in functions:
+                entered.enter_context(mode)
+            yield
     finally:
+        _set_modes(parts, modes_now)
         for buffer, values in before:
             buffer.data.copy_(values)  # by `data`, since autograd has saved them and would take them for modified
         if drawn is not None and _host_random() != drawn:
@@ -165,6 +186,11 @@ def _once_more(block: nn.Module, checked: set[nn.Module]) -> Iterator[None]:
                 f"memory='checkpoint': a {type(block).__name__} draws from Python's or NumPy's generators, and would "
                 "draw other numbers where it is computed again; draw by torch, or leave 'checkpoint' out"
             )
+
+
+def _set_modes(parts: Sequence[nn.Module], modes: Sequence[bool]) -> None:
+    for part, mode in zip(parts, modes, strict=True):
+        part.training = mode
 
 
 def _host_random() -> tuple[Any, ...]:

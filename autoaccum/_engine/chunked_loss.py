@@ -41,6 +41,9 @@ class ChunkedLoss(nn.Module):
         ignore_index: Likewise.
         reduction: Likewise; "none" gives the losses in the shape of the labels.
         label_smoothing: Likewise.
+
+    Raises:
+        InvalidInputError: An argument cannot be used.
     """
 
     def __init__(
@@ -58,6 +61,17 @@ class ChunkedLoss(nn.Module):
                 f"ChunkedLoss({shown(head)}): pass the module that makes logits of hidden states, as model.lm_head"
             )
         check_choice("reduction", reduction, ("mean", "sum", "none"))
+        if weight is not None and not (isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 1):
+            raise InvalidInputError(
+                f"weight={shown(weight)} is no weight for each class; pass a tensor of floating-point numbers, shape "
+                "(classes,)"
+            )
+        if type(ignore_index) is not int:
+            raise InvalidInputError(
+                f"ignore_index={shown(ignore_index)} is no class; pass a whole number, such as -100"
+            )
+        if type(label_smoothing) not in (int, float) or not 0 <= label_smoothing <= 1:
+            raise InvalidInputError(f"label_smoothing={shown(label_smoothing)} must be a number from 0 to 1")
         self.head = head
         self.register_buffer("weight", weight, persistent=False)
         self.weight: Tensor | None

@@ -16,9 +16,11 @@ from autoaccum._engine.does_not_fit import sample_does_not_fit
 from autoaccum._engine.optimizer_copy import Snapshot
 from autoaccum._engine.options import Options
 from autoaccum._engine.savepoint import Savepoint
+from autoaccum._engine.savings import AVOIDABLE, Savings
 from autoaccum._engine.trial import Trials
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._memory import backend_for
+from autoaccum._oom import let_go
 from autoaccum._records import ProbeResult
 from autoaccum._sizing.offline_search import line_through, next_size
 from autoaccum._system import signals
@@ -46,6 +48,7 @@ def find_micro_batch(
     device: str | torch.device | MemoryBackend | None = None,
     precision: str = "auto",
     memory_limit: float | str | None = None,
+    memory: str | Sequence[str] | None = None,
     max_micro_batch: int | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     split: Split | None = None,
@@ -66,6 +69,7 @@ def find_micro_batch(
         device: As for `fit`.
         precision: As for `fit`.
         memory_limit: As for `fit`.
+        memory: As for `fit`, while sizes are tried.
         max_micro_batch: The largest size of interest; None means the batch's own length.
         forward: As for `fit`.
         split: As for `fit`.
@@ -83,10 +87,21 @@ def find_micro_batch(
     notices = Notices()
     samples = count(batch, split)
     largest = samples if max_micro_batch is None else check_positive_int("max_micro_batch", max_micro_batch)
-    memory = devices.resolve(device, model, notices)
-    limit_bytes = options.limit_bytes(memory)
-    step = assemble(model, options, memory=memory, notices=notices)
-    return probe(step, by_size(batch, split), largest, limit_bytes, loss_scope=loss_scope)
+    backend = devices.resolve(device, model, notices)
+    limit_bytes, names = options.limit_bytes(backend), options.savings(backend)
+    step = assemble(model, options, memory=backend, notices=notices)
+    savings = Savings(step.objective.modules, names, backend, notices)
+    if savings.is_auto:
+        savings.begin()
+    while True:
+        try:
+            with savings.in_force():
+                return probe(step, by_size(batch, split), largest, limit_bytes, loss_scope=loss_scope)
+        except AVOIDABLE as error:
+            if not savings.climb(error):
+                raise
+            let_go(error)
+        backend.release()
 
 
 def probe(

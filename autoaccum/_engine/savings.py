@@ -171,11 +171,11 @@ def _lack_of(name: str, modules: Sequence[nn.Module]) -> str:
     """Return what was looked for and found where something has no place in modules, with what to do; else nothing."""
     kind, _, rest = name.partition(":")
     if kind == CHUNKED and are_compiled(modules):
-        return "the model is compiled; compute its loss of hidden states by autoaccum.ChunkedLoss(head)"
+        return "the model is compiled; use autoaccum.ChunkedLoss(head) in it"
     if kind == CHUNKED and not find_heads(modules):
         return (
             "no layer that makes logits was found (what get_output_embeddings of a Transformers model returns, an "
-            "nn.Linear); compute the loss of hidden states by autoaccum.ChunkedLoss(head)"
+            "nn.Linear); use autoaccum.ChunkedLoss(head), which takes hidden states"
         )
     if kind == CHECKPOINT and not blocks_of(modules, rest or None):
         found = sorted({type(part).__name__ for module in modules for part in module.modules()})

@@ -126,6 +126,7 @@ def windowed(
     closure: Callable[[Any], Any] | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     memory_limit: float | str | None = None,
+    memory: str | Sequence[str] | None = None,
     micro_batch: int | str = "auto",
     cache: bool = True,
     loss_reduction: str | None = None,
@@ -154,6 +155,7 @@ def windowed(
         closure: As for `Accumulator`. It may call the prepared model.
         forward: As for `Accumulator`.
         memory_limit: As for `Accumulator`.
+        memory: As for `Accumulator`.
         micro_batch: As for `Accumulator`.
         cache: As for `Accumulator`.
         loss_reduction: As for `Accumulator`.

@@ -56,6 +56,7 @@ class Windowed(pl.Callback):
 
     Args:
         memory_limit: As for `Accumulator`.
+        memory: As for `Accumulator`.
         micro_batch: As for `Accumulator`.
         cache: As for `Accumulator`.
         loss_reduction: As for `Accumulator`.
@@ -75,6 +76,7 @@ class Windowed(pl.Callback):
         self,
         *,
         memory_limit: float | str | None = None,
+        memory: str | Sequence[str] | None = None,
         micro_batch: int | str = "auto",
         cache: bool = True,
         loss_reduction: str | None = None,

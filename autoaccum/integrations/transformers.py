@@ -46,6 +46,7 @@ def windowed(
     trainer: _TrainerType,
     *,
     memory_limit: float | str | None = None,
+    memory: str | Sequence[str] | None = None,
     micro_batch: int | str = "auto",
     cache: bool = True,
     loss_reduction: str | None = None,
@@ -66,6 +67,7 @@ def windowed(
     Args:
         trainer: `transformers.Trainer`, or a class made from it.
         memory_limit: As for `fit`.
+        memory: As for `fit`.
         micro_batch: The most samples at once; "auto" finds it.
         cache: As for `fit`.
         loss_reduction: As for `fit`.

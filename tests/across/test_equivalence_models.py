@@ -31,7 +31,7 @@ def causal_loss(logits, labels, vocab_size, num_items_in_batch=None, **_):
 
 
 def gpt2():
-    model = tiny("GPT2LMHeadModel", V, T).double()
+    model = tiny("GPT2LMHeadModel", V, T, n_layer=2).double()
     model.loss_function = causal_loss
     return model
 
@@ -41,7 +41,7 @@ def t5():
 
 
 def bert():
-    return tiny("BertForMaskedLM", V, T).double()
+    return tiny("BertForMaskedLM", V, T, num_hidden_layers=2).double()
 
 
 MODELS = {"GPT-2": gpt2, "T5": t5, "BERT": bert}

@@ -58,6 +58,19 @@ def test_lists_that_the_caller_adds_to_are_what_they_were():
     assert all(map(torch.equal, found, expected))
 
 
+def test_blocks_are_computed_again_in_the_modes_of_the_first_time():
+    model, inputs = Stack().eval(), torch.randn(16, 32)
+    expected = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
+
+    with checkpointed([model]):
+        outputs = model(inputs).sum()
+        model.train()
+        found = torch.autograd.grad(outputs, list(model.parameters()))
+
+    assert all(map(torch.equal, found, expected))
+    assert all(part.training for part in model.modules())
+
+
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])
 def test_block_that_draws_by_other_generators_is_refused(draw):
     class Drawing(nn.Module):

@@ -372,6 +372,7 @@ def test_error_in_a_window_names_the_limit_that_is_in_force():
 # --- in a loop of the user's own ---
 
 
+LOSS = nn.CrossEntropyLoss()
 NAMES = ["checkpoint", "checkpoint:Feed", "offload", ["checkpoint", "offload"]]
 
 
@@ -520,6 +521,44 @@ def a_runner(model, **options):
 def test_what_has_no_effect_is_refused_when_it_is_made(make, memory, said):
     with pytest.raises(autoaccum.InvalidInputError, match=said):
         make(nn.Linear(4, 4), device="cpu", memory=memory)
+
+
+def test_search_saves_memory_as_training_does():
+    def found(memory):
+        model = Wide()
+        result = autoaccum.find_micro_batch(model, data()[0], device=Simulated("2MiB"), memory=memory, loss=LOSS)
+        assert is_plain(model)
+        return result.micro_batch
+
+    with pytest.raises(autoaccum.DoesNotFitError):
+        found(None)
+    assert found("auto") == found("checkpoint") > 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_transformers_model_with_dropout_trains_bit_for_bit_as_without(precision):
+    transformers = pytest.importorskip("transformers")
+    ends = []
+    for memory in (None, "checkpoint"):
+        torch.manual_seed(0)
+        small = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 50, "n_positions": 32}
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(**small, use_cache=False, bos_token_id=0, eos_token_id=0)
+        )
+        runner = autoaccum.Runner(
+            model,
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            autoaccum.plan(4, 2),
+            device="cpu",
+            precision=precision,
+            memory=memory,
+        )
+        torch.manual_seed(1)
+        for window in torch.randint(50, (3, 4, 16)):
+            runner.step({"input_ids": window, "labels": window})
+        ends.append(list(model.parameters()))
+
+    assert all(map(torch.equal, *ends))
 
 
 def test_refused_name_leaves_model_optimizer_and_random_state_as_they_were():

@@ -345,10 +345,17 @@ def test_what_reduces_gradients_by_itself_is_refused_by_name(kind, name):
         windowed(loop.accelerator, loop.model, loss=cross_entropy)
 
 
+def test_what_cannot_save_memory_in_the_model_is_refused():
+    loop = Loop(is_plain=True)
+
+    with pytest.raises(autoaccum.errors.InvalidInputError, match="no repeated blocks"):
+        windowed(loop.accelerator, loop.model, loss=cross_entropy, memory="checkpoint", **options())
+
+
 def test_sample_that_does_not_fit_is_advised_options_of_the_adapter_alone():
     loop = Loop(most=0)
 
     with pytest.raises(autoaccum.DoesNotFitError, match="a sample of shapes") as caught:
         loop.epoch()
 
-    assert not re.search(r"(?<!foreach)=", str(caught.value).partition("; try ")[2])
+    assert not re.search(r"(?<!foreach)(?<!memory)=", str(caught.value).partition("; try ")[2])

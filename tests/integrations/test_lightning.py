@@ -719,12 +719,17 @@ def test_what_micro_batches_cannot_be_a_part_of_is_refused(module, callbacks, op
 
 @pytest.mark.parametrize(
     "option",
-    [{"micro_batch": 0}, {"strategy": "best"}, {"loss_reduction": "max"}, {"split": 1}, {"memory_limit": "much"}],
+    [{"micro_batch": 0}, {"memory": "best"}, {"loss_reduction": "max"}, {"split": 1}, {"memory_limit": "much"}],
     ids=str,
 )
 def test_wrong_option_is_refused_where_it_is_written(option):
     with pytest.raises(autoaccum.errors.InvalidInputError, match=next(iter(option))):
         Windowed(**option)
+
+
+def test_what_cannot_save_memory_in_the_module_is_refused():
+    with pytest.raises(autoaccum.errors.InvalidInputError, match="no repeated blocks"):
+        fitted(Classifier(), vectors(), windowed(memory="checkpoint"))
 
 
 def test_batch_size_finder_is_refused():
@@ -810,4 +815,4 @@ def test_sample_that_does_not_fit_is_advised_options_of_the_adapter_alone():
     with pytest.raises(autoaccum.DoesNotFitError, match="a sample of shapes") as caught:
         trainer.fit(Classifier(most=0), DataLoader(vectors(), batch_size=BATCH))
 
-    assert not re.search(r"(?<!foreach)=", str(caught.value).partition("; try ")[2])
+    assert not re.search(r"(?<!foreach)(?<!memory)=", str(caught.value).partition("; try ")[2])
