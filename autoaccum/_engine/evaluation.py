@@ -306,6 +306,7 @@ def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
         try:
             with torch.inference_mode(False):
                 objective.check(window, halves, step.transfer.place, mark, step.precision.autocast, step.parameters)
+                objective.weights.tell_supposed()
         except Exception as error:
             lack = resolvable_lack(error, Phase.WEIGH, None, step.witness)
             if lack is None:

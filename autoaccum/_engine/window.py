@@ -288,6 +288,7 @@ class Engine:
             )
             if checks is not None and not self._takes_whole:
                 checks.check()
+            step.objective.weights.tell_supposed()
         finally:
             step.watch = None
         if self.is_due:

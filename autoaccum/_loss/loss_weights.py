@@ -134,6 +134,7 @@ class LossWeights:
         self.window: Window | None = None
         self.start = 0
         self.warnings: list[str] = []
+        self._is_supposed = False
         self._provisional: dict[str, float] = {}  # about what each loss is divided by in this window
         self._trails: dict[str, list[ReadTerm]] = {}  # the terms of each loss, as of the last graph
         self._are_apart = False  # whether divisors that were proportional turned out not to be
@@ -243,13 +244,18 @@ class LossWeights:
             self.forms[name] = _both(forms, before) or tuple(forms)
         for name, forms in found.items():
             self._refuse_or_warn(name, forms)
-        if found and not is_checked:
+        self._is_supposed = bool(found) and not is_checked
+        if self.common is Common.NOTHING:
+            self._refuse_what_is_not_counted()
+
+    def tell_supposed(self) -> None:
+        """Warn of what is known of a single sample alone; not before that sample has fitted."""
+        if self._is_supposed:
+            self._is_supposed = False
             self.warn(
                 "two samples that can be joined do not fit at once, so what the loss is divided by is read from its "
                 "graph and not checked; a (sum, weight) pair or loss_reduction= says it"
             )
-        if self.common is Common.NOTHING:
-            self._refuse_what_is_not_counted()
 
     def _refuse_or_warn(self, name: str, forms: Sequence[TermForm]) -> None:
         """Reject a loss of which a check confirms nothing, and warn of single terms that it does not confirm."""
