@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import platformdirs
-
 from autoaccum._oom import first_line
 from autoaccum._system import safe_files
 
@@ -67,7 +65,9 @@ class Remembered:
 def folder_of_plans() -> Path | None:
     """Return the folder named by AUTOACCUM_CACHE_DIR, by default in the user's cache directory; None if it is empty."""
     named = os.environ.get("AUTOACCUM_CACHE_DIR")
-    return platformdirs.user_cache_path("autoaccum") if named is None else Path(named) if named else None
+    if named is None:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "autoaccum"
+    return Path(named) if named else None
 
 
 class PlanCache:
