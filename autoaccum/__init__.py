@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.eight_bit_adam import adamw8bit
     from autoaccum._engine.probing import find_micro_batch
     from autoaccum._engine.runner import Runner
-    from autoaccum._launch import Job
+    from autoaccum._launch.job import Job
     from autoaccum._memory.simulated import Simulated
     from autoaccum._oom import is_oom
     from autoaccum._report import Report
@@ -72,7 +72,7 @@ _HOMES = {
     "adamw8bit": "_engine.eight_bit_adam",
     "find_micro_batch": "_engine.probing",
     "Runner": "_engine.runner",
-    "Job": "_launch",
+    "Job": "_launch.job",
     "Simulated": "_memory.simulated",
     "is_oom": "_oom",
     "Report": "_report",

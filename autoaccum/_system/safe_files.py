@@ -11,9 +11,8 @@ import contextlib
 import os
 import secrets
 import stat
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, BinaryIO
-
-from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoaccum._arguments import check_path
 from autoaccum._system import safe_files
-from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ import re
 import shutil
 import time
 import zipfile
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
@@ -22,7 +23,6 @@ import torch
 from autoaccum._distributed import dcp
 from autoaccum._oom import first_line
 from autoaccum._system import safe_files
-from autoaccum._system.exceptions import contextmanager
 from autoaccum._training import file_digest
 from autoaccum._training.packing import PackingError, packed, unpacked
 from autoaccum.errors import CheckpointError, InvalidInputError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.closures import Closure
 from autoaccum._oom import is_oom, let_go
 from autoaccum._sizing.planner import balanced
-from autoaccum._system.exceptions import contextmanager
+from autoaccum._system.reason_file import writes_reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,6 +59,7 @@ class EvaluationInParts:
         self._model: nn.Module | None = None
         self._weights = _Weights(trainer, metrics, split, notices)
 
+    @writes_reason
     def run(self, step: Callable[[Mapping[str, Any]], _Predicted], inputs: Mapping[str, Any]) -> _Predicted:
         """Return what a step returns for a batch.
 

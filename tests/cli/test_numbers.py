@@ -3,11 +3,11 @@
 import math
 
 import pytest
+from autoaccum._launch.cuts import cut_within
 from typer.testing import CliRunner
 
 from autoaccum._cli import app, run
 from autoaccum._launch import run as run_module
-from autoaccum._launch.cuts import cut_within
 from autoaccum._launch.run import Options, run_command
 from autoaccum.errors import InvalidInputError
 

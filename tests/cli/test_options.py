@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import typer
+from autoaccum._cli.options import _BY_NAME, IN_RECIPES_ALONE, NOT_ON_SLURM, of_fit
 
 import autoaccum
 from autoaccum._cli.app import app
-from autoaccum._cli.options import _BY_NAME, IN_RECIPES_ALONE, NOT_ON_SLURM, of_fit
 from autoaccum._launch.job import NOT_OF_A_JOB, texts_of_arguments
 
 OF_FIT = inspect.signature(autoaccum.fit).parameters

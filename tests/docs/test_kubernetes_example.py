@@ -3,9 +3,9 @@
 import kubernetes_validate
 import pytest
 import yaml
+from autoaccum._launch.command import placeholders
 
 from autoaccum._cli.exit_codes import ExitCode
-from autoaccum._launch.command import placeholders
 from folders import ROOT
 from run_invoked import given, invoke  # noqa: F401 - a fixture
 

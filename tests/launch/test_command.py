@@ -1,7 +1,6 @@
 """Placeholders and variables."""
 
 import pytest
-
 from autoaccum._launch.command import filled, numbers_of, placeholders, variables
 from autoaccum._launch.cuts import cut_within
 

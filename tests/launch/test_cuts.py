@@ -1,10 +1,10 @@
 """Cuts for scripts that cut by themselves: always exact, always smaller, and a poor choice is remarked upon."""
 
 import pytest
+from autoaccum._launch.cuts import Cut, cut_within, remark, smaller
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum._launch.cuts import Cut, cut_within, remark, smaller
 from autoaccum.errors import InvalidInputError
 
 

@@ -3,9 +3,9 @@
 import signal
 
 import pytest
-
 from autoaccum._launch.deaths import Ended, diagnose
 from autoaccum._launch.last_words import memory_words
+
 from autoaccum._system.reason_file import Reason
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n    step()\n    ^^^^^^\n'

@@ -3,8 +3,8 @@
 import textwrap
 
 import pytest
-
 from autoaccum._launch.deaths import Ended, diagnose
+
 from autoaccum._system.reason_file import Reason
 from log_examples import (
     ABORT,

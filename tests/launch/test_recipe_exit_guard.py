@@ -4,12 +4,12 @@ import signal
 from pathlib import Path
 
 import pytest
+from autoaccum._launch.recipe_exit_guard import exits_refused
 from typer.testing import CliRunner
 
 import autoaccum
 from autoaccum._cli import app
 from autoaccum._launch import load_recipe
-from autoaccum._launch.recipe_exit_guard import exits_refused
 from autoaccum.errors import InvalidInputError
 
 RECIPE = """

@@ -1,8 +1,8 @@
 """How many ranks a command will have."""
 
 import pytest
-
 from autoaccum._launch.world import world_size_of
+
 from autoaccum.errors import InvalidInputError
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._system.environment import MAX_MICRO_BATCH, max_micro_batch
+from autoaccum._system.launched import MAX_MICRO_BATCH, max_micro_batch
 from autoaccum.errors import InvalidInputError
 
 N = 24

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from autoaccum._system import reason_file
-from autoaccum._system.environment import REASON_FILE
+from autoaccum._system.launched import REASON_FILE
 from autoaccum._system.reason_file import OUT_OF_MEMORY, Reason
 
 

@@ -6,10 +6,10 @@ import stat
 
 import pytest
 import torch
-
 from autoaccum._launch.slurm.folder import JobFolder
+
 from autoaccum._system import reason_file, safe_files
-from autoaccum._system.environment import REASON_FILE
+from autoaccum._system.launched import REASON_FILE
 from autoaccum._system.notices import Notices
 from autoaccum._system.user_files import beside
 from autoaccum._training.checkpoint_files import Storage

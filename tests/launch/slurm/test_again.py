@@ -4,10 +4,10 @@ import signal
 import subprocess
 
 import pytest
-
-import warm
 from autoaccum._launch.slurm.again import MARK, StepEnd, main, next_start
 from autoaccum._launch.slurm.folder import IN_VAIN, JobFolder, Progress, Restart, Submitted
+
+import warm
 
 # As Slurm 22.05 wrote it here, where Slurm itself looks at memory.
 OVER = "slurmstepd-vm: error: StepId=9.0 exceeded memory limit (1029771264 > 891289600), being killed"

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from autoaccum._launch.slurm.device_check import check
 from torch import nn
 
 import autoaccum
-from autoaccum._launch.slurm.device_check import check
 from autoaccum._memory import Simulated
 from autoaccum.errors import DoesNotFitError
 

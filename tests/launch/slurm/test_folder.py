@@ -1,8 +1,8 @@
 """A job's folder: what is written is whole, and what cannot be read does no harm."""
 
 import pytest
-
 from autoaccum._launch.slurm.folder import JobFolder, Progress, Restart, Submitted
+
 from autoaccum.errors import InvalidInputError
 
 SUBMITTED = Submitted(name="a", recipe="a.py:job", tasks=2, retries=5, submitted_at=1.5, job_id="7")

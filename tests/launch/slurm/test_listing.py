@@ -3,9 +3,9 @@
 import json
 
 import pytest
-
 from autoaccum._launch.slurm.folder import JobFolder, Progress, Restart, Submitted
 from autoaccum._launch.slurm.listing import jobs_in, states_of
+
 from slurm_jobs import command
 
 

@@ -4,11 +4,11 @@ import shutil
 
 import pytest
 import torch
+from autoaccum._launch.slurm.folder import JobFolder, Progress
+from autoaccum._launch.slurm.progress import ProgressFile
 
 import autoaccum
 from autoaccum._launch.slurm import progress
-from autoaccum._launch.slurm.folder import JobFolder, Progress
-from autoaccum._launch.slurm.progress import ProgressFile
 from autoaccum._system.notices import Notices
 
 DATA = [(torch.zeros(4, 2), torch.zeros(4, 1))] * 3

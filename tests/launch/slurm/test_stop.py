@@ -4,10 +4,10 @@ import signal
 
 import pytest
 import torch
-
-import autoaccum
 from autoaccum._launch.recipe_exit_guard import Stopped
 from autoaccum._launch.slurm.stop import Stop
+
+import autoaccum
 
 WARNING = signal.SIGUSR2
 

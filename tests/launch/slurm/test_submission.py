@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from autoaccum._launch.slurm.submission import Resources, minutes_of, script_of
 
 from autoaccum._cli import slurm
 from autoaccum._launch.slurm import submission
-from autoaccum._launch.slurm.submission import Resources, minutes_of, script_of
 from autoaccum._report.durations import seconds_in
 from autoaccum.errors import InvalidInputError
 from slurm_jobs import RECIPE, command

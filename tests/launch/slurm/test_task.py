@@ -3,10 +3,10 @@
 import os
 
 import pytest
-
 from autoaccum._launch.slurm.folder import JobFolder, Restart
 from autoaccum._launch.slurm.task import Task, resubmission_of
-from autoaccum._system.environment import MAX_MICRO_BATCH
+
+from autoaccum._system.launched import MAX_MICRO_BATCH
 from autoaccum.errors import DoesNotFitError, InvalidInputError, StartAgainError
 
 RECIPE = """
