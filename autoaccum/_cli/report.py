@@ -24,7 +24,7 @@ from torch import nn
 from autoaccum._cli.exit_codes import ExitCode, complain, print_result
 from autoaccum._data.nesting import shapes_of
 from autoaccum._estimate.gpus import card_named, custom_card, with_display
-from autoaccum._launch.recipe import load_recipe, raises_told
+from autoaccum._launch.recipe import RecipeError, load_recipe, raises_told
 from autoaccum._memory.limits import format_bytes, parse_size
 from autoaccum._oom import first_line, is_oom
 from autoaccum._report.api import preflight
@@ -113,7 +113,7 @@ def report(
     The recipe is a Python file with a function (by default job) that returns an autoaccum.Job.
     """
     given: dict[str, Any] = {
-        name: list(value) if name == "memory" else value for name, value in options.items() if value
+        name: list(value) if name == "memory" else value for name, value in options.items() if value not in (None, ())
     }
     with _missing_as_exit_code(context):
         lengths = _lengths(length)
@@ -123,7 +123,7 @@ def report(
         _check_required(require_micro_batch, max_micro_batch)
         _check_gpus(gpus, device_memory, display, no_measure=no_measure)
         _check_files(html, plot)
-        with contextlib.redirect_stdout(sys.stderr), _traceback_of_recipe():
+        with contextlib.redirect_stdout(sys.stderr):
             job = load_recipe(recipe).with_arguments(given)
             most = _most(job, max_micro_batch, require_micro_batch)
             with (
@@ -208,32 +208,19 @@ def _errors_of(job: Job, batch: Any) -> Iterator[None]:
     """Turn an error in the recipe's model, loss or optimizer into one that describes the batch.
 
     Raises:
-        InvalidInputError: There was such an error.
+        RecipeError: There was such an error.
     """
     try:
         yield
-    except SystemExit as error:
-        raise InvalidInputError(f"the recipe exited by sys.exit({error.code!r}); raise an exception instead") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, AutoaccumError) or is_oom(error) or _BUSY in str(error) or raised_here(error):
             raise
         model = job.get("model")
         name = type(model).__name__ if isinstance(model, nn.Module) else f"{getattr(model, '__name__', model)}()"
-        raise InvalidInputError(
+        raise RecipeError(
             f"the recipe's model ({name}) or its step raised {type(error).__name__}: {first_line(error)}; its first "
             f"batch holds {shapes_of(batch)}; correct the recipe"
         ) from error
-
-
-@contextlib.contextmanager
-def _traceback_of_recipe() -> Iterator[None]:
-    """Show the traceback of what the recipe raised, and let the error that says so pass."""
-    try:
-        yield
-    except InvalidInputError as error:
-        if error.__cause__ is not None:
-            write_line("".join(traceback.format_exception(error.__cause__)).rstrip())
-        raise
 
 
 @contextlib.contextmanager
@@ -364,6 +351,9 @@ def _missing_as_exit_code(context: click.Context) -> Iterator[None]:
     """Give a missing device, or one in exclusive use by another process, an exit code other than bad input."""
     try:
         yield
+    except RecipeError as error:
+        write_line("".join(traceback.format_exception(error.__cause__ or error)).rstrip())
+        raise
     except DeviceMissingError as error:
         reason = str(error)
     except RuntimeError as error:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 DEFAULT_FUNCTION = "job"
 
 
+class RecipeError(InvalidInputError):
+    """A recipe's own code raised or exited; the cause is what it raised."""
+
+
 def load_recipe(recipe: str) -> Job:
     """Import a recipe and call its function.
 
@@ -32,8 +36,8 @@ def load_recipe(recipe: str) -> Job:
             arguments and returns a `Job`.
 
     Raises:
-        InvalidInputError: There is no such file or function, it raised or exited (then the cause is what it raised),
-            or it did not return a Job.
+        InvalidInputError: There is no such file or function, or it did not return a Job.
+        RecipeError: It raised or exited.
     """
     path, name = _split(recipe)
     with _importable(path.parent):  # for the call too: the function may import its neighbours
@@ -55,14 +59,14 @@ def raises_told(what: str) -> Iterator[None]:
     """Turn an exception of a recipe's code, exits included, into an error that says where; Ctrl-C passes.
 
     Raises:
-        InvalidInputError: The code raised; the cause is what it raised.
+        RecipeError: The code raised.
     """
     try:
         yield
     except SystemExit as error:
-        raise InvalidInputError(f"{what} exited by sys.exit({error.code!r}); return, or raise an exception") from error
+        raise RecipeError(f"{what} exited by sys.exit({error.code!r}); return, or raise an exception") from error
     except Exception as error:
-        raise InvalidInputError(f"{what} raised {type(error).__name__}: {error}; correct the recipe") from error
+        raise RecipeError(f"{what} raised {type(error).__name__}: {error}; correct the recipe") from error
 
 
 def _split(recipe: str) -> tuple[Path, str]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import autoaccum
-from autoaccum._launch import load_recipe
+from autoaccum._launch.recipe import load_recipe
 from folders import ROOT
 
 FOLDER = ROOT / "examples" / "batches"
