@@ -182,4 +182,4 @@ def test_import_brings_nothing_that_only_some_need(heavy, looks):
 
 def test_command_line_is_not_imported_with_the_library(looks):
     assert "autoaccum._cli.app" not in looks[2]
-    assert "typer" not in looks[2]
+    assert "click" not in looks[2]

@@ -40,7 +40,9 @@ class _Commands(click.Group):
     def get_command(self, _: click.Context, name: str) -> click.Command | None:
         if name not in _COMMANDS:
             return None
-        command: click.Command = getattr(importlib.import_module(f"autoaccum._cli.{_COMMANDS[name]}"), name)
+        command: click.Command = getattr(
+            importlib.import_module(f"autoaccum._cli.{_COMMANDS[name]}"), f"{name}_command"
+        )
         return command
 
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autoaccum._cli.exit_codes import print_result
-from autoaccum._launch.run import RETRIES, Options, run_command
+from autoaccum._launch.run import RETRIES, Options, until_done
 from autoaccum._launch.slurm import RESTARTS, WARN_S, Submission, submit
 from autoaccum._launch.supervisor import GRACE_S
 
@@ -31,7 +31,7 @@ def _of_run(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command("run", context_settings={"allow_interspersed_args": False})
 @_of_run
 @click.option("--world-size", **_NUMBER, help="Ranks; default: by torchrun's options, WORLD_SIZE or SLURM_NTASKS.")
 @click.option(
@@ -44,16 +44,18 @@ def _of_run(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--no-cache", is_flag=True, help="Neither use nor remember the size that worked.")
 @click.pass_context
-def run(context: click.Context, /, command: tuple[str, ...], grace: float, no_cache: bool, **options: Any) -> None:
+def run_command(
+    context: click.Context, /, command: tuple[str, ...], grace: float, no_cache: bool, **options: Any
+) -> None:
     """Run any command; restart it with smaller micro-batches if it runs out of memory.
 
     {micro_batch}, {accum_steps}, {target_batch} and {world_size} are filled in anywhere in its arguments, without a
     shell. Put the launcher inside: autoaccum run -- torchrun train.py.
     """
-    context.exit(run_command(command, Options(grace_s=grace, cache=not no_cache, **options)))
+    context.exit(until_done(command, Options(grace_s=grace, cache=not no_cache, **options)))
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command("slurm", context_settings={"allow_interspersed_args": False})
 @_of_run
 @click.option("--nodes", **_NUMBER, default=1, show_default=True, help="Nodes.")
 @click.option("--gpus", **_NUMBER, default=0, help="GPUs on each node; torchrun starts a process for each.")
@@ -75,7 +77,7 @@ def run(context: click.Context, /, command: tuple[str, ...], grace: float, no_ca
 @click.option("--max-restarts", **_NUMBER, default=RESTARTS, show_default=True, help="How often the job is requeued.")
 @click.option("--preflight", metavar="RECIPE.py", help="Run autoaccum report on this recipe first; end if it fails.")
 @click.option("--dry-run", is_flag=True, help="Print the batch script and submit nothing; needs no Slurm.")
-def slurm(
+def slurm_command(
     command: tuple[str, ...],
     nodes: int,
     gpus: int,
@@ -117,9 +119,9 @@ def slurm(
     print_result(f"submitted job {job_id}; its batch script is {path}")
 
 
-@click.command()
+@click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, for bug reports.")
-def doctor(as_json: bool) -> None:
+def doctor_command(as_json: bool) -> None:
     """Show the installation, the machine, its limits and its GPUs, and what is wrong with them."""
     from autoaccum._doctor import examine  # noqa: PLC0415 - it imports torch
 

@@ -56,7 +56,7 @@ _SIZE: dict[str, Any] = {"metavar": "SIZE"}
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 
 
-@click.command(context_settings={"max_content_width": 100})
+@click.command("report", context_settings={"max_content_width": 100})
 @click.argument("recipe", metavar="RECIPE.py[:FUNCTION]")
 @click.option("--target-batch", **_NUMBER, help="Samples per optimizer step.")
 @click.option("--target-tokens", **_NUMBER, help="Tokens per optimizer step, in place of samples.")
@@ -85,7 +85,7 @@ _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 @click.option("--require-free", **_SIZE, help="Exit with 7 if the device has less memory free, such as 20GiB.")
 @click.option("--quiet", is_flag=True, help="Do not show the trials.")
 @click.pass_context
-def report(
+def report_command(
     context: click.Context,
     /,
     recipe: str,

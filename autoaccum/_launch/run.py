@@ -105,7 +105,7 @@ def sizes_within(target_batch: int, world_size: int, most: int | None = None) ->
     return Sizes(target_batch, size, share // size, world_size)
 
 
-def run_command(command: Sequence[str], options: Options) -> int:
+def until_done(command: Sequence[str], options: Options) -> int:
     """Run a command until it ends for another reason than lack of memory, or no smaller size is left.
 
     Returns:

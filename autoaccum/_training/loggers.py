@@ -360,6 +360,6 @@ def _summary_writer() -> Callable[..., Any]:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
     except ImportError as error:
         raise InvalidInputError(
-            'TensorBoardLog needs TensorBoard, which is not installed; pip install "autoaccum[tensorboard]"'
+            "TensorBoardLog needs TensorBoard, which is not installed; pip install tensorboard"
         ) from error
     return SummaryWriter

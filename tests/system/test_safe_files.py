@@ -6,7 +6,6 @@ import stat
 
 import pytest
 import torch
-from autoaccum._launch.slurm.folder import JobFolder
 
 from autoaccum._system import reason_file, safe_files
 from autoaccum._system.launched import REASON_FILE
@@ -120,7 +119,7 @@ def test_reason_takes_the_place_of_a_link_or_a_pipe_and_is_not_written_through(t
         make(path)
         monkeypatch.setenv(REASON_FILE, str(path))
 
-        assert reason_file.write(reason_file.Reason(reason_file.OUT_OF_MEMORY))
+        reason_file.write(reason_file.Reason(reason_file.OUT_OF_MEMORY))
 
         assert reason_file.read(path).reason == reason_file.OUT_OF_MEMORY
     assert precious.read_text() == "mine"
@@ -146,12 +145,6 @@ def test_report_is_written_beside_its_place_under_a_name_that_nobody_can_guess(t
 
     assert place.read_text() == "text"
     assert precious.read_text() == "mine"
-
-
-def test_file_of_a_job_that_is_a_pipe_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "progress.json")
-
-    assert JobFolder(tmp_path).progress is None
 
 
 def test_created_file_is_one_that_was_not_there(tmp_path, precious):

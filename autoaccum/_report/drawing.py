@@ -1,7 +1,7 @@
 """Draws charts of Altair as SVG that needs no script, and as files of other formats.
 
-Vega-Lite runs inside vl-convert. Both are an extra (`pip install 'autoaccum[report]'`), imported only here, in
-`_system/curve.py` and in `_report/charts.py`. Marks with a text of `said` show it where the pointer rests; the style of
+Vega-Lite runs inside vl-convert. Both are an extra (`pip install altair vl-convert-python`), imported only here, in
+ `_report/charts.py`. Marks with a text of `said` show it where the pointer rests; the style of
 `style_of` sets the colours of dark screens.
 """
 

@@ -10,7 +10,7 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autoaccum._system.drawing import Drawing
+    from autoaccum._report.drawing import Drawing
 
 
 def document_of(title: str, fragment: str, policy: str = "") -> str:
@@ -25,7 +25,7 @@ def document_of(title: str, fragment: str, policy: str = "") -> str:
 
 def article_of(body: str, further_style: str = "") -> str:
     """Return an element with its own style, for notebooks."""
-    style = resources.files("autoaccum._system").joinpath("html_page.css").read_text(encoding="utf-8")
+    style = resources.files("autoaccum._report").joinpath("html_page.css").read_text(encoding="utf-8")
     return f'<style>\n{style}{further_style}</style>\n<article class="autoaccum">\n{body}\n</article>'
 
 
@@ -42,7 +42,5 @@ def figure_of(drawing: Drawing) -> str:
 
 def lacking_of(what: str) -> str:
     """Return what stands in the place of pictures where the library that draws them is not installed."""
-    told = (
-        f"Pictures are drawn by Altair and vl-convert, which are not installed: pip install 'autoaccum[report]'. {what}"
-    )
+    told = f"Pictures are drawn by Altair and vl-convert, which are not installed: pip install altair vl-convert-python. {what}"
     return f'<p class="lacking">{escape(told.strip())}</p>'
