@@ -5,7 +5,7 @@ import textwrap
 import click
 from click.testing import CliRunner
 
-from autoaccum._cli.app import app
+from autoaccum._cli.app import cli
 
 COUNTS = ["0", "-1", "2.5", "many", "9223372036854775808"]
 LIMITS = ["lots", "0", "-5", "2 YiB", "150%", "9" * 400]
@@ -73,9 +73,9 @@ RECIPE = """
 
 def options():
     """Every option that takes a value, as (command, option, its name on the command line)."""
-    context = click.Context(app)
-    for name in app.list_commands(context):
-        for parameter in app.get_command(context, name).params:
+    context = click.Context(cli)
+    for name in cli.list_commands(context):
+        for parameter in cli.get_command(context, name).params:
             if not getattr(parameter, "is_flag", False) and parameter.name != "help":
                 yield name, parameter.name, parameter.opts[0]
 
@@ -110,7 +110,7 @@ def judge(case, folder):
         "run": ["--no-cache", "--", "touch", "trained", "{micro_batch}"],
         "slurm": ["--dry-run", "--", "true", "{micro_batch}"],
     }.get(command, [])
-    answer = CliRunner().invoke(app, [command, *recipe, *given, *ending])
+    answer = CliRunner().invoke(cli, [command, *recipe, *given, *ending])
     line = f"autoaccum {command} {' '.join(given)}"[:80]
     said = answer.stderr
     if answer.exception is not None and not isinstance(answer.exception, SystemExit):

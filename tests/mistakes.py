@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import autoaccum
-from autoaccum._cli.app import app
+from autoaccum._cli.app import cli
 
 WIDTH = 100
 MOST_LINES = 3
@@ -44,7 +44,7 @@ def command(*arguments, **files):
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for name, text in files.items():
             Path(f"{name}.py").write_text(textwrap.dedent(text))
-        done = CliRunner().invoke(app, list(arguments))
+        done = CliRunner().invoke(cli, list(arguments))
     if done.exit_code:
         raise AnsweredError(done.output.strip())
 

@@ -75,9 +75,9 @@ def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> 
         context.exit()
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("autoaccum", cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--version", is_flag=True, callback=_print_version, expose_value=False, help="Print the version.")
-def app() -> None:
+def cli() -> None:
     """Train with the batch size you want: autoaccum finds what fits, and survives running out of memory.
 
     Training itself is a Python script that calls autoaccum.fit: python train.py, or torchrun train.py.
@@ -88,7 +88,7 @@ def main() -> None:
     """Run the command line; the entry point of the `autoaccum` script."""
     stand_in_for_closed()
     try:
-        app(prog_name="autoaccum")
+        cli(prog_name="autoaccum")
     finally:
         for stream in (sys.stdout, sys.stderr):
             Dropping(stream).flush()

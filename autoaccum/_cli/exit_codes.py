@@ -15,7 +15,6 @@ from autoaccum._system.output import drop_pending, write_line
 from autoaccum.errors import (
     AutoaccumError,
     CheckpointError,
-    CheckpointInUseError,
     DoesNotFitError,
     InvalidInputError,
     StartAgainError,
@@ -33,7 +32,6 @@ class ExitCode(enum.IntEnum):
     DAMAGED = 5
     SMALLER = 6
     NO_DEVICE = 7
-    IN_USE = 8
     START_AGAIN = StartAgainError.exit_code
     INTERRUPTED = 130
 
@@ -47,14 +45,12 @@ MEANINGS = {
     ExitCode.DAMAGED: "the device was lost: start a new process",
     ExitCode.SMALLER: "report: it fits, but only in smaller micro-batches than required",
     ExitCode.NO_DEVICE: "report: the device is missing or busy",
-    ExitCode.IN_USE: "another process uses the checkpoint folder",
     ExitCode.START_AGAIN: "your script's, to be restarted by run with a smaller micro-batch",
     ExitCode.INTERRUPTED: "interrupted by Ctrl-C",
 }
 
-# The first match counts: the error for a folder in use is also a CheckpointError.
+# The first match counts.
 _CODES: tuple[tuple[type[AutoaccumError], ExitCode], ...] = (
-    (CheckpointInUseError, ExitCode.IN_USE),
     (InvalidInputError, ExitCode.BAD_INPUT),
     (CheckpointError, ExitCode.BAD_INPUT),
     (DoesNotFitError, ExitCode.DOES_NOT_FIT),

@@ -42,5 +42,5 @@ def figure_of(drawing: Drawing) -> str:
 
 def lacking_of(what: str) -> str:
     """Return what stands in the place of pictures where the library that draws them is not installed."""
-    told = f"Pictures are drawn by Altair and vl-convert, which are not installed: pip install altair vl-convert-python. {what}"
+    told = f"Pictures need Altair and vl-convert, which are not installed: pip install altair vl-convert-python. {what}"
     return f'<p class="lacking">{escape(told.strip())}</p>'

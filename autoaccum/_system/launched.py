@@ -66,8 +66,8 @@ def world_size() -> int:
     Raises:
         InvalidInputError: Only some of the variables are set.
     """
-    if _distributed().is_available() and _distributed().is_initialized():
-        return int(_distributed().get_world_size())
+    if _torch_distributed().is_available() and _torch_distributed().is_initialized():
+        return int(_torch_distributed().get_world_size())
     return _number("WORLD_SIZE") if is_to_be_set_up() else 1
 
 
@@ -77,8 +77,8 @@ def own_rank() -> int:
     Raises:
         InvalidInputError: Only some of torchrun's variables are set.
     """
-    if _distributed().is_available() and _distributed().is_initialized():
-        return int(_distributed().get_rank())
+    if _torch_distributed().is_available() and _torch_distributed().is_initialized():
+        return int(_torch_distributed().get_rank())
     return _number("RANK") if is_to_be_set_up() else 0
 
 
@@ -98,7 +98,7 @@ def is_to_be_set_up() -> bool:
     Raises:
         InvalidInputError: torchrun's variables are half set.
     """
-    if not _distributed().is_available() or _distributed().is_initialized():
+    if not _torch_distributed().is_available() or _torch_distributed().is_initialized():
         return False
     found = [name for name in VARIABLES if os.environ.get(name)]
     if "RANK" not in found or "WORLD_SIZE" not in found:
@@ -114,7 +114,7 @@ def is_to_be_set_up() -> bool:
     return size > 1
 
 
-def _distributed() -> ModuleType:
+def _torch_distributed() -> ModuleType:
     from torch import distributed  # noqa: PLC0415 - `autoaccum run` starts without torch
 
     return distributed

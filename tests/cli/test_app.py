@@ -11,13 +11,13 @@ import pytest
 from click.testing import CliRunner
 
 import autoaccum
-from autoaccum._cli.app import app
+from autoaccum._cli.app import cli
 from autoaccum._cli.exit_codes import MEANINGS, ExitCode, code_for
 from folders import ROOT
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(app, list(arguments))
+    return CliRunner().invoke(cli, list(arguments))
 
 
 def test_the_version_is_the_packages():
@@ -41,7 +41,7 @@ def test_help_shows_the_commands_in_groups_and_each_exit_code_once():
 def test_the_help_of_a_command_has_no_exit_codes_and_no_types_of_python(name):
     text = invoke(name, "--help").stdout
 
-    assert text.startswith(f"Usage: app {name} ")
+    assert text.startswith(f"Usage: autoaccum {name} ")
     assert not re.search(r"Exit codes|<bool>|BOOLEAN|INTEGER|TEXT\b", text)
 
 

@@ -94,7 +94,7 @@ def invoke():
     """Run the command line in this process."""
 
     def invoke(*arguments):
-        return CliRunner().invoke(app.app, ["report", *(str(argument) for argument in arguments)])
+        return CliRunner().invoke(app.cli, ["report", *(str(argument) for argument in arguments)])
 
     return invoke
 
