@@ -107,8 +107,8 @@ def judge(case, folder):
     given = [value] if name == "recipe" else [f"{option}={value}"]
     recipe = [] if name == "recipe" or command != "report" else ["recipe.py"]
     ending = {
-        "run": ["--no-cache", "--", "touch", "trained", "{micro_batch}"],
-        "slurm": ["--dry-run", "--", "true", "{micro_batch}"],
+        "run": ["--no-cache", "--", "touch", "trained"],
+        "slurm": ["--dry-run", "--", "true"],
     }.get(command, [])
     answer = CliRunner().invoke(cli, [command, *recipe, *given, *ending])
     line = f"autoaccum {command} {' '.join(given)}"[:80]

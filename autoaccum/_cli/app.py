@@ -54,6 +54,14 @@ class _Commands(click.Group):
         with formatter.section("Exit codes (run: those of its command, and 3 and 4)"):
             formatter.write_dl([(str(code.value), text) for code, text in MEANINGS.items()])
 
+    def main(self, *args: Any, **named: Any) -> Any:
+        try:
+            sys.exit(super().main(*args, **{**named, "standalone_mode": False}))
+        except click.UsageError as error:
+            command = "autoaccum" if error.ctx is None else error.ctx.command_path
+            complain(f"error: {error.format_message()} {command} --help shows what there is.")
+            sys.exit(ExitCode.USAGE)
+
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._launch.job import Job
+from autoaccum._system.own_code import is_own_file
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -66,6 +67,10 @@ def raises_told(what: str) -> Iterator[None]:
     except SystemExit as error:
         raise RecipeError(f"{what} exited by sys.exit({error.code!r}); return, or raise an exception") from error
     except Exception as error:
+        trace = error.__traceback__  # without our frames and the import system's
+        while trace is not None and (is_own_file(name := trace.tb_frame.f_code.co_filename) or name.startswith("<")):
+            trace = trace.tb_next
+        error.__traceback__ = trace
         raise RecipeError(f"{what} raised {type(error).__name__}: {error}; correct the recipe") from error
 
 

@@ -295,7 +295,7 @@ def check(command: Sequence[str], options: Options) -> None:
     if sys.platform != "linux":
         raise InvalidInputError(f"autoaccum run needs Linux, and this is {sys.platform}; start the command directly")
     if not command or not command[0]:
-        raise InvalidInputError("there is no command to run; write it after --")
+        raise InvalidInputError("there is no command to run; give one, as in autoaccum run -- python train.py")
     for name in ("target_batch", "micro_batch", "world_size"):
         value, option = getattr(options, name), f"--{name.replace('_', '-')}"
         if value is not None and check_positive_int(option, value) > _MOST:
