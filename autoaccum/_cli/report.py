@@ -32,9 +32,9 @@ from autoaccum._report.durations import left_by_slurm, seconds_in
 from autoaccum._report.plotting import check_plot
 from autoaccum._report.records import TIGHT
 from autoaccum._report.table import plain_text
+from autoaccum._system.files import check_place
 from autoaccum._system.output import is_terminal, write_line
 from autoaccum._system.own_code import raised_here
-from autoaccum._system.user_files import check_place
 from autoaccum._training.console import LineProgress
 from autoaccum.errors import AutoaccumError, DeviceMissingError, InvalidInputError
 

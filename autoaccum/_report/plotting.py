@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autoaccum._system.user_files import beside
+from autoaccum._system.files import beside
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._arguments import check_path
 from autoaccum._report import document, page, plotting, table
 from autoaccum._report.records import Findings
-from autoaccum._system.user_files import beside
+from autoaccum._system.files import beside
 
 if TYPE_CHECKING:
     from os import PathLike

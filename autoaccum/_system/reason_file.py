@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from autoaccum._system import safe_files
+from autoaccum._system import files
 from autoaccum._system.launched import REASON_FILE
 from autoaccum.errors import DoesNotFitError, StartAgainError
 
@@ -58,7 +58,7 @@ def write(reason: Reason) -> None:
         if earlier is not None and earlier.reason == OUT_OF_MEMORY:
             return
     try:
-        safe_files.write(path, json.dumps(asdict(reason) | {"message": reason.message[:_MESSAGE_CHARS]}).encode())
+        files.write(path, json.dumps(asdict(reason) | {"message": reason.message[:_MESSAGE_CHARS]}).encode())
     except OSError:  # a rank on another node, say
         return
 
@@ -66,7 +66,7 @@ def write(reason: Reason) -> None:
 def read(path: Path) -> Reason | None:
     """Return the reason in a file; None if there is none, or the content is not valid."""
     try:
-        content = json.loads(safe_files.read(path, _MOST_BYTES))
+        content = json.loads(files.read(path, _MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(content, dict) or not isinstance(content.get("reason"), str):

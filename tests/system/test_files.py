@@ -1,19 +1,18 @@
 """Files in places that others may write to: no link is written through, no pipe is waited for, none is half there."""
 
-import json
 import os
 import stat
 
 import pytest
 import torch
 
-from autoaccum._system import reason_file, safe_files
+from autoaccum._system import files, reason_file
+from autoaccum._system.files import beside, check_place
 from autoaccum._system.launched import REASON_FILE
 from autoaccum._system.notices import Notices
-from autoaccum._system.user_files import beside
 from autoaccum._training.checkpoint_files import Storage
 from autoaccum._training.checkpoint_schedule import Saver
-from autoaccum.errors import CheckpointError
+from autoaccum.errors import CheckpointError, InvalidInputError
 
 
 @pytest.fixture
@@ -96,23 +95,6 @@ def test_checkpoint_that_names_files_elsewhere_is_refused(tmp_path, named):
         Storage(tmp_path).read_newest(Notices(silent=True))
 
 
-@pytest.mark.parametrize("kind", ["pipe", "link", "folder", "large"])
-def test_reason_file_that_is_no_plain_file_holds_no_reason(tmp_path, kind):
-    path = tmp_path / "reason"
-    reason = json.dumps({"reason": "out_of_memory"})
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "link":
-        (tmp_path / "other").write_text(reason)
-        path.symlink_to(tmp_path / "other")
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.write_text(reason + " " * (1 << 20))
-
-    assert reason_file.read(path) is None
-
-
 def test_reason_takes_the_place_of_a_link_or_a_pipe_and_is_not_written_through(tmp_path, precious, monkeypatch):
     for number, make in enumerate((lambda path: path.symlink_to(precious), os.mkfifo)):
         path = tmp_path / f"reason{number}"
@@ -147,19 +129,6 @@ def test_report_is_written_beside_its_place_under_a_name_that_nobody_can_guess(t
     assert precious.read_text() == "mine"
 
 
-def test_created_file_is_one_that_was_not_there(tmp_path, precious):
-    with pytest.raises(FileExistsError):
-        safe_files.create(precious)
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path / "nothing")
-    with pytest.raises(FileExistsError):
-        safe_files.create(link)
-    with pytest.raises(OSError, match="more than 2 bytes"):
-        safe_files.read(precious, 2)
-
-    assert not (tmp_path / "nothing").exists()
-
-
 # --- files that are whole or not there --------------------------------------------------------------------------------
 
 
@@ -171,11 +140,11 @@ def test_file_takes_its_place_when_the_block_ends_and_not_before(tmp_path):
     place = tmp_path / "file.json"
     place.write_text("before")
 
-    with safe_files.replacing(place) as unfinished:
+    with files.replacing(place) as unfinished:
         unfinished.write_text("after")
         assert place.read_text() == "before"
         assert unfinished.parent == tmp_path
-        assert unfinished.name.endswith(safe_files.UNFINISHED)
+        assert unfinished.name.endswith(files.UNFINISHED)
 
     assert place.read_text() == "after"
     assert names(tmp_path) == ["file.json"]
@@ -183,10 +152,10 @@ def test_file_takes_its_place_when_the_block_ends_and_not_before(tmp_path):
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_block_that_raises_leaves_what_was_there_and_nothing_else(tmp_path, error):
-    safe_files.write(tmp_path / "file", b"before")
+    files.write(tmp_path / "file", b"before")
 
     def write_half():
-        with safe_files.replacing(tmp_path / "file") as unfinished:
+        with files.replacing(tmp_path / "file") as unfinished:
             unfinished.write_bytes(b"half")
             raise error
 
@@ -197,35 +166,12 @@ def test_block_that_raises_leaves_what_was_there_and_nothing_else(tmp_path, erro
     assert names(tmp_path) == ["file"]
 
 
-def test_refusal_before_the_rename_leaves_what_was_there(tmp_path):
-    safe_files.write(tmp_path / "file", b"before")
-
-    def refuse():
-        raise PermissionError
-
-    with pytest.raises(PermissionError), safe_files.replacing(tmp_path / "file", before_rename=refuse) as unfinished:
-        unfinished.write_bytes(b"after")
-
-    assert (tmp_path / "file").read_bytes() == b"before"
-    assert names(tmp_path) == ["file"]
-
-
-def test_existing_file_stays_where_it_must_not_be_overwritten(tmp_path):
-    safe_files.write(tmp_path / "file", b"first", overwrites=False)
-
-    with pytest.raises(FileExistsError):
-        safe_files.write(tmp_path / "file", b"second", overwrites=False)
-
-    assert (tmp_path / "file").read_bytes() == b"first"
-    assert names(tmp_path) == ["file"]
-
-
 @pytest.mark.skipif(os.name != "posix", reason="permissions are those of POSIX")
 @pytest.mark.parametrize("mode", [0o600, 0o666])
 def test_permissions_are_those_asked_for_within_the_umask(tmp_path, mode):
     before = os.umask(0o022)
     try:
-        safe_files.write(tmp_path / "file", b"", mode=mode)
+        files.write(tmp_path / "file", b"", mode=mode)
     finally:
         os.umask(before)
 
@@ -236,30 +182,42 @@ def test_link_in_the_place_of_the_file_is_replaced_and_not_written_through(tmp_p
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "file").symlink_to(tmp_path / "precious")
 
-    safe_files.write(tmp_path / "file", b"new")
+    files.write(tmp_path / "file", b"new")
 
     assert not (tmp_path / "file").is_symlink()
     assert (tmp_path / "precious").read_text() == "mine"
 
 
 def test_link_that_has_the_unfinished_files_name_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("autoaccum._system.safe_files.secrets.token_hex", lambda _: "guessed")
-    (tmp_path / f"file.guessed{safe_files.UNFINISHED}").symlink_to(tmp_path / "nothing")
+    monkeypatch.setattr("autoaccum._system.files.secrets.token_hex", lambda _: "guessed")
+    (tmp_path / f"file.guessed{files.UNFINISHED}").symlink_to(tmp_path / "nothing")
 
     with pytest.raises(FileExistsError):
-        safe_files.write(tmp_path / "file", b"new")
+        files.write(tmp_path / "file", b"new")
 
-    assert names(tmp_path) == [f"file.guessed{safe_files.UNFINISHED}"]
+    assert names(tmp_path) == [f"file.guessed{files.UNFINISHED}"]
 
 
 def test_rename_is_flushed_after_it_was_made_where_that_is_asked_for(tmp_path, monkeypatch):
     flushed = []
-    monkeypatch.setattr(safe_files, "_flush_folder", lambda folder: flushed.append((folder, names(folder))))
+    monkeypatch.setattr(files, "_flush_folder", lambda folder: flushed.append((folder, names(folder))))
 
-    with safe_files.replacing(tmp_path / "file", flushes_rename=True):
+    with files.replacing(tmp_path / "file", flushes_rename=True):
         pass
-    with safe_files.replacing(tmp_path / "other"):
+    with files.replacing(tmp_path / "other"):
         pass
 
     assert [folder for folder, _ in flushed] == [tmp_path]
     assert "file" in flushed[0][1]
+
+
+@pytest.mark.parametrize("path", [None, 3, b"report.html", "", "a\0b", ["report.html"]])
+def test_what_is_no_path_is_refused(path):
+    with pytest.raises(InvalidInputError, match=r"^path="), beside(path):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(("name", "why"), [("none/report.html", "no such folder"), (".", "it is a folder")])
+def test_a_place_where_nothing_can_be_written_is_refused(tmp_path, name, why):
+    with pytest.raises(InvalidInputError, match=why):
+        check_place(tmp_path / name, "--html")

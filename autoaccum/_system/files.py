@@ -1,8 +1,7 @@
-"""Reads and writes files in folders that others may write to; a file written here is either complete or absent.
+"""Reads and writes files in folders that other programs can write to.
 
-A predictable name may already be taken, by a link to a user's file, by a FIFO (opening one waits for its other end) or
-by a device. So files are created exclusively, under a free name, and only regular files are read. A file is written
-under a temporary name and then renamed: no reader sees half of it, and a killed writer leaves the previous file.
+A file is written under another, unpredictable name and then renamed: it is there as a whole or not at all, and no link
+or pipe of its name is written through. Only regular files are read: a pipe would be waited for.
 """
 
 from __future__ import annotations
@@ -11,12 +10,15 @@ import contextlib
 import os
 import secrets
 import stat
-from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
+
+from autoaccum._arguments import check_path
+from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from os import PathLike
 
 # The suffix of a file that is being written, which a killed writer leaves behind.
 UNFINISHED = ".unfinished"
@@ -35,16 +37,6 @@ class NotRegularError(OSError):
         self.strerror = reason
 
 
-def create(path: Path, mode: int = 0o666) -> BinaryIO:
-    """Create a file and open it for writing.
-
-    Raises:
-        FileExistsError: The name is taken, even if by a dangling link.
-        OSError: The file cannot be created.
-    """
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _COMMON, mode), "wb")
-
-
 def open_regular(path: Path, *, follows: bool = False) -> BinaryIO:
     """Open a regular file for reading.
 
@@ -57,40 +49,32 @@ def open_regular(path: Path, *, follows: bool = False) -> BinaryIO:
         OSError: It cannot be opened, or is a link and `follows` is False.
     """
     descriptor = os.open(path, os.O_RDONLY | _NONBLOCK | _COMMON | (0 if follows else _NOFOLLOW))
-    try:
-        _refuse_others(os.fstat(descriptor).st_mode)
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise
-
-
-def _refuse_others(mode: int) -> None:
-    if not stat.S_ISREG(mode):
         raise NotRegularError("it is a folder, a pipe or a device, not a file")
+    return os.fdopen(descriptor, "rb")
 
 
-def read(path: Path, most_bytes: int, *, follows: bool = False) -> bytes:
+def read(path: Path, most_bytes: int) -> bytes:
     """Return the content of a regular file.
 
     Raises:
         NotRegularError: It is not a regular file, or holds more than `most_bytes`.
         OSError: The file cannot be read.
     """
-    with open_regular(path, follows=follows) as file:
+    with open_regular(path) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise NotRegularError(f"it holds more than {most_bytes} bytes")
     return data
 
 
-@contextmanager
+@contextlib.contextmanager
 def replacing(
     path: Path,
     *,
     ending: str = UNFINISHED,
     mode: int = 0o666,
-    overwrites: bool = True,
     flushes_rename: bool = False,
     before_rename: Callable[[], None] | None = None,
 ) -> Iterator[Path]:
@@ -100,26 +84,20 @@ def replacing(
         path: The file to replace.
         ending: Suffix of the unfinished file's name, by which some libraries choose the format.
         mode: Permissions of the file, subject to the umask.
-        overwrites: Whether to replace an existing file.
         flushes_rename: Whether to flush the rename to disk, so that it survives a power loss. The block flushes the
             file itself, through the descriptor that it writes to.
         before_rename: Runs just before the rename; an exception prevents it.
 
     Raises:
-        FileExistsError: The file exists, and `overwrites` is False.
         OSError: The file cannot be written.
     """
-    # An unpredictable name, so that nobody else writes to the file that is renamed.
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}{ending}")
-    create(unfinished, mode).close()
+    os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _COMMON, mode))
     try:
         yield unfinished
         if before_rename is not None:
             before_rename()
-        if overwrites:
-            unfinished.replace(path)
-        else:
-            os.link(unfinished, path)
+        unfinished.replace(path)
         if flushes_rename:
             _flush_folder(path.parent)
     finally:
@@ -127,15 +105,48 @@ def replacing(
             unfinished.unlink(missing_ok=True)
 
 
-def write(path: Path, data: bytes, *, mode: int = 0o666, overwrites: bool = True) -> None:
-    """Write a complete file; arguments as for `replacing`.
+def write(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Write a complete file; arguments and errors as for `replacing`."""
+    with replacing(path, mode=mode) as unfinished:
+        unfinished.write_bytes(data)
+
+
+@contextlib.contextmanager
+def beside(path: str | PathLike[str]) -> Iterator[Path]:
+    """Yield a path to write to, which replaces a user's file at the end; if the block raises, that is unchanged.
 
     Raises:
-        FileExistsError: The file exists, and `overwrites` is False.
-        OSError: The file cannot be written.
+        InvalidInputError: It is no path, the folder does not exist, or permission to write there is missing.
     """
-    with replacing(path, mode=mode, overwrites=overwrites) as unfinished:
-        unfinished.write_bytes(data)
+    place = check_path("path", path, "file to write")
+    try:
+        with replacing(place, ending=place.suffix) as unfinished:
+            yield unfinished
+    except OSError as error:
+        raise _refused(repr(str(place)), error.strerror or str(error)) from error
+
+
+def check_place(path: str | PathLike[str], option: str) -> None:
+    """Raise if the path of an option cannot be written, before there is anything to write.
+
+    Raises:
+        InvalidInputError: The folder does not exist, or permission to write there is missing.
+    """
+    place, reason = Path(path), ""
+    if place.is_dir():
+        reason = "it is a folder"
+    elif not place.parent.is_dir():
+        reason = "there is no such folder"
+    elif not os.access(place.parent, os.W_OK | os.X_OK):
+        reason = "no permission"
+    if reason:
+        raise _refused(f"{option} {str(place)!r}", reason)
+
+
+def _refused(asked: str, reason: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"{asked} cannot be written ({reason}); pass a file in an existing folder that you may write to"
+    )
 
 
 def _flush_folder(folder: Path) -> None:
