@@ -49,18 +49,6 @@ def test_training_goes_on_where_stderr_fails(stderr, progress):
     assert train(progress=progress).steps == 3
 
 
-def test_dropped_lines_are_counted_and_said_once_there_is_room(monkeypatch, capsys):
-    with FULL.open("w") as full:
-        monkeypatch.setattr(sys, "stderr", full)
-        written = [output.write_line("one"), output.write_line("two")]
-        monkeypatch.undo()
-
-    output.write_line("three")
-
-    assert written == [False, False]
-    assert capsys.readouterr().err == "autoaccum: 2 lines before this one could not be written\nthree\n"
-
-
 def test_line_for_a_descriptor_that_was_closed_leaves_nothing_to_flush():
     descriptor = os.open(os.devnull, os.O_WRONLY)
     stream = os.fdopen(descriptor, "w", closefd=False)
