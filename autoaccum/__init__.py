@@ -8,6 +8,7 @@ Names are loaded when they are first used, so that the command line starts witho
 from __future__ import annotations
 
 import importlib
+import random
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._records import (
@@ -137,7 +138,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    before = random.getstate()  # rich draws from it when it is imported
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    random.setstate(before)
     globals()[name] = value
     return value
 

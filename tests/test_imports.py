@@ -180,6 +180,18 @@ def test_import_brings_nothing_that_only_some_need(heavy, looks):
     assert heavy not in looks[2]
 
 
+def test_a_name_that_is_loaded_on_first_use_draws_no_random_numbers():
+    source = """
+import random
+import autoaccum
+before = random.getstate()
+names = [getattr(autoaccum, name) for name in autoaccum.__all__]
+import numpy, torch
+assert random.getstate() == before
+"""
+    subprocess.run([sys.executable, "-c", source], check=True)
+
+
 def test_command_line_is_not_imported_with_the_library(looks):
     assert "autoaccum._cli.app" not in looks[2]
     assert "click" not in looks[2]
