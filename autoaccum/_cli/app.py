@@ -59,7 +59,7 @@ class _Commands(click.Group):
             sys.exit(super().main(*args, **{**named, "standalone_mode": False}))
         except click.UsageError as error:
             command = "autoaccum" if error.ctx is None else error.ctx.command_path
-            complain(f"error: {error.format_message()} {command} --help shows what there is.")
+            complain(f"error: {error.format_message().rstrip('.')}; {command} --help shows what there is")
             sys.exit(ExitCode.USAGE)
 
     def invoke(self, context: click.Context) -> Any:
