@@ -12,7 +12,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import sys
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import get_gradient_edge
 
 from autoaccum._engine.bf16_weights import gradient_type
+from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -6,7 +6,7 @@ bit for bit as before; only the model's device may change, if something is measu
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,7 @@ from autoaccum._report.remedy_times import timed
 from autoaccum._report.savings import names_in, saving, together
 from autoaccum._report.sequence_lengths import may_vary, of_length
 from autoaccum._report.wording import format_seconds
+from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 

@@ -300,7 +300,7 @@ class Remedies:
     def _bits8(self) -> _Lever | None:
         if self._place.kind != "cuda" or not isinstance(self._optimizer, _TWO_NUMBERS) or self._weights == BF16_MASTER:
             return None  # a master's bytes would be counted as the optimizer's
-        how = "optimizer=autoaccum.adamw8bit, with lr= and betas= of its own (pip install torchao)"
+        how = "optimizer=autoaccum.adamw8bit, with lr= and betas= of its own (pip install 'autoaccum[low-memory]')"
         return _Lever("8-bit optimizer", "8-bit", how, "its state is rounded to 8 bits", {}, _in_8_bits)
 
     def _lora(self) -> _Lever | None:

@@ -182,6 +182,25 @@ def test_a_daemon_that_the_command_leaves_and_that_writes_does_not_hang_the_wrap
     assert time.monotonic() - began < 20
 
 
+def test_what_a_command_leaves_in_its_group_is_ended_before_it_is_started_again(tmp_path):
+    # A rank, say, that holds memory and does not hear SIGTERM.
+    source = (
+        "import os, signal, sys, time\n"
+        "if os.environ['AUTOACCUM_ATTEMPT'] == '1': sys.exit(0)\n"
+        "if os.fork() == 0:\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    open(sys.argv[1], 'w').write(str(os.getpid()))\n"
+        "    time.sleep(1000)\n"
+        "while not os.path.exists(sys.argv[1]) or not open(sys.argv[1]).read(): time.sleep(0.01)\n"
+        "raise MemoryError\n"
+    )
+
+    ended = run(python(source, tmp_path / "pid"), "--micro-batch", 8, "--grace", 0.3)
+
+    assert ended.returncode == 0
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
 def test_the_command_ends_where_the_wrapper_itself_is_killed(tmp_path):
     with start(python(WAITING, tmp_path)) as wrapper:
         command = pid_when_ready(tmp_path)
