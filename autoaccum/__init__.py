@@ -1,20 +1,16 @@
 """Automatic batch-size planning and training that survives running out of memory.
 
 result = autoaccum.fit(model, loader, target_batch=100)
+
+Names are loaded when they are first used, so that the command line starts without torch.
 """
 
-from autoaccum._callbacks import Callback, StopTraining
-from autoaccum._data.batches import Window
-from autoaccum._data.pieces import Split
-from autoaccum._data.regrouping import windows
-from autoaccum._data.splits import Along, ListOfSamples
-from autoaccum._distributed.process_group import join_ranks
-from autoaccum._engine.chunked_loss import ChunkedLoss
-from autoaccum._engine.probing import find_micro_batch
-from autoaccum._engine.runner import Runner
-from autoaccum._launch import Job
-from autoaccum._memory.simulated import Simulated
-from autoaccum._oom import is_oom
+from __future__ import annotations
+
+import importlib
+import random
+from typing import TYPE_CHECKING, Any
+
 from autoaccum._records import (
     BackwardReport,
     Evaluation,
@@ -27,13 +23,6 @@ from autoaccum._records import (
     TimeSpent,
     Trial,
 )
-from autoaccum._report import Report
-from autoaccum._report.api import preflight
-from autoaccum._sizing.planner import plan
-from autoaccum._system.own_distribution import __version__ as __version__
-from autoaccum._training.accumulator import Accumulator
-from autoaccum._training.api import fit
-from autoaccum._training.loggers import JSONLinesLog, TensorBoardLog
 from autoaccum.errors import (
     AutoaccumError,
     CheckpointError,
@@ -50,6 +39,52 @@ from autoaccum.errors import (
     StateDamagedError,
     UpdateCompleteError,
 )
+
+if TYPE_CHECKING:
+    from autoaccum._callbacks import Callback, StopTraining
+    from autoaccum._data.batches import Window
+    from autoaccum._data.pieces import Split
+    from autoaccum._data.regrouping import windows
+    from autoaccum._data.splits import Along, ListOfSamples
+    from autoaccum._distributed.process_group import join_ranks
+    from autoaccum._engine.chunked_loss import ChunkedLoss
+    from autoaccum._engine.probing import find_micro_batch
+    from autoaccum._engine.runner import Runner
+    from autoaccum._launch.job import Job
+    from autoaccum._memory.simulated import Simulated
+    from autoaccum._oom import is_oom
+    from autoaccum._report import Report
+    from autoaccum._report.api import preflight
+    from autoaccum._sizing.planner import plan
+    from autoaccum._system.own_distribution import __version__ as __version__
+    from autoaccum._training.accumulator import Accumulator
+    from autoaccum._training.api import fit
+    from autoaccum._training.loggers import JSONLinesLog, TensorBoardLog
+
+_HOMES = {
+    "Callback": "_callbacks",
+    "StopTraining": "_callbacks",
+    "Window": "_data.batches",
+    "Split": "_data.pieces",
+    "windows": "_data.regrouping",
+    "Along": "_data.splits",
+    "ListOfSamples": "_data.splits",
+    "join_ranks": "_distributed.process_group",
+    "ChunkedLoss": "_engine.chunked_loss",
+    "find_micro_batch": "_engine.probing",
+    "Runner": "_engine.runner",
+    "Job": "_launch.job",
+    "Simulated": "_memory.simulated",
+    "is_oom": "_oom",
+    "Report": "_report",
+    "preflight": "_report.api",
+    "plan": "_sizing.planner",
+    "__version__": "_system.own_distribution",
+    "Accumulator": "_training.accumulator",
+    "fit": "_training.api",
+    "JSONLinesLog": "_training.loggers",
+    "TensorBoardLog": "_training.loggers",
+}
 
 __all__ = [
     "Accumulator",
@@ -98,3 +133,17 @@ __all__ = [
     "preflight",
     "windows",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    before = random.getstate()  # rich draws from it when it is imported
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    random.setstate(before)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

@@ -13,8 +13,6 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from autoaccum._arguments import shown
 from autoaccum.errors import AutoaccumError, InvalidInputError
 
@@ -251,6 +249,8 @@ def _causes(exception: BaseException) -> Iterator[BaseException]:
 
 
 def _says_oom(exception: BaseException) -> bool:
+    import torch  # noqa: PLC0415 - `autoaccum run` reads the tables, and starts without it
+
     if isinstance(exception, torch.OutOfMemoryError | MemoryError):
         return True
     if isinstance(exception, BaseExceptionGroup):  # of losses or parts that run side by side

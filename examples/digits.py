@@ -1,6 +1,6 @@
 """The demo: a ResNet-18 learns scanned digits with batches of 100, in memory that 100 do not fit.
 
-    autoaccum fit examples/digits.py
+    python examples/digits.py
 
 scikit-learn brings the 1,797 scans, 8 x 8 pixels each; they are scaled up to 64 x 64. A fifth of them is kept
 for the evaluation after each epoch.
@@ -41,8 +41,8 @@ def job(side: int = 64, epochs: int = 2, target_batch: int = 100, memory_limit: 
         torchvision.models.resnet18(num_classes=10),
         DataLoader(training, batch_size=target_batch, shuffle=True),
         target_batch,
-        torch.nn.CrossEntropyLoss(),
-        lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+        loss=torch.nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, updates),
         epochs=epochs,
         memory_limit=memory_limit or (LIMIT_ON_A_CARD if torch.cuda.is_available() else LIMIT_ON_THE_HOST),
@@ -50,3 +50,7 @@ def job(side: int = 64, epochs: int = 2, target_batch: int = 100, memory_limit: 
         metrics={"accuracy": accuracy},
         seed=0,
     )
+
+
+if __name__ == "__main__":
+    autoaccum.fit(**job().arguments)

@@ -1,6 +1,6 @@
 """Document 001: an effective batch of 1024 as four micro-batches of 256.
 
-    autoaccum fit examples/document001.py
+    python examples/document001.py
 
 Here the cut is known beforehand, so it is given, and nothing is probed: each micro-batch's activations are
 released after its backward pass, the update comes after the fourth, and then the gradients are released. (The
@@ -26,7 +26,11 @@ def job(micro_batch: int = 256, accumulation_steps: int = 4, windows: int = 5) -
         nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5)),
         DataLoader(data, batch_size=micro_batch, shuffle=True),
         target_batch,
-        nn.CrossEntropyLoss(),
-        lambda parameters: torch.optim.Adam(parameters, lr=0.001),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.001),
         micro_batch=micro_batch,
     )
+
+
+if __name__ == "__main__":
+    autoaccum.fit(**job().arguments)

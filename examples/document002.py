@@ -1,7 +1,6 @@
 """Document 002: one large batch from the loader, sliced; with a loss that is a mean, or a sum.
 
-    autoaccum fit examples/document002.py
-    autoaccum fit examples/document002.py:summed
+    python examples/document002.py
 
 A mean has to be divided among the slices and a sum must not be. That is read from the loss, so the two
 functions differ in nothing but `reduction` and the learning rate: a sum over N samples has N times the
@@ -26,8 +25,8 @@ def job(target_batch: int = 128, windows: int = 5, reduction: str = "mean", lr: 
         nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 6 * 6, 10)),
         DataLoader(data, batch_size=target_batch, pin_memory=torch.cuda.is_available()),
         target_batch,
-        nn.CrossEntropyLoss(reduction=reduction),
-        lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+        loss=nn.CrossEntropyLoss(reduction=reduction),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
         micro_batch=target_batch // 4,
     )
 
@@ -35,3 +34,8 @@ def job(target_batch: int = 128, windows: int = 5, reduction: str = "mean", lr: 
 def summed(target_batch: int = 128, windows: int = 5) -> autoaccum.Job:
     """Return the job whose loss is a sum."""
     return job(target_batch, windows, reduction="sum", lr=0.1 / target_batch)
+
+
+if __name__ == "__main__":
+    autoaccum.fit(**job().arguments)
+    autoaccum.fit(**summed().arguments)

@@ -1,6 +1,6 @@
 """Document 003: two losses on one batch, one graph in memory at a time; a rate that grows with the batch.
 
-    autoaccum fit examples/document003.py
+    python examples/document003.py
 
 Adding the losses before the backward pass keeps both graphs in memory. A list of losses does not: each runs
 its own forward, is back-propagated by itself, and its graph is gone before the next one begins. The gradients
@@ -40,8 +40,12 @@ def job(base_batch: int = 16, accumulation_steps: int = 8, windows: int = 5) -> 
         nn.ModuleDict({"classifier": nn.Linear(20, 10), "regressor": nn.Linear(20, 1)}),
         DataLoader(data, batch_size=base_batch),
         accumulation_steps * base_batch,
-        [class_loss, size_loss],
-        lambda parameters: torch.optim.SGD(parameters, lr=0.001),
+        loss=[class_loss, size_loss],
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.001),
         lr_scaling="linear",
         base_batch=base_batch,
     )
+
+
+if __name__ == "__main__":
+    autoaccum.fit(**job().arguments)

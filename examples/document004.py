@@ -1,6 +1,6 @@
 """Document 004: mixed precision with a gradient scaler inside the accumulation; batches that are dicts.
 
-    autoaccum fit examples/document004.py
+    python examples/document004.py
 
 `forward` says which part of a batch the model is given, and the loss gets the whole batch. With fp16 the loss
 is scaled, gradients are unscaled before they are clipped, and the scaler is updated once a window, the last
@@ -39,9 +39,13 @@ def job(target_batch: int = 32, samples: int = 80, side: int = 8) -> autoaccum.J
         nn.Sequential(nn.Flatten(), nn.Linear(3 * side * side, 32), nn.ReLU(), nn.Linear(32, 10)),
         DataLoader(data, batch_size=target_batch // 2),
         target_batch,
-        loss,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
         forward=forward,
         precision="fp16",
         clip_grad_norm=1.0,
     )
+
+
+if __name__ == "__main__":
+    autoaccum.fit(**job().arguments)

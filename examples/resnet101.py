@@ -1,11 +1,11 @@
 """Document 000: ResNet-101 on 224 x 224 images with Adam, wanted with batches of 100 on a card that takes 50.
 
-    autoaccum fit examples/resnet101.py
+    python examples/resnet101.py
 
 Written by hand this needs the number 50 (found by running out of memory), a division of the loss that is
 right for a mean and wrong for a sum, and a condition for the last, shorter window. Here only what is wanted
 is said: 100. The images are random, as they are in the document; a step takes about half a minute without a
-card, so `--max-steps 1` is a good beginning there.
+GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ def job(images: int = 250, side: int = 224, target_batch: int = 100) -> autoaccu
         torchvision.models.resnet101(),
         DataLoader(data, batch_size=target_batch),
         target_batch,
-        nn.CrossEntropyLoss(),
-        lambda parameters: torch.optim.Adam(parameters, lr=5e-4),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=5e-4),
     )
+
+
+if __name__ == "__main__":
+    autoaccum.fit(**job().arguments)

@@ -3,7 +3,7 @@
 #
 #   scripts/gpu_rehearsal.sh ENVIRONMENT [OPTION OF benchmarks/gpu.py]...
 #
-# The environment stands for the GPU machine's Python (`make gpu-rehearsal` makes one). The copy of the tree has no autoaccum/,
+# The environment stands for the GPU machine's Python (`make -f benchmarks/Makefile gpu-rehearsal` makes one). The copy of the tree has no autoaccum/,
 # so that only the wheel can be imported. OUT names the folder for the results, by default build/gpu-rehearsal.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -18,7 +18,7 @@ state="${AUTOACCUM_SLURM:-/var/tmp/autoaccum-slurm}"
 export SLURM_CONF="$state/slurm.conf"
 PATH="$PATH:/usr/sbin:/sbin"
 # Tasks a node runs at once, whatever its cores, so that tests do not wait for each other.
-cpus=16
+cpus=32
 
 say() { echo "slurm_here: $*" >&2; }
 
@@ -82,7 +82,12 @@ OverTimeLimit=0
 ReturnToService=2
 JobRequeue=1
 NodeName=$host NodeAddr=127.0.0.1 CPUs=$cpus CoresPerSocket=$cpus ThreadsPerCore=1 RealMemory=$memory State=UNKNOWN
-PartitionName=here Nodes=ALL Default=YES DefaultTime=10 DefMemPerNode=2048 MaxTime=INFINITE OverSubscribe=FORCE:4 State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=here Nodes=ALL Default=YES DefaultTime=10 DefMemPerNode=2048 MaxTime=INFINITE OverSubscribe=FORCE:4 PreemptMode=OFF State=UP
+# Jobs of "low" are preempted by those of "urgent".
+PartitionName=low Nodes=ALL DefaultTime=10 DefMemPerNode=1024 PriorityTier=1 GraceTime=60 OverSubscribe=NO State=UP
+PartitionName=urgent Nodes=ALL DefaultTime=10 DefMemPerNode=1024 PriorityTier=10 OverSubscribe=NO PreemptMode=OFF State=UP
 CONF
 }
 

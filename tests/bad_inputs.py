@@ -470,10 +470,6 @@ def fit(**arguments):
     return autoaccum.fit(**arguments)
 
 
-def job(**arguments):
-    return autoaccum.fit(**autoaccum.Job(**arguments).fit_arguments(), progress=False)
-
-
 def without(arguments, *names):
     return {name: value for name, value in arguments.items() if name not in names}
 
@@ -484,15 +480,6 @@ def plan_of(_):
 
 CALLS = {
     "fit": Call(fit, autoaccum.fit, fit_arguments, FIT, FIT_ALSO, FIT_TOGETHER, {"loader": ("loader", "batch")}),
-    "Job": Call(
-        job,
-        autoaccum.Job,
-        lambda world: without(fit_arguments(world), "progress"),
-        {name: allowed for name, allowed in FIT.items() if name != "progress"} | {"model": model},
-        FIT_ALSO | {"model": [*MODELS, lambda _: of_one, lambda _: of_none]},
-        FIT_TOGETHER,
-        {"loader": ("loader", "batch")},
-    ),
     "find_micro_batch": Call(
         autoaccum.find_micro_batch,
         autoaccum.find_micro_batch,
@@ -708,6 +695,7 @@ CALLS = {
 }  # fmt: skip
 # What the library makes and users read, or derive from: nothing is asked of it.
 READ_ONLY = {
+    "Job",  # what it holds, fit and preflight check
     "BackwardReport",
     "Callback",
     "Evaluation",
@@ -741,7 +729,7 @@ def missing():
 
 
 # What may have found its input bad in a first window.
-RUN_A_WINDOW = ("fit", "Job", "Runner.step", "Runner.evaluate")
+RUN_A_WINDOW = ("fit", "Runner.step", "Runner.evaluate")
 
 
 # --- the judge --------------------------------------------------------------------------------------------------------

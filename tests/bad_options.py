@@ -2,50 +2,21 @@
 
 import textwrap
 
-import typer
-from typer.testing import CliRunner
+import click
+from click.testing import CliRunner
 
-from autoaccum._cli.app import app
+from autoaccum._cli.app import cli
 
 COUNTS = ["0", "-1", "2.5", "many", "9223372036854775808"]
 LIMITS = ["lots", "0", "-5", "2 YiB", "150%", "9" * 400]
 BELOW_A_FILE = ["a file/below"]
 # By command and option; a text stands for one use of the option.
 BAD = {
-    "fit": {
-        "recipe": ["missing.py", "a file", "recipe.py:nothing", "."],
-        "target_batch": COUNTS,
-        "target_tokens": COUNTS,
-        "epochs": COUNTS,
-        "max_steps": COUNTS,
-        "memory_limit": [*LIMITS, "1", "512KiB"],
-        "micro_batch": [*COUNTS[:4], "half"],
-        "memory": [
-            "nope",
-            "offload",
-            "",
-            "chunked_loss:head",
-            "chunked_loss",
-            "checkpoint:",
-            "checkpoint:Blok",
-            "auto:2",
-        ],
-        "precision": ["fp8", ""],
-        "on_nan": ["nope", ""],
-        "device": ["gpu", "cuda:99", "meta", ""],
-        "seed": ["x", "1.5", str(2**70)],
-        "checkpoint": BELOW_A_FILE,
-        "checkpoint_steps": COUNTS,
-        "checkpoint_minutes": ["0", "-1", "nan", "soon"],
-        "resume": ["maybe", "yes"],
-        "oom_report": BELOW_A_FILE,
-        "log": [*BELOW_A_FILE, "."],
-    },
     "report": {
         "recipe": ["missing.py", "a file", "recipe.py:nothing", "."],
         "target_batch": COUNTS,
         "target_tokens": COUNTS,
-        "gpu": ["no such card", "", "a"],
+        "gpus": ["no such card", "", "a"],
         "device_memory": [*LIMITS[:4], "50%", "1MiB"],
         "display": ["much", "50%", "-1MiB"],
         "ranks": COUNTS[:4],
@@ -60,7 +31,6 @@ BAD = {
         "require_free": ["lots", "50%", "0"],
         "html": BELOW_A_FILE,
         "plot": BELOW_A_FILE,
-        "oom": ["missing.json", "recipe.py"],
     },
     "run": {
         "target_batch": COUNTS,
@@ -70,36 +40,21 @@ BAD = {
         "grace": ["-1", "nan", "soon"],
     },
     "slurm": {
-        "recipe": ["missing.py", "a file", "recipe.py:nothing", "."],
         "nodes": COUNTS[:4],
-        "gpus_per_node": ["-1", "2.5", "many"],
-        "tasks_per_node": COUNTS[:4],
-        "cpus_per_task": COUNTS[:4],
-        "slurm": ["=3", ""],
-        "signal_delay": COUNTS[:4],
+        "gpus": ["-1", "2.5", "many"],
+        "cpus": ["2.5", "many"],
+        "others": ["=3", "", "signal=USR2"],
+        "warn_before": COUNTS[:4],
+        "max_restarts": ["-1", "some"],
         "retries": ["-1", "some"],
         "target_batch": COUNTS,
-        "target_tokens": COUNTS,
-        "epochs": COUNTS,
-        "max_steps": COUNTS,
         "micro_batch": COUNTS,
-        "memory_limit": LIMITS,
-        "memory": ["nope", "chunked_loss:head"],
-        "on_nan": ["nope"],
-        "precision": ["fp8"],
-        "seed": ["x", "1.5", str(2**70)],
-        "checkpoint_steps": COUNTS,
-        "checkpoint_minutes": ["0", "-1", "nan", "soon"],
     },
 }
-# Switches apart: what sbatch itself judges, what is any text, and places that are made when they are needed.
+# Switches apart: what sbatch itself judges, and what is any text.
 LEFT_OUT = {
     "run": {"command"},
-    "slurm": {
-        *("partition", "time_limit", "mem", "account", "qos", "constraint", "job_name"),
-        *("folder", "checkpoint", "oom_report"),
-    },
-    "jobs": {"folder"},
+    "slurm": {"command", "time", "mem", "partition", "account", "array", "job_name", "preflight"},
 }
 RECIPE = """
     import autoaccum, torch
@@ -116,8 +71,9 @@ RECIPE = """
 
 def options():
     """Every option that takes a value, as (command, option, its name on the command line)."""
-    for name, command in typer.main.get_command(app).commands.items():
-        for parameter in command.params:
+    context = click.Context(cli)
+    for name in cli.list_commands(context):
+        for parameter in cli.get_command(context, name).params:
             if not getattr(parameter, "is_flag", False) and parameter.name != "help":
                 yield name, parameter.name, parameter.opts[0]
 
@@ -147,9 +103,12 @@ def judge(case, folder):
     (folder / "recipe.py").write_text(textwrap.dedent(RECIPE))
     before = sorted(folder.rglob("*"))
     given = [value] if name == "recipe" else [f"{option}={value}"]
-    recipe = [] if name in ("recipe", "oom") or command == "run" else ["recipe.py"]
-    ending = {"run": ["--no-cache", "--", "touch", "trained"], "slurm": ["--dry-run"]}.get(command, [])
-    answer = CliRunner().invoke(app, [command, *recipe, *given, *ending])
+    recipe = [] if name == "recipe" or command != "report" else ["recipe.py"]
+    ending = {
+        "run": ["--no-cache", "--", "touch", "trained"],
+        "slurm": ["--dry-run", "--", "true"],
+    }.get(command, [])
+    answer = CliRunner().invoke(cli, [command, *recipe, *given, *ending])
     line = f"autoaccum {command} {' '.join(given)}"[:80]
     said = answer.stderr
     if answer.exception is not None and not isinstance(answer.exception, SystemExit):

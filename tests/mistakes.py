@@ -11,12 +11,12 @@ import textwrap
 from pathlib import Path
 
 import torch
+from click.testing import CliRunner
 from torch import nn
 from torch.utils.data import Dataset
-from typer.testing import CliRunner
 
 import autoaccum
-from autoaccum._cli.app import app
+from autoaccum._cli.app import cli
 
 WIDTH = 100
 MOST_LINES = 3
@@ -44,7 +44,7 @@ def command(*arguments, **files):
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for name, text in files.items():
             Path(f"{name}.py").write_text(textwrap.dedent(text))
-        done = CliRunner().invoke(app, list(arguments))
+        done = CliRunner().invoke(cli, list(arguments))
     if done.exit_code:
         raise AnsweredError(done.output.strip())
 
@@ -189,15 +189,15 @@ MISTAKES = {
     "noise measured how often": lambda: fit(noise_scale="often"),
     "one sample and BatchNorm": alone_with_batchnorm,
     # the command line
-    "a recipe that is not there": lambda: command("fit", "recipe.py"),
-    "a function that is not there": lambda: command("fit", "recipe.py:jobs", recipe=RECIPE),
-    "a recipe without a function": lambda: command("fit", "recipe.py", recipe="x = 1"),
-    "a recipe that returns nothing": lambda: command("fit", "recipe.py", recipe="def job(): pass"),
-    "a recipe with an error of syntax": lambda: command("fit", "recipe.py", recipe="def job(:"),
-    "an option that is not there": lambda: command("fit", "recipe.py", "--batch-size", "8", recipe=RECIPE),
-    "a number that is none": lambda: command("fit", "recipe.py", "--target-batch", "many", recipe=RECIPE),
+    "a recipe that is not there": lambda: command("report", "recipe.py"),
+    "a function that is not there": lambda: command("report", "recipe.py:jobs", recipe=RECIPE),
+    "a recipe without a function": lambda: command("report", "recipe.py", recipe="x = 1"),
+    "a recipe that returns nothing": lambda: command("report", "recipe.py", recipe="def job(): pass"),
+    "a recipe with an error of syntax": lambda: command("report", "recipe.py", recipe="def job(:"),
+    "an option that is not there": lambda: command("report", "recipe.py", "--batch-size", "8", recipe=RECIPE),
+    "a number that is none": lambda: command("report", "recipe.py", "--target-batch", "many", recipe=RECIPE),
     "a card that is not known": lambda: command("report", "recipe.py", "--gpu", "rtx-9090", recipe=RECIPE),
-    "a command that is not there": lambda: command("run", "--target-batch", "8", "--", "no-such-command"),
+    "a command without a placeholder": lambda: command("run", "--target-batch", "8", "--", "python", "train.py"),
     "no command at all": lambda: command("run", "--target-batch", "8"),
 }
 

@@ -127,7 +127,7 @@ def _import_much():
     import importlib  # noqa: PLC0415
 
     # What training, its optimizer and the command line bring; nothing is computed, so no thread is started.
-    for name in ("torch._dynamo", "torch.distributed", "autoaccum", "typer", "rich.progress"):
+    for name in ("torch._dynamo", "torch.distributed", "autoaccum", "rich.progress"):
         importlib.import_module(name)
     import autoaccum  # noqa: PLC0415
 

@@ -1,6 +1,5 @@
-"""The command line: writes results to stdout and text to stderr, and returns an exit code.
+"""The command line: what is typed, what is printed to which stream, and which exit code follows.
 
-`app.py` has the entry point and `fit`; `report.py`, `run.py` and `slurm.py` have the other commands. `options.py` makes
-the options for `fit`'s arguments from `fit` itself, and `exit_codes.py` turns errors into exit codes. The commands
-leave all decisions to the library. May import every other package; none imports it.
+`app.py` holds the group and its help; each command is loaded when it is called, so that help and `autoaccum run` start
+without torch. May import everything; nothing imports it.
 """

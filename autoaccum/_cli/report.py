@@ -7,27 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import json
 import os
 import re
 import sys
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import click
 import torch
-import typer
 from rich.console import Console
 from torch import nn
 
-from autoaccum._cli import tracebacks
-from autoaccum._cli.exit_codes import ExitCode, complain, errors_as_exit_codes, loaded, print_result
-from autoaccum._cli.numbers import check_counts, check_texts
-from autoaccum._cli.options import RECIPE, check_given, of_fit, takes
+from autoaccum._cli.exit_codes import ExitCode, complain, print_result
 from autoaccum._data.nesting import shapes_of
 from autoaccum._estimate.gpus import card_named, custom_card, with_display
-from autoaccum._launch import load_recipe
-from autoaccum._launch.job import shared_arguments
-from autoaccum._launch.recipe_exit_guard import exits_refused, is_exit
+from autoaccum._launch.recipe import RecipeError, load_recipe, raises_told
 from autoaccum._memory.limits import format_bytes, parse_size
 from autoaccum._oom import first_line, is_oom
 from autoaccum._report.api import preflight
@@ -35,10 +32,9 @@ from autoaccum._report.durations import left_by_slurm, seconds_in
 from autoaccum._report.plotting import check_plot
 from autoaccum._report.records import TIGHT
 from autoaccum._report.table import plain_text
-from autoaccum._system.exceptions import contextmanager
-from autoaccum._system.output import is_terminal
+from autoaccum._system.files import check_place
+from autoaccum._system.output import is_terminal, write_line
 from autoaccum._system.own_code import raised_here
-from autoaccum._system.user_files import check_place
 from autoaccum._training.console import LineProgress
 from autoaccum.errors import AutoaccumError, DeviceMissingError, InvalidInputError
 
@@ -47,91 +43,94 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from autoaccum._launch import Job
+    from autoaccum._launch.job import Job
     from autoaccum._report import Report
 
 # No sequence is longer, and `int` raises its own error for numbers of thousands of digits.
 _MOST_DIGITS = 12
 # CUDA's error if another process has exclusive use of a card.
 _BUSY = "busy or unavailable"
-_DONE = "the report was made"
 
 
-@takes(of_fit("target_batch", "target_tokens", "memory_limit", "memory", "device", "precision"))
+_SIZE: dict[str, Any] = {"metavar": "SIZE"}
+_NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
+
+
+@click.command("report", context_settings={"max_content_width": 100})
+@click.argument("recipe", metavar="RECIPE.py[:FUNCTION]")
+@click.option("--target-batch", **_NUMBER, help="Samples per optimizer step.")
+@click.option("--target-tokens", **_NUMBER, help="Tokens per optimizer step, in place of samples.")
+@click.option("--memory-limit", **_SIZE, help="Memory limit: 600MiB, bytes, or a fraction such as 0.5.")
+@click.option("--memory", multiple=True, metavar="NAME", help="What saves memory, as in fit; repeatable.")
+@click.option("--device", metavar="NAME", help="The device, such as cpu, cuda or cuda:1.")
+@click.option("--precision", metavar="NAME", help="auto, fp32, bf16 or fp16.")
+@click.option("--gpu", "gpus", multiple=True, metavar="NAME", help="Predict for this GPU (h100-80gb); repeatable.")
+@click.option("--device-memory", **_SIZE, help="Predict for a GPU with this memory, such as 24GiB.")
+@click.option("--display", **_SIZE, help="Memory of each GPU that a display uses, such as 600MiB.")
+@click.option("--ranks", **_NUMBER, default=1, help="Processes that train together, each with its share of the batch.")
+@click.option("--fsdp", is_flag=True, help="Predict for a model that is sharded over the ranks.")
+@click.option("--max-micro-batch", **_NUMBER, help="The largest micro-batch of interest.")
+@click.option("--length", multiple=True, metavar="[NAME=]N", help="Sequence length, by name if a batch holds several.")
+@click.option("--time", metavar="TIME", help="Time limit, such as 12h; default: what is left of the Slurm job.")
+@click.option("--no-measure", is_flag=True, help="Only predict, whatever device there is.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON document.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write the report as a page.")
+@click.option(
+    "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Also draw memory by size (.png, .svg, .pdf)."
+)
+@click.option("--require-micro-batch", **_NUMBER, help="Exit with 6 if the largest safe micro-batch is below N.")
+@click.option("--optimistic", is_flag=True, help="Exit by the sizes that are predicted to fit, not by the safe ones.")
+@click.option("--require-free", **_SIZE, help="Exit with 7 if the device has less memory free, such as 20GiB.")
+@click.option("--quiet", is_flag=True, help="Do not show the trials.")
+@click.pass_context
 def report_command(
-    recipe: Annotated[str, RECIPE],
+    context: click.Context,
+    /,
+    recipe: str,
     *,
-    gpu: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Predict for this card, such as h100-80gb; repeatable."),
-    ] = None,
-    device_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Predict for a card with this memory, such as 24GiB.")
-    ] = None,
-    display: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory of each card that a display uses, such as 600MiB.")
-    ] = None,
-    ranks: Annotated[
-        int, typer.Option(metavar="N", help="Processes that train together, each with its share of the target batch.")
-    ] = 1,
-    fsdp: Annotated[bool, typer.Option("--fsdp", help="Predict for a model that is sharded over the ranks.")] = False,
-    max_micro_batch: Annotated[int | None, typer.Option(help="The largest micro-batch of interest.")] = None,
-    length: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[NAME=]N",
-            help="Sequence length; by name if a batch holds several sequences: --length labels=64.",
-        ),
-    ] = None,
-    time: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME",
-            help="Time limit of the training, such as 12h or 1-12:00:00; default: the time left in the Slurm job.",
-        ),
-    ] = None,
-    no_measure: Annotated[bool, typer.Option("--no-measure", help="Only predict, whatever device there is.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON document.")] = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the report as a page.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also draw memory against micro-batch size (.png, .svg, .pdf).")
-    ] = None,
-    require_micro_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Exit with 6 if the largest safe micro-batch is below N.")
-    ] = None,
-    optimistic: Annotated[
-        bool, typer.Option("--optimistic", help="Exit by the sizes that are predicted to fit, not by the safe ones.")
-    ] = False,
-    require_free: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Exit with 7 if the device has less memory free, such as 20GiB.")
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Do not show the trials.")] = False,
-    **given: Any,
+    gpus: tuple[str, ...],
+    device_memory: str | None,
+    display: str | None,
+    ranks: int,
+    fsdp: bool,
+    max_micro_batch: int | None,
+    length: tuple[str, ...],
+    time: str | None,
+    no_measure: bool,
+    as_json: bool,
+    html: Path | None,
+    plot: Path | None,
+    require_micro_batch: int | None,
+    optimistic: bool,
+    require_free: str | None,
+    quiet: bool,
+    **options: Any,
 ) -> None:
-    """Report whether and how a training fits: measured here, or predicted for cards."""
-    with errors_as_exit_codes(), _missing_as_exit_code():
-        check_given(given)
-        check_counts({"ranks": ranks, "max_micro_batch": max_micro_batch, "require_micro_batch": require_micro_batch})
-        check_texts({"device_memory": device_memory, "display": display, "require_free": require_free, "time": time})
-        lengths = _lengths(length or ())
+    """Report whether and how a training fits: measured here, or predicted for GPUs.
+
+    The recipe is a Python file with a function (by default job) that returns an autoaccum.Job.
+    """
+    given: dict[str, Any] = {
+        name: list(value) if name == "memory" else value for name, value in options.items() if value not in (None, ())
+    }
+    with _missing_as_exit_code(context):
+        lengths = _lengths(length)
         limit_s = left_by_slurm(os.environ) if time is None else seconds_in(time, name="--time")
-        measures = not no_measure and _is_to_measure(given.get("device"), gpu, device_memory)
+        measures = not no_measure and _is_to_measure(given.get("device"), gpus, device_memory)
         free_bytes = None if require_free is None else parse_size(require_free, name="--require-free")
         _check_required(require_micro_batch, max_micro_batch)
-        _check_cards(gpu or (), device_memory, display, no_measure=no_measure)
+        _check_gpus(gpus, device_memory, display, no_measure=no_measure)
         _check_files(html, plot)
         with contextlib.redirect_stdout(sys.stderr):
-            job = loaded(recipe, load_recipe)
-            job = job.with_arguments(given)
+            job = load_recipe(recipe).with_arguments(given)
             most = _most(job, max_micro_batch, require_micro_batch)
             with (
-                exits_refused(recipe),
                 _in_words_of_options([*given, "length", "max_micro_batch", "ranks", "fsdp"]),
                 _status(quiet=quiet) as on_part,
             ):
-                report = _report_of(
+                made = _report_of(
                     job,
-                    gpus=gpu or (),
+                    gpus=gpus,
                     device_memory=device_memory,
                     display=display,
                     ranks=ranks,
@@ -143,22 +142,22 @@ def report_command(
                     measure=None if measures else False,
                     on_trial=(lambda _: None) if quiet else LineProgress().on_trial,
                 )
-        report = dataclasses.replace(
-            report,
-            subject=dataclasses.replace(report.subject, recipe=recipe),
+        made = dataclasses.replace(
+            made,
+            subject=dataclasses.replace(made.subject, recipe=recipe),
             required_micro_batch=require_micro_batch,
             is_optimistic=optimistic,
         )
         # Before the files: a full disk must not cost the result.
-        _print(report.to_dict() if as_json else report)
+        _print(made.to_dict() if as_json else made)
         if html is not None:
-            report.save_html(html)
+            made.save_html(html)
         if plot is not None:
-            report.plot(plot)
-        code, why = verdict(report, require_free_bytes=free_bytes)
+            made.plot(plot)
+        code, why = verdict(made, require_free_bytes=free_bytes)
         if why:
             complain(why)
-        raise typer.Exit(code)
+        context.exit(code)
 
 
 def verdict(report: Report, *, require_free_bytes: int | None) -> tuple[ExitCode, str]:
@@ -190,44 +189,39 @@ def verdict(report: Report, *, require_free_bytes: int | None) -> tuple[ExitCode
 
 def _report_of(job: Job, **asked: Any) -> Report:
     batch = _first_batch(job)
-    if job.target_tokens is not None:
+    if job.get("target_tokens") is not None:
         samples = job.samples_of_target(batch)
         complain(
-            f"target_tokens={job.target_tokens} is taken as {samples} samples as long as those of the first batch, "
-            "padded as they are there"
+            f"target_tokens={job.get('target_tokens')} is taken as {samples} samples as long as those of the first "
+            "batch, padded as they are there"
         )
     with _errors_of(job, batch):
         target = {"target_batch": job.samples_of_target(batch)}
-        return preflight(batch=batch, **shared_arguments(job, preflight) | target | asked)
+        own = {name: job.arguments[name] for name in job.arguments.keys() & inspect.signature(preflight).parameters}
+        return preflight(batch=batch, **own | target | asked)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _errors_of(job: Job, batch: Any) -> Iterator[None]:
-    """Show the traceback of an error in the recipe's model, loss or optimizer, and raise one describing the batch.
+    """Turn an error in the recipe's model, loss or optimizer into one that describes the batch.
 
     Raises:
-        InvalidInputError: There was such an error.
+        RecipeError: There was such an error.
     """
     try:
         yield
-    except Exception as error:
-        if (
-            isinstance(error, AutoaccumError)
-            or is_exit(error)
-            or is_oom(error)
-            or _BUSY in str(error)
-            or raised_here(error)
-        ):
+    except (Exception, SystemExit) as error:
+        if isinstance(error, AutoaccumError) or is_oom(error) or _BUSY in str(error) or raised_here(error):
             raise
-        tracebacks.show(error)
-        name = type(job.model).__name__ if isinstance(job.model, nn.Module) else f"{_name_of(job.model)}()"
-        raise InvalidInputError(
+        model = job.get("model")
+        name = type(model).__name__ if isinstance(model, nn.Module) else f"{getattr(model, '__name__', model)}()"
+        raise RecipeError(
             f"the recipe's model ({name}) or its step raised {type(error).__name__}: {first_line(error)}; its first "
             f"batch holds {shapes_of(batch)}; correct the recipe"
         ) from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def _in_words_of_options(given: Sequence[str]) -> Iterator[None]:
     """Replace Python arguments in errors by the names of their options, for those given on the command line."""
     try:
@@ -241,22 +235,19 @@ def _in_words_of_options(given: Sequence[str]) -> Iterator[None]:
         raise
 
 
-def _name_of(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def _is_to_measure(device: str | None, gpu: list[str] | None, device_memory: str | None) -> bool:
+def _is_to_measure(device: str | None, gpus: Sequence[str], device_memory: str | None) -> bool:
     """Whether to measure here: not if --gpu or --device-memory is given on a machine without an accelerator.
 
     The recipe's device does not matter, because most recipes name one.
     """
-    return device is not None or not (gpu or device_memory) or torch.accelerator.is_available()
+    return device is not None or not (gpus or device_memory) or torch.accelerator.is_available()
 
 
 def _most(job: Job, asked: int | None, required: int | None) -> int | None:
     """Return the largest size to search; a required size may exceed the target batch."""
     if asked is not None or required is None:
-        return asked if asked is not None or not isinstance(job.micro_batch, int) else job.micro_batch
+        own = job.get("micro_batch")
+        return asked if asked is not None or not isinstance(own, int) else own
     return max(required, job.samples_of_target(_first_batch(job)))
 
 
@@ -277,27 +268,21 @@ def _lengths(given: Sequence[str]) -> int | dict[str, int] | None:
 
 def _first_batch(job: Job) -> Any:
     try:
-        batches = iter(job.loader)
+        batches = iter(job.get("loader"))
     except TypeError:
         raise InvalidInputError(
-            f"the recipe's job has no loader (loader={job.loader!r}), and a report needs its first batch; pass "
+            f"the recipe's job has no loader (loader={job.get('loader')!r}), and a report needs its first batch; pass "
             "autoaccum.Job(model, loader, target_batch) with a DataLoader, or a list of one batch"
         ) from None
-    try:
+    with raises_told("the recipe's loader"):  # even if its text is that of a busy device
         for batch in batches:
             return batch
-    except Exception as error:
-        if is_exit(error):
-            raise
-        # An error of the loader, even if its text is that of a busy device.
-        tracebacks.show(error)
-        raise InvalidInputError(f"the recipe's loader raised {type(error).__name__}: {error}; correct it") from error
     raise InvalidInputError(
-        f"the recipe's loader ({type(job.loader).__name__}) has no batch, and a report needs the first one"
+        f"the recipe's loader ({type(job.get('loader')).__name__}) has no batch, and a report needs the first one"
     )
 
 
-def _check_cards(names: Sequence[str], device_memory: str | None, display: str | None, *, no_measure: bool) -> None:
+def _check_gpus(names: Sequence[str], device_memory: str | None, display: str | None, *, no_measure: bool) -> None:
     """Raise for unknown cards, or --no-measure without a card, before the recipe is loaded, which may be slow."""
     cards = [card_named(name) for name in names]
     if device_memory is not None:
@@ -337,7 +322,7 @@ def _check_files(html: Path | None, plot: Path | None) -> None:
         check_plot(plot)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _status(*, quiet: bool) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows the current part on a terminal, and nothing elsewhere."""
     if quiet or not is_terminal(sys.stderr):
@@ -350,20 +335,23 @@ def _status(*, quiet: bool) -> Iterator[Callable[[str], None]]:
 def _print(result: RenderableType | dict[str, Any]) -> None:
     """Print a result to stdout: a document as JSON, anything else coloured on a terminal and plain elsewhere."""
     if isinstance(result, dict):
-        print_result(json.dumps(result, allow_nan=False), done=_DONE)
+        print_result(json.dumps(result, allow_nan=False))
         return
     if is_terminal(sys.stdout):
         Console().print(result)
     else:
         # rich would write escape codes to a file if FORCE_COLOR is set.
-        print_result(plain_text(result), done=_DONE)
+        print_result(plain_text(result))
 
 
-@contextmanager
-def _missing_as_exit_code() -> Iterator[None]:
+@contextlib.contextmanager
+def _missing_as_exit_code(context: click.Context) -> Iterator[None]:
     """Give a missing device, or one in exclusive use by another process, an exit code other than bad input."""
     try:
         yield
+    except RecipeError as error:
+        write_line("".join(traceback.format_exception(error.__cause__ or error)).rstrip())
+        raise
     except DeviceMissingError as error:
         reason = str(error)
     except RuntimeError as error:
@@ -374,4 +362,4 @@ def _missing_as_exit_code() -> Iterator[None]:
     else:
         return
     complain(f"error: {reason}")
-    raise typer.Exit(ExitCode.NO_DEVICE)
+    context.exit(ExitCode.NO_DEVICE)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import re
 import zlib
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from autoaccum._engine.dtensor import is_spread
-from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from autoaccum._system import safe_files
+from autoaccum._system import files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,7 +55,7 @@ class Reader(filesystem.FileSystemReader):
         Raises:
             pickle.UnpicklingError: The file contains anything else.
         """
-        found = _Unpickler(io.BytesIO(safe_files.read(self._folder / ".metadata", _MOST_BYTES))).load()
+        found = _Unpickler(io.BytesIO(files.read(self._folder / ".metadata", _MOST_BYTES))).load()
         if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
             raise pickle.UnpicklingError("it is none of a folder of tensors")
         for part in found.storage_data.values():

@@ -9,6 +9,7 @@ middle of theirs and cannot be reached any more: all have to end, and start agai
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,9 +33,6 @@ from autoaccum._loss.terms import in_full
 from autoaccum._oom import first_line, is_oom, is_too_large
 from autoaccum._sizing.fsdp_growth import Growth
 from autoaccum._sizing.planner import balanced
-from autoaccum._system import reason_file
-from autoaccum._system.exceptions import contextmanager
-from autoaccum._system.reason_file import OUT_OF_MEMORY, Reason
 from autoaccum.errors import InvalidInputError, StartAgainError
 
 if TYPE_CHECKING:
@@ -207,7 +205,6 @@ class ShardedDataParallel(DataParallel):
                 f"{first_line(error)}) while the others wait for it; every process has to be started again, as "
                 "torchrun does with --max-restarts, and goes on with smaller micro-batches if fit has a checkpoint="
             )
-            reason_file.write(Reason(OUT_OF_MEMORY, size, self.ranks.rank, text))
             raise StartAgainError(text, size) from error
         if is_of_the_network(error):
             raise gone(error) from error

@@ -14,6 +14,7 @@ import pickle
 import struct
 import sys
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,6 @@ from torch import distributed
 
 from autoaccum._memory.available_devices import existing
 from autoaccum._oom import first_line
-from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.launched import (
     is_to_be_set_up,
     local_rank,

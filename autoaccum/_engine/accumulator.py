@@ -21,7 +21,7 @@ from autoaccum._sizing.offline_search import Line
 from autoaccum._sizing.planner import plan
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system import exceptions, signals
-from autoaccum._system.environment import max_micro_batch
+from autoaccum._system.launched import max_micro_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

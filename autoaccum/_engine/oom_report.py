@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autoaccum._oom import first_line
-from autoaccum._system import safe_files
+from autoaccum._system import files
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class OomReport:
             lines += [f"{len(found)} tensors that Python holds take {total:,} bytes; the largest:"]
             lines += [f"{size:>18,} {text}" for size, text in sorted(found, reverse=True)[:_LARGEST]]
             path = self._folder.resolve() / f"oom-{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{os.getpid()}.txt"
-            safe_files.write(path, "\n".join([*lines, ""]).encode())
+            files.write(path, "\n".join([*lines, ""]).encode())
             if memory.device.type == "cuda":
                 torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))  # type: ignore[no-untyped-call]
         return path

@@ -43,6 +43,7 @@ from autoaccum._records import DeviceScalar, Plan, StepReport
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system import signals
 from autoaccum._system.notices import Notices
+from autoaccum._system.reason_file import writes_reason
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -342,6 +343,7 @@ class Runner(WindowRunner):
         DoesNotFitError: The model itself does not fit on the device.
     """
 
+    @writes_reason
     def __init__(
         self,
         model: nn.Module,
@@ -431,6 +433,7 @@ class Runner(WindowRunner):
         """The gradient noise scale in samples; None as long as it has not been, or cannot be, measured."""
         return None if self._noise is None else self._noise.samples
 
+    @writes_reason
     def step(self, window: Any, *others: Any) -> StepReport:
         """Make one update from one window.
 
@@ -475,6 +478,7 @@ class Runner(WindowRunner):
         assert report is not None
         return report
 
+    @writes_reason
     def evaluate(self, loader: Iterable[Any]) -> float:
         """Return the mean loss over a loader's samples, each counted once, without touching the training.
 

@@ -7,11 +7,10 @@ does. What the table does not know raises an error that says so, and a real step
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -8,6 +8,7 @@ PyTorch's sources, cited at each.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,6 @@ from autoaccum._estimate import cuda_kernels, cudnn_kernels
 from autoaccum._estimate.card_properties import CardAnswers
 from autoaccum._estimate.cudnn_recurrent import is_recurrent, recurrent
 from autoaccum._estimate.fake_backward import backward, backward_from, functions_heard
-from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

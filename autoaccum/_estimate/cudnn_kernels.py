@@ -29,12 +29,12 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autoaccum._estimate.workspace import Workspace
-from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

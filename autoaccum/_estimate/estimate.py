@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,6 @@ from autoaccum._estimate.trace import Traced
 from autoaccum._estimate.uncertainty import margin_for
 from autoaccum._loss.objective import Objective
 from autoaccum._memory.simulated import Simulated
-from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 

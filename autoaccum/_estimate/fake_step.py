@@ -6,7 +6,7 @@ optimizer updates.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,6 @@ from autoaccum._estimate.owners import Owners
 from autoaccum._estimate.tracer import Ledger
 from autoaccum._loss.loss_weights import Factors
 from autoaccum._loss.objective import Objective
-from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -8,12 +8,11 @@ numbers nodes in the order in which they are made, so it suffices to note at whi
 from __future__ import annotations
 
 from bisect import bisect_right
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules import module as hooks
-
-from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,8 @@
 """Loads "RECIPE.py:function", and returns the Job that the function returns.
 
-A recipe is the user's Python file. It is imported by path, so it needs no package, and can import its neighbours as
-under `python RECIPE.py`. An error in it keeps its traceback, as the cause of the error raised here.
+A recipe is the user's Python file. It is imported by path, and can import its neighbours as under `python RECIPE.py`.
+An error in it keeps its traceback, as the cause of the error raised here. An exit (`sys.exit`) in it is an error:
+otherwise `sys.exit(0)` would mean "it fits".
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._launch.job import Job
-from autoaccum._launch.recipe_exit_guard import exit_error, is_exit
-from autoaccum._system.exceptions import contextmanager
+from autoaccum._system.own_code import is_own_file
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import ModuleType, TracebackType
+    from types import ModuleType
 
 DEFAULT_FUNCTION = "job"
+
+
+class RecipeError(InvalidInputError):
+    """A recipe's own code raised or exited; the cause is what it raised."""
 
 
 def load_recipe(recipe: str) -> Job:
@@ -33,20 +37,16 @@ def load_recipe(recipe: str) -> Job:
             arguments and returns a `Job`.
 
     Raises:
-        InvalidInputError: There is no such file or function, it raised or exited (then the cause is what it raised),
-            or it did not return a Job.
+        InvalidInputError: There is no such file or function, or it did not return a Job.
+        RecipeError: It raised or exited.
     """
     path, name = _split(recipe)
-    # For the call too: the function may import its neighbours.
-    with _importable(path.parent):
-        module = _imported(path)
+    with _importable(path.parent):  # for the call too: the function may import its neighbours
+        with raises_told(f"the recipe {str(path)!r}"):
+            module = _imported(path)
         function = _function(module, name, path)
-        try:
+        with raises_told(f"{name}() of the recipe {str(path)!r}"):
             job = function()
-        except BaseException as error:
-            if not isinstance(error, Exception) and not is_exit(error):
-                raise
-            raise _recipe_error(f"{name}() of the recipe {str(path)!r}", error, path) from error
     if not isinstance(job, Job):
         raise InvalidInputError(
             f"{name}() of the recipe {str(path)!r} returned {type(job).__name__}; "
@@ -55,17 +55,23 @@ def load_recipe(recipe: str) -> Job:
     return job
 
 
-def check_recipe(recipe: str) -> str:
-    """Import a recipe without calling its function, which may be slow, and return it with its absolute path.
+@contextlib.contextmanager
+def raises_told(what: str) -> Iterator[None]:
+    """Turn an exception of a recipe's code, exits included, into an error that says where; Ctrl-C passes.
 
     Raises:
-        InvalidInputError: There is no such file or function, or the file raised or exited (then the cause is
-            what it raised).
+        RecipeError: The code raised.
     """
-    path, name = _split(recipe)
-    with _importable(path.parent):
-        _function(_imported(path), name, path)
-    return f"{path}:{name}"
+    try:
+        yield
+    except SystemExit as error:
+        raise RecipeError(f"{what} exited by sys.exit({error.code!r}); return, or raise an exception") from error
+    except Exception as error:
+        trace = error.__traceback__  # without our frames and the import system's
+        while trace is not None and (is_own_file(name := trace.tb_frame.f_code.co_filename) or name.startswith("<")):
+            trace = trace.tb_next
+        error.__traceback__ = trace
+        raise RecipeError(f"{what} raised {type(error).__name__}: {error}; correct the recipe") from error
 
 
 def _split(recipe: str) -> tuple[Path, str]:
@@ -83,85 +89,53 @@ def _split(recipe: str) -> tuple[Path, str]:
     return path.resolve(), name
 
 
-@contextmanager
+@contextlib.contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    entry = str(folder)
-    sys.path.insert(0, entry)
+    sys.path.insert(0, str(folder))
     try:
         yield
     finally:
-        # The recipe may have changed sys.path, so the entry may have moved.
-        with contextlib.suppress(ValueError):
-            sys.path.remove(entry)
+        with contextlib.suppress(ValueError):  # the recipe may have changed sys.path
+            sys.path.remove(str(folder))
 
 
 def _imported(path: Path) -> ModuleType:
-    # A recipe named torch.py must not become `torch` for later imports.
+    # A recipe named torch.py must not become `torch`. Its classes are pickled under this name for a loader's workers.
     name = f"autoaccum_recipe_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "there is a loader for .py"
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # The recipe's classes are pickled under this name for a loader's workers.
-    sys.modules[name] = module
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except BaseException as error:
+    except BaseException:
         del sys.modules[name]
-        if not isinstance(error, Exception) and not is_exit(error):
-            raise
-        raise _recipe_error(f"the recipe {str(path)!r}", error, path) from error
+        raise
     return module
 
 
 def _function(module: ModuleType, name: str, path: Path) -> Callable[[], Any]:
     function = getattr(module, name, None)
     if not callable(function):
-        there = _own_functions(module)
-        listed = ", ".join(f"{other}()" for other in there) or "none"
-        fit = [other for other in there if not _needed(getattr(module, other))]
-        remedy = f"{path.name}:{fit[0]}" if fit else f"a function {name}() that returns an autoaccum.Job"
+        there = [
+            other
+            for other, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__ and not other.startswith("_")
+        ]
         raise InvalidInputError(
-            f"the recipe {str(path)!r} has no function {name}(); its functions: {listed}; try {remedy}"
+            f"the recipe {str(path)!r} has no function {name}(); its functions: "
+            f"{', '.join(f'{other}()' for other in there) or 'none'}; name one ({path.name}:FUNCTION), or write "
+            f"a function {name}() that returns an autoaccum.Job"
         )
-    needed = _needed(function)
+    needed = [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}
+    ]
     if needed:
         raise InvalidInputError(
             f"{name}() of the recipe {str(path)!r} needs arguments ({', '.join(needed)}), "
             "but it is called without any; give them defaults"
         )
     return function  # type: ignore[no-any-return]
-
-
-def _needed(function: Callable[..., Any]) -> list[str]:
-    """Return the names of a function's required arguments."""
-    return [
-        parameter.name
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}
-    ]
-
-
-def _own_functions(module: ModuleType) -> list[str]:
-    return [
-        name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
-    ]
-
-
-def _recipe_error(what: str, error: BaseException, path: Path) -> InvalidInputError:
-    if is_exit(error):
-        made = exit_error(path, error)
-    else:
-        made = InvalidInputError(f"{what} raised {type(error).__name__}: {error}; correct the recipe")
-    # Only the recipe's frames: those before are the import system's and ours.
-    error.with_traceback(_from_file(error.__traceback__, path))
-    return made
-
-
-def _from_file(traceback: TracebackType | None, path: Path) -> TracebackType | None:
-    while traceback is not None and traceback.tb_frame.f_code.co_filename != str(path):
-        traceback = traceback.tb_next
-    return traceback

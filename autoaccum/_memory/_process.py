@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from autoaccum._memory import _glibc
 from autoaccum._system import signals
-from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
 try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -16,7 +17,6 @@ import torch
 from autoaccum._memory.base import MemoryBackend
 from autoaccum._memory.limits import format_bytes
 from autoaccum._records import MemoryReading
-from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,6 @@ import torch
 
 from autoaccum._memory import nvml
 from autoaccum._memory.accelerator import Accelerator
-from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

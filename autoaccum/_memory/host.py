@@ -17,6 +17,7 @@ import mmap
 import os
 import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import psutil
@@ -29,7 +30,6 @@ from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import first_line, is_oom
 from autoaccum._records import MemoryReading
 from autoaccum._system import signals
-from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import DeviceLostError, InvalidInputError
 
 try:

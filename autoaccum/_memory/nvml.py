@@ -7,13 +7,13 @@ hundreds of MiB of the card. If NVML is missing or fails, no cards and no values
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import psutil
 
 from autoaccum._records import Neighbour
-from autoaccum._system.exceptions import contextmanager
 
 try:
     import pynvml

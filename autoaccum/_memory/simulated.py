@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,6 @@ from autoaccum._memory.available_devices import existing
 from autoaccum._memory.base import MemoryBackend
 from autoaccum._memory.limits import format_bytes, parse_limit
 from autoaccum._records import MemoryReading
-from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -13,19 +13,19 @@ import altair as alt
 from autoaccum._estimate.moments import KINDS
 from autoaccum._memory.limits import format_bytes
 from autoaccum._report.curves import apart, picture_of, some_of, unit_of
+from autoaccum._report.drawing import KIND_COLOURS, LIGHT, LINES, ON_KIND, clean, drawn, said
 from autoaccum._report.module_tree import cells_of
 from autoaccum._report.records import DOES_NOT_FIT, FITS, TIGHT
 from autoaccum._report.wording import format_seconds, places_of
-from autoaccum._system.drawing import KIND_COLOURS, LIGHT, LINES, ON_KIND, clean, drawn, said
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from autoaccum._estimate.moments import Moment, StepMemory
     from autoaccum._report.curves import Line, Picture
+    from autoaccum._report.drawing import Drawing
     from autoaccum._report.records import Findings
     from autoaccum._report.wording import Place
-    from autoaccum._system.drawing import Drawing
 
 # In pixels.
 _WIDTH, _ROW, _HEIGHT, _LINE = 620, 46, 300, 16

@@ -12,6 +12,7 @@ from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING
 
+from autoaccum._report.html_page import article_of, document_of, figure_of, header_of, lacking_of
 from autoaccum._report.records import DOES_NOT_FIT, FITS, TIGHT
 from autoaccum._report.wording import (
     alive_of,
@@ -22,15 +23,14 @@ from autoaccum._report.wording import (
     title_of,
     verdicts_of,
 )
-from autoaccum._system.html_page import article_of, document_of, figure_of, header_of, lacking_of
 from autoaccum._system.own_distribution import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from autoaccum._report.drawing import Drawing
     from autoaccum._report.records import Findings
     from autoaccum._report.wording import Section
-    from autoaccum._system.drawing import Drawing
 
 # A class of the style, and the answer as text.
 _ANSWERS = {FITS: ("fits", "fits"), TIGHT: ("tight", "is tight"), DOES_NOT_FIT: ("fails", "does not fit")}
@@ -77,8 +77,7 @@ def _drawings(report: Findings) -> tuple[list[Drawing] | None, str]:
     """Return the pictures and their style; None where the extra is not installed."""
     # Here, because Altair is slow to import and few need it.
     try:
-        from autoaccum._report import charts  # noqa: PLC0415
-        from autoaccum._system import drawing  # noqa: PLC0415
+        from autoaccum._report import charts, drawing  # noqa: PLC0415
     except ImportError:
         return None, ""
     return list(charts.charts_of(report)), drawing.style_of(".autoaccum svg")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autoaccum._system.user_files import beside
+from autoaccum._system.files import beside
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -39,12 +39,11 @@ def _library_for(path: Path) -> tuple[ModuleType, ModuleType]:
     """Return the modules that draw."""
     try:
         # Here, because Altair is slow to import and few need it.
-        from autoaccum._report import charts  # noqa: PLC0415
-        from autoaccum._system import drawing  # noqa: PLC0415
+        from autoaccum._report import charts, drawing  # noqa: PLC0415
     except ImportError as error:
         raise InvalidInputError(
             f"a plot needs Altair and vl-convert, and {error.name} is not installed; "
-            "pip install 'autoaccum[report]', or use --html, whose tables need neither"
+            "pip install altair vl-convert-python, or use --html, whose tables need neither"
         ) from error
     if _suffix(path) not in drawing.FORMATS:
         raise InvalidInputError(

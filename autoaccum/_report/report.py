@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._arguments import check_path
 from autoaccum._report import document, page, plotting, table
 from autoaccum._report.records import Findings
-from autoaccum._system.user_files import beside
+from autoaccum._system.files import beside
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -44,7 +44,7 @@ class Report(Findings):
     def to_html(self) -> str:
         """Return the report as one self-contained page: pictures and tables, in the reader's light or dark setting.
 
-        Pictures require `pip install 'autoaccum[report]'`; without it, the page has its tables, and says so.
+        Pictures require `pip install altair vl-convert-python`; without it, the page has its tables, and says so.
         """
         return page.page_of(self)
 

@@ -14,10 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import platformdirs
-
 from autoaccum._oom import first_line
-from autoaccum._system import safe_files
+from autoaccum._system import files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,7 +65,9 @@ class Remembered:
 def folder_of_plans() -> Path | None:
     """Return the folder named by AUTOACCUM_CACHE_DIR, by default in the user's cache directory; None if it is empty."""
     named = os.environ.get("AUTOACCUM_CACHE_DIR")
-    return platformdirs.user_cache_path("autoaccum") if named is None else Path(named) if named else None
+    if named is None:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "autoaccum"
+    return Path(named) if named else None
 
 
 class PlanCache:
@@ -87,7 +87,7 @@ class PlanCache:
             return None
         try:
             path = _path(self._folder, key)
-            remembered = _understood(json.loads(safe_files.read(path, _MOST_BYTES))["found"], key.target_batch)
+            remembered = _understood(json.loads(files.read(path, _MOST_BYTES))["found"], key.target_batch)
         except Exception:  # noqa: BLE001 - missing, damaged or foreign: sizes are searched for as without it
             return None
         with contextlib.suppress(OSError):  # of a read-only folder
@@ -110,7 +110,7 @@ class PlanCache:
             path = _path(self._folder, key)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             data = json.dumps({"about": dict(key.about), "found": asdict(remembered)}, indent=1)
-            safe_files.write(path, f"{data}\n".encode(), mode=0o600)
+            files.write(path, f"{data}\n".encode(), mode=0o600)
         except Exception as error:  # noqa: BLE001 - a full disk, a name that cannot be one, a ~ of a user without a home
             reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
             self._notices.say(

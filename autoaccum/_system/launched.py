@@ -1,18 +1,63 @@
-"""Reads rank and world size from the launcher's variables, before a process group exists."""
+"""Reads what a launcher or `autoaccum run` has put into environment variables, before a process group exists."""
 
 from __future__ import annotations
 
 import os
-
-from torch import distributed
+from typing import TYPE_CHECKING
 
 from autoaccum.errors import InvalidInputError
 
-# Variables set by torchrun and needed by torch.distributed.
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import ModuleType
+
+# Set by `autoaccum run` for its command, beside AUTOACCUM_MICRO_BATCH and the other numbers of `Sizes`.
+MAX_MICRO_BATCH = "AUTOACCUM_MAX_MICRO_BATCH"
+ATTEMPT = "AUTOACCUM_ATTEMPT"
+REASON_FILE = "AUTOACCUM_REASON_FILE"
+# Set by torchrun and needed by torch.distributed.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_TIMEOUT = "AUTOACCUM_RANK_TIMEOUT_S"
+# No number here has this many digits; `int` rejects thousands of digits with its own error.
+_MOST_DIGITS = 18
 # torch.distributed's default timeout for Gloo.
 _TIMEOUT_S = 1800.0
+
+
+def max_micro_batch(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return the most samples that `autoaccum run` allows on one device at once; None if there is no such cap."""
+    return positive_int(MAX_MICRO_BATCH, environment)
+
+
+def positive_int(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return a variable that holds a whole number of at least 1; None if it is not set.
+
+    Raises:
+        InvalidInputError: It has another value.
+    """
+    text = environment.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and int(text) >= 1):
+        raise InvalidInputError(
+            f"the environment variable {name}={text!r} is not a whole number of at least 1; set it to one, or unset it"
+        )
+    return int(text)
+
+
+def seconds(name: str, default: float, most: float) -> float:
+    """Return a variable that holds a number of seconds above 0.
+
+    Raises:
+        InvalidInputError: It has another value.
+    """
+    text = os.environ.get(name, "")
+    try:
+        found = float(text) if text else default
+    except ValueError:
+        found = 0.0
+    if not 0.0 < found <= most:
+        raise InvalidInputError(f"{name}={text!r} must be a number of seconds, at most {most:.0f}; or unset it")
+    return found
 
 
 def world_size() -> int:
@@ -21,8 +66,8 @@ def world_size() -> int:
     Raises:
         InvalidInputError: Only some of the variables are set.
     """
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size()
+    if _torch_distributed().is_available() and _torch_distributed().is_initialized():
+        return int(_torch_distributed().get_world_size())
     return _number("WORLD_SIZE") if is_to_be_set_up() else 1
 
 
@@ -32,8 +77,8 @@ def own_rank() -> int:
     Raises:
         InvalidInputError: Only some of torchrun's variables are set.
     """
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank()
+    if _torch_distributed().is_available() and _torch_distributed().is_initialized():
+        return int(_torch_distributed().get_rank())
     return _number("RANK") if is_to_be_set_up() else 0
 
 
@@ -43,19 +88,8 @@ def local_rank() -> int:
 
 
 def timeout_s() -> float:
-    """Return how long ranks wait for each other.
-
-    Raises:
-        InvalidInputError: The variable AUTOACCUM_RANK_TIMEOUT_S is not a positive number.
-    """
-    text = os.environ.get(_TIMEOUT, "")
-    try:
-        seconds = float(text) if text else _TIMEOUT_S
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0.0:
-        raise InvalidInputError(f"{_TIMEOUT}={text!r} must be a positive number of seconds; set it to one, or unset it")
-    return seconds
+    """Return how long ranks wait for each other."""
+    return seconds("AUTOACCUM_RANK_TIMEOUT_S", _TIMEOUT_S, most=float("inf"))
 
 
 def is_to_be_set_up() -> bool:
@@ -64,7 +98,7 @@ def is_to_be_set_up() -> bool:
     Raises:
         InvalidInputError: torchrun's variables are half set.
     """
-    if not distributed.is_available() or distributed.is_initialized():
+    if not _torch_distributed().is_available() or _torch_distributed().is_initialized():
         return False
     found = [name for name in VARIABLES if os.environ.get(name)]
     if "RANK" not in found or "WORLD_SIZE" not in found:
@@ -78,6 +112,12 @@ def is_to_be_set_up() -> bool:
     if not rank < size:
         raise InvalidInputError(f"RANK={rank} must be less than WORLD_SIZE={size}; start every process by torchrun")
     return size > 1
+
+
+def _torch_distributed() -> ModuleType:
+    from torch import distributed  # noqa: PLC0415 - `autoaccum run` starts without torch
+
+    return distributed
 
 
 def _is_above_one(text: str) -> bool:

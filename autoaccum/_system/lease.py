@@ -21,22 +21,22 @@ import contextlib
 import errno
 import json
 import os
+import platform
+import random
 import re
 import secrets
 import threading
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
-from autoaccum._system import signals
-from autoaccum._system.process import ProcessIdentity
-from autoaccum.errors import CheckpointError, CheckpointInUseError, InvalidInputError
+from autoaccum._system import launched, signals
+from autoaccum.errors import CheckpointError, CheckpointInUseError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Mapping
 
-_VARIABLE = "AUTOACCUM_LEASE_S"
 # Many times as long as a holder may be blocked, by other threads or its file server.
 _LEASE_S = 60.0
 _MOST_S = 86_400.0
@@ -55,12 +55,93 @@ _PAUSES_S = (0.1, 0.5, 1.0)
 # The renewing thread's stack counts as memory of this process, and is 8 MiB by default.
 _STACK_BYTES = 1 << 20
 
+_PROC = Path("/proc")
+# Fields of /proc/PID/stat, counted after the name in parentheses (proc(5)): state, and start in ticks since boot.
+_STATE, _START = 0, 19
+_ENDED = (b"Z", b"X")
+_NAME_CHARS = 253  # RFC 1123
+
+
 # Windows has none of these.
 _CLOSED_FOR_CHILDREN = getattr(os, "O_CLOEXEC", 0)
 _NOT_THROUGH_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | _CLOSED_FOR_CHILDREN
 
 # The leases held by this process, by pid (to exclude forks) and token.
 _held: set[tuple[int, str]] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """A process of a machine, so that another one, perhaps on another machine, can tell whether it still runs.
+
+    A pid alone is not enough: pids are reused, and differ between containers. A process counts as alive unless it has
+    certainly ended. Linux only; elsewhere no process is ever known to have ended.
+
+    Attributes:
+        host: The machine's name, for display.
+        pid: The process's pid.
+        boot: The ID of the machine's boot; "" if unknown.
+        namespace: The pid namespace, in which alone the pid is valid; 0 if unknown.
+        start: The start time of the process in ticks since boot; 0 if unknown.
+    """
+
+    host: str
+    pid: int
+    boot: str = ""
+    namespace: int = 0
+    start: int = 0
+
+    @classmethod
+    def own(cls) -> Self:
+        """Return the identity of this process."""
+        boot, namespace = _where()
+        found = _state_and_start(os.getpid())
+        return cls(platform.node(), os.getpid(), boot, namespace, 0 if found is None else found[1])
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self | None:
+        """Return the identity with fields from `asdict`; None if they are not valid."""
+        host, pid, boot, namespace, start = (fields.get(name) for name in cls.__slots__)
+        numbers_are_right = all(type(one) is int and 0 <= one < 1 << 63 for one in (pid, namespace, start))
+        if not (isinstance(host, str) and isinstance(boot, str) and numbers_are_right and 0 < pid < 1 << 31):  # type: ignore[operator]
+            return None
+        readable = "".join(char if char.isprintable() else "?" for char in host[:_NAME_CHARS])
+        return cls(readable, pid, boot, namespace, start)  # type: ignore[arg-type]
+
+    def is_this_process(self) -> bool:
+        """Whether this is certainly the current process."""
+        return bool(self.boot and self.namespace and self.start) and self == ProcessIdentity.own()
+
+    def is_gone(self) -> bool:
+        """Whether the process has certainly ended: it was on this machine, and no longer exists."""
+        if not (self.boot and self.namespace and self.start) or (self.boot, self.namespace) != _where():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            pass  # another user's process: it exists, though /proc may hide it
+        found = _state_and_start(self.pid)
+        return found is not None and (found[0] in _ENDED or found[1] != self.start)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def _where() -> tuple[str, int]:
+    """Return the boot ID and pid namespace that pids are valid in; ("", 0) if unknown."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return boot, (_PROC / "self/ns/pid").stat().st_ino
+    return "", 0
+
+
+def _state_and_start(pid: int) -> tuple[bytes, int] | None:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+        return fields[_STATE], int(fields[_START])
+    return None
 
 
 @dataclass(slots=True)
@@ -87,7 +168,7 @@ class Lease:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._seconds = _seconds()
+        self._seconds = launched.seconds("AUTOACCUM_LEASE_S", _LEASE_S, _MOST_S)
         self._identity = ProcessIdentity.own()
         self._token = secrets.token_hex(16)
         self._path: Path | None = None
@@ -127,7 +208,7 @@ class Lease:
                         f"the checkpoint folder {self._folder} is in use by {holder}; waiting until it ends or has "
                         f"not renewed its lease for {self._seconds:g} s"
                     )
-            yield self._pause_s
+            yield self._pause_s * random.uniform(0.5, 1.5)  # noqa: S311 - so that two do not back off in step
 
     def _attempt(self, say: Callable[[str], None]) -> str | None:
         """Take the lease, or return its holder; "" if another process came at the same time."""
@@ -341,17 +422,6 @@ class Lease:
         # Constant length, so that rewriting needs no space on a full disk.
         fields = {"token": self._token, "renewals": f"{self._renewals:012d}", "lease_s": self._seconds}
         return (json.dumps(asdict(self._identity) | fields) + "\n").encode()
-
-
-def _seconds() -> float:
-    text = os.environ.get(_VARIABLE, "")
-    try:
-        seconds = float(text) if text else _LEASE_S
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds <= _MOST_S:
-        raise InvalidInputError(f"{_VARIABLE}={text!r} must be a number of seconds, at most {_MOST_S:.0f}; or unset it")
-    return seconds
 
 
 def _write_all(file: int, content: bytes) -> None:

@@ -1,18 +1,14 @@
 """Writes lines to stderr, and drops those that cannot be written: output errors never end a training.
 
-The reader of a pipe may have exited, the disk of a log may be full, or stderr closed. The next line that can be written
-reports how many were dropped.
+The reader of a pipe may have exited, the disk of a log may be full, or stderr closed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import sys
 from typing import Any, TextIO
-
-_dropped = 0
 
 
 def write_line(text: str, file: TextIO | None = None) -> bool:
@@ -22,21 +18,15 @@ def write_line(text: str, file: TextIO | None = None) -> bool:
         text: The line.
         file: The stream; None for the current `sys.stderr`, which can itself be None.
     """
-    global _dropped  # noqa: PLW0603 - stderr is the process's
     stream = sys.stderr if file is None else file
     if stream is None:
         return False
-    missing = f"autoaccum: {_dropped} lines before this one could not be written\n" if _dropped and file is None else ""
     try:
-        stream.write(f"{missing}{text}\n")
+        stream.write(f"{text}\n")
         stream.flush()
     except (OSError, ValueError):  # ValueError: a closed file, or a character missing in its encoding
         drop_pending(stream)
-        if file is None:
-            _dropped += 1
         return False
-    if file is None:
-        _dropped = 0
     return True
 
 
@@ -45,32 +35,19 @@ def drop_pending(stream: Any) -> None:
 
     A buffer can only be emptied by writing it, so the descriptor temporarily points to the null device.
     """
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        descriptor = stream.fileno()
-        null = os.open(os.devnull, os.O_WRONLY)
+    with contextlib.suppress(OSError, ValueError, AttributeError), open(os.devnull, "wb") as null:  # noqa: PTH123
+        descriptor, kept = stream.fileno(), None
+        with contextlib.suppress(OSError):
+            kept = os.dup(descriptor)
+        os.dup2(null.fileno(), descriptor)
         try:
-            kept = _duplicate(descriptor)
-            os.dup2(null, descriptor)
-            try:
-                stream.flush()
-            finally:
-                if kept is not None:
-                    os.dup2(kept, descriptor)
-                    os.close(kept)
-                else:
-                    os.close(descriptor)
+            stream.flush()
         finally:
-            os.close(null)
-
-
-def _duplicate(descriptor: int) -> int | None:
-    """Return a duplicate of a descriptor; None if it is closed."""
-    try:
-        return os.dup(descriptor)
-    except OSError as error:
-        if error.errno != errno.EBADF:
-            raise
-        return None
+            if kept is None:  # it was closed
+                os.close(descriptor)
+            else:
+                os.dup2(kept, descriptor)
+                os.close(kept)
 
 
 class Dropping:
@@ -85,20 +62,12 @@ class Dropping:
 
     def write(self, text: str) -> int:
         """Write the text, or drop it."""
-        if self._stream is not None:
-            try:
-                self._stream.write(text)
-            except (OSError, ValueError):
-                drop_pending(self._stream)
+        self._try("write", text)
         return len(text)
 
     def flush(self) -> None:
         """Flush the stream, or drop its buffer."""
-        if self._stream is not None:
-            try:
-                self._stream.flush()
-            except (OSError, ValueError):
-                drop_pending(self._stream)
+        self._try("flush")
 
     def isatty(self) -> bool:
         """Whether the stream is a terminal."""
@@ -114,6 +83,13 @@ class Dropping:
     def encoding(self) -> str:
         """The stream's encoding."""
         return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def _try(self, name: str, *arguments: str) -> None:
+        if self._stream is not None:
+            try:
+                getattr(self._stream, name)(*arguments)
+            except (OSError, ValueError):
+                drop_pending(self._stream)
 
 
 def is_terminal(stream: Any) -> bool:
@@ -134,10 +110,7 @@ def stand_in_for_closed() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != descriptor:
-                os.dup2(null, descriptor)
-                os.close(null)
+            os.open(os.devnull, os.O_RDWR)  # which gets the lowest descriptor that is free: this one
             setattr(sys, name, None)
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - for the life of the process

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,15 +14,8 @@ _NAME = __name__.partition(".")[0]
 _MARK = "CALLS_USER_CODE"
 
 
-def _folder() -> str:
-    spec = importlib.util.find_spec(_NAME)
-    if spec is None or spec.origin is None:
-        raise AssertionError(f"{_NAME} runs from no file")
-    return str(Path(spec.origin).parent)
-
-
 # The folder of the package.
-FOLDER = _folder()
+FOLDER = str(Path(__file__).parents[1])
 
 
 def is_own_file(name: str) -> bool:

@@ -1,21 +1,31 @@
-"""Passes the reason why a process ended to `autoaccum run` in a file, since launchers convert all exit codes to 1.
+"""Tells `autoaccum run` why a process ended, or what it does, in a file: launchers turn all exit codes into 1.
 
-The wrapper names the file in AUTOACCUM_REASON_FILE; a process writes it just before it ends. Neither side raises errors
-about the file: without it the wrapper has only the exit code.
+The wrapper names the file in AUTOACCUM_REASON_FILE. Neither side raises errors about it: without the file the wrapper
+has the exit code and stderr.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from autoaccum._system import safe_files
-from autoaccum._system.environment import REASON_FILE
+from autoaccum._system import files
+from autoaccum._system.launched import REASON_FILE
+from autoaccum.errors import DoesNotFitError, StartAgainError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 OUT_OF_MEMORY = "out_of_memory"
-# Files written by `write` have some hundred bytes; longer messages are truncated.
+# No reason, but the size at work, for the case that the process is killed.
+RUNNING = "running"
 _MOST_BYTES = 1 << 16
 _MESSAGE_CHARS = 2000
 
@@ -25,8 +35,8 @@ class Reason:
     """Why a process ended.
 
     Attributes:
-        reason: `OUT_OF_MEMORY`; the wrapper ignores any other value.
-        micro_batch: Samples in the current micro-batch; None if unknown.
+        reason: `OUT_OF_MEMORY`, `RUNNING` (it did not say), or the process's own word: then it is not restarted.
+        micro_batch: Samples in the largest micro-batch; None if unknown.
         rank: The rank that wrote it; None outside a distributed job.
         message: A human-readable message.
     """
@@ -37,41 +47,63 @@ class Reason:
     message: str = ""
 
 
-def write(reason: Reason) -> bool:
-    """Write a reason for the wrapper; return False if there is no wrapper.
-
-    Lack of memory replaces any earlier reason, since other ranks fail only because of it. Other reasons are written
-    only if there is none yet.
-    """
+def write(reason: Reason) -> None:
+    """Write a reason, if there is a wrapper. Lack of memory stays: other ranks fail only because of it."""
     named = os.environ.get(REASON_FILE)
     if not named:
-        return False
-    content = asdict(reason) | {"message": reason.message[:_MESSAGE_CHARS]}
-    data = json.dumps(content).encode() + b"\n"
+        return
+    path = Path(named)
+    if reason.reason != OUT_OF_MEMORY:
+        earlier = read(path)
+        if earlier is not None and earlier.reason == OUT_OF_MEMORY:
+            return
     try:
-        safe_files.write(Path(named), data, overwrites=reason.reason == OUT_OF_MEMORY)
-    except FileExistsError:
-        return True
-    except OSError:
-        return False
-    return True
+        files.write(path, json.dumps(asdict(reason) | {"message": reason.message[:_MESSAGE_CHARS]}).encode())
+    except OSError:  # a rank on another node, say
+        return
 
 
 def read(path: Path) -> Reason | None:
     """Return the reason in a file; None if there is none, or the content is not valid."""
     try:
-        content = json.loads(safe_files.read(path, _MOST_BYTES))
+        content = json.loads(files.read(path, _MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(content, dict) or not isinstance(content.get("reason"), str):
         return None
-    message = content.get("message")
     return Reason(
         content["reason"],
         _whole(content.get("micro_batch"), least=1),
         _whole(content.get("rank"), least=0),
-        message[:_MESSAGE_CHARS] if isinstance(message, str) else "",
+        str(content.get("message", ""))[:_MESSAGE_CHARS],
     )
+
+
+def writes_reason(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Make a public function write the reason file when an out-of-memory error leaves it.
+
+    Inside the library such an error may be caught, and a way round it found; so it is not written where it is raised.
+    """
+
+    @functools.wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if isinstance(error, StartAgainError):
+                _write_lack(error, error.micro_batch)
+            elif isinstance(error, DoesNotFitError):
+                _write_lack(error, 1)  # nothing smaller would help
+            elif isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+                _write_lack(error, None)
+            raise
+
+    return called
+
+
+def _write_lack(error: Exception, micro_batch: int | None) -> None:
+    rank = os.environ.get("RANK", "")
+    write(Reason(OUT_OF_MEMORY, micro_batch, int(rank) if rank.isdigit() else None, str(error)))
 
 
 def _whole(value: object, *, least: int) -> int | None:

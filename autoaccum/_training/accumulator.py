@@ -26,6 +26,7 @@ from autoaccum._sizing.cache import PlanCache
 from autoaccum._sizing.cache_entry import CacheEntry
 from autoaccum._sizing.job_key import key_of
 from autoaccum._system.notices import Notices
+from autoaccum._system.reason_file import writes_reason
 from autoaccum.errors import InvalidInputError, RankFailedError
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class Accumulator:
         DoesNotFitError: The model itself does not fit on the device.
     """
 
+    @writes_reason
     def __init__(
         self,
         model: nn.Module,
@@ -200,6 +202,7 @@ class Accumulator:
         """What saves memory in the next batch, by names of the argument `memory`."""
         return self._savings.names
 
+    @writes_reason
     def backward(self, batch: Any, *others: Any, keep: str | None = None) -> BackwardReport:
         """Add the gradient of a batch to `.grad`, as one backward pass of the whole batch would.
 

@@ -25,9 +25,9 @@ from autoaccum._engine.options import Options
 from autoaccum._engine.savings import Savings
 from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.cache import PlanCache
-from autoaccum._system.environment import MAX_MICRO_BATCH, max_micro_batch
-from autoaccum._system.launched import own_rank
+from autoaccum._system.launched import MAX_MICRO_BATCH, max_micro_batch, own_rank
 from autoaccum._system.notices import Notices
+from autoaccum._system.reason_file import writes_reason
 from autoaccum._training.checkpoint_schedule import check_saving, saver_for
 from autoaccum._training.console import OtherRank, progress_for
 from autoaccum._training.first_plan import Finding
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 _SEEDS = (-(2**63), 2**64 - 1)
 
 
+@writes_reason
 def fit(
     model: nn.Module,
     loader: Iterable[Any],

@@ -14,14 +14,14 @@ import pickle
 import re
 import shutil
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
 from autoaccum._distributed import dcp
 from autoaccum._oom import first_line
-from autoaccum._system import safe_files
-from autoaccum._system.exceptions import contextmanager
+from autoaccum._system import files
 from autoaccum._training import file_digest
 from autoaccum._training.packing import PackingError, packed, unpacked
 from autoaccum.errors import CheckpointError, InvalidInputError
@@ -85,7 +85,7 @@ class Storage:
     def tidy(self) -> None:
         """Remove the unfinished files of killed writers; one that is only suspended then fails at its rename."""
         self.guard()
-        for path in self.folder.glob(f"step-*{safe_files.UNFINISHED}"):
+        for path in self.folder.glob(f"step-*{files.UNFINISHED}"):
             if not path.is_dir():  # which no writer leaves
                 path.unlink(missing_ok=True)
 
@@ -98,7 +98,7 @@ class Storage:
         needed = set()
         for path in self.found():
             with contextlib.suppress(Exception):  # one that cannot be read has none
-                safe_files.open_regular(path, follows=True).close()
+                files.open_regular(path, follows=True).close()
                 needed.add(_load(path, mmap=True)[SHARDS][0])
         others = [path for path in self.folder.iterdir() if _OF_SHARDS.fullmatch(path.name)]
         self.guard()  # after they were listed: none of them is of another process that has come since
@@ -159,7 +159,7 @@ class Storage:
             CheckpointError: It could not be written, or what it is to hold could not be loaded again.
         """
         path = self.folder / f"step-{step:08d}.pt"
-        writing = safe_files.replacing(path, flushes_rename=True, before_rename=self.guard)
+        writing = files.replacing(path, flushes_rename=True, before_rename=self.guard)
         with _explained(path, self.guard), writing as unfinished:
             with unfinished.open("r+b") as file:
                 with file_digest.sealing(file) as sealed:
@@ -269,12 +269,12 @@ def _cannot_be_kept(reason: str) -> CheckpointError:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with safe_files.open_regular(path, follows=True) as file:
+        with files.open_regular(path, follows=True) as file:
             if not file_digest.check(file):
                 raise _DamagedError("its checksum is missing: it is cut short, or of another program")
             file.seek(0)
             content = _loaded(file, path)
-    except (file_digest.BrokenSealError, safe_files.NotRegularError) as error:
+    except (file_digest.BrokenSealError, files.NotRegularError) as error:
         raise _DamagedError(str(error)) from error
     except OSError as error:
         raise CheckpointError(
@@ -284,8 +284,8 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise not_ours(path)
     if content.get(SHARDS) is not None:
-        name, files = _named_shards(content[SHARDS], path)
-        wrong = dcp.damage(path.parent / name, files)
+        name, further = _named_shards(content[SHARDS], path)
+        wrong = dcp.damage(path.parent / name, further)
         if wrong is not None:
             raise _DamagedError(wrong)
     return content

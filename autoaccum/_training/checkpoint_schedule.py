@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._arguments import check_path, check_positive_int, check_positive_number, is_one_of, shown
-from autoaccum._system import safe_files
+from autoaccum._system import files
 from autoaccum._system.lease import Lease
 from autoaccum._training.checkpoint_files import Storage
 from autoaccum.errors import CheckpointError, InvalidInputError
@@ -130,7 +130,7 @@ class Saver:
     def note_lack(self, micro_batch: int, message: str) -> None:
         """Record for the next attempt that so many samples at once did not fit, since this process cannot go on."""
         content = {"micro_batch": micro_batch, "message": message}
-        with safe_files.replacing(self._lack, before_rename=self.check_folder) as unfinished:
+        with files.replacing(self._lack, before_rename=self.check_folder) as unfinished:
             unfinished.write_text(json.dumps(content) + "\n")
 
     def cap(self, notices: Notices) -> int | None:
@@ -138,7 +138,7 @@ class Saver:
         if self._resume is False:
             return None
         try:
-            size = json.loads(safe_files.read(self._lack, _MOST_NOTED_BYTES))["micro_batch"]
+            size = json.loads(files.read(self._lack, _MOST_NOTED_BYTES))["micro_batch"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         if type(size) is not int or not 0 < size <= _MOST_SAMPLES:  # nothing that `note_lack` has written

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from autoaccum._data.loader_state import Position
 from autoaccum._records import SAMPLES, TOKENS
-from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
@@ -24,7 +25,6 @@ from autoaccum._engine.noise_scale import rounded
 from autoaccum._memory.limits import format_bytes
 from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.planner import format_cut
-from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.output import Dropping, is_terminal, write_line
 from autoaccum._training.summary import advice_on, cut_at_end, cut_of, of_capacity, rows_of
 from autoaccum.errors import InvalidInputError

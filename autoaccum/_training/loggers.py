@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from contextlib import contextmanager
 from os import SEEK_END
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ from autoaccum._arguments import check_path
 from autoaccum._callbacks import Callback
 from autoaccum._json import evaluation_record, finite, oom_record, plan_record, probe_record, step_record, trial_record
 from autoaccum._oom import first_line
-from autoaccum._system.exceptions import contextmanager
 from autoaccum._system.output import write_line
 from autoaccum.errors import InvalidInputError
 
@@ -360,6 +360,6 @@ def _summary_writer() -> Callable[..., Any]:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
     except ImportError as error:
         raise InvalidInputError(
-            'TensorBoardLog needs TensorBoard, which is not installed; pip install "autoaccum[tensorboard]"'
+            "TensorBoardLog needs TensorBoard, which is not installed; pip install tensorboard"
         ) from error
     return SummaryWriter

@@ -11,6 +11,7 @@ from autoaccum._engine.events import Events
 from autoaccum._engine.runner import WindowRunner
 from autoaccum._engine.savings import AVOIDABLE
 from autoaccum._sizing.sizing import Cutting, Sizing
+from autoaccum._system.reason_file import RUNNING, Reason, write
 from autoaccum._training.checkpoint_contents import Kept
 
 if TYPE_CHECKING:
@@ -44,8 +45,13 @@ class _Noting(Callback):
     def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
         """Record the plan, and what a probe found for the next run."""
         self.plans.append((step, plan))
+        write(Reason(RUNNING, plan.micro_batch))  # if the kernel kills this process, `autoaccum run` halves that
         if probe is not None:
             self._finding.keep(probe)
+
+    def on_trial(self, trial: Trial) -> None:
+        """Tell `autoaccum run` how large the next trial may be."""
+        write(Reason(RUNNING, trial.size * 2 if trial.fits else trial.size))
 
     def on_oom(self, event: MemoryEvent, *, step: int) -> None:  # noqa: ARG002 - as the base has it
         """Delete the cached plan, which does not fit."""

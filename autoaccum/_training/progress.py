@@ -7,6 +7,7 @@ checkpoint holds this state, and a resumed run begins from it.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ from autoaccum._data.loader_state import Track
 from autoaccum._data.splits import is_default
 from autoaccum._engine import update_complete
 from autoaccum._records import SAMPLES
-from autoaccum._system.exceptions import contextmanager
 from autoaccum._training.checkpoint_contents import Moment, Stopped
 from autoaccum.errors import InvalidInputError
 

@@ -7,13 +7,13 @@ calls for parts that were completed count.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from autoaccum._system.exceptions import contextmanager
 from autoaccum.integrations._joined_parts import mean
 from autoaccum.integrations._metric_values import MetricValues
 

@@ -11,6 +11,7 @@ from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.step_limit import Outside, StepLimit
 from autoaccum._system.notices import Notices
+from autoaccum._system.reason_file import writes_reason
 from autoaccum.integrations._held_logs import HeldLogs
 from autoaccum.integrations._joined_parts import Weights, joined
 
@@ -52,6 +53,7 @@ class Evaluating:
         self._parts: dict[tuple[str, tuple[Any, ...]], PartsThatFit] = {}
         self.objective: Objective | None = None
 
+    @writes_reason
     def run(self, name: str, batch: Any, *further: Any) -> Any:
         """Return what the module's step returns for a batch.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from autoaccum._engine.options import Options
 from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.closures import Closure
-from autoaccum._system.exceptions import contextmanager
+from autoaccum._system.reason_file import writes_reason
 from autoaccum.integrations._joined_parts import Weights, mean
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class EvaluationInParts:
         self._model: nn.Module | None = None
         self._weights = _LossWeights(trainer, metrics, split, notices)
 
+    @writes_reason
     def run(self, step: Callable[[Mapping[str, Any]], _Predicted], inputs: Mapping[str, Any]) -> _Predicted:
         """Return what a step returns for a batch.
 

@@ -15,6 +15,7 @@ The loader's batch is the batch of an update, of this process. Everything else s
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autoaccum._arguments import shown
 from autoaccum._engine.options import Options
-from autoaccum._system.exceptions import contextmanager
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
 from autoaccum.integrations._own_autocast import tell_of_autocast

@@ -39,3 +39,7 @@ def job(target_batch: int = 8) -> autoaccum.Job:
         forward=forward,
         split=autoaccum.Along(0),
     )
+
+
+if __name__ == "__main__":
+    autoaccum.fit(**job().arguments)

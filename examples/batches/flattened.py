@@ -42,3 +42,7 @@ def job(target_batch: int = 8) -> autoaccum.Job:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         split=autoaccum.ListOfSamples(DataCollatorWithFlattening(), weight=predicted),
     )
+
+
+if __name__ == "__main__":
+    autoaccum.fit(**job().arguments)

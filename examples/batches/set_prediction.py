@@ -85,3 +85,7 @@ def job(target_batch: int = 8) -> autoaccum.Job:
         forward=lambda model, batch: model(batch["images"]),
         split=autoaccum.ListOfSamples(collate),
     )
+
+
+if __name__ == "__main__":
+    autoaccum.fit(**job().arguments)

@@ -59,3 +59,7 @@ def job(target_batch: int = 8) -> autoaccum.Job:
         forward=lambda model, batch: model(batch["frames"]),
         split=autoaccum.ListOfSamples(collate),
     )
+
+
+if __name__ == "__main__":
+    autoaccum.fit(**job().arguments)

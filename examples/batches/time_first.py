@@ -40,3 +40,7 @@ def job(target_batch: int = 8) -> autoaccum.Job:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         split=autoaccum.Along((1, 0)),
     )
+
+
+if __name__ == "__main__":
+    autoaccum.fit(**job().arguments)

@@ -16,32 +16,16 @@ import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from attacks.row import Row
 from torch import nn
 
 import autoaccum
-from autoaccum._cli import app
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 STEPS = 6
 WAYS = ("well", "full disk", "no reader", "closed", "closed later", "may not grow")
-RECIPE = """
-import torch
-from torch import nn
-import autoaccum
-
-def job():
-    torch.manual_seed(0)
-    batches = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(6)]
-    return autoaccum.Job(nn.Linear(3, 2), batches, 4, micro_batch=4, device="cpu", cache=False)
-"""
-# Exit codes of a command: training is complete, or its result could not be written, which is an error.
-DONE, UNWRITTEN = 0, 1
+DONE = 0
 
 
 @dataclass(frozen=True)
@@ -50,30 +34,23 @@ class _Try:
     stdout: str
     progress: str
     log: str
-    by_command: bool
 
     def __str__(self) -> str:
-        how = "autoaccum fit --json" if self.by_command else f"fit(progress={self.progress!r})"
-        return f"{how}, stderr: {self.stderr}, stdout: {self.stdout}, log: {self.log}"
+        return f"fit(progress={self.progress!r}), stderr: {self.stderr}, stdout: {self.stdout}, log: {self.log}"
 
 
 def attack(folder: Path, seed: int, share: float) -> list[Row]:
     """Train with output that fails in every way; check that training is complete."""
     torch.set_num_threads(1)  # a forked child has no OpenMP threads
     torch.optim.AdamW(nn.Linear(1, 1).parameters())  # imports much, once instead of in every child
-    (folder / "recipe.py").write_text(RECIPE)
-    fits = [_Try(e, o, p, g, False) for e, o, p, g in itertools.product(WAYS, WAYS[:4], ("lines", "bar"), WAYS[:2])]
-    commands = [_Try(e, o, "lines", g, True) for e, o, g in itertools.product(WAYS, WAYS, ("well", "full disk"))]
-    fits += [_Try("well", "well", "lines", "may not grow", False)]
+    fits = [_Try(e, o, p, g) for e, o, p, g in itertools.product(WAYS, WAYS[:4], ("lines", "bar"), WAYS[:2])]
+    fits += [_Try("well", "well", "lines", "may not grow")]
     drawn = random.Random(seed)  # noqa: S311 - which are tried
-    rows = []
-    for name, tries in (("output of fit that fails", fits), ("output of the command line that fails", commands)):
-        chosen = drawn.sample(tries, max(1, min(len(tries), round(share * len(tries)))))
-        expected = _trained(_Try("well", "well", "lines", "well", by_command=tries is commands), folder)
-        assert expected.parameters is not None, expected.said
-        losses = [f"{one}: {wrong}" for one in chosen if (wrong := _wrong(one, _trained(one, folder), expected))]
-        rows.append(Row(name, len(chosen), tuple(losses)))
-    return rows
+    chosen = drawn.sample(fits, max(1, min(len(fits), round(share * len(fits)))))
+    expected = _trained(_Try("well", "well", "lines", "well"), folder)
+    assert expected.parameters is not None, expected.said
+    losses = [f"{one}: {wrong}" for one in chosen if (wrong := _wrong(_trained(one, folder), expected))]
+    return [Row("output of fit that fails", len(chosen), tuple(losses))]
 
 
 @dataclass(frozen=True)
@@ -83,13 +60,10 @@ class _Trained:
     said: str
 
 
-def _wrong(one: _Try, found: _Trained, expected: _Trained) -> str | None:
+def _wrong(found: _Trained, expected: _Trained) -> str | None:
     """Return what a try lost; None for nothing."""
-    # No file of the process may grow, including its stdout.
-    is_unwritten = one.by_command and (one.stdout != "well" or one.stderr == "may not grow")
-    code = UNWRITTEN if is_unwritten else DONE
-    if found.code != code:
-        return f"exit code {found.code} in place of {code} {found.said}"
+    if found.code != DONE:
+        return f"exit code {found.code} {found.said}"
     if found.parameters != expected.parameters:
         return "the parameters are not those of a training whose output went well"
     return None
@@ -120,7 +94,7 @@ def _in_child(one: _Try, folder: Path, kept: Path) -> int:
     log = Path("/dev/full") if one.log == "full disk" else folder / f"{os.getpid()}.jsonl"
     if "may not grow" in (one.stderr, one.stdout, one.log):
         _limit_files(200)
-    code = _by_command(folder, log, kept) if one.by_command else _by_call(one, log, kept)
+    code = _by_call(one, log, kept)
     for stream in (sys.stdout, sys.stderr):  # as Python does at its end
         try:
             if stream is not None:
@@ -147,27 +121,6 @@ def _by_call(one: _Try, log: Path, kept: Path) -> int:
     _limit_files(resource.RLIM_INFINITY)
     _keep(model, kept)
     return DONE
-
-
-def _by_command(folder: Path, log: Path, kept: Path) -> int:
-    trained: list[nn.Module] = []
-    fit: Callable[..., object] = app.fit
-
-    def keeping(model: nn.Module, *arguments: object, **keywords: object) -> object:
-        trained.append(model)
-        return fit(model, *arguments, **keywords)
-
-    app.fit = keeping  # type: ignore[assignment]
-    sys.argv = ["autoaccum", "fit", str(folder / "recipe.py"), "--json", "--log", str(log)]
-    code = DONE
-    try:
-        app.main()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    _limit_files(resource.RLIM_INFINITY)
-    if trained:
-        _keep(trained[0], kept)
-    return code
 
 
 def _limit_files(size: int) -> None:

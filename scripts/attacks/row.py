@@ -1,4 +1,4 @@
-"""The result of one attack: a row of the table that `make attack` prints."""
+"""The result of one attack: a row of the table that `python scripts/attack.py` prints."""
 
 from __future__ import annotations
 

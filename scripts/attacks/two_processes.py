@@ -1,6 +1,6 @@
 """Starts the same command twice on one checkpoint folder: one must complete the run, and the other say why it did not.
 
-Each process is forked from one that has imported everything, and runs `autoaccum fit`. The lease is one second here, so
+Each process is forked from one that has imported everything, and runs the same script. The lease is one second here, so
 that a suspended owner need not be waited for long; a contender gives up after three.
 
     python two_processes.py FOLDER SEED PAIRS
@@ -32,12 +32,11 @@ LEASE_S = 1.0
 LIMIT_S = 120.0
 # Windows of a run: some tenths of a second, and longer than a contender waits.
 SHORT, LONG = 12, 90
-IN_USE = 8
 # From a contender that gives way, and from an owner that wakes after its successor has ended.
 WHY = ("is in use by process", "another process has taken the folder over and has ended since")
-NEVER_SAID = ("Traceback", "FileNotFoundError", "make room")
+NEVER_SAID = ("FileNotFoundError", "make room")
 
-RECIPE = """
+SCRIPT = """
 import time
 
 import torch
@@ -47,28 +46,29 @@ from torch.utils.data import DataLoader, TensorDataset
 import autoaccum
 
 
-def job():
-    chance = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(50, 6, generator=chance), torch.randint(3, (50,), generator=chance))
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
+chance = torch.Generator().manual_seed(1)
+data = TensorDataset(torch.randn(50, 6, generator=chance), torch.randint(3, (50,), generator=chance))
+model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
 
-    def slow(outputs, targets):
-        time.sleep(0.02)
-        return nn.functional.cross_entropy(outputs, targets)
+def slow(outputs, targets):
+    time.sleep(0.02)
+    return nn.functional.cross_entropy(outputs, targets)
 
-    return autoaccum.Job(
-        model,
-        DataLoader(data, batch_size=7, shuffle=True),
-        12,
-        slow,
-        lambda parameters: torch.optim.Adam(parameters, lr=0.01),
-        loss_reduction="mean",
-        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.9),
-        max_steps=1,
-        micro_batch=6,
-        device="cpu",
-        seed=3,
-    )
+autoaccum.fit(
+    model,
+    DataLoader(data, batch_size=7, shuffle=True),
+    12,
+    loss=slow,
+    optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    loss_reduction="mean",
+    scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.9),
+    checkpoint=FOLDER,
+    checkpoint_steps=4,
+    max_steps=WINDOWS,
+    micro_batch=6,
+    device="cpu",
+    seed=3,
+)
 """
 
 
@@ -93,7 +93,7 @@ def attack(folder: Path, seed: int, share: float) -> list[Row]:
 
 @dataclass
 class Process:
-    """One `autoaccum fit` and its output."""
+    """One training and its output."""
 
     pid: int
     stderr: Path
@@ -128,7 +128,6 @@ class Pair:
         self._chance = chance
         self.processes: list[Process] = []
         folder.mkdir()
-        (folder / "recipe.py").write_text(RECIPE)
 
     @property
     def checkpoints(self) -> Path:
@@ -138,10 +137,9 @@ class Pair:
     def start(self) -> Process:
         """Start the command."""
         stderr = self._folder / f"stderr-{len(self.processes)}"
-        arguments = ["fit", str(self._folder / "recipe.py"), "--checkpoint", str(self.checkpoints)]
         pid = os.fork()
         if pid == 0:
-            _become([*arguments, "--checkpoint-steps", "4", "--max-steps", str(self._windows)], stderr)
+            _become({"FOLDER": str(self.checkpoints), "WINDOWS": self._windows}, stderr)
         process = Process(pid, stderr)
         self.processes.append(process)
         return process
@@ -171,19 +169,15 @@ class Pair:
         )
 
 
-def _become(arguments: list[str], stderr: Path) -> None:
-    """Run `autoaccum` with these arguments in a newly forked process; never returns."""
-    from autoaccum._cli.app import main  # noqa: PLC0415 - not in the process that only starts this one
-
+def _become(names: dict[str, object], stderr: Path) -> None:
+    """Run the script with these names in a newly forked process; never returns."""
     code = 1
     try:
         written = os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(written, 1)
         os.dup2(written, 2)
-        sys.argv = ["autoaccum", *arguments]
-        main()
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        exec(SCRIPT, names)  # noqa: S102 - the text above
+        code = 0
     except BaseException as error:  # noqa: BLE001 - the child must not go on as the parent
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
@@ -248,10 +242,10 @@ def losses_of(pair: Pair, expected: Any) -> list[str]:
     codes = [process.code for process in pair.processes]
     said = [process.stderr.read_text() for process in pair.processes]
     found = []
-    if any(code not in (0, IN_USE, -signal.SIGKILL) for code in codes) or 0 not in codes:
+    if any(code not in (0, 1, -signal.SIGKILL) for code in codes) or 0 not in codes:
         found.append(f"exit codes {codes}")
     for process, text in zip(pair.processes, said, strict=True):
-        if process.code == IN_USE and not any(why in text for why in WHY):
+        if process.code == 1 and not any(why in text for why in WHY):
             found.append(f"refused without saying why: {text[-300:]!r}")
         found += [f"said {word!r}" for word in NEVER_SAID if word in text]
     if not found and pair.result() != expected:
@@ -264,7 +258,7 @@ def losses_of(pair: Pair, expected: Any) -> list[str]:
 
 def main(folder: Path, seed: int, pairs: int) -> None:
     """Try pairs of each kind, and print the rows."""
-    import autoaccum._cli.app  # noqa: F401, PLC0415 - before the first fork
+    import autoaccum  # noqa: F401, PLC0415 - before the first fork
     from long_runs import Run  # noqa: PLC0415 - as above
 
     Run()  # imports the rest of torch, which takes seconds; computes nothing, or autograd could not be forked
@@ -291,9 +285,9 @@ def main(folder: Path, seed: int, pairs: int) -> None:
                 for process in pair.processes:
                     process.send(signal.SIGKILL)
                 continue
-            refused += sum(process.code == IN_USE for process in pair.processes)
+            refused += sum(process.code == 1 for process in pair.processes)
             losses += [f"pair {turn}: {loss}" for loss in losses_of(pair, expected[windows])]
-        rows.append(asdict(Row(name, pairs, tuple(losses), f"{refused} processes gave way to the other (exit code 8)")))
+        rows.append(asdict(Row(name, pairs, tuple(losses), f"{refused} processes gave way to the other")))
     print(json.dumps(rows))
 
 

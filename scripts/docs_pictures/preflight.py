@@ -11,7 +11,7 @@ from tutorial import IMAGES, browse
 
 import autoaccum
 from autoaccum._report.charts import charts_of
-from autoaccum._system.drawing import alone
+from autoaccum._report.drawing import alone
 
 CARDS = ("rtx-3060", "l4", "a100-40gb")
 WORDS, LENGTH, WIDTH, LAYERS, TARGET_BATCH = 5000, 256, 256, 4, 1024

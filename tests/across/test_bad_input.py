@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-from autoaccum._launch import load_recipe
+from autoaccum._launch.recipe import load_recipe
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from helpers import CountingLoader, assert_bitwise, batches_of, classifier, labelled, state_of
 

@@ -1,4 +1,4 @@
-"""Whatever fails at any point of a step changes nothing but the cut, or nothing at all; a sample of `make faults`."""
+"""Whatever fails at any point of a step changes nothing but the cut, or nothing at all: a part of scripts/faults.py."""
 
 import itertools
 

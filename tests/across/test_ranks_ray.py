@@ -18,7 +18,9 @@ from helpers import assert_bitwise
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1500),
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed; make test-ray has it"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="ray is not installed; scripts/test_with.sh ray has it"
+    ),
 ]
 RANKS = range(ray_job.WORKERS)
 

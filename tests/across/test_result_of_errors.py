@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -91,11 +90,6 @@ def test_error_that_takes_no_attribute_or_has_one_arrives_unchanged():
         assert getattr(caught.value, "result", None) in ("the user's own", None)
 
 
-@dataclass(frozen=True)
-class FrozenError(Exception):
-    code: int
-
-
 class RaisesAt(autoaccum.Callback):
     """Raises an error when an event occurs, also "loss" and "forward"."""
 
@@ -117,19 +111,6 @@ class RaisesAt(autoaccum.Callback):
 
     def forward(self, model, batch):
         return model(batch[0])
-
-
-@pytest.mark.parametrize(
-    "event", ["loss", "forward", "on_fit_start", "on_step", "on_evaluation", "on_checkpoint", "on_fit_end"]
-)
-def test_error_that_refuses_attributes_arrives_itself_wherever_it_is_raised(event, tmp_path):
-    raises = RaisesAt(event, FrozenError(3))
-    reduction = None if event in ("loss", "forward") else "mean"  # None: losses are tried on a few samples first
-
-    with pytest.raises(FrozenError) as caught:
-        Run(checkpoint=tmp_path, loss_reduction=reduction).fit(raises, loss=raises.loss, forward=raises.forward)
-
-    assert caught.value is raises.error
 
 
 def test_instance_that_is_raised_again_has_the_result_of_the_call_that_it_ended():

@@ -159,7 +159,7 @@ def test_job_hands_its_split_to_fit():
         device="cpu",
     )
 
-    result = autoaccum.fit(**job.fit_arguments(), progress=False)
+    result = autoaccum.fit(**job.arguments, progress=False)
 
     assert (result.steps, result.samples) == (1, 14)
     assert sum(result.history[0].micro_batches) == 14

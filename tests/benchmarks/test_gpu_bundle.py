@@ -1,6 +1,7 @@
 """What goes to a GPU machine starts there: wheels, an environment of them, and benchmarks/gpu.py in it, without a GPU.
 
-`make gpu-rehearsal` does the same with the packages of a GPU machine, of which it downloads what is not here.
+`make -f benchmarks/Makefile gpu-rehearsal` does the same with the packages of a GPU machine, of which it downloads
+what is not here.
 """
 
 import json

@@ -1,16 +1,16 @@
 """The examples of examples/batches/: cut by their split, each trains as the whole batch does."""
 
 import copy
-import dataclasses
 import inspect
 import warnings
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import autoaccum
-from autoaccum._launch import load_recipe
+from autoaccum._launch.recipe import load_recipe
 from folders import ROOT
 
 FOLDER = ROOT / "examples" / "batches"
@@ -27,7 +27,8 @@ def job_of(name):
             # torch_geometric compiles functions and reads annotations when it is imported.
             warnings.simplefilter("ignore", FutureWarning)
             warnings.filterwarnings("ignore", "Failing to pass a value to the 'type_params'", DeprecationWarning)
-            return load_recipe(f"{FOLDER / name}.py:job")
+            arguments = load_recipe(f"{FOLDER / name}.py").arguments
+            return SimpleNamespace(**dict.fromkeys(("loss", "forward", "split")) | arguments)
     finally:
         torch.set_default_dtype(before)
 
@@ -62,18 +63,17 @@ def whole_gradient(job):
 
 def gradient_of(job, size):
     """Return the gradient of the first window's update by fit, in micro-batches of some size."""
-    job = dataclasses.replace(job, model=copy.deepcopy(job.model), optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
-    before = {name: p.detach().clone() for name, p in job.model.named_parameters()}
-    result = autoaccum.fit(
-        **job.fit_arguments() | {"max_steps": 1, "micro_batch": size, "device": "cpu"}, progress=False
-    )
+    model = copy.deepcopy(job.model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    changes = {"model": model, "optimizer": lambda p: torch.optim.SGD(p, lr=1.0), "max_steps": 1}
+    result = autoaccum.fit(**vars(job) | changes | {"micro_batch": size, "device": "cpu", "progress": False})
     assert [report.micro_batches for report in result.history] == [(size,) * (job.target_batch // size)]
-    return {name: before[name] - p.detach() for name, p in job.model.named_parameters()}
+    return {name: before[name] - p.detach() for name, p in model.named_parameters()}
 
 
 def accumulated(job, size):
     """Return the gradient of the first window by an accumulator, in micro-batches of some size."""
-    arguments = {name: value for name, value in job.fit_arguments().items() if name in OF_ACCUMULATOR}
+    arguments = {name: value for name, value in vars(job).items() if name in OF_ACCUMULATOR}
     model = arguments["model"] = copy.deepcopy(job.model)
     window = next(iter(autoaccum.windows(job.loader, job.target_batch, split=job.split)))
     accumulator = autoaccum.Accumulator(**arguments | {"micro_batch": size, "device": "cpu", "precision": "fp32"})

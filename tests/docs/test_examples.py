@@ -1,13 +1,12 @@
-"""The recipes in examples/, each at a size for a test: they run, and show what their document is about."""
+"""The scripts in examples/, each at a size for a test: they run, and show what their document is about."""
 
-import dataclasses
 import importlib.util
 
 import pytest
 import torch
 
 import autoaccum
-from autoaccum._launch import load_recipe
+from autoaccum._launch.recipe import load_recipe
 from folders import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -29,8 +28,7 @@ def load(name, function="job"):
 
 def run(job, **changes):
     """Run the job on the CPU."""
-    arguments = dataclasses.replace(job, device="cpu", **changes).fit_arguments()
-    return autoaccum.fit(**arguments, progress=False)
+    return autoaccum.fit(**job.arguments | {"device": "cpu", "progress": False} | changes)
 
 
 def keep(made, make):
@@ -71,14 +69,14 @@ def test_document_002_trains_alike_with_a_mean_and_with_a_sum():
     result = run(summed)
 
     assert result.plan.micro_batches == (32,) * 4
-    for one, other in zip(mean.model.parameters(), summed.model.parameters(), strict=True):
+    for one, other in zip(mean.arguments["model"].parameters(), summed.arguments["model"].parameters(), strict=True):
         torch.testing.assert_close(one, other)
 
 
 def test_document_003_adds_its_losses_and_scales_its_learning_rate():
     job, optimizers = load("document003"), []
 
-    result = run(job, optimizer=keep(optimizers, job.optimizer))
+    result = run(job, optimizer=keep(optimizers, job.arguments["optimizer"]))
 
     assert [group["lr"] for group in optimizers[0].param_groups] == [pytest.approx(8 * 0.001)]
     for report in result.history:
@@ -88,15 +86,15 @@ def test_document_003_adds_its_losses_and_scales_its_learning_rate():
 
 def test_document_004_computes_in_fp16_and_steps_its_last_window_too():
     job, outputs = load("document004"), []
-    before = [parameter.clone() for parameter in job.model.parameters()]
+    before = [parameter.clone() for parameter in job.arguments["model"].parameters()]
 
-    result = run(job, micro_batch=16, forward=keep(outputs, job.forward))
+    result = run(job, micro_batch=16, forward=keep(outputs, job.arguments["forward"]))
 
     # Of a few samples gradients are compared, in float64.
     assert {output.dtype for output in outputs if output.requires_grad and len(output) > 4} == {torch.float16}
     assert [report.samples for report in result.history] == [32, 32, 16]
     assert not any(report.skipped for report in result.history)
-    assert all(not torch.equal(old, new) for old, new in zip(before, job.model.parameters(), strict=True))
+    assert all(not torch.equal(old, new) for old, new in zip(before, job.arguments["model"].parameters(), strict=True))
 
 
 @pytest.mark.slow  # it trains until it can read

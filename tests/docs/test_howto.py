@@ -1,6 +1,5 @@
 """How-to pages begin with the user's sentence, are short, and their code does what they show."""
 
-import dataclasses
 import os
 import re
 import subprocess
@@ -9,7 +8,6 @@ import sys
 import pytest
 import yaml
 
-import autoaccum
 from folders import ROOT
 from slurm_jobs import command
 
@@ -124,19 +122,13 @@ def test_unequal_ranks_train_by_the_script(tmp_path):
     assert sum(sum(eval(part)) for part in parts) == 256  # noqa: S307
 
 
-def test_recipe_for_slurm_makes_a_batch_script(tmp_path):
-    (tmp_path / "recipe.py").write_text(code("slurm-kills")[0])
+def test_script_for_slurm_trains_and_is_submitted(tmp_path):
+    (script,) = code("slurm-kills")
+    (tmp_path / "train.py").write_text(script)
 
-    done = command("slurm", "recipe.py", "--gpus-per-node", "1", "--time", "24:00:00", "--dry-run")
+    trained = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    submitted = command("--dry-run", "--gpus", 1, "--time", "24:00:00", "--", "python", "train.py", folder=tmp_path)
 
-    assert done.exit_code == 0, done.output
-    assert "#SBATCH --time=" in done.output
-    assert "#SBATCH --requeue" in done.output
-
-
-def test_recipe_for_slurm_trains():
-    job = dataclasses.replace(run("slurm-kills")["job"](), device="cpu", epochs=1)
-
-    result = autoaccum.fit(**job.fit_arguments(), progress=False)
-
-    assert [sum(report.micro_batches) for report in result.history] == [256, 256]
+    assert trained.returncode == 0, trained.stderr
+    assert list((tmp_path / "runs" / "x").glob("step-*"))
+    assert "#SBATCH --time=24:00:00\n" in submitted.stdout

@@ -1,13 +1,14 @@
 """The Kubernetes example is a Job by its schema, and agrees with the exit codes and options there are."""
 
+import subprocess
+import sys
+
 import kubernetes_validate
 import pytest
 import yaml
 
 from autoaccum._cli.exit_codes import ExitCode
-from autoaccum._launch.command import placeholders
 from folders import ROOT
-from run_invoked import given, invoke  # noqa: F401 - a fixture
 
 EXAMPLE = ROOT / "examples" / "kubernetes-job.yaml"
 
@@ -37,11 +38,22 @@ def test_what_ends_the_job_are_exit_codes_that_no_other_pod_would_better(job):
     assert codes == sorted(codes)  # which the API demands
 
 
-def test_its_command_line_is_understood(job, given):
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-
+def test_its_command_line_is_understood_and_its_numbers_reach_the_script(job, tmp_path):
+    spec = job["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
     assert container["command"] == ["autoaccum", "run"]
-    invoke(*container["args"])
-    command, options = given
-    assert placeholders(command) == {"micro_batch", "accum_steps"}
-    assert options.grace_s < job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    options = container["args"][: container["args"].index("--")]
+    grace = next(option for option in options if option.startswith("--grace="))
+    assert int(grace.partition("=")[2]) < spec["terminationGracePeriodSeconds"]
+    (tmp_path / "train.py").write_text("import sys; print(*sys.argv[1:3])")
+
+    words = [sys.executable, "-m", "autoaccum", "run", *container["args"]]
+    ran = subprocess.run(
+        [sys.executable if word == "python" else word for word in words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert ran.stdout == "--per_device_train_batch_size=256 --gradient_accumulation_steps=1\n"

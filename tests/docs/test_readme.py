@@ -37,7 +37,7 @@ def test_snippets_for_beginners_run_one_after_the_other(capsys):
     out = capsys.readouterr().out
     assert "(100,)" in out
     assert names["result"].plan.accum_steps > 1
-    assert names["job"]().target_batch == 100
+    assert names["job"]().arguments["target_batch"] == 100
 
 
 def test_snippets_for_a_loop_of_ones_own_run_one_after_the_other(capsys):

@@ -10,8 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -133,23 +131,3 @@ def test_screenshots_are_light_dark_and_as_narrow_as_a_phone(site, tmp_path):
     assert (wide, narrow) == (1280, 500)
     assert min(light, on_a_phone) > 240
     assert dark < 60
-
-
-def test_version_goes_onto_a_local_branch_beside_the_others(tmp_path):
-    if not (ROOT / ".git").exists() or not shutil.which("make"):
-        pytest.skip("no git checkout, or no make")
-
-    def git(*arguments):
-        command = ["git", "-C", str(tmp_path / "clone"), *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(tmp_path / "clone")], check=True)  # noqa: S607
-    git("config", "user.name", "nobody")
-    git("config", "user.email", "nobody@example.org")
-    environment = Path(sys.executable).parents[1]
-    make = ["make", f"--assume-old={environment}/.for-development", f"VENV={environment}", "docs-version"]
-    subprocess.run(make, cwd=tmp_path / "clone", check=True, capture_output=True, timeout=250)
-
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert {version, "latest", "versions.json"} <= set(git("ls-tree", "--name-only", "gh-pages").split())
-    assert git("status", "--porcelain", "--untracked-files=no") == ""

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import uuid
 from pathlib import Path
@@ -9,15 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import autoaccum
 import warm
-from autoaccum._launch.run import Options, run_command
-from wrapped import python, run, until
+from autoaccum._launch.run import world_size_of
+from autoaccum.errors import InvalidInputError
+from wrapped import python, run, told, until
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
-
-V1 = Path("/sys/fs/cgroup/memory")
-
+CGROUPS = Path("/sys/fs/cgroup")
 # Fails by torch's words where it is told to take more than so many samples at once, and tells what it was told.
 SCRIPT = """
 import os, sys
@@ -28,16 +26,15 @@ if size > most:
         __module__ = "torch"
     raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 """
-FATAL = """
-import json, os, signal, sys
-def leave(**reason):
-    path = os.environ["AUTOACCUM_REASON_FILE"]
-    with open(path + ".unfinished", "w") as file:
-        json.dump(reason, file)
-    os.rename(path + ".unfinished", path)
+# Says by the reason file what it ran out of memory with.
+REASON = """
+import json, os, sys
 print(os.environ.get("AUTOACCUM_MAX_MICRO_BATCH"), flush=True)
+if 'AUTOACCUM_MAX_MICRO_BATCH' not in os.environ:
+    with open(os.environ["AUTOACCUM_REASON_FILE"], "w") as file:
+        json.dump({"reason": sys.argv[1], "micro_batch": 12}, file)
+    sys.exit(1)
 """
-
 HUNGRY = """
 import resource, sys
 import torch
@@ -46,9 +43,8 @@ resource.setrlimit(resource.RLIMIT_DATA, (held + (300 << 20),) * 2)
 samples = torch.ones(int(sys.argv[1]), 50 << 20)
 print(int(samples[:, 0].sum()), "at once")
 """
-
 RANK = """
-import os, sys
+import sys
 size, steps = map(int, sys.argv[1:])
 if size > 4:  # without torch it starts in no time
     import torch
@@ -59,254 +55,212 @@ if size > 4:  # without torch it starts in no time
     dist.barrier()
 print("samples", size * steps)
 """
-
-TRANSFORMERS_STYLE = """
-from dataclasses import dataclass
-from transformers.hf_argparser import HfArgumentParser
-
-@dataclass
-class TrainingArguments:
-    per_device_train_batch_size: int = 8
-    gradient_accumulation_steps: int = 1
-
-(arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
-print(arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps)
-"""
-
+# Killed in its third update, it resumes and finishes. Half of the 8 that it names is the size it has anyway.
 TRAINING = """
+import json, os, signal, sys
 import torch
 import autoaccum
 
-def train(folder, *callbacks):
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    data = torch.utils.data.TensorDataset(torch.randn(48, 3), torch.randn(48, 1))
-    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
-    result = autoaccum.fit(model, loader, 8, micro_batch=4, device="cpu", progress=False, callbacks=callbacks,
-                           checkpoint=folder + "/checkpoints", checkpoint_steps=1, seed=0)
-    torch.save(model.state_dict(), folder + "/end.pt")
-    return result
-"""
-RESUMING = """
-import os, signal, sys
-import autoaccum
-from autoaccum._system import reason_file
-
 class DiesOnce(autoaccum.Callback):
     def on_step(self, report, *, epoch):
-        if report.step == 3 and os.environ["AUTOACCUM_ATTEMPT"] == "0":
-            reason_file.write(reason_file.Reason("out_of_memory", micro_batch=8, message="told to"))
+        if report.step == 3 and os.environ.get("AUTOACCUM_ATTEMPT") == "0":
+            with open(os.environ["AUTOACCUM_REASON_FILE"], "w") as file:
+                json.dump({"reason": "out_of_memory", "micro_batch": 8}, file)
             os.kill(os.getpid(), signal.SIGKILL)
 
-result = train(sys.argv[1], DiesOnce())
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+data = torch.utils.data.TensorDataset(torch.randn(48, 3), torch.randn(48, 1))
+loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+result = autoaccum.fit(model, loader, 8, micro_batch=4, device="cpu", progress=False, callbacks=[DiesOnce()],
+                       checkpoint=sys.argv[1], checkpoint_steps=1, seed=0)
+torch.save(model.state_dict(), sys.argv[1] + "/end.pt")
 print(result.resumed_from, result.steps)
 """
+TOO_LARGE = """
+import torch
+import autoaccum
+model, tiny = torch.nn.Linear(64, 64), autoaccum.Simulated("20KiB")
+batch = (torch.zeros(4, 64), torch.zeros(4, 64))
+loss = torch.nn.functional.mse_loss
+"""
+# Not even one sample fits until blocks are checkpointed and offloaded; what the script ends with is something else.
+CLIMBING = """
+import torch
+import autoaccum
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(8)))
+data = [(torch.randn(2, 512, 64), torch.randn(2, 512, 64))]
+result = autoaccum.fit(model, data, 2, memory="auto", loss=torch.nn.functional.mse_loss, progress=False,
+                       device=autoaccum.Simulated("1300KiB"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+print(result.memory)
+raise SystemExit(1)
+"""
+ENTRIES = {
+    "fit": "autoaccum.fit(model, [batch], 4, loss=loss, device=tiny, progress=False)",
+    "Runner": "autoaccum.Runner(model, torch.optim.SGD(model.parameters(), 1.0), autoaccum.plan(4, 4), loss=loss, "
+    "device=tiny).step(batch)",
+    "Accumulator": "autoaccum.Accumulator(model, loss=loss, device=tiny).backward(batch)",
+}
 
 
-def lines_of(wrapper):
-    return wrapper.out.read_text().splitlines()
+def test_restarts_take_half_or_less_and_keep_the_target():
+    command = python(SCRIPT, "{micro_batch}", 10, "{accum_steps}", "--json={'n': {target_batch}}")
 
+    ended = run(command, "--target-batch", 120)
 
-def test_a_command_that_runs_out_is_started_again_with_the_same_target(tmp_path):
-    command = python(SCRIPT, "{micro_batch}", 30, "{accum_steps}", "--json={'n': {target_batch}}")
-
-    wrapper, code = run(tmp_path, command, target_batch=120)
-
-    assert code == 0
-    assert lines_of(wrapper) == [
-        "120 30 1 --json={'n': 120} 120 0",
-        "60 30 2 --json={'n': 120} 60 1",
-        "40 30 3 --json={'n': 120} 40 2",
-        "30 30 4 --json={'n': 120} 30 3",
+    assert ended.returncode == 0
+    assert ended.stdout.splitlines() == [
+        "120 10 1 --json={'n': 120} 120 0",
+        "60 10 2 --json={'n': 120} 60 1",
+        "30 10 4 --json={'n': 120} 30 2",
+        "15 10 8 --json={'n': 120} 15 3",
+        "6 10 20 --json={'n': 120} 6 4",
     ]
-    assert sum("; restarting, retry" in line for line in wrapper.told) == 3
+    assert sum("; restarting, retry" in line for line in told(ended)) == 4
 
 
-def test_the_next_job_begins_with_the_cut_that_worked(tmp_path):
+def test_the_next_job_begins_with_the_size_that_worked():
     command = python(SCRIPT, "{micro_batch}", 30)
-    run(tmp_path, command, target_batch=120)
+    run(command, "--target-batch", 120)
+    run(command, "--target-batch", 120, "--micro-batch", 4)  # says nothing about larger ones
 
-    again, _ = run(tmp_path, command, target_batch=120)
-    another, _ = run(tmp_path, command, target_batch=60)
-    without, _ = run(tmp_path, command, target_batch=120, cache=False)
+    again = run(command, "--target-batch", 120)
+    another = run(command, "--target-batch", 60)
+    without = run(command, "--target-batch", 120, "--no-cache")
 
-    assert [lines_of(wrapper)[0].split()[0] for wrapper in (again, another, without)] == ["30", "60", "120"]
-    assert "autoaccum: micro-batches of 30 worked before" in again.told
+    assert [ended.stdout.split()[0] for ended in (again, another, without)] == ["30", "60", "120"]
+    assert "autoaccum: micro-batches of 30 worked before" in told(again)
 
 
 def test_what_no_longer_works_is_remembered_smaller(tmp_path):
     path = tmp_path / "most"
-    source = SCRIPT.replace("int(sys.argv[2])", "int(open(sys.argv[2]).read())")
-    command = python(source, "{micro_batch}", path)
-    path.write_text("60")
-    run(tmp_path, command, target_batch=120)
-    path.write_text("30")
-    run(tmp_path, command, target_batch=120)
+    command = python(SCRIPT.replace("int(sys.argv[2])", "int(open(sys.argv[2]).read())"), "{micro_batch}", path)
+    for most in ("60", "30"):
+        path.write_text(most)
+        run(command, "--target-batch", 120)
 
-    wrapper, _ = run(tmp_path, command, target_batch=120)
-
-    assert len(lines_of(wrapper)) == 1
-    assert lines_of(wrapper)[0].startswith("30 ")
+    assert run(command, "--target-batch", 120).stdout.splitlines() == [f"30 {path} 30 0"]
 
 
-def test_a_smaller_size_that_was_asked_for_does_not_replace_a_larger_one(tmp_path):
-    command = python(SCRIPT, "{micro_batch}", 30)
-    run(tmp_path, command, target_batch=120)
-    run(tmp_path, command, target_batch=120, micro_batch=4)
+def test_a_target_with_few_divisors_is_remarked_upon_once():
+    ended = run(python(SCRIPT, "{micro_batch}", 8), "--target-batch", 97)
 
-    wrapper, _ = run(tmp_path, command, target_batch=120)
-
-    assert lines_of(wrapper)[0].startswith("30 ")
+    assert [line.split()[0] for line in ended.stdout.splitlines()] == ["97", "1"]
+    assert sum("--target-batch 96 leaves more choice" in line for line in told(ended)) == 1
 
 
-def test_a_larger_size_that_fails_leaves_what_is_remembered(tmp_path):
-    command = python(SCRIPT, "{micro_batch}", 30)
-    run(tmp_path, command, target_batch=120)
-    run(tmp_path, command, target_batch=120, micro_batch=60, retries=0)
+def test_a_large_prime_is_cut_at_once():
+    ended = run(python(SCRIPT, "{micro_batch}", 10**12), "--target-batch", 999_999_999_989)
 
-    wrapper, _ = run(tmp_path, command, target_batch=120)
-
-    assert lines_of(wrapper)[0].startswith("30 ")
-
-
-def test_a_target_with_a_poor_choice_of_sizes_is_remarked_upon_once(tmp_path):
-    wrapper, code = run(tmp_path, python(SCRIPT, "{micro_batch}", 8), target_batch=97)
-
-    assert code == 0
-    assert [line.split()[0] for line in lines_of(wrapper)] == ["97", "1"]
-    assert sum("--target-batch 96 has a better cut" in line for line in wrapper.told) == 1
-
-
-def test_used_up_retries_end_with_4_and_a_line_that_says_so(tmp_path):
-    wrapper, code = run(tmp_path, python(SCRIPT, "{micro_batch}", 0), target_batch=64, retries=2)
-
-    assert code == 4
-    assert len(lines_of(wrapper)) == 3
-    assert "no retry is left (--retries 2)" in wrapper.told[-1]
-
-
-def test_command_that_names_no_placeholder_is_remarked_upon_once_when_memory_ran_out(tmp_path):
-    wrapper, code = run(tmp_path, python(SCRIPT, "64", 0), target_batch=64, retries=2)
-    named, _ = run(tmp_path, python(SCRIPT, "{micro_batch}", 0), target_batch=64, retries=2)
-
-    assert code == 4
-    assert sum("has no placeholder" in line for line in wrapper.told) == 1
-    assert not any("has no placeholder" in line for line in named.told)
-
-
-def test_one_sample_that_does_not_fit_ends_with_4(tmp_path):
-    wrapper, code = run(tmp_path, python(SCRIPT, "{micro_batch}", 0), target_batch=2)
-
-    assert code == 4
-    assert "nothing smaller to try" in wrapper.told[-1]
-
-
-def test_any_other_failure_is_passed_on_at_once_with_its_message(tmp_path):
-    source = "import sys; print('no such data', file=sys.stderr); sys.exit(3)"
-
-    wrapper, code = run(tmp_path, python(source), target_batch=8)
-
-    assert code == 3
-    assert "no such data" in wrapper.err.read_text()
-    assert wrapper.told == ["autoaccum: target batch 8: micro-batches of 8 samples, 1 per update"]
+    assert ended.returncode == 0
 
 
 @pytest.mark.parametrize(
-    ("last", "code"),
-    [
-        ("sys.exit(3)", 3),
-        ("os.abort()", 134),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 139),
-        ("sys.exit('no such data')", 1),
-        ("raise KeyError", 1),
-    ],
+    ("options", "most", "said"),
+    [(["--retries", 2], 0, "no retry is left (2 were made)"), (["--micro-batch", 1], 0, "nothing smaller to try")],
 )
-def test_lack_of_memory_that_the_command_logged_and_survived_does_not_start_it_again(tmp_path, last, code):
-    source = (
-        "import os, signal, sys, traceback\n"
-        "def train():\n    try:\n        raise MemoryError('too many samples')\n"
-        "    except MemoryError:\n        traceback.print_exc()\n"
-        "train()\nfor step in range(2000):\n    print('step', step, file=sys.stderr)\n"
-        f"{last}\n"
-    )
+def test_what_fits_at_no_size_ends_with_4_and_a_line_that_says_so(options, most, said):
+    ended = run(python(SCRIPT, "{micro_batch}", most), "--target-batch", 64, *options)
 
-    wrapper, ended = run(tmp_path, python(source), target_batch=8)
-
-    assert ended == code
-    assert not any("; restarting, retry" in line for line in wrapper.told)
+    assert ended.returncode == 4
+    assert said in told(ended)[-1]
 
 
-def test_the_first_size_can_be_given_and_is_rounded_down_to_a_divisor(tmp_path):
-    wrapper, _ = run(tmp_path, python(SCRIPT, "{micro_batch}", 100), target_batch=100, micro_batch=30)
+def test_any_other_failure_is_passed_on_at_once_with_its_message():
+    source = "import sys; print('no such data', file=sys.stderr); sys.exit(3)"
 
-    assert lines_of(wrapper) == ["25 100 25 0"]
+    ended = run(python(source, "{micro_batch}"), "--target-batch", 8)
 
-
-def test_without_a_target_the_cap_comes_from_the_reason_file(tmp_path):
-    source = FATAL + (
-        "if 'AUTOACCUM_MAX_MICRO_BATCH' not in os.environ:\n"
-        "    leave(reason='out_of_memory', micro_batch=12)\n"
-        "    sys.exit(1)\n"
-    )
-
-    wrapper, code = run(tmp_path, python(source))
-    again, _ = run(tmp_path, python(source))
-
-    assert code == 0
-    assert lines_of(wrapper) == ["None", "6"]
-    assert lines_of(again) == ["6"]
+    assert ended.returncode == 3
+    assert ended.stderr.splitlines() == [
+        "autoaccum: target batch 8: micro-batches of 8 samples, 1 per optimizer step",
+        "no such data",
+    ]
 
 
-def test_without_a_target_and_a_size_it_says_so_and_passes_the_failure_on(tmp_path):
-    wrapper, code = run(tmp_path, python(FATAL + "sys.exit(75)"))
+def test_the_first_size_can_be_given_and_is_rounded_down_to_a_divisor():
+    ended = run(python(SCRIPT, "{micro_batch}", 100), "--target-batch", 100, "--micro-batch", 30)
 
-    assert code == 75
-    assert "the command's micro-batch is unknown" in wrapper.told[-1]
-
-
-def test_exit_code_75_asks_for_a_smaller_cut(tmp_path):
-    wrapper, code = run(
-        tmp_path, python(FATAL + "sys.exit(75 if os.environ['AUTOACCUM_ATTEMPT'] == '0' else 0)"), target_batch=8
-    )
-
-    assert code == 0
-    assert lines_of(wrapper) == ["8", "4"]
+    assert ended.stdout == "25 100 25 0\n"
 
 
-def test_a_sigkill_without_evidence_is_not_lack_of_memory(tmp_path):
-    wrapper, code = run(tmp_path, python("import os; os.kill(os.getpid(), 9)"), target_batch=8)
+def test_a_command_that_reads_the_variables_needs_no_placeholder():
+    source = "import os; print(os.environ['AUTOACCUM_MICRO_BATCH'], os.environ['AUTOACCUM_ACCUM_STEPS'])"
 
-    assert code == 128 + signal.SIGKILL
-    assert "no count of out-of-memory kills rose (checked: /" in wrapper.told[-1]
+    ended = run(python(source), "--target-batch", 8, "--micro-batch", 4, "--no-placeholder")
+
+    assert ended.stdout == "4 2\n"
 
 
-def test_a_kill_by_the_kernel_is_recognised_by_its_counter(tmp_path):
-    group = V1 / f"autoaccum-test-{uuid.uuid4().hex}"
-    if os.geteuid() != 0 or not (V1 / "memory.oom_control").exists():
-        pytest.skip("needs root and the memory controller of control groups, version 1")
+# --- why it ended -----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_target_the_size_comes_from_the_reason_file():
+    ended = run(python(REASON, "out_of_memory"))
+
+    assert (ended.returncode, ended.stdout.split()) == (0, ["None", "6"])
+
+
+def test_another_reason_in_the_file_is_final():
+    ended = run(python(REASON, "no such data"))
+
+    assert (ended.returncode, ended.stdout.split()) == (1, ["None"])
+    assert "its reason file: no such data" in told(ended)[-1]
+
+
+def test_without_a_target_and_a_size_it_says_so_and_passes_the_failure_on():
+    ended = run(python("import sys; sys.exit(75)"))
+
+    assert ended.returncode == 75
+    assert "the command's micro-batch is unknown" in told(ended)[-1]
+
+
+def test_exit_code_75_asks_for_a_smaller_size():
+    source = "import os, sys; sys.exit(75 if os.environ['AUTOACCUM_ATTEMPT'] == '0' else 0)"
+
+    ended = run(python(source), "--micro-batch", 8)
+
+    assert ended.returncode == 0
+    assert "micro-batches of at most 4 samples" in told(ended)[-1]
+
+
+@pytest.mark.parametrize("make", ["os.mkfifo(path)", "os.mkdir(path)", "open(path, 'w').write('[' * 100_000)"])
+def test_a_reason_file_that_is_none_is_no_reason_and_hangs_nothing(make):
+    source = f"import os, sys; path = os.environ['AUTOACCUM_REASON_FILE']; {make}; sys.exit(5)"
+
+    assert run(python(source), "--micro-batch", 8).returncode == 5
+
+
+def test_a_sigkill_without_evidence_is_not_lack_of_memory():
+    ended = run(python("import os; os.kill(os.getpid(), 9)"), "--micro-batch", 8)
+
+    assert ended.returncode == 128 + signal.SIGKILL
+    assert "no count of out-of-memory kills rose" in told(ended)[-1]
+
+
+def test_a_kill_by_the_kernel_is_recognised_by_its_counter():
+    version = 1 if (CGROUPS / "memory").is_dir() else 2
+    group = (CGROUPS / "memory" if version == 1 else CGROUPS) / f"autoaccum-test-{uuid.uuid4().hex}"
     try:
         group.mkdir()
+        (group / ("memory.limit_in_bytes" if version == 1 else "memory.max")).write_text(str(300 << 20))
     except OSError as error:
         pytest.skip(f"no control group can be made here: {error}")
     try:
-        (group / "memory.limit_in_bytes").write_text(str(600 << 20))
-        # The kernel chooses by what a process holds, and the wrapper, forked from pytest, is not small either.
         source = (
             "import sys; open('/proc/self/oom_score_adj', 'w').write('1000');"
-            "bytearray(int(sys.argv[1]) * (400 << 20)); print('fits', sys.argv[1])"
+            "bytearray(int(sys.argv[1]) * (200 << 20)); print('fits', sys.argv[1])"
         )
 
-        wrapper, code = run(
-            tmp_path,
+        ended = run(
             python(source, "{micro_batch}"),
-            prepare=lambda: (group / "cgroup.procs").write_text(str(os.getpid())),
-            target_batch=2,
+            *("--target-batch", 2),
+            preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())),
         )
 
-        assert code == 0
-        assert lines_of(wrapper) == ["fits 1"]
-        assert any(f"{group}/memory.oom_control by 1" in line for line in wrapper.told)
+        assert (ended.returncode, ended.stdout) == (0, "fits 1\n")
+        assert any(f"out-of-memory kills rose: {group}" in line for line in told(ended))
     finally:
         until(lambda: not (group / "cgroup.procs").read_text())
         group.rmdir()
@@ -316,82 +270,111 @@ def test_a_script_that_exhausts_a_real_limit_is_survived(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(HUNGRY)
 
-    wrapper, code = run(tmp_path, [*warm.python(), path, "{micro_batch}"], target_batch=2)
+    ended = run([*warm.python(), path, "{micro_batch}"], "--target-batch", 2)
 
-    assert code == 0
-    assert lines_of(wrapper) == ["1 at once"]
-    assert any("DefaultCPUAllocator: can't allocate memory" in line for line in wrapper.told)
+    assert (ended.returncode, ended.stdout) == (0, "1 at once\n")
+    assert any("DefaultCPUAllocator: can't allocate memory" in line for line in told(ended))
 
 
-@pytest.mark.slow  # five processes that import torch; what torchrun writes has quick tests in test_last_words.py
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+def test_every_final_error_of_the_library_writes_the_reason_and_one_sample_ends_with_4(entry, tmp_path):
+    path = tmp_path / "script.py"
+    # A script that logs the error and exits leaves no traceback: only the file tells.
+    path.write_text(f"{TOO_LARGE}\ntry:\n    {entry}\nexcept Exception:\n    raise SystemExit(1)\n")
+
+    ended = run([*warm.python(), path])
+
+    assert ended.returncode == 4, ended.stderr
+    assert "its reason file: " in told(ended)[-1]
+    assert "nothing smaller to try" in told(ended)[-1]
+
+
+def test_running_out_that_the_library_survives_is_no_reason(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(CLIMBING)
+
+    ended = run([*warm.python(), path])
+
+    assert (ended.returncode, ended.stdout) == (1, "('checkpoint', 'offload')\n")
+    assert told(ended) == []
+
+
+@pytest.mark.slow  # five processes that import torch; what torchrun writes has quick tests in test_diagnosis.py
 def test_torchrun_inside_is_understood_and_a_rank_that_runs_out_is_recognised(tmp_path):
     path = tmp_path / "rank.py"
     path.write_text(RANK)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
-    wrapper, code = run(tmp_path, [*launcher, path, "{micro_batch}", "{accum_steps}"], target_batch=16)
+    ended = run([*launcher, path, "{micro_batch}", "{accum_steps}"], "--target-batch", 16)
 
-    assert code == 0
-    assert lines_of(wrapper) == ["samples 8", "samples 8"]
-    assert "target batch 16: micro-batches of 8 samples, 1 per update on each of 2 ranks" in wrapper.told[0]
-    assert "target batch 16: micro-batches of 4 samples, 2 per update on each of 2 ranks" in wrapper.told[-1]
+    assert ended.returncode == 0
+    assert ended.stdout.splitlines() == ["samples 8", "samples 8"]
+    lines = told(ended)
+    assert "target batch 16: micro-batches of 8 samples, 1 per optimizer step on each of 2 ranks" in lines[0]
+    assert "target batch 16: micro-batches of 4 samples, 2 per optimizer step on each of 2 ranks" in lines[-1]
 
 
-def test_arguments_in_the_style_of_transformers_are_filled(tmp_path):
+def test_a_killed_script_that_uses_fit_resumes_and_ends_where_the_undisturbed_one_ends(tmp_path):
     path = tmp_path / "script.py"
-    path.write_text(TRANSFORMERS_STYLE)
-    arguments = ["--per_device_train_batch_size", "{micro_batch}", "--gradient_accumulation_steps", "{accum_steps}"]
+    path.write_text(TRAINING)
 
-    wrapper, code = run(tmp_path, [*warm.python(), path, *arguments], target_batch=256, micro_batch=32)
+    ended = run([*warm.python(), path, tmp_path / "disturbed"])
+    words = [*warm.python(), path, tmp_path / "undisturbed"]
+    undisturbed = subprocess.run(words, capture_output=True, text=True, check=True)
 
-    assert code == 0
-    assert lines_of(wrapper) == ["32 8"]
-
-
-def test_a_script_that_uses_fit_goes_on_from_its_checkpoint_and_ends_where_the_undisturbed_one_ends(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(TRAINING + RESUMING)
-    for name in ("disturbed", "undisturbed"):
-        (tmp_path / name).mkdir()
-
-    wrapper, code = run(tmp_path, [*warm.python(), path, tmp_path / "disturbed"])
-
-    assert code == 0
-    assert lines_of(wrapper) == ["2 6"]
-    training = {}
-    exec(TRAINING, training)  # noqa: S102 - the script's own words, in this process
-    training["train"](str(tmp_path / "undisturbed"))
-    disturbed, undisturbed = (torch.load(tmp_path / name / "end.pt") for name in ("disturbed", "undisturbed"))
-    assert all(torch.equal(disturbed[name], undisturbed[name]) for name in undisturbed)
+    assert (ended.returncode, ended.stdout) == (0, "2 6\n")
+    assert undisturbed.stdout == "None 6\n"
+    found, expected = (torch.load(tmp_path / name / "end.pt") for name in ("disturbed", "undisturbed"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("command", "options", "told"),
+    ("command", "options", "said"),
     [
-        ([], {}, "no command to run"),
-        (["python", "{accum_steps}"], {}, "placeholder {accum_steps}, but no target batch is known"),
-        (["python", "{micro_batch}"], {}, "placeholder {micro_batch}"),
-        (["python"], {"target_batch": 0}, "target_batch must be at least 1"),
-        (["python"], {"world_size": 0}, "world_size must be at least 1"),
-        (["python"], {"micro_batch": -1}, "micro_batch must be at least 1"),
-        (["python"], {"retries": -1}, "retries=-1"),
-        (["python"], {"grace_s": float("nan")}, "grace=nan"),
-        (["python"], {"target_batch": 10, "world_size": 4}, "choose a multiple of 4, such as 8 or 12"),
-        (["torchrun", "--nnodes=1:4", "train.py"], {"target_batch": 8}, "--world-size"),
+        ([], [], "no command to run"),
+        (["python", "{accum_steps}"], [], "placeholder {accum_steps}, but no target batch is known"),
+        (["python", "{micro_bach}"], ["--target-batch", 8], "no placeholder {micro_bach}; write {micro_batch}"),
+        (["python", "train.py"], ["--target-batch", 8], "the command has no placeholder"),
+        (["python", "{target_batch}"], ["--target-batch", 8], "the command has no placeholder"),
+        (["python"], ["--target-batch", 0], "--target-batch must be at least 1"),
+        (["python"], ["--world-size", 0], "--world-size must be at least 1"),
+        (["python"], ["--micro-batch", -1], "--micro-batch must be at least 1"),
+        (["python"], ["--micro-batch", 10**15], "is too large"),
+        (["python"], ["--retries", -1], "--retries -1"),
+        (["python"], ["--grace", "nan"], "--grace nan"),
+        (["{micro_batch}"], ["--target-batch", 10, "--world-size", 4], "a multiple of 4, such as 8 or 12"),
+        (["{micro_batch}"], ["--target-batch", 3, "--world-size", 4], "a multiple of 4, such as 4"),
+        (["torchrun", "--nnodes=1:4", "{micro_batch}"], ["--target-batch", 8], "--world-size"),
     ],
 )
-def test_what_cannot_be_used_is_refused_before_anything_is_started(command, options, told):
-    with pytest.raises(autoaccum.InvalidInputError) as error:
-        run_command(command, Options(**options))
+def test_what_cannot_be_used_is_refused_in_one_line_before_anything_is_started(command, options, said):
+    ended = run(command, *options)
 
-    assert told in str(error.value)
+    assert ended.returncode == 3
+    (line,) = ended.stderr.splitlines()
+    assert said in line
 
 
-def test_placeholders_that_need_no_target_are_filled_without_one(tmp_path):
-    wrapper, code = run(tmp_path, python(SCRIPT, "{micro_batch}", 8, "{world_size}"), micro_batch=8)
+@pytest.mark.parametrize(
+    ("command", "environment", "ranks"),
+    [
+        ("python train.py", {}, 1),
+        ("python train.py", {"SLURM_NTASKS": "6"}, 6),
+        ("python train.py", {"WORLD_SIZE": "8", "SLURM_NTASKS": "6"}, 8),
+        ("torchrun --nproc-per-node=4 train.py", {"WORLD_SIZE": "8"}, 4),
+        ("srun torchrun --nnodes=2:2 --nproc_per_node 3 train.py", {}, 6),
+        ("python -m torch.distributed.run --standalone --nproc-per-node 2 train.py", {}, 2),
+        ("python train.py --nproc-per-node 4", {}, 1),
+    ],
+)
+def test_ranks_are_understood_from_the_launcher_or_the_environment(command, environment, ranks):
+    assert world_size_of(command.split(), environment) == ranks
 
-    assert code == 0
-    assert lines_of(wrapper) == ["8 8 1 8 0"]
+
+@pytest.mark.parametrize("option", ["--nnodes=1:4", "--nproc-per-node=many", "--nproc-per-node=0"])
+def test_what_leaves_the_number_of_ranks_open_is_asked_for(option):
+    with pytest.raises(InvalidInputError, match=rf"{option} does not fix .* --world-size"):
+        world_size_of(["torchrun", option, "train.py"], {})

@@ -18,7 +18,7 @@ IMAGES, TARGET = 32, 32
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif("TIMM_TRAIN" not in os.environ, reason="make test-timm TIMM_TRAIN=... names timm's train.py"),
+    pytest.mark.skipif("TIMM_TRAIN" not in os.environ, reason="TIMM_TRAIN=... names timm's train.py"),
     pytest.mark.skipif(shutil.which("prlimit") is None, reason="there is no prlimit to set a limit with"),
 ]
 

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(
         importlib.util.find_spec("ultralytics") is None,
-        reason="ultralytics is not installed; make test-ultralytics has it",
+        reason="ultralytics is not installed; scripts/test_with.sh ultralytics has it",
     ),
     pytest.mark.skipif(shutil.which("prlimit") is None, reason="there is no prlimit to set a limit with"),
 ]

@@ -5,7 +5,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from autoaccum._report.charts import charts_of
-from autoaccum._system.drawing import DARK, KIND_COLOURS, LIGHT, ON_KIND
+from autoaccum._report.drawing import DARK, KIND_COLOURS, LIGHT, ON_KIND
 from report_examples import DEVICE, MANY_CARDS, MEASURED, NOTHING_FITS, REPORT, TRACED
 
 SVG = "{http://www.w3.org/2000/svg}"

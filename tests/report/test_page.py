@@ -128,7 +128,7 @@ def test_without_the_extra_the_page_has_its_tables_and_says_what_to_install(monk
 
     assert "<svg" not in page
     assert page.count("<table") == 9
-    assert "pip install &#x27;autoaccum[report]&#x27;" in page
+    assert "pip install altair vl-convert-python" in page
 
 
 def test_what_stands_under_a_row_goes_across_the_table():

@@ -64,4 +64,4 @@ except ValueError as error:
 
     ran = subprocess.run([*warm.python(), "-c", script], capture_output=True, text=True, check=True)
 
-    assert f"{lacking} is not installed; pip install 'autoaccum[report]'" in ran.stdout
+    assert f"{lacking} is not installed; pip install altair vl-convert-python" in ran.stdout

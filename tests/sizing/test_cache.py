@@ -123,7 +123,7 @@ def test_foreign_file_is_ignored_and_replaced(folder, data):
 
 def test_empty_folder_name_turns_the_cache_off(tmp_path, monkeypatch):
     monkeypatch.setenv("AUTOACCUM_CACHE_DIR", "")
-    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     assert trained() == trained()
     assert files(tmp_path) == []
@@ -154,7 +154,7 @@ def test_what_is_forgotten_is_gone_and_forgetting_twice_is_nothing(cache):
 
 def test_folder_is_the_users_cache_unless_something_else_is_said(tmp_path, notices, monkeypatch):
     monkeypatch.delenv("AUTOACCUM_CACHE_DIR")
-    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     PlanCache(notices).keep(KEY, FOUND)
 

@@ -16,11 +16,8 @@ from pathlib import Path
 import pytest
 
 import autoaccum
-from autoaccum._cli.exit_codes import ExitCode, code_for
 from autoaccum._system import lease as lease_module
-from autoaccum._system import process
-from autoaccum._system.lease import Lease
-from autoaccum._system.process import ProcessIdentity
+from autoaccum._system.lease import Lease, ProcessIdentity
 from autoaccum._training.checkpoint_files import Storage
 from autoaccum.errors import CheckpointError, CheckpointInUseError, InvalidInputError
 from interleaving import Interleaving
@@ -186,7 +183,7 @@ def holder_here(folder):
 
 def identity_of(pid):
     own = ProcessIdentity.own()
-    return ProcessIdentity(own.host, pid, own.boot, own.namespace, process._state_and_start(pid)[1])
+    return ProcessIdentity(own.host, pid, own.boot, own.namespace, lease_module._state_and_start(pid)[1])
 
 
 def fields_of(identity):
@@ -509,7 +506,3 @@ def test_run_that_has_lost_its_folder_ends_at_the_next_window_and_writes_nothing
 
     assert list(run.samples.windows) == [1, 2, 3]
     assert checkpoints(tmp_path) == []
-
-
-def test_folder_in_use_has_an_exit_code_of_its_own_which_never_means_memory():
-    assert code_for(CheckpointInUseError("in use")) == ExitCode.IN_USE == 8

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from torch import nn
 
 import autoaccum
-from autoaccum._cli.exit_codes import errors_as_exit_codes
 from autoaccum._system import output
 from autoaccum._training.console import LineProgress
 from autoaccum._training.loggers import JSONLinesLog, TensorBoardLog
@@ -49,25 +47,6 @@ def train(**options):
 @pytest.mark.parametrize("progress", [LineProgress(every_s=0), "bar", "auto"], ids=["lines", "bar", "auto"])
 def test_training_goes_on_where_stderr_fails(stderr, progress):
     assert train(progress=progress).steps == 3
-
-
-def test_exit_code_of_a_failing_scheduler_survives_a_stderr_that_fails(stderr):
-    with pytest.raises(typer.Exit) as caught, errors_as_exit_codes():
-        raise autoaccum.UpdateCompleteError("update 1 is made", 1)
-
-    assert caught.value.exit_code == 5
-
-
-def test_dropped_lines_are_counted_and_said_once_there_is_room(monkeypatch, capsys):
-    with FULL.open("w") as full:
-        monkeypatch.setattr(sys, "stderr", full)
-        written = [output.write_line("one"), output.write_line("two")]
-        monkeypatch.undo()
-
-    output.write_line("three")
-
-    assert written == [False, False]
-    assert capsys.readouterr().err == "autoaccum: 2 lines before this one could not be written\nthree\n"
 
 
 def test_line_for_a_descriptor_that_was_closed_leaves_nothing_to_flush():

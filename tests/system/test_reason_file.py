@@ -1,66 +1,48 @@
-"""The file by which a process tells its wrapper why it ended."""
-
-import json
+"""What a process leaves for `autoaccum run` to read; tests/launch/test_run.py has who writes it, and when."""
 
 import pytest
 
 from autoaccum._system import reason_file
-from autoaccum._system.environment import REASON_FILE
-from autoaccum._system.reason_file import OUT_OF_MEMORY, Reason
+from autoaccum._system.launched import REASON_FILE
+from autoaccum._system.reason_file import OUT_OF_MEMORY, RUNNING, Reason
 
 
 @pytest.fixture
-def path(monkeypatch, tmp_path):
+def path(tmp_path, monkeypatch):
     path = tmp_path / "reason.json"
     monkeypatch.setenv(REASON_FILE, str(path))
     return path
 
 
-def test_what_is_left_is_found(path):
-    reason = Reason(OUT_OF_MEMORY, 8, 1, "no room")
+def test_what_is_written_is_read_with_a_message_that_is_cut(path):
+    reason_file.write(Reason(OUT_OF_MEMORY, 8, 1, "x" * 10_000))
 
-    assert reason_file.write(reason)
-
-    assert reason_file.read(path) == reason
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert reason_file.read(path) == Reason(OUT_OF_MEMORY, 8, 1, "x" * 2000)
 
 
-def test_without_a_wrapper_nothing_is_left(monkeypatch):
-    monkeypatch.delenv(REASON_FILE, raising=False)
+def test_lack_of_memory_takes_the_place_of_all_else_and_stays(path):
+    for reason in (Reason(RUNNING, 4), Reason(RUNNING, 8), Reason(OUT_OF_MEMORY, 8, 1), Reason(RUNNING, 4)):
+        reason_file.write(reason)
 
-    assert not reason_file.write(Reason(OUT_OF_MEMORY))
-
-
-def test_a_folder_that_is_gone_costs_nothing(monkeypatch, tmp_path):
-    monkeypatch.setenv(REASON_FILE, str(tmp_path / "gone" / "reason.json"))
-
-    assert not reason_file.write(Reason(OUT_OF_MEMORY))
-
-
-def test_lack_of_memory_takes_the_place_of_what_came_of_it_and_never_the_other_way(path):
-    reason_file.write(Reason("peer_failed", rank=0))
-    reason_file.write(Reason("peer_failed", rank=2))
-    first = reason_file.read(path)
-    reason_file.write(Reason(OUT_OF_MEMORY, 8, 1))
-    reason_file.write(Reason("peer_failed", rank=3))
-
-    assert first == Reason("peer_failed", rank=0)
     assert reason_file.read(path) == Reason(OUT_OF_MEMORY, 8, 1)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"reason": 3}', b"\xff\xfe", b"[" * 60_000])
-def test_what_nobody_could_have_left_is_nothing(tmp_path, content):
-    (tmp_path / "reason.json").write_bytes(content)
+def test_without_a_wrapper_or_a_place_nothing_is_written(tmp_path, monkeypatch):
+    for value in ("", str(tmp_path / "none" / "reason.json")):
+        monkeypatch.setenv(REASON_FILE, value)
+        reason_file.write(Reason(OUT_OF_MEMORY))
 
-    assert reason_file.read(tmp_path / "reason.json") is None
-
-
-@pytest.mark.parametrize(("micro_batch", "found"), [(0, None), (-3, None), (True, None), ("8", None), (8, 8)])
-def test_a_size_that_cannot_be_is_not_known(tmp_path, micro_batch, found):
-    (tmp_path / "reason.json").write_text(json.dumps({"reason": OUT_OF_MEMORY, "micro_batch": micro_batch}))
-
-    assert reason_file.read(tmp_path / "reason.json").micro_batch == found
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_no_file_is_no_reason(tmp_path):
-    assert reason_file.read(tmp_path / "reason.json") is None
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"reason": 3}', '{"message": "x"}', "[" * 100_000])
+def test_what_is_no_reason_is_none(path, text):
+    path.write_text(text)
+
+    assert reason_file.read(path) is None
+
+
+def test_numbers_that_cannot_be_are_left_out(path):
+    path.write_text('{"reason": "out_of_memory", "micro_batch": 0, "rank": true, "message": 7}')
+
+    assert reason_file.read(path) == Reason(OUT_OF_MEMORY, None, None, "7")

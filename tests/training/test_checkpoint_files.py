@@ -262,7 +262,7 @@ def fails_with(number):
         "_training.checkpoint_files.os.fsync",
         "_training.checkpoint_files.os.utime",
         "_training.checkpoint_files._NotingFile.flush",
-        "_system.safe_files._flush_folder",
+        "_system.files._flush_folder",
     ],
 )
 def test_failing_disk_is_told_and_the_one_before_stays(storage, notices, monkeypatch, call):

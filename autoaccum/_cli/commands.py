@@ -1,0 +1,129 @@
+"""The commands that start without torch: `run` and `slurm`; and `doctor`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autoaccum._cli.exit_codes import print_result
+from autoaccum._launch.run import RETRIES, Options, until_done
+from autoaccum._launch.slurm import RESTARTS, WARN_S, Submission, submit
+from autoaccum._launch.supervisor import GRACE_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
+
+
+def _of_run(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add what `run` and `slurm` have in common; an option after the command belongs to it."""
+    for decorate in (
+        click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND [ARGUMENTS]"),
+        click.option("--no-placeholder", is_flag=True, help="The command reads the sizes from variables."),
+        click.option("--retries", **_NUMBER, default=RETRIES, show_default=True, help="Restarts after memory ran out."),
+        click.option("--micro-batch", **_NUMBER, help="Largest size to begin with; default: what worked before."),
+        click.option("--target-batch", **_NUMBER, help="Samples per optimizer step, over all ranks."),
+    ):
+        command = decorate(command)
+    return command
+
+
+@click.command("run", context_settings={"allow_interspersed_args": False})
+@_of_run
+@click.option("--world-size", **_NUMBER, help="Ranks; default: by torchrun's options, WORLD_SIZE or SLURM_NTASKS.")
+@click.option(
+    "--grace",
+    type=float,
+    metavar="SECONDS",
+    default=GRACE_S,
+    show_default=True,
+    help="Time from a signal that asks the command to end to SIGKILL.",
+)
+@click.option("--no-cache", is_flag=True, help="Neither use nor remember the size that worked.")
+@click.pass_context
+def run_command(
+    context: click.Context, /, command: tuple[str, ...], grace: float, no_cache: bool, **options: Any
+) -> None:
+    """Run any command; restart it with smaller micro-batches if it runs out of memory.
+
+    {micro_batch}, {accum_steps}, {target_batch} and {world_size} are filled in anywhere in its arguments, without a
+    shell. Put the launcher inside: autoaccum run -- torchrun train.py.
+    """
+    context.exit(until_done(command, Options(grace_s=grace, cache=not no_cache, **options)))
+
+
+@click.command("slurm", context_settings={"allow_interspersed_args": False})
+@_of_run
+@click.option("--nodes", **_NUMBER, default=1, show_default=True, help="Nodes.")
+@click.option("--gpus", **_NUMBER, default=0, help="GPUs on each node; torchrun starts a process for each.")
+@click.option("--time", metavar="TIME", help="Time limit, such as 12:00:00; the job resumes after it.")
+@click.option("--mem", metavar="SIZE", help="Memory of each node, such as 64G.")
+@click.option("--cpus", **_NUMBER, help="Cores of each node.")
+@click.option("--partition", metavar="NAME", help="Partition.")
+@click.option("--account", metavar="NAME", help="Account.")
+@click.option("--array", metavar="RANGE", help="Several jobs, told apart by SLURM_ARRAY_TASK_ID, such as 0-3.")
+@click.option("--job-name", metavar="NAME", help="Name of the job; default: that of the script.")
+@click.option("--slurm", "others", multiple=True, metavar="KEY=VALUE", help="Any other option of sbatch; repeatable.")
+@click.option(
+    "--warn-before",
+    **_NUMBER,
+    default=WARN_S,
+    show_default=True,
+    help="Seconds before the time limit to write a checkpoint in.",
+)
+@click.option("--max-restarts", **_NUMBER, default=RESTARTS, show_default=True, help="How often the job is requeued.")
+@click.option("--preflight", metavar="RECIPE.py", help="Run autoaccum report on this recipe first; end if it fails.")
+@click.option("--dry-run", is_flag=True, help="Print the batch script and submit nothing; needs no Slurm.")
+def slurm_command(
+    command: tuple[str, ...],
+    nodes: int,
+    gpus: int,
+    cpus: int | None,
+    others: tuple[str, ...],
+    warn_before: int,
+    max_restarts: int,
+    preflight: str | None,
+    dry_run: bool,
+    target_batch: int | None,
+    micro_batch: int | None,
+    retries: int,
+    no_placeholder: bool,
+    **sbatch: Any,
+) -> None:
+    """Submit a command to Slurm as a job that resumes after its time limit and after preemption.
+
+    The command must resume by itself, as autoaccum.fit(checkpoint=FOLDER) does. The batch script is kept beside the
+    log; --dry-run prints it.
+    """
+    options = {name.replace("_", "-"): value for name, value in sbatch.items()} | {"cpus-per-task": cpus}
+    for other in others:
+        name, _, value = other.partition("=")
+        options[name] = value
+    job = Submission(
+        command=command,
+        run=Options(target_batch, micro_batch, retries=retries, no_placeholder=no_placeholder),
+        nodes=nodes,
+        gpus=gpus,
+        sbatch=options,
+        warn_s=warn_before,
+        restarts=max_restarts,
+        preflight=preflight,
+    )
+    if dry_run:
+        print_result(job.script().rstrip("\n"))
+        return
+    job_id, path = submit(job)
+    print_result(f"submitted job {job_id}; its batch script is {path}")
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document, for bug reports.")
+def doctor_command(as_json: bool) -> None:
+    """Show the installation, the machine, its limits and its GPUs, and what is wrong with them."""
+    from autoaccum._doctor import examine  # noqa: PLC0415 - it imports torch
+
+    found = examine()
+    print_result(json.dumps(found.to_dict(), indent=2) if as_json else found.to_text())

@@ -1,0 +1,292 @@
+"""Examines the installation, the machine, its limits and its GPUs, and tells what is wrong with them.
+
+Facts and problems come out. GPUs are read through NVML, which needs no context on them; PyTorch is only asked whether
+it could use them. Nothing is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+import textwrap
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from autoaccum._memory import _linux, nvml
+from autoaccum._memory.available_devices import find_accelerator
+from autoaccum._memory.host import Host, process_limits
+from autoaccum._memory.limits import format_bytes
+from autoaccum._report.durations import left_by_slurm
+from autoaccum._sizing.cache import folder_of_plans
+from autoaccum._system.own_distribution import REQUIREMENTS, __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from autoaccum._memory.nvml import CardReading
+
+_PROC = Path("/proc")
+_SHARED = Path("/dev/shm")  # noqa: S108 - where workers of a DataLoader pass batches on
+# Below this, a few batches of images fill it; containers get 64 MiB unless asked.
+_LITTLE_SHARED_BYTES = 2**30
+# A training that has less than this to begin with cannot even load a small model and its batches.
+_LITTLE_BYTES = 2**29
+# Of a GPU's memory; with less free, other processes or a display hold the rest.
+_LITTLE_FREE = 0.1
+# A control group of a Slurm job may allow a little more than the job asked for (AllowedRAMSpace).
+_TOLERATED = 1.1
+_LEAST_TORCH = re.compile(r"torch\s*>=\s*(?P<version>[0-9.]+)")
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_NEVER_OVERCOMMITS = "2"
+_COLUMNS = 80
+_MEBIBYTE = 2**20
+
+
+@dataclass(slots=True)
+class Examination:
+    """What was found.
+
+    Attributes:
+        facts: By area and name; sizes in bytes.
+        problems: What is wrong, and what to do.
+    """
+
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as a JSON document: an object for each area, and the list "problems"."""
+        return {**self.facts, "problems": self.problems}
+
+    def to_text(self) -> str:
+        """Return it for a person, in lines of 80 columns; no word is broken."""
+        lines = []
+        for area, facts in self.facts.items():
+            lines.append(area.capitalize())
+            labels = {name: name.removesuffix(" bytes") for name in facts}
+            width = max(map(len, labels.values()))
+            for name, value in facts.items():
+                shown = value if labels[name] == name or value is None else format_bytes(value)
+                first = f"  {labels[name]:<{width}}  "
+                lines += _wrapped("none" if shown is None else str(shown), first, " " * len(first))
+            lines.append("")
+        if not self.problems:
+            lines.append("No problems found.")
+        for number, problem in enumerate(self.problems):
+            lines += ["Problems"] * (number == 0) + _wrapped(problem, "  - ", "    ")
+        return "\n".join(lines)
+
+
+def examine(environment: Mapping[str, str] = os.environ, proc: Path = _PROC, shared: Path = _SHARED) -> Examination:
+    """Examine where this process runs.
+
+    Args:
+        environment: The variables of this process; others in tests.
+        proc: Where the kernel tells of itself; another folder in tests.
+        shared: The file system of shared memory; another folder in tests.
+    """
+    found = Examination()
+    problems = found.problems
+    found.facts["installation"] = _installation(environment, problems)
+    found.facts["machine"] = _machine(environment, proc, shared, problems)
+    found.facts["limits"] = _limits(environment, proc / "self", problems)
+    found.facts["devices"] = _devices(environment, problems)
+    return found
+
+
+def _installation(environment: Mapping[str, str], problems: list[str]) -> dict[str, Any]:
+    least = next((match["version"] for text in REQUIREMENTS if (match := _LEAST_TORCH.match(text))), None)
+    if least is not None and torch.__version__ < least:
+        problems.append(
+            f"autoaccum needs PyTorch {least} or newer, and {sys.executable} imports {torch.__version__} from "
+            f"{Path(torch.__file__).parent}; upgrade it, or remove that folder from PYTHONPATH"
+        )
+    folder, count = folder_of_plans(), 0
+    if folder is not None:
+        try:
+            folder = folder.expanduser()
+            count = len(list(folder.glob("plan-*.json")))
+            # The first run makes the folder.
+            nearest = next((parent for parent in (folder, *folder.parents) if parent.exists()), folder)
+            is_writable = os.access(nearest, os.W_OK)
+        except (OSError, RuntimeError):
+            is_writable = False
+        if not is_writable:
+            problems.append(
+                f"sizes cannot be remembered in {folder}, so each start searches for the micro-batch; set "
+                "AUTOACCUM_CACHE_DIR to a writable folder"
+            )
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    return {
+        "autoaccum": __version__,
+        "Python": f"{platform.python_version()}, {sys.executable}",
+        "system": platform.platform(),
+        "PyTorch": f"{torch.__version__}, for {built if torch.version.cuda or torch.version.hip else 'the CPU alone'}",
+        "remembered sizes": f"{count} in {folder}" if folder else "off, since AUTOACCUM_CACHE_DIR is empty",
+        "variables": " ".join(f"{name}={value}" for name, value in environment.items() if name.startswith("AUTOACCUM_"))
+        or None,
+    }
+
+
+def _machine(environment: Mapping[str, str], proc: Path, shared: Path, problems: list[str]) -> dict[str, Any]:
+    usable, threads = _usable_cores(), torch.get_num_threads()
+    if threads > usable:
+        named = "OMP_NUM_THREADS" if "OMP_NUM_THREADS" in environment else "torch.set_num_threads()"
+        problems.append(
+            f"PyTorch uses {threads} threads on {usable} cores, which makes operators on the CPU slower; set {named} "
+            f"to {usable}"
+        )
+    memory = psutil.virtual_memory()
+    facts = {
+        "processor": _processor(proc),
+        "cores": f"{usable} of {os.cpu_count()} usable by this process, PyTorch uses {threads} threads",
+        "memory bytes": memory.total,
+        "available bytes": memory.available,
+        "swap bytes": psutil.swap_memory().total,
+    }
+    try:
+        use = psutil.disk_usage(str(shared))
+    except OSError:
+        pass
+    else:
+        facts |= {"shared memory bytes": use.total, "shared memory free bytes": use.free}
+        if min(use.total, use.free) < _LITTLE_SHARED_BYTES:
+            problems.append(
+                f"{shared} has {format_bytes(use.free)} free of {format_bytes(use.total)}, and a DataLoader's workers "
+                "pass batches through it (a bus error is its lack); give the container more, as by docker run "
+                "--shm-size=8g, or use num_workers=0"
+            )
+    if _text(proc / "sys/vm/overcommit_memory").strip() == _NEVER_OVERCOMMITS:
+        problems.append(
+            "the kernel gives out no more memory than there is (vm.overcommit_memory is 2), so CUDA, which reserves "
+            "addresses for all of a GPU, and workers, which copy this process's addresses, may fail with memory free; "
+            "have it set to 0 or 1"
+        )
+    return facts
+
+
+def _limits(environment: Mapping[str, str], proc: Path, problems: list[str]) -> dict[str, Any]:
+    groups = [group.limit_bytes for group in _linux.group_limits(proc)]
+    free = Host().reading().free_bytes
+    if free < _LITTLE_BYTES:
+        problems.append(
+            f"this process may take {format_bytes(free)} of host memory more, which hardly holds a model and its "
+            "batches; raise the limit above (ulimit, the container's memory, --mem of Slurm), or end what uses the "
+            "memory"
+        )
+    facts: dict[str, Any] = {"control group bytes": min(groups, default=None)}
+    facts |= {f"{kind} bytes": limit for kind, limit, _ in process_limits()}
+    facts["free for training bytes"] = free
+    if "SLURM_JOB_ID" in environment:
+        left, memory = left_by_slurm(environment), _memory_of_slurm(environment)
+        facts |= {
+            "Slurm job": environment["SLURM_JOB_ID"],
+            "hours left": None if left is None else round(left / 3600, 1),
+            "memory of the job bytes": memory,
+        }
+        cores = _number(environment, "SLURM_CPUS_PER_TASK") or _number(environment, "SLURM_CPUS_ON_NODE")
+        if cores is not None and torch.get_num_threads() > cores <= _usable_cores():
+            problems.append(
+                f"the Slurm job has {cores} cores for this process, and PyTorch uses {torch.get_num_threads()} "
+                f"threads; set OMP_NUM_THREADS={cores}, or ask for more by --cpus-per-task"
+            )
+        if memory is not None and not any(limit <= memory * _TOLERATED for limit in groups):
+            problems.append(
+                f"the Slurm job has {format_bytes(memory)} on this node, and no control group enforces that: Slurm may "
+                "kill what takes more, without an error that can be caught; pass "
+                f"memory_limit='{memory // _MEBIBYTE}MiB' for a training on the CPU"
+            )
+    return facts
+
+
+def _devices(environment: Mapping[str, str], problems: list[str]) -> dict[str, Any]:
+    driver = nvml.read_driver()
+    every, seen = nvml.cards_of(None), nvml.cards_of(environment.get(_VISIBLE))
+    names = (_VISIBLE, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING")
+    facts: dict[str, Any] = {"NVIDIA driver": None if driver is None else driver.text}
+    facts |= {name: environment[name] for name in names if name in environment}
+    for number, card in enumerate(seen):
+        holders = ", ".join(f"{other.name} (pid {other.pid})" for other in card.neighbours[:3])
+        used = f", used by {holders}" if holders else ""
+        room = f"{format_bytes(card.free_bytes)} free of {format_bytes(card.total_bytes)}"
+        facts[f"GPU {number}"] = f"{card.name}, {room}{used}"
+        if card.free_bytes < _LITTLE_FREE * card.total_bytes:
+            problems.append(
+                f"GPU {number} has {room}{used}; choose another GPU with {_VISIBLE}, or wait until its memory is free"
+            )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        there = find_accelerator()
+    facts["used by PyTorch"] = (
+        "the CPU alone" if there is None else f"{torch.accelerator.device_count()} x {there.type}"
+    )
+    if driver is not None and there is None:
+        warned = "; ".join(str(warning.message).split("\n")[0] for warning in caught)
+        problems.append(_why_unused(driver, every, seen, environment.get(_VISIBLE, ""), warned))
+    if environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        problems.append("CUDA_LAUNCH_BLOCKING makes each kernel wait for its end; unset it")
+    return facts
+
+
+def _why_unused(
+    driver: nvml.Driver, every: tuple[CardReading, ...], seen: tuple[CardReading, ...], visible: str, warned: str
+) -> str:
+    gpus = f"{len(every)} GPU{'s' if len(every) != 1 else ''}"
+    if torch.version.cuda is None:
+        return (
+            f"PyTorch {torch.__version__} is built without CUDA, so it does not use the {gpus} that the driver sees; "
+            "install a build for CUDA"
+        )
+    if not every:
+        return f"the NVIDIA driver {driver.version} sees no GPU; have its kernel module and the GPUs checked"
+    if not seen:
+        return f"{_VISIBLE}={visible!r} hides the {gpus} of this machine; unset or correct it"
+    if driver.cuda is not None and int(torch.version.cuda.split(".")[0]) > driver.cuda[0]:
+        return (
+            f"PyTorch {torch.__version__} is built for CUDA {torch.version.cuda}, and the driver {driver.version} "
+            f"supports up to CUDA {'.'.join(map(str, driver.cuda))}; update the driver, or install a build for that"
+        )
+    return f"PyTorch does not use the {gpus} that the driver sees ({warned or 'it gives no reason'})"
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _processor(proc: Path) -> str:
+    found = re.search(r"^model name\s*: (.+)$", _text(proc / "cpuinfo"), re.MULTILINE)
+    return found[1] if found is not None else platform.processor() or platform.machine()
+
+
+def _memory_of_slurm(environment: Mapping[str, str]) -> int | None:
+    """Return the bytes that the job may take on this node; None if Slurm does not say."""
+    per_node = _number(environment, "SLURM_MEM_PER_NODE")
+    if per_node:
+        return per_node * _MEBIBYTE
+    per_core, cores = _number(environment, "SLURM_MEM_PER_CPU"), _number(environment, "SLURM_CPUS_ON_NODE")
+    return None if not per_core or not cores else per_core * cores * _MEBIBYTE
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 18 else None  # noqa: PLR2004 - 64 bits
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _wrapped(text: str, first: str, others: str) -> list[str]:
+    return textwrap.wrap(
+        text, _COLUMNS, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
+    )

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Runs the tests in an environment other than the one for development, beside it:
+#
+#   scripts/test_with.sh newest             quick tests, with the newest release of every package
+#   scripts/test_with.sh oldest-torch       quick tests, with the oldest PyTorch that pyproject.toml allows
+#   scripts/test_with.sh oldest-adapters    quick tests of the adapters, with the oldest frameworks
+#   scripts/test_with.sh python 3.13        every test, on this Python
+#   scripts/test_with.sh ray                the slow tests of Ray Train (some 4 minutes); Ray has 200 MB
+#   scripts/test_with.sh ultralytics        the slow test of ultralytics' command; it has 400 MB
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+kind="${1:?say newest, oldest-torch, oldest-adapters, python, ray or ultralytics}"
+environment=".venv-$kind${2:+-$2}"
+quick=(-n logical --maxprocesses 4 --dist loadfile -m 'not slow and not sweep')
+
+prepare() {
+    [ -x "$environment/bin/python" ] || uv venv --quiet --python "${python:-python3}" "$environment"
+    uv pip install --quiet --python "$environment/bin/python" --editable . --group dev "$@"
+}
+run() { "$environment/bin/python" -m pytest "$@"; }
+
+case "$kind" in
+newest) prepare --upgrade && run "${quick[@]}" ;;
+# With the torchvision that was made for it.
+oldest-torch) prepare 'torch==2.8.0' 'torchvision==0.23.0' && run "${quick[@]}" ;;
+oldest-adapters)
+    prepare 'transformers==4.57.6' 'accelerate==1.10.1' 'lightning==2.4.0' 'trl==0.24.0' 'peft==0.17.1'
+    run "${quick[@]}" tests/integrations
+    ;;
+python) python="$2" prepare --constraint constraints.txt && run -n logical --maxprocesses 4 --dist loadfile ;;
+ray) prepare --group ray --constraint constraints.txt && run tests/across/test_ranks_ray.py ;;
+ultralytics) prepare --group ultralytics --constraint constraints.txt && run tests/launch/test_run_ultralytics.py ;;
+*) echo "no such environment: $kind" >&2 && exit 2 ;;
+esac

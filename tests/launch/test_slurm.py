@@ -1,0 +1,114 @@
+"""The batch script that `autoaccum slurm` writes; tests/across/test_slurm.py has what becomes of real jobs."""
+
+import subprocess
+import sys
+
+import pytest
+
+from slurm_jobs import command
+
+RENDEZVOUS = '--rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:$port" train.py'
+OWN = f"{sys.executable} -m autoaccum"
+
+
+def script(*arguments):
+    """The script of a dry run, on a machine without Slurm."""
+    ran = command("--dry-run", *arguments, PATH="/nowhere")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    subprocess.run(["/bin/bash", "-n"], input=ran.stdout, text=True, check=True)
+    return ran.stdout.splitlines()
+
+
+def training_of(lines):
+    (line,) = [line for line in lines if line.startswith(OWN) and line.endswith(" &")]
+    return line.removesuffix(" &")
+
+
+def test_a_script_is_short_and_says_what_was_asked():
+    lines = script(
+        "--time", "12:00:00", "--gpus", 4, "--mem", "64G", "--slurm", "exclusive", "--", "python", "train.py"
+    )
+
+    header = [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")]
+    assert header == [
+        "job-name=train",
+        "nodes=1",
+        "gpus-per-node=4",
+        "output=%x-%j.out",
+        "time=12:00:00",
+        "mem=64G",
+        "exclusive",
+        "ntasks-per-node=1",
+        "signal=B:USR1@120",
+        "requeue",
+        "open-mode=append",
+    ]
+    assert len(lines) < 50
+    assert training_of(lines) == f"{OWN} run --grace=120 --retries=5 -- srun --kill-on-bad-exit=1 python train.py"
+
+
+def test_arguments_are_quoted_and_placeholders_reach_run():
+    lines = script("--target-batch", 256, "--", "python", "train.py", "a b", "$HOME", "it's", "{micro_batch}")
+
+    run = f"{OWN} run --grace=120 --retries=5 --target-batch=256"
+    assert (
+        training_of(lines)
+        == f"{run} -- srun --kill-on-bad-exit=1 python train.py 'a b' '$HOME' 'it'\"'\"'s' '{{micro_batch}}'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--gpus", 8], "torchrun --nproc-per-node=8 --standalone train.py"),
+        (
+            ["--gpus", 8, "--nodes", 2],
+            "torchrun --nproc-per-node=8 --nnodes=2 --rdzv-backend=c10d " + RENDEZVOUS,
+        ),
+    ],
+)
+def test_torchrun_gets_what_follows_from_the_job(options, words):
+    lines = script(*options, "--", "torchrun", "train.py")
+
+    assert training_of(lines).endswith(words)
+    assert any(line.startswith("head=") for line in lines) == ("--nodes" in options)
+
+
+def test_torchruns_own_options_are_left_as_they_are():
+    words = ["torchrun", "--nproc_per_node", "2", "--standalone", "train.py"]
+
+    assert training_of(script("--gpus", 8, "--", *words)).endswith(" ".join(words))
+
+
+def test_a_preflight_ends_the_job_if_the_report_does():
+    lines = script("--preflight", "recipe.py:large", "--", "python", "train.py")
+
+    assert f"srun --nodes=1 --ntasks=1 {OWN} report recipe.py:large || exit" in lines
+
+
+def test_without_slurm_a_job_is_refused_in_one_line(tmp_path):
+    ran = command("--", "python", "train.py", PATH=str(tmp_path))
+
+    assert (ran.returncode, ran.stdout) == (3, "")
+    assert ran.stderr.startswith("autoaccum: error: there is no Slurm here (no sbatch on the PATH)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--"], "no command to run"),
+        (["--nodes", 0, "--", "x"], "--nodes 0 must be from 1"),
+        (["--warn-before", 0, "--", "x"], "--warn-before 0 must be from 1"),
+        (["--slurm", "signal=USR2", "--", "x"], "--slurm signal is set by autoaccum itself"),
+        (["--slurm", "=7", "--", "x"], "is not an option of sbatch"),
+        (["--job-name", "two\nlines", "--", "x"], "is not an option of sbatch"),
+        (["--target-batch", 8, "--", "python", "train.py"], "the command has no placeholder"),
+        (["--target-batch", 4, "--gpus", 8, "--", "torchrun", "{micro_batch}"], "cannot be divided by 8 ranks"),
+    ],
+)
+def test_what_cannot_be_submitted_is_refused_in_one_line(arguments, said):
+    ran = command(*arguments)
+
+    assert ran.returncode == 3
+    (line,) = ran.stderr.splitlines()
+    assert said in line

@@ -1,0 +1,223 @@
+"""Files in places that others may write to: no link is written through, no pipe is waited for, none is half there."""
+
+import os
+import stat
+
+import pytest
+import torch
+
+from autoaccum._system import files, reason_file
+from autoaccum._system.files import beside, check_place
+from autoaccum._system.launched import REASON_FILE
+from autoaccum._system.notices import Notices
+from autoaccum._training.checkpoint_files import Storage
+from autoaccum._training.checkpoint_schedule import Saver
+from autoaccum.errors import CheckpointError, InvalidInputError
+
+
+@pytest.fixture
+def precious(tmp_path):
+    path = tmp_path / "precious"
+    path.write_text("mine")
+    return path
+
+
+@pytest.mark.parametrize("target", ["file", "nothing"])
+def test_link_in_the_place_of_an_unfinished_checkpoint_is_not_followed(tmp_path, precious, target):
+    storage = Storage(tmp_path / "run")
+    linked = precious if target == "file" else tmp_path / "nothing"
+    (storage.folder / "step-00000001.pt.unfinished").symlink_to(linked)
+
+    path = storage.write({"x": torch.arange(3)}, 1)
+
+    assert not path.is_symlink()
+    assert torch.equal(storage.read_newest(Notices(silent=True))[1]["x"], torch.arange(3))
+    assert precious.read_text() == "mine"
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_pipe_in_the_place_of_an_unfinished_checkpoint_is_not_waited_for(tmp_path):
+    storage = Storage(tmp_path)
+    os.mkfifo(tmp_path / "step-00000001.pt.unfinished")
+
+    storage.write({"x": 1}, 1)
+
+    assert storage.read_newest(Notices(silent=True))[1] == {"x": 1}
+
+
+def test_link_in_the_place_of_a_checkpoint_is_replaced_and_not_written_through(tmp_path, precious):
+    storage = Storage(tmp_path / "run")
+    (storage.folder / "step-00000001.pt").symlink_to(precious)
+
+    path = storage.write({"x": 1}, 1)
+
+    assert not path.is_symlink()
+    assert precious.read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "sparse"])
+def test_what_is_no_file_is_no_checkpoint_and_the_one_before_is_taken(tmp_path, kind):
+    storage = Storage(tmp_path)
+    storage.write({"x": 1}, 1)
+    other = tmp_path / "step-00000002.pt"
+    if kind == "pipe":
+        os.mkfifo(other)
+    elif kind == "folder":
+        other.mkdir()
+    elif kind == "device":
+        other.symlink_to("/dev/zero")
+    else:
+        with other.open("wb") as file:
+            file.truncate(1 << 40)
+    if kind != "device":  # whose time is not this link's
+        later = (tmp_path / "step-00000001.pt").stat().st_mtime_ns + 5_000_000
+        os.utime(other, ns=(later, later))
+
+    path, content = Storage(tmp_path).read_newest(Notices(silent=True))
+    storage.write({"x": 3}, 3)
+
+    assert (path.name, content) == ("step-00000001.pt", {"x": 1})
+    assert Storage(tmp_path).read_newest(Notices(silent=True))[1] == {"x": 3}
+
+
+def test_only_checkpoint_that_is_a_pipe_is_an_error_that_says_so(tmp_path):
+    os.mkfifo(tmp_path / "step-00000002.pt")
+
+    with pytest.raises(CheckpointError, match="is a folder, a pipe or a device"):
+        Storage(tmp_path).read_newest(Notices(silent=True))
+
+
+@pytest.mark.parametrize("named", [("../outside", {}), ("step-00000001.5.shards", {"../x": (1, 1)}), "text", [1, 2, 3]])
+def test_checkpoint_that_names_files_elsewhere_is_refused(tmp_path, named):
+    Storage(tmp_path).write({"shards": named if isinstance(named, str) else list(named)}, 1)
+
+    with pytest.raises(CheckpointError, match="malformed: shards names"):
+        Storage(tmp_path).read_newest(Notices(silent=True))
+
+
+def test_reason_takes_the_place_of_a_link_or_a_pipe_and_is_not_written_through(tmp_path, precious, monkeypatch):
+    for number, make in enumerate((lambda path: path.symlink_to(precious), os.mkfifo)):
+        path = tmp_path / f"reason{number}"
+        make(path)
+        monkeypatch.setenv(REASON_FILE, str(path))
+
+        reason_file.write(reason_file.Reason(reason_file.OUT_OF_MEMORY))
+
+        assert reason_file.read(path).reason == reason_file.OUT_OF_MEMORY
+    assert precious.read_text() == "mine"
+
+
+def test_note_of_lack_of_memory_that_is_a_pipe_is_passed_over_and_replaced(tmp_path):
+    saver = Saver(Storage(tmp_path), every_steps=None, every_s=None, resume="auto")
+    os.mkfifo(tmp_path / "out-of-memory.json")
+
+    assert saver.cap(Notices(silent=True)) is None
+    saver.note_lack(10, "too large")
+    assert saver.cap(Notices(silent=True)) == 7
+
+
+def test_report_is_written_beside_its_place_under_a_name_that_nobody_can_guess(tmp_path, precious):
+    place = tmp_path / "report.html"
+    guessed = tmp_path / f".report.{os.getpid()}.html"
+    guessed.symlink_to(precious)
+
+    with beside(place) as unfinished:
+        assert unfinished.suffix == ".html"
+        unfinished.write_text("text")
+
+    assert place.read_text() == "text"
+    assert precious.read_text() == "mine"
+
+
+# --- files that are whole or not there --------------------------------------------------------------------------------
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_file_takes_its_place_when_the_block_ends_and_not_before(tmp_path):
+    place = tmp_path / "file.json"
+    place.write_text("before")
+
+    with files.replacing(place) as unfinished:
+        unfinished.write_text("after")
+        assert place.read_text() == "before"
+        assert unfinished.parent == tmp_path
+        assert unfinished.name.endswith(files.UNFINISHED)
+
+    assert place.read_text() == "after"
+    assert names(tmp_path) == ["file.json"]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_block_that_raises_leaves_what_was_there_and_nothing_else(tmp_path, error):
+    files.write(tmp_path / "file", b"before")
+
+    def write_half():
+        with files.replacing(tmp_path / "file") as unfinished:
+            unfinished.write_bytes(b"half")
+            raise error
+
+    with pytest.raises(error):
+        write_half()
+
+    assert (tmp_path / "file").read_bytes() == b"before"
+    assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions are those of POSIX")
+@pytest.mark.parametrize("mode", [0o600, 0o666])
+def test_permissions_are_those_asked_for_within_the_umask(tmp_path, mode):
+    before = os.umask(0o022)
+    try:
+        files.write(tmp_path / "file", b"", mode=mode)
+    finally:
+        os.umask(before)
+
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == mode & ~0o022
+
+
+def test_link_in_the_place_of_the_file_is_replaced_and_not_written_through(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "file").symlink_to(tmp_path / "precious")
+
+    files.write(tmp_path / "file", b"new")
+
+    assert not (tmp_path / "file").is_symlink()
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_link_that_has_the_unfinished_files_name_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("autoaccum._system.files.secrets.token_hex", lambda _: "guessed")
+    (tmp_path / f"file.guessed{files.UNFINISHED}").symlink_to(tmp_path / "nothing")
+
+    with pytest.raises(FileExistsError):
+        files.write(tmp_path / "file", b"new")
+
+    assert names(tmp_path) == [f"file.guessed{files.UNFINISHED}"]
+
+
+def test_rename_is_flushed_after_it_was_made_where_that_is_asked_for(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(files, "_flush_folder", lambda folder: flushed.append((folder, names(folder))))
+
+    with files.replacing(tmp_path / "file", flushes_rename=True):
+        pass
+    with files.replacing(tmp_path / "other"):
+        pass
+
+    assert [folder for folder, _ in flushed] == [tmp_path]
+    assert "file" in flushed[0][1]
+
+
+@pytest.mark.parametrize("path", [None, 3, b"report.html", "", "a\0b", ["report.html"]])
+def test_what_is_no_path_is_refused(path):
+    with pytest.raises(InvalidInputError, match=r"^path="), beside(path):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(("name", "why"), [("none/report.html", "no such folder"), (".", "it is a folder")])
+def test_a_place_where_nothing_can_be_written_is_refused(tmp_path, name, why):
+    with pytest.raises(InvalidInputError, match=why):
+        check_place(tmp_path / name, "--html")

@@ -1,0 +1,208 @@
+"""`autoaccum doctor`: what it says of this machine, and each of its rules, by stand-ins where this machine is fine."""
+
+import json
+import subprocess
+import sys
+import time
+import warnings
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from autoaccum import _doctor
+from autoaccum._doctor import examine
+from autoaccum._memory.nvml import CardReading, Driver
+from autoaccum._records import Neighbour
+
+GIB, MIB = 2**30, 2**20
+FREE = CardReading("NVIDIA H200", 140 * GIB, 139 * GIB, ())
+FULL = CardReading("NVIDIA H200", 140 * GIB, GIB, (Neighbour(17, "python", 138 * GIB),))
+DRIVER = Driver("580.65", (13, 0))
+SLURM = {"SLURM_JOB_ID": "7"}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Where the kernel tells of a machine on which nothing is wrong."""
+    monkeypatch.setattr(psutil, "disk_usage", lambda _: SimpleNamespace(total=8 * GIB, free=8 * GIB))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(_doctor.Host, "reading", lambda _: SimpleNamespace(free_bytes=8 * GIB))
+    (tmp_path / "self").mkdir()
+    return tmp_path
+
+
+def limit_group(place, limit):
+    """Put the process into a control group with a limit."""
+    (place / "group").mkdir()
+    (place / "self" / "cgroup").write_text("0::/group\n")
+    (place / "self" / "mountinfo").write_text(f"32 31 0:29 / {place} rw,relatime - cgroup2 cgroup2 rw\n")
+    (place / "group" / "memory.max").write_text(f"{limit}\n")
+    (place / "group" / "memory.current").write_text("0\n")
+
+
+def found(place, environment=None):
+    return examine(environment or {}, proc=place, shared=place)
+
+
+def test_where_nothing_is_wrong_it_says_so(place):
+    (place / "cpuinfo").write_text("processor : 0\nmodel name : A Processor\n")
+    limit_group(place, 8 * GIB)
+
+    text = found(place).to_text()
+
+    assert text.splitlines()[-1] == "No problems found."
+    assert "processor           A Processor" in text
+    assert "control group      8.0 GiB" in text
+
+
+def test_the_command_prints_text_or_json():
+    words = [sys.executable, "-m", "autoaccum", "doctor"]
+    text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    document = json.loads(subprocess.run([*words, "--json"], capture_output=True, text=True, check=True).stdout)
+
+    assert set(document) == {"installation", "machine", "limits", "devices", "problems"}
+    assert document["installation"]["PyTorch"].startswith(torch.__version__)
+    assert all(area.capitalize() in text for area in ("installation", "machine", "limits", "devices"))
+
+
+def test_lines_have_80_columns_and_no_word_is_broken(place, monkeypatch):
+    monkeypatch.setattr(psutil, "disk_usage", lambda _: SimpleNamespace(total=64 * MIB, free=60 * MIB))
+
+    examined = found(place, {"CUDA_LAUNCH_BLOCKING": "1", **SLURM, "SLURM_MEM_PER_NODE": "4096"})
+
+    text = examined.to_text()
+    assert len(examined.problems) == 3
+    words = {word for problem in examined.problems for word in problem.split()}
+    assert words <= set(text.split())
+    problems = text[text.index("Problems") :].splitlines()
+    assert all(len(line) <= 80 for line in problems)
+
+
+def test_an_old_pytorch_is_a_problem(place, monkeypatch):
+    monkeypatch.setattr(_doctor, "REQUIREMENTS", ["torch>=99.0"])
+
+    assert "autoaccum needs PyTorch 99.0 or newer" in found(place).problems[0]
+
+
+def test_a_folder_that_cannot_be_written_is_a_problem(place, monkeypatch):
+    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", "~nobody-of-this-name/x")
+
+    assert "set AUTOACCUM_CACHE_DIR to a writable folder" in found(place).problems[0]
+
+
+def test_more_threads_than_cores_are_a_problem(place, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    monkeypatch.setattr(_doctor, "_usable_cores", lambda: 1)
+
+    assert "64 threads on 1 cores" in found(place).problems[0]
+    assert "set OMP_NUM_THREADS to 1" in found(place, {"OMP_NUM_THREADS": "64"}).problems[0]
+    monkeypatch.setattr(_doctor, "_usable_cores", lambda: 128)
+    assert "set OMP_NUM_THREADS=8, or" in found(place, {**SLURM, "SLURM_CPUS_PER_TASK": "8"}).problems[0]
+
+
+def test_little_shared_memory_is_a_problem(place, monkeypatch):
+    monkeypatch.setattr(psutil, "disk_usage", lambda _: SimpleNamespace(total=64 * MIB, free=60 * MIB))
+
+    (problem,) = found(place).problems
+
+    assert "60.0 MiB free of 64.0 MiB" in problem
+    assert "--shm-size=8g" in problem
+
+
+def test_a_machine_that_never_overcommits_is_a_problem(place):
+    (place / "sys/vm").mkdir(parents=True)
+    (place / "sys/vm/overcommit_memory").write_text("2\n")
+
+    assert "vm.overcommit_memory is 2" in found(place).problems[0]
+
+
+def test_little_memory_left_is_a_problem(place, monkeypatch):
+    monkeypatch.setattr(_doctor.Host, "reading", lambda _: SimpleNamespace(free_bytes=200 * MIB))
+
+    assert "may take 200.0 MiB of host memory more" in found(place).problems[0]
+
+
+@pytest.mark.parametrize(
+    "asked", [{"SLURM_MEM_PER_NODE": "4096"}, {"SLURM_MEM_PER_CPU": "2048", "SLURM_CPUS_ON_NODE": "2"}]
+)
+@pytest.mark.parametrize(("limit", "is_enforced"), [(4 * GIB, True), (64 * GIB, False)])
+def test_memory_of_a_slurm_job_that_nothing_enforces_is_a_problem(place, asked, limit, is_enforced):
+    limit_group(place, limit)
+    job = {**SLURM, "SLURM_JOB_END_TIME": str(int(time.time()) + 7200), **asked}
+
+    examined = found(place, job)
+
+    assert examined.facts["limits"]["memory of the job bytes"] == 4 * GIB
+    assert examined.facts["limits"]["hours left"] == 2.0
+    assert examined.problems == [] if is_enforced else "memory_limit='4096MiB'" in examined.problems[0]
+
+
+def test_variables_of_slurm_that_are_no_numbers_are_left_out(place):
+    examined = found(place, {**SLURM, "SLURM_MEM_PER_NODE": "lots", "SLURM_CPUS_PER_TASK": "²"})
+
+    assert examined.facts["limits"]["memory of the job bytes"] is None
+    assert examined.problems == []
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(place, monkeypatch):
+    def of(cards=(FREE,), driver=DRIVER, built="13.2", sees=None, warns=""):
+        """Describe a machine with some GPUs, and what PyTorch makes of them."""
+
+        def accelerator():
+            if warns:
+                warnings.warn(warns, stacklevel=1)
+            return None if sees is None else torch.device(sees)
+
+        monkeypatch.setattr(_doctor.nvml, "read_driver", lambda: driver)
+        monkeypatch.setattr(_doctor.nvml, "cards_of", lambda wanted: tuple(cards) if wanted is None or wanted else ())
+        monkeypatch.setattr(_doctor, "find_accelerator", accelerator)
+        monkeypatch.setattr(torch.version, "cuda", built)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(cards))
+
+    return of
+
+
+def test_gpus_are_shown_with_what_is_free(place, gpus):
+    gpus([FREE, FULL], sees="cuda")
+
+    examined = found(place)
+
+    devices = examined.facts["devices"]
+    assert devices["NVIDIA driver"] == "580.65, for CUDA up to 13.0"
+    assert devices["GPU 0"] == "NVIDIA H200, 139.0 GiB free of 140.0 GiB"
+    assert devices["GPU 1"].endswith("used by python (pid 17)")
+    assert devices["used by PyTorch"] == "2 x cuda"
+    (problem,) = examined.problems
+    assert problem.startswith("GPU 1 has 1.0 GiB free of 140.0 GiB, used by python (pid 17); choose another")
+
+
+@pytest.mark.parametrize(
+    ("described", "environment", "said"),
+    [
+        ({"built": None}, {}, "is built without CUDA"),
+        ({"cards": []}, {}, "sees no GPU"),
+        ({}, {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES='' hides the 1 GPU"),
+        ({"driver": Driver("535.1", (12, 2))}, {}, "supports up to CUDA 12.2; update the driver"),
+        ({"warns": "CUDA initialization: unknown error\nmore"}, {}, "(CUDA initialization: unknown error)"),
+        ({}, {}, "(it gives no reason)"),
+    ],
+)
+def test_why_pytorch_does_not_use_a_gpu(place, gpus, described, environment, said):
+    gpus(**described)
+
+    (problem,) = found(place, environment).problems
+
+    assert said in problem
+
+
+def test_kernels_that_wait_for_their_end_are_a_problem(place):
+    examined = found(place, {"CUDA_LAUNCH_BLOCKING": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+    assert examined.facts["devices"]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "unset it" in examined.problems[0]
