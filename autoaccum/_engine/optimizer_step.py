@@ -8,6 +8,7 @@ copy of the parameters is kept in host memory.
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from contextlib import nullcontext
 from itertools import chain, compress
@@ -27,6 +28,7 @@ from autoaccum.errors import StateDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from autoaccum._memory.base import MemoryBackend
 
@@ -173,7 +175,7 @@ class Updates:
             before = _Written(self._optimizer, is_unseen=self._is_unseen, is_nested=self._is_nested)
         coming = self.made + 1  # nothing is created after the step: there is no way back
         try:
-            with watch or nullcontext():
+            with nullcontext() if watch is None else uncompiled(self._optimizer), watch or nullcontext():
                 is_skipped = self._step()
         except BaseException as error:
             if not before.undo():
@@ -247,6 +249,19 @@ class Updates:
                 vars(optimizer).pop(name, None)
         scaler.update()
         return not stepped if scale is None else scaler.get_scale() < scale
+
+
+def uncompiled(optimizer: torch.optim.Optimizer) -> AbstractContextManager[object]:
+    """Return a context in which a step runs as it is written: the compiler refuses the mode that measures it.
+
+    torch's own optimizers need none where nothing was compiled yet, and importing the compiler takes seconds.
+    """
+    parts = getattr(optimizer, "parts", None) or [optimizer]
+    are_torchs = all(type(part).__module__.startswith("torch.optim") for part in parts)
+    if are_torchs and "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return eager
 
 
 class _Written:

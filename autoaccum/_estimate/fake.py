@@ -76,7 +76,13 @@ class Stage:
         """Return an optimizer of the same class, options and groups over the fakes, without state."""
         fresh: defaultdict[Any, Any] = defaultdict(dict)
         self._memo[id(optimizer.state)] = fresh
-        return copy.deepcopy(optimizer, self._memo)
+        for settings in (optimizer.defaults, *optimizer.param_groups):
+            # A rate that is a tensor, as torchao's, stays itself: fake mode cannot copy it.
+            self._memo.update({id(value): value for value in settings.values() if isinstance(value, Tensor)})
+        made = copy.deepcopy(optimizer, self._memo)
+        for name, value in vars(optimizer).items():  # copies of optimizers lose what others than torch set
+            vars(made).setdefault(name, value)
+        return made
 
     def _fake(self, modules: Iterable[nn.Module]) -> None:
         for module in modules:

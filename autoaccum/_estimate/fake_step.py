@@ -13,6 +13,7 @@ import torch
 
 from autoaccum._data.nesting import copied, plain_parts, tensors_in
 from autoaccum._engine.gradients import PartResult
+from autoaccum._engine.optimizer_step import uncompiled
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.precision import Precision
 from autoaccum._estimate import cuda_dispatch
@@ -161,7 +162,7 @@ class Rehearsal:
         """Create the optimizer's state, as the first update does."""
         self._make_gradients()
         optimizer = self._step.optimizer
-        with _one_of_each(optimizer, lists_too=True) as others, _values_assumed(optimizer):
+        with _one_of_each(optimizer, lists_too=True) as others, _values_assumed(optimizer), uncompiled(optimizer):
             optimizer.step()
         if not others:
             return
@@ -188,7 +189,7 @@ class Rehearsal:
         if self._clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(step.parameters, self._clip_grad_norm)
         # Not with the scaler, which would wait for the device to check for overflow.
-        with _one_of_each(step.optimizer), _values_assumed(step.optimizer):
+        with _one_of_each(step.optimizer), _values_assumed(step.optimizer), uncompiled(step.optimizer):
             step.optimizer.step()
         if scaler is not None:
             scaler._per_optimizer_states.clear()

@@ -20,6 +20,7 @@ from torch.optim import lr_scheduler
 from torch.optim import optimizer as optim
 
 from autoaccum._engine.dtensor import is_spread
+from autoaccum._engine.optimizer_step import uncompiled
 from autoaccum._training.checkpoint_schema import MalformedError, need
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ def _fresh(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
 def _stepped(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> torch.optim.Optimizer:
     """Return a stand-in with a saved state that has stepped; whatever that raises, the training would meet."""
     made = _stand_in(optimizer, saved)
-    with warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings(), torch.no_grad(), uncompiled(optimizer):
         warnings.simplefilter("ignore")
         type(made).step(made)
     return made

@@ -206,6 +206,19 @@ def test_report_counts_the_bytes_of_their_state(make):
     assert not torch.equal(model.weight, before)  # the report had left it
 
 
+@pytest.mark.card_fakes
+def test_prediction_for_a_card_counts_the_bytes_of_8_bits():
+    model = nn.Linear(1024, 1024, bias=False)
+    batch = torch.randn(4, 1024), torch.zeros(4, dtype=torch.long)
+
+    report = autoaccum.preflight(
+        model, batch, 4, loss=nn.CrossEntropyLoss(), optimizer=of_8_bits, gpus="h100-80gb", measure=False
+    )
+
+    found = report.predicted[0].estimate.footprints[-1].optimizer_bytes
+    assert found == pytest.approx(2 * 1024 * 1024 * (1 + 4 / 256), rel=1e-2)
+
+
 @pytest.mark.slow
 def test_torchaos_compiled_step_is_like_the_plain_one():
     torch.compiler.set_stance("default")
