@@ -62,6 +62,10 @@ test-slow: $(VENV)/.for-development  ## run the slow tests, most of which wait f
 test-sweeps: $(VENV)/.for-development  ## run the sweeps: more faults, kills and combinations than the tests above sample
 	$(BIN)/python -m pytest $(WORKERS) -m sweep $(TEST_OPTIONS)
 
+.PHONY: test-all
+test-all:  ## run every test, sweeps included, on each supported Python
+	for version in 3.11 3.12 3.13; do scripts/test_with.sh python $$version; done
+
 .PHONY: lint
 lint: $(VENV)/.for-development  ## check style, format and which package imports which
 	$(BIN)/ruff check .
