@@ -58,7 +58,9 @@ class Fault(TorchDispatchMode):
         if event == "call" and self.is_armed:
             name = frame.f_code.co_filename
             is_scheduler = name == _SCHEDULERS or frame.f_code.co_qualname.startswith("Drawing.")
-            if is_scheduler or name.startswith(_LIBRARY):
+            # To put handlers of signals back is a method in Python, and fails no sooner than a statement `finally`.
+            is_library = name.startswith(_LIBRARY) and frame.f_code.co_qualname != "held.__exit__"
+            if is_scheduler or is_library:
                 self._note(frame.f_code.co_qualname)
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):

@@ -73,7 +73,7 @@ class Objective:
         loss_reduction: "mean" or "sum"; None to find it out.
         notices: Reports choices.
         split: Counts, cuts and joins batches; None where samples run along the first dimension. Its `weight` is what a
-            mean runs over, except for `torch.nn` losses, per-sample losses and pairs.
+            mean runs over, except for losses of torch, per-sample losses and pairs.
         further: Modules beside the model that the loss uses, whose buffers and parameters belong to the step too.
 
     Attributes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,8 @@ def seconds(name: str, default: float, most: float) -> float:
     except ValueError:
         found = 0.0
     if not 0.0 < found <= most:
-        raise InvalidInputError(f"{name}={text!r} must be a number of seconds, at most {most:.0f}; or unset it")
+        least = "" if math.isinf(most) else f" of at most {most:.0f}"
+        raise InvalidInputError(f"{name}={text!r} must be a positive number of seconds{least}; or unset it")
     return found
 
 

@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 import torch
-from autoaccum._doctor.examination import examine
 from torch import nn
 
 import autoaccum
 from autoaccum._data.batches import Window
 from autoaccum._data.transfer import Transfer
+from autoaccum._doctor import examine
 from autoaccum._engine import chunked_loss, devices
 from autoaccum._engine.offloading import offloaded
 from autoaccum._memory import backend_for
