@@ -30,7 +30,6 @@ BAD = {
         "time": ["soon", "0h", "9" * 5000 + "h"],
         "require_free": ["lots", "50%", "0"],
         "html": BELOW_A_FILE,
-        "plot": BELOW_A_FILE,
     },
     "run": {
         "target_batch": COUNTS,

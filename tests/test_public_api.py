@@ -135,7 +135,7 @@ def test_whatever_looks_before_fit_has_its_defaults(function):
 
 
 def test_a_report_shows_itself_in_every_form():
-    assert all(hasattr(autoaccum.Report, name) for name in ("fits", "to_dict", "plot", "to_html", "_repr_html_"))
+    assert all(hasattr(autoaccum.Report, name) for name in ("fits", "to_dict", "to_html", "_repr_html_"))
 
 
 def test_errors_are_one_tree():

@@ -29,7 +29,6 @@ from autoaccum._memory.limits import format_bytes, parse_size
 from autoaccum._oom import first_line, is_oom
 from autoaccum._report.api import preflight
 from autoaccum._report.durations import left_by_slurm, seconds_in
-from autoaccum._report.plotting import check_plot
 from autoaccum._report.records import TIGHT
 from autoaccum._report.table import plain_text
 from autoaccum._system.files import check_place
@@ -75,9 +74,6 @@ _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 @click.option("--no-measure", is_flag=True, help="Only predict, whatever device there is.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON document.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write the report as a page.")
-@click.option(
-    "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Also draw memory by size (.png, .svg, .pdf)."
-)
 @click.option("--require-micro-batch", **_NUMBER, help="Exit with 6 if the largest safe micro-batch is below N.")
 @click.option("--optimistic", is_flag=True, help="Exit by the sizes that are predicted to fit, not by the safe ones.")
 @click.option("--require-free", **_SIZE, help="Exit with 7 if the device has less memory free, such as 20GiB.")
@@ -99,7 +95,6 @@ def report_command(
     no_measure: bool,
     as_json: bool,
     html: Path | None,
-    plot: Path | None,
     require_micro_batch: int | None,
     optimistic: bool,
     require_free: str | None,
@@ -120,7 +115,8 @@ def report_command(
         free_bytes = None if require_free is None else parse_size(require_free, name="--require-free")
         _check_required(require_micro_batch, max_micro_batch)
         _check_gpus(gpus, device_memory, display, no_measure=no_measure)
-        _check_files(html, plot)
+        if html is not None:
+            check_place(html, "--html")  # before any slow work
         with contextlib.redirect_stdout(sys.stderr):
             job = load_recipe(recipe).with_arguments(given)
             most = _most(job, max_micro_batch, require_micro_batch)
@@ -152,8 +148,6 @@ def report_command(
         _print(made.to_dict() if as_json else made)
         if html is not None:
             made.save_html(html)
-        if plot is not None:
-            made.plot(plot)
         code, why = verdict(made, require_free_bytes=free_bytes)
         if why:
             complain(why)
@@ -311,15 +305,6 @@ def _check_required(required: int | None, most: int | None) -> None:
         raise InvalidInputError(
             f"--require-micro-batch {required} exceeds --max-micro-batch {most}, so it is never tried; omit one of them"
         )
-
-
-def _check_files(html: Path | None, plot: Path | None) -> None:
-    """Raise if a file cannot be written, before any slow work."""
-    for option, path in (("--html", html), ("--plot", plot)):
-        if path is not None:
-            check_place(path, option)
-    if plot is not None:
-        check_plot(plot)
 
 
 @contextlib.contextmanager

@@ -48,7 +48,6 @@ from autoaccum._report.loader_speed import first_batches, listen_to, samples_of
 from autoaccum._report.many_ranks import ManyRanks
 from autoaccum._report.records import HostFacts, Subject
 from autoaccum._report.remedies import Place, Remedies, are_due, computes_bf16
-from autoaccum._report.remedy_times import timed
 from autoaccum._report.savings import names_in, saving, together
 from autoaccum._report.sequence_lengths import may_vary, of_length
 from autoaccum._report.wording import format_seconds
@@ -70,7 +69,6 @@ if TYPE_CHECKING:
     from autoaccum._records import Trial
     from autoaccum._report.records import Lengths, LoaderFacts, Measured, Predicted, Remedy
 
-    _Timing = Callable[[Sequence[Remedy]], tuple[Remedy, ...]]
 
 # Batches of a loader whose sequence lengths are read.
 _LOOKED_AT = 8
@@ -194,14 +192,13 @@ def preflight(
         objective, chosen, predicted = predicted_for(made)
     measured: Measured | None = None
     warnings: tuple[str, ...] = ()
-    timing: _Timing = tuple
     if measures:
         backend = devices.resolve(device, made, notices)
         ways = (
             partial(assemble, made, replace(options, optimizer=chosen), memory=backend, notices=notices),
             partial(_traced, asked, made, {"optimizer": chosen, "adapt": adapt, **way}),
         )
-        measured, warnings, timing = _measured(asked, backend, *ways, on_trial, on_part, memory, notices)
+        measured, warnings = _measured(asked, backend, *ways, on_trial, on_part, memory, notices)
     remedies_on, remedies, of_remedies = _remedies(
         asked,
         measured,
@@ -211,7 +208,6 @@ def preflight(
         on_part,
         {**way, "adapt": adapt},
         group.changed(made),
-        timing,
     )
     facts = None
     if measured is not None:
@@ -254,8 +250,8 @@ def _measured(
     on_part: Callable[[str], None],
     memory: str | Sequence[str] | None,
     notices: Notices,
-) -> tuple[Measured, tuple[str, ...], _Timing]:
-    """Measure steps that save memory as asked, and put the model back as it was; return also what times remedies."""
+) -> tuple[Measured, tuple[str, ...]]:
+    """Measure steps that save memory as asked, and put the model back as it was."""
     on_part(f"measuring on {backend.name}")
     names = names_in(memory, notices)
     check_memory(names, backend)
@@ -269,8 +265,7 @@ def _measured(
 
         measured, warnings = measure_on(asked, backend, saving_memory, on_trial)
     on_part("tracing a step")
-    measured = replace(measured, step_memory=trace(measured))
-    return measured, warnings, partial(timed, asked=asked, backend=backend, put_together=put_together, in_force=names)
+    return replace(measured, step_memory=trace(measured)), warnings
 
 
 def _traced(asked: Asked, model: nn.Module, what: Mapping[str, Any], measured: Measured) -> StepMemory | None:
@@ -437,9 +432,8 @@ def _remedies(
     on_part: Callable[[str], None],
     way: Mapping[str, Any],
     on_rank: Callable[[Timeline], Timeline],
-    timing: _Timing,
 ) -> tuple[str | None, tuple[Remedy, ...], tuple[str, ...]]:
-    """Return the first device that needs a smaller step, the remedies for it (timed if it is at hand), and warnings."""
+    """Return the first device that needs a smaller step, the remedies for it, and warnings."""
     if asked.loss_scope != "micro_batch":
         return None, (), ()
     on_part("looking for remedies")
@@ -481,9 +475,6 @@ def _remedies(
 
     cards = [one.card for one in predicted]
     remedies = Remedies(asked, place, trace, model, optimizer, cards).all()
-    if place.card is None:
-        on_part("timing remedies")
-        remedies = timing(remedies)
     warnings = []
     if not remedies:
         warnings.append(f"what would help on {name}: none of the changes tried")

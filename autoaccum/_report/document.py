@@ -1,14 +1,12 @@
 """The report as JSON.
 
-`schema.json` in this folder defines the document and docs/report.md explains it. Within a version keys are only added:
-readers check `schema_version` and ignore unknown keys.
+docs/report.md explains the document. Within a version keys are only added: readers check `schema_version` and ignore
+unknown keys.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._estimate.moments import KINDS
@@ -21,13 +19,6 @@ if TYPE_CHECKING:
     from autoaccum._report.records import Findings, LoaderFacts, Measured, Pace, Predicted
 
 SCHEMA_VERSION = 1
-
-
-def schema() -> dict[str, Any]:
-    """Return the JSON Schema (2020-12) of the document."""
-    text = resources.files("autoaccum._report").joinpath("schema.json").read_text(encoding="utf-8")
-    loaded: dict[str, Any] = json.loads(text)
-    return loaded
 
 
 def document_of(report: Findings) -> dict[str, Any]:

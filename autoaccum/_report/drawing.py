@@ -14,8 +14,6 @@ from xml.etree import ElementTree as ET
 import vl_convert
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import altair as alt
 
 # Colours of marks are told apart by colour-blind people too (Okabe and Ito 2008, https://jfly.uni-koeln.de/color/);
@@ -72,14 +70,6 @@ _FONT = "Arial, Liberation Sans, Helvetica, sans-serif"
 _SVG = "http://www.w3.org/2000/svg"
 # Begins the texts that are shown where the pointer rests; Vega describes further marks in words of its own.
 _SAID = "\u2063"
-_CONVERTERS: dict[str, Callable[[str], bytes]] = {
-    "svg": str.encode,
-    "png": lambda svg: vl_convert.svg_to_png(svg, scale=2),
-    "pdf": vl_convert.svg_to_pdf,
-    "jpg": lambda svg: vl_convert.svg_to_jpeg(svg, scale=2),
-    "jpeg": lambda svg: vl_convert.svg_to_jpeg(svg, scale=2),
-}
-FORMATS = tuple(_CONVERTERS)
 
 
 class Drawing(NamedTuple):
@@ -128,11 +118,6 @@ def drawn(chart: alt.LayerChart | alt.FacetChart, title: str, caption: str, desc
     specification: dict[str, Any] = styled.to_dict(validate=False)
     svg = _with_titles(vl_convert.vegalite_to_svg(specification), f"{title}. {description}")
     return Drawing(title, caption, description, svg)
-
-
-def file_of(drawing: Drawing, suffix: str) -> bytes:
-    """Return the content of a file in one of `FORMATS`."""
-    return _CONVERTERS[suffix](drawing.svg)
 
 
 def style_of(selector: str = "svg") -> str:

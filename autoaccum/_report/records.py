@@ -30,8 +30,6 @@ class Remedy:
         cost: Its disadvantage.
         safe_micro_batch: The largest that would then fit in spite of the prediction's uncertainty; None if unknown.
         memory: What `fit` takes as `memory` for it; empty if it is another change.
-        update_s: Seconds that an update would take, as measured in a few micro-batches with it; None if it is not one
-            of `memory`, or is for another device than one at hand.
     """
 
     name: str
@@ -41,7 +39,6 @@ class Remedy:
     cost: str
     safe_micro_batch: int | None = None
     memory: tuple[str, ...] = ()
-    update_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

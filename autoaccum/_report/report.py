@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._arguments import check_path
-from autoaccum._report import document, page, plotting, table
+from autoaccum._report import document, page, table
 from autoaccum._report.records import Findings
 from autoaccum._system.files import beside
 
@@ -38,7 +37,7 @@ class Report(Findings):
     """
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON types, which `_report/schema.json` and docs/report.md describe."""
+        """Return the report as JSON types, which docs/report.md describes."""
         return document.document_of(self)
 
     def to_html(self) -> str:
@@ -56,17 +55,6 @@ class Report(Findings):
         """
         with beside(path) as unfinished:
             unfinished.write_text(self.to_html(), encoding="utf-8")
-
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Draw memory against micro-batch size: limits, trials, plan and predictions.
-
-        Args:
-            path: The file; its suffix sets the format (.png, .svg, .pdf, .jpg).
-
-        Raises:
-            InvalidInputError: It is no path, Altair or vl-convert is missing, or the format is unknown.
-        """
-        plotting.plot(self, check_path("path", path, "file to write"))
 
     def __str__(self) -> str:
         return table.text_of(self)

@@ -420,25 +420,20 @@ def _loader(loader: LoaderFacts) -> str:
 
 def _remedies(report: Findings) -> Section:
     most = report.subject.max_micro_batch or report.subject.share
-    is_timed = any(one.update_s is not None for one in report.remedies)
     rows = tuple(
         (
             one.name,
             _bytes(one.peak_bytes),
             _at_most(one.micro_batch, most),
             _number(one.safe_micro_batch),
-            *([NONE if one.update_s is None else format_seconds(one.update_s)] if is_timed else []),
         )
         for one in report.remedies
     )
     below = tuple((("cost", one.cost), ("how", one.description)) for one in report.remedies)
-    sorts_by = tuple(
-        (None, one.peak_bytes, one.micro_batch, one.safe_micro_batch, *([one.update_s] if is_timed else []))
-        for one in report.remedies
-    )
+    sorts_by = tuple((None, one.peak_bytes, one.micro_batch, one.safe_micro_batch) for one in report.remedies)
     where = "" if report.remedies_on is None else f" on {report.remedies_on}"
     # The smallest size traced is one sample, or two where a model refuses one.
-    columns = ("", "peak, 1 or 2 samples", "largest", "safe", *(["an update"] if is_timed else []))
+    columns = ("", "peak, 1 or 2 samples", "largest", "safe")
     return Section(f"What would help{where}", columns, rows, below, sorts_by)
 
 

@@ -7,7 +7,6 @@ import subprocess
 from dataclasses import replace
 from types import FunctionType
 
-import jsonschema
 import pytest
 import torch
 from click.testing import CliRunner
@@ -17,7 +16,6 @@ import warm
 from autoaccum._cli import app, report
 from autoaccum._cli.exit_codes import ExitCode
 from autoaccum._cli.report import verdict
-from autoaccum._report.document import schema
 from autoaccum.errors import DeviceLostError, InvalidInputError
 from folders import ROOT
 from report_examples import DEVICE, GIB, MEASURED, NOTHING_FITS, PREDICTED_ONLY, REPORT
@@ -127,20 +125,19 @@ def test_quiet_shows_no_trials_on_the_way(invoke, recipe):
     assert invoke(recipe, "--quiet").stderr == "the recipe says hello\n"
 
 
-def test_json_is_one_document_that_keeps_to_the_schema(invoke, recipe):
+def test_json_is_one_document(invoke, recipe):
     document = json.loads(invoke(recipe, "--json").stdout)
 
-    jsonschema.Draft202012Validator(schema()).validate(document)
+    assert document["schema_version"] == 1
     assert document["subject"]["recipe"] == recipe
     assert document["measured"]["trials"][0]["fits"] is True
 
 
 def test_files_are_written_beside_the_result(invoke, recipe, tmp_path):
-    result = invoke(recipe, "--html", tmp_path / "report.html", "--plot", tmp_path / "memory.png")
+    result = invoke(recipe, "--html", tmp_path / "report.html")
 
     assert result.exit_code == 0
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -392,7 +389,6 @@ def test_error_of_the_loader_is_the_loaders_whatever_it_says(recipe, invoke):
         (["{recipe}", "--device-memory", "1MiB"], "--device-memory '1MiB' is too small"),
         (["{recipe}", "--precision", "fp8"], "--precision 'fp8'"),
         (["{recipe}", "--no-measure"], "nothing to report; name cards (--gpu h100-80gb)"),
-        (["{recipe}", "--plot", "memory.txt"], ".png"),
         (["{recipe}", "--html", "no/such/folder/report.html"], "no such folder"),
     ],
 )

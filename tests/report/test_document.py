@@ -3,26 +3,20 @@ import math
 import re
 from dataclasses import replace
 
-import jsonschema
 import pytest
 import torch
 
 import autoaccum
-from autoaccum._report.document import SCHEMA_VERSION, schema
+from autoaccum._report.document import SCHEMA_VERSION
 from folders import ROOT
 from report_examples import MANY_CARDS, MEASURED, NOTHING_FITS, PREDICTED_ONLY, REPORT
 
 PAGE = ROOT / "docs" / "report.md"
-VALIDATOR = jsonschema.Draft202012Validator(schema())
-
-
-def test_the_schema_is_a_schema():
-    jsonschema.Draft202012Validator.check_schema(schema())
 
 
 @pytest.mark.parametrize("report", [REPORT, NOTHING_FITS, PREDICTED_ONLY, MANY_CARDS])
-def test_every_report_keeps_to_the_schema(report):
-    VALIDATOR.validate(json.loads(json.dumps(report.to_dict(), allow_nan=False)))
+def test_every_report_is_strict_json_of_the_same_keys(report):
+    assert json.loads(json.dumps(report.to_dict(), allow_nan=False)).keys() == REPORT.to_dict().keys()
 
 
 def test_numbers_that_json_has_no_word_for_are_null():
@@ -30,43 +24,11 @@ def test_numbers_that_json_has_no_word_for_are_null():
 
     document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
 
-    VALIDATOR.validate(document)
     assert document["measured"]["pace"]["update_s"] is None
 
 
 def test_the_document_names_its_version():
-    assert REPORT.to_dict()["schema_version"] == SCHEMA_VERSION == schema()["properties"]["schema_version"]["const"]
-
-
-def without(document, path):
-    *above, last = path
-    for key in above:
-        document = document[key]
-    del document[last]
-
-
-@pytest.mark.parametrize("path", [("fits",), ("measured", "trials"), ("predicted", 0, "card"), ("host", "free_bytes")])
-def test_a_document_without_a_key_is_refused(path):
-    document = json.loads(json.dumps(REPORT.to_dict()))
-    without(document, path)
-
-    assert not VALIDATOR.is_valid(document)
-
-
-def objects(node):
-    if isinstance(node, dict):
-        if "properties" in node:
-            yield node
-        for child in node.values():
-            yield from objects(child)
-
-
-def test_the_schema_knows_every_key_that_is_written():
-    strict = json.loads(json.dumps(schema()))
-    for node in objects(strict):
-        node["additionalProperties"] = False
-
-    jsonschema.Draft202012Validator(strict).validate(json.loads(json.dumps(REPORT.to_dict())))
+    assert REPORT.to_dict()["schema_version"] == SCHEMA_VERSION
 
 
 def test_the_page_on_reports_describes_every_key_of_the_document():
