@@ -83,7 +83,9 @@ def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> 
         context.exit()
 
 
-@click.group("autoaccum", cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    "autoaccum", cls=_Commands, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.option("--version", is_flag=True, callback=_print_version, expose_value=False, help="Print the version.")
 def cli() -> None:
     """Train with the batch size you want: autoaccum finds what fits, and survives running out of memory.

@@ -112,11 +112,7 @@ def slurm_command(
         restarts=max_restarts,
         preflight=preflight,
     )
-    if dry_run:
-        print_result(job.script().rstrip("\n"))
-        return
-    job_id, path = submit(job)
-    print_result(f"submitted job {job_id}; its batch script is {path}")
+    print_result(job.script().rstrip("\n") if dry_run else submit(job))
 
 
 @click.command("doctor")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._records import Evaluation, MemoryEvent
 from autoaccum._sizing.planner import balanced
 from autoaccum._system import exceptions
-from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -220,7 +220,8 @@ class _Stderr:
             data = os.read(self.ours[0], _CHUNK_BYTES)
         except OSError:  # nobody has the terminal open any more
             data = b""
-        self._tail = (self._tail + data)[-_TAIL_BYTES:]
+        self._tail += data
+        del self._tail[:-_TAIL_BYTES]
         if not data or not self._written(data):
             self._close()  # the command notices at its next write, as without us
 

@@ -1,11 +1,5 @@
 """Adds notes to exceptions of users' code."""
 
-from __future__ import annotations
-
-from contextlib import contextmanager
-
-__all__ = ["contextmanager", "note"]
-
 
 def note(error: BaseException, text: str) -> None:
     """Add a note to an exception, also to one that refuses attributes, such as a frozen dataclass."""

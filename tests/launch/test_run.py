@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import warm
-from autoaccum._launch.run import world_size_of
+from autoaccum._launch.run import Options, until_done, world_size_of
 from autoaccum.errors import InvalidInputError
 from wrapped import python, run, told, until
 
@@ -334,7 +335,7 @@ def test_a_killed_script_that_uses_fit_resumes_and_ends_where_the_undisturbed_on
 @pytest.mark.parametrize(
     ("command", "options", "said"),
     [
-        ([], [], "no command to run"),
+        ([], [], "there is no command"),
         (["python", "{accum_steps}"], [], "placeholder {accum_steps}, but no target batch is known"),
         (["python", "{micro_bach}"], ["--target-batch", 8], "no placeholder {micro_bach}; write {micro_batch}"),
         (["python", "train.py"], ["--target-batch", 8], "the command has no placeholder"),
@@ -356,6 +357,28 @@ def test_what_cannot_be_used_is_refused_in_one_line_before_anything_is_started(c
     assert ended.returncode == 3
     (line,) = ended.stderr.splitlines()
     assert said in line
+
+
+def test_a_folder_that_is_gone_is_told_in_one_line(tmp_path):
+    words = f"rmdir {tmp_path} && {sys.executable} -m autoaccum run -- true"
+    ended = subprocess.run(["/bin/sh", "-c", words], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 3
+    assert ended.stderr == "autoaccum: error: the current folder is gone; change to one that exists\n"
+
+
+def test_where_several_nodes_cannot_write_to_the_current_folder_a_local_one_holds_the_reason(monkeypatch):
+    monkeypatch.chdir("/proc")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+
+    assert run(["true"]).returncode == 0
+
+
+def test_without_a_temporary_folder_nothing_is_started(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+
+    with pytest.raises(InvalidInputError, match=r"no temporary folder can be made .*; set TMPDIR"):
+        until_done(["true"], Options(cache=False))
 
 
 @pytest.mark.parametrize(
