@@ -51,7 +51,7 @@ class _Commands(click.Group):
                 formatter.write_dl([(name, text) for name, (_, text) in commands.items()])
 
     def format_epilog(self, _: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Exit codes (run: those of its command, and 3 and 4)"):
+        with formatter.section("Exit codes (run: those of its command, and 2 to 4)"):
             formatter.write_dl([(str(code.value), text) for code, text in MEANINGS.items()])
 
     def main(self, *args: Any, **named: Any) -> Any:
