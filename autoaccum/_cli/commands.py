@@ -69,49 +69,32 @@ def run_command(
 @click.option("--slurm", "others", multiple=True, metavar="KEY=VALUE", help="Any other option of sbatch; repeatable.")
 @click.option(
     "--warn-before",
+    "warn_s",
     **_NUMBER,
     default=WARN_S,
     show_default=True,
     help="Seconds before the time limit to write a checkpoint in.",
 )
-@click.option("--max-restarts", **_NUMBER, default=RESTARTS, show_default=True, help="How often the job is requeued.")
+@click.option(
+    "--max-restarts", "restarts", **_NUMBER, default=RESTARTS, show_default=True, help="Most returns to the queue."
+)
 @click.option("--preflight", metavar="RECIPE.py", help="Run autoaccum report on this recipe first; end if it fails.")
 @click.option("--dry-run", is_flag=True, help="Print the batch script and submit nothing; needs no Slurm.")
 def slurm_command(
-    command: tuple[str, ...],
-    nodes: int,
-    gpus: int,
-    cpus: int | None,
-    others: tuple[str, ...],
-    warn_before: int,
-    max_restarts: int,
-    preflight: str | None,
-    dry_run: bool,
-    target_batch: int | None,
-    micro_batch: int | None,
-    retries: int,
-    no_placeholder: bool,
-    **sbatch: Any,
+    command: tuple[str, ...], cpus: int | None, others: tuple[str, ...], dry_run: bool, **given: Any
 ) -> None:
     """Submit a command to Slurm as a job that resumes after its time limit and after preemption.
 
     The command must resume by itself, as autoaccum.fit(checkpoint=FOLDER) does. The batch script is kept beside the
     log; --dry-run prints it.
     """
-    options = {name.replace("_", "-"): value for name, value in sbatch.items()} | {"cpus-per-task": cpus}
+    run = Options(**{name: given.pop(name) for name in ("target_batch", "micro_batch", "retries", "no_placeholder")})
+    about = {name: given.pop(name) for name in ("nodes", "gpus", "warn_s", "restarts", "preflight")}
+    sbatch = {name.replace("_", "-"): value for name, value in given.items()} | {"cpus-per-task": cpus}
     for other in others:
         name, _, value = other.partition("=")
-        options[name] = value
-    job = Submission(
-        command=command,
-        run=Options(target_batch, micro_batch, retries=retries, no_placeholder=no_placeholder),
-        nodes=nodes,
-        gpus=gpus,
-        sbatch=options,
-        warn_s=warn_before,
-        restarts=max_restarts,
-        preflight=preflight,
-    )
+        sbatch[name] = value
+    job = Submission(command=command, run=run, sbatch=sbatch, **about)
     print_result(job.script().rstrip("\n") if dry_run else submit(job))
 
 
