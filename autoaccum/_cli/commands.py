@@ -23,6 +23,9 @@ def _of_run(command: Callable[..., Any]) -> Callable[..., Any]:
     for decorate in (
         click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND [ARGUMENTS]"),
         click.option("--no-placeholder", is_flag=True, help="The command reads the sizes from variables."),
+        click.option(
+            "--world-size", **_NUMBER, help="Ranks; default: by torchrun's options, WORLD_SIZE or SLURM_NTASKS."
+        ),
         click.option("--retries", **_NUMBER, default=RETRIES, show_default=True, help="Restarts after memory ran out."),
         click.option("--micro-batch", **_NUMBER, help="Largest size to begin with; default: what worked before."),
         click.option("--target-batch", **_NUMBER, help="Samples per optimizer step, over all ranks."),
@@ -33,7 +36,6 @@ def _of_run(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
 @_of_run
-@click.option("--world-size", **_NUMBER, help="Ranks; default: by torchrun's options, WORLD_SIZE or SLURM_NTASKS.")
 @click.option(
     "--grace",
     type=float,
@@ -88,7 +90,8 @@ def slurm_command(
     The command must resume by itself, as autoaccum.fit(checkpoint=FOLDER) does. The batch script is kept beside the
     log; --dry-run prints it.
     """
-    run = Options(**{name: given.pop(name) for name in ("target_batch", "micro_batch", "retries", "no_placeholder")})
+    of_run = ("target_batch", "micro_batch", "world_size", "retries", "no_placeholder")
+    run = Options(**{name: given.pop(name) for name in of_run})
     about = {name: given.pop(name) for name in ("nodes", "gpus", "warn_s", "restarts", "preflight")}
     sbatch = {name.replace("_", "-"): value for name, value in given.items()} | {"cpus-per-task": cpus}
     for other in others:

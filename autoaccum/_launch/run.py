@@ -42,6 +42,8 @@ _PLACEHOLDER = re.compile(rf"\{{({'|'.join(sorted(_PLACEHOLDERS))})\}}")
 _LIKE_ONE = re.compile(r"\{(\w+)\}")
 _OF_A_SIZE = {"micro_batch", "accum_steps"}
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
+# These take the number of ranks from configuration files, or from the GPUs that they find.
+_OTHER_LAUNCHERS = {"accelerate", "deepspeed", "horovodrun", "mpiexec", "mpirun"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,13 +271,18 @@ def world_size_of(command: Sequence[str], environment: Mapping[str, str] = os.en
     """Return the number of ranks that share a target batch, by torchrun's options or by variables; 1 by default.
 
     Raises:
-        InvalidInputError: torchrun's options do not fix the number, or a variable is not a number.
+        InvalidInputError: torchrun's options do not fix the number, a variable is not a number, or another launcher
+            decides.
     """
     for index, argument in enumerate(command):
         is_module = index > 0 and command[index - 1] == "-m" and argument in _TORCHRUN_MODULES
         if is_module or Path(argument).name == "torchrun":
             options = command[index + 1 :]
             return _ranks(options, "nnodes") * _ranks(options, "nproc-per-node")
+        if argument.endswith(".py"):
+            break  # what follows is the script's
+        if Path(argument).name in _OTHER_LAUNCHERS:
+            raise InvalidInputError(f"how many ranks {Path(argument).name} starts is unknown; pass --world-size N")
     return launched.positive_int("WORLD_SIZE", environment) or launched.positive_int("SLURM_NTASKS", environment) or 1
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoaccum._launch.run import Options, check, sizes_within
+from autoaccum._launch.run import Options, check, sizes_within, world_size_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -161,6 +161,7 @@ class Submission:
             "retries": self.run.retries,
             "target-batch": self.run.target_batch,
             "micro-batch": self.run.micro_batch,
+            "world-size": self.run.world_size,
         }
         given = [f"--{name}={value}" for name, value in numbers.items() if value is not None]
         return given + ["--no-placeholder"] * self.run.no_placeholder
@@ -182,7 +183,12 @@ class Submission:
             raise InvalidInputError(f"--job-name {self.name} cannot be part of a file's name; leave out the slash")
         names = {word.split("=")[0].replace("_", "-") for word in self.command}
         if self.run.target_batch is not None and not (self._uses_torchrun and "--nproc-per-node" in names):
-            sizes_within(self.run.target_batch, self.nodes * (max(self.gpus, 1) if self._uses_torchrun else 1))
+            ranks = self.run.world_size or (
+                self.nodes * max(self.gpus, 1)
+                if self._uses_torchrun
+                else world_size_of(self.command, {"SLURM_NTASKS": str(self.nodes)})
+            )
+            sizes_within(self.run.target_batch, ranks)
 
 
 def submit(submission: Submission) -> str:

@@ -391,10 +391,18 @@ def test_without_a_temporary_folder_nothing_is_started(monkeypatch):
         ("srun torchrun --nnodes=2:2 --nproc_per_node 3 train.py", {}, 6),
         ("python -m torch.distributed.run --standalone --nproc-per-node 2 train.py", {}, 2),
         ("python train.py --nproc-per-node 4", {}, 1),
+        ("python train.py --with accelerate torchrun --nproc-per-node 4", {}, 1),
     ],
 )
 def test_ranks_are_understood_from_the_launcher_or_the_environment(command, environment, ranks):
     assert world_size_of(command.split(), environment) == ranks
+
+
+def test_ranks_of_another_launcher_are_asked_for():
+    ended = run(["accelerate", "launch", "train.py", "{micro_batch}"], "--target-batch", 8)
+
+    assert ended.returncode == 3
+    assert told(ended) == ["autoaccum: error: how many ranks accelerate starts is unknown; pass --world-size N"]
 
 
 @pytest.mark.parametrize("option", ["--nnodes=1:4", "--nproc-per-node=many", "--nproc-per-node=0"])

@@ -81,6 +81,12 @@ def test_torchruns_own_options_are_left_as_they_are():
     assert training_of(script("--gpus", 8, "--", *words)).endswith(" ".join(words))
 
 
+def test_ranks_that_are_told_reach_run():
+    lines = script("--target-batch", 8, "--world-size", 4, "--", "accelerate", "launch", "x.py", "{micro_batch}")
+
+    assert f"{OWN} run --grace=120 --retries=5 --target-batch=8 --world-size=4 -- srun" in training_of(lines)
+
+
 def test_a_preflight_ends_the_job_if_the_report_does():
     lines = script("--preflight", "recipe.py:large", "--", "python", "train.py")
 
@@ -125,6 +131,8 @@ def test_any_bytes_are_submitted_and_a_folder_that_cannot_be_written_to_hides_no
         (["--job-name", "two\nlines", "--", "x"], "is not an option of sbatch"),
         (["--job-name", "a/b", "--", "x"], "--job-name a/b cannot be part of a file's name"),
         (["--target-batch", 7, "--nodes", 2, "--", "x", "{micro_batch}"], "cannot be divided by 2 ranks"),
+        (["--target-batch", 7, "--world-size", 3, "--", "x", "{micro_batch}"], "cannot be divided by 3 ranks"),
+        (["--target-batch", 8, "--", "accelerate", "launch", "{micro_batch}"], "accelerate starts is unknown; pass"),
         (["--target-batch", 8, "--", "python", "train.py"], "the command has no placeholder"),
         (["--target-batch", 4, "--gpus", 8, "--", "torchrun", "{micro_batch}"], "cannot be divided by 8 ranks"),
     ],
