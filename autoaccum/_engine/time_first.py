@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from autoaccum._engine.replaced_forward import are_compiled
 from autoaccum._oom import is_oom
-from autoaccum._system import exceptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -60,7 +59,7 @@ class TimeFirst:
             yield
         except Exception as error:
             if self._taken and not is_oom(error):
-                exceptions.note(error, f"autoaccum: {self._taken}")
+                error.add_note(f"autoaccum: {self._taken}")
             raise
         finally:
             for hook in hooks:
