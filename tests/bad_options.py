@@ -43,11 +43,12 @@ BAD = {
         "gpus": ["-1", "2.5", "many"],
         "cpus": ["2.5", "many"],
         "others": ["=3", "", "signal=USR2"],
-        "warn_before": COUNTS[:4],
-        "max_restarts": ["-1", "some"],
+        "warn_s": COUNTS[:4],
+        "restarts": ["-1", "some"],
         "retries": ["-1", "some"],
         "target_batch": COUNTS,
         "micro_batch": COUNTS,
+        "world_size": COUNTS,
     },
 }
 # Switches apart: what sbatch itself judges, and what is any text.

@@ -51,7 +51,7 @@ class _Commands(click.Group):
                 formatter.write_dl([(name, text) for name, (_, text) in commands.items()])
 
     def format_epilog(self, _: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Exit codes (run: those of its command, and 3 and 4)"):
+        with formatter.section("Exit codes (run: those of its command, and 2 to 4)"):
             formatter.write_dl([(str(code.value), text) for code, text in MEANINGS.items()])
 
     def main(self, *args: Any, **named: Any) -> Any:
@@ -83,7 +83,9 @@ def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> 
         context.exit()
 
 
-@click.group("autoaccum", cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    "autoaccum", cls=_Commands, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.option("--version", is_flag=True, callback=_print_version, expose_value=False, help="Print the version.")
 def cli() -> None:
     """Train with the batch size you want: autoaccum finds what fits, and survives running out of memory.

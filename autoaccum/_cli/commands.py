@@ -23,6 +23,9 @@ def _of_run(command: Callable[..., Any]) -> Callable[..., Any]:
     for decorate in (
         click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND [ARGUMENTS]"),
         click.option("--no-placeholder", is_flag=True, help="The command reads the sizes from variables."),
+        click.option(
+            "--world-size", **_NUMBER, help="Ranks; default: by torchrun's options, WORLD_SIZE or SLURM_NTASKS."
+        ),
         click.option("--retries", **_NUMBER, default=RETRIES, show_default=True, help="Restarts after memory ran out."),
         click.option("--micro-batch", **_NUMBER, help="Largest size to begin with; default: what worked before."),
         click.option("--target-batch", **_NUMBER, help="Samples per optimizer step, over all ranks."),
@@ -33,7 +36,6 @@ def _of_run(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
 @_of_run
-@click.option("--world-size", **_NUMBER, help="Ranks; default: by torchrun's options, WORLD_SIZE or SLURM_NTASKS.")
 @click.option(
     "--grace",
     type=float,
@@ -69,54 +71,34 @@ def run_command(
 @click.option("--slurm", "others", multiple=True, metavar="KEY=VALUE", help="Any other option of sbatch; repeatable.")
 @click.option(
     "--warn-before",
+    "warn_s",
     **_NUMBER,
     default=WARN_S,
     show_default=True,
     help="Seconds before the time limit to write a checkpoint in.",
 )
-@click.option("--max-restarts", **_NUMBER, default=RESTARTS, show_default=True, help="How often the job is requeued.")
+@click.option(
+    "--max-restarts", "restarts", **_NUMBER, default=RESTARTS, show_default=True, help="Most returns to the queue."
+)
 @click.option("--preflight", metavar="RECIPE.py", help="Run autoaccum report on this recipe first; end if it fails.")
 @click.option("--dry-run", is_flag=True, help="Print the batch script and submit nothing; needs no Slurm.")
 def slurm_command(
-    command: tuple[str, ...],
-    nodes: int,
-    gpus: int,
-    cpus: int | None,
-    others: tuple[str, ...],
-    warn_before: int,
-    max_restarts: int,
-    preflight: str | None,
-    dry_run: bool,
-    target_batch: int | None,
-    micro_batch: int | None,
-    retries: int,
-    no_placeholder: bool,
-    **sbatch: Any,
+    command: tuple[str, ...], cpus: int | None, others: tuple[str, ...], dry_run: bool, **given: Any
 ) -> None:
     """Submit a command to Slurm as a job that resumes after its time limit and after preemption.
 
     The command must resume by itself, as autoaccum.fit(checkpoint=FOLDER) does. The batch script is kept beside the
     log; --dry-run prints it.
     """
-    options = {name.replace("_", "-"): value for name, value in sbatch.items()} | {"cpus-per-task": cpus}
+    of_run = ("target_batch", "micro_batch", "world_size", "retries", "no_placeholder")
+    run = Options(**{name: given.pop(name) for name in of_run})
+    about = {name: given.pop(name) for name in ("nodes", "gpus", "warn_s", "restarts", "preflight")}
+    sbatch = {name.replace("_", "-"): value for name, value in given.items()} | {"cpus-per-task": cpus}
     for other in others:
         name, _, value = other.partition("=")
-        options[name] = value
-    job = Submission(
-        command=command,
-        run=Options(target_batch, micro_batch, retries=retries, no_placeholder=no_placeholder),
-        nodes=nodes,
-        gpus=gpus,
-        sbatch=options,
-        warn_s=warn_before,
-        restarts=max_restarts,
-        preflight=preflight,
-    )
-    if dry_run:
-        print_result(job.script().rstrip("\n"))
-        return
-    job_id, path = submit(job)
-    print_result(f"submitted job {job_id}; its batch script is {path}")
+        sbatch[name] = value
+    job = Submission(command=command, run=run, sbatch=sbatch, **about)
+    print_result(job.script().rstrip("\n") if dry_run else submit(job))
 
 
 @click.command("doctor")

@@ -9,6 +9,7 @@ need the rest of that batch: transforms then draw the same numbers as the first 
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Self
@@ -18,7 +19,6 @@ from autoaccum._data.batches import count
 from autoaccum._data.loaders import generators_of, samplers_of
 from autoaccum._data.random_state import set_states, states_of
 from autoaccum._oom import first_line, is_device_lost, is_oom
-from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import CheckpointError
 
 if TYPE_CHECKING:

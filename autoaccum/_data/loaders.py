@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ from torch.utils.data import DataLoader, SequentialSampler, default_collate
 from autoaccum._arguments import check_iterable
 from autoaccum._data.random_state import RandomState
 from autoaccum._data.splits import ListOfSamples, is_default
-from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

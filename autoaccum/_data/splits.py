@@ -13,7 +13,6 @@ from autoaccum._arguments import check_call, check_function, shown
 from autoaccum._data.nesting import shapes_of
 from autoaccum._data.pieces import NestedPiece, Piece, Span, Split
 from autoaccum._data.reading import Reading
-from autoaccum._system import exceptions
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -142,8 +141,7 @@ class ListOfSamples:
             return self.collate([copy.copy(one) if isinstance(one, Mapping | list) else one for one in samples])
         except Exception as error:
             if any(isinstance(one, Tensor) for one in samples):
-                exceptions.note(
-                    error,
+                error.add_note(
                     f"autoaccum: split={self!r} collates the items of the loader's batches, tensors of shapes "
                     f"{shapes_of(samples)}; if the loader collates already, pass collate_fn=list to the DataLoader",
                 )

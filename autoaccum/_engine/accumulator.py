@@ -20,7 +20,7 @@ from autoaccum._sizing.cache_entry import CacheEntry
 from autoaccum._sizing.offline_search import Line
 from autoaccum._sizing.planner import plan
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
-from autoaccum._system import exceptions, signals
+from autoaccum._system import signals
 from autoaccum._system.launched import max_micro_batch
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class GradientAccumulator:
             engine.complete(elapsed_s)
         except BaseException as error:
             if self._is_added:
-                exceptions.note(error, "autoaccum: the gradient of this batch is in .grad, so it must not be repeated")
+                error.add_note("autoaccum: the gradient of this batch is in .grad, so it must not be repeated")
             else:
                 self._put(self._earlier)
             if _GRAPH_IS_GONE in str(error):

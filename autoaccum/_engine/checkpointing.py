@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum._engine.replaced_forward import forward_replaced
-from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import SavingRefusedError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ and their loss (a soft cap, a scale, a cast, a shift by one token, a view) is no
 from __future__ import annotations
 
 import functools
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from autoaccum._engine.chunked_loss import CHUNK, chunked_cross_entropy
 from autoaccum._engine.replaced_forward import are_compiled, forward_replaced
-from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import SavingRefusedError
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,6 @@ from autoaccum._memory.base import MemoryBackend
 from autoaccum._memory.limits import describe_neighbours, describe_room
 from autoaccum._oom import first_line, is_device_lost, is_oom
 from autoaccum._system import launched
-from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import AutoaccumError, DeviceLostError, DeviceMissingError, DoesNotFitError, InvalidInputError
 
 if TYPE_CHECKING:

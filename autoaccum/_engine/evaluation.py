@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,6 @@ from autoaccum._loss.terms import Form, in_full, is_pair
 from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._records import Evaluation, MemoryEvent
 from autoaccum._sizing.planner import balanced
-from autoaccum._system import exceptions
-from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -162,9 +160,7 @@ class Evaluator:
                 self._try_first((window for window in windows if window.samples), most)
         except Exception as error:
             if not (is_oom(error) or is_too_large(error)):
-                exceptions.note(
-                    error, "autoaccum: found by evaluating a few samples of val_loader before the first update"
-                )
+                error.add_note("autoaccum: found by evaluating a few samples of val_loader before the first update")
                 raise
             let_go(error)
         self._step.memory.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ from autoaccum._data.nesting import map_tensors
 from autoaccum._engine.metric_states import is_metric
 from autoaccum._loss.terms import in_full
 from autoaccum._oom import first_line, is_oom
-from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 
 if TYPE_CHECKING:

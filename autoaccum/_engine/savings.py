@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from torch.utils.checkpoint import CheckpointError
@@ -15,7 +15,6 @@ from autoaccum._engine.chunked_head import chunked, find_heads
 from autoaccum._engine.offloading import offloaded
 from autoaccum._engine.replaced_forward import are_compiled, is_replaced
 from autoaccum._engine.saving_names import AUTO, CHECKPOINT, CHUNKED, OFFLOAD, SAVINGS
-from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import DoesNotFitError, InvalidInputError, SavingRefusedError
 
 if TYPE_CHECKING:

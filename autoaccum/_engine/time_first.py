@@ -7,6 +7,7 @@ cut along time, or the module attends over another dimension, as along the colum
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from torch import Tensor, nn
 
 from autoaccum._engine.replaced_forward import are_compiled
 from autoaccum._oom import is_oom
-from autoaccum._system import exceptions
-from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -60,7 +59,7 @@ class TimeFirst:
             yield
         except Exception as error:
             if self._taken and not is_oom(error):
-                exceptions.note(error, f"autoaccum: {self._taken}")
+                error.add_note(f"autoaccum: {self._taken}")
             raise
         finally:
             for hook in hooks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,6 @@ from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.loss_weights import Factors
 from autoaccum._oom import is_oom, let_go
 from autoaccum._records import Trial
-from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import StateDamagedError
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ This module does not decide whether the update was made, and restores nothing.
 from __future__ import annotations
 
 from autoaccum._oom import first_line, is_oom
-from autoaccum._system import exceptions
 from autoaccum.errors import UpdateCompleteError
 
 
@@ -38,5 +37,5 @@ def told(error: BaseException, step: int, *, has_moved: bool) -> BaseException:
             )
         what = f"what follows it failed ({type(error).__name__}: {first_line(error)})"
         return UpdateCompleteError(f"update {step} is made, and {rest}: {what}; {then}", step)
-    exceptions.note(error, f"autoaccum: update {step} is made, and {rest}")
+    error.add_note(f"autoaccum: update {step} is made, and {rest}")
     return error

@@ -33,7 +33,7 @@ from autoaccum._loss.loss_weights import NotCheckedError
 from autoaccum._oom import is_device_lost
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.planner import format_cut
-from autoaccum._system import exceptions, signals
+from autoaccum._system import signals
 from autoaccum.errors import DoesNotFitError, StateDamagedError
 
 if TYPE_CHECKING:
@@ -447,7 +447,7 @@ class Engine:
         if isinstance(error, DoesNotFitError):
             self._step.objective.check_anew()
         if damage := self._damage():
-            exceptions.note(error, f"autoaccum: it came after {damage}")
+            error.add_note(f"autoaccum: it came after {damage}")
         if isinstance(error, ValueError):
             self._explain(error, size, sizes)
 
@@ -459,8 +459,7 @@ class Engine:
         """
         refuses_one = self._norms.need_several and _REFUSES_ONE in str(error)
         if self._window.samples == 1 and self._norms.need_several:
-            exceptions.note(
-                error,
+            error.add_note(
                 "autoaccum: this window has one sample, and BatchNorm takes its statistics of more; "
                 "drop_last=True (of fit, autoaccum.windows or the DataLoader) leaves a short last one out",
             )
@@ -469,8 +468,7 @@ class Engine:
             sample = sample_of(self._window, self._sizing.start)
             raise sample_does_not_fit(self._step, reason, sample=sample, phase=self._step.phase) from error
         elif size == 1 and refuses_one:
-            exceptions.note(
-                error,
+            error.add_note(
                 f"autoaccum: the micro-batches {format_cut(sizes)} of this window leave one of a single sample, and "
                 "BatchNorm takes its statistics of more; another micro_batch avoids it",
             )

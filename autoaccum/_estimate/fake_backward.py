@@ -12,14 +12,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import get_gradient_edge
-
-from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

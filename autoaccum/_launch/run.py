@@ -42,6 +42,8 @@ _PLACEHOLDER = re.compile(rf"\{{({'|'.join(sorted(_PLACEHOLDERS))})\}}")
 _LIKE_ONE = re.compile(r"\{(\w+)\}")
 _OF_A_SIZE = {"micro_batch", "accum_steps"}
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
+# These take the number of ranks from configuration files, or from the GPUs that they find.
+_OTHER_LAUNCHERS = {"accelerate", "deepspeed", "horovodrun", "mpiexec", "mpirun"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +139,7 @@ class _Run:
 
     def until_done(self) -> int:
         """Run the command as often as necessary; return the exit code."""
-        # Ranks on other nodes write their reason here, too.
-        shared = Path.cwd() if (launched.positive_int("SLURM_JOB_NUM_NODES") or 1) > 1 else None
-        with (
-            Supervisor(self._options.grace_s) as supervisor,
-            tempfile.TemporaryDirectory(prefix=".autoaccum-", dir=shared, ignore_cleanup_errors=True) as folder,
-        ):
+        with Supervisor(self._options.grace_s) as supervisor, _folder() as folder:
             attempt = 0
             while True:
                 if self._sizes is not None:
@@ -257,17 +254,35 @@ class _Run:
         return Key(digest_of(described), target or _NO_TARGET, {"command": " ".join(self._command), **about})
 
 
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Make a folder for reason files: where ranks on other nodes can write too, if that is possible."""
+    is_shared = (launched.positive_int("SLURM_JOB_NUM_NODES") or 1) > 1
+    for place in (Path.cwd(), None) if is_shared else (None,):
+        try:
+            return tempfile.TemporaryDirectory(prefix=".autoaccum-", dir=place, ignore_cleanup_errors=True)
+        except OSError as error:
+            reason = error.strerror or str(error)
+    raise InvalidInputError(
+        f"no temporary folder can be made ({reason}); set TMPDIR to a folder that can be written to"
+    )
+
+
 def world_size_of(command: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
     """Return the number of ranks that share a target batch, by torchrun's options or by variables; 1 by default.
 
     Raises:
-        InvalidInputError: torchrun's options do not fix the number, or a variable is not a number.
+        InvalidInputError: torchrun's options do not fix the number, a variable is not a number, or another launcher
+            decides.
     """
     for index, argument in enumerate(command):
         is_module = index > 0 and command[index - 1] == "-m" and argument in _TORCHRUN_MODULES
         if is_module or Path(argument).name == "torchrun":
             options = command[index + 1 :]
             return _ranks(options, "nnodes") * _ranks(options, "nproc-per-node")
+        if argument.endswith(".py"):
+            break  # what follows is the script's
+        if Path(argument).name in _OTHER_LAUNCHERS:
+            raise InvalidInputError(f"how many ranks {Path(argument).name} starts is unknown; pass --world-size N")
     return launched.positive_int("WORLD_SIZE", environment) or launched.positive_int("SLURM_NTASKS", environment) or 1
 
 
@@ -295,7 +310,11 @@ def check(command: Sequence[str], options: Options) -> None:
     if sys.platform != "linux":
         raise InvalidInputError(f"autoaccum run needs Linux, and this is {sys.platform}; start the command directly")
     if not command or not command[0]:
-        raise InvalidInputError("there is no command to run; give one, as in autoaccum run -- python train.py")
+        raise InvalidInputError("there is no command; write one after the options, as in -- python train.py")
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise InvalidInputError("the current folder is gone; change to one that exists") from error
     for name in ("target_batch", "micro_batch", "world_size"):
         value, option = getattr(options, name), f"--{name.replace('_', '-')}"
         if value is not None and check_positive_int(option, value) > _MOST:

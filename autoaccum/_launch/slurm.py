@@ -6,6 +6,8 @@ the job can run; its message is passed on. This module does not import torch.
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -14,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoaccum._launch.run import Options, check, sizes_within
+from autoaccum._launch.run import Options, check, sizes_within, world_size_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -99,9 +101,10 @@ class Submission:
 
     @property
     def name(self) -> str:
-        """The job's name: that of the script in its command."""
+        """The job's name: that of the script in its command, as far as it can be part of a file's name."""
         scripts = [Path(word).stem for word in self.command if word.endswith(".py")]
-        return str(self.sbatch.get("job-name") or (scripts or [Path(self.command[0]).name])[0])
+        found = (scripts or [Path(self.command[0]).name])[0]
+        return str(self.sbatch.get("job-name") or re.sub(r"[^\w.-]+", "-", found))
 
     def script(self) -> str:
         """Return the batch script.
@@ -158,6 +161,7 @@ class Submission:
             "retries": self.run.retries,
             "target-batch": self.run.target_batch,
             "micro-batch": self.run.micro_batch,
+            "world-size": self.run.world_size,
         }
         given = [f"--{name}={value}" for name, value in numbers.items() if value is not None]
         return given + ["--no-placeholder"] * self.run.no_placeholder
@@ -175,13 +179,20 @@ class Submission:
                 raise InvalidInputError(f"--slurm {name} is set by autoaccum itself; leave it out")
             if "\n" in str(text) or not name.replace("-", "").isalnum():
                 raise InvalidInputError(f"--slurm {name}={text!r} is not an option of sbatch; write --slurm KEY=VALUE")
+        if "/" in self.name:
+            raise InvalidInputError(f"--job-name {self.name} cannot be part of a file's name; leave out the slash")
         names = {word.split("=")[0].replace("_", "-") for word in self.command}
-        if self.run.target_batch is not None and self._uses_torchrun and "--nproc-per-node" not in names:
-            sizes_within(self.run.target_batch, self.nodes * max(self.gpus, 1))
+        if self.run.target_batch is not None and not (self._uses_torchrun and "--nproc-per-node" in names):
+            ranks = self.run.world_size or (
+                self.nodes * max(self.gpus, 1)
+                if self._uses_torchrun
+                else world_size_of(self.command, {"SLURM_NTASKS": str(self.nodes)})
+            )
+            sizes_within(self.run.target_batch, ranks)
 
 
-def submit(submission: Submission) -> tuple[str, Path]:
-    """Submit a job; return its id, and the file in which its batch script is kept.
+def submit(submission: Submission) -> str:
+    """Submit a job; return its id, and where its batch script is kept, as text for a person.
 
     Raises:
         InvalidInputError: The job cannot be used, Slurm is missing, or it refuses the job.
@@ -192,11 +203,16 @@ def submit(submission: Submission) -> tuple[str, Path]:
             "there is no Slurm here (no sbatch on the PATH); submit from a machine of the cluster, or print the script "
             "with --dry-run"
         )
-    asked = subprocess.run(["sbatch", "--parsable"], input=text, capture_output=True, text=True, check=False)  # noqa: S607 - wherever Slurm is
+    script = os.fsencode(text)  # the bytes of the command line, whatever they are
+    asked = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, check=False)  # noqa: S607 - wherever Slurm is
     if asked.returncode != 0:
-        lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in asked.stderr.splitlines()]
+        said = os.fsdecode(asked.stderr).splitlines()
+        lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in said]
         raise InvalidInputError(f"Slurm refused the job: {'; '.join(lines)}")
-    job_id = asked.stdout.strip().split(";")[0]  # a cluster's name may follow
+    job_id = os.fsdecode(asked.stdout).strip().split(";")[0]  # a cluster's name may follow
     path = Path(f"{submission.name}-{job_id}.sbatch")
-    path.write_text(text, encoding="utf-8")
-    return job_id, path
+    try:
+        path.write_bytes(script)
+    except OSError as error:  # the job is in the queue, so this is no failure
+        return f"submitted job {job_id}; its batch script cannot be kept in {path} ({error.strerror})"
+    return f"submitted job {job_id}; its batch script is {path}"

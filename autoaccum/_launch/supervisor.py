@@ -82,7 +82,7 @@ class Supervisor:
             **dict.fromkeys(_PASSED_ON, self._forward),
             signal.SIGTSTP: self._on_stop,
             signal.SIGWINCH: self._on_resize,
-            signal.SIGALRM: lambda *_: self._forward(signal.SIGKILL),
+            signal.SIGALRM: self._on_overdue,
             signal.SIGCHLD: lambda *_: None,  # so that it wakes the loop
         }
         for number, handler in handlers.items():
@@ -156,6 +156,11 @@ class Supervisor:
             signal.setitimer(signal.ITIMER_REAL, self._grace_s, 1.0)
         self._forward(number)
 
+    def _on_overdue(self, _number: int, _frame: FrameType | None) -> None:
+        self._forward(signal.SIGKILL)
+        if self._stderr is not None:
+            self._stderr.gives_up = True
+
     def _forward(self, number: int, _frame: FrameType | None = None) -> None:
         if self._group is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -178,6 +183,7 @@ class _Stderr:
     Attributes:
         ours: The descriptor to read from; none once the command has closed it, or nobody reads ours.
         theirs: The descriptor for the command.
+        gives_up: Whether to drop what cannot be written at once, so that a reader that has stopped holds nothing up.
     """
 
     def __init__(self) -> None:
@@ -185,6 +191,7 @@ class _Stderr:
         self._is_terminal = os.isatty(self._target) if self._target >= 0 else False
         reading, self.theirs = pty.openpty() if self._is_terminal else os.pipe()
         self.ours = [reading]
+        self.gives_up = False
         self._tail = bytearray()
         if self._is_terminal:
             self._resemble()
@@ -220,7 +227,8 @@ class _Stderr:
             data = os.read(self.ours[0], _CHUNK_BYTES)
         except OSError:  # nobody has the terminal open any more
             data = b""
-        self._tail = (self._tail + data)[-_TAIL_BYTES:]
+        self._tail += data
+        del self._tail[:-_TAIL_BYTES]
         if not data or not self._written(data):
             self._close()  # the command notices at its next write, as without us
 
@@ -232,10 +240,14 @@ class _Stderr:
 
     def _written(self, data: bytes) -> bool:
         while data and self._target >= 0:
+            if not select.select([], [self._target], [], _POLL_S)[1]:
+                if self.gives_up:
+                    return False
+                continue
             try:
-                data = data[os.write(self._target, data) :]
-            except BlockingIOError:  # others have made it so
-                select.select([], [self._target], [])
+                data = data[os.write(self._target, data[: select.PIPE_BUF]) :]  # what a pipe takes without waiting
+            except BlockingIOError:
+                continue
             except OSError:  # nobody reads it
                 return False
         return True

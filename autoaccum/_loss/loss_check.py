@@ -9,6 +9,7 @@ read, it is looked for among the counts of the batch.
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from autoaccum._data.numbers import numbers_in
 from autoaccum._loss.batch_counts import counts_in
 from autoaccum._loss.graph_reader import ReadTerm, read
 from autoaccum._loss.terms import Form, TermForm
-from autoaccum._system.exceptions import contextmanager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -44,11 +44,15 @@ class held:  # noqa: N801 - it is used like a function: `with held():`
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in _HELD:
-            handler = _signal.getsignal(number)
-            if callable(handler):
-                self._handlers.append((number, handler))
-                _signal.signal(number, self._keep)
+        try:
+            for number in _HELD:
+                handler = _signal.getsignal(number)
+                if callable(handler):
+                    self._handlers.append((number, handler))
+                    _signal.signal(number, self._keep)
+        except BaseException:  # the handler of one that is not held yet
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers:

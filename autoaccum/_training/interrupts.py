@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from autoaccum import _oom
 from autoaccum._engine import update_complete
-from autoaccum._system import exceptions, signals
+from autoaccum._system import signals
 from autoaccum._training.one_process import END, SAVE, STOP
 from autoaccum.errors import (
     CheckpointError,
@@ -210,7 +210,7 @@ class Interrupts:
             is_saved = self._save()
         except Exception as failure:  # noqa: BLE001 - the first error matters more than any failure here
             reason = _oom.first_line(failure)
-            exceptions.note(error, f"autoaccum: no checkpoint of step {step} could be written ({reason})")
+            error.add_note(f"autoaccum: no checkpoint of step {step} could be written ({reason})")
             self._notices.say(f"no checkpoint of step {step} could be written ({reason})")
         else:
             why = "SIGTERM" if isinstance(error, signals.Terminated) else type(error).__name__

@@ -18,7 +18,7 @@ from autoaccum._engine.optimizer_list import name_of
 from autoaccum._engine.step_limit import Outside
 from autoaccum._oom import first_line
 from autoaccum._records import SAMPLES, FitResult, TimeSpent
-from autoaccum._system import exceptions, signals
+from autoaccum._system import signals
 from autoaccum._training.checkpoint_contents import Contents
 from autoaccum._training.checkpoint_manager import CheckpointManager
 from autoaccum._training.interrupts import Interrupts
@@ -235,7 +235,7 @@ class Training:
                     self._leave_result(failure, started)
                 elif failure is not first:
                     what = f"{type(failure).__name__}: {first_line(failure)}"
-                    exceptions.note(first, f"autoaccum: while the call ended, another error followed ({what})")
+                    first.add_note(f"autoaccum: while the call ended, another error followed ({what})")
         try:
             if first is not None and first is not error:
                 raise first

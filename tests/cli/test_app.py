@@ -51,9 +51,12 @@ def test_the_page_has_the_same_exit_codes_as_the_help():
     assert re.findall(r"^\| (\d+) \|", page, re.MULTILINE) == [str(int(code)) for code in MEANINGS]
 
 
-@pytest.mark.parametrize("arguments", [["train"], ["run", "--no-such-option"], ["report"], ["doctor", "x"]])
-def test_a_command_line_that_cannot_be_parsed_exits_with_2(arguments):
-    assert invoke(*arguments).exit_code == ExitCode.USAGE
+@pytest.mark.parametrize("arguments", [[], ["train"], ["run", "--no-such-option"], ["report"], ["doctor", "x"]])
+def test_a_command_line_that_cannot_be_parsed_exits_with_2_and_one_line(arguments):
+    result = invoke(*arguments)
+
+    assert result.exit_code == ExitCode.USAGE
+    assert re.fullmatch(r"autoaccum: error: .*; autoaccum( \w+)? --help shows what there is\n", result.stderr)
 
 
 @pytest.mark.parametrize(

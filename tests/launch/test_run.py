@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import warm
-from autoaccum._launch.run import world_size_of
+from autoaccum._launch.run import Options, until_done, world_size_of
 from autoaccum.errors import InvalidInputError
 from wrapped import python, run, told, until
 
@@ -334,7 +335,7 @@ def test_a_killed_script_that_uses_fit_resumes_and_ends_where_the_undisturbed_on
 @pytest.mark.parametrize(
     ("command", "options", "said"),
     [
-        ([], [], "no command to run"),
+        ([], [], "there is no command"),
         (["python", "{accum_steps}"], [], "placeholder {accum_steps}, but no target batch is known"),
         (["python", "{micro_bach}"], ["--target-batch", 8], "no placeholder {micro_bach}; write {micro_batch}"),
         (["python", "train.py"], ["--target-batch", 8], "the command has no placeholder"),
@@ -358,6 +359,28 @@ def test_what_cannot_be_used_is_refused_in_one_line_before_anything_is_started(c
     assert said in line
 
 
+def test_a_folder_that_is_gone_is_told_in_one_line(tmp_path):
+    words = f"rmdir {tmp_path} && {sys.executable} -m autoaccum run -- true"
+    ended = subprocess.run(["/bin/sh", "-c", words], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 3
+    assert ended.stderr == "autoaccum: error: the current folder is gone; change to one that exists\n"
+
+
+def test_where_several_nodes_cannot_write_to_the_current_folder_a_local_one_holds_the_reason(monkeypatch):
+    monkeypatch.chdir("/proc")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+
+    assert run(["true"]).returncode == 0
+
+
+def test_without_a_temporary_folder_nothing_is_started(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+
+    with pytest.raises(InvalidInputError, match=r"no temporary folder can be made .*; set TMPDIR"):
+        until_done(["true"], Options(cache=False))
+
+
 @pytest.mark.parametrize(
     ("command", "environment", "ranks"),
     [
@@ -368,10 +391,18 @@ def test_what_cannot_be_used_is_refused_in_one_line_before_anything_is_started(c
         ("srun torchrun --nnodes=2:2 --nproc_per_node 3 train.py", {}, 6),
         ("python -m torch.distributed.run --standalone --nproc-per-node 2 train.py", {}, 2),
         ("python train.py --nproc-per-node 4", {}, 1),
+        ("python train.py --with accelerate torchrun --nproc-per-node 4", {}, 1),
     ],
 )
 def test_ranks_are_understood_from_the_launcher_or_the_environment(command, environment, ranks):
     assert world_size_of(command.split(), environment) == ranks
+
+
+def test_ranks_of_another_launcher_are_asked_for():
+    ended = run(["accelerate", "launch", "train.py", "{micro_batch}"], "--target-batch", 8)
+
+    assert ended.returncode == 3
+    assert told(ended) == ["autoaccum: error: how many ranks accelerate starts is unknown; pass --world-size N"]
 
 
 @pytest.mark.parametrize("option", ["--nnodes=1:4", "--nproc-per-node=many", "--nproc-per-node=0"])

@@ -1,5 +1,6 @@
 """The batch script that `autoaccum slurm` writes; tests/across/test_slurm.py has what becomes of real jobs."""
 
+import os
 import subprocess
 import sys
 
@@ -80,6 +81,12 @@ def test_torchruns_own_options_are_left_as_they_are():
     assert training_of(script("--gpus", 8, "--", *words)).endswith(" ".join(words))
 
 
+def test_ranks_that_are_told_reach_run():
+    lines = script("--target-batch", 8, "--world-size", 4, "--", "accelerate", "launch", "x.py", "{micro_batch}")
+
+    assert f"{OWN} run --grace=120 --retries=5 --target-batch=8 --world-size=4 -- srun" in training_of(lines)
+
+
 def test_a_preflight_ends_the_job_if_the_report_does():
     lines = script("--preflight", "recipe.py:large", "--", "python", "train.py")
 
@@ -93,15 +100,39 @@ def test_without_slurm_a_job_is_refused_in_one_line(tmp_path):
     assert ran.stderr.startswith("autoaccum: error: there is no Slurm here (no sbatch on the PATH)")
 
 
+def test_a_name_comes_from_any_command_and_is_one_line():
+    (name,) = [line for line in script("--", "bash", "-c", "cd x\npython e.py") if "job-name" in line]
+
+    assert name == "#SBATCH --job-name=cd-x-python-e"
+
+
+@pytest.mark.parametrize(("folder", "kept"), [(None, "its batch script is x-7"), ("/proc", "cannot be kept in x-7")])
+def test_any_bytes_are_submitted_and_a_folder_that_cannot_be_written_to_hides_no_job(folder, kept, tmp_path):
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f"#!/bin/sh\n/bin/cat >{tmp_path}/submitted\necho '7;cluster'\n")
+    sbatch.chmod(0o755)
+
+    ran = command("--", "x", os.fsdecode(b"\xff"), "é", folder=folder or tmp_path, PATH=str(tmp_path), LC_ALL="C")
+
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.startswith("submitted job 7; its batch script ")
+    assert kept in ran.stdout
+    assert b" x '\xff' '\xc3\xa9' &\n" in (tmp_path / "submitted").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--"], "no command to run"),
+        (["--"], "there is no command"),
         (["--nodes", 0, "--", "x"], "--nodes 0 must be from 1"),
         (["--warn-before", 0, "--", "x"], "--warn-before 0 must be from 1"),
         (["--slurm", "signal=USR2", "--", "x"], "--slurm signal is set by autoaccum itself"),
         (["--slurm", "=7", "--", "x"], "is not an option of sbatch"),
         (["--job-name", "two\nlines", "--", "x"], "is not an option of sbatch"),
+        (["--job-name", "a/b", "--", "x"], "--job-name a/b cannot be part of a file's name"),
+        (["--target-batch", 7, "--nodes", 2, "--", "x", "{micro_batch}"], "cannot be divided by 2 ranks"),
+        (["--target-batch", 7, "--world-size", 3, "--", "x", "{micro_batch}"], "cannot be divided by 3 ranks"),
+        (["--target-batch", 8, "--", "accelerate", "launch", "{micro_batch}"], "accelerate starts is unknown; pass"),
         (["--target-batch", 8, "--", "python", "train.py"], "the command has no placeholder"),
         (["--target-batch", 4, "--gpus", 8, "--", "torchrun", "{micro_batch}"], "cannot be divided by 8 ranks"),
     ],

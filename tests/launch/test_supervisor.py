@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import select
 import signal
 import struct
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from wrapped import is_running, python, run, start, told, until
+from wrapped import LONG_S, is_running, python, run, start, told, until
 
 NOISY = """
 import os, sys
@@ -233,6 +234,17 @@ def test_a_reader_that_goes_away_ends_the_command_as_it_would_without_us():
     os.close(writing)
 
     assert ended.returncode == 128 + signal.SIGPIPE
+
+
+def test_a_reader_that_has_stopped_does_not_keep_the_wrapper_from_ending():
+    with start(["sh", "-c", "echo; exec yes >&2"], "--grace", 1) as wrapper:
+        wrapper.stdout.readline()
+        until(lambda: select.select([wrapper.stderr], [], [], 0)[0])
+        time.sleep(0.5)  # the pipe is full
+
+        wrapper.send_signal(signal.SIGTERM)
+
+        assert wrapper.wait(LONG_S) == 128 + signal.SIGTERM
 
 
 def test_on_a_terminal_stderr_is_one_of_the_same_size_whose_bytes_are_unchanged():

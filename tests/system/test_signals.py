@@ -1,5 +1,6 @@
 """Interrupts wait until a block has ended, and then arrive."""
 
+import _signal
 import os
 import signal
 import threading
@@ -242,3 +243,15 @@ def test_watch_in_a_thread_changes_no_handler():
     thread.join()
 
     assert seen == [signal.getsignal(signal.SIGTERM)]
+
+
+def test_an_error_while_signals_are_about_to_be_held_leaves_the_handlers_as_they_were(monkeypatch):
+    # As the handler of a signal that is not held yet can raise it.
+    asked = iter([signal.getsignal(signal.SIGINT)])
+    monkeypatch.setattr(_signal, "getsignal", lambda _: next(asked))
+
+    with pytest.raises(StopIteration), held():
+        pass
+
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
