@@ -350,7 +350,7 @@ class _Compared:
         """Return the form of a term that could not be read, if counts of the batch or a sum explain it."""
         unknown = TermForm(Form.UNCONFIRMED, is_read=False)
         whole, *parts = self._runs
-        if self._is_random or not all(float(one.norm()) for one in self._gradients[1:]):
+        if self._is_random or any(term.is_bent for term in self._terms) or not all(float(one.norm()) for one in self._gradients[1:]):
             return unknown  # their agreement says nothing
         shares = {
             count: tuple(part.counts.get(count, 0.0) / total for part in parts)
