@@ -273,8 +273,8 @@ def check_pair(name: str, whole: tuple[float, float], parts: Sequence[tuple[floa
 def compares_samples(name: str) -> InvalidInputError:
     """Return the error for a vector, or a sum of a pair, in which a sample's loss depends on the others."""
     return InvalidInputError(
-        f"loss {name!r} gives samples other losses together than in two parts, as weights that are divided by their mean "
-        "over the batch do: micro-batches do not give the gradient of the whole batch. Return a (sum, weight) pair of "
+        f"loss {name!r} gives samples other losses together than in two parts, as weights divided by their batch mean "
+        "do: micro-batches do not give the gradient of the whole batch. Return a (sum, weight) pair of "
         "what each sample adds; pass loss_scope='window' if the loss compares samples; or loss_reduction='mean' to "
         "average micro-batches all the same"
     )

@@ -97,16 +97,9 @@ class TrialLosses:
             return  # as `loss=None` shows only now
         moves = bool(self.mark.settle())
         halves = [self._part(source, sample, *ends) for ends in ((0, first), (first, sample.samples))]
-        again: Mapping[str, Run] | None = None
         room = max(self.tolerance, _SAME_PAIR)
-        for name, pair in pairs.items():
-            if all(name in of_half for _, of_half in halves):
-                of_parts = [of_half[name] for _, of_half in halves]
-                check_pair(name, pair, of_parts, room)
-                if not moves and not _adds_up(pair, of_parts, room):
-                    again, drawn = self._runs(source, sample, 0, sample.samples, seed=1)
-                    if name in drawn and _adds_up(pair, [drawn[name]], room):
-                        raise compares_samples(name)
+        apart = {name: pair for name, pair in pairs.items() if not _checked(name, pair, halves, room)}
+        again = self._try_again(source, sample, apart, room) if apart and not moves else None
         for name, run in whole.items():
             if not self._is_comparable(name, run, found):
                 continue
@@ -123,6 +116,20 @@ class TrialLosses:
                 continue
             terms = zip(forms, run.terms, strict=False)
             found[name] = [replace(form, name=self._name_of(term)) for form, term in terms]
+
+    def _try_again(
+        self, source: _Pass, sample: Window, apart: Mapping[str, tuple[float, float]], room: float
+    ) -> Mapping[str, Run]:
+        """Run all samples with other random numbers, where sums of pairs do not add up.
+
+        Raises:
+            InvalidInputError: They are the same, so that samples are compared.
+        """
+        again, drawn = self._runs(source, sample, 0, sample.samples, seed=1)
+        for name, pair in apart.items():
+            if name in drawn and _adds_up(pair, [drawn[name]], room):
+                raise compares_samples(name)
+        return again
 
     def _is_comparable(self, name: str, run: Run, found: dict[str, list[TermForm]]) -> bool:
         """Whether a loss says something; where nothing counts in it, its form is supposed.
@@ -205,6 +212,15 @@ class TrialLosses:
     @staticmethod
     def _numbers(terms: Sequence[Term]) -> list[Term]:
         return [term for term in terms if not term.is_reported and term.over is None]
+
+
+def _checked(name: str, pair: tuple[float, float], halves: Sequence[Any], room: float) -> bool:
+    """Check a pair; return whether the sums of both parts, if both have it, add up to that of the whole."""
+    parts = [of_half[name] for _, of_half in halves if name in of_half]
+    if len(parts) < len(halves):
+        return True
+    check_pair(name, pair, parts, room)
+    return _adds_up(pair, parts, room)
 
 
 def _of_samples(run: Run) -> Run:
