@@ -252,6 +252,12 @@ def mse(o, b):
     return functional.mse_loss(o, b["z"])
 
 
+def penalised():
+    loss = nn.CrossEntropyLoss()
+    loss.register_forward_hook(lambda _, inputs, value: value + 0.1 * inputs[0].square().mean())
+    return loss
+
+
 class CustomCE(torch.autograd.Function):
     @staticmethod
     def forward(ctx, o, y):
@@ -565,6 +571,34 @@ FORMS |= {
         lambda o, b: weighted(o, b, "mask") + 0.5 * weighted(o, b, "w") + 0.1 * weighted(o, b, "w_tokens"),
     ),
     "z-loss": Form("exact", lambda o, b: ce(o, b["labels"]) + 1e-2 * o.logsumexp(-1).square().mean()),
+}
+
+# --- what weights alone do not show -----------------------------------------------------------------------------------
+
+
+def and_half(o, b):
+    """Two terms of which one is computed from the other, beside a mean of its own."""
+    masked = weighted(o, b, "mask")
+    return masked + 0.5 * masked + mse(o, b)
+
+
+FORMS |= {
+    "m + 0.5 * m + mse": Form("exact", and_half, mixes=True),
+    "sum / max(8, count)": Form(
+        "warned or late", lambda o, b: (each(o, b) * b["mask"]).sum() / max(8, int(b["mask"].sum()))
+    ),
+    "flooding": Form("refused", lambda o, b: (weighted(o, b, "mask") - 1.6).abs() + 1.6),
+    "larger of two": Form("refused", lambda o, b: torch.maximum(weighted(o, b, "mask"), mse(o, b))),
+    "one of two": Form("refused", lambda o, b: torch.where(mse(o, b) > 1.0, weighted(o, b, "mask"), mse(o, b))),
+    "vector of weights / their mean": Form("refused", lambda o, b: row(o, b) * b["w"] / b["w"].mean()),
+    "vector over its mean": Form("refused", lambda o, b: row(o, b) / row(o, b).detach().mean()),
+    "pair of weights / their mean": Form(
+        "refused", lambda o, b: ((row(o, b) * b["w"] / b["w"].mean()).sum(), float(len(o)))
+    ),
+    "a hook on the loss": of_module("exact", penalised(), Tagger, "x", "labels", mixes=True),
+    "keywords bound to the loss": of_module(
+        "exact", functools.partial(functional.cross_entropy, ignore_index=0), Tagger, "x", "labels_0"
+    ),
 }
 
 # --- models with their own loss ---------------------------------------------------------------------------------------

@@ -222,6 +222,8 @@ class SteadyPath:
         if divides:
             weights.set_provisional(window)
             provisional = weights.provisional_total(name)
+        adds = common is Common.SUM and not is_whole and not weights.knows_all
+        weights.begin_steady()
         losses: list[Tensor] = []
         found: list[float | Tensor] = []
         share: float | Tensor = 1.0
@@ -244,6 +246,8 @@ class SteadyPath:
                     found.append(weight)
                     share = weight / provisional
                 elif not is_whole:
+                    if adds:
+                        weights.see_sum(name, value)
                     share = size / samples if common is Common.SAMPLES else 1.0
                 elif not all_count:
                     weights.refuse_nothing(name, value)

@@ -23,6 +23,8 @@ _UNCHANGED = (
     *("ToCopy", "Squeeze", "Unsqueeze", "View", "Clone", "Alias", "ReshapeAlias", "UnsafeView", "Permute"),
     *("Transpose", "T", "NanToNum", "Where", "Expand", "AsStrided", "Contiguous"),
 )
+# What bends a number: linear for some samples and not for others, as of flooding, (loss - b).abs() + b.
+_BENT = ("Abs", "Clamp", "ClampMin", "ClampMax", "Relu", "LeakyRelu", "Maximum", "Minimum", "Max", "Min")
 _MEAN, _SUM = 1, 2  # torch's numbers for reduction="mean" and "sum"
 _OF_CLASSES = ("NllLossBackward0", "NllLoss2DBackward0")
 _FULL = (torch.float32, torch.float64)
@@ -40,6 +42,7 @@ class ReadTerm:
     """A term of a loss.
 
     Attributes:
+        is_bent: Whether it could not be read because a number is no multiple of what it is computed from.
         node: The node of the graph that only this term's gradient flows through.
         weight: What its sum over elements is divided by, on the device where that is no number on the host. None if it
             could not be read.
@@ -56,6 +59,7 @@ class ReadTerm:
     is_counted: bool = False
     end: Any = None
     trail: tuple[tuple[str, Any, int, int], ...] | None = ()
+    is_bent: bool = False
 
     def at(self, node: Any, weight: Any) -> ReadTerm:
         """Return the same for another node and weight."""
@@ -150,8 +154,10 @@ def followed(loss: Tensor, trail: tuple[tuple[str, Any, int, int], ...]) -> tupl
 
 def _merged(terms: list[ReadTerm]) -> list[ReadTerm]:
     """Return terms of which no two have the same node, since their gradients could not be told apart."""
+    nodes = {id(term.node) for term in terms}
     by_node: dict[int, ReadTerm] = {}
     for term in terms:
+        term.node = _shared(term, nodes)
         first = by_node.setdefault(id(term.node), term)
         if first is not term:
             first.trail = None
@@ -162,6 +168,16 @@ def _merged(terms: list[ReadTerm]) -> list[ReadTerm]:
     for term in left if len(left) < len(by_node) else ():
         term.trail = None  # another term may come back
     return left or terms[:1]
+
+
+def _shared(term: ReadTerm, nodes: set[int]) -> Any:
+    """Return the last node on the way to a term's elements that is another term's too, as of m in m + 0.5 * m."""
+    node = shared = term.node
+    while node is not None and node is not term.end:
+        inputs = _inputs(node)
+        node = inputs[0][0] if len(inputs) == 1 else None
+        shared = node if id(node) in nodes else shared
+    return shared
 
 
 def _together(one: Any, other: Any) -> Any:
@@ -191,6 +207,11 @@ def _unknown(_: Any, __: ReadTerm) -> list[ReadTerm]:
     raise _UnreadError
 
 
+def _bent(_: Any, term: ReadTerm) -> list[ReadTerm]:
+    term.is_bent = True
+    raise _UnreadError
+
+
 def _only_input(node: Any) -> tuple[Any, int, int]:
     """Return the only input of a node that has a graph: its node, its number among that node's results, its place."""
     inputs = _inputs(node)
@@ -209,6 +230,7 @@ def _shape(node: Any, number: int) -> Any:
 
 
 def _unchanged(node: Any, term: ReadTerm) -> list[ReadTerm]:
+    term.is_bent = node.name().startswith("Where") and len(_inputs(node)) > 1
     inner, number, place = _only_input(node)
     if math.prod(_shape(inner, number)) != 1:  # of which the number is one element
         raise _UnreadError
@@ -357,6 +379,7 @@ _BY_NAME: dict[str, Callable[[Any, ReadTerm], list[ReadTerm]]] = {
     **dict.fromkeys(_UNCHANGED, _unchanged),
     **dict.fromkeys(("Neg", "Mul", "Div"), _times),
     **dict.fromkeys(("Add", "Sub", "Rsub"), _added),
+    **dict.fromkeys(_BENT, _bent),
     **dict.fromkeys(("Mean",), _mean),
     **dict.fromkeys(("Sum",), _sum),
     **dict.fromkeys(("NllLoss", "NllLoss2D"), _nll),

@@ -246,7 +246,7 @@ def forms_of(
         tolerance: The relative difference that rounding may cause.
         moves: Whether passes move buffers, so that a pass of a part is another one.
     """
-    is_random = moves or (again is not None and not _close(whole.value, again.value, tolerance * abs(whole.value)))
+    is_random = moves or (again is not None and _differ(whole, again, tolerance))
     if len({len(run.terms) for run in (whole, *parts)}) > 1:
         whole, parts = whole.whole(), [part.whole() for part in parts]
     runs = [whole, *parts]
@@ -257,6 +257,14 @@ def forms_of(
         other = _Compared(0, unread, tolerance, is_random=False).form()
         forms = forms if other.form is Form.UNCONFIRMED else [other]
     return forms
+
+
+def _differ(one: Run, other: Run, tolerance: float) -> bool:
+    """Whether two runs of the same samples are of unlike random numbers."""
+    if not _close(one.value, other.value, tolerance * abs(one.value)):
+        return True
+    gradients, others = one.gradients.sum(0), other.gradients.sum(0)
+    return float((gradients - others).norm()) > tolerance * float(gradients.norm())
 
 
 class _Compared:
@@ -350,7 +358,11 @@ class _Compared:
         """Return the form of a term that could not be read, if counts of the batch or a sum explain it."""
         unknown = TermForm(Form.UNCONFIRMED, is_read=False)
         whole, *parts = self._runs
-        if self._is_random or not all(float(one.norm()) for one in self._gradients[1:]):
+        if (
+            self._is_random
+            or any(term.is_bent for term in self._terms)
+            or not all(float(one.norm()) for one in self._gradients[1:])
+        ):
             return unknown  # their agreement says nothing
         shares = {
             count: tuple(part.counts.get(count, 0.0) / total for part in parts)

@@ -121,6 +121,7 @@ class LossWeights:
         divided_by: What the sums of this window are divided by together, where each loader batch carries a number.
         window: The window that is being computed, and the first sample of the current micro-batch in it.
         start: See `window`.
+        is_scaled: Whether batches carry a scale of the loss, which may differ between them.
         warnings: What was said of gradients that may be wrong.
     """
 
@@ -134,10 +135,14 @@ class LossWeights:
         self.window: Window | None = None
         self.start = 0
         self.warnings: list[str] = []
+        self.is_scaled = False
         self._is_supposed = False
         self._provisional: dict[str, float] = {}  # about what each loss is divided by in this window
         self._trails: dict[str, list[ReadTerm]] = {}  # the terms of each loss, as of the last graph
         self._are_apart = False  # whether divisors that were proportional turned out not to be
+        self._is_new = False  # whether losses were checked for this window, so that what is read in it is known
+        self._seen: set[tuple[Any, ...]] = set()  # how each loss was put together in the graphs of such windows
+        self._added: dict[str, list[Any]] = {}  # what each sum was divided by in the first micro-batch of this window
         # Found on the device, to be looked at a window later: whether something is wrong, and what is to be said then.
         self._later: list[tuple[Tensor, str | InvalidInputError]] = []
 
@@ -169,6 +174,10 @@ class LossWeights:
     def knows_all(self) -> bool:
         """Whether no loss needs a check, as far as is known."""
         return self.said is not None or self.is_trusted
+
+    def is_vector(self, name: str) -> bool:
+        """Whether a loss is one for each sample."""
+        return name in self.forms and self.forms[name][0].form is Form.VECTOR
 
     @property
     def mixes_pairs(self) -> bool:
@@ -230,7 +239,7 @@ class LossWeights:
         Raises:
             InvalidInputError: Losses cannot be put together from micro-batches.
         """
-        self.is_checked = True
+        self.is_checked = self._is_new = True
         found = {name: forms for name, forms in found.items() if is_checked or name not in self.forms}
         for name, forms in found.items():
             before = self.forms.get(name, ())
@@ -325,6 +334,7 @@ class LossWeights:
         Raises:
             InvalidInputError: They know different things of one loss.
         """
+        self._is_new = True
         if not self.is_trusted:
             self.forms = {}
         for forms, is_checked, are_apart in known:
@@ -386,6 +396,7 @@ class LossWeights:
         common = self.common
         if len(sizes) == 1 and not is_part and not (self._number is not None and carries_numbers(window)):
             return [Factors(alone=True)]
+        self._added.clear()
         if common is Common.SUM:
             return [Factors() for _ in sizes]
         weights, whole = list(map(float, sizes)), OF_SAMPLES
@@ -502,7 +513,7 @@ class LossWeights:
         if (number := self._number) is not None:
             return divisor.of_micro_batches(number, window, [window.samples])[0], divisor.of_window(number, window)[0]
         if loss is not None and loss.requires_grad:
-            weight = self.weight_of(name, loss, window.samples)
+            weight = self.weight_of(name, loss, window.samples, trains=False)
             return weight, weight
         form = self.forms[name][0] if name in self.forms else None
         if form is not None and form.counts:
@@ -560,13 +571,66 @@ class LossWeights:
             return value  # the caller says of a loss that it has no gradient
         if name in factors.terms:
             return self._weigh_terms(term, factors)
+        if term.over is None and self.said is None and (name not in self.forms or self.is_vector(name)):
+            raise _changed(name, None, read(value))
+        if self.common is Common.SUM and term.over is None:
+            self.see_sum(name, value)
         if term.over is Form.VECTOR or self.common is not Common.DIVISOR:
             return _times(value, factors.usual)
-        term.weight = self.weight_of(name, value, samples) if factors.weight is None else factors.weight
+        if factors.weight is None:
+            term.weight = self.weight_of(name, value, samples)
+            self._compare_counts(name, term.weight, samples)
+        else:
+            term.weight = factors.weight
         self._compare_units(name, term.weight, factors)
         # The steady path divides first, too: the last bit is the same.
         is_there = isinstance(term.weight, Tensor) or term.weight
         return value * (term.weight / self.provisional_total(name)) if is_there else None
+
+    def _compare_counts(self, name: str, weight: Any, samples: int) -> None:
+        """Warn, in a window that was checked, of a divisor that is above the counts which it was in the check."""
+        counts, window = self.forms[name][0].counts if name in self.forms else {}, self.window
+        if self._is_new and not self.is_trusted and counts and window is not None and window.is_on(_HOST):
+            counted = counts_of(window, self.start, self.start + samples, frozenset(counts))
+            numbers = [counted[count] * each for count, each in counts.items()]
+            if isinstance(weight, float) and all(weight > number * (1 + _SAME_WEIGHT) > 0 for number in numbers):
+                self.warn(_above_text(name))
+
+    def begin_steady(self) -> None:
+        """Begin a window that is not checked."""
+        self._is_new = False
+        self._added.clear()
+
+    def see_sum(self, name: str, loss: Tensor) -> None:
+        """Compare a loss that is added up with what it was when it was checked, and in the window's micro-batches.
+
+        Raises:
+            NotCheckedError: It is put together otherwise.
+        """
+        if self.knows_all or not self.forms[name][0].is_read:
+            return
+        found = self._read(name, loss)
+        self._see(name, found)
+        weights = [term.weight for term in found]
+        first = self._added.setdefault(name, weights)
+        if first is not weights and not self.is_scaled and not all(map(_are_equal, first, weights)):
+            self.warn(_unlike_text(name))
+
+    def _see(self, name: str, found: Sequence[ReadTerm]) -> None:
+        """Note how a loss is put together, if it was checked for this window; otherwise compare it.
+
+        Raises:
+            NotCheckedError: It was never put together so in a window that was checked.
+        """
+        if self.said is not None:
+            return
+        if any(isinstance(one.weight, float) and one.weight in (0.0, math.inf, -math.inf) for one in found):
+            return  # nothing counts
+        built = (name, *((one.is_counted, one.divisor is None, one.end and one.end.name()) for one in found))
+        if built not in self._seen:
+            if not self._is_new:
+                raise _changed(name, self.forms.get(name), found)
+            self._seen.add(built)
 
     def _compare_units(self, name: str, weight: Any, factors: Factors) -> None:
         """Compare what a loss is divided by with the first loss of the micro-batch."""
@@ -603,13 +667,14 @@ class LossWeights:
         if any(isinstance(one.weight, float) and not one.weight for one in read(loss)):
             raise nothing_counts(f"what loss {name!r} is divided by is 0", 1)
 
-    def weight_of(self, name: str, loss: Tensor, samples: int) -> float | Tensor:
+    def weight_of(self, name: str, loss: Tensor, samples: int, *, trains: bool = True) -> float | Tensor:
         """Return what a loss is divided by, as its graph says; on the device if it is known only there.
 
         Args:
             name: Its name.
             loss: A number.
             samples: Samples of the micro-batch.
+            trains: Whether it is trained on, and not evaluated.
 
         Raises:
             NotCheckedError: It has another form than when it was checked.
@@ -622,6 +687,8 @@ class LossWeights:
         first = found[0]
         if forms is None or first.weight is None or (len(forms) != len(found) and not self.is_trusted):
             raise _changed(name, forms, found)
+        if trains and not self.is_trusted:
+            self._see(name, found)
         if len(forms) > 1:
             own, unit = forms[0].per_sample or 1.0, first.weight
             for one, form in zip(found[1:], forms[1:], strict=True):
@@ -643,7 +710,7 @@ class LossWeights:
         if terms is None or len(again) < len(terms) or None in again:
             found = read(loss)
             if all(one.trail is not None and one.weight is not None for one in found):
-                self._trails[name] = [ReadTerm(None, None, trail=one.trail) for one in found]
+                self._trails[name] = [replace(one, node=None) for one in found]
             return found
         for term, seen in zip(terms, again, strict=True):
             term.weight, term.divisor = seen  # type: ignore[misc]
@@ -671,6 +738,7 @@ class LossWeights:
         found = read(term.value)
         if len(found) != len(own):
             raise _changed(term.name, forms, found)
+        self._see(term.name, found)
         for number, (one, form) in enumerate(zip(found, forms, strict=True)):
             if form.form is Form.MEAN and form.is_read:
                 self._compare((term.name, number), one, factors.expected[term.name, number])
@@ -727,6 +795,7 @@ class LossWeights:
             InvalidInputError: What a loss was divided by is not what the batch counts.
         """
         self._trails.clear()  # careful windows read all of a graph
+        self._is_new = False
         later, self._later = self._later, []
         are_wrong = torch.stack([is_wrong.reshape(()) for is_wrong, _ in later]).tolist() if later else []
         for said in [said for is_wrong, (_, said) in zip(are_wrong, later, strict=True) if is_wrong]:
@@ -774,6 +843,12 @@ def _expected(form: TermForm, window: Window, *, rounds: bool = False) -> float:
     expected = window.samples * (each if math.isfinite(each) and each > 0 else 1.0)
     is_inexact = form.form is Form.MEAN and form.per_sample is not None and SAMPLES not in form.counts
     return 2.0 ** round(math.log2(expected)) if is_inexact and rounds and expected else expected
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two divisors are the same, as far as can be seen without waiting for a device."""
+    are_here = isinstance(one, float) and isinstance(other, float)
+    return not are_here or other in (0.0, math.inf, -math.inf) or _is_same(one, other)
 
 
 def _is_same(weight: Any, expected: float) -> bool:
@@ -854,6 +929,21 @@ def scale_text(number: Path) -> str:
     return (
         f"{spelled(number)} differs between the loader's batches and divides the loss; it is taken for a scale and not "
         "for a count, since it counts nothing in its batch"
+    )
+
+
+def _unlike_text(name: str) -> str:
+    return (
+        f"loss {name!r} was a sum, divided by one number, when it was checked, and is divided by unlike numbers in the "
+        "micro-batches of a window, which are added all the same: its gradient may differ from the whole batch's; "
+        "return a (sum, weight) pair"
+    )
+
+
+def _above_text(name: str) -> str:
+    return (
+        f"loss {name!r} divides by more in a micro-batch than the batch counts there, as max(8, n) does where n is "
+        "small: such micro-batches then count too much; return the (sum, weight) pair with n itself"
     )
 
 

@@ -288,6 +288,7 @@ class Objective:
         path = form.number
         if path is None or divisor.is_count_at(path, window):
             return form
+        self.weights.is_scaled = True
         if len({number_at(span.piece.batch, path) for span in window.spans}) > 1:
             self.weights.warn(scale_text(path))
         return replace(form, number=None)

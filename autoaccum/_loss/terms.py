@@ -180,6 +180,8 @@ _OF_TORCH = {*_OF_CLASSES, *_OF_SAMPLES, *ELEMENTWISE}
 def kind_of(loss: object) -> Any:
     """Return a loss of torch as the tables above have it: a class, or a function; None for any other loss."""
     kind = type(loss) if isinstance(loss, nn.Module) else loss
+    if isinstance(loss, nn.Module) and (loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)):
+        return None  # it may compute anything
     return kind if getattr(kind, "__hash__", None) is not None and kind in _OF_TORCH else None
 
 
@@ -266,6 +268,16 @@ def check_pair(name: str, whole: tuple[float, float], parts: Sequence[tuple[floa
             f"loss {name!r} is a pair whose first half is a mean ({whole[0]:g} for a batch, "
             f"{' and '.join(f'{part[0]:g}' for part in parts)} for its parts); {_PAIR_MEANS}"
         )
+
+
+def compares_samples(name: str) -> InvalidInputError:
+    """Return the error for a vector, or a sum of a pair, in which a sample's loss depends on the others."""
+    return InvalidInputError(
+        f"loss {name!r} gives samples other losses together than in two parts, as weights divided by their batch mean "
+        "do: micro-batches do not give the gradient of the whole batch. Return a (sum, weight) pair of "
+        "what each sample adds; pass loss_scope='window' if the loss compares samples; or loss_reduction='mean' to "
+        "average micro-batches all the same"
+    )
 
 
 _PAIR_MEANS = (

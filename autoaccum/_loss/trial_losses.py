@@ -14,7 +14,7 @@ from autoaccum._data.nesting import map_tensors
 from autoaccum._loss.graph_reader import read
 from autoaccum._loss.loss_check import choose, forms_of, run_of, tolerance_of
 from autoaccum._loss.modes import quiet_training
-from autoaccum._loss.terms import Form, TermForm, check_pair, not_finite
+from autoaccum._loss.terms import Form, TermForm, check_pair, compares_samples, not_finite
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -97,20 +97,40 @@ class TrialLosses:
             return  # as `loss=None` shows only now
         moves = bool(self.mark.settle())
         halves = [self._part(source, sample, *ends) for ends in ((0, first), (first, sample.samples))]
-        for name, pair in pairs.items():
-            if all(name in of_half for _, of_half in halves):
-                check_pair(name, pair, [of_half[name] for _, of_half in halves], max(self.tolerance, _SAME_PAIR))
-        again: Mapping[str, Run] | None = None
+        room = max(self.tolerance, _SAME_PAIR)
+        apart = {name: pair for name, pair in pairs.items() if not _checked(name, pair, halves, room)}
+        again = self._try_again(source, sample, apart, room) if apart and not moves else None
         for name, run in whole.items():
             if not self._is_comparable(name, run, found):
                 continue
             parts = [_part_of(name, run, runs, sample.samples) for runs, _ in halves]
+            if is_vector := self.weights.is_vector(name):
+                run, *parts = (_of_samples(one) for one in (run, *parts))  # noqa: PLW2901
             forms = forms_of(run, parts, None, self.tolerance, moves=moves)
             if any(form.form is Form.UNCONFIRMED for form in forms):
-                again = again or self._runs(source, sample, 0, sample.samples, seed=1)[0]
+                again = self._runs(source, sample, 0, sample.samples, seed=1)[0] if again is None else again
                 forms = forms_of(run, parts, again.get(name), self.tolerance, moves=moves)
+            if is_vector:
+                says = all(bool(one.gradients.isfinite().all()) for one in (run, *parts))
+                if says and (forms[0].form is Form.UNCONFIRMED or not forms[0].is_read):
+                    raise compares_samples(name)
+                continue
             terms = zip(forms, run.terms, strict=False)
             found[name] = [replace(form, name=self._name_of(term)) for form, term in terms]
+
+    def _try_again(
+        self, source: _Pass, sample: Window, apart: Mapping[str, tuple[float, float]], room: float
+    ) -> Mapping[str, Run]:
+        """Run all samples with other random numbers, where sums of pairs do not add up.
+
+        Raises:
+            InvalidInputError: They are the same, so that samples are compared.
+        """
+        again, drawn = self._runs(source, sample, 0, sample.samples, seed=1)
+        for name, pair in apart.items():
+            if name in drawn and _adds_up(pair, [drawn[name]], room):
+                raise compares_samples(name)
+        return again
 
     def _is_comparable(self, name: str, run: Run, found: dict[str, list[TermForm]]) -> bool:
         """Whether a loss says something; where nothing counts in it, its form is supposed.
@@ -164,20 +184,20 @@ class TrialLosses:
     def _runs(
         self, source: _Pass, sample: Window, start: int, stop: int, seed: int = 0
     ) -> tuple[dict[str, Run], dict[str, tuple[float, float]]]:
-        """Run samples `start` to `stop` (exclusive); return by name the losses that are numbers, and pairs."""
+        """Run samples `start` to `stop` (exclusive); return by name the losses that are no pairs, and pairs."""
         self.mark.restore()
         self.mark.random.seed(seed)
         cut, samples = sample.cut(start, stop), stop - start
         terms = self._terms(source, cut, samples)
-        numbers = [term for term in self._numbers(terms) if term.value.requires_grad]
+        numbers = [term for term in terms if term.over is not Form.PAIR and term.value.requires_grad]
         pairs = {
             term.name: (float(term.value.detach()), float(term.weight or 0.0))
             for term in terms
             if term.over is Form.PAIR and not term.is_reported
         }
-        if numbers:
+        if with_graph := [term.value for term in terms if term.value.requires_grad]:
             dtypes = (parameter.dtype for parameter in self.parameters)
-            self.tolerance = tolerance_of(numbers[0].value, casts=self.casts, dtypes=dtypes)
+            self.tolerance = tolerance_of(with_graph[0], casts=self.casts, dtypes=dtypes)
         last = len(numbers) - 1
         return {
             term.name: run_of(term.value, samples, cut, self.parameters, keep=place < last)
@@ -193,6 +213,26 @@ class TrialLosses:
     @staticmethod
     def _numbers(terms: Sequence[Term]) -> list[Term]:
         return [term for term in terms if not term.is_reported and term.over is None]
+
+
+def _checked(name: str, pair: tuple[float, float], halves: Sequence[Any], room: float) -> bool:
+    """Check a pair; return whether the sums of both parts, if both have it, add up to that of the whole."""
+    parts = [of_half[name] for _, of_half in halves if name in of_half]
+    if len(parts) < len(halves):
+        return True
+    check_pair(name, pair, parts, room)
+    return _adds_up(pair, parts, room)
+
+
+def _of_samples(run: Run) -> Run:
+    """Return the run of a vector, whose mean runs over the samples, whatever its graph says."""
+    return replace(run.whole(), weights=[float(run.samples)])
+
+
+def _adds_up(pair: tuple[float, float], parts: Sequence[tuple[float, float]], room: float) -> bool:
+    """Whether the sums of parts give that of the whole; also where it is no finite number."""
+    added = sum(part[0] for part in parts)
+    return not abs(pair[0] - added) > room * (abs(pair[0]) + sum(abs(part[0]) for part in parts))
 
 
 def _part_of(name: str, run: Run, part: Mapping[str, Run], samples: int) -> Run:

@@ -142,6 +142,28 @@ def test_trail_does_not_pass_by_a_term_that_came_later():
     assert followed(x.mean() + square(x), alone.trail) is None
 
 
+# Numbers that are a multiple of what they are computed from for some samples and not for others.
+BENT = {
+    "Abs": lambda x, _: (x.mean() - 1).abs(),
+    "Clamp": lambda x, _: x.mean().clamp(0, 1),
+    "ClampMin": lambda x, _: x.mean().clamp(min=0),
+    "ClampMax": lambda x, _: x.mean().clamp(max=1),
+    "Relu": lambda x, _: x.mean().relu(),
+    "LeakyRelu": lambda x, _: functional.leaky_relu(x.mean()),
+    "Maximum": lambda x, _: torch.maximum(x.mean(), x.sum()),
+    "Minimum": lambda x, _: torch.minimum(x.mean(), x.sum()),
+    "Max": lambda x, _: x.max(),
+    "Min": lambda x, _: x.min(),
+}
+
+
+@pytest.mark.parametrize("loss", BENT.values(), ids=BENT)
+def test_what_is_bent_is_said_to_be(loss):
+    x, _, w = made()
+
+    assert read(loss(x, w))[0].is_bent
+
+
 @pytest.mark.parametrize(
     "loss",
     [
@@ -150,8 +172,9 @@ def test_trail_does_not_pass_by_a_term_that_came_later():
         lambda x, w: checkpoint(lambda: (x * w).sum() / w.sum(), use_reentrant=False),
         lambda x, _: 1 / x.square().mean(),
         lambda x, _: x.norm(),
+        *BENT.values(),
     ],
-    ids=["root", "log", "checkpointed", "reciprocal", "norm"],
+    ids=["root", "log", "checkpointed", "reciprocal", "norm", *BENT],
 )
 def test_what_is_no_sum_of_elements_is_not_read(loss):
     x, _, w = made()
@@ -174,6 +197,6 @@ def test_what_is_multiplied_by_0_is_not_there():
 
 def test_every_node_has_its_canary():
     aliases = {"UnsafeView", "ReshapeAlias", "Alias", "Transpose", "T", "AsStrided", "Contiguous", "Unsqueeze", "Mv"}
-    tried = {name.split()[0].rstrip(",") for name in NODES}
+    tried = {name.split()[0].rstrip(",") for name in NODES} | BENT.keys()
 
     assert set(graph_reader._BY_NAME) - aliases - tried <= {"Mm", "Bmm"}

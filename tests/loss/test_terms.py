@@ -194,6 +194,12 @@ def test_sum_over_targets_that_do_not_count_is_no_error():
     assert not gradient.any()
 
 
+def hooked():
+    loss = nn.MSELoss()
+    loss.register_forward_hook(lambda _, __, value: value.sqrt())
+    return loss
+
+
 @pytest.mark.parametrize(
     "loss",
     [
@@ -202,8 +208,9 @@ def test_sum_over_targets_that_do_not_count_is_no_error():
         type("Weighted", (nn.CrossEntropyLoss,), {})(),
         nn.TripletMarginLoss(),
         nn.Linear(1, 1),
+        hooked(),
     ],
-    ids=["none", "lambda", "subclass", "another loss", "another module"],
+    ids=["none", "lambda", "subclass", "another loss", "another module", "hooked"],
 )
 def test_loss_that_may_compute_what_it_likes_is_not_read(loss):
     assert of_torch(loss) is None
