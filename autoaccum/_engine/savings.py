@@ -121,10 +121,11 @@ class Savings:
 
     def _climb(self, error: Exception) -> None:
         if not isinstance(error, DoesNotFitError):
-            refused = CHUNKED if CHUNKED in str(error) else CHECKPOINT
-            if refused not in self.names:
+            says = f"memory={CHECKPOINT!r}" if isinstance(error, CheckpointError) else str(error)
+            kept = tuple(name for name in self.names if not says.startswith(f"memory={name!r}"))
+            if kept == self.names:
                 return
-            self.names = tuple(name for name in self.names if name != refused)
+            self.names = kept
             if self.names:
                 return
         elif not error.saving_helps:
