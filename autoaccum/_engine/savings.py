@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointError
 from autoaccum._engine.checkpointing import blocks_of, checkpointed, is_checkpointed_already
 from autoaccum._engine.chunked_head import chunked, find_heads
 from autoaccum._engine.offloading import offloaded
-from autoaccum._engine.replaced_forward import are_compiled, is_replaced
+from autoaccum._engine.replaced_forward import are_compiled, is_compiled, is_replaced
 from autoaccum._engine.saving_names import AUTO, CHECKPOINT, CHUNKED, OFFLOAD, SAVINGS
 from autoaccum._system.exceptions import contextmanager
 from autoaccum.errors import DoesNotFitError, InvalidInputError, SavingRefusedError
@@ -178,9 +178,15 @@ def _lack_of(name: str, modules: Sequence[nn.Module]) -> str:
             "no layer that makes logits was found (what get_output_embeddings of a Transformers model returns, an "
             "nn.Linear); use autoaccum.ChunkedLoss(head), which takes hidden states"
         )
-    if kind == CHECKPOINT and not blocks_of(modules, rest or None):
+    if kind != CHECKPOINT:
+        return ""
+    blocks = set(blocks_of(modules, rest or None))
+    if not blocks:
         found = sorted({type(part).__name__ for module in modules for part in module.modules()})
         classes = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")  # noqa: PLR2004
         looked = f"no module has the name or the class {rest!r}" if rest else "the model has no repeated blocks"
         return f"{looked} to compute again, among {classes}; name them, as in memory='checkpoint:Block'"
+    for part in (part for module in modules for part in module.modules()):
+        if is_compiled(part) and blocks.intersection(part.modules()):
+            return "the blocks are compiled, and torch.compile fails on what is computed again; compile without them"
     return ""

@@ -671,3 +671,18 @@ def test_frozen_blocks_that_torchao_has_quantised_save_memory_like_others(memory
 
     torch.testing.assert_close(model.last.weight, expected.last.weight)
     assert is_plain(model)
+
+
+@pytest.mark.parametrize("compiles", [lambda model: model, lambda model: model.blocks[1]], ids=["model", "block"])
+def test_compiled_blocks_are_not_computed_again(compiles, capsys):
+    model = Wide()
+    compiles(model).compile(backend="aot_eager")
+
+    with pytest.raises(autoaccum.InvalidInputError, match="memory='checkpoint': the blocks are compiled"):
+        a_runner(model, loss=LOSS, device="cpu", memory="checkpoint")
+
+    _, result = trained("2MiB", model=model, max_steps=1)
+
+    assert result.memory == ("offload",)
+    assert "memory='auto' leaves out 'checkpoint': the blocks are compiled" in capsys.readouterr().err
+    assert is_plain(model)
