@@ -59,8 +59,7 @@ class Savings:
         self.is_auto = AUTO in names
         self.names: Rung = () if self.is_auto else tuple(names)
         for name in self.names:
-            if lack := _lack_of(name, modules):
-                raise InvalidInputError(f"memory={name!r}: {lack}; or leave it out")
+            check_place(name, modules)
         self._left: list[str] = []
         self._in_force = ExitStack()
         self._ways: Rung = ()  # in words
@@ -143,6 +142,16 @@ class Savings:
         if name == CHECKPOINT and is_checkpointed_already(self._modules):
             return "the model checkpoints its blocks already"
         return _lack_of(name, self._modules)
+
+
+def check_place(name: str, modules: Sequence[nn.Module]) -> None:
+    """Refuse what has no place in modules, by a name of `memory`.
+
+    Raises:
+        InvalidInputError: It has none.
+    """
+    if lack := _lack_of(name, modules):
+        raise InvalidInputError(f"memory={name!r}: {lack}; or leave it out")
 
 
 def saving(name: str, modules: Sequence[nn.Module], memory: MemoryBackend) -> AbstractContextManager[str]:
