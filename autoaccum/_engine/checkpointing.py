@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
@@ -60,8 +60,8 @@ def blocks_of(modules: Sequence[nn.Module], name: str | None = None) -> list[nn.
 
     Args:
         modules: The modules of the step.
-        name: What blocks are called in their model, alone or as a list of them, or their class; None for those that
-            the model stacks.
+        name: What blocks are called in their model, alone or as a list of them, also where others (DDP, PEFT, a
+            compiled module) are around it; or their class. None for those that the model stacks.
     """
     if name is None:
         found = [block for module in modules for block in repeated_blocks(module)]
@@ -70,7 +70,7 @@ def blocks_of(modules: Sequence[nn.Module], name: str | None = None) -> list[nn.
         part
         for module in modules
         for path, part in module.named_modules()
-        if name in (path, type(part).__name__) and part is not module
+        if part is not module and (f".{path}".endswith(f".{name}") or name == type(part).__name__)
     ]
     parts = [one for part in named for one in (part.children() if isinstance(part, _LISTS) else [part])]
     within = {id(inner) for part in parts for inner in part.modules() if inner is not part}
@@ -165,12 +165,11 @@ def _once_more(
         SavingRefusedError: It draws from generators of the host.
     """
     parts = list(block.modules())
-    norms = [part for part in parts if isinstance(part, _BatchNorm)]
+    norms = [part for part in parts if isinstance(part, _NormBase)]
     before = [(buffer, buffer.detach().clone()) for norm in norms for buffer in norm.buffers()]
     modes_now = [part.training for part in parts]
     _set_modes(parts, modes)
     drawn = None if block in checked else _host_random()
-    checked.add(block)
     try:
         with ExitStack() as entered:
             for mode in functions:
@@ -185,6 +184,7 @@ def _once_more(
                 f"memory='checkpoint': a {type(block).__name__} draws from Python's or NumPy's generators, and would "
                 "draw other numbers where it is computed again; draw by torch, or leave 'checkpoint' out"
             )
+        checked.add(block)
 
 
 def _set_modes(parts: Sequence[nn.Module], modes: Sequence[bool]) -> None:

@@ -62,6 +62,7 @@ class _Recipe(NamedTuple):
     """How logits would be made: of hidden states, shape (..., features), by a head's forward, and steps after it."""
 
     head: nn.Module
+    held: Sequence[Tensor]  # its parameters
     forward: Callable[[Tensor], Tensor]
     hidden: Tensor
     steps: tuple[_Step, ...] = ()
@@ -161,7 +162,9 @@ class UnmadeLogits(Tensor):
             recipe.head,
             recipe.hidden,
             labels,
+            held=recipe.held,
             is_alone=is_cast,
+            asked="memory='chunked_loss'",
             weight=weight,
             ignore_index=ignore_index,
             reduction=reduction,
@@ -227,4 +230,4 @@ def _unmade(head: Any, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor
             return forward(rows)
 
     form = torch.empty(*hidden.shape[:-1], head.out_features, dtype=dtype if is_cast else hidden.dtype, device="meta")
-    return UnmadeLogits.of(_Recipe(head, make, hidden), form)
+    return UnmadeLogits.of(_Recipe(head, list(head.parameters()), make, hidden), form)

@@ -15,7 +15,7 @@ from autoaccum._arguments import check_choice, shown
 from autoaccum.errors import InvalidInputError, SavingRefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 # The most tokens computed at once: more take more memory, and are no faster (benchmarks/chunked_loss.py).
 CHUNK = 1024
@@ -94,7 +94,9 @@ class ChunkedLoss(nn.Module):
             self.head,
             hidden,
             labels,
+            held=list(self.head.parameters()),
             is_alone=True,
+            asked="a loss in chunks",
             weight=self.weight,
             ignore_index=self.ignore_index,
             reduction=self.reduction,
@@ -108,7 +110,9 @@ def chunked_cross_entropy(
     hidden: Tensor,
     labels: Tensor,
     *,
+    held: Sequence[Tensor],
     is_alone: bool,
+    asked: str,
     weight: Tensor | None,
     ignore_index: int,
     reduction: str,
@@ -121,7 +125,9 @@ def chunked_cross_entropy(
         head: The layer that does.
         hidden: See there.
         labels: See there.
+        held: The layer's parameters with which the logits are to be made.
         is_alone: Whether the layer alone makes them, so that kernels may take its weight.
+        asked: What to call this in an error.
         weight: See there.
         ignore_index: See there.
         reduction: See there.
@@ -132,6 +138,7 @@ def chunked_cross_entropy(
             f"a loss in chunks takes the class of each token, as integers of shape {tuple(hidden.shape[:-1])}, and the "
             f"labels are {labels.dtype} of shape {tuple(labels.shape)}; pass other labels, or use nn.CrossEntropyLoss"
         )
+    _check_held(head, held, asked)
     rows, classes = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
     counts = classes != ignore_index
     is_plain = is_alone and weight is None and not label_smoothing and reduction != "none" and torch.is_grad_enabled()
@@ -140,14 +147,8 @@ def chunked_cross_entropy(
         summed = functional.pad(kernel(rows, classes, ignore_index).reshape(1), (0, 1)).sum()
         return summed if reduction == "sum" else summed / counts.sum()
 
-    held = list(head.parameters())
-
     def losses_of(rows: Tensor, classes: Tensor) -> Tensor:
-        if not all(map(is_, head.parameters(), held)):
-            raise SavingRefusedError(
-                "a loss in chunks: the head has other parameters in the backward pass than in the forward pass "
-                "(torch.func.functional_call puts them in for a call alone); leave chunks out"
-            )
+        _check_held(head, held, asked)
         logits = make(rows)
         return functional.cross_entropy(
             logits if logits.dtype is torch.float64 else logits.float(),
@@ -171,6 +172,14 @@ def chunked_cross_entropy(
         return losses.sum() / (weight[classes.where(counts, 0)] * counts).sum()
     # The mean of those that count, as cross entropy itself computes it: micro-batches are weighted as with that.
     return functional.nll_loss(-losses.unsqueeze(1), torch.where(counts, 0, -100))
+
+
+def _check_held(head: nn.Module, held: Sequence[Tensor], asked: str) -> None:
+    if not all(map(is_, head.parameters(), held)):
+        raise SavingRefusedError(
+            f"{asked}: the head has other parameters where its logits are computed than where it was called "
+            "(torch.func.functional_call puts them in for a call alone); compute the loss of whole logits"
+        )
 
 
 # --- kernels of libraries ---------------------------------------------------------------------------------------------

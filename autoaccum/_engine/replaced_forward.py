@@ -47,5 +47,9 @@ def is_replaced(module: nn.Module) -> bool:
 
 def are_compiled(modules: Sequence[nn.Module]) -> bool:
     """Whether some of these modules, or of their parts, are compiled."""
-    parts = (part for root in modules for part in root.modules())
-    return any(part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule" for part in parts)
+    return any(is_compiled(part) for root in modules for part in root.modules())
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module itself is compiled."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"

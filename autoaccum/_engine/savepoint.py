@@ -299,6 +299,8 @@ def _are_same(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors hold the same values; NaN equals itself."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    if hasattr(one, "__tensor_flatten__"):  # what quantises weights need not tell whether they are equal
+        return all(_are_same(getattr(one, name), getattr(other, name)) for name in one.__tensor_flatten__()[0])
     if torch.equal(one, other):
         return True
     return one.is_floating_point() and bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointError
 from autoaccum._engine.checkpointing import blocks_of, checkpointed, is_checkpointed_already
 from autoaccum._engine.chunked_head import chunked, find_heads
 from autoaccum._engine.offloading import offloaded
-from autoaccum._engine.replaced_forward import are_compiled, is_replaced
+from autoaccum._engine.replaced_forward import are_compiled, is_compiled, is_replaced
 from autoaccum._engine.saving_names import AUTO, CHECKPOINT, CHUNKED, OFFLOAD, SAVINGS
 from autoaccum.errors import DoesNotFitError, InvalidInputError, SavingRefusedError
 
@@ -58,8 +58,7 @@ class Savings:
         self.is_auto = AUTO in names
         self.names: Rung = () if self.is_auto else tuple(names)
         for name in self.names:
-            if lack := _lack_of(name, modules):
-                raise InvalidInputError(f"memory={name!r}: {lack}; or leave it out")
+            check_place(name, modules)
         self._left: list[str] = []
         self._in_force = ExitStack()
         self._ways: Rung = ()  # in words
@@ -120,10 +119,11 @@ class Savings:
 
     def _climb(self, error: Exception) -> None:
         if not isinstance(error, DoesNotFitError):
-            refused = CHUNKED if CHUNKED in str(error) else CHECKPOINT
-            if refused not in self.names:
+            says = f"memory={CHECKPOINT!r}" if isinstance(error, CheckpointError) else str(error)
+            kept = tuple(name for name in self.names if not says.startswith(f"memory={name!r}"))
+            if kept == self.names:
                 return
-            self.names = tuple(name for name in self.names if name != refused)
+            self.names = kept
             if self.names:
                 return
         elif not error.saving_helps:
@@ -141,6 +141,16 @@ class Savings:
         if name == CHECKPOINT and is_checkpointed_already(self._modules):
             return "the model checkpoints its blocks already"
         return _lack_of(name, self._modules)
+
+
+def check_place(name: str, modules: Sequence[nn.Module]) -> None:
+    """Refuse what has no place in modules, by a name of `memory`.
+
+    Raises:
+        InvalidInputError: It has none.
+    """
+    if lack := _lack_of(name, modules):
+        raise InvalidInputError(f"memory={name!r}: {lack}; or leave it out")
 
 
 def saving(name: str, modules: Sequence[nn.Module], memory: MemoryBackend) -> AbstractContextManager[str]:
@@ -176,9 +186,15 @@ def _lack_of(name: str, modules: Sequence[nn.Module]) -> str:
             "no layer that makes logits was found (what get_output_embeddings of a Transformers model returns, an "
             "nn.Linear); use autoaccum.ChunkedLoss(head), which takes hidden states"
         )
-    if kind == CHECKPOINT and not blocks_of(modules, rest or None):
+    if kind != CHECKPOINT:
+        return ""
+    blocks = set(blocks_of(modules, rest or None))
+    if not blocks:
         found = sorted({type(part).__name__ for module in modules for part in module.modules()})
         classes = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")  # noqa: PLR2004
         looked = f"no module has the name or the class {rest!r}" if rest else "the model has no repeated blocks"
         return f"{looked} to compute again, among {classes}; name them, as in memory='checkpoint:Block'"
+    for part in (part for module in modules for part in module.modules()):
+        if is_compiled(part) and blocks.intersection(part.modules()):
+            return "the blocks are compiled, and torch.compile fails on what is computed again; compile without them"
     return ""

@@ -8,6 +8,7 @@ read, it is looked for among the counts of the batch.
 
 from __future__ import annotations
 
+import functools
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
 from autoaccum._data.numbers import numbers_in
 from autoaccum._loss.batch_counts import counts_in
@@ -169,17 +171,30 @@ def stopped(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter], *, keep: bool) -> list[Tensor | None]:
     # What has half precision would underflow.
     scale = torch.full_like(loss, 1024.0)
-    try:
-        return list(torch.autograd.grad(loss, parameters, scale, retain_graph=keep, allow_unused=True))
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
-    # Blocks that are checkpointed the old way need a whole backward pass.
-    loss.backward(scale, retain_graph=True)  # type: ignore[no-untyped-call]
+    # By the engine: `torch.autograd.grad` leaves modes of functions, and blocks that the model checkpoints would be
+    # computed again with their dropout.
+    run = functools.partial(_engine_run_backward, (loss,), (scale,), keep, False, allow_unreachable=True)
+    if not _is_checkpointed_the_old_way(loss):
+        return list(run(tuple(parameters), accumulate_grad=False))
+    run((), accumulate_grad=True)  # such blocks need a whole backward pass
     found = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     return found
+
+
+def _is_checkpointed_the_old_way(loss: Tensor) -> bool:
+    """Whether a loss comes from blocks that are checkpointed with reentry."""
+    seen, left = set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        left += [further for further, _ in node.next_functions]
+    return False
 
 
 def _projected(gradients: Sequence[Tensor | None]) -> Tensor:

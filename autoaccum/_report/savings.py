@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autoaccum._engine.saving_names import AUTO, check_memory
+from autoaccum._engine.savings import check_place
 from autoaccum._engine.savings import saving as in_force
 from autoaccum._memory.simulated import Simulated
 
@@ -43,8 +44,14 @@ def names_in(memory: Sequence[str] | str | None, notices: Notices) -> tuple[str,
 
 
 def saving(names: Sequence[str]) -> Adapt | None:
-    """Return what changes a model so that it saves memory in these ways; None without any."""
-    return together([saves(name) for name in names])
+    """Return what changes a model so that it saves memory in these ways, or refuses them; None without any."""
+
+    def checked(model: nn.Module) -> ExitStack:
+        for name in names:
+            check_place(name, [model])
+        return ExitStack()
+
+    return together([checked, *map(saves, names)]) if names else None
 
 
 def together(adapts: Sequence[Adapt | None]) -> Adapt | None:

@@ -9,6 +9,7 @@ import torchvision
 import transformers
 from torch import nn
 
+import autoaccum
 from autoaccum._engine.checkpointing import blocks_of, checkpointed, repeated_blocks
 from autoaccum.errors import SavingRefusedError
 from fallback_models import Stack, a_step
@@ -93,6 +94,7 @@ def test_blocks_are_taken_by_name_or_class(name):
 
     found = blocks_of([model], name)
 
+    assert blocks_of([nn.ModuleDict({"module": model})], name) == found  # as DDP, PEFT and torch.compile put it
     assert found == ([model.blocks[1]] if name == "blocks.1" else list(model.blocks))
     assert blocks_of([model], "Blok") == []
 
@@ -154,3 +156,31 @@ def test_checkpointing_that_the_user_has_turned_on_stays_as_it_is():
     with checkpointed([model]) as said:
         assert said == "activation checkpointing by the model's own"
         assert not any("forward" in vars(part) for part in model.transformer.h)
+
+
+@pytest.mark.parametrize("memory", [None, "checkpoint"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_model_that_checkpoints_by_itself_trains_bit_for_bit_as_without(use_reentrant, memory):
+    tokens = torch.randint(50, (8, 16), generator=torch.Generator().manual_seed(1))
+    ends = []
+    for enables in (False, True):
+        model = gpt2()  # with dropout, which the check of its loss leaves out
+        if enables:
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": use_reentrant})
+        torch.manual_seed(3)
+        autoaccum.fit(
+            model,
+            [{"input_ids": tokens, "labels": tokens}] * 2,
+            8,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            device="cpu",
+            precision="fp32",
+            micro_batch=4,
+            memory=memory if enables else None,
+            progress=False,
+            cache=False,
+        )
+        ends.append(list(model.parameters()))
+
+    assert all(map(torch.equal, *ends))

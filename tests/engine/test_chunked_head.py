@@ -179,6 +179,16 @@ def test_whatever_else_asks_for_logits_is_refused(asks):
         REFUSED[asks](model(TOKENS).logits)
 
 
+def test_weights_that_are_put_in_for_a_call_alone_are_refused():
+    model = made("Llama")
+    others = {name: (2 * one.detach()).requires_grad_() for name, one in model.named_parameters()}
+
+    with in_chunks(model):
+        logits = torch.func.functional_call(model, others, (), {"input_ids": TOKENS}).logits
+        with pytest.raises(SavingRefusedError, match="memory='chunked_loss': the head has other parameters"):
+            functional.cross_entropy(logits.flatten(0, 1), LABELS.flatten())
+
+
 def test_copies_that_are_made_meanwhile_are_plain():
     model = made("GPT-2")
     with in_chunks(model):

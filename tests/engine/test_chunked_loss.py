@@ -142,7 +142,7 @@ def test_weights_that_are_put_in_for_the_forward_pass_alone_are_refused():
 
     found = torch.func.functional_call(loss, others, (model(TOKENS), LABELS))
 
-    with pytest.raises(SavingRefusedError, match="other parameters in the backward pass"):
+    with pytest.raises(SavingRefusedError, match="other parameters where its logits are computed"):
         found.backward()
 
 

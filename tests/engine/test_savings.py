@@ -1,5 +1,6 @@
 """`memory=`: by name from the start, or with "auto" added wherever not even one sample fits, kept and remembered."""
 
+import random
 from contextlib import ExitStack
 
 import pytest
@@ -579,3 +580,109 @@ def test_auto_says_what_it_leaves_out(capsys):
     trained("3MiB")
 
     assert "memory='auto' leaves out 'chunked_loss': no layer that makes logits was found" in capsys.readouterr().err
+
+
+class PutIn(nn.Module):
+    """Calls a model with parameters that are there for the call alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.speaker = Speaker().eval()
+
+    def forward(self, tokens, labels):
+        made = {name: 2.0 * parameter for name, parameter in self.speaker.named_parameters()}
+        outputs = torch.func.functional_call(self.speaker, made, (tokens,))
+        return functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+
+    def get_output_embeddings(self):
+        return self.speaker.head
+
+
+def test_auto_leaves_out_what_refuses_and_nothing_else(capsys):
+    tokens = torch.randint(3000, (2, 256), generator=torch.Generator().manual_seed(3))
+
+    result = autoaccum.fit(
+        PutIn(),
+        [{"tokens": tokens, "labels": tokens}],
+        2,
+        loss=[lambda model, batch: model(**batch)],
+        loss_reduction="mean",
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        device=Simulated("11MiB"),
+        precision="fp32",
+        memory="auto",
+        cache=False,
+        progress="lines",
+    )
+
+    assert result.memory[0] == "checkpoint"
+    assert "memory='chunked_loss': the head has other parameters" in capsys.readouterr().err
+
+
+def test_block_that_draws_from_pythons_generator_is_refused_each_time():
+    class Draws(Feed):
+        def forward(self, inputs):
+            return super().forward(inputs * (1 + random.random()))  # noqa: S311
+
+    model = Stack(depth=0)
+    model.blocks = nn.ModuleList([Draws() for _ in range(2)])
+    before = state_of(model)
+    runner = a_runner(model, loss=LOSS, device="cpu", precision="fp32", memory="checkpoint")
+
+    for _ in range(2):
+        seed()
+        drawn = random.getstate()
+        with pytest.raises(autoaccum.InvalidInputError, match="a Draws draws from Python's or NumPy's generators"):
+            runner.step(data()[0])
+        assert_bitwise(state_of(model), before)
+        assert is_plain(model)
+        assert random.getstate() == drawn
+
+
+@pytest.mark.parametrize("memory", [None, "checkpoint", "offload"])
+def test_frozen_blocks_that_torchao_has_quantised_save_memory_like_others(memory):
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+
+    def made():
+        model = Stack(depth=0)
+        model.blocks = nn.ModuleList([Feed() for _ in range(2)]).eval().requires_grad_(requires_grad=False)
+        quantization.quantize_(model.blocks, quantization.Int8WeightOnlyConfig())
+        return model
+
+    model, expected = made(), made()
+    for batch, targets in data()[:2]:
+        nn.functional.cross_entropy(expected(batch), targets).backward()
+        torch.optim.SGD(expected.last.parameters(), lr=0.1).step()
+        expected.zero_grad()
+
+    autoaccum.fit(
+        model,
+        data()[:2],
+        8,
+        loss=LOSS,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        device=Simulated("1GiB"),
+        precision="fp32",
+        micro_batch=4,
+        memory=memory,
+        progress=False,
+        cache=False,
+    )
+
+    torch.testing.assert_close(model.last.weight, expected.last.weight)
+    assert is_plain(model)
+
+
+@pytest.mark.parametrize("compiles", [lambda model: model, lambda model: model.blocks[1]], ids=["model", "block"])
+def test_compiled_blocks_are_not_computed_again(compiles, capsys):
+    model = Wide()
+    compiles(model).compile(backend="aot_eager")
+
+    with pytest.raises(autoaccum.InvalidInputError, match="memory='checkpoint': the blocks are compiled"):
+        a_runner(model, loss=LOSS, device="cpu", memory="checkpoint")
+
+    _, result = trained("2MiB", model=model, max_steps=1)
+
+    assert result.memory == ("offload",)
+    assert "memory='auto' leaves out 'checkpoint': the blocks are compiled" in capsys.readouterr().err
+    assert is_plain(model)

@@ -59,3 +59,15 @@ def test_what_is_not_known_yet_is_said():
 def test_what_cannot_be_is_refused(memory, told):
     with pytest.raises(InvalidInputError, match=told):
         reported(memory=memory, device="cpu")
+
+
+@pytest.mark.parametrize("where", [{"device_memory": "900MiB", "measure": False}, {"device": "cpu"}])
+def test_name_that_is_no_block_is_refused_and_the_model_stays(where):
+    model, drawn = Language(), torch.get_rng_state()
+    before = [dict(vars(part)) for part in model.modules()]
+
+    with pytest.raises(InvalidInputError, match="no module has the name or the class 'Blok' to compute again, among"):
+        reported(model, memory="checkpoint:Blok", **where)
+
+    assert [dict(vars(part)) for part in model.modules()] == before
+    assert torch.equal(torch.get_rng_state(), drawn)
