@@ -1,8 +1,13 @@
 """Losses that are not there for some of the samples on which they are tried."""
 
+import copy
+import warnings
+
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torchmetrics import R2Score
 
 import autoaccum
 
@@ -97,3 +102,72 @@ def test_loss_chosen_by_the_targets_is_not_tried_in_parts():
     runner.step(window)
 
     assert sizes == [8, 16, 16, 16, 16]
+
+
+# --- what people write ------------------------------------------------------------------------------------------------
+
+
+def updated(model, loss, batches, **options):
+    """Update a copy of a model from each batch; return the runner's reports and the copy's first gradient."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, foreach=False)
+    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(16, 4), loss=loss, device="cpu", **options)
+    return [runner.step(batch) for batch in batches], model
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_routers_balancing_term_is_named_whatever_the_seed(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3 + 4)).double()
+
+    def loss(outputs, targets):
+        share = outputs[:, 3:].softmax(1)
+        chosen = functional.one_hot(share.argmax(1), 4).double()
+        return functional.cross_entropy(outputs[:, :3], targets) + 0.1 * 4 * (chosen.mean(0) * share.mean(0)).sum()
+
+    with pytest.warns(autoaccum.LossWarning, match="term 2 of 2 is neither a mean nor a sum") as told:
+        reports, _ = updated(model, loss, [(torch.randn(16, 6).double(), torch.randint(3, (16,)))])
+
+    assert len(told) == 1
+    assert len(reports[0].warnings) == 1
+
+
+def test_metric_that_needs_two_samples_does_no_harm_within_the_loss():
+    torch.manual_seed(0)
+    model, metric = nn.Linear(6, 1).double(), R2Score()
+    batch = torch.randn(16, 6).double(), torch.randn(16, 1).double()
+
+    def loss(outputs, targets):
+        metric(outputs.detach(), targets)
+        return functional.mse_loss(outputs, targets)
+
+    _, trained = updated(model, loss, [batch])
+
+    loss(model(batch[0]), batch[1]).backward()
+    torch.testing.assert_close(trained.weight, model.weight - model.weight.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_clamped_number_of_boxes_in_lists_of_samples_is_exact_or_told(first):
+    """Of boxes over max(1, their number): the weight of a micro-batch without any is 1 where 0 is right."""
+    torch.manual_seed(first)
+    samples = [(torch.randn(6).double(), torch.randn(count).double()) for count in (first, 2, 0, 3, 0, 0, 0, 0) * 2]
+    model = nn.Linear(6, 1).double()
+
+    def collate(batch):
+        return {"inputs": torch.stack([one for one, _ in batch]), "boxes": [boxes for _, boxes in batch]}
+
+    def loss(outputs, batch):
+        boxes = batch["boxes"]
+        errors = [(output - target).square().sum() for output, target in zip(outputs, boxes, strict=True)]
+        return torch.stack(errors).sum() / max(1, sum(map(len, boxes)))
+
+    options = {"split": autoaccum.ListOfSamples(collate), "forward": lambda model, batch: model(batch["inputs"])}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _, trained = updated(model, loss, [samples], **options)
+
+    batch = collate(samples)
+    loss(model(batch["inputs"]), batch).backward()
+    is_exact = torch.allclose(trained.weight, model.weight - model.weight.grad, rtol=1e-9)
+    assert is_exact or any(issubclass(one.category, autoaccum.LossWarning) for one in told)
