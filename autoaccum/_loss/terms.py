@@ -198,7 +198,7 @@ def everything_counts(loss: object, batch: Any) -> bool:
         weight, ignored = getattr(loss, "weight", None), getattr(loss, "ignore_index", -100)
         if weight is not None or ignored >= 0 or targets.is_floating_point():
             return False
-        return targets.is_cpu and bool(targets.numpy().min() >= 0)
+        return targets.is_cpu and targets.numel() > 0 and bool(targets.numpy().min() >= 0)
     return kind is not None and len(batch) == len(("inputs", "targets"))
 
 
