@@ -11,8 +11,8 @@ from mistakes import MISTAKES, MOST_LINES, AnsweredError, answer, lines_of
 OF_OTHERS = ("one sample and BatchNorm",)
 # What a user can do begins with one of these, or is a bound.
 NEXT_STEP = re.compile(
-    r"\b(pass|call|choose|check|give|look|make|return|set|try|wrap|write|name|use|have|correct|assign|wants?|must|has '|"
-    r"can only|end|load|at least|at most|cannot be started|help shows what there is)\b"
+    r"\b(pass|call|choose|check|give|look|make|return|set|try|wrap|write|name|use|have|correct|assign|wants?|must|"
+    r"has '|can only|end|load|at least|at most|cannot be started|help shows what there is)\b"
 )
 
 
