@@ -176,7 +176,7 @@ def test_what_takes_no_less_than_what_was_tried_and_failed_is_not_advised():
 
     def names(failed):
         trace = partial(trace_step, model, optimizer=optimizer, loss=nn.CrossEntropyLoss())
-        asked = Asked(batch, 8192, 8192, "balanced", None, "micro_batch")
+        asked = Asked(batch, 8192, 8192, None, "micro_batch")
         found = Remedies(asked, replace(place, failed=failed), trace, model, optimizer).all()
         return {remedy.name for remedy in found}
 

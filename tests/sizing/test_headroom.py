@@ -81,8 +81,8 @@ def test_sizes_grow_back_after_the_process_has_released_what_it_held():
         epochs=90,
         device="cpu",
         memory_limit="96MiB",
+        micro_batch=64,
         callbacks=[Neighbour()],
-        cache=False,
         progress=False,
     )
 
