@@ -24,7 +24,7 @@ from autoaccum._memory.available_devices import find_accelerator
 from autoaccum._memory.host import Host, process_limits
 from autoaccum._memory.limits import format_bytes
 from autoaccum._report.durations import left_by_slurm
-from autoaccum._sizing.cache import folder_of_plans
+from autoaccum._system.launched import folder_of_plans
 from autoaccum._system.own_distribution import REQUIREMENTS, __version__
 
 if TYPE_CHECKING:

@@ -11,14 +11,15 @@ import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._oom import first_line
 from autoaccum._system import files
+from autoaccum._system.launched import folder_of_plans
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from autoaccum._system.notices import Notices
 
@@ -60,14 +61,6 @@ class Remembered:
     bytes_per_sample: int | None = None
     fastest: int | None = None
     memory: tuple[str, ...] = ()
-
-
-def folder_of_plans() -> Path | None:
-    """Return the folder named by AUTOACCUM_CACHE_DIR, by default in the user's cache directory; None if it is empty."""
-    named = os.environ.get("AUTOACCUM_CACHE_DIR")
-    if named is None:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "autoaccum"
-    return Path(named) if named else None
 
 
 class PlanCache:

@@ -1,9 +1,10 @@
-"""Reads what a launcher or `autoaccum run` has put into environment variables, before a process group exists."""
+"""Reads the package's environment variables, and those of launchers before a process group exists."""
 
 from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoaccum.errors import InvalidInputError
@@ -22,6 +23,14 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MOST_DIGITS = 18
 # torch.distributed's default timeout for Gloo.
 _TIMEOUT_S = 1800.0
+
+
+def folder_of_plans() -> Path | None:
+    """Return the folder named by AUTOACCUM_CACHE_DIR, by default in the user's cache directory; None if it is empty."""
+    named = os.environ.get("AUTOACCUM_CACHE_DIR")
+    if named is None:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "autoaccum"
+    return Path(named) if named else None
 
 
 def max_micro_batch(environment: Mapping[str, str] = os.environ) -> int | None:
