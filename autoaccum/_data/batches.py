@@ -377,8 +377,3 @@ def repeated(batch: Any, samples: int, split: Split | None = None) -> Any:
         if not isinstance(several, Window):
             window = repeating(several, samples, split)
     return window.cut(0, samples)
-
-
-def chosen(batch: Any, indices: Sequence[int], split: Split | None = None) -> Any:
-    """Return the samples at `indices` of a batch, in that order; `check_split` has accepted the split."""
-    return Window.of_checked([batch], split).chosen(indices).cut(0, len(indices))

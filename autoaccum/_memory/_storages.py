@@ -170,10 +170,6 @@ class Transients(StorageWatch):  # type: ignore[no-untyped-call]
         number, size = self._alive.pop(key)
         self._events.append((number, -size))
 
-    def left_bytes(self) -> int:
-        """Return the bytes still alive."""
-        return sum(size for _, size in self._alive.values())
-
     def transient_bytes(self) -> int:
         """Return the peak of the storages that have been freed since."""
         left = {number for number, _ in self._alive.values()}

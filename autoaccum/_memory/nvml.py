@@ -6,7 +6,6 @@ hundreds of MiB of the card. If NVML is missing or fails, no cards and no values
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -69,11 +68,6 @@ def read_driver() -> Driver | None:
             return Driver(str(pynvml.nvmlSystemGetDriverVersion()), (number // 1000, number % 1000 // 10))
     except pynvml.NVMLError:
         return None
-
-
-def read_cards() -> tuple[CardReading, ...]:
-    """Return the cards visible to a process started now (CUDA_VISIBLE_DEVICES), in NVML's order."""
-    return cards_of(os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def cards_of(wanted: str | None) -> tuple[CardReading, ...]:

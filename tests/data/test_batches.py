@@ -16,7 +16,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
 import autoaccum
-from autoaccum._data.batches import Window, as_window, chosen, count, repeated
+from autoaccum._data.batches import Window, as_window, count, repeated
 from autoaccum._data.nesting import map_tensors
 from autoaccum._data.pieces import NestedPiece as Piece
 from autoaccum._data.regrouping import stream, windows
@@ -373,11 +373,10 @@ def test_millions_of_samples_are_joined_from_few_parts():
     assert torch.equal(repeated(window, 5 * 4000 + 3), torch.arange(5 * 4000 + 3) % 5)
 
 
-def test_samples_are_repeated_and_chosen_in_the_order_asked_for():
+def test_samples_are_repeated_in_order():
     batch = {"inputs": numbered(3), "names": ["a", "b", "c"]}
 
     assert [rows(repeated(batch, samples)) for samples in (1, 3, 7)] == [[0], [0, 1, 2], [0, 1, 2, 0, 1, 2, 0]]
-    assert [rows(chosen(batch, indices)) for indices in ([2, 0], [1, 1, 2])] == [[2, 0], [1, 1, 2]]
     with pytest.raises(InvalidInputError, match=r"0 samples \(batch: \(0, 2\)\)"):
         repeated(torch.zeros(0, 2), 4)
 

@@ -10,7 +10,7 @@ from torch.utils.data import default_collate
 from transformers import BatchEncoding
 
 import autoaccum
-from autoaccum._data.batches import Window, chosen, repeated
+from autoaccum._data.batches import Window, repeated
 from autoaccum.errors import InvalidInputError
 
 
@@ -144,7 +144,6 @@ def test_split_of_ones_own_cuts_windows():
     made = autoaccum.windows(["abc", "defg", "h"], 5, split=Text())
     assert [(one.cut(0, one.samples), one.samples) for one in made] == [("abcde", 5), ("fgh", 3)]
     assert repeated("abc", 7, Text()) == "abcabca"
-    assert chosen("abc", [2, 0], Text()) == "ca"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What NVML tells of the cards, by a stand-in for it: machines without a card have no such library."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -49,14 +50,14 @@ def test_only_visible_cards_are_told(monkeypatch, visible, names):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
-    assert [card.name for card in nvml.read_cards()] == names
+    assert [card.name for card in nvml.cards_of(os.environ.get("CUDA_VISIBLE_DEVICES"))] == names
 
 
 def test_a_card_is_told_with_who_holds_its_memory(monkeypatch):
     monkeypatch.setattr(nvml, "pynvml", library())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
 
-    (card,) = nvml.read_cards()
+    (card,) = nvml.cards_of(os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     assert (card.total_bytes, card.free_bytes) == (80 * GIB, 79 * GIB)
     assert [(one.name, one.used_bytes) for one in card.neighbours] == [("?", GIB)]
@@ -77,7 +78,7 @@ def test_driver_is_told_with_the_newest_cuda_that_it_supports(monkeypatch):
 def test_without_the_library_there_are_no_cards(monkeypatch):
     monkeypatch.setattr(nvml, "pynvml", None)
 
-    assert nvml.read_cards() == ()
+    assert nvml.cards_of(os.environ.get("CUDA_VISIBLE_DEVICES")) == ()
     assert nvml.read_driver() is None
 
 
@@ -90,7 +91,7 @@ def test_a_library_that_does_not_answer_means_no_cards(monkeypatch):
     stand_in.nvmlInit = fail
     monkeypatch.setattr(nvml, "pynvml", stand_in)
 
-    assert nvml.read_cards() == ()
+    assert nvml.cards_of(os.environ.get("CUDA_VISIBLE_DEVICES")) == ()
     assert nvml.read_driver() is None
 
 
@@ -104,4 +105,4 @@ def test_processes_that_are_not_told_cost_only_themselves(monkeypatch):
     monkeypatch.setattr(nvml, "pynvml", stand_in)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    assert [card.neighbours for card in nvml.read_cards()] == [(), ()]
+    assert [card.neighbours for card in nvml.cards_of(os.environ.get("CUDA_VISIBLE_DEVICES"))] == [(), ()]
