@@ -82,11 +82,11 @@ STAGES: tuple[tuple[tuple[Part, ...], ...], ...] = (
     ),
     ((Part("neighbour", "A neighbour takes the memory and gives it back", 25, needs_gib=4),),),
     ((Part("overhead", "Runner and Accumulator beside the loop by hand", 35),),),
-    ((Part("transfer", "Transfers beside computing", 18),),),
+    ((Part("transfer", "Transfers beside computing", 16),),),
     ((Part("throughput", "GPT-2: tokens a second", 50, ("transformers",), 40),),),
-    ((Part("probe", "The probe against the truth", 40, ("transformers", "torchvision"), 40),),),
-    ((Part("finders", "Other finders", 42, ("lightning", "accelerate", "transformers", "torchvision"), 16),),),
-    ((Part("saving", "memory= with peaks and seconds", 67, ("transformers",), 40),),),
+    ((Part("probe", "The probe against the truth", 34, ("transformers", "torchvision"), 40),),),
+    ((Part("finders", "Other finders", 38, ("lightning", "accelerate", "transformers", "torchvision"), 16),),),
+    ((Part("saving", "memory= with peaks and seconds", 78, ("transformers",), 40),),),
     ((Part("resnet101", "ResNet-101, target batch 100 where 50 fit", 18, ("torchvision",), 16),),),
 )
 

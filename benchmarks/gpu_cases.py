@@ -1547,14 +1547,12 @@ def saving(findings):
     """Train GPT-2 with each way to save memory: peak and seconds of a window."""
     prepare(["torch", "transformers", "autoaccum", "gpu_cases"])
     ways = {"nothing": None, "chunked_loss": "chunked_loss", "checkpoint": "checkpoint", "offload": "offload"}
-    ways |= {"chunked_loss without Liger": "chunked_loss"} if importlib.util.find_spec("liger_kernel") else {}
     for name, way in ways.items():
         if findings.left_s() < 3 or (way == "offload" and not findings.on_gpu):
             # Without a GPU everything is on the host already.
             findings.skip(name, NO_TIME if findings.left_s() < 3 else NO_GPU)
             continue
-        options = way, "without Liger" in name, findings.tiny, findings.device
-        _, found, why = call(_saved, *options, timeout_s=findings.left_s() - 2)
+        _, found, why = call(_saved, way, findings.tiny, findings.device, timeout_s=findings.left_s() - 2)
         if found is None:
             findings.add(name, why, ok=False)
             continue
@@ -1563,12 +1561,47 @@ def saving(findings):
         )
         text += f"; {size(found['allocated_bytes'])} at most" if findings.on_gpu else ""
         findings.add(name, text, ok=all(map(math.isfinite, found["losses"])), **found)
+    sizes = ((64, 8, 50),) if findings.tiny else ((4096, 768, 50257), (8192, 2048, 32000), (8192, 4096, 128256))
+    for tokens, features, classes in sizes:
+        name = f"loss of a head of {features} x {classes}, {tokens} tokens"
+        _, found, why = call(_heads, tokens, features, classes, findings.device, timeout_s=findings.left_s() - 2)
+        text = why if found is None else "; ".join(f"{way} {1e3 * one:.1f} ms" for way, one in found.items())
+        findings.add(name, text, ok=None if findings.tiny else found is not None, seconds=found)
 
 
-def _saved(_connection, way, hides_liger, tiny, device):
+def _heads(_connection, tokens, features, classes, device):
+    """Return the median seconds of forward and backward of a head's loss: of whole logits, in chunks, by Liger."""
+    from autoaccum._engine import chunked_loss  # noqa: PLC0415 - which kernel is taken has no public name
+
+    head = nn.Linear(features, classes, bias=False, device=device)
+    hidden = torch.randn(tokens, features, device=device, requires_grad=True)
+    labels, loss = torch.randint(classes, (tokens,), device=device), autoaccum.ChunkedLoss(head)
+    chosen = chunked_loss._kernel_for
+
+    def whole(rows, targets):
+        return functional.cross_entropy(head(rows).float(), targets)
+
+    def whole(rows, targets):
+        return functional.cross_entropy(head(rows).float(), targets)
+
+    def run(kernel=None):
+        chunked_loss._kernel_for = chosen if kernel == "chosen" else lambda *_: kernel
+        compute = whole if kernel == "whole" else loss
+        with torch.autocast(device, torch.bfloat16):
+            compute(hidden, labels).backward()
+        head.weight.grad = hidden.grad = None
+
+    def liger(rows, targets, ignored):
+        return chunked_loss.by_liger(rows.bfloat16(), head.weight.bfloat16(), None, targets, ignored)
+
+    ways = {"whole logits": "whole", "chunks": None, "as chosen": "chosen"}
+    ways |= {"Liger": liger} if device == "cuda" and chunked_loss._of_liger() else {}
+    times = in_turn(device, {way: functools.partial(run, kernel) for way, kernel in ways.items()}, 5, warm_up=2)
+    return {way: statistics.median(values) for way, values in times.items()}
+
+
+def _saved(_connection, way, tiny, device):
     """Train a few windows of GPT-2 with this `memory=`; return seconds, losses and peaks."""
-    if hides_liger:
-        sys.modules["liger_kernel"] = None
     length, samples = (32, 2) if tiny else (1024, 4)
     make, tokens = gpt2(tiny, length)
     torch.manual_seed(0)
@@ -1579,8 +1612,8 @@ def _saved(_connection, way, hides_liger, tiny, device):
     losses = [runner.step(window).loss for _ in range(2)]
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    # The eighth window makes checks.
-    seconds = in_turn(device, {"": lambda: runner.step(window)}, 4, warm_up=7)[""]
+    # The fourth window makes checks, and so does the eighth.
+    seconds = in_turn(device, {"": lambda: runner.step(window)}, 3, warm_up=2)[""]
     return {"seconds": seconds, "losses": losses} | (_peaks() if device == "cuda" else {})
 
 

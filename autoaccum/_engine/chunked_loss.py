@@ -186,7 +186,9 @@ def _check_held(head: nn.Module, held: Sequence[Tensor], asked: str) -> None:
 
 # They compute gradients in the forward pass already, so logits are computed once. They are left alone on the CPU, where
 # PyTorch's takes about as long as chunks; in float16, since those gradients come before the loss is scaled, and
-# vanish; and PyTorch's in bfloat16, in which it would return the loss, with three digits.
+# vanish; and PyTorch's in bfloat16, in which it would return the loss, with three digits. Liger's takes so few tokens
+# at a time that their logits have the size of all hidden states; of fewer than 256, it is slower than chunks
+# (benchmarks/gpu.py, "saving").
 # (hidden states (N, D), weight (V, D), bias (V,) or None, classes (N,), class to ignore) -> sum over the others.
 if TYPE_CHECKING:
     Kernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, int], Tensor]
@@ -198,6 +200,8 @@ def _kernel_for(head: nn.Module, hidden: Tensor) -> Callable[[Tensor, Tensor, in
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     kernel = kernel_for(device, dtype)
     if kernel is None or type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
+        return None
+    if kernel is by_liger and hidden.numel() < _LEAST * head.out_features:
         return None
 
     def summed(hidden: Tensor, classes: Tensor, ignore_index: int) -> Tensor:

@@ -17,6 +17,9 @@ from autoaccum._report.records import DeviceFacts, Measured, Predicted
 from autoaccum._sizing.planner import plan
 from autoaccum.errors import DoesNotFitError
 
+# Of a size that fitted in a trial and not in the rehearsal.
+_LESS = 0.9
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -114,13 +117,19 @@ def _rehearsed(
     if asked.loss_scope != "micro_batch":
         return measured, ()
     seen = rehearse(step, asked.batch, chosen, limit_bytes)
+    told: tuple[str, ...] = ()
     if seen is None:
-        size, remedy = chosen.micro_batch, "leave more room (memory_limit=)"
-        told = f"memory ran out when a step of {size} was looked into, though it had fitted; {remedy}"
-        return measured, (told,)
+        told = (f"memory ran out when a step of {chosen.micro_batch} was looked into, though it had fitted",)
+        # What an allocator's segments hold from before may leave less than the trial of this size had.
+        smaller = max(1, int(chosen.micro_batch * _LESS))
+        chosen = asked.plan(smaller, found.trials)
+        measured = replace(measured, micro_batch=smaller, plan=chosen)
+        seen = rehearse(step, asked.batch, chosen, limit_bytes)
+    if seen is None:
+        return measured, (f"{told[0]}; leave more room (memory_limit=)",)
     activations = seen.activation_bytes_per_sample
     measured = replace(measured, footprint=seen.footprint, activation_bytes_per_sample=activations, pace=seen.pace)
-    return measured, seen.warnings
+    return measured, told + seen.warnings
 
 
 def _facts(memory: MemoryBackend, arrived: MemoryReading, room_bytes: int, limit_bytes: int | None) -> DeviceFacts:
