@@ -1581,9 +1581,6 @@ def _heads(_connection, tokens, features, classes, device):
     def whole(rows, targets):
         return functional.cross_entropy(head(rows).float(), targets)
 
-    def whole(rows, targets):
-        return functional.cross_entropy(head(rows).float(), targets)
-
     def run(kernel=None):
         chunked_loss._kernel_for = chosen if kernel == "chosen" else lambda *_: kernel
         compute = whole if kernel == "whole" else loss
