@@ -1546,6 +1546,13 @@ def _lightning(job, model, device):
 def saving(findings):
     """Train GPT-2 with each way to save memory: peak and seconds of a window."""
     prepare(["torch", "transformers", "autoaccum", "gpu_cases"])
+    sizes = ((64, 8, 50),) if findings.tiny else ((4096, 768, 50257), (8192, 2048, 32000), (8192, 4096, 128256))
+    _, found, why = call(_heads, sizes, findings.device, timeout_s=findings.left_s() - 2)
+    if found is None:
+        findings.add("losses of heads", why, ok=False)
+    for (tokens, features, classes), seconds in zip(sizes, found or (), strict=False):
+        text = "; ".join(f"{way} {1e3 * one:.1f} ms" for way, one in seconds.items())
+        findings.add(f"loss of a head of {features} x {classes}, {tokens} tokens", text, seconds=seconds)
     ways = {"nothing": None, "chunked_loss": "chunked_loss", "checkpoint": "checkpoint", "offload": "offload"}
     for name, way in ways.items():
         if findings.left_s() < 3 or (way == "offload" and not findings.on_gpu):
@@ -1561,16 +1568,14 @@ def saving(findings):
         )
         text += f"; {size(found['allocated_bytes'])} at most" if findings.on_gpu else ""
         findings.add(name, text, ok=all(map(math.isfinite, found["losses"])), **found)
-    sizes = ((64, 8, 50),) if findings.tiny else ((4096, 768, 50257), (8192, 2048, 32000), (8192, 4096, 128256))
-    for tokens, features, classes in sizes:
-        name = f"loss of a head of {features} x {classes}, {tokens} tokens"
-        _, found, why = call(_heads, tokens, features, classes, findings.device, timeout_s=findings.left_s() - 2)
-        text = why if found is None else "; ".join(f"{way} {1e3 * one:.1f} ms" for way, one in found.items())
-        findings.add(name, text, ok=None if findings.tiny else found is not None, seconds=found)
 
 
-def _heads(_connection, tokens, features, classes, device):
-    """Return the median seconds of forward and backward of a head's loss: of whole logits, in chunks, by Liger."""
+def _heads(_connection, sizes, device):
+    """Return median seconds of forward and backward of heads' losses: of whole logits, in chunks, by Liger."""
+    return [_head(*one, device) for one in sizes]
+
+
+def _head(tokens, features, classes, device):
     from autoaccum._engine import chunked_loss  # noqa: PLC0415 - which kernel is taken has no public name
 
     head = nn.Linear(features, classes, bias=False, device=device)
