@@ -65,7 +65,6 @@ class Part:
         flags: Which parameters have a gradient and which buffers were written, packed; None for those of its last
             message, so that messages stay short.
         wishes: Actions that the rank requests after this window, as bits.
-        note: A number that all ranks look at.
         larger: Micro-batch size that it requests from the next window on, if ranks agree on sizes; None for no request.
         has_learned: Whether it knows more of the losses than when the window began.
         variance: The variance of its gradients, if noise was measured.
@@ -76,7 +75,6 @@ class Part:
     known: bytes
     flags: bytes | None
     wishes: int
-    note: int
     larger: int | None = None
     variance: float | None = None
     has_learned: bool = False
@@ -93,9 +91,7 @@ class DataParallel(Peers):
         ranks: All ranks.
         step: This rank's training step; without an optimizer, gradients are summed and no update is made.
         wishes: Returns the actions that this rank requests after the current window, as bits shared with all ranks.
-        note: Returns a further number that this rank shares with every window.
-        look: Called with these numbers of all ranks before an update is made. It may reject the update, on every rank
-            alike.
+        drops: Whether a window is left out, given the samples of each rank's part.
 
     Attributes:
         parts: Each rank's message about its part of the current window, in rank order.
@@ -113,15 +109,13 @@ class DataParallel(Peers):
         step: GradientStep,
         *,
         wishes: Callable[[], int] = lambda: 0,
-        note: Callable[[], int] = lambda: 0,
-        look: Callable[[Sequence[int]], None] = lambda _: None,
+        drops: Callable[[Sequence[int]], bool] = lambda _: False,
     ) -> None:
         self.ranks = ranks
         self.parts: list[Part] = []
         self.is_decided = False
         self._wishes = wishes
-        self._note = note
-        self._look = look
+        self._drops = drops
         self._step = step
         self._updates = step.updates if isinstance(step, TrainingStep) else None
         self._trained = trained(step)
@@ -211,7 +205,8 @@ class DataParallel(Peers):
         """Agree with the other ranks and sum the gradients; return None if the attempt must be repeated."""
         if not self.agree(given, work):
             return None
-        if not self.samples:
+        if not self.samples or self._drops([part.samples for part in self.parts]):
+            work.start_over()
             return WindowResult()
         outcome = self.add_up(given)
         losses = {name: LossSum([loss]) for name, loss in outcome.losses.items()}
@@ -266,7 +261,6 @@ class DataParallel(Peers):
             known=self._known(given.slots),
             flags=self._own_flags(),
             wishes=self._wishes(),
-            note=self._note(),
             variance=None if given.spread is None else given.spread.variance,
             has_learned=self._known(given.slots) != self._known_before,
         )
@@ -276,7 +270,6 @@ class DataParallel(Peers):
         agree = len({part.known for part in self.parts}) == 1
         was_shared, is_shared = self.share is not None, objective.weights.common is Common.NOTHING
         goes_on = agree and was_shared == is_shared and not (is_shared and any(part.has_learned for part in self.parts))
-        self._look([part.note for part in self.parts])
         if goes_on:
             return True
         if not agree:

@@ -125,11 +125,9 @@ class ShardedDataParallel(DataParallel):
             known=repr(self._slots).encode(),
             flags=self._own_flags(),
             wishes=self._wishes(),
-            note=self._note(),
             larger=self._wished_size() if window.samples else None,
         )
         self._hear(mine)
-        self._look([part.note for part in self.parts])
         self._larger = min((part.larger for part in self.parts if part.larger is not None), default=None)
         if len({part.known for part in self.parts}) > 1:  # a rank that had no samples knows no losses
             said = self.ranks.exchange("losses", self._slots)

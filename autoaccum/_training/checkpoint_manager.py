@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoint_contents import Contents, Kept
     from autoaccum._training.checkpoint_schedule import Saver
-    from autoaccum._training.one_process import OneProcess
     from autoaccum._training.plan_lifecycle import PlanLifecycle
     from autoaccum._training.progress import TrainingProgress
+    from autoaccum._training.rank_coordination import Coordinator
 
 
 # The most names of non-finite tensors that ranks exchange.
@@ -52,7 +52,7 @@ class CheckpointManager:
         contents: Contents,
         progress: TrainingProgress,
         lifecycle: PlanLifecycle,
-        world: OneProcess,
+        world: Coordinator,
         memory: MemoryBackend,
         notices: Notices,
         finiteness: Finiteness,

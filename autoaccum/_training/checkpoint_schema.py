@@ -238,27 +238,6 @@ def _check_position(position: Any, like: RandomStates, own_count: int) -> None:
     need(type(position.get("generators", ())) is tuple, "generators", "is not a tuple")
     for place, state in enumerate(position.get("generators", ())):
         check_generator(state, f"generators {place}")
-    with _within("loader_state"):
-        _check_windows_of(position.get("loader_state"), like, is_begun=bool(position["batches"]))
-
-
-def _check_windows_of(state: Any, like: RandomStates, *, is_begun: bool) -> None:
-    """Check the state of autoaccum's own loader; any other loader checks its own."""
-    if not isinstance(state, dict) or state.keys() != {"source", "windows", "samples"}:
-        return
-    whole(state["windows"], "windows", most=_MOST_SAMPLES)
-    if state["samples"] is not None:
-        whole(state["samples"], "samples", most=_MOST_SAMPLES)
-    source = state["source"]
-    need(source is not None or not is_begun, "source", "is missing")
-    if source is None:
-        return
-    need(type(source) is tuple and len(source) == 4 and type(source[3]) in (list, tuple), "source", "is not a state")  # noqa: PLR2004
-    check_generator(source[0], "source: torch")
-    _check_python(source[1], "source: Python")
-    check_numpy(source[2], like[3], "source: NumPy")
-    for place, one in enumerate(source[3]):
-        check_generator(one, f"source: generators {place}")
 
 
 def _check_cutting(cutting: Any, target_batch: int, *, is_whole: bool) -> None:

@@ -43,4 +43,4 @@ def test_data_of_another_length_are_no_data_to_go_on_with(crew, tmp_path):
 
     for answer in answers:
         assert isinstance(answer, autoaccum.CheckpointError), answer
-        assert "in the middle of an epoch of 60 samples, and this loader's have 75" in str(answer)
+        assert "in the middle of an epoch with a loader of 9 batches per epoch, and this one has 11" in str(answer)
