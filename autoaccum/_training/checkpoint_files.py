@@ -12,14 +12,12 @@ import io
 import os
 import pickle
 import re
-import shutil
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from autoaccum._distributed import dcp
 from autoaccum._oom import first_line
 from autoaccum._system import files
 from autoaccum._training import file_digest
@@ -35,9 +33,6 @@ if TYPE_CHECKING:
 # The newest, and one to fall back on where that was damaged afterwards.
 _KEPT = 2
 _NAME = re.compile(r"step-\d{8,}\.pt")
-# The name of such a folder, with what is in it, stands under this key.
-SHARDS = "shards"
-_OF_SHARDS = re.compile(r"step-\d{8,}\.\d+\.shards")
 # The order of files is the order of their times, and not every file system tells times apart that are nearer.
 _APART_NS = 1_000_000
 
@@ -88,23 +83,6 @@ class Storage:
         for path in self.folder.glob(f"step-*{files.UNFINISHED}"):
             if not path.is_dir():  # which no writer leaves
                 path.unlink(missing_ok=True)
-
-    def folder_for_shards(self, step: int) -> Path:
-        """Return the path of a new folder for the further files of a checkpoint of this step."""
-        return self.folder / f"step-{step:08d}.{time.time_ns()}.shards"
-
-    def remove_others(self) -> None:
-        """Remove folders that belong to no existing checkpoint."""
-        needed = set()
-        for path in self.found():
-            with contextlib.suppress(Exception):  # one that cannot be read has none
-                files.open_regular(path, follows=True).close()
-                needed.add(_load(path, mmap=True)[SHARDS][0])
-        others = [path for path in self.folder.iterdir() if _OF_SHARDS.fullmatch(path.name)]
-        self.guard()  # after they were listed: none of them is of another process that has come since
-        for path in others:
-            if path.name not in needed:
-                shutil.rmtree(path, ignore_errors=True)
 
     def found(self) -> list[Path]:
         """Return the files of checkpoints, the newest first, whole or not."""
@@ -283,11 +261,6 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict):
         raise not_ours(path)
-    if content.get(SHARDS) is not None:
-        name, further = _named_shards(content[SHARDS], path)
-        wrong = dcp.damage(path.parent / name, further)
-        if wrong is not None:
-            raise _DamagedError(wrong)
     return content
 
 
@@ -324,20 +297,6 @@ def malformed(path: Path, reason: str) -> CheckpointError:
         f"the checkpoint {path} is not cut short, and yet malformed: {reason}; nothing was changed; restore it from a "
         "backup, delete it to go on from the one before, or pass resume=False to start from scratch"
     )
-
-
-def _named_shards(kept: Any, path: Path) -> tuple[str, dcp.Files]:
-    """Return the folder with further files that a checkpoint names, and what they are.
-
-    Raises:
-        CheckpointError: It names anything else.
-    """
-    is_pair = isinstance(kept, list | tuple) and len(kept) == 2  # noqa: PLR2004 - a pair
-    if not is_pair or not isinstance(kept[0], str) or not _OF_SHARDS.fullmatch(kept[0]):
-        raise malformed(path, f"{SHARDS} names no folder of tensors beside it")
-    if not dcp.are_files(kept[1]):
-        raise malformed(path, f"{SHARDS} names files that are none of tensors")
-    return kept[0], kept[1]
 
 
 def _load(file: Path | BinaryIO, *, mmap: bool = False) -> Any:

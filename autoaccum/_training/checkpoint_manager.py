@@ -141,9 +141,6 @@ class CheckpointManager:
         with self._progress.undone_on_error():
             self._progress.go_to(moment)
             self.contents.put_back(content)
-        if self.contents.is_sharded:
-            self._world.read_shards(path, content, self.contents.spread())
-            self._progress.put_random_state_back()  # reading shards has moved it
         self.saver.note(moment)
         self._notices.say(
             f"resuming from the checkpoint {path}: {moment.windows} steps are done", key=f"{path} {moment.windows}"

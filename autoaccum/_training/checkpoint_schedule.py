@@ -117,14 +117,6 @@ class Saver:
             notices.say(f"training starts from scratch: there is no checkpoint in {folder} yet")
         return found
 
-    def folder_for_shards(self, moment: Moment) -> Path:
-        """Return a new folder for the parts that several ranks write of this moment."""
-        return self._storage.folder_for_shards(moment.windows)
-
-    def remove_others(self) -> None:
-        """Remove parts that ranks wrote for checkpoints that no longer exist."""
-        self._storage.remove_others()
-
     # --- lack of memory that ended a run ------------------------------------------------------------------------------
 
     def note_lack(self, micro_batch: int, message: str) -> None:

@@ -278,7 +278,7 @@ def _check_modules(modules: Any) -> None:
     for place, module in enumerate(modules):
         with _within(f"modules: {place}"):
             mapping(module, "", {"state", "buffers"})
-            for part in ("state", "buffers", "spread"):
+            for part in ("state", "buffers"):
                 kept = module.get(part, {})
                 need(isinstance(kept, dict), part, "is not a dictionary")
                 for name, value in kept.items():
@@ -287,9 +287,7 @@ def _check_modules(modules: Any) -> None:
 
 
 def _check_kept(part: str, name: str, value: Any) -> None:
-    if part == "spread":
-        need(type(value) is str, f"spread: {name}", "is not a form of a tensor")
-    elif isinstance(value, Tensor):
+    if isinstance(value, Tensor):
         need(_has_numbers(value), f"{part}: {name}", "is a tensor without numbers")
     elif part == "buffers":
         need(value is None, f"buffers: {name}", "is neither a tensor nor none")

@@ -49,9 +49,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], 
         is_of_none = is_torchs or isinstance(number, int)  # others may keep more under names
         need(number in known or not is_of_none, f"optimizer: state {number!r}", "is of no parameter")
         need(number not in known or isinstance(values, dict), f"optimizer: state {number!r}", "is not a dictionary")
-    if any(is_spread(parameter) for group in optimizer.param_groups for parameter in group["params"]):
-        _check_marks(saved["state"])
-    elif (fresh := _fresh(optimizer)) is not None:
+    is_spread_over_ranks = any(is_spread(one) for group in optimizer.param_groups for one in group["params"])
+    if not is_spread_over_ranks and (fresh := _fresh(optimizer)) is not None:
         if is_torchs:
             _check_state(saved, fresh)
         try:
@@ -230,18 +229,6 @@ def _without_numbers(value: Any) -> Any:
     if type(value) is dict:
         return {name: _without_numbers(item) for name, item in value.items()}
     return copy.copy(value)
-
-
-def _check_marks(state: Mapping[Any, Any]) -> None:
-    """Check that the placeholders of tensors that are spread over ranks name a type."""
-    for number, values in state.items():
-        for name, value in values.items():
-            if isinstance(value, dict):
-                kind = value.get("autoaccum.spread")
-                is_type = isinstance(kind, str) and isinstance(
-                    getattr(torch, kind.removeprefix("torch."), None), torch.dtype
-                )
-                need(is_type, f"optimizer: state {number}: {name}", "names no type of a tensor")
 
 
 # --- a scheduler's next rate ------------------------------------------------------------------------------------------

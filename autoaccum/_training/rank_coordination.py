@@ -11,20 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.batches import Window
 from autoaccum._data.regrouping import stream, stream_of_tokens
-from autoaccum._distributed import dcp
 from autoaccum._distributed.consistency import look_at_data
 from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._distributed.fsdp import ShardedDataParallel
 from autoaccum._distributed.loader import DealtLoader, ShardedLoader, equal_shares
+from autoaccum._distributed.whole_state import gathered
 from autoaccum._engine.dtensor import is_sharded
-from autoaccum._oom import first_line
-from autoaccum._training.checkpoint_files import SHARDS
 from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from torch import Tensor
 
     from autoaccum._data.loader_state import Track
     from autoaccum._data.pieces import Split
@@ -231,18 +227,9 @@ class Coordinator:
             CheckpointError: No checkpoint can be read, none exists and one is required, or ranks found different ones.
         """
         self._take_folder(saver, notices)
-        damage: dict[Path, str] = {}
-        while True:
-            found = saver.find(notices, damage)
-            self._check_that_all_found(found)
-            if self.ranks is None or found is None or found[1].get(SHARDS) is None:
-                return found
-            name, files = found[1][SHARDS]
-            said = self.ranks.exchange("shards", dcp.damage_of_part(self.ranks, found[0].parent / name, files))
-            wrong = next((one for one in said if one is not None), None)
-            if wrong is None:
-                return found
-            damage[found[0]] = wrong
+        found = saver.find(notices)
+        self._check_that_all_found(found)
+        return found
 
     def _take_folder(self, saver: Saver, notices: Notices) -> None:
         """Take the lease on the checkpoint folder: rank 0 holds it for all."""
@@ -272,64 +259,18 @@ class Coordinator:
                 )
 
     def write(self, saver: Saver, contents: Contents, moment: Moment, kept: Kept) -> Path:
-        """Write a checkpoint of a moment and return its path: rank 0 writes the file, and every rank its own shards."""
+        """Write a checkpoint of a moment, on rank 0, and return its path."""
         if self.ranks is None:
-            return saver.write(contents.take(moment, kept, None), moment)
+            return saver.write(contents.take(moment, kept), moment)
         own = {**contents.part(moment, kept), "loader": _SHARED if self._shards else _OWN}
         parts = self.ranks.exchange_tensors("state", own)
-        files = self._write_shards(self.ranks, saver, moment, contents.spread()) if contents.is_sharded else None
-        path = saver.write(contents.take(moment, kept, parts, files), moment) if self.decides else None
+        content = contents.take(moment, kept, parts) if self.decides or contents.is_sharded else {}
+        if contents.is_sharded:
+            content = gathered(self.ranks, content)
+        path = saver.write(content, moment) if self.decides else None
         path = Path(self.of_all("written", None if path is None else str(path))[0])
         saver.took(path, moment)
-        if files is not None and self.decides:
-            saver.remove_others()
         return path
-
-    def _write_shards(
-        self, ranks: Ranks, saver: Saver, moment: Moment, tensors: Mapping[str, Tensor]
-    ) -> tuple[str, dcp.Files]:
-        """Write this rank's shards into a new folder; return the folder's name and its files.
-
-        Raises:
-            CheckpointError: Some rank could not write.
-        """
-        named = None
-        if self.decides:
-            saver.remove_others()  # the remains of a failed checkpoint may be what fills the disk
-            named = saver.folder_for_shards(moment).name
-        folder = saver.folder / ranks.exchange("shards", named)[0]
-        try:
-            return folder.name, dcp.write(ranks, tensors, folder)
-        except RankFailedError:
-            raise
-        except Exception as error:
-            saver.check_folder()
-            if not folder.is_dir():  # rank 0 knows the reason
-                raise CheckpointError(
-                    f"the checkpoint {folder} could not be written because it was removed meanwhile; earlier "
-                    "checkpoints are unchanged; leave the folder alone during training (another process may have taken "
-                    "it over)"
-                ) from error
-            raise CheckpointError(
-                f"the checkpoint {folder} could not be written ({first_line(error)}); earlier checkpoints are "
-                "unchanged; make room on that disk, or pass another folder as checkpoint="
-            ) from error
-
-    def read_shards(self, path: Path, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Read this rank's shards in place.
-
-        Raises:
-            CheckpointError: Some rank could not read; the tensors are unusable.
-        """
-        assert self.ranks is not None
-        folder = path.parent / content[SHARDS][0]
-        try:
-            dcp.read(self.ranks, tensors, folder)
-        except Exception as error:
-            raise CheckpointError(
-                f"the checkpoint {folder} could not be read ({first_line(error)}); use the same model, optimizer and "
-                "ranks as that run, or pass resume=False to start from the beginning"
-            ) from error
 
     def part_of(self, content: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:
         """Return this process's part of a checkpoint; None if other processes wrote it.
