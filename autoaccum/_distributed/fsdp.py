@@ -283,12 +283,8 @@ class ShardedDataParallel(DataParallel):
         if self._sample is not None and (knows.is_checked or knows.knows_all):
             return
         asked = self._samples_to_try(window, needs_some=self._sample is None)
-        if asked is None and (self._sample is not None or not self._has_sources):
-            return
         if asked is None:
-            raise InvalidInputError(
-                "ranks that hold shards of a model send each other samples, and those of this loader cannot be pickled"
-            )
+            return
         self._sample = self._sample or asked.part(0, min(asked.samples, _LEAST))
         asked = asked.part(0, max(_LEAST, self._sizing.plan.micro_batch))  # no more than a pass of the training
         step, objective = self._step, self._step.objective
