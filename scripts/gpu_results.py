@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLES = "docs/gpu.md"
-STATUS = ("README.md", TABLES, "docs/estimates.md", "docs/guarantees.md", "docs/overhead.md", "docs/benchmarks.md")
+TABLES = "docs/dev/gpu.md"
+STATUS = ("README.md", TABLES, "docs/guarantees.md", "docs/benchmarks.md")
 _SHORT = 200
 _NEAR = 0.05
 _LEFT_OUT = ("autoaccum_from", "platform", "notes", "text", "causes")
@@ -148,7 +148,7 @@ def _status(records: list[dict[str, Any]], page: str) -> str:
     parts = [(name, part["rows"]) for record in records for name, part in record["parts"].items()]
     rows = [row for name, found in parts for row in (found[:1] if name == "tests" else found)]
     failed, checks = (sum(row["ok"] in kinds for row in rows) for kinds in ((False,), (False, True)))
-    link = "#what-failed-and-what-was-skipped" if page == TABLES else f"{'' if '/' in page else 'docs/'}gpu.md"
+    link = "#what-failed-and-what-was-skipped" if page == TABLES else f"{'' if '/' in page else 'docs/'}dev/gpu.md"
     return f"Run on {' and '.join(runs)}; [{failed} of {checks} checks failed]({link})."
 
 
