@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import TYPE_CHECKING
 
 from finders import FINDERS
@@ -12,6 +11,8 @@ from workloads import MIB, WORKLOADS
 if TYPE_CHECKING:
     from pathlib import Path
 
+ACCELERATE = "Accelerate `find_executable_batch_size`"
+TRANSFORMERS = "Transformers `auto_find_batch_size`"
 ANSWER_SHARE = 0.97
 MOST_TRIALS = 6
 MOST_FAILED = 2
@@ -93,7 +94,7 @@ def readme_table(found):
 
     ours, binary, accelerate = (of(finder)[0] for finder in ("autoaccum", "lightning-binsearch", "accelerate"))
     lines = [
-        ("", "autoaccum", "Lightning `BatchSizeFinder`", "Accelerate `find_executable_batch_size`, Transformers `auto_find_batch_size`", "accumulation by hand"),
+        ("", "autoaccum", "Lightning `BatchSizeFinder`", f"{ACCELERATE}, {TRANSFORMERS}", "accumulation by hand"),
         ("---",) * 5,
         ("answer, of the largest that fits", ours, binary, accelerate, "a guess"),
         ("steps thrown away", "0 (trials are training steps)", of("lightning-binsearch")[1],
@@ -104,7 +105,10 @@ def readme_table(found):
         ("survives running out of memory later", "yes", "no", "restarts", "no"),
     ]  # fmt: skip
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{table}\n\nMeasured on {len(found)} models ([how](docs/benchmarks.md)); an answer above 100% runs out of memory later."
+    measured = (
+        f"Measured on {len(found)} models ([how](docs/benchmarks.md)); an answer above 100% runs out of memory later."
+    )
+    return f"{table}\n\n{measured}"
 
 
 def cut_text(cut):

@@ -20,7 +20,7 @@ SAMPLE = json.loads((Path(__file__).parent / "gpu_sample.json").read_text())
 def root(tmp_path):
     """A tree with the pages, and no results."""
     for page in gpu_results.STATUS:
-        (tmp_path / page).parent.mkdir(exist_ok=True)
+        (tmp_path / page).parent.mkdir(exist_ok=True, parents=True)
         shutil.copy(ROOT / page, tmp_path / page)
     return tmp_path
 
