@@ -33,7 +33,10 @@ def notebook() -> str:
             (f"%%writefile {found['name']}\n{found['file']}", f"Writing {found['name']}\n")
             if found["name"]
             # By this kernel's own Python, without a progress bar.
-            else (f"import sys\n\n!{{sys.executable}} {found['typed']} 2>&1 | cat", found["printed"].removesuffix("Killed\n"))
+            else (
+                f"import sys\n\n!{{sys.executable}} {found['typed']} 2>&1 | cat",
+                found["printed"].removesuffix("Killed\n"),
+            )
         )
         cells.append(_code(source, printed, 1 + sum(cell["cell_type"] == "code" for cell in cells)))
         page = page[found.end() :]

@@ -68,9 +68,7 @@ def _with_outputs(text: str, printed: dict[str, str]) -> str:
     return re.sub(r"```text\n(\$ python [^\n]+)\n.*?```", output, text, flags=re.DOTALL)
 
 
-def _step(
-    place: Path, printed: dict[str, str], script: str, *options: str, expected: int = 0, keep: str = ""
-) -> Any:
+def _step(place: Path, printed: dict[str, str], script: str, *options: str, expected: int = 0, keep: str = "") -> Any:
     """Run one script, and keep what it prints by what a user types."""
     command = [sys.executable, f"{script}.py", *options]
     if keep:

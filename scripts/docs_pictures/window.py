@@ -11,14 +11,14 @@ from svg import box, down, framed, text
 TITLE = "What happens to a batch of 100"
 DESCRIPTION = (
     "A batch of 100 samples is split into micro-batches of 34, 33 and 33. Each runs forward and backward, weighted by "
-    "its share of the 100. The third runs out of memory; the step is undone, and the same 100 samples run again in four "
-    "micro-batches of 25. One optimizer step follows, with the gradient of the whole batch."
+    "its share of the 100. The third runs out of memory; the step is undone, and the same 100 samples run again in "
+    "five micro-batches of 20. One optimizer step follows, with the gradient of the whole batch."
 )
 
 SAMPLES = 100
 CUT = (34, 33, 33)
 FAILED = 2  # the third: its backward pass runs out of memory
-CUT_AGAIN = (25, 25, 25, 25)
+CUT_AGAIN = (20, 20, 20, 20, 20)
 
 # Narrow, with words above the bars, so that a phone shows it large enough to read.
 WIDTH, LEFT, PX_PER_SAMPLE, GAP, BAR = 520, 20, 4.8, 4, 38
