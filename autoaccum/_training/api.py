@@ -118,9 +118,9 @@ def fit(
             (model, batch), each run and back-propagated separately. None: the model's own loss, else cross entropy for
             integer targets and mean squared error for floating-point ones. In a mapping, including one that the model
             returns, the entry "loss" is the total and the others are only reported; without that entry, those with a
-            gradient are summed and detached ones are only reported (docs/recipes.md).
+            gradient are summed and detached ones are only reported (docs/losses.md).
         optimizer: An optimizer over the model's parameters, or a function of them that returns one. Several, in a list,
-            if each has its own parameters (docs/recipes.md). None or "adamw": AdamW(lr=1e-3).
+            if each has its own parameters (docs/losses.md). None or "adamw": AdamW(lr=1e-3).
         scheduler: A learning-rate scheduler for the optimizer in use, or a function of the optimizer that returns one.
             ReduceLROnPlateau steps on the loss of each evaluation.
         scheduler_interval: "step": step the scheduler after every update; "epoch": after every epoch.
@@ -161,9 +161,9 @@ def fit(
             word. None: read it from the loss's graph (docs/guarantees.md).
         loss_scope: "micro_batch": compute the loss of each micro-batch and weight it; "window": compute it once, from
             the model's outputs for the whole window, for any loss that is a deterministic function of per-sample
-            outputs and no mean over them, such as one that compares samples with each other (docs/contrastive.md).
+            outputs and no mean over them, such as one that compares samples with each other (docs/losses.md).
         batchnorm: "keep": BatchNorm updates its running statistics with every micro-batch, with the layer's own
-            momentum; "rescale": over a window, they move as far as with one batch (docs/batchnorm.md).
+            momentum; "rescale": over a window, they move as far as with one batch (docs/losses.md).
         split: How batches are counted, cut and joined if their samples do not run along the first dimension of every
             tensor: an object with `count`, `cut` and `join` (`autoaccum.Split`), such as `autoaccum.Along(1)` for
             time-first tensors or `autoaccum.ListOfSamples(collate)` for detection, graphs and flattened sequences
@@ -180,10 +180,10 @@ def fit(
         resume: "auto": resume from the folder's newest checkpoint, or start from the beginning if there is none. True:
             require one. False: start from the beginning; the first new checkpoint replaces those in the folder.
         oom_report: A folder. When memory first runs out, a text with the largest tensors, and on CUDA a snapshot for
-            PyTorch's memory viewer, is written there (docs/oom-report.md).
+            PyTorch's memory viewer, is written there (docs/troubleshooting.md).
         shard: Under torchrun, whether every rank's loaders give all samples, so that each rank takes its part of every
             window and of the validation data. False: each rank's loaders give only its own samples
-            (DistributedSampler); see docs/ranks.md.
+            (DistributedSampler); see docs/several-gpus.md.
         on_nan: What to do when a window's loss or gradient norm is NaN or infinite. "warn": print a warning on stderr
             once, even with progress=False; "stop": raise NotFiniteError on all ranks. No checkpoint of non-finite
             parameters is written, and the last finite one is kept.
@@ -192,7 +192,7 @@ def fit(
             its samples in random order, and is cut in two if it fits at once (docs/batch-size.md).
         target_tokens: Number of tokens per optimizer update, over all ranks, in place of `target_batch`: an update is
             made from as many whole samples as come nearest to it. Those of a sample are its labels that are not -100,
-            else what its `attention_mask` keeps, else the elements of its largest tensor (docs/tokens.md).
+            else what its `attention_mask` keeps, else the elements of its largest tensor (docs/batches.md).
 
     Returns:
         A summary of the run. The model itself is trained in place. An exception that ends the call early, such as
@@ -208,7 +208,7 @@ def fit(
             checkpoint to go back to, or it failed again after going back.
         UpdateCompleteError: The scheduler failed, or memory ran out, after an update; the update is made. If the
             scheduler has not stepped, no checkpoint of that state is written.
-        StartAgainError: Memory ran out in a model that is sharded across ranks (docs/fsdp.md), or on one rank while the
+        StartAgainError: Memory ran out in a model that is sharded across ranks (docs/several-gpus.md), or on one rank while the
             others made an update.
         CheckpointError: A checkpoint cannot be written or read, or belongs to another run. The model is unchanged
             unless the error says that code of your own refused its state half-way.
