@@ -337,11 +337,12 @@ class FitResult:
         plan: The plan in force at the end, or to begin with; a single micro-batch if none was found yet.
         plans: All plans of the whole run, each with the step from which it was in force, which may be the next one.
         oom_events: Number of times memory ran out during training, in the whole run.
-        evaluations: One evaluation per epoch that ended in this call, or every `val_steps` windows; empty without a
+        evaluations: One evaluation per epoch that ended in this call, or every `val_every` windows; empty without a
             `val_loader`.
         elapsed_s: Duration of the call in seconds.
         resumed_from: Number of windows already completed when this call resumed from a checkpoint; else None.
-        checkpoint: Path of the run's newest checkpoint; None without `checkpoint`.
+        checkpoint: Folder of the run's newest checkpoint; None without `checkpoint`.
+        best_checkpoint: Folder of the one with the lowest validation loss; None without `val_loader`.
         stopped: Why the run ended early: the reason of a callback's `StopTraining`; or, in the `result` of an exception
             that ended the call, its type ("KeyboardInterrupt"). None if it ran to its end.
         noise_scale: With `noise_scale`, the gradient noise scale in samples over the whole run; None if it was not, or
@@ -361,6 +362,7 @@ class FitResult:
     elapsed_s: float = 0.0
     resumed_from: int | None = None
     checkpoint: Path | None = None
+    best_checkpoint: Path | None = None
     stopped: str | None = None
     noise_scale: float | None = None
     time_spent: TimeSpent = TimeSpent()

@@ -28,7 +28,7 @@ from autoaccum._sizing.cache import PlanCache
 from autoaccum._system.launched import MAX_MICRO_BATCH, max_micro_batch, own_rank
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
-from autoaccum._training.checkpoint_schedule import check_saving, saver_for
+from autoaccum._training.checkpoint_schedule import EVERY, check_saving, saver_for
 from autoaccum._training.console import OtherRank, progress_for
 from autoaccum._training.first_plan import Finding
 from autoaccum._training.loop import Training
@@ -80,7 +80,7 @@ def fit(
     lr_scaling: str | None = None,
     base_batch: int | None = None,
     val_loader: Iterable[Any] | None = None,
-    val_steps: int | None = None,
+    val_every: int | None = None,
     metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     loss_reduction: str | None = None,
@@ -91,8 +91,7 @@ def fit(
     progress: bool | str | Callback = "auto",
     seed: int | None = None,
     checkpoint: str | PathLike[str] | None = None,
-    checkpoint_steps: int | None = None,
-    checkpoint_minutes: float | None = 10.0,
+    checkpoint_every: int | str | None = EVERY,
     resume: bool | str = "auto",
     oom_report: str | PathLike[str] | None = None,
     shard: bool = False,
@@ -152,7 +151,7 @@ def fit(
         base_batch: The batch size that the learning rates were chosen for.
         val_loader: Data to evaluate on after each epoch. To detect errors early, a few samples are also evaluated
             before the first update, which leaves parameters, buffers and random state as they are.
-        val_steps: Number of windows between evaluations, which then take the place of those after each epoch; the end
+        val_every: Number of windows between evaluations, which then take the place of those after each epoch; the end
             of the training is evaluated in any case. None: evaluate after each epoch.
         metrics: Metrics for the evaluation: callables of (outputs, targets), averaged over samples, or torchmetrics
             objects.
@@ -173,12 +172,13 @@ def fit(
             silences notices of what `fit` chose. Printed on stderr.
         seed: Seed for the random generators of torch, Python and NumPy. Rank r uses `seed + r`.
         checkpoint: A folder for the checkpoints of this run and no other. `fit` writes one at the end, on SIGTERM
-            (which then takes effect), on SIGUSR1, when an error ends the call early, and at the intervals of the next
-            two arguments. The newest two are kept.
-        checkpoint_steps: Number of windows between checkpoints.
-        checkpoint_minutes: Minutes between checkpoints; None disables this interval.
+            (which then takes effect), on SIGUSR1, when an error ends the call early, every `checkpoint_every`, and
+            after an evaluation with the lowest loss so far. The newest two and that with the lowest loss are kept.
+        checkpoint_every: Number of windows between checkpoints, or a time such as "15min", "90s" or "1h"; None: none
+            at intervals.
         resume: "auto": resume from the folder's newest checkpoint, or start from the beginning if there is none. True:
-            require one. False: start from the beginning; the first new checkpoint replaces those in the folder.
+            require one. False: start from the beginning; those in the folder move to a folder `earlier-N` in it when
+            the first new one is written.
         oom_report: A folder. When memory first runs out, a text with the largest tensors, and on CUDA a snapshot for
             PyTorch's memory viewer, is written there (docs/oom-report.md).
         shard: Under torchrun, whether every rank's loaders give all samples, so that each rank takes its part of every
@@ -226,8 +226,8 @@ def fit(
     optimizers.scaling_factor(lr_scaling, target, base_batch)
     epochs, max_steps = _check_length(epochs, max_steps)
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
-    _check_data(loader, val_loader, split, val_steps, metrics, epochs)
-    folders = [check_saving(checkpoint, checkpoint_steps, checkpoint_minutes, resume), options.report_folder]
+    _check_data(loader, val_loader, split, val_every, metrics, epochs)
+    folders = [check_saving(checkpoint, checkpoint_every, resume), options.report_folder]
     check_seed(seed)
     check_bool("shard", shard)
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -244,7 +244,7 @@ def fit(
             _seed(seed + rank)
         step = assemble(model, options, memory=backend, notices=notices, is_one_of_several=ranks is not None)
         untouched.keep_rates(step.optimizer, scheduler)
-        saver = saver_for(checkpoint, checkpoint_steps, checkpoint_minutes, resume)
+        saver = saver_for(checkpoint, checkpoint_every, resume)
         earlier = None if saver is None else saver.cap(notices)
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
         world = OneProcess(loader, target, drop_last, step.objective.split, in_tokens=in_tokens)
@@ -257,7 +257,7 @@ def fit(
                 "epochs": epochs,
                 "max_steps": max_steps,
                 "clip_grad_norm": clip_grad_norm,
-                "val_steps": val_steps,
+                "val_every": val_every,
                 "loss_reduction": loss_reduction,
                 "batchnorm": batchnorm,
                 "on_nan": on_nan,
@@ -305,7 +305,7 @@ def fit(
                 saves=savings,
             ),
             val_loader=val_loader,
-            val_steps=val_steps,
+            val_every=val_every,
             metrics=metrics,
             callbacks=(shown, *callbacks),
             notices=notices,
@@ -376,11 +376,11 @@ def _check_length(epochs: int | None, max_steps: int | None) -> tuple[int | None
 
 
 def _check_data(
-    loader: Any, val_loader: Any, split: Split | None, val_steps: int | None, metrics: Any, epochs: int | None
+    loader: Any, val_loader: Any, split: Split | None, val_every: int | None, metrics: Any, epochs: int | None
 ) -> None:
     check_loader("loader", loader, split)
     check_metrics(metrics)
-    _check_val_steps(val_steps, loader, val_loader)
+    _check_val_every(val_every, loader, val_loader)
     if val_loader is None:
         if metrics is not None:
             raise InvalidInputError("metrics= require a val_loader= to evaluate, and there is none; pass both")
@@ -394,20 +394,20 @@ def _check_data(
         )
 
 
-def _check_val_steps(val_steps: int | None, loader: Any, val_loader: Any) -> None:
-    if val_steps is None:
+def _check_val_every(val_every: int | None, loader: Any, val_loader: Any) -> None:
+    if val_every is None:
         return
-    check_positive_int("val_steps", val_steps)
+    check_positive_int("val_every", val_every)
     if val_loader is None:
-        raise InvalidInputError(f"val_steps={val_steps} needs a val_loader= to evaluate, and there is none; pass both")
+        raise InvalidInputError(f"val_every={val_every} needs a val_loader= to evaluate, and there is none; pass both")
     if can_be_read_once(val_loader):
         raise InvalidInputError(
-            f"val_loader, a {type(val_loader).__name__}, can be read only once, and val_steps={val_steps} evaluates "
+            f"val_loader, a {type(val_loader).__name__}, can be read only once, and val_every={val_every} evaluates "
             "several times; pass a DataLoader or a list, which can be read every time"
         )
     if val_loader is loader and not isinstance(loader, list | tuple):
         raise InvalidInputError(
-            f"val_steps={val_steps} evaluates in the middle of an epoch, and val_loader= is the loader that the "
+            f"val_every={val_every} evaluates in the middle of an epoch, and val_loader= is the loader that the "
             "training is reading then; pass a second one over the same data"
         )
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    from autoaccum._records import Evaluation
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoint_manager import CheckpointManager
     from autoaccum._training.one_process import OneProcess
@@ -141,6 +142,13 @@ class Interrupts:
         self._watch.look()
         return bool(wishes & STOP)
 
+    def after_evaluation(self, evaluation: Evaluation) -> None:
+        """Save after an evaluation with the lowest loss so far."""
+        if self._checkpoints is not None:
+            is_best = self._world.decides and self._checkpoints.saver.is_best(evaluation.loss)
+            if any(self._world.of_all("best", is_best)):
+                self._save()
+
     def _end_for_others(self) -> None:
         """End because SIGTERM has reached this process or another one."""
         if self._watch.is_ending:
@@ -215,7 +223,9 @@ class Interrupts:
         else:
             why = "SIGTERM" if isinstance(error, signals.Terminated) else type(error).__name__
             if is_saved:
-                self._notices.say(f"{why}: step {step} is saved in {saver.newest}; the same call resumes from there")
+                self._notices.say(
+                    f"{why} ends the call; step {step} is saved in {saver.newest}, and the same call resumes"
+                )
 
     def _is_damaged(self, error: BaseException) -> bool:
         """Whether the state in memory is not the last whole moment: no checkpoint may hold half an update."""
@@ -235,7 +245,7 @@ class Interrupts:
         newest, done = self._checkpoints.saver.newest, self._progress.moment.windows
         if newest is None:
             damage.add_note(
-                "autoaccum: there is no checkpoint to go back to yet; checkpoint_steps=1 writes one earlier"
+                "autoaccum: there is no checkpoint to go back to yet; checkpoint_every=1 writes one earlier"
             )
             return False
         if self._damaged_at is not None and done <= self._damaged_at:

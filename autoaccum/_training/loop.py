@@ -63,7 +63,7 @@ class Training:
         schedule: Steps the learning-rate scheduler.
         finding: Finds the plan by which to cut windows.
         val_loader: Data to evaluate on, if any.
-        val_steps: As for `fit`.
+        val_every: As for `fit`.
         metrics: Metrics for the evaluation.
         callbacks: Callbacks to notify, including the progress display.
         notices: Reports choices made for the user.
@@ -84,7 +84,7 @@ class Training:
         *,
         finding: Finding,
         val_loader: Iterable[Any] | None,
-        val_steps: int | None,
+        val_every: int | None,
         metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None,
         callbacks: Sequence[Callback],
         notices: Notices,
@@ -128,7 +128,7 @@ class Training:
                 saver, contents, self._progress, self._lifecycle, world, step.memory, notices, self._finiteness
             )
         self._interrupts = Interrupts(self._progress, self._lifecycle, self._checkpoints, world, notices, self._request)
-        self._val_steps = val_steps
+        self._val_every = val_every
         self._validation: Validation | None = None
         if val_loader is not None:
             self._validation = Validation(
@@ -139,7 +139,7 @@ class Training:
                 part=world.part_of_validation(val_loader),
                 ranks=world.ranks,
                 random=self._random,
-                is_between_windows=val_steps is not None,
+                is_between_windows=val_every is not None,
                 is_kept=saver is not None,
             )
         self._history: list[StepReport] = []
@@ -254,6 +254,7 @@ class Training:
             elapsed_s=time.perf_counter() - started,
             resumed_from=self._resumed_from,
             checkpoint=None if self._checkpoints is None else self._checkpoints.saver.newest,
+            best_checkpoint=None if self._checkpoints is None else self._checkpoints.saver.storage.best,
             stopped=self._progress.stopped,
             noise_scale=None if self._noise is None else self._noise.samples,
             memory=self._lifecycle.memory,
@@ -346,7 +347,7 @@ class Training:
                     f"the loader gave nothing in epoch {progress.moment.position.epoch}, so training ends there; a "
                     "generator can be read only once, a DataLoader or a list every epoch"
                 )
-                if self._val_steps is not None and progress.moment.windows and not self._is_evaluated:
+                if self._val_every is not None and progress.moment.windows and not self._is_evaluated:
                     self._evaluate_here(progress.moment.position.epoch - 1)
                 break
             while window is not None and self._step_with(window):
@@ -408,17 +409,19 @@ class Training:
         if not position.closed:
             for callback in self._callbacks:
                 callback.on_epoch_end(position.epoch)
-            if self._val_steps is None or (self._progress.ends_training and not self._is_evaluated):
+            if self._val_every is None or (self._progress.ends_training and not self._is_evaluated):
                 evaluation = self._evaluate(position.epoch)
         with signals.held():
             if evaluation is not None:
                 self._evaluations.append((position.epoch, self._progress.moment.windows, evaluation))
             self._progress.end_epoch(evaluation)
+        if evaluation is not None:
+            self._interrupts.after_evaluation(evaluation)
 
     def _evaluate_if_due(self) -> bool:
-        """Evaluate between two windows if `val_steps` asks for it; return whether there was an evaluation."""
+        """Evaluate between two windows if `val_every` asks for it; return whether there was an evaluation."""
         moment = self._progress.moment
-        if self._val_steps is None or not moment.windows or moment.windows % self._val_steps or self._is_evaluated:
+        if self._val_every is None or not moment.windows or moment.windows % self._val_every or self._is_evaluated:
             return False
         self._evaluate_here(moment.position.epoch)
         return True
@@ -430,6 +433,7 @@ class Training:
         with signals.held():
             self._evaluations.append((epoch, self._progress.moment.windows, evaluation))
             self._progress.evaluated(evaluation)
+        self._interrupts.after_evaluation(evaluation)
 
     @property
     def _is_evaluated(self) -> bool:

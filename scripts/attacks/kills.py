@@ -129,7 +129,7 @@ def live(folder: Path, rank: int, meeting: Path) -> None:
         cache=False,
         progress=False,
         checkpoint=folder / "checkpoints",
-        checkpoint_steps=1,
+        checkpoint_every=1,
         callbacks=[Log()],
     )
     end = bits({"model": model.state_dict(), "optimizer": made[0].state_dict(), "torch": torch.get_rng_state()})

@@ -63,7 +63,7 @@ autoaccum.fit(
     loss_reduction="mean",
     scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.9),
     checkpoint=FOLDER,
-    checkpoint_steps=4,
+    checkpoint_every=4,
     max_steps=WINDOWS,
     micro_batch=6,
     device="cpu",
@@ -162,8 +162,8 @@ class Pair:
 
         from long_runs import bits  # noqa: PLC0415 - as above
 
-        newest = max(self.checkpoints.glob("step-*.pt"))
-        content = torch.load(newest, weights_only=True)
+        newest = max(self.checkpoints.glob("step-*"))
+        content = torch.load(newest / "state.pt", weights_only=True)
         return bits(
             {key: content[key] for key in ("windows", "samples", "modules", "optimizer", "scheduler", "random")}
         )
@@ -250,7 +250,7 @@ def losses_of(pair: Pair, expected: Any) -> list[str]:
         found += [f"said {word!r}" for word in NEVER_SAID if word in text]
     if not found and pair.result() != expected:
         found.append("not the undisturbed run")
-    left = [path.name for path in pair.checkpoints.iterdir() if not path.name.endswith(".pt")]
+    left = [path.name for path in pair.checkpoints.iterdir() if not path.name.startswith("step-")]
     if left:
         found.append(f"left {', '.join(left)}")
     return found

@@ -36,7 +36,7 @@ def test_what_the_page_says_of_the_outputs_is_in_them():
     assert "can't allocate memory" in printed("dies").splitlines()[-1]
     assert "86+85+85" in printed("trains")
     assert printed("killed").splitlines()[-1] == "Killed"
-    assert "step-00000006.pt: 6 steps are done" in printed("resumes")
+    assert "step-00000006: 6 steps are done" in printed("resumes")
     assert LAST_LOSS.search(printed("trains"))[1] == LAST_LOSS.search(printed("resumes"))[1]
     assert "256 in 3 micro-batches, 86+85+85, measured" in printed("reports")
 

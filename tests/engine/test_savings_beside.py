@@ -126,7 +126,7 @@ class Interrupting(Wide):
 def test_an_interrupt(tmp_path, call):
     model = Interrupting(call)
     with pytest.raises(KeyboardInterrupt):
-        trained(SCARCE, model=model, memory="auto", checkpoint=tmp_path, checkpoint_steps=1)
+        trained(SCARCE, model=model, memory="auto", checkpoint=tmp_path, checkpoint_every=1)
     assert is_plain(model)
 
     again = trained(SCARCE, memory="auto", checkpoint=tmp_path)

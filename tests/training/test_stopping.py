@@ -98,7 +98,7 @@ def test_stop_from_elsewhere_than_a_callback_is_an_error_like_others():
 
 
 def test_stop_at_an_evaluation_between_two_windows_evaluates_no_second_time():
-    result = Run(val_steps=3).fit(Asks("on_evaluation", raised, at=2))
+    result = Run(val_every=3).fit(Asks("on_evaluation", raised, at=2))
 
     assert (result.steps, len(result.evaluations)) == (6, 2)
 
