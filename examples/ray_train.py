@@ -49,7 +49,7 @@ def train(config: dict[str, Any], **options: Any) -> autoaccum.FitResult:
         "shard": True,  # each worker takes its part of every window
         "epochs": config["epochs"],
         "checkpoint": config["folder"],
-        "checkpoint_minutes": 5,
+        "checkpoint_every": "5min",
         "seed": 0,
         "callbacks": [Report()],
     }

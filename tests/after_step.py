@@ -171,7 +171,7 @@ def play(window=0, point=None, kind="call", *, lasts=False, model=None, draws=Tr
     scheduler = Drawing(optimizer, draws=draws)
     dataset = torch.utils.data.TensorDataset(torch.randn(WINDOWS * TARGET, 3), torch.arange(WINDOWS * TARGET) % 2)
     loader = torch.utils.data.DataLoader(dataset, batch_size=TARGET, shuffle=True)
-    arguments = {"loss": nn.CrossEntropyLoss(), "device": "cpu", "progress": False, "cache": False} | options
+    arguments = {"loss": nn.CrossEntropyLoss(), "device": "cpu", "progress": False} | options
     arguments["callbacks"] = [back := Back(), *arguments.get("callbacks", ())]
     error, told = None, -1
     model.register_forward_pre_hook(lambda *_: fault.disarm())

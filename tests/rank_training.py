@@ -99,7 +99,7 @@ def train(rank, size, *, data=None, loss="mean", wrap=False, model=None, make_lo
     samples = made() if data is None else data
     if wrap:
         model = nn.parallel.DistributedDataParallel(model)
-    given = {"optimizer": sgd, "device": "cpu", "progress": False, "cache": False}
+    given = {"optimizer": sgd, "device": "cpu", "progress": False}
     loader = DataLoader(samples, batch_size=7) if make_loader is None else make_loader(rank, size, samples)
     result = autoaccum.fit(model, loader, loss=function, **{**given, **arguments})
     return outcome(model.module if wrap else model, result)

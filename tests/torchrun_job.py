@@ -61,7 +61,6 @@ def train(rank, size, folder, action="nothing"):
         epochs=2,
         shard=True,
         device="cpu",
-        cache=False,
         checkpoint=folder / "checkpoints",
         checkpoint_every=2,
         callbacks=[Ending(rank, folder, action)],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from autoaccum._arguments import check_bool, check_choice, check_path, check_positive_int, check_positive_number, shown
 from autoaccum._callbacks import check_callbacks
 from autoaccum._data.splits import check_split
-from autoaccum._engine.precision import PRECISIONS
+from autoaccum._engine.precision import ALIASES, PRECISIONS
 from autoaccum._engine.saving_names import check_memory
 from autoaccum._loss.objective import check_loss_reduction
 from autoaccum._memory.limits import parse_limit
@@ -99,7 +99,8 @@ class Options:
         check_choice("loss_scope", self.loss_scope, LOSS_SCOPES)
         check_choice("batchnorm", self.batchnorm, BATCHNORM_MODES)
         check_choice("on_nan", self.on_nan, ON_NAN)
-        check_choice("precision", self.precision, PRECISIONS)
+        check_choice("precision", self.precision, (*PRECISIONS, *ALIASES))
+        object.__setattr__(self, "precision", ALIASES.get(self.precision, self.precision))
         check_loss_reduction(self.loss_reduction)
         check_split(self.split)
         if self.clip_grad_norm is not None:

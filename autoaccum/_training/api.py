@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import random
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
-from autoaccum._arguments import check_bool, check_positive_int, shown
+from autoaccum._arguments import check_bool, check_positive_int
 from autoaccum._data.loaders import can_be_read_once, check_loader
 from autoaccum._data.regrouping import check_target
 from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
@@ -53,9 +51,6 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import FitResult
 
-# The range that torch.manual_seed accepts.
-_SEEDS = (-(2**63), 2**64 - 1)
-
 
 @writes_reason
 def fit(
@@ -63,41 +58,48 @@ def fit(
     loader: Iterable[Any],
     target_batch: int | None = None,
     *,
+    # The loss and the batch.
     loss: Loss | Sequence[Loss] | None = None,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | str | None = None,
+    loss_reduction: Literal["mean", "sum"] | None = None,
+    loss_scope: Literal["micro_batch", "window"] = "micro_batch",
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    split: Split | None = None,
+    target_tokens: int | None = None,
+    batchnorm: Literal["keep", "rescale"] = "keep",
+    # The update.
+    optimizer: torch.optim.Optimizer
+    | Sequence[torch.optim.Optimizer]
+    | MakesOptimizer
+    | Literal["adamw", "sgd"]
+    | None = None,
     scheduler: Any = None,
-    scheduler_interval: str = "step",
+    scheduler_interval: Literal["step", "epoch"] = "step",
+    lr_scaling: Literal["linear", "sqrt"] | None = None,
+    base_batch: int | None = None,
+    clip_grad_norm: float | None = None,
+    # The loop.
     epochs: int | None = None,
     max_steps: int | None = None,
-    device: str | torch.device | MemoryBackend | None = None,
-    precision: str = "auto",
-    micro_batch: int | str = "auto",
-    cache: bool = True,
-    memory_limit: float | str | None = None,
-    memory: str | Sequence[str] | None = None,
-    clip_grad_norm: float | None = None,
     drop_last: bool = False,
-    lr_scaling: str | None = None,
-    base_batch: int | None = None,
     val_loader: Iterable[Any] | None = None,
     val_every: int | None = None,
     metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None = None,
-    forward: Callable[[nn.Module, Any], Any] | None = None,
-    loss_reduction: str | None = None,
-    loss_scope: str = "micro_batch",
-    batchnorm: str = "keep",
-    split: Split | None = None,
     callbacks: Sequence[Callback] = (),
-    progress: bool | str | Callback = "auto",
-    seed: int | None = None,
+    progress: bool | Literal["auto", "bar", "lines"] | Callback = "auto",
+    on_nan: Literal["warn", "stop"] = "warn",
+    # The device.
+    device: str | torch.device | MemoryBackend | None = None,
+    precision: Literal["auto", "fp32", "no", "bf16", "bf16-mixed", "fp16", "16-mixed"] = "auto",
+    micro_batch: int | Literal["auto"] = "auto",
+    memory_limit: float | str | None = None,
+    memory: str | Sequence[str] | None = None,
+    # Long runs, ranks, diagnosis.
     checkpoint: str | PathLike[str] | None = None,
     checkpoint_every: int | str | None = EVERY,
-    resume: bool | str = "auto",
-    oom_report: str | PathLike[str] | None = None,
+    resume: bool | Literal["auto"] = "auto",
     shard: bool = False,
-    on_nan: str = "warn",
     noise_scale: bool | int = False,
-    target_tokens: int | None = None,
+    oom_report: str | PathLike[str] | None = None,
 ) -> FitResult:
     """Train a model with updates of `target_batch` samples, regardless of how many fit on the device at once.
 
@@ -118,24 +120,58 @@ def fit(
             integer targets and mean squared error for floating-point ones. In a mapping, including one that the model
             returns, the entry "loss" is the total and the others are only reported; without that entry, those with a
             gradient are summed and detached ones are only reported (docs/recipes.md).
+        loss_reduction: "mean" (over the samples, not over tokens) or "sum": the reduction of the loss, taken at its
+            word. None: read it from the loss's graph (docs/guarantees.md).
+        loss_scope: "micro_batch": compute the loss of each micro-batch and weight it; "window": compute it once, from
+            the model's outputs for the whole window, for any loss that is a deterministic function of per-sample
+            outputs and no mean over them, such as one that compares samples with each other (docs/contrastive.md).
+        forward: A callable of (model, batch) that returns the outputs and replaces the conventions for batches.
+        split: How batches are counted, cut and joined if their samples do not run along the first dimension of every
+            tensor: an object with `count`, `cut` and `join` (`autoaccum.Split`), such as `autoaccum.Along(1)` for
+            time-first tensors or `autoaccum.ListOfSamples(collate)` for detection, graphs and flattened sequences
+            (docs/batches.md).
+        target_tokens: Number of tokens per optimizer update, over all ranks, in place of `target_batch`: an update is
+            made from as many whole samples as come nearest to it. Those of a sample are its labels that are not -100,
+            else what its `attention_mask` keeps, else the elements of its largest tensor (docs/tokens.md).
+        batchnorm: "keep": BatchNorm updates its running statistics with every micro-batch, with the layer's own
+            momentum; "rescale": over a window, they move as far as with one batch (docs/batchnorm.md).
         optimizer: An optimizer over the model's parameters, or a function of them that returns one. Several, in a list,
-            if each has its own parameters (docs/recipes.md). None or "adamw": AdamW(lr=1e-3).
+            if each has its own parameters (docs/recipes.md). None or "adamw": AdamW(lr=1e-3);
+            "sgd": SGD(lr=0.01, momentum=0.9).
         scheduler: A learning-rate scheduler for the optimizer in use, or a function of the optimizer that returns one.
             ReduceLROnPlateau steps on the loss of each evaluation.
         scheduler_interval: "step": step the scheduler after every update; "epoch": after every epoch.
+        lr_scaling: "linear" or "sqrt": multiply the learning rates once, by `target_batch / base_batch` or its root.
+        base_batch: The batch size that the learning rates were chosen for.
+        clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer. float("inf")
+            only measures that norm, for `StepReport.grad_norm`.
         epochs: Number of passes over the loader. None: 1, or as many as `max_steps` takes.
         max_steps: Number of windows after which training stops.
+        drop_last: Whether to leave out a shorter last window of an epoch, in place of an update made from it.
+        val_loader: Data to evaluate on after each epoch. To detect errors early, a few samples are also evaluated
+            before the first update, which leaves parameters, buffers and random state as they are.
+        val_every: Number of windows between evaluations, which then take the place of those after each epoch; the end
+            of the training is evaluated in any case. None: evaluate after each epoch.
+        metrics: Metrics for the evaluation: callables of (outputs, targets), averaged over samples, or torchmetrics
+            objects.
+        callbacks: Callbacks to notify of plans, steps, evaluations and checkpoints.
+        progress: "auto": a bar on a terminal, lines elsewhere; "bar"; "lines"; or False for no output, which also
+            silences notices of what `fit` chose. Printed on stderr.
+        on_nan: What to do when a window's loss or gradient norm is NaN or infinite. "warn": print a warning on stderr
+            once, even with progress=False; "stop": raise NotFiniteError on all ranks. No checkpoint of non-finite
+            parameters is written, and the last finite one is kept.
         device: A device, its name, or a memory backend that stands for one. None: the model's device if that is an
             accelerator, else the available accelerator, else the CPU.
-        precision: "fp32", or "bf16" or "fp16" with autocast and, for fp16, a gradient scaler. "auto": on CUDA, bf16 or
+        precision: "fp32" (or "no"); "bf16" (or "bf16-mixed") and "fp16" (or "16-mixed") with autocast and, for
+            fp16, a gradient scaler. "auto": on CUDA, bf16 or
             fp16, whichever the card supports well; fp32 elsewhere.
         micro_batch: Maximum number of samples at once, or "auto" to find it in the first windows of the training, whose
             micro-batches start small and grow; with loss_scope="window" by trials before it. The environment variable
             AUTOACCUM_MAX_MICRO_BATCH, which `autoaccum run` sets, bounds both. With a number, two runs cut alike,
             regardless of memory and timing; with "auto", a long training also times halves and quarters of what fits,
             and keeps what is fastest. Windows of compiled models are cut into equal sizes.
-        cache: Whether to keep the micro-batch for the next run of the same job, which confirms it with a single
-            micro-batch. The cache is in the user's cache directory, or in AUTOACCUM_CACHE_DIR.
+            What was found is remembered for the next run of the same job, which confirms it with a single micro-batch:
+            in the user's cache directory, or in AUTOACCUM_CACHE_DIR; an empty AUTOACCUM_CACHE_DIR remembers nothing.
         memory_limit: Bytes, a string such as "12GiB", or a fraction of the device's total memory. On the host, it
             limits what the process takes beyond what it holds at the call. None: all free memory.
         memory: What saves memory, for time (docs/memory.md). "chunked_loss": the cross entropy of a Transformers model
@@ -144,33 +180,6 @@ def fit(
             "checkpoint:NAME" of those of a name or a class. "offload": activations are kept in host memory. Several in
             a list. "auto": one after the other wherever not even one sample fits, else nothing. Gradients stay the
             same, those of a loss in chunks up to rounding.
-        clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer. float("inf")
-            only measures that norm, for `StepReport.grad_norm`.
-        drop_last: Whether to leave out a shorter last window of an epoch, in place of an update made from it.
-        lr_scaling: "linear" or "sqrt": multiply the learning rates once, by `target_batch / base_batch` or its root.
-        base_batch: The batch size that the learning rates were chosen for.
-        val_loader: Data to evaluate on after each epoch. To detect errors early, a few samples are also evaluated
-            before the first update, which leaves parameters, buffers and random state as they are.
-        val_every: Number of windows between evaluations, which then take the place of those after each epoch; the end
-            of the training is evaluated in any case. None: evaluate after each epoch.
-        metrics: Metrics for the evaluation: callables of (outputs, targets), averaged over samples, or torchmetrics
-            objects.
-        forward: A callable of (model, batch) that returns the outputs and replaces the conventions for batches.
-        loss_reduction: "mean" (over the samples, not over tokens) or "sum": the reduction of the loss, taken at its
-            word. None: read it from the loss's graph (docs/guarantees.md).
-        loss_scope: "micro_batch": compute the loss of each micro-batch and weight it; "window": compute it once, from
-            the model's outputs for the whole window, for any loss that is a deterministic function of per-sample
-            outputs and no mean over them, such as one that compares samples with each other (docs/contrastive.md).
-        batchnorm: "keep": BatchNorm updates its running statistics with every micro-batch, with the layer's own
-            momentum; "rescale": over a window, they move as far as with one batch (docs/batchnorm.md).
-        split: How batches are counted, cut and joined if their samples do not run along the first dimension of every
-            tensor: an object with `count`, `cut` and `join` (`autoaccum.Split`), such as `autoaccum.Along(1)` for
-            time-first tensors or `autoaccum.ListOfSamples(collate)` for detection, graphs and flattened sequences
-            (docs/batches.md).
-        callbacks: Callbacks to notify of plans, steps, evaluations and checkpoints.
-        progress: "auto": a bar on a terminal, lines elsewhere; "bar"; "lines"; or False for no output, which also
-            silences notices of what `fit` chose. Printed on stderr.
-        seed: Seed for the random generators of torch, Python and NumPy. Rank r uses `seed + r`.
         checkpoint: A folder for the checkpoints of this run and no other. `fit` writes one at the end, on SIGTERM
             (which then takes effect), on SIGUSR1, when an error ends the call early, every `checkpoint_every`, and
             after an evaluation with the lowest loss so far. The newest two and that with the lowest loss are kept.
@@ -179,20 +188,14 @@ def fit(
         resume: "auto": resume from the folder's newest checkpoint, or start from the beginning if there is none. True:
             require one. False: start from the beginning; those in the folder move to a folder `earlier-N` in it when
             the first new one is written.
-        oom_report: A folder. When memory first runs out, a text with the largest tensors, and on CUDA a snapshot for
-            PyTorch's memory viewer, is written there (docs/oom-report.md).
         shard: Under torchrun, whether every rank's loaders give all samples, so that each rank takes its part of every
             window and of the validation data. False: each rank's loaders give only its own samples
             (DistributedSampler); see docs/ranks.md.
-        on_nan: What to do when a window's loss or gradient norm is NaN or infinite. "warn": print a warning on stderr
-            once, even with progress=False; "stop": raise NotFiniteError on all ranks. No checkpoint of non-finite
-            parameters is written, and the last finite one is kept.
         noise_scale: Whether to measure the gradient noise scale, which says whether a larger batch would pay, from two
             norms of every 50th window; a number measures every so many windows. A window that is measured takes
             its samples in random order, and is cut in two if it fits at once (docs/batch-size.md).
-        target_tokens: Number of tokens per optimizer update, over all ranks, in place of `target_batch`: an update is
-            made from as many whole samples as come nearest to it. Those of a sample are its labels that are not -100,
-            else what its `attention_mask` keeps, else the elements of its largest tensor (docs/tokens.md).
+        oom_report: A folder. When memory first runs out, a text with the largest tensors, and on CUDA a snapshot for
+            PyTorch's memory viewer, is written there (docs/oom-report.md).
 
     Returns:
         A summary of the run. The model itself is trained in place. An exception that ends the call early, such as
@@ -228,7 +231,6 @@ def fit(
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
     _check_data(loader, val_loader, split, val_every, metrics, epochs)
     folders = [check_saving(checkpoint, checkpoint_every, resume), options.report_folder]
-    check_seed(seed)
     check_bool("shard", shard)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module  # DDP's own first forward pass would wait for all ranks
@@ -240,8 +242,6 @@ def fit(
     shown = OtherRank(rank, silent=progress is False) if rank else progress_for(progress, backend, limit_bytes, counts)
     savings = options.savings(backend)
     with Untouched(backend.device, folders, (loader, val_loader)) as untouched, joined(backend) as ranks:
-        if seed is not None:
-            _seed(seed + rank)
         step = assemble(model, options, memory=backend, notices=notices, is_one_of_several=ranks is not None)
         untouched.keep_rates(step.optimizer, scheduler)
         saver = saver_for(checkpoint, checkpoint_every, resume)
@@ -297,7 +297,7 @@ def fit(
             finding=Finding(
                 step,
                 world.target_batch,
-                cache=PlanCache(notices) if cache else None,
+                cache=PlanCache(notices),
                 limit_bytes=limit_bytes,
                 cap=cap,
                 grows_from=grows_from,
@@ -410,23 +410,6 @@ def _check_val_every(val_every: int | None, loader: Any, val_loader: Any) -> Non
             f"val_every={val_every} evaluates in the middle of an epoch, and val_loader= is the loader that the "
             "training is reading then; pass a second one over the same data"
         )
-
-
-def check_seed(seed: int | None) -> None:
-    """Check the argument `seed`.
-
-    Raises:
-        InvalidInputError: It is not an integer that torch's generators accept.
-    """
-    if seed is not None and (type(seed) is not int or not _SEEDS[0] <= seed <= _SEEDS[1]):
-        raise InvalidInputError(f"seed={shown(seed)} must be a whole number from {_SEEDS[0]} to {_SEEDS[1]}")
-
-
-def _seed(seed: int) -> None:
-    seed = seed if seed <= _SEEDS[1] else seed - 2**64  # adding the rank may exceed the maximum
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - the user's global generator
 
 
 def _steps_per_epoch(loader: Iterable[Any], target_batch: int, drop_last: bool) -> int | None:

@@ -73,7 +73,7 @@ def _two_ranks(folder: Path, seed: int, kills: int) -> Row:
 
 def _failure_of(arguments: list[str]) -> str:
     """Run a script of this or the tests' folder; return its error, or ""."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "AUTOACCUM_RANK_TIMEOUT_S": "20"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "AUTOACCUM_RANK_TIMEOUT_S": "20", "AUTOACCUM_CACHE_DIR": ""}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), str(TESTS)])
     ran = subprocess.run(  # noqa: S603 - fixed
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
@@ -126,7 +126,6 @@ def live(folder: Path, rank: int, meeting: Path) -> None:
         max_steps=WINDOWS,
         shard=True,
         device="cpu",
-        cache=False,
         progress=False,
         checkpoint=folder / "checkpoints",
         checkpoint_every=1,

@@ -46,6 +46,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import autoaccum
 
 
+torch.manual_seed(3)
 chance = torch.Generator().manual_seed(1)
 data = TensorDataset(torch.randn(50, 6, generator=chance), torch.randint(3, (50,), generator=chance))
 model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
@@ -67,7 +68,6 @@ autoaccum.fit(
     max_steps=WINDOWS,
     micro_batch=6,
     device="cpu",
-    seed=3,
 )
 """
 

@@ -130,7 +130,7 @@ def test_rates_stay_as_the_update_was_made_with_where_its_scheduler_fails_in_the
 
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"device": "cpu", "progress": False, "cache": False, "lr_scaling": "linear", "base_batch": 2}
+    settings = {"device": "cpu", "progress": False, "lr_scaling": "linear", "base_batch": 2}
 
     with pytest.raises(UpdateCompleteError, match="update 1 is made"):
         autoaccum.fit(
@@ -204,7 +204,7 @@ def test_callback_that_fails_after_the_update_makes_no_other_one(error, expected
     with pytest.raises(expected) as caught:
         autoaccum.fit(
             model, batches_of(labelled(32), 8, 8, 8, 8), 8, optimizer=optimizer, device="cpu", callbacks=[Planned()],
-            memory="auto", progress=False, cache=False,
+            memory="auto", progress=False,
         )  # fmt: skip
 
     told = [str(caught.value), *getattr(caught.value, "__notes__", ())]
@@ -242,7 +242,7 @@ REAL = """
         autoaccum.fit(
             model, torch.utils.data.DataLoader(data, batch_size=8), 8, loss=nn.CrossEntropyLoss(), device="cpu",
             optimizer=optimizer, scheduler=scheduler, memory_limit="40MiB", micro_batch=4, callbacks=[Seen()],
-            checkpoint=sys.argv[1], checkpoint_every=1, progress=False, cache=False, epochs=1,
+            checkpoint=sys.argv[1], checkpoint_every=1, progress=False, epochs=1,
         )
     except Exception as error:
         cause = error.__cause__
