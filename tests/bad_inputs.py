@@ -563,7 +563,7 @@ CALLS = {
             "max_micro_batch": whole(),
             "trials": lambda value: value in ([], ()) or (isinstance(value, dict | set | str | bytes) and not value),
         },
-        {"trials": [lambda _: [autoaccum.Trial("4", fits=True, peak_bytes=1, elapsed_s=1.0)], lambda _: [3]]},
+        {"trials": [lambda _: [autoaccum.records.Trial("4", fits=True, peak_bytes=1, elapsed_s=1.0)], lambda _: [3]]},
         [lambda _: {"target_batch": 2**50, "max_micro_batch": 1}],
     ),
     "windows": Call(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autoaccum._arguments import check_bool, check_positive_int
+from autoaccum._callbacks import EarlyStopping
 from autoaccum._data.loaders import can_be_read_once, check_loader
 from autoaccum._data.regrouping import check_target
 from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
@@ -229,7 +230,7 @@ def fit(
     optimizers.scaling_factor(lr_scaling, target, base_batch)
     epochs, max_steps = _check_length(epochs, max_steps)
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
-    _check_data(loader, val_loader, split, val_every, metrics, epochs)
+    _check_data(loader, val_loader, split, val_every, metrics, epochs, callbacks)
     folders = [check_saving(checkpoint, checkpoint_every, resume), options.report_folder]
     check_bool("shard", shard)
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -290,7 +291,11 @@ def fit(
                 drop_last,
                 epochs,
                 max_steps,
-                None if in_tokens else _steps_per_epoch(loader, target if shard else world.target_batch, drop_last),
+                None
+                if in_tokens
+                else _steps_per_epoch(
+                    loader, target if shard else world.target_batch, drop_last=drop_last, notices=notices
+                ),
                 counts,
             ),
             Schedule(scheduler, scheduler_interval, step.optimizer, is_evaluated=val_loader is not None),
@@ -376,12 +381,20 @@ def _check_length(epochs: int | None, max_steps: int | None) -> tuple[int | None
 
 
 def _check_data(
-    loader: Any, val_loader: Any, split: Split | None, val_every: int | None, metrics: Any, epochs: int | None
+    loader: Any,
+    val_loader: Any,
+    split: Split | None,
+    val_every: int | None,
+    metrics: Any,
+    epochs: int | None,
+    callbacks: Sequence[Callback],
 ) -> None:
     check_loader("loader", loader, split)
     check_metrics(metrics)
     _check_val_every(val_every, loader, val_loader)
     if val_loader is None:
+        if any(isinstance(callback, EarlyStopping) for callback in callbacks):
+            raise InvalidInputError("EarlyStopping waits for evaluations, and there are none; pass val_loader= too")
         if metrics is not None:
             raise InvalidInputError("metrics= require a val_loader= to evaluate, and there is none; pass both")
         return
@@ -412,16 +425,24 @@ def _check_val_every(val_every: int | None, loader: Any, val_loader: Any) -> Non
         )
 
 
-def _steps_per_epoch(loader: Iterable[Any], target_batch: int, drop_last: bool) -> int | None:
-    """Return the number of windows per epoch, or None if the loader does not tell it beforehand."""
-    if not isinstance(loader, torch.utils.data.DataLoader):
+def _samples_per_epoch(loader: Iterable[Any]) -> int | None:
+    """Return the number of samples per epoch; None if the loader does not tell it beforehand."""
+    if not isinstance(loader, torch.utils.data.DataLoader) or loader.batch_size is None:
         return None
     try:
-        samples = len(loader.sampler) if loader.batch_size is not None else None  # type: ignore[arg-type]
-        if samples is not None and loader.drop_last:
-            samples = len(loader) * int(loader.batch_size or 1)
+        return len(loader) * loader.batch_size if loader.drop_last else len(loader.sampler)  # type: ignore[arg-type]
     except TypeError:  # an iterable dataset without a length
         return None
+
+
+def _steps_per_epoch(loader: Iterable[Any], target_batch: int, *, drop_last: bool, notices: Notices) -> int | None:
+    """Return the number of windows per epoch, which is reported if there is only one; None if it is not known."""
+    samples = _samples_per_epoch(loader)
     if samples is None:
         return None
+    if samples < target_batch and not drop_last:
+        notices.say(
+            f"an epoch of {samples} samples is less than the target of {target_batch}: 1 update per epoch of {samples} "
+            "samples"
+        )
     return samples // target_batch if drop_last else math.ceil(samples / target_batch)

@@ -62,7 +62,7 @@ class Interrupts:
         self._world = world
         self._notices = notices
         self._watch = signals.Watch()
-        self._damaged_at: int | None = None
+        self._has_gone_back = False
 
     def watching(self) -> AbstractContextManager[object]:
         """Return a context that handles signals; a signal that ends the process takes effect when the context ends."""
@@ -242,16 +242,16 @@ class Interrupts:
         if self._checkpoints is None:
             damage.add_note("autoaccum: with checkpoint=FOLDER, fit goes back to its last checkpoint by itself")
             return False
-        newest, done = self._checkpoints.saver.newest, self._progress.moment.windows
+        newest = self._checkpoints.saver.newest
         if newest is None:
             damage.add_note(
                 "autoaccum: there is no checkpoint to go back to yet; checkpoint_every=1 writes one earlier"
             )
             return False
-        if self._damaged_at is not None and done <= self._damaged_at:
-            damage.add_note(f"autoaccum: it happened again at the same step; the last checkpoint is {newest}")
+        if self._has_gone_back:
+            damage.add_note(f"autoaccum: it happened a second time; the last checkpoint is {newest}")
             return False
-        self._damaged_at = done
+        self._has_gone_back = True
         return True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 # Unread losses stay on the device. Reading them at this interval, in windows, takes a single wait.
 _READ_EVERY = 256
+# Reports that are kept for `FitResult.history`; each takes some 600 bytes.
+_HISTORY = 10_000
 _NOT_SHUFFLED = (
     "the loader does not shuffle; where its samples are sorted, those of a window are more alike than those of the "
     "data, and the noise scale that is measured is too small; pass shuffle=True"
@@ -142,7 +145,8 @@ class Training:
                 is_between_windows=val_every is not None,
                 is_kept=saver is not None,
             )
-        self._history: list[StepReport] = []
+        self._history: deque[StepReport] = deque(maxlen=_HISTORY)
+        self._unread: list[StepReport] = []
         self._evaluations: list[tuple[int, int, Evaluation]] = []  # with their epochs and steps
         self._resumed_from: int | None = None
         # Seconds of this call, also of windows that were trained again.
@@ -396,9 +400,11 @@ class Training:
 
     def _note(self, report: StepReport) -> None:
         self._history.append(report)
-        if len(self._history) % _READ_EVERY == 0:
-            for earlier in self._history[-_READ_EVERY:]:
+        self._unread.append(report)
+        if len(self._unread) == _READ_EVERY:
+            for earlier in self._unread:
                 _ = earlier.loss, earlier.grad_norm
+            self._unread.clear()
         for callback in self._callbacks:
             callback.on_step(report, epoch=self._progress.moment.position.epoch)
 
@@ -452,7 +458,8 @@ class Training:
     def _went_back(self) -> None:
         """Discard reports on windows that will be trained again, and continue with the present cut."""
         moment = self._progress.moment
-        self._history = [report for report in self._history if report.step <= moment.windows]
+        while self._history and self._history[-1].step > moment.windows:
+            self._history.pop()
         self._evaluations = [
             (epoch, step, evaluation)
             for epoch, step, evaluation in self._evaluations

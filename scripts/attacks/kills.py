@@ -104,7 +104,7 @@ def live(folder: Path, rank: int, meeting: Path) -> None:
     log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     class Log(autoaccum.Callback):
-        def on_step(self, report: autoaccum.StepReport, *, epoch: int) -> None:  # noqa: ARG002 - the protocol's
+        def on_step(self, report: autoaccum.records.StepReport, *, epoch: int) -> None:  # noqa: ARG002 - the protocol's
             os.write(log, b"%d\n" % report.step)
 
     chance = torch.Generator().manual_seed(7)
