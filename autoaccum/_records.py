@@ -352,6 +352,7 @@ class FitResult:
         time_spent: What the call did besides computing its updates once.
         memory: What saved memory in the last window, as the argument `memory` names it; empty for nothing.
         warnings: What was said of gradients that may differ from those of whole windows (`LossWarning`).
+        skipped_samples: Number of samples of this call that did not fit even alone (on_too_large="skip").
     """
 
     steps: int
@@ -370,6 +371,7 @@ class FitResult:
     time_spent: TimeSpent = TimeSpent()
     memory: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    skipped_samples: int = 0
 
     def __str__(self) -> str:
         """Return a summary of about a dozen lines."""
@@ -385,6 +387,8 @@ class FitResult:
             lines.append(f"last of {len(self.evaluations)} evaluations: {values} ({last.samples:,} samples)")
         lines.append(f"micro-batches: {self.plan.accum_steps} of at most {self.plan.micro_batch} samples")
         lines.append(f"ran out of memory: {self.oom_events} times")
+        if self.skipped_samples:
+            lines.append(f"samples left out, since they do not fit alone: {self.skipped_samples:,}")
         if self.memory:
             lines.append(f"memory saved by: {', '.join(self.memory)}")
         if self.noise_scale is not None:

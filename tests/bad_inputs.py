@@ -388,6 +388,7 @@ FIT = STEP | {
     "batchnorm": choice("keep", "rescale"),
     "split": or_none(nothing),
     "on_nan": choice("warn", "stop"),
+    "on_too_large": choice("raise", "skip"),
     "noise_scale": lambda value: is_bool(value) or whole()(value),
     "memory": or_none(lambda value: value in ([], ())),
     "callbacks": lambda value: value in ([], ()),

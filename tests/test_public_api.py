@@ -48,6 +48,7 @@ SIGNATURES = {
             "micro_batch": "auto",
             "memory_limit": None,
             "memory": None,
+            "on_too_large": "raise",
             # long runs, ranks, diagnosis
             "checkpoint": None,
             "checkpoint_every": "10min",

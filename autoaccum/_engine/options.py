@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 LOSS_SCOPES = ("micro_batch", "window")
 BATCHNORM_MODES = ("keep", "rescale")
 ON_NAN = ("warn", "stop")
+ON_TOO_LARGE = ("raise", "skip")
 # Before the device is known, a limit and names are read as on one that is larger than any.
 _ANY_DEVICE_BYTES = 2**60
 _NOISE_EVERY = 50  # windows, with noise_scale=True
@@ -70,6 +71,7 @@ class Options:
     cache: bool = True
     memory_limit: float | str | None = None
     memory: str | Sequence[str] | None = None
+    on_too_large: str = "raise"
     oom_report: str | PathLike[str] | None = None
     callbacks: Sequence[Callback] = ()
     notices: Notices | None = None
@@ -99,6 +101,12 @@ class Options:
         check_choice("loss_scope", self.loss_scope, LOSS_SCOPES)
         check_choice("batchnorm", self.batchnorm, BATCHNORM_MODES)
         check_choice("on_nan", self.on_nan, ON_NAN)
+        check_choice("on_too_large", self.on_too_large, ON_TOO_LARGE)
+        if self.on_too_large == "skip" and self.loss_scope == "window":
+            raise InvalidInputError(
+                "on_too_large='skip' leaves samples out of a window, and loss_scope='window' is for losses over all of "
+                "them; use one of the two"
+            )
         check_choice("precision", self.precision, (*PRECISIONS, *ALIASES))
         object.__setattr__(self, "precision", ALIASES.get(self.precision, self.precision))
         check_loss_reduction(self.loss_reduction)

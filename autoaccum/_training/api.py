@@ -94,6 +94,7 @@ def fit(
     micro_batch: int | Literal["auto"] = "auto",
     memory_limit: float | str | None = None,
     memory: str | Sequence[str] | None = None,
+    on_too_large: Literal["raise", "skip"] = "raise",
     # Long runs, ranks, diagnosis.
     checkpoint: str | PathLike[str] | None = None,
     checkpoint_every: int | str | None = EVERY,
@@ -181,6 +182,9 @@ def fit(
             "checkpoint:NAME" of those of a name or a class. "offload": activations are kept in host memory. Several in
             a list. "auto": one after the other wherever not even one sample fits, else nothing. Gradients stay the
             same, those of a loss in chunks up to rounding.
+        on_too_large: What to do with a sample that does not fit even alone. "raise": raise DoesNotFitError. "skip":
+            leave it out of its window, whose mean then runs over the rest, say which it is, and count it in the result;
+            a window with nothing left makes no update. Not on several ranks, nor with loss_scope="window".
         checkpoint: A folder for the checkpoints of this run and no other. `fit` writes one at the end, on SIGTERM
             (which then takes effect), on SIGUSR1, when an error ends the call early, every `checkpoint_every`, and
             after an evaluation with the lowest loss so far. The newest two and that with the lowest loss are kept.
@@ -269,6 +273,11 @@ def fit(
                 "checkpoint": saver is not None,
                 "val_loader": val_loader is not None,
             }
+            if on_too_large == "skip":
+                raise InvalidInputError(
+                    f"on_too_large='skip' is for one process, and there are {ranks.size} ranks; leave the samples out "
+                    "of the dataset"
+                )
             asked = {
                 f"memory={memory!r}": bool(savings),
                 f"noise_scale={noise_scale!r}": bool(noise_scale),

@@ -263,6 +263,7 @@ class Training:
             noise_scale=None if self._noise is None else self._noise.samples,
             memory=self._lifecycle.memory,
             warnings=tuple(self._step.objective.weights.warnings),
+            skipped_samples=self._lifecycle.skipped_samples,
             time_spent=TimeSpent(
                 self._search_s,
                 self._recomputation_s,
@@ -379,9 +380,10 @@ class Training:
         """Make the update of a window and do what follows it; return False if the window is left out."""
         part = self._progress.part_to_make(window)
         is_trial = self._lifecycle.current.sizing.is_learning
+        skipped = self._lifecycle.skipped_samples
         report = None if part is None else self._lifecycle.step(part)
         if report is None:
-            return False
+            return skipped < self._lifecycle.skipped_samples  # of which nothing was left, so that there is no update
         again = report.recomputed_samples / (report.samples + report.recomputed_samples)
         if is_trial:
             self._search_s += report.elapsed_s
