@@ -11,18 +11,8 @@ import importlib
 import random
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._records import (
-    BackwardReport,
-    Evaluation,
-    FitResult,
-    MemoryEvent,
-    MemoryReading,
-    Plan,
-    ProbeResult,
-    StepReport,
-    TimeSpent,
-    Trial,
-)
+from autoaccum import records as records
+from autoaccum._records import Plan
 from autoaccum.errors import (
     AutoaccumError,
     CheckpointError,
@@ -41,7 +31,7 @@ from autoaccum.errors import (
 )
 
 if TYPE_CHECKING:
-    from autoaccum._callbacks import Callback, StopTraining
+    from autoaccum._callbacks import Callback, EarlyStopping, StopTraining
     from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
     from autoaccum._data.regrouping import windows
@@ -53,7 +43,6 @@ if TYPE_CHECKING:
     from autoaccum._launch.job import Job
     from autoaccum._memory.simulated import Simulated
     from autoaccum._oom import is_oom
-    from autoaccum._report import Report
     from autoaccum._report.api import preflight
     from autoaccum._sizing.planner import plan
     from autoaccum._system.own_distribution import __version__ as __version__
@@ -63,6 +52,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Callback": "_callbacks",
+    "EarlyStopping": "_callbacks",
     "StopTraining": "_callbacks",
     "Window": "_data.batches",
     "Split": "_data.pieces",
@@ -76,7 +66,6 @@ _HOMES = {
     "Job": "_launch.job",
     "Simulated": "_memory.simulated",
     "is_oom": "_oom",
-    "Report": "_report",
     "preflight": "_report.api",
     "plan": "_sizing.planner",
     "__version__": "_system.own_distribution",
@@ -90,7 +79,6 @@ __all__ = [
     "Accumulator",
     "Along",
     "AutoaccumError",
-    "BackwardReport",
     "Callback",
     "CheckpointError",
     "CheckpointInUseError",
@@ -98,31 +86,23 @@ __all__ = [
     "DeviceLostError",
     "DeviceMissingError",
     "DoesNotFitError",
-    "Evaluation",
-    "FitResult",
+    "EarlyStopping",
     "InvalidInputError",
     "JSONLinesLog",
     "Job",
     "ListOfSamples",
     "LossWarning",
-    "MemoryEvent",
-    "MemoryReading",
     "NotFiniteError",
     "Plan",
-    "ProbeResult",
     "RankFailedError",
-    "Report",
     "Runner",
     "SavingRefusedError",
     "Simulated",
     "Split",
     "StartAgainError",
     "StateDamagedError",
-    "StepReport",
     "StopTraining",
     "TensorBoardLog",
-    "TimeSpent",
-    "Trial",
     "UpdateCompleteError",
     "Window",
     "find_micro_batch",

@@ -1,14 +1,11 @@
 """Saves sharded tensors in a folder that every rank writes its part of (torch.distributed.checkpoint).
 
-Any number of ranks can load them again, each its own part. The sizes and checksums of the files are recorded, since the
-library itself does not check them.
+Any number of ranks can load them again, each its own part. The library checks no checksums: whoever calls does.
 """
 
 from __future__ import annotations
 
 import itertools
-import re
-import zlib
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,17 +22,13 @@ if TYPE_CHECKING:
 
     from autoaccum._distributed.process_group import Ranks
 
-# Size and checksum (CRC-32) of each file, by name.
-Files = dict[str, tuple[int, int]]
-_READ_BYTES = 1 << 22
 _METADATA = ".metadata"
-_NAME = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 # Stands in for a tensor that is in the folder, with its type.
 _SPREAD = "autoaccum.spread"
 
 
-def write(ranks: Ranks, tensors: Mapping[str, Tensor], folder: Path) -> Files:
-    """Write tensors, together with all ranks; return the size and checksum of each file.
+def write(ranks: Ranks, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
+    """Write tensors, together with all ranks; return the names of this rank's files.
 
     Raises:
         Exception: Any rank's failure to write. Raised on every rank.
@@ -49,8 +42,7 @@ def write(ranks: Ranks, tensors: Mapping[str, Tensor], folder: Path) -> Files:
             dict(tensors), checkpoint_id=folder, process_group=ranks.hosts
         )
     own = [*folder.glob(f"__{ranks.rank}_*"), *([folder / _METADATA] if ranks.rank == 0 else [])]
-    said = ranks.exchange("shards", {path.name: (path.stat().st_size, _sum(path)) for path in own})
-    return {name: file for files in said for name, file in files.items()}
+    return [path.name for path in own]
 
 
 def read(ranks: Ranks, tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -75,45 +67,6 @@ def _failures_told() -> Iterator[None]:
     except CheckpointException as error:
         who = "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in sorted(error.failures.items()))
         raise RuntimeError(who) from error
-
-
-def are_files(value: Any) -> bool:
-    """Whether a value read from a checkpoint is `Files` whose names stay within their folder."""
-    return isinstance(value, dict) and all(
-        isinstance(name, str)
-        and _NAME.fullmatch(name) is not None
-        and isinstance(file, list | tuple)
-        and len(file) == 2  # noqa: PLR2004 - a pair
-        and all(type(number) is int and number >= 0 for number in file)
-        for name, file in value.items()
-    )
-
-
-def damage(folder: Path, files: Files) -> str | None:
-    """Return what is wrong with a folder according to the sizes of its files; None if nothing is."""
-    for name, (size, _) in files.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{folder.name}/{name} is missing"
-        if path.stat().st_size != size:
-            return f"{folder.name}/{name} has {path.stat().st_size} bytes in place of {size}"
-    return None
-
-
-def damage_of_part(ranks: Ranks, folder: Path, files: Files) -> str | None:
-    """Return what is wrong with this rank's share of a folder's files, according to their checksums."""
-    for number, (name, (_, checksum)) in enumerate(sorted(files.items())):
-        if number % ranks.size == ranks.rank and _sum(folder / name) != checksum:
-            return f"wrong checksum of {folder.name}/{name}"
-    return None
-
-
-def _sum(path: Path) -> int:
-    found = 0
-    with path.open("rb") as file:
-        while piece := file.read(_READ_BYTES):
-            found = zlib.crc32(piece, found)
-    return found
 
 
 # --- sharded tensors, by name -----------------------------------------------------------------------------------------

@@ -400,7 +400,10 @@ class Engine:
             self._refuse_to_try_for_ever(lack)
         elif not self._sizing.fail(lack.size, may_wait=self._events.windows > 0):
             sample = ONE_SAMPLE if lack.phase == Phase.ELSEWHERE else sample_of(self._window, self._sizing.start)
-            raise sample_does_not_fit(self._step, lack.message, sample=sample, phase=lack.phase)
+            refused = sample_does_not_fit(self._step, lack.message, sample=sample, phase=lack.phase)
+            if lack.phase != Phase.ELSEWHERE:
+                refused.where = self._window, self._sizing.start
+            raise refused
         self._room.follow(self._sizing.plan)
 
     def _damage(self) -> str:

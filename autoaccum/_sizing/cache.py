@@ -91,7 +91,7 @@ class PlanCache:
         """Say that a search begins with the result of an earlier one."""
         self._notices.say(
             f"plan cache: a micro-batch of {remembered.micro_batch} fitted in an earlier run of this job, so the "
-            "search begins there (cache=False: anew)",
+            "search begins there (with an empty AUTOACCUM_CACHE_DIR: anew)",
             key="plan cache found",
         )
 

@@ -165,9 +165,9 @@ class OneProcess:
 
     def write(self, saver: Saver, contents: Contents, moment: Moment, kept: Kept) -> Path:
         """Write a checkpoint of a moment and return its path."""
-        return saver.write(contents.take(moment, kept, None), moment)
+        return saver.write(contents.take(moment, kept), moment)
 
-    def read_shards(self, path: Path, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def read_shards(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         """Read this process's shards of the state in place; a single process has none."""
 
     def part_of(self, content: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:

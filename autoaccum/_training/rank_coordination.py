@@ -26,7 +26,7 @@ from autoaccum._distributed.loader import (
 )
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum._oom import first_line
-from autoaccum._training.checkpoint_files import SHARDS
+from autoaccum._training.checkpoint_files import SHARDS, Unfinished, manifest_of, sha256_of
 from autoaccum._training.one_process import OWN, WHOLE, WINDOWS, OneProcess, part_of
 from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
 
@@ -295,10 +295,9 @@ class SeveralRanks(OneProcess):
         while True:
             found = saver.find(notices, damage)
             self.check_that_all_found(found)
-            if found is None or found[1].get(SHARDS) is None:
+            if found is None or not found[1]["is_sharded"]:
                 return found
-            name, files = found[1][SHARDS]
-            said = self.ranks.exchange("shards", dcp.damage_of_part(self.ranks, found[0].parent / name, files))
+            said = self.ranks.exchange("shards", self._damage(found[0]))
             wrong = next((one for one in said if one is not None), None)
             if wrong is None:
                 return found
@@ -315,49 +314,61 @@ class SeveralRanks(OneProcess):
         """Write a checkpoint of a moment: rank 0 writes the file, and every rank its own shards."""
         own = {**contents.part(moment, kept), "loader": self._goes_through}
         parts = self.ranks.exchange_tensors("state", own)
-        files = self._write_shards(saver, moment, contents.spread()) if contents.is_sharded else None
-        path = saver.write(contents.take(moment, kept, parts, files), moment) if self.decides else None
+        made = self._write_shards(saver, moment, contents.spread()) if contents.is_sharded else None
+        path = saver.write(contents.take(moment, kept, parts), moment, made) if self.decides else None
         path = Path(self.ranks.exchange("written", None if path is None else str(path))[0])
         saver.took(path, moment)
-        if files is not None and self.decides:
-            saver.remove_others()
         return path
 
-    def _write_shards(self, saver: Saver, moment: Moment, tensors: Mapping[str, Tensor]) -> tuple[str, dcp.Files]:
-        """Write this rank's shards into a new folder; return the folder's name and its files.
+    def _write_shards(self, saver: Saver, moment: Moment, tensors: Mapping[str, Tensor]) -> Unfinished:
+        """Write this rank's shards into a new checkpoint; return that.
 
         Raises:
             CheckpointError: Some rank could not write.
         """
-        named = None
-        if self.ranks.rank == 0:
-            saver.remove_others()  # the remains of a failed checkpoint may be what fills the disk
-            named = saver.folder_for_shards(moment).name
-        folder = saver.folder / self.ranks.exchange("shards", named)[0]
+        made = saver.storage.begin(moment.windows) if self.ranks.rank == 0 else None
+        made = Unfinished(Path(self.ranks.exchange("shards", None if made is None else str(made.folder))[0]))
         try:
-            return folder.name, dcp.write(self.ranks, tensors, folder)
+            folder = made.folder / SHARDS
+            names = dcp.write(self.ranks, tensors, folder)
+            for said in self.ranks.exchange("shards", {name: sha256_of(folder / name) for name in names}):
+                made.sha256 |= {f"{SHARDS}/{name}": checksum for name, checksum in said.items()}
         except RankFailedError:
+            if self.decides:
+                made.discard()
             raise
         except Exception as error:
             saver.check_folder()
-            if not folder.is_dir():  # rank 0 knows the reason
+            if self.decides:
+                made.discard()
+            elif not made.folder.is_dir():  # rank 0 knows the reason
                 raise CheckpointError(
-                    f"the checkpoint {folder} could not be written because it was removed meanwhile; earlier "
+                    f"the checkpoint {made.folder} could not be written because it was removed meanwhile; earlier "
                     "checkpoints are unchanged; leave the folder alone during training (another process may have taken "
                     "it over)"
                 ) from error
             raise CheckpointError(
-                f"the checkpoint {folder} could not be written ({first_line(error)}); earlier checkpoints are "
+                f"the checkpoint {made.folder} could not be written ({first_line(error)}); earlier checkpoints are "
                 "unchanged; make room on that disk, or pass another folder as checkpoint="
             ) from error
+        return made
 
-    def read_shards(self, path: Path, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def _damage(self, path: Path) -> str | None:
+        """Return what is wrong with this rank's share of the files with shards, by their checksums."""
+        listed = sorted(manifest_of(path)["sha256"].items())
+        shards = [(name, checksum) for name, checksum in listed if name.startswith(SHARDS)]
+        for name, checksum in shards[self.ranks.rank :: self.ranks.size]:
+            if sha256_of(path / name) != checksum:
+                return f"wrong checksum of {name}"
+        return None
+
+    def read_shards(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         """Read this rank's shards in place.
 
         Raises:
             CheckpointError: Some rank could not read; the tensors are unusable.
         """
-        folder = path.parent / content[SHARDS][0]
+        folder = path / SHARDS
         try:
             dcp.read(self.ranks, tensors, folder)
         except Exception as error:

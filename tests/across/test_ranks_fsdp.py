@@ -8,6 +8,7 @@ import torch
 
 import autoaccum
 import rank_training
+from long_runs import checkpoints
 
 FAR = 1e-12
 
@@ -213,9 +214,9 @@ def test_other_number_of_ranks_goes_on_from_a_checkpoint(crew, tmp_path):
 
 @pytest.mark.parametrize("how", ["cut short", "another bit", "gone"])
 def test_checkpoint_whose_parts_are_damaged_is_passed_over_for_the_one_before(crew, tmp_path, how, undisturbed):
-    first = {**RUN, "epochs": None, "max_steps": 4, "checkpoint_steps": 2}
+    first = {**RUN, "epochs": None, "max_steps": 4, "checkpoint_every": 2}
     crew.run("sharded_training:train", size=2, checkpoint=tmp_path, **first)
-    newest = max(tmp_path.glob("*.shards"))
+    newest = max(tmp_path.glob("step-*")) / "shards"
     part = newest / "__1_0.distcp"
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1
@@ -228,10 +229,10 @@ def test_checkpoint_whose_parts_are_damaged_is_passed_over_for_the_one_before(cr
 
 
 def test_folder_keeps_the_parts_of_the_two_newest_checkpoints_alone(crew, tmp_path):
-    crew.run("sharded_training:train", size=2, checkpoint=tmp_path, checkpoint_steps=1, **RUN)
+    crew.run("sharded_training:train", size=2, checkpoint=tmp_path, checkpoint_every=1, **RUN)
 
-    assert sorted(path.name.split(".")[0] for path in tmp_path.glob("*.shards")) == ["step-00000007", "step-00000008"]
-    assert len(list(tmp_path.glob("*.pt"))) == 2
+    assert checkpoints(tmp_path) == ["step-00000007", "step-00000008"]
+    assert [path.parent.name for path in sorted(tmp_path.rglob("shards"))] == checkpoints(tmp_path)
 
 
 def test_rank_that_cannot_make_the_folder_of_a_checkpoint_keeps_nobody_waiting(crew, tmp_path):
@@ -242,14 +243,14 @@ def test_rank_that_cannot_make_the_folder_of_a_checkpoint_keeps_nobody_waiting(c
     assert "rank 1: CheckpointError" in str(found[0])
 
 
-def test_checkpoint_for_which_one_rank_has_no_room_is_told_and_attempts_leave_no_more_than_one_folder(crew, tmp_path):
+def test_checkpoint_for_which_one_rank_has_no_room_is_told_and_attempts_leave_nothing(crew, tmp_path):
     for _ in range(2):
         found = crew.answers("sharded_training:without_room", 1500, size=2, checkpoint=tmp_path, **RUN)
 
         assert all(isinstance(one, autoaccum.CheckpointError) for one in found), found
         assert "rank 1: [Errno 27] File too large" in str(found[0])
 
-    assert len(list(tmp_path.iterdir())) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 OF_SIZES = [f'{{"micro_batch": {size}}}' for size in ("-5", "0", "true", "1e400", "1" + "0" * 400, '"8"')]
