@@ -32,9 +32,8 @@ from autoaccum._training.console import OtherRank, progress_for
 from autoaccum._training.first_plan import Finding
 from autoaccum._training.loop import Training
 from autoaccum._training.lr_schedule import Schedule, check_scheduler
-from autoaccum._training.one_process import OneProcess
 from autoaccum._training.progress import Data
-from autoaccum._training.rank_coordination import SeveralRanks
+from autoaccum._training.rank_coordination import Coordinator
 from autoaccum._training.restore_on_failure import Untouched
 from autoaccum.errors import InvalidInputError
 
@@ -216,8 +215,8 @@ def fit(
             checkpoint to go back to, or it failed again after going back.
         UpdateCompleteError: The scheduler failed, or memory ran out, after an update; the update is made. If the
             scheduler has not stepped, no checkpoint of that state is written.
-        StartAgainError: Memory ran out in a model that is sharded across ranks (docs/several-gpus.md), or on one rank while the
-            others made an update.
+        StartAgainError: Memory ran out in a model that is sharded across ranks (docs/several-gpus.md), or on one rank
+            while the others made an update.
         CheckpointError: A checkpoint cannot be written or read, or belongs to another run. The model is unchanged
             unless the error says that code of your own refused its state half-way.
         CheckpointInUseError: Another process trains with the checkpoint folder, or took it over while this one was
@@ -252,7 +251,6 @@ def fit(
         saver = saver_for(checkpoint, checkpoint_every, resume)
         earlier = None if saver is None else saver.cap(notices)
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
-        world = OneProcess(loader, target, drop_last, step.objective.split, in_tokens=in_tokens)
         grows_from = None
         if ranks is not None:
             alike = {
@@ -284,14 +282,17 @@ def fit(
                 f"target_tokens={target_tokens}": in_tokens,
             }
             grows_from = check_sharded(step.objective.modules, ranks.size, asked)
-            world = _ranks_of(
-                ranks,
-                step,
-                loader,
-                alike | {"target_tokens": target_tokens},
-                in_tokens=in_tokens,
-                notices=notices,
-            )
+            _begin_alike(ranks, step, alike | {"target_tokens": target_tokens})
+        world = Coordinator(
+            ranks,
+            loader,
+            target,
+            drop_last=drop_last,
+            shard=shard,
+            split=step.objective.split,
+            in_tokens=in_tokens,
+            notices=notices,
+        )
         training = Training(
             step,
             Data(
@@ -341,16 +342,8 @@ def fit(
         return training.run(limit_bytes=limit_bytes, started=started)
 
 
-def _ranks_of(
-    ranks: Ranks,
-    step: TrainingStep,
-    loader: Iterable[Any],
-    arguments: dict[str, Any],
-    *,
-    in_tokens: bool,
-    notices: Notices,
-) -> SeveralRanks:
-    """Set up training on several ranks: check that they agree, and broadcast the weights.
+def _begin_alike(ranks: Ranks, step: TrainingStep, arguments: dict[str, Any]) -> None:
+    """Check that ranks agree, and broadcast the weights.
 
     Raises:
         InvalidInputError: The ranks differ, or the training needs something that ranks cannot do together.
@@ -363,16 +356,6 @@ def _ranks_of(
         )
     check_alike(ranks, step, arguments)
     begin_alike(ranks, step)
-    return SeveralRanks(
-        ranks,
-        loader,
-        arguments["target_batch"],
-        drop_last=arguments["drop_last"],
-        shard=arguments["shard"],
-        notices=notices,
-        split=step.objective.split,
-        in_tokens=in_tokens,
-    )
 
 
 def _tell_of_cap(cap: int | None, most: int, notices: Notices) -> None:
