@@ -92,6 +92,8 @@ class Trials:
                 started = time.perf_counter()
             self._one_step(size)
             memory.synchronize()
+            if (excess := memory.excess(memory.peak_bytes())) is not None:
+                raise torch.OutOfMemoryError(excess)  # noqa: TRY301 - as an allocator would, and undone in the same way
         except Exception as error:
             # An optimizer that ran out of memory midway does no harm here: everything is restored in the end.
             half_way = isinstance(error, StateDamagedError) and error.__cause__ is not None and is_oom(error.__cause__)

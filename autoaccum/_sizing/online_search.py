@@ -24,6 +24,8 @@ _MOST_WINDOWS = 8
 _MOST_FAILURES = 3
 # If failures are clean, sizes up to this factor above the predicted limit are tried.
 _TOLERANCE = 1.03
+# Where a failure is not clean, a size is at most this many times one that was measured.
+_CAREFUL_GROWTH = 2
 # If a failure could cost the whole window, one part in this many of the predicted limit is left free.
 _MARGIN = 20
 # Fractions of a failed size to try next: predictions are nearly right, unless memory is scarce.
@@ -75,6 +77,7 @@ class OnlineSearch:
         self._has_tried_again = False
         self._fitted_before = fitted_before
         self._tolerance = _TOLERANCE if fails_cleanly else 1.0
+        self._growth = MAX_GROWTH if fails_cleanly else _CAREFUL_GROWTH
         self._is_even = is_even
         self._known = line
         self._seen: dict[_Seen, None] = {}  # each once, newest last: a window may have thousands of micro-batches
@@ -220,7 +223,7 @@ class OnlineSearch:
             fits.append(self._first.size if expected <= free_bytes else 1)
         fitting = [seen for seen in (*self._seen, self._first) if seen is not None and seen.bytes <= free_bytes]
         if fitting:
-            fits.append(_through_zero(max(fitting), free_bytes))
+            fits.append(_through_zero(max(fitting), free_bytes, self._growth))
         if line is not None:
             largest = max(self._seen).size if self._seen else self.largest
             within = line.largest_within(free_bytes)
@@ -240,7 +243,7 @@ class OnlineSearch:
         return line is None or line.at(size) <= free_bytes * self._tolerance
 
 
-def _through_zero(seen: _Seen, free_bytes: int) -> int:
+def _through_zero(seen: _Seen, free_bytes: int, growth: int) -> int:
     """Return a size that surely fits if memory is linear in the size and at least 0 at size 0, and `seen` fits."""
-    most = MAX_GROWTH * seen.size
+    most = growth * seen.size
     return most if seen.bytes <= 0 else min(most, free_bytes * seen.size // seen.bytes)

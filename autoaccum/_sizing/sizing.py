@@ -13,6 +13,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from autoaccum._memory._storages import gradient_bytes
 from autoaccum._records import Plan, ProbeResult, Trial
 from autoaccum._sizing import planner
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 # The fraction of a prediction taken as certain, and the fraction of a failed size that may fit.
 _CERTAIN = 0.9
 _LESS = 0.7
+# The most samples with which a window begins again above a soft limit, since the next would be single ones.
+_UNDIVIDED = 2
 
 
 @dataclass(frozen=True)
@@ -256,7 +260,11 @@ class Sizing:
             self._memory.ensure(int(self.bytes_per_sample * self._counted * _CERTAIN))
 
     def leave(self, size: int) -> None:
-        """Record that the micro-batch has completed."""
+        """Record that the micro-batch has completed; one above a soft limit is kept, and the next is smaller.
+
+        Raises:
+            torch.OutOfMemoryError: It is above the limit, and hardly can be smaller.
+        """
         if self._learning is None:
             return
         self._memory.synchronize()
@@ -268,6 +276,12 @@ class Sizing:
         extra = None if peak is None or self._held_bytes is None else max(0, peak - self._held_bytes) + ahead
         if extra is not None:
             extra = int(extra * self._counted / (size * self._relative_at(self.start)))  # counted sizes are integers
+        if (excess := self._memory.excess(peak)) is not None:
+            if size <= _UNDIVIDED:
+                raise torch.OutOfMemoryError(excess)
+            self._note(Trial(self._counted, fits=False, peak_bytes=peak, elapsed_s=elapsed_s))
+            self._learning.fail(self._counted)
+            return
         self._learning.note(
             self._counted,
             extra,

@@ -174,7 +174,6 @@ class Training:
                 self._tell_start()
                 with devices.failures_told(self._step.memory, "what ranks send each other"):
                     self._world.begin(self._step, self._interrupts.wishes, self._finding.grows_to)
-                self._step.memory.prepare_limit(limit_bytes)
                 self._lifecycle.save_memory()
                 begins_with, probed = self._begin()
                 with ExitStack() as limit:
