@@ -36,8 +36,8 @@ _STATES = 5
 # What every file of that format holds; what came later is not in files from before.
 _KEYS = ("target_batch", "windows", "samples", "device", "random", "position", "cutting", "modules", "optimizer")
 _KEYS_MAYBE_NONE = ("scheduler", "scaler")
-_CUTTING = ("plan", "largest", "plans", "asked", "bytes_per_sample", "oom_events")
-_CUTTING_LATER = ("sample_bytes", "is_found", "is_timed", "memory")
+_CUTTING = ("plan", "largest", "plans", "asked", "oom_events")
+_CUTTING_LATER = ("frontier", "is_found", "is_timed", "memory")
 
 
 class MalformedError(ValueError):
@@ -273,9 +273,6 @@ def _check_cutting(cutting: Any, target_batch: int, *, is_whole: bool) -> None:
     if type(cutting["asked"]) is not str or cutting["asked"] != "auto":
         whole(cutting["asked"], "asked", least=1)
     whole(cutting["oom_events"], "oom_events")
-    for name in ("bytes_per_sample", "sample_bytes"):
-        if cutting.get(name) is not None:
-            whole(cutting[name], name)
     for name in ("is_found", "is_timed"):
         need(type(cutting.get(name, True)) is bool, name, "is neither true nor false")
     memory = cutting.get("memory")
