@@ -26,6 +26,8 @@ _PART_OF_WINDOW = 32
 _GROWTH = 4
 # The search is repeated if this many times the size found by an earlier run surely fits.
 _MUCH_MORE = 1.5
+# The fraction of the free memory of which a failed size is tried again.
+_MUCH_LESS = 0.5
 # Windows and failures after which the search ends with its current result.
 _MOST_WINDOWS = 8
 _MOST_FAILURES = 3
@@ -44,11 +46,13 @@ class OnlineSearch:
     Attributes:
         frontier: As the argument.
         is_done: Whether the search has ended.
+        failures: How often memory ran out.
     """
 
     def __init__(self, frontier: Frontier, *, begins_with: int | None = None, fails_cleanly: bool = True) -> None:
         self.frontier = frontier
         self.is_done = False
+        self.failures = 0
         self._begins_with = begins_with
         self._has_tried_again = False
         self._tolerance = _TOLERANCE if fails_cleanly else 1.0
@@ -56,11 +60,6 @@ class OnlineSearch:
         self._first: Point | None = None  # of this window
         self._last = 0
         self._gradient_bytes = 0
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether any size ran out of memory."""
-        return self.frontier.failures > 0
 
     def next_size(self, rest: int, widths: Widths, free_bytes: int, *, is_first: bool) -> int:
         """Return the size of the next micro-batch.
@@ -76,7 +75,7 @@ class OnlineSearch:
             known = self.frontier.surely(widths) or self._largest(widths, rest, free_bytes, first=small)
             size = min(self._begins_with, known)
         elif is_first and not self._windows:
-            size = self.frontier.largest(widths, 0, small) if self.has_failed else small
+            size = self.frontier.largest(widths, 0, small) if self.failures else small
         else:
             size = self._largest(widths, rest, free_bytes, is_beside=not is_first, first=small)
             if not self._windows:
@@ -88,7 +87,7 @@ class OnlineSearch:
             self.frontier.exclude(*first)  # together with gradients it could not be tried
         size = min(max(size, min(_FIRST, self.frontier.largest(widths, free_bytes, rest))), rest)
         if rest - size == 1 and size > 1:  # BatchNorm cannot train on the one that is left
-            return rest if size == _FIRST and not self.has_failed else size - 1
+            return rest if size == _FIRST and not self.failures else size - 1
         return size
 
     def note(
@@ -124,6 +123,7 @@ class OnlineSearch:
         if self._begins_with is not None:  # what an earlier run has measured does not hold any more
             self._begins_with = None
             self.frontier.forget()
+        self.failures += 1
         self.frontier.fail(size, widths)
         self._first = None
         return size > 1
@@ -137,6 +137,8 @@ class OnlineSearch:
         """
         self._windows += 1
         confirms, self._begins_with, self._first = self._begins_with, None, None
+        if self._windows == 1 and all(self._seems_to_fit(one, free_bytes) for one in self.frontier.fails):
+            self.frontier.forgive()  # something else probably took the memory for a moment
         wanted = [(Point(samples, widths), self._largest(widths, samples, free_bytes)) for samples, widths in groups]
         if confirms is not None:
             # Less memory may have been free when the earlier size was found.
@@ -150,8 +152,13 @@ class OnlineSearch:
             -(-group.samples // max(self.frontier.surely(group.widths), 1)) <= -(-group.samples // size)
             for group, size in wanted
         )
-        are_enough = self.frontier.failures >= _MOST_FAILURES and all(map(self._is_sure, wanted))
+        are_enough = self.failures >= _MOST_FAILURES and all(map(self._is_sure, wanted))
         self.is_done = self._windows > 1 and (is_proven or are_enough or self._windows >= _MOST_WINDOWS)
+
+    def _seems_to_fit(self, failed: Point, free_bytes: int) -> bool:
+        """Whether a micro-batch has failed that takes much less than is free, by all that was measured."""
+        expected = self.frontier.expected_bytes(*failed)
+        return expected is not None and expected <= _MUCH_LESS * (free_bytes - self._gradient_bytes)
 
     def _is_sure(self, wanted: tuple[Point, int]) -> bool:
         return self.frontier.surely(wanted[0].widths) > 0

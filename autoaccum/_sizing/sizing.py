@@ -467,7 +467,7 @@ class Sizing:
         widths = self._widths = _widest(itertools.chain.from_iterable(self._groups))
         frontier, line = self.frontier, self.frontier.line(widths)
         sure = max(1, frontier.surely(widths))
-        begun_with = self._wanted.begins_with if not learning.has_failed else None
+        begun_with = None if learning.failures else self._wanted.begins_with
         largest = max(sizes) if begun_with is not None and begun_with >= max(sizes) else sure
         self.probe = ProbeResult(
             largest,
@@ -479,9 +479,8 @@ class Sizing:
         self._begin_with(self._plan_of(largest))
         if begun_with is not None and begun_with < sure:
             self._compared_to = sure  # by the clock of an earlier run
-        has_failed = learning.has_failed
         frontier.forgive()
-        if has_failed and line is not None:
+        if learning.failures and line is not None:
             hoped = self._plan_of(line.largest_within(self._free_beside_gradients()))
             if hoped.micro_batch > self.plan.micro_batch:  # it has failed, although it is predicted to fit
                 self.set_plan = hoped
