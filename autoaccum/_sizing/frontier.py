@@ -168,6 +168,14 @@ class Frontier:
         """Return the most samples of these widths that are known to fit; 0 if none are."""
         return max((one.samples for one in self.fits if are_within(widths, one.widths)), default=0)
 
+    def too_many(self, widths: Widths) -> int | None:
+        """Return the fewest samples of these widths that are known not to fit; None if none are."""
+        return min((one.samples for one in self.fails if are_within(one.widths, widths)), default=None)
+
+    def sizes(self, widths: Widths) -> list[int]:
+        """Return of how many samples of these widths the memory was measured, in order."""
+        return sorted(self._of_widths.get(widths, ()))
+
     def is_measured(self, widths: Widths) -> bool:
         """Whether the memory of samples about as wide was measured."""
         return widths in self._of_widths or _range_of(sum(widths)) in self._of_range
@@ -194,7 +202,7 @@ class Frontier:
             first: The samples to begin with where nothing is known.
         """
         sure = self.surely(widths)
-        failed = min((one.samples for one in self.fails if are_within(one.widths, widths)), default=None)
+        failed = self.too_many(widths)
         size = self._predicted(widths, free_bytes)
         if failed is None:
             size = first if size is None else size
@@ -235,7 +243,11 @@ class Frontier:
             exponent = _MOST if width > nearest.width else _LEAST
         else:
             other = others[0]
-            slope = math.log(other.bytes / nearest.bytes) / math.log(other.width / nearest.width) if other.width != nearest.width else _MOST
+            slope = (
+                math.log(other.bytes / nearest.bytes) / math.log(other.width / nearest.width)
+                if other.width != nearest.width
+                else _MOST
+            )
             exponent = min(_MOST, max(_LEAST, slope))
         return float(nearest.bytes * (width / nearest.width) ** exponent)
 
@@ -248,7 +260,8 @@ class Frontier:
             for widths, sizes in self._of_widths.items()
             for samples, extra in sorted(sizes.items())[-2:]
         ]
-        return {"fits": _flat(self.fits), "fails": _flat(self.fails), "bytes": bytes_of}
+        found = {"fits": _flat(self.fits), "fails": _flat(self.fails), "bytes": bytes_of}
+        return {name: rows for name, rows in found.items() if rows}
 
     @classmethod
     def of_state(cls, state: object) -> Frontier:
@@ -279,4 +292,8 @@ def _flat(points: Iterable[Point]) -> list[list[int]]:
 def _rows(found: object) -> list[list[int]]:
     """Return the rows of a state that are some positive numbers, none of which exceeds what a machine counts."""
     rows: Sequence[object] = found[: 2 * _MOST_POINTS] if isinstance(found, list) else []
-    return [row for row in rows if isinstance(row, list) and row and all(type(one) is int and 0 < one < 1 << 62 for one in row)]
+    return [
+        row
+        for row in rows
+        if isinstance(row, list) and row and all(type(one) is int and 0 < one < 1 << 62 for one in row)
+    ]

@@ -20,7 +20,7 @@ from autoaccum._sizing import planner
 from autoaccum._sizing.autotune import Autotune
 from autoaccum._sizing.backoff import Backoff, wait_for_memory
 from autoaccum._sizing.frontier import Frontier, are_within
-from autoaccum._sizing.online_search import OnlineSearch
+from autoaccum._sizing.search import Search
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -153,7 +153,7 @@ class Sizing:
         self._sizes: tuple[int, ...] | None = None  # of the current window
         self._held_bytes: int | None = None
         self._can_measure = True
-        self._learning: OnlineSearch | None = None
+        self._learning: Search | None = None
         self._is_to_learn = wanted.learns
         self._trials: list[Trial] = []
         self._before_state = 0  # how many of them ran before the optimizer had state
@@ -220,7 +220,7 @@ class Sizing:
             self._meet(_widest(itertools.chain.from_iterable(self._groups)))
         if self._is_to_learn:
             self._is_to_learn = False
-            self._learning = OnlineSearch(
+            self._learning = Search(
                 self.frontier, begins_with=self._wanted.begins_with, fails_cleanly=self._memory.fails_cleanly
             )
         self._is_measuring = False
@@ -438,7 +438,7 @@ class Sizing:
 
     # --- learning -----------------------------------------------------------------------------------------------------
 
-    def _cut_to_learn(self, learning: OnlineSearch, start: int) -> Iterator[int]:
+    def _cut_to_learn(self, learning: Search, start: int) -> Iterator[int]:
         """Yield the size of the next micro-batch, then the remaining sizes as they are without further learning."""
         self._memory.trim()
         runs, *others = self._rests(start)
@@ -461,7 +461,7 @@ class Sizing:
             self._trials.append(trial)
             self._watcher.trial(trial)
 
-    def _conclude(self, learning: OnlineSearch, sizes: Sequence[int]) -> None:
+    def _conclude(self, learning: Search, sizes: Sequence[int]) -> None:
         """End the search with what it has found for the widest samples of the last window."""
         self._learning = None
         widths = self._widths = _widest(itertools.chain.from_iterable(self._groups))

@@ -9,7 +9,6 @@ from autoaccum._engine.probing import probe
 from autoaccum._engine.replaced_forward import are_compiled
 from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.cache_entry import CacheEntry
-from autoaccum._sizing.frontier import Frontier
 from autoaccum._sizing.job_key import key_of
 from autoaccum._sizing.planner import planned
 from autoaccum._sizing.sizing import SizingOptions
@@ -124,25 +123,13 @@ class Finding:
             on_trial,
             loss_scope=self._loss_scope,
             begins_with=None if self._entry.found is None else self._entry.found.micro_batch,
+            frontier=self._entry.frontier,
         )
         self.keep(found)
         return found
 
     def _largest_of(self, first: Window) -> Window:
         return (largest_first(first) if self._loss_scope == "micro_batch" else first).largest()
-
-    def frontier_of(self, first: Window, found: ProbeResult) -> Frontier:
-        """Return what a search before training tells of other samples.
-
-        Args:
-            first: The first window.
-            found: The result.
-        """
-        frontier, widths = Frontier(), self._largest_of(first).widths()[0][0][1]
-        frontier.note(found.micro_batch, widths)
-        if found.bytes_per_sample is not None:
-            frontier.measure(found.micro_batch, widths, found.micro_batch * found.bytes_per_sample)
-        return frontier
 
     def begin_rung(self, rung: tuple[str, ...]) -> None:
         """Search for sizes with what memory="auto" saves memory by, or take those that were found with it."""

@@ -143,7 +143,7 @@ class PlanLifecycle:
         probed = self._probe(first) if first.samples else None
         self._world.tell_plans(None if probed is None else self._finding.plan(probed))
         plan = self._finding.plan(probed)
-        return Cutting(plan, plan, None if probed is None else self._finding.frontier_of(first, probed)), probed
+        return Cutting.of(plan), probed
 
     def take_up(self, kept: Kept | None) -> Cutting:
         """Return how windows are cut after a resume.

@@ -1,4 +1,4 @@
-"""Learns the largest micro-batches that fit from the first windows of a training. Pure arithmetic.
+"""Finds the largest micro-batches that fit, in the first windows of a training or by trials before it. Pure arithmetic.
 
 Any cut gives the same gradient, so the first windows of a run serve as trials. They begin with a few samples. The
 memory that those take gives a size that must fit if memory is linear in the size and not negative at 0, so a few
@@ -24,6 +24,8 @@ _MOST_FIRST = 8
 _PART_OF_WINDOW = 32
 # The factor by which sizes grow within a window, where a failure costs what was computed before it.
 _GROWTH = 4
+# Trials end when the result is at least this fraction of the largest size that could fit.
+_PRECISION = 0.97
 # The search is repeated if this many times the size found by an earlier run surely fits.
 _MUCH_MORE = 1.5
 # The fraction of the free memory of which a failed size is tried again.
@@ -35,7 +37,7 @@ _MOST_FAILURES = 3
 _TOLERANCE = 1.03
 
 
-class OnlineSearch:
+class Search:
     """Finds the largest cut that fits.
 
     Args:
@@ -60,6 +62,39 @@ class OnlineSearch:
         self._first: Point | None = None  # of this window
         self._last = 0
         self._gradient_bytes = 0
+
+    # --- trials -------------------------------------------------------------------------------------------------------
+
+    def next_trial(self, widths: Widths, most: int, free_bytes: int | None) -> int | None:
+        """Return the size to try next; None if the largest that fitted is precise enough, or the only one.
+
+        Args:
+            widths: The widths of the samples.
+            most: The largest size of interest.
+            free_bytes: Bytes that a micro-batch may take; None if that is not known.
+        """
+        frontier, failures = self.frontier, self.frontier.failures
+        sure, too_many = frontier.surely(widths), frontier.too_many(widths)
+        if not sure:
+            return min(_FIRST, most) if too_many is None else too_many // 2 or None
+        if sure >= most or (
+            too_many is not None and (sure >= _PRECISION * (too_many - 1) or failures >= _MOST_FAILURES)
+        ):
+            return None
+        sizes = frontier.sizes(widths)
+        if not sizes or free_bytes is None:
+            size = min(max(_GROWTH * sure, _MOST_FIRST), most)
+        else:
+            size = frontier.largest(widths, free_bytes, most)
+        if too_many is not None:
+            is_inside = sure + max(1, (too_many - sure) // _GROWTH) <= size < too_many
+            return size if is_inside else (sure + too_many) // 2
+        if size > sure:
+            return min(most, _closing(size)) if size <= _GROWTH * sure else size
+        # More fits than the memory seems to have: twice the last step further.
+        return min(most, max(_closing(sure), sure + 2 * (sure - (sizes[-2] if len(sizes) > 1 else 0))))
+
+    # --- windows ------------------------------------------------------------------------------------------------------
 
     def next_size(self, rest: int, widths: Widths, free_bytes: int, *, is_first: bool) -> int:
         """Return the size of the next micro-batch.
@@ -177,3 +212,8 @@ class OnlineSearch:
         """
         free = free_bytes if is_beside else (free_bytes - self._gradient_bytes) * self._tolerance
         return self.frontier.largest(widths, max(0.0, free), most, first=first)
+
+
+def _closing(largest: int) -> int:
+    """Return the largest size whose failure would end the search."""
+    return int(largest / _PRECISION) + 1
