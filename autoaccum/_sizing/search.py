@@ -8,6 +8,7 @@ costs nothing else. What is found was itself tried, with gradients in place.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from autoaccum._sizing.frontier import Point
@@ -73,24 +74,28 @@ class Search:
             most: The largest size of interest.
             free_bytes: Bytes that a micro-batch may take; None if that is not known.
         """
-        frontier, failures = self.frontier, self.frontier.failures
+        frontier = self.frontier
         sure, too_many = frontier.surely(widths), frontier.too_many(widths)
         if not sure:
             return min(_FIRST, most) if too_many is None else too_many // 2 or None
-        if sure >= most or (
-            too_many is not None and (sure >= _PRECISION * (too_many - 1) or failures >= _MOST_FAILURES)
-        ):
+        if sure >= most or (too_many is not None and sure >= _PRECISION * (too_many - 1)):
             return None
         sizes = frontier.sizes(widths)
-        if not sizes or free_bytes is None:
-            size = min(max(_GROWTH * sure, _MOST_FIRST), most)
+        if sure < _MOST_FIRST or not sizes or free_bytes is None:
+            size = max(_GROWTH * sure, _MOST_FIRST) if too_many is None or sure < _FIRST else 0
         else:
             size = frontier.largest(widths, free_bytes, most)
         if too_many is not None:
             is_inside = sure + max(1, (too_many - sure) // _GROWTH) <= size < too_many
-            return size if is_inside else (sure + too_many) // 2
-        if size > sure:
-            return min(most, _closing(size)) if size <= _GROWTH * sure else size
+            if is_inside and frontier.failures < _MOST_FAILURES:
+                return size
+            is_near = too_many <= _GROWTH * sure
+            return (sure + too_many) // 2 if is_near else max(sure + 1, math.isqrt(sure * too_many))
+        if sure < size:
+            return min(most, _closing(size) if _MOST_FIRST < size <= _GROWTH * sure else size)
+        line = frontier.line(widths)
+        if line is not None and free_bytes is not None and line.largest_within(free_bytes) >= sure:
+            return min(most, _closing(sure))
         # More fits than the memory seems to have: twice the last step further.
         return min(most, max(_closing(sure), sure + 2 * (sure - (sizes[-2] if len(sizes) > 1 else 0))))
 

@@ -304,13 +304,15 @@ class Sizing:
         if self._learning is not None:
             elapsed_s = time.perf_counter() - self._entered
             self._note(Trial(size, fits=False, peak_bytes=None, elapsed_s=elapsed_s), widths)
-        if size == 1:
+        # A single remaining sample that fails proves nothing about larger sizes, which have fitted.
+        most = size if size > 1 or self._learning is not None else self._limit(widths, self.set_plan.target_batch)
+        if most == 1:
             # No smaller size is left, but something else may have taken the memory for a moment.
             tries, self._alone[self.start] = self._alone[self.start], self._alone[self.start] + 1
             return wait_for_memory(tries, may_wait=may_wait)
         if self._learning is not None:
             return self._learning.fail(size, widths)
-        return self._shrink(size, widths)
+        return self._shrink(most, widths)
 
     def shrink(self) -> bool:
         """Switch to smaller sizes before memory runs out; return whether there are any."""

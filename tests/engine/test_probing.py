@@ -267,7 +267,7 @@ def test_trial_of_a_loss_over_the_window_works_on_one_micro_batch(batch):
     found = find(model, batch, "1GiB", loss=all_against_all, loss_scope="window", max_micro_batch=40)
 
     # The first trial makes two steps, each of two passes; the last is the window itself, which needs one.
-    assert [trial.size for trial in found.trials] == [2, 32, 40]
+    assert [trial.size for trial in found.trials] == [2, 8, 40]
     assert sizes == [2, 2, 2, 2, 8, 8, 40]
 
 
