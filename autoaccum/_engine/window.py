@@ -193,7 +193,7 @@ class Engine:
         if window.samples and not (is_begun and self._is_steady and self._sizes_are_fixed):
             self._begun_kinds = None
             sizing.begin(window)
-            self._begun_kinds = window.kinds
+            self._begun_kinds, self._sizes_are_fixed = window.kinds, self._sizes_are_fixed and sizing.is_quiet
             if self.is_due:
                 self._tell_of_batches_apart(window)
         self._share = self._peers.begin(window, sizing)

@@ -20,6 +20,7 @@ from autoaccum._distributed.whole_state import as_spread
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum._engine.optimizer_list import OptimizerList
 from autoaccum._records import SAMPLES, Plan
+from autoaccum._sizing.frontier import Frontier
 from autoaccum._sizing.sizing import Cutting
 from autoaccum.errors import CheckpointError
 
@@ -183,9 +184,8 @@ class Contents:
                 "largest": list(now.grows_to.micro_batches),
                 "plans": [[since, list(plan.micro_batches)] for since, plan in kept.plans],
                 "asked": kept.asked,
-                "bytes_per_sample": now.bytes_per_sample,
                 "oom_events": kept.oom_events,
-                "sample_bytes": now.sample_bytes,
+                "frontier": None if now.frontier is None else now.frontier.state(),
                 "is_found": now.is_found,
                 "is_timed": now.is_timed,
                 "memory": None if kept.memory is None else list(kept.memory),
@@ -254,8 +254,7 @@ class Contents:
         cutting = Cutting(
             _plan(saved["plan"]),
             _plan(saved["largest"]),
-            saved["bytes_per_sample"],
-            saved["sample_bytes"],
+            Frontier.of_state(saved["frontier"]),
             saved["is_found"],
             saved["is_timed"],
         )

@@ -145,7 +145,7 @@ class PlanLifecycle:
         self._begin_rungs(known)
         probed = self._probe(first) if first.samples else None
         plan = self._finding.plan(probed)
-        return Cutting(plan, plan, None if probed is None else probed.bytes_per_sample), probed
+        return Cutting.of(plan), probed
 
     def take_up(self, kept: Kept | None) -> Cutting:
         """Return how windows are cut after a resume.
