@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from autoaccum._data.regrouping import windows
     from autoaccum._data.splits import Along, ListOfSamples
     from autoaccum._distributed.process_group import join_ranks
+    from autoaccum._engine.any_batch import batched
     from autoaccum._engine.chunked_loss import ChunkedLoss
     from autoaccum._engine.probing import find_micro_batch
     from autoaccum._engine.runner import Runner
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from autoaccum._training.accumulator import Accumulator
     from autoaccum._training.api import fit
     from autoaccum._training.loggers import JSONLinesLog, TensorBoardLog
+    from autoaccum._training.restarted_function import find_executable_micro_batch
 
 _HOMES = {
     "Callback": "_callbacks",
@@ -70,6 +72,7 @@ _HOMES = {
     "Along": "_data.splits",
     "ListOfSamples": "_data.splits",
     "join_ranks": "_distributed.process_group",
+    "batched": "_engine.any_batch",
     "ChunkedLoss": "_engine.chunked_loss",
     "find_micro_batch": "_engine.probing",
     "Runner": "_engine.runner",
@@ -84,6 +87,7 @@ _HOMES = {
     "fit": "_training.api",
     "JSONLinesLog": "_training.loggers",
     "TensorBoardLog": "_training.loggers",
+    "find_executable_micro_batch": "_training.restarted_function",
 }
 
 __all__ = [
@@ -125,6 +129,8 @@ __all__ = [
     "Trial",
     "UpdateCompleteError",
     "Window",
+    "batched",
+    "find_executable_micro_batch",
     "find_micro_batch",
     "fit",
     "is_oom",
