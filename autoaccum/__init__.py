@@ -43,6 +43,7 @@ from autoaccum.errors import (
 if TYPE_CHECKING:
     from autoaccum._callbacks import Callback, StopTraining
     from autoaccum._data.batches import Window
+    from autoaccum._data.packed_rows import PackedRows
     from autoaccum._data.pieces import Split
     from autoaccum._data.regrouping import windows
     from autoaccum._data.splits import Along, ListOfSamples
@@ -67,6 +68,7 @@ _HOMES = {
     "Callback": "_callbacks",
     "StopTraining": "_callbacks",
     "Window": "_data.batches",
+    "PackedRows": "_data.packed_rows",
     "Split": "_data.pieces",
     "windows": "_data.regrouping",
     "Along": "_data.splits",
@@ -112,6 +114,7 @@ __all__ = [
     "MemoryEvent",
     "MemoryReading",
     "NotFiniteError",
+    "PackedRows",
     "Plan",
     "ProbeResult",
     "RankFailedError",
