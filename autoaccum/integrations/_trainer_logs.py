@@ -28,12 +28,12 @@ class Held:
 
     Attributes:
         values: The numbers appended, by attribute, mode and name.
-        counted: What was added to the counter of tokens.
+        counted: What was added to the counter of tokens; None if it was not logged.
         calls: The arguments of calls of `Trainer.log`.
     """
 
     values: dict[tuple[str, str, str], list[Any]] = field(default_factory=dict)
-    counted: int = 0
+    counted: int | None = None
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
 
@@ -66,9 +66,10 @@ class TrainerLogs:
             setattr(trainer.accelerator, name, _own)
         try:
             yield held
-            held.counted = getattr(trainer, _COUNTER, 0) - before.get(_COUNTER, 0)
             for name in self._kept:
                 for mode, metrics in getattr(trainer, name).items():
+                    if _COUNTED in metrics:
+                        held.counted = getattr(trainer, _COUNTER, 0) - before.get(_COUNTER, 0)
                     held.values |= {(name, mode, key): values for key, values in metrics.items() if key != _COUNTED}
         finally:
             del trainer.log
@@ -94,10 +95,10 @@ class TrainerLogs:
             from accelerate.utils import gather_object  # noqa: PLC0415 - only where there are ranks
 
             told = gather_object(told)
-        for (name, own_mode, key), values in [item for values, _ in told for item in values.items()]:
-            getattr(trainer, name)[own_mode][key] += values
-        if hasattr(trainer, _COUNTER):
-            total = getattr(trainer, _COUNTER) + sum(counted for _, counted in told)
+        for (name, own_mode, key), numbers in [item for values, _ in told for item in values.items()]:
+            getattr(trainer, name)[own_mode][key] += numbers
+        if counts := [counted for _, counted in told if counted is not None]:
+            total = getattr(trainer, _COUNTER, 0) + sum(counts)
             setattr(trainer, _COUNTER, total)
             getattr(trainer, self._kept[0])[mode][_COUNTED] = [total]
 

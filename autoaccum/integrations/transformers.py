@@ -41,6 +41,9 @@ _STEP_EARLY = ("lomo", "adalomo")
 _HALVES = ("bf16", "fp16")
 # Collators of rows that hold several sequences each, or pairs of them.
 _FLATTENED = "DataCollatorWithFlattening"
+# TRL's trainers that were tried, and the losses of preferences that are no means over pairs.
+_TRIED = {"SFTTrainer", "RewardTrainer", "DPOTrainer", "GRPOTrainer", "RLOOTrainer"}
+_NOT_OF_PAIRS = {"aot": "sorts all pairs", "aot_unpaired": "sorts all pairs", "sft": "is a mean over tokens"}
 _PREFERENCES = ("DataCollatorForPreference", "DataCollatorForVisionPreference")
 
 
@@ -105,7 +108,8 @@ def windowed(
     # The innermost class comes last before `Trainer`, so that what TRL's trainers do around a training step stays.
     bases = (_Outermost, _Innermost) if trainer is Trainer else (_Outermost, trainer, _Innermost)
     names = {"__doc__": trainer.__doc__, "__module__": __name__, "_autoaccum_options": options}
-    kind = _picklable(type(trainer))
+    metaclass: Any = type(trainer)
+    kind = _picklable(metaclass)
     return kind(f"Windowed{trainer.__name__}", bases, names)  # type: ignore[no-any-return]
 
 
@@ -113,7 +117,7 @@ def windowed(
 def _picklable(kind: type) -> type:
     """Return a class of classes whose members, made by `windowed`, are pickled as what they were made from."""
     made = type("Picklable", (kind,), {})
-    copyreg.pickle(made, _reduced)  # type: ignore[arg-type]
+    copyreg.pickle(made, _reduced)
     return made
 
 
@@ -380,8 +384,37 @@ def _check(trainer: Any) -> None:
         raise InvalidInputError(
             f"optim={optim!r} steps in the backward pass, so it would step for each micro-batch; choose another one"
         )
+    _check_trl(trainer)
+
+
+def _check_trl(trainer: Any) -> None:
+    """Check what a trainer of TRL computes its loss by.
+
+    Raises:
+        InvalidInputError: Micro-batches do not give the gradient of the whole batch, or it was never tried.
+    """
+    kind = next((kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")), None)
+    if kind is None:
+        return
+    go_on = "use it without windowed(), in a function with @autoaccum.find_executable_micro_batch(target=...)"
+    if kind not in _TRIED:
+        raise InvalidInputError(
+            f"{kind} was never tried with windowed(), and its loss may compare samples of a batch; {go_on}"
+        )
+    asked = trainer.args.loss_type if kind == "DPOTrainer" else []
+    for loss_type in [asked] if isinstance(asked, str) else asked:
+        if loss_type in _NOT_OF_PAIRS:
+            raise InvalidInputError(
+                f"loss_type={loss_type!r} {_NOT_OF_PAIRS[loss_type]}, so micro-batches do not give its gradient; "
+                f"{go_on}"
+            )
+    if kind == "DPOTrainer" and getattr(trainer, "aux_loss_enabled", False):
+        raise InvalidInputError(
+            "DPOTrainer adds a router's balancing loss, which is no mean over pairs; pass output_router_logits=False "
+            f"to the model's configuration, or {go_on}"
+        )
     if getattr(trainer, "use_adaptive_entropy", False):
         raise InvalidInputError(
-            "use_adaptive_entropy=True counts entropies of every call of compute_loss, of which micro-batches make "
+            "use_adaptive_entropy=True counts the entropies of every call of compute_loss, of which micro-batches make "
             "several; set entropy_coef= instead"
         )

@@ -49,7 +49,11 @@ def test_window_counts_sequences():
 
 @pytest.mark.parametrize(
     ("batch", "said"),
-    [({"input_ids": torch.zeros(2, 4)}, r"\(2, 4\)"), ({"input_ids": torch.zeros(1, 4)}, "position_ids"), ([1], "list")],
+    [
+        ({"input_ids": torch.zeros(2, 4)}, r"\(2, 4\)"),
+        ({"input_ids": torch.zeros(1, 4)}, "position_ids"),
+        ([1], "list"),
+    ],
 )
 def test_anything_but_one_row_with_bounds_is_refused(batch, said):
     with pytest.raises(autoaccum.InvalidInputError, match=said):
