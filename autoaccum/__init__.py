@@ -33,10 +33,12 @@ from autoaccum.errors import (
 if TYPE_CHECKING:
     from autoaccum._callbacks import Callback, EarlyStopping, StopTraining
     from autoaccum._data.batches import Window
+    from autoaccum._data.packed_rows import PackedRows
     from autoaccum._data.pieces import Split
     from autoaccum._data.regrouping import windows
     from autoaccum._data.splits import Along, ListOfSamples
     from autoaccum._distributed.process_group import join_ranks
+    from autoaccum._engine.any_batch import batched
     from autoaccum._engine.chunked_loss import ChunkedLoss
     from autoaccum._engine.probing import find_micro_batch
     from autoaccum._engine.runner import Runner
@@ -49,17 +51,20 @@ if TYPE_CHECKING:
     from autoaccum._training.accumulator import Accumulator
     from autoaccum._training.api import fit
     from autoaccum._training.loggers import JSONLinesLog, TensorBoardLog
+    from autoaccum._training.restarted_function import find_executable_micro_batch
 
 _HOMES = {
     "Callback": "_callbacks",
     "EarlyStopping": "_callbacks",
     "StopTraining": "_callbacks",
     "Window": "_data.batches",
+    "PackedRows": "_data.packed_rows",
     "Split": "_data.pieces",
     "windows": "_data.regrouping",
     "Along": "_data.splits",
     "ListOfSamples": "_data.splits",
     "join_ranks": "_distributed.process_group",
+    "batched": "_engine.any_batch",
     "ChunkedLoss": "_engine.chunked_loss",
     "find_micro_batch": "_engine.probing",
     "Runner": "_engine.runner",
@@ -73,6 +78,7 @@ _HOMES = {
     "fit": "_training.api",
     "JSONLinesLog": "_training.loggers",
     "TensorBoardLog": "_training.loggers",
+    "find_executable_micro_batch": "_training.restarted_function",
 }
 
 __all__ = [
@@ -93,6 +99,7 @@ __all__ = [
     "ListOfSamples",
     "LossWarning",
     "NotFiniteError",
+    "PackedRows",
     "Plan",
     "RankFailedError",
     "Runner",
@@ -105,6 +112,8 @@ __all__ = [
     "TensorBoardLog",
     "UpdateCompleteError",
     "Window",
+    "batched",
+    "find_executable_micro_batch",
     "find_micro_batch",
     "fit",
     "is_oom",
