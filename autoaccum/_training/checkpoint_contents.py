@@ -1,13 +1,13 @@
-"""Takes the content of a checkpoint as plain values and tensors, checks it, and restores it bit for bit.
+"""Takes the state of a run as plain values and tensors, compares it with another run's, and restores it bit for bit.
 
-A checkpoint that is malformed (`checkpoint_schema`, `checkpoint_trial`) or belongs to another model, optimizer or run
-is refused before anything is changed; where an object of the user's refuses its part, everything else is put back.
+A checkpoint of another model, optimizer or run (by names, shapes and types) is refused before anything is changed.
 `checkpoint_files` reads and writes the files, `checkpoint_schedule` decides when one is due.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,8 @@ from autoaccum._distributed.whole_state import as_spread
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum._engine.optimizer_list import OptimizerList
 from autoaccum._records import SAMPLES, Plan
+from autoaccum._sizing.frontier import Frontier
 from autoaccum._sizing.sizing import Cutting
-from autoaccum._system.own_distribution import __version__
-from autoaccum._training import checkpoint_schema, checkpoint_trial
-from autoaccum._training.checkpoint_files import malformed, not_ours
 from autoaccum.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
     from autoaccum._training.lr_schedule import Schedule
 
-# Raised whenever an older autoaccum could not read a new file, or would read it wrongly.
-FORMAT = 4
 # Keys named in an error: enough to see what is the matter.
 _NAMED = 3
 
@@ -69,6 +65,7 @@ class Moment:
         random: The state of the random generators; None where no checkpoints are asked for.
         stopped: Set if a callback has ended the run here.
         evaluated: Windows that were done at the last evaluation; None before the first.
+        last_val_loss: The loss of that evaluation.
     """
 
     windows: int
@@ -77,6 +74,13 @@ class Moment:
     random: RandomStates | None
     stopped: Stopped | None = None
     evaluated: int | None = None
+    last_val_loss: float | None = None
+
+    @property
+    def val_loss(self) -> float | None:
+        """The validation loss of this moment; None if it was not evaluated, or the loss is not finite."""
+        loss = self.last_val_loss
+        return loss if self.evaluated == self.windows and loss is not None and math.isfinite(loss) else None
 
 
 @dataclass(frozen=True)
@@ -151,20 +155,19 @@ class Contents:
         optimizer = self._step.optimizer
         state = optimizer.state_dict()
         return {
-            "autoaccum": __version__,
-            "torch": str(torch.version.__version__),
-            "format": FORMAT,
             "ranks": None if ranks is None else list(ranks),
             "target_batch": self._target_batch,
             "counts": self._counts,
             "windows": moment.windows,
             "samples": moment.samples,
             "evaluated": moment.evaluated,
+            "last_val_loss": moment.last_val_loss,
             "stopped": None if moment.stopped is None else asdict(moment.stopped),
             "modules": [_module_state(module) for module in self._step.objective.modules],
             "optimizer": {"type": _type_name(optimizer), "state": state, "parameters": self._parameter_names()},
             "scheduler": None if self._schedule.scheduler is None else _named_state(self._schedule.scheduler),
             "scaler": None if scaler is None else scaler.state_dict(),
+            "precision": self._step.precision.name,
             "device": self._step.memory.device.type,
             "noise_scale": None if self._noise is None else self._noise.state_dict(),
             **self.part(moment, kept),
@@ -181,9 +184,8 @@ class Contents:
                 "largest": list(now.grows_to.micro_batches),
                 "plans": [[since, list(plan.micro_batches)] for since, plan in kept.plans],
                 "asked": kept.asked,
-                "bytes_per_sample": now.bytes_per_sample,
                 "oom_events": kept.oom_events,
-                "sample_bytes": now.sample_bytes,
+                "frontier": None if now.frontier is None else now.frontier.state(),
                 "is_found": now.is_found,
                 "is_timed": now.is_timed,
                 "memory": None if kept.memory is None else list(kept.memory),
@@ -194,44 +196,22 @@ class Contents:
         """Refuse a checkpoint that is not this run's.
 
         Raises:
-            CheckpointError: It is from a newer autoaccum, malformed, or of another model, optimizer, scheduler,
-                precision or target batch.
+            CheckpointError: It is of another model, optimizer, scheduler, precision or target batch, or another
+                program's.
         """
-        _check_format(content, path)
         self._random.take()
         try:
-            checkpoint_schema.check(content, self._random.taken)
-        except checkpoint_schema.MalformedError as error:
-            raise malformed(path, str(error)) from error
-        wrong = next(self._differences(content), None)
+            wrong = next(self._differences(content), None)
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} is not a checkpoint of autoaccum's fit, or its content was edited ({_oom.first_line(error)}); "
+                "pass a folder of its own as checkpoint=, or resume=False to start from scratch"
+            ) from error
         if wrong is not None:
             what, found = wrong
             raise CheckpointError(
                 f"the checkpoint {path} is of another {what}: {found}; make everything as it was for that run, pass "
                 "another folder as checkpoint=, or resume=False to start from scratch"
-            )
-        try:
-            self._rehearse(content)
-        except checkpoint_schema.MalformedError as error:
-            raise malformed(path, str(error)) from error
-
-    def _rehearse(self, content: Mapping[str, Any]) -> None:
-        """Try out the saved state of optimizer and scheduler.
-
-        Raises:
-            MalformedError: It does not fit them.
-        """
-        is_same_torch = content.get("torch") == str(torch.version.__version__)
-        if content["device"] == self._step.memory.device.type != "cpu":
-            checkpoint_schema.check_generator(content["random"][1], "random: torch on the device")
-        state = content["optimizer"]["state"]
-        checkpoint_trial.check_optimizer(self._step.optimizer, state, is_same_torch=is_same_torch)
-        if content["scheduler"] is not None:
-            checkpoint_trial.check_scheduler(
-                self._schedule.scheduler,
-                content["scheduler"]["state"],
-                state["param_groups"],
-                is_same_torch=is_same_torch,
             )
 
     def moment(self, content: Mapping[str, Any], part: Mapping[str, Any] | None = None) -> Moment:
@@ -257,14 +237,15 @@ class Contents:
                 start=_on_another_device(position.start, now),
                 before_last=_on_another_device(position.before_last, now),
             )
-        stopped = content.get("stopped")
+        stopped = content["stopped"]
         return Moment(
             content["windows"],
             content["samples"],
             position,
             random,
             None if stopped is None else Stopped(**stopped),
-            content.get("evaluated"),
+            content["evaluated"],
+            content["last_val_loss"],
         )
 
     def kept(self, content: Mapping[str, Any]) -> Kept:
@@ -273,10 +254,9 @@ class Contents:
         cutting = Cutting(
             _plan(saved["plan"]),
             _plan(saved["largest"]),
-            saved["bytes_per_sample"],
-            saved.get("sample_bytes"),
-            saved.get("is_found", True),
-            saved.get("is_timed", True),
+            Frontier.of_state(saved["frontier"]),
+            saved["is_found"],
+            saved["is_timed"],
         )
         plans = tuple((since, _plan(sizes)) for since, sizes in saved["plans"])
         memory = saved["memory"]
@@ -331,12 +311,14 @@ class Contents:
             yield "optimizer", found
         if found := _type_difference(content["scheduler"], self._schedule.scheduler):
             yield "scheduler", found
-        if (content["scaler"] is None) != (self._step.precision.scaler is None):
+        if content["precision"] != (here := self._step.precision.name):
+            yield "precision", f"it was made in {content['precision']}, and this call has {here}"
+        elif (content["scaler"] is None) != (self._step.precision.scaler is None):
             had, has = ("no" if one is None else "a" for one in (content["scaler"], self._step.precision.scaler))
             yield "precision", f"it was made with {had} gradient scaler, and there is {has} one here"
         if len(content["random"][-1]) != len(self._random.taken[-1]):
             yield "model", "its modules hold another number of random generators"
-        theirs = content["target_batch"], content.get("counts", SAMPLES)
+        theirs = content["target_batch"], content["counts"]
         if theirs != (self._target_batch, self._counts):
             there, here = (
                 f"{target}" if counts == SAMPLES else f"{target} tokens"
@@ -369,20 +351,6 @@ def _plan(sizes: Sequence[int]) -> Plan:
 
 def _on_another_device(states: RandomStates | None, on_device: Tensor | None) -> RandomStates | None:
     return None if states is None else (states[0], on_device, *states[2:])
-
-
-def _check_format(content: Mapping[str, Any], path: Path) -> None:
-    number = content.get("format")
-    if "autoaccum" not in content or type(number) is not int or number < 1:
-        raise not_ours(path)
-    if number > FORMAT:
-        raise CheckpointError(
-            f"the checkpoint {path} was written by autoaccum {content['autoaccum']} in format {content['format']}, and "
-            f"this one, {__version__}, reads formats up to {FORMAT}; use that version or a newer one, or pass "
-            "resume=False to start from scratch"
-        )
-    if not content.keys() & {"windows", "modules", "optimizer"}:
-        raise not_ours(path)
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------

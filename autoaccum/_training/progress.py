@@ -7,7 +7,6 @@ checkpoint holds this state, and a resumed run begins from it.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -211,7 +210,9 @@ class TrainingProgress:
             samples: Number of samples in the window, over all processes.
         """
         now = self.moment
-        self._next = Moment(now.windows + 1, now.samples + samples, self._coming, now.random, evaluated=now.evaluated)
+        self._next = replace(
+            now, windows=now.windows + 1, samples=now.samples + samples, position=self._coming, stopped=None
+        )
 
     def update_made(self, *, skipped: bool) -> None:
         """Advance everything that moves with an update, while interrupts are held back.
@@ -268,7 +269,7 @@ class TrainingProgress:
             self._schedule.after_evaluation(evaluation)
         except Exception as error:
             raise update_complete.told(error, self.moment.windows, has_moved=False) from error
-        self.moment = replace(self.moment, evaluated=self.moment.windows, random=self._random_states())
+        self.moment = replace(self._with(evaluation), random=self._random_states())
         self.is_whole = True
 
     def end_epoch(self, evaluation: Evaluation | None) -> None:
@@ -293,21 +294,13 @@ class TrainingProgress:
             position = replace(position, closed=True)
         else:
             position, self._windows = self._track.at_start(position.epoch + 1), None
-        evaluated = self.moment.evaluated if evaluation is None else self.moment.windows
-        self.moment = replace(self.moment, position=position, random=self._random_states(), evaluated=evaluated)
+        moment = self.moment if evaluation is None else self._with(evaluation)
+        self.moment = replace(moment, position=position, random=self._random_states())
         self.is_whole = True
 
-    @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        """Return to the present moment if the block raises; of the loader, batches may have been drawn."""
-        moment, random = self.moment, self._random_states()
-        try:
-            yield
-        except BaseException:
-            self._track.close()
-            self.moment, self._windows, self._first = moment, None, None
-            self._set_random(random)
-            raise
+    def _with(self, evaluation: Evaluation) -> Moment:
+        """Return the present moment with its evaluation."""
+        return replace(self.moment, evaluated=self.moment.windows, last_val_loss=evaluation.loss)
 
     def go_to(self, moment: Moment) -> None:
         """Restore the loader and the random state of a moment.

@@ -170,7 +170,7 @@ def test_error_of_the_users_own_on_one_rank_arrives_there_and_is_told_to_the_oth
     assert isinstance(answers[who], ZeroDivisionError)
     assert isinstance(answers[1 - who], autoaccum.RankFailedError)
     assert f"rank {who}: ZeroDivisionError: the user's own" in str(answers[1 - who])
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.pt"]  # which all had done, and saved together
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]  # which all had done, and saved together
 
 
 def test_fewer_samples_in_a_window_than_ranks_are_refused(crew):
@@ -219,7 +219,7 @@ def test_checkpoint_folder_that_another_machine_holds_is_waited_for_by_all_ranks
         assert all("process 7 on node1" in str(answer) for answer in answers)
     else:
         assert [answer["steps"] for answer in answers] == [2, 2]
-        assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.pt"]
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
 @pytest.mark.parametrize(("on_nan", "error"), [("stop", "NotFiniteError: step 6: not finite"), ("warn", "none")])

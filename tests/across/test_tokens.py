@@ -206,7 +206,7 @@ def test_labels_that_are_the_inputs_themselves_are_not_written_to(how, as_lists)
 @pytest.mark.parametrize("how", [{"target_tokens": TOKENS}, {"target_batch": 16}], ids=str)
 @pytest.mark.parametrize("micro_batch", ["auto", 5])
 def test_lack_of_memory_anywhere_leaves_the_update_as_it_is(how, micro_batch):
-    options = how | LISTS | {"micro_batch": micro_batch, "max_steps": 3, "cache": False}
+    options = how | LISTS | {"micro_batch": micro_batch, "max_steps": 3}
     undisturbed, _ = trained(lists(), **options)
     with FailAt() as counter:
         trained(lists(), **options)
