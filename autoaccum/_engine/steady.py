@@ -160,6 +160,11 @@ class SteadyPath:
                 return None
         return KnownWindow(batch, known.structure, kinds, is_split=known.is_split)
 
+    def cut_anew(self) -> None:
+        """Ask again for the sizes of micro-batches: some have failed, here or elsewhere."""
+        for known in self._known.values():
+            known.plan = None
+
     def void(self) -> None:
         """Take the careful path with the next window, whatever its structure."""
         self._state = None
