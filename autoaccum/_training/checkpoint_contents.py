@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
     from autoaccum._training.lr_schedule import Schedule
 
+# Of a moment.
+_COUNTS = ("windows", "samples", "evaluated", "last_val_loss")
 # Keys named in an error: enough to see what is the matter.
 _NAMED = 3
 
@@ -141,12 +143,7 @@ class Contents:
         """Return the tensors that are spread over ranks, by name."""
         return {**dcp.of_modules(self._step.objective.modules), **dcp.of_optimizer(self._step.optimizer)}
 
-    def take(
-        self,
-        moment: Moment,
-        kept: Kept,
-        ranks: Sequence[Mapping[str, Any]] | None = None,
-    ) -> dict[str, Any]:
+    def take(self, moment: Moment, kept: Kept, ranks: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Return everything, tensors not copied: it is to be written before training goes on.
 
         Args:
@@ -162,10 +159,7 @@ class Contents:
             "is_sharded": self.is_sharded,
             "target_batch": self._target_batch,
             "counts": self._counts,
-            "windows": moment.windows,
-            "samples": moment.samples,
-            "evaluated": moment.evaluated,
-            "last_val_loss": moment.last_val_loss,
+            **{name: getattr(moment, name) for name in _COUNTS},
             "stopped": None if moment.stopped is None else asdict(moment.stopped),
             "modules": [_module_state(module) for module in self._step.objective.modules],
             "optimizer": {"type": _type_name(optimizer), "state": state, "parameters": self._parameter_names()},
@@ -179,22 +173,10 @@ class Contents:
 
     def part(self, moment: Moment, kept: Kept) -> dict[str, Any]:
         """Return what each of several ranks has for itself."""
-        now = kept.cutting
         return {
             "random": moment.random,
             "position": {field.name: getattr(moment.position, field.name) for field in fields(Position)},
-            "cutting": {
-                "plan": list(now.plan.micro_batches),
-                "largest": list(now.grows_to.micro_batches),
-                "plans": [[since, list(plan.micro_batches)] for since, plan in kept.plans],
-                "asked": kept.asked,
-                "bytes_per_sample": now.bytes_per_sample,
-                "oom_events": kept.oom_events,
-                "sample_bytes": now.sample_bytes,
-                "is_found": now.is_found,
-                "is_timed": now.is_timed,
-                "memory": None if kept.memory is None else list(kept.memory),
-            },
+            "kept": asdict(kept),
         }
 
     def check(self, content: Mapping[str, Any], path: Path) -> None:
@@ -244,29 +226,18 @@ class Contents:
             )
         stopped = content["stopped"]
         return Moment(
-            content["windows"],
-            content["samples"],
-            position,
-            random,
-            None if stopped is None else Stopped(**stopped),
-            content["evaluated"],
-            content["last_val_loss"],
+            position=position,
+            random=random,
+            stopped=None if stopped is None else Stopped(**stopped),
+            **{name: content[name] for name in _COUNTS},
         )
 
     def kept(self, content: Mapping[str, Any]) -> Kept:
         """Return how windows were cut; `content` as for `moment`, or its part."""
-        saved = content["cutting"]
-        cutting = Cutting(
-            _plan(saved["plan"]),
-            _plan(saved["largest"]),
-            saved["bytes_per_sample"],
-            saved["sample_bytes"],
-            saved["is_found"],
-            saved["is_timed"],
-        )
-        plans = tuple((since, _plan(sizes)) for since, sizes in saved["plans"])
-        memory = saved["memory"]
-        return Kept(cutting, plans, saved["asked"], saved["oom_events"], None if memory is None else tuple(memory))
+        kept, cutting = content["kept"], content["kept"]["cutting"]
+        plans = {name: Plan(**cutting[name]) for name in ("plan", "grows_to")}
+        earlier = tuple((since, Plan(**plan)) for since, plan in kept["plans"])
+        return Kept(**{**kept, "cutting": Cutting(**{**cutting, **plans}), "plans": earlier})
 
     def put_back(self, content: dict[str, Any]) -> None:
         """Set model, optimizer, scheduler and scaler to what a checkpoint holds that was checked, in place.
@@ -325,9 +296,8 @@ class Contents:
             yield "scheduler", found
         if content["precision"] != (here := self._step.precision.name):
             yield "precision", f"it was made in {content['precision']}, and this call has {here}"
-        elif (content["scaler"] is None) != (self._step.precision.scaler is None):
-            had, has = ("no" if one is None else "a" for one in (content["scaler"], self._step.precision.scaler))
-            yield "precision", f"it was made with {had} gradient scaler, and there is {has} one here"
+        elif (content["scaler"] is None) != (self._step.precision.scaler is None):  # on a device that needs none
+            yield "precision", "one of both has a gradient scaler"
         if len(content["random"][-1]) != len(self._random.taken[-1]):
             yield "model", "its modules hold another number of random generators"
         theirs = content["target_batch"], content["counts"]
@@ -355,10 +325,6 @@ def _offer(owner: Any, load: Callable[[], object]) -> None:
             f"{_oom.first_line(error)}), and may hold a part of it now; make it anew as it was for that run, or pass "
             "resume=False to start from scratch"
         ) from error
-
-
-def _plan(sizes: Sequence[int]) -> Plan:
-    return Plan(sum(sizes), tuple(sizes))
 
 
 def _on_another_device(states: RandomStates | None, on_device: Tensor | None) -> RandomStates | None:
