@@ -296,7 +296,7 @@ def main():
     options = parser.parse_args()
     is_whole = not options.quick and set(options.only) == set(FRAMEWORKS)
     out = options.out or (ROOT / f"benchmarks/results/adapters-{os.cpu_count()}-cores.json" if is_whole else None)
-    page = options.page or (ROOT / "docs/adapters.md" if is_whole else None)
+    page = options.page or (ROOT / "docs/benchmarks.md" if is_whole else None)
     torch.set_num_threads(1)  # small operators on several threads measure the threads
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "transformers"):

@@ -3,7 +3,7 @@
     python benchmarks/bench.py [--quick] [--only finders throughput first-update] [--workloads gpt mlp]
 
 `finders.py`, `throughput.py` and `first_update.py` describe what is measured. Results go to one JSON file, in which a
-repeated part replaces its old results; the tables between the markers of docs/benchmarks.md, and a picture, are made
+repeated part replaces its old results; the tables between the markers of docs/benchmarks.md and README.md are made
 from it. `--quick` runs less of everything, and writes nothing without `--out`.
 """
 
@@ -66,7 +66,7 @@ def main():
     parser.add_argument("--first-updates", type=int, default=5, help="turns in which the first update is timed")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--page", type=Path)
-    parser.add_argument("--report-only", action="store_true", help="write page and picture from existing results")
+    parser.add_argument("--report-only", action="store_true", help="write the pages from existing results")
     options = parser.parse_args()
     out = options.out or (None if options.quick else ROOT / f"benchmarks/results/bench-{os.cpu_count()}-cores.json")
     page = options.page or (None if options.quick else ROOT / "docs/benchmarks.md")
@@ -82,11 +82,11 @@ def main():
         run(options, results, say, lambda: keep(out, results))
         say("done")
     text = report.markdown(results)
-    print(text)
+    print(report.goals_table(results), text, sep="\n\n")
     if page is not None:
         report.write_into(page, text)
-        if "finders" in results:
-            report.plot(results["finders"], page.parent / "images/bench-finders.svg")
+        if options.page is None and "finders" in results:
+            report.write_into(ROOT / "README.md", report.readme_table(results["finders"]), "finders")
 
 
 def run(options, results, say, keep_results):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import TYPE_CHECKING
 
 from finders import FINDERS
@@ -12,7 +11,8 @@ from workloads import MIB, WORKLOADS
 if TYPE_CHECKING:
     from pathlib import Path
 
-BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
+ACCELERATE = "Accelerate `find_executable_batch_size`"
+TRANSFORMERS = "Transformers `auto_find_batch_size`"
 ANSWER_SHARE = 0.97
 MOST_TRIALS = 6
 MOST_FAILED = 2
@@ -60,33 +60,55 @@ def kept(row):
     return "all" if not lost else "not " + ", ".join(lost)
 
 
-def finder_tables(found):
-    lines = []
+def finder_table(found):
+    lines = [
+        "| model, limit | largest that fits | " + " | ".join(FINDERS.values()) + " |",
+        "|---" * (2 + len(FINDERS)) + "|",
+    ]
+    lost = {finder: [] for finder in FINDERS}
     for of in found:
-        workload, truths = WORKLOADS[of["workload"]], of["truths"]
-        heading = f"**{workload.title}**, {workload.limit_bytes // MIB} MiB, at most {workload.target}."
-        parts = [
-            f"{truth['largest']} {conditions}" + (f" (at most {truth['within']} too low)" if truth["within"] else "")
-            for conditions, truth in truths.items()
-        ]
-        lines += [
-            f"{heading} Truth: {', '.join(parts)}; the others run {of.get('peers', 'plain')}.",
-            "",
-            "| finder | answer | of its truth | trials | failed | steps | seconds | state kept |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for row in of["rows"]:
-            share = "-" if row["share"] is None else f"{row['share']:.0%}"
-            seconds = f"{statistics.median(row['seconds_of_each']):.1f}" if row["seconds_of_each"] else "-"
-            lines.append(
-                f"| {FINDERS[row['finder']]} | {ended(row)} | {share} | {len(row['trials'])} | {row['failed']} | "
-                f"{row['steps']} | {seconds} | {kept(row)} |"
-            )
-        if of["seconds"]:
-            text = "{median:.2f} ({lowest:.2f} to {highest:.2f})".format(**of["seconds"])
-            lines += ["", f"Seconds of autoaccum over those of Lightning's binsearch: {text}."]
-        lines.append("")
-    return lines
+        workload, rows = WORKLOADS[of["workload"]], {row["finder"]: row for row in of["rows"]}
+        cells = []
+        for finder in FINDERS:
+            row = rows[finder]
+            answer = f"{row['answer']} ({row['share']:.0%})" if row["answer"] is not None else ended(row)
+            cells.append(f"{answer}, {row['steps']} steps" + (f", {row['seconds']:.1f} s" if row["answer"] else ""))
+            lost[finder] += [part for part, same in row.get("kept", {}).items() if not same]
+        truth = of["truths"]["settled"]["largest"]
+        lines.append(f"| {workload.title}, {workload.limit_bytes // MIB} MiB | {truth} | {' | '.join(cells)} |")
+    states = [f"not {', '.join(dict.fromkeys(parts))}" if parts else "all" for parts in lost.values()]
+    return [*lines, f"| state kept | | {' | '.join(states)} |", ""]
+
+
+def readme_table(found):
+    """Return the table of the README: the finders' answers, and what becomes of the training."""
+
+    def of(finder):
+        rows = [row for model in found for row in model["rows"] if row["finder"] == finder]
+        shares = [row["share"] for row in rows if row["answer"] is not None]
+        none = len(rows) - len(shares)
+        answers = f"{min(shares):.0%} to {max(shares):.0%}" + (
+            f", none for {none} of {len(rows)} models" if none else ""
+        )
+        return answers, f"{min(row['steps'] for row in rows)} to {max(row['steps'] for row in rows)}"
+
+    ours, binary, accelerate = (of(finder)[0] for finder in ("autoaccum", "lightning-binsearch", "accelerate"))
+    lines = [
+        ("", "autoaccum", "Lightning `BatchSizeFinder`", f"{ACCELERATE}, {TRANSFORMERS}", "accumulation by hand"),
+        ("---",) * 5,
+        ("answer, of the largest that fits", ours, binary, accelerate, "a guess"),
+        ("steps thrown away", "0 (trials are training steps)", of("lightning-binsearch")[1],
+         f"{of('accelerate')[1]}, training restarts", "0"),
+        ("keeps your batch size", "yes", "no", "no", "yes"),
+        ("gradient of the whole batch", "exact", "of another batch", "of another batch",
+         "with equal micro-batches and no padding"),
+        ("survives running out of memory later", "yes", "no", "restarts", "no"),
+    ]  # fmt: skip
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    measured = (
+        f"Measured on {len(found)} models ([how](docs/benchmarks.md)); an answer above 100% runs out of memory later."
+    )
+    return f"{table}\n\n{measured}"
 
 
 def cut_text(cut):
@@ -188,72 +210,27 @@ def _ratio_missed(row, which, is_met):
 
 
 def markdown(results):
-    lines = [machine_line(results["machine"]), "", "### Goals", "", "| goal | met by | missed by |", "|---|---|---|"]
-    lines += [f"| {goal} | {met} of {of} | {'; '.join(missed) or '-'} |" for goal, met, of, missed in goals(results)]
-    lines.append("")
+    lines = [machine_line(results["machine"]), ""]
     if "finders" in results:
-        lines += [
-            "### Finders",
-            "",
-            (
-                "![For each workload a group of bars, one for each finder. Above, the answer as a share of the largest "
-                "micro-batch that fits; below, the seconds it took. The tables below have the numbers.]"
-                "(images/bench-finders.svg)"
-            ),
-            "",
-        ]
-        lines += finder_tables(results["finders"])
+        lines += ["### Answers", "", *finder_table(results["finders"])]
     if "throughput" in results:
-        lines += ["### Updates a second", "", "Those of `fit` over those of the other, quartiles in brackets.", ""]
+        lines += ["### Speed", "", "Optimizer steps a second of `fit`, over those of the other.", ""]
         lines += throughput_table(results["throughput"])
     if "first-update" in results:
-        lines += ["### Time to the first update", "", "Over that with the size given, quartiles in brackets.", ""]
+        lines += ["### Time to the first optimizer step", "", "With the search, over that with the size given.", ""]
         lines += first_update_table(results["first-update"])
     return "\n".join(lines).rstrip()
 
 
-def write_into(page: Path, text: str):
+def goals_table(results):
+    lines = ["| goal | met by | missed by |", "|---|---|---|"]
+    lines += [f"| {goal} | {met} of {of} | {'; '.join(missed) or '-'} |" for goal, met, of, missed in goals(results)]
+    return "\n".join(lines)
+
+
+def write_into(page: Path, text: str, name: str = "bench"):
     """Replace the text between the markers of a page."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     old = page.read_text()
-    before, after = old.split(BEGIN)[0], old.split(END)[1]
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
-
-
-OKABE_ITO = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7")
-
-
-def plot(found, path: Path):
-    import matplotlib as mpl  # noqa: PLC0415 - tables need none
-
-    mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "autoaccum"  # the same numbers make the same file
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
-    names = [of["workload"] for of in found]
-    figure, (answers, seconds) = plt.subplots(2, 1, figsize=(9, 6.5), sharex=True, layout="constrained")
-    width = 0.8 / len(FINDERS)
-    # Colours of Okabe and Ito, and a pattern for each, so that nothing is said by colour alone.
-    looks = zip(FINDERS.items(), OKABE_ITO, ("", "//", "..", "xx", "\\\\"), strict=True)
-    for number, ((finder, title), colour, hatch) in enumerate(looks):
-        look = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.5}
-        rows = {of["workload"]: row for of in found for row in of["rows"] if row["finder"] == finder}
-        at = [place + (number - (len(FINDERS) - 1) / 2) * width for place in range(len(names))]
-        shares = [(rows.get(name) or {}).get("share") or 0 for name in names]
-        took = [statistics.median((rows.get(name) or {}).get("seconds_of_each") or [0]) for name in names]
-        answers.bar(at, shares, width, label=title, **look)
-        seconds.bar(at, took, width, **look)
-        for place, name in zip(at, names, strict=True):
-            if name in rows and rows[name]["answer"] is None:
-                for axes in (answers, seconds):
-                    axes.plot(place, 0.02, "x", transform=axes.get_xaxis_transform(), color="black", markersize=5)
-    answers.axhline(1, color="black", linewidth=0.8)
-    answers.set_title("Largest micro-batch found, as a share of the largest that fits", fontsize=10)
-    seconds.set_title("Seconds until the answer", fontsize=10)
-    answers.set_ylabel("answer / its truth")
-    seconds.set_ylabel("seconds")
-    seconds.set_xticks(range(len(names)), names)
-    answers.legend(ncols=3, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.12), frameon=False)
-    seconds.set_xlabel("x: no answer")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    before, after = old.split(begin)[0], old.split(end)[1]
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")

@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="ATTACK", help=f"any of {', '.join(ATTACKS)} (default: all)")
     parser.add_argument("--share", type=float, default=1.0, help="share of the tries to make (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
-    parser.add_argument("--page", type=Path, help="a page whose table to replace, such as docs/attacks.md")
+    parser.add_argument("--page", type=Path, help="a page whose table to replace, such as docs/dev/attacks.md")
     options = parser.parse_args()
     if unknown := [name for name in options.names if name not in ATTACKS]:
         parser.error(f"unknown: {', '.join(unknown)}; choose from {', '.join(ATTACKS)}")

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLES = "docs/gpu.md"
-STATUS = ("README.md", TABLES, "docs/estimates.md", "docs/guarantees.md", "docs/overhead.md", "docs/benchmarks.md")
-_SHORT = 200
+TABLES = "docs/dev/gpu.md"
+STATUS = ("README.md", TABLES, "docs/guarantees.md", "docs/benchmarks.md")
+_SHORT = 90
 _NEAR = 0.05
 _LEFT_OUT = ("autoaccum_from", "platform", "notes", "text", "causes")
 _PATH = re.compile(r"(?<![\w./:])/(?:[\w.+-]+/)+")
@@ -148,7 +148,7 @@ def _status(records: list[dict[str, Any]], page: str) -> str:
     parts = [(name, part["rows"]) for record in records for name, part in record["parts"].items()]
     rows = [row for name, found in parts for row in (found[:1] if name == "tests" else found)]
     failed, checks = (sum(row["ok"] in kinds for row in rows) for kinds in ((False,), (False, True)))
-    link = "#what-failed-and-what-was-skipped" if page == TABLES else f"{'' if '/' in page else 'docs/'}gpu.md"
+    link = "#what-failed-and-what-was-skipped" if page == TABLES else f"{'' if '/' in page else 'docs/'}dev/gpu.md"
     return f"Run on {' and '.join(runs)}; [{failed} of {checks} checks failed]({link})."
 
 
@@ -190,7 +190,7 @@ def _plain(rows: list[dict[str, Any]]) -> str:
 def _predictions(rows: list[dict[str, Any]]) -> str:
     table, beyond, errors = [], [], {"allocated": {}, "reserved": {}}
     for row in rows:
-        said, real, segments = (row["data"].get(of) or {} for of in ("predicted", "real", "expandable"))
+        said, real = (row["data"].get(of) or {} for of in ("predicted", "real"))
         if not said.get("reserved_bytes") or not real.get("reserved_bytes"):
             continue
         cells = [row["what"], said["samples"]]
@@ -198,9 +198,7 @@ def _predictions(rows: list[dict[str, Any]]) -> str:
             found[row["what"]] = error = said[f"{what}_bytes"] / real[f"{what}_bytes"] - 1
             cells += [f"{real[f'{what}_bytes'] / 2**30:.2f}", f"{error:+.1%}"]
         beyond += [row["what"]] if real["reserved_bytes"] > said["reserved_bytes"] * (1 + said["uncertainty"]) else []
-        process_bytes = real.get("nvml_process_bytes")
-        cells += [f"{process_bytes / 2**30:.2f}" if process_bytes else "-"]
-        cells += [f"{said['uncertainty']:.1%}", f"{segments['reserved_bytes'] / 2**30:.2f}" if segments else "-"]
+        cells.append(f"{said['uncertainty']:.1%}")
         table.append(cells)
     lines: list[str] = []
     for what, found in errors.items() if table else ():
@@ -210,8 +208,7 @@ def _predictions(rows: list[dict[str, Any]]) -> str:
         ends = f"most over {found[most]:+.1%} ({most}), most under {found[least]:+.1%} ({least})"
         lines.append(f"- **{what.capitalize()}**, {len(sizes)} jobs: {said}; {ends}.")
     lines += [f"- **Reserved more than predicted with its margin**: {'; '.join(beyond) or 'none'}."] if table else []
-    head = "job | samples | allocated, GiB | predicted | reserved, GiB | predicted | NVML, GiB | margin | "
-    head += "expandable segments, GiB"
+    head = "job | samples | allocated, GiB | predicted | reserved, GiB | predicted | margin"
     return "\n".join([_table(head, table), "", *lines]).strip()
 
 

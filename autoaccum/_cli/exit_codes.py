@@ -22,7 +22,7 @@ from autoaccum.errors import (
 
 
 class ExitCode(enum.IntEnum):
-    """Exit codes; `--help` and docs/cli.md describe them."""
+    """Exit codes; `--help` and docs/reference.md describe them."""
 
     DONE = 0
     UNEXPECTED = 1

@@ -62,7 +62,7 @@ def check_sharded(modules: Iterable[nn.Module], ranks: int, asked: Mapping[str, 
     if text := next((text for text, is_asked in asked.items() if is_asked), None):
         raise InvalidInputError(
             f"{text} is not for a model that fully_shard has spread over ranks, whose passes are made by all of them "
-            "together; leave it out (docs/fsdp.md says what there is instead)"
+            "together; leave it out (docs/several-gpus.md says what there is instead)"
         )
     for module in modules:
         for name, parameter in module.named_parameters():

@@ -37,7 +37,7 @@ def tell_of_moving_layers(
             f"forward() moves {first_of(names)}: once for each micro-batch, {len(sizes)} times in this update instead "
             "of once, and later micro-batches meet other values than the first. For the whole batch's gradient, "
             "collect in forward() what moves them, and move them once an update, from a callback's on_step "
-            "(docs/moving-layers.md)",
+            "(docs/losses.md)",
             key="moving layers",
         )
 

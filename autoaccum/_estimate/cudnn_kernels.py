@@ -4,7 +4,7 @@ cuDNN chooses a kernel, and thereby a workspace, at run time. These rules give t
 that it usually offers PyTorch first (run_single_conv in aten/src/ATen/native/cudnn/Conv_v8.cpp, which tries the next
 plan if memory is short). With `torch.backends.cudnn.benchmark` PyTorch runs all plans whose workspace is to be had and
 keeps the fastest (get_plans_from_find there): then the larger of all rules counts. The workspace is allocated by
-PyTorch and freed after the call. docs/estimates.md compares whole trainings on cards.
+PyTorch and freed after the call. docs/dev/estimates.md compares whole trainings on cards.
 
 Origins:
 
@@ -15,7 +15,7 @@ Origins:
 - Without them, 3 x 3 filters use Winograd's algorithm, not fused: tiles of 4 x 4 results, for which source, filter and
   result are transformed to 6 x 6 as a whole (A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural
   Networks", arXiv 1509.09308, F(4 x 4, 3 x 3)). cuDNN documents no sizes; with these, predictions for trainings of
-  PSPNet and UPerNet on V100s are within 0.5 % in the median (docs/estimates.md).
+  PSPNet and UPerNet on V100s are within 0.5 % in the median (docs/dev/estimates.md).
 - The gradient of weights is a sum over pixels, split over all multiprocessors; partial sums are in float32.
 - A tensor that is not in the layout PyTorch chooses is copied before the call (cudnn_conv_suggest_memory_format in
   aten/src/ATen/native/ConvUtils.h; ConvShared.cpp).

@@ -65,7 +65,7 @@ _WITH_LENGTH = 2
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _CONVOLUTIONS = torch.nn.modules.conv._ConvNd
 _OF_LENGTHS = "; varying lengths fragment the cache (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help)"
-# From the runs in docs/estimates.md, "Against real cards".
+# From the runs in docs/dev/estimates.md, "Against real cards".
 _OF_CUDNN = (
     "cuDNN chooses its convolutions' workspace at run time; the usual choice is counted, and measured runs (in fp32, "
     "on two cards) used from 16 % less to 20 % more than predicted"

@@ -32,9 +32,8 @@ from autoaccum._training.console import OtherRank, progress_for
 from autoaccum._training.first_plan import Finding
 from autoaccum._training.loop import Training
 from autoaccum._training.lr_schedule import Schedule, check_scheduler
-from autoaccum._training.one_process import OneProcess
 from autoaccum._training.progress import Data
-from autoaccum._training.rank_coordination import SeveralRanks
+from autoaccum._training.rank_coordination import Coordinator
 from autoaccum._training.restore_on_failure import Untouched
 from autoaccum.errors import InvalidInputError
 
@@ -121,12 +120,12 @@ def fit(
             (model, batch), each run and back-propagated separately. None: the model's own loss, else cross entropy for
             integer targets and mean squared error for floating-point ones. In a mapping, including one that the model
             returns, the entry "loss" is the total and the others are only reported; without that entry, those with a
-            gradient are summed and detached ones are only reported (docs/recipes.md).
+            gradient are summed and detached ones are only reported (docs/losses.md).
         loss_reduction: "mean" (over the samples, not over tokens) or "sum": the reduction of the loss, taken at its
             word. None: read it from the loss's graph (docs/guarantees.md).
         loss_scope: "micro_batch": compute the loss of each micro-batch and weight it; "window": compute it once, from
             the model's outputs for the whole window, for any loss that is a deterministic function of per-sample
-            outputs and no mean over them, such as one that compares samples with each other (docs/contrastive.md).
+            outputs and no mean over them, such as one that compares samples with each other (docs/losses.md).
         forward: A callable of (model, batch) that returns the outputs and replaces the conventions for batches.
         split: How batches are counted, cut and joined if their samples do not run along the first dimension of every
             tensor: an object with `count`, `cut` and `join` (`autoaccum.Split`), such as `autoaccum.Along(1)` for
@@ -134,11 +133,11 @@ def fit(
             (docs/batches.md).
         target_tokens: Number of tokens per optimizer update, over all ranks, in place of `target_batch`: an update is
             made from as many whole samples as come nearest to it. Those of a sample are its labels that are not -100,
-            else what its `attention_mask` keeps, else the elements of its largest tensor (docs/tokens.md).
+            else what its `attention_mask` keeps, else the elements of its largest tensor (docs/batches.md).
         batchnorm: "keep": BatchNorm updates its running statistics with every micro-batch, with the layer's own
-            momentum; "rescale": over a window, they move as far as with one batch (docs/batchnorm.md).
+            momentum; "rescale": over a window, they move as far as with one batch (docs/losses.md).
         optimizer: An optimizer over the model's parameters, or a function of them that returns one. Several, in a list,
-            if each has its own parameters (docs/recipes.md). None or "adamw": AdamW(lr=1e-3);
+            if each has its own parameters (docs/losses.md). None or "adamw": AdamW(lr=1e-3);
             "sgd": SGD(lr=0.01, momentum=0.9).
         scheduler: A learning-rate scheduler for the optimizer in use, or a function of the optimizer that returns one.
             ReduceLROnPlateau steps on the loss of each evaluation.
@@ -195,12 +194,12 @@ def fit(
             the first new one is written.
         shard: Under torchrun, whether every rank's loaders give all samples, so that each rank takes its part of every
             window and of the validation data. False: each rank's loaders give only its own samples
-            (DistributedSampler); see docs/ranks.md.
+            (DistributedSampler); see docs/several-gpus.md.
         noise_scale: Whether to measure the gradient noise scale, which says whether a larger batch would pay, from two
             norms of every 50th window; a number measures every so many windows. A window that is measured takes
             its samples in random order, and is cut in two if it fits at once (docs/batch-size.md).
         oom_report: A folder. When memory first runs out, a text with the largest tensors, and on CUDA a snapshot for
-            PyTorch's memory viewer, is written there (docs/oom-report.md).
+            PyTorch's memory viewer, is written there (docs/troubleshooting.md).
 
     Returns:
         A summary of the run. The model itself is trained in place. An exception that ends the call early, such as
@@ -216,8 +215,8 @@ def fit(
             checkpoint to go back to, or it failed again after going back.
         UpdateCompleteError: The scheduler failed, or memory ran out, after an update; the update is made. If the
             scheduler has not stepped, no checkpoint of that state is written.
-        StartAgainError: Memory ran out in a model that is sharded across ranks (docs/fsdp.md), or on one rank while the
-            others made an update.
+        StartAgainError: Memory ran out in a model that is sharded across ranks (docs/several-gpus.md), or on one rank
+            while the others made an update.
         CheckpointError: A checkpoint cannot be written or read, or belongs to another run. The model is unchanged
             unless the error says that code of your own refused its state half-way.
         CheckpointInUseError: Another process trains with the checkpoint folder, or took it over while this one was
@@ -252,7 +251,6 @@ def fit(
         saver = saver_for(checkpoint, checkpoint_every, resume)
         earlier = None if saver is None else saver.cap(notices)
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
-        world = OneProcess(loader, target, drop_last, step.objective.split, in_tokens=in_tokens)
         grows_from = None
         if ranks is not None:
             alike = {
@@ -284,14 +282,17 @@ def fit(
                 f"target_tokens={target_tokens}": in_tokens,
             }
             grows_from = check_sharded(step.objective.modules, ranks.size, asked)
-            world = _ranks_of(
-                ranks,
-                step,
-                loader,
-                alike | {"target_tokens": target_tokens},
-                in_tokens=in_tokens,
-                notices=notices,
-            )
+            _begin_alike(ranks, step, alike | {"target_tokens": target_tokens})
+        world = Coordinator(
+            ranks,
+            loader,
+            target,
+            drop_last=drop_last,
+            shard=shard,
+            split=step.objective.split,
+            in_tokens=in_tokens,
+            notices=notices,
+        )
         training = Training(
             step,
             Data(
@@ -341,16 +342,8 @@ def fit(
         return training.run(limit_bytes=limit_bytes, started=started)
 
 
-def _ranks_of(
-    ranks: Ranks,
-    step: TrainingStep,
-    loader: Iterable[Any],
-    arguments: dict[str, Any],
-    *,
-    in_tokens: bool,
-    notices: Notices,
-) -> SeveralRanks:
-    """Set up training on several ranks: check that they agree, and broadcast the weights.
+def _begin_alike(ranks: Ranks, step: TrainingStep, arguments: dict[str, Any]) -> None:
+    """Check that ranks agree, and broadcast the weights.
 
     Raises:
         InvalidInputError: The ranks differ, or the training needs something that ranks cannot do together.
@@ -363,16 +356,6 @@ def _ranks_of(
         )
     check_alike(ranks, step, arguments)
     begin_alike(ranks, step)
-    return SeveralRanks(
-        ranks,
-        loader,
-        arguments["target_batch"],
-        drop_last=arguments["drop_last"],
-        shard=arguments["shard"],
-        notices=notices,
-        split=step.objective.split,
-        in_tokens=in_tokens,
-    )
 
 
 def _tell_of_cap(cap: int | None, most: int, notices: Notices) -> None:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from autoaccum import _oom
 from autoaccum._data.loader_state import Position
-from autoaccum._distributed import dcp
-from autoaccum._engine.dtensor import is_sharded, is_spread
+from autoaccum._distributed.whole_state import as_spread
+from autoaccum._engine.dtensor import is_sharded
 from autoaccum._engine.optimizer_list import OptimizerList
 from autoaccum._records import SAMPLES, Plan
+from autoaccum._sizing.frontier import Frontier
 from autoaccum._sizing.sizing import Cutting
 from autoaccum.errors import CheckpointError
 
@@ -136,12 +137,8 @@ class Contents:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether there are tensors of which this rank holds a part only, which go into a folder of their own."""
+        """Whether there are tensors of which this rank holds a part only."""
         return is_sharded(self._step.objective.modules)
-
-    def spread(self) -> dict[str, Tensor]:
-        """Return the tensors that are spread over ranks, by name."""
-        return {**dcp.of_modules(self._step.objective.modules), **dcp.of_optimizer(self._step.optimizer)}
 
     def take(self, moment: Moment, kept: Kept, ranks: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Return everything, tensors not copied: it is to be written before training goes on.
@@ -153,10 +150,9 @@ class Contents:
         """
         scaler = self._step.precision.scaler
         optimizer = self._step.optimizer
-        state = dcp.rest_of_optimizer(optimizer) if self.is_sharded else optimizer.state_dict()
+        state = optimizer.state_dict()
         return {
             "ranks": None if ranks is None else list(ranks),
-            "is_sharded": self.is_sharded,
             "target_batch": self._target_batch,
             "counts": self._counts,
             **{name: getattr(moment, name) for name in _COUNTS},
@@ -173,10 +169,21 @@ class Contents:
 
     def part(self, moment: Moment, kept: Kept) -> dict[str, Any]:
         """Return what each of several ranks has for itself."""
+        now = kept.cutting
         return {
             "random": moment.random,
             "position": {field.name: getattr(moment.position, field.name) for field in fields(Position)},
-            "kept": asdict(kept),
+            "cutting": {
+                "plan": list(now.plan.micro_batches),
+                "largest": list(now.grows_to.micro_batches),
+                "plans": [[since, list(plan.micro_batches)] for since, plan in kept.plans],
+                "asked": kept.asked,
+                "oom_events": kept.oom_events,
+                "frontier": None if now.frontier is None else now.frontier.state(),
+                "is_found": now.is_found,
+                "is_timed": now.is_timed,
+                "memory": None if kept.memory is None else list(kept.memory),
+            },
         }
 
     def check(self, content: Mapping[str, Any], path: Path) -> None:
@@ -234,10 +241,17 @@ class Contents:
 
     def kept(self, content: Mapping[str, Any]) -> Kept:
         """Return how windows were cut; `content` as for `moment`, or its part."""
-        kept, cutting = content["kept"], content["kept"]["cutting"]
-        plans = {name: Plan(**cutting[name]) for name in ("plan", "grows_to")}
-        earlier = tuple((since, Plan(**plan)) for since, plan in kept["plans"])
-        return Kept(**{**kept, "cutting": Cutting(**{**cutting, **plans}), "plans": earlier})
+        saved = content["cutting"]
+        cutting = Cutting(
+            _plan(saved["plan"]),
+            _plan(saved["largest"]),
+            Frontier.of_state(saved["frontier"]),
+            saved["is_found"],
+            saved["is_timed"],
+        )
+        plans = tuple((since, _plan(sizes)) for since, sizes in saved["plans"])
+        memory = saved["memory"]
+        return Kept(cutting, plans, saved["asked"], saved["oom_events"], None if memory is None else tuple(memory))
 
     def put_back(self, content: dict[str, Any]) -> None:
         """Set model, optimizer, scheduler and scaler to what a checkpoint holds that was checked, in place.
@@ -247,7 +261,6 @@ class Contents:
                 Those before it, and a part of it, may hold the checkpoint's state.
         """
         optimizer, scheduler, scaler = self._step.optimizer, self._schedule.scheduler, self._step.precision.scaler
-        put = dcp.put_rest_back if self.is_sharded else _put_optimizer_back
         # What may refuse and holds little comes first.
         if content["scheduler"] is not None:
             kept = copy.deepcopy(content["scheduler"]["state"])  # some take parts of it out
@@ -257,7 +270,7 @@ class Contents:
             _offer(scaler, lambda: scaler.load_state_dict(content["scaler"]))
         for module, saved in zip(self._step.objective.modules, content["modules"], strict=True):
             _offer(module, lambda: _put_module_back(module, saved, self._step.memory.device))  # noqa: B023 - at once
-        _offer(optimizer, lambda: put(optimizer, content["optimizer"]["state"]))
+        _offer(optimizer, lambda: _put_optimizer_back(optimizer, content["optimizer"]["state"]))
         if self._noise is not None and content["noise_scale"] is not None:  # a run may begin to measure it
             self._noise.load_state_dict(content["noise_scale"])
 
@@ -279,11 +292,6 @@ class Contents:
     def _differences(self, content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield what a checkpoint is of and this run is not, each with how that can be seen."""
         modules = self._step.objective.modules
-        if self.is_sharded != content["is_sharded"]:
-            one, other = "spread over ranks", "whole on every rank"
-            there, here = (other, one) if self.is_sharded else (one, other)
-            yield "model", f"its parameters are {there} there and {here} here"
-            return
         if len(content["modules"]) != len(modules):
             yield "model", f"it holds {len(content['modules'])} modules, and with losses there are {len(modules)} here"
         else:
@@ -327,6 +335,10 @@ def _offer(owner: Any, load: Callable[[], object]) -> None:
         ) from error
 
 
+def _plan(sizes: Sequence[int]) -> Plan:
+    return Plan(sum(sizes), tuple(sizes))
+
+
 def _on_another_device(states: RandomStates | None, on_device: Tensor | None) -> RandomStates | None:
     return None if states is None else (states[0], on_device, *states[2:])
 
@@ -335,14 +347,8 @@ def _on_another_device(states: RandomStates | None, on_device: Tensor | None) ->
 
 
 def _module_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state, with the buffers that `state_dict` leaves out: training moves those too.
-
-    Of what is spread over ranks only the form is kept.
-    """
-    state = module.state_dict()
-    spread = {name: _form(value) for name, value in state.items() if is_spread(value)}
-    whole = {name: value for name, value in state.items() if name not in spread}
-    return {"state": whole, "buffers": _other_buffers(module), **({"spread": spread} if spread else {})}
+    """Return a module's state, with the buffers that `state_dict` leaves out: training moves those too."""
+    return {"state": module.state_dict(), "buffers": _other_buffers(module)}
 
 
 def _other_buffers(module: nn.Module) -> dict[str, Tensor | None]:
@@ -358,7 +364,7 @@ def _other_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 def _module_differences(module: nn.Module, saved: Mapping[str, Any]) -> Iterator[str]:
     """Yield how a saved module is another one. A buffer may have come or gone: a model sets such ones as it goes."""
     own = {name: _form(value) for name, value in module.state_dict().items()}
-    kept = {**{name: _form(value) for name, value in saved["state"].items()}, **saved.get("spread", {})}
+    kept = {name: _form(value) for name, value in saved["state"].items()}
     own_others, kept_others = _other_buffers(module), saved["buffers"]
     if missing := (own.keys() | own_others.keys()) - kept.keys() - kept_others.keys():
         yield f"it lacks {_listed(missing)}, which is here"
@@ -384,7 +390,8 @@ def _put_module_back(module: nn.Module, saved: Mapping[str, Any], device: torch.
                 part._buffers[name] = None if kept is None else kept.to(device, copy=True)
             else:
                 buffer.copy_(kept)
-    module.load_state_dict(saved["state"], strict="spread" not in saved)
+    own = module.state_dict()
+    module.load_state_dict({name: as_spread(value, own.get(name)) for name, value in saved["state"].items()})
 
 
 def _form(value: Any) -> Any:
@@ -426,13 +433,19 @@ def _name_difference(saved: list[list[str]], own: list[list[str]]) -> str | None
 
 
 def _put_optimizer_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    like = dict(zip(numbers, parameters, strict=True))
+    state = {
+        number: {name: as_spread(value, like[number]) for name, value in values.items()} if number in like else values
+        for number, values in saved["state"].items()
+    }
+    saved = {**saved, "state": state}
     optimizer.load_state_dict(saved)
     # Schedulers warn when they move before the optimizer has: it has, in an earlier process.
     optimizer._opt_called = True  # type: ignore[attr-defined]
     # Floating state is cast to the type of its parameter there, and fp32 moments of bf16 parameters lose their bits.
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
+    for number, parameter in like.items():
         for name, value in saved["state"].get(number, {}).items():
             now = optimizer.state[parameter].get(name)
             if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:

@@ -1,8 +1,8 @@
 """Writes and reads the checkpoints of one run: a folder each, whole or not there at all.
 
 A folder holds `state.pt`, a file of torch's that plain `torch.load(weights_only=True)` reads, so that no code runs;
-`shards/`, where tensors are spread over ranks; and `manifest.json` with the SHA-256 of every file. It is written and
-flushed under another name, then renamed. An older one of the same step is moved aside before and removed after that.
+and `manifest.json` with its SHA-256. It is written and flushed under another name, then renamed. An older one of the
+same step is moved aside before and removed after that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import secrets
 import shutil
 from collections import Counter, OrderedDict
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,14 +30,14 @@ from autoaccum._system.own_distribution import __version__
 from autoaccum.errors import CheckpointError, InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from autoaccum._system.notices import Notices
 
 # Raised whenever an older autoaccum could not read a new checkpoint, or would read it wrongly.
 FORMAT = 1
-STATE, MANIFEST, SHARDS = "state.pt", "manifest.json", "shards"
+STATE, MANIFEST = "state.pt", "manifest.json"
 # The newest, and one to fall back on where that was damaged afterwards.
 _KEPT = 2
 _NAME = re.compile(r"step-(\d{8,})")
@@ -51,23 +50,6 @@ _MAPPINGS = (dict, OrderedDict, Counter)
 
 class _DamagedError(Exception):
     """A checkpoint is not as it was written."""
-
-
-@dataclass
-class Unfinished:
-    """A checkpoint that is being written.
-
-    Attributes:
-        folder: Its folder for now.
-        sha256: The checksums of files that are in it already, by their names within the folder.
-    """
-
-    folder: Path
-    sha256: dict[str, str] = field(default_factory=dict)
-
-    def discard(self) -> None:
-        """Remove it."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Storage:
@@ -124,14 +106,11 @@ class Storage:
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def read_newest(
-        self, notices: Notices, known_damage: Mapping[Path, str] | None = None
-    ) -> tuple[Path, dict[str, Any]] | None:
+    def read_newest(self, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
         """Read the newest checkpoint that is whole; return None where the folder has none at all.
 
         Args:
             notices: Reports those that are not whole.
-            known_damage: Damage that is known already, by folder.
 
         Raises:
             CheckpointError: There are some, and none of them is whole.
@@ -139,8 +118,6 @@ class Storage:
         damaged: list[str] = []
         for path in self.found():
             try:
-                if known_damage and path in known_damage:
-                    raise _DamagedError(known_damage[path])  # noqa: TRY301 - told like any other
                 content = _read(path)
             except _DamagedError as error:
                 damaged.append(f"{path.name}: {error}")
@@ -178,28 +155,13 @@ class Storage:
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    def begin(self, step: int) -> Unfinished:
-        """Make the folder of a checkpoint, to which ranks may add further files before `write`.
-
-        Raises:
-            CheckpointError: It cannot be made.
-        """
-        path = self._path(step)
-        unfinished = self.folder / f".{path.name}.{secrets.token_hex(8)}{files.UNFINISHED}"
-        with self._explained(path):
-            unfinished.mkdir()
-        return Unfinished(unfinished)
-
-    def write(
-        self, content: dict[str, Any], step: int, *, val_loss: float | None = None, made: Unfinished | None = None
-    ) -> Path:
+    def write(self, content: dict[str, Any], step: int, *, val_loss: float | None = None) -> Path:
         """Write a checkpoint; what was there before stays until it is whole.
 
         Args:
             content: What it holds.
             step: The number of windows that are done.
             val_loss: The validation loss of that moment, if it was evaluated.
-            made: What `begin` has returned.
 
         Returns:
             Its path.
@@ -207,19 +169,20 @@ class Storage:
         Raises:
             CheckpointError: It could not be written, or what it is to hold could not be loaded again.
         """
-        path = self._path(step)
-        made = self.begin(step) if made is None else made
+        path = self.folder / f"step-{step:08d}"
+        unfinished = self.folder / f".{path.name}.{secrets.token_hex(8)}{files.UNFINISHED}"
         try:
             with self._explained(path):
-                with (made.folder / STATE).open("wb") as file:
-                    made.sha256[STATE] = _save(content, file)
+                unfinished.mkdir()
+                with (unfinished / STATE).open("wb") as file:
+                    checksum = _save(content, file)
                     file.flush()
                     os.fsync(file.fileno())
-                _check_that_it_loads(made.folder / STATE)
-                _write_manifest(made, step, val_loss)
-                self._rename(made.folder, path)
+                _check_that_it_loads(unfinished / STATE)
+                _write_manifest(unfinished, step, val_loss, checksum)
+                self._rename(unfinished, path)
         except BaseException:
-            made.discard()
+            shutil.rmtree(unfinished, ignore_errors=True)
             raise
         self.took(path, val_loss)
         for other in self.found():
@@ -233,9 +196,6 @@ class Storage:
         self._whole = [path, *(other for other in self._whole if other != path)][:_KEPT]
         self.newest = path
         self._note_loss(path, val_loss)
-
-    def _path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
 
     def _rename(self, unfinished: Path, path: Path) -> None:
         """Give a checkpoint its name, in place of an older one, which comes back if that fails."""
@@ -326,22 +286,20 @@ def manifest_of(path: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def _write_manifest(made: Unfinished, step: int, val_loss: float | None) -> None:
-    content = {"autoaccum": __version__, "format": FORMAT, "step": step, "val_loss": val_loss, "sha256": made.sha256}
-    with (made.folder / MANIFEST).open("w") as file:
-        json.dump(content, file, indent=1)
+def _write_manifest(folder: Path, step: int, val_loss: float | None, checksum: str) -> None:
+    content = {"autoaccum": __version__, "format": FORMAT, "step": step, "val_loss": val_loss}
+    with (folder / MANIFEST).open("w") as file:
+        json.dump({**content, "sha256": {STATE: checksum}}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    for folder in (made.folder / SHARDS, made.folder):
-        if folder.is_dir():
-            files.flush_folder(folder)
+    files.flush_folder(folder)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint; of shards, it is only checked that they are there."""
+    """Return the content of a checkpoint."""
     for name, expected in manifest_of(path)["sha256"].items():
         try:
-            is_right = (path / name).is_file() if name.startswith(SHARDS) else sha256_of(path / name) == expected
+            is_right = sha256_of(path / name) == expected
         except FileNotFoundError:
             raise _DamagedError(f"{name} is missing") from None
         except files.NotRegularError as error:
@@ -352,7 +310,7 @@ def _read(path: Path) -> dict[str, Any]:
                 "folder as checkpoint="
             ) from error
         if not is_right:
-            raise _DamagedError(f"{name} is missing" if name.startswith(SHARDS) else f"wrong checksum of {name}")
+            raise _DamagedError(f"wrong checksum of {name}")
     try:
         content = _load(path / STATE)
     except pickle.UnpicklingError as error:

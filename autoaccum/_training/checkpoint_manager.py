@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoint_contents import Contents, Kept
     from autoaccum._training.checkpoint_schedule import Saver
-    from autoaccum._training.one_process import OneProcess
     from autoaccum._training.plan_lifecycle import PlanLifecycle
     from autoaccum._training.progress import TrainingProgress
+    from autoaccum._training.rank_coordination import Coordinator
 
 
 # The most names of non-finite tensors that ranks exchange.
@@ -51,7 +51,7 @@ class CheckpointManager:
         contents: Contents,
         progress: TrainingProgress,
         lifecycle: PlanLifecycle,
-        world: OneProcess,
+        world: Coordinator,
         memory: MemoryBackend,
         notices: Notices,
         finiteness: Finiteness,
@@ -138,9 +138,6 @@ class CheckpointManager:
         # The loader first: if it is not the one of the checkpoint, nothing else has been changed.
         self._progress.go_to(moment)
         self.contents.put_back(content)
-        if self.contents.is_sharded:
-            self._world.read_shards(path, self.contents.spread())
-            self._progress.put_random_state_back()  # reading shards has moved it
         self.saver.note(moment)
         self._notices.say(
             f"resuming from the checkpoint {path}: {moment.windows} steps are done", key=f"{path} {moment.windows}"

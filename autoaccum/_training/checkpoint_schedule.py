@@ -15,14 +15,13 @@ from autoaccum._training.checkpoint_files import Storage
 from autoaccum.errors import CheckpointError, InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
     from os import PathLike
     from pathlib import Path
 
     from autoaccum._data.loader_state import Position
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoint_contents import Moment
-    from autoaccum._training.checkpoint_files import Unfinished
 
 # The default of `checkpoint_every`.
 EVERY = "10min"
@@ -87,14 +86,11 @@ class Saver:
 
     # --- what there is ------------------------------------------------------------------------------------------------
 
-    def find(
-        self, notices: Notices, known_damage: Mapping[Path, str] | None = None
-    ) -> tuple[Path, dict[str, Any]] | None:
+    def find(self, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
         """Return the path and the content of the checkpoint to resume from; None for a fresh start, which is reported.
 
         Args:
             notices: Reports it.
-            known_damage: Damage that is known already, by folder.
 
         Raises:
             CheckpointError: None can be read; or there is none, and `resume=True` requires one.
@@ -109,7 +105,7 @@ class Saver:
                     "folder earlier-N in it as soon as the first new one is written"
                 )
             return None
-        found = self.storage.read_newest(notices, known_damage)
+        found = self.storage.read_newest(notices)
         if found is None and self._resume is True:
             raise CheckpointError(
                 f"resume=True, and there is no checkpoint in {folder}; pass the folder of the run to go on with, or "
@@ -174,18 +170,17 @@ class Saver:
         self.storage.took(path, moment.val_loss)
         self.note(moment)
 
-    def write(self, content: dict[str, Any], moment: Moment, made: Unfinished | None = None) -> Path:
+    def write(self, content: dict[str, Any], moment: Moment) -> Path:
         """Write one and return its path.
 
         Args:
             content: What it holds.
             moment: When it was taken.
-            made: The folder in which ranks have put their parts.
 
         Raises:
             CheckpointError: It could not be written; those before it are as they were.
         """
-        path = self.storage.write(content, moment.windows, val_loss=moment.val_loss, made=made)
+        path = self.storage.write(content, moment.windows, val_loss=moment.val_loss)
         self._lack.unlink(missing_ok=True)  # a run that gets so far needs it no longer: its sizes are in the checkpoint
         self.note(moment)
         return path

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from autoaccum import _oom
 from autoaccum._engine import update_complete
 from autoaccum._system import signals
-from autoaccum._training.one_process import END, SAVE, STOP
+from autoaccum._training.rank_coordination import END, SAVE, STOP
 from autoaccum.errors import (
     CheckpointError,
     DeviceLostError,
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from autoaccum._records import Evaluation
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoint_manager import CheckpointManager
-    from autoaccum._training.one_process import OneProcess
     from autoaccum._training.plan_lifecycle import PlanLifecycle
     from autoaccum._training.progress import TrainingProgress
+    from autoaccum._training.rank_coordination import Coordinator
     from autoaccum._training.stopping import StopRequest
 
 
@@ -51,7 +51,7 @@ class Interrupts:
         progress: TrainingProgress,
         lifecycle: PlanLifecycle,
         checkpoints: CheckpointManager | None,
-        world: OneProcess,
+        world: Coordinator,
         notices: Notices,
         request: StopRequest,
     ) -> None:

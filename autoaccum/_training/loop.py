@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from autoaccum._training.checkpoint_schedule import Saver
     from autoaccum._training.first_plan import Finding
     from autoaccum._training.lr_schedule import Schedule
-    from autoaccum._training.one_process import OneProcess
     from autoaccum._training.progress import Data
+    from autoaccum._training.rank_coordination import Coordinator
 
 # Unread losses stay on the device. Reading them at this interval, in windows, takes a single wait.
 _READ_EVERY = 256
@@ -94,7 +94,7 @@ class Training:
         saver: Saver | None,
         noise: NoiseScale | None,
         savings: Savings,
-        world: OneProcess,
+        world: Coordinator,
     ) -> None:
         self._step = step
         self._data = data
@@ -174,7 +174,6 @@ class Training:
                 self._tell_start()
                 with devices.failures_told(self._step.memory, "what ranks send each other"):
                     self._world.begin(self._step, self._interrupts.wishes, self._finding.grows_to)
-                self._step.memory.prepare_limit(limit_bytes)
                 self._lifecycle.save_memory()
                 begins_with, probed = self._begin()
                 with ExitStack() as limit:
@@ -318,10 +317,7 @@ class Training:
                 self._notices.say(text)
 
     def _found(self) -> tuple[Path, dict[str, Any]] | None:
-        if self._checkpoints is not None:
-            return self._checkpoints.find()
-        self._world.check_that_all_found(None)
-        return None
+        return None if self._checkpoints is None else self._checkpoints.find()
 
     def _resume(self, path: Path, content: dict[str, Any]) -> Cutting:
         """Resume from a checkpoint of an earlier call of `fit`; return how windows are cut."""
@@ -378,10 +374,10 @@ class Training:
 
     def _step_with(self, window: Window) -> bool:
         """Make the update of a window and do what follows it; return False if the window is left out."""
-        part = self._progress.part_to_make(window)
+        self._progress.will_make(window)
         is_trial = self._lifecycle.current.sizing.is_learning
         skipped = self._lifecycle.skipped_samples
-        report = None if part is None else self._lifecycle.step(part)
+        report = self._lifecycle.step(window)
         if report is None:
             return skipped < self._lifecycle.skipped_samples  # of which nothing was left, so that there is no update
         again = report.recomputed_samples / (report.samples + report.recomputed_samples)

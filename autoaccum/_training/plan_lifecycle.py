@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from autoaccum._records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
     from autoaccum._system.notices import Notices
     from autoaccum._training.first_plan import Finding
-    from autoaccum._training.one_process import OneProcess
     from autoaccum._training.progress import TrainingProgress
+    from autoaccum._training.rank_coordination import Coordinator
 
 
 class _Noting(Callback):
@@ -89,7 +89,7 @@ class PlanLifecycle:
         *,
         finding: Finding,
         savings: Savings,
-        world: OneProcess,
+        world: Coordinator,
         noise: NoiseScale | None,
     ) -> None:
         self._noise = noise
@@ -144,9 +144,8 @@ class PlanLifecycle:
         known = self._finding.look_up(first) if first.samples else None
         self._begin_rungs(known)
         probed = self._probe(first) if first.samples else None
-        self._world.tell_plans(None if probed is None else self._finding.plan(probed))
         plan = self._finding.plan(probed)
-        return Cutting(plan, plan, None if probed is None else probed.bytes_per_sample), probed
+        return Cutting.of(plan), probed
 
     def take_up(self, kept: Kept | None) -> Cutting:
         """Return how windows are cut after a resume.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import Evaluation
     from autoaccum._training.lr_schedule import Schedule
-    from autoaccum._training.one_process import OneProcess
+    from autoaccum._training.rank_coordination import Coordinator
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class TrainingProgress:
         *,
         memory: MemoryBackend,
         random: RandomState | None,
-        world: OneProcess,
+        world: Coordinator,
     ) -> None:
         self._data = data
         self._schedule = schedule
@@ -133,14 +133,14 @@ class TrainingProgress:
     # --- windows ------------------------------------------------------------------------------------------------------
 
     def first_part(self) -> Window:
-        """Return this process's part of the first window; `next_window` will return this window again.
+        """Return the first window; `next_window` will return it again.
 
         Raises:
             InvalidInputError: The loader is empty.
         """
         self._first = first = self._first_window()
         self._world.look_at(first)
-        return self._world.part(first)
+        return first
 
     def next_window(self) -> Window | None:
         """Return the next window; None at the end of the epoch or of the training.
@@ -163,11 +163,9 @@ class TrainingProgress:
         self._has_begun = True
         return not self._world.has_anything(window)
 
-    def part_to_make(self, window: Window) -> Window | None:
-        """Return this process's part of a window to train on; None if the window is left out."""
+    def will_make(self, window: Window) -> None:
+        """Note the position after a window that is made next."""
         self._coming = self._track.after(window)
-        part = self._world.part(window)
-        return None if self._world.is_to_be_dropped(part) else part
 
     @property
     def _ends_here(self) -> bool:

@@ -25,7 +25,7 @@ def refuse_strategy(trainer: Any) -> None:
         raise InvalidInputError(
             f"strategy={type(strategy).__name__}: Windowed runs micro-batches outside of the strategy and reduces "
             "gradients itself, which holds for one device and for 'ddp'; use one of them, or leave Windowed out. FSDP2 "
-            "models train with autoaccum.fit (docs/fsdp.md)"
+            "models train with autoaccum.fit (docs/several-gpus.md)"
         )
     if getattr(strategy, "_ddp_comm_hook", None) is not None:
         raise InvalidInputError(

@@ -181,7 +181,7 @@ def _refuse(accelerator: Accelerator, model: nn.Module) -> None:
         raise InvalidInputError(
             f"the accelerator trains with {_REFUSED[kind]}, which reduces gradients in its own backward pass; windowed "
             "holds for one process and for data parallel ones (DistributedDataParallel). FSDP2 models train with "
-            "autoaccum.fit (docs/fsdp.md)"
+            "autoaccum.fit (docs/several-gpus.md)"
         )
     _refuse_accumulation(accelerator)
     inside = model.module if isinstance(model, DistributedDataParallel) else model

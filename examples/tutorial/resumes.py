@@ -11,7 +11,7 @@ import autoaccum
 
 
 class PowerCut(autoaccum.Callback):
-    """Kills this process after update 8, as a power cut or a cluster would."""
+    """Kills this process after step 8, as a power cut or a cluster would."""
 
     def on_step(self, report, *, epoch):
         if report.step == 8:
@@ -36,4 +36,4 @@ result = autoaccum.fit(
     callbacks=callbacks,
 )
 last = result.evaluations[-1]
-print(f"{result.steps} updates, accuracy {last.metrics['accuracy']:.3f}")
+print(f"{result.steps} steps, accuracy {last.metrics['accuracy']:.3f}")

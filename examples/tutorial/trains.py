@@ -13,4 +13,4 @@ result = autoaccum.fit(
     epochs=3,
     memory_limit="96MiB",
 )
-print(f"{result.steps} updates of {BATCH} samples, in {result.plan.micro_batches}")
+print(f"{result.steps} steps of {BATCH} samples, in {result.plan.micro_batches}")

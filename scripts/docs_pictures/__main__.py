@@ -12,24 +12,20 @@ import json
 import re
 import sys
 
-import backward
 import charts
 import notebook
 import packages
-import ranks
 import window
-from tutorial import IMAGES, OUTPUT, ROOT
+from tutorial import IMAGES, MEASURED, PAGE, ROOT, page
 
 
 def drawings() -> dict[str, str]:
     """Return each picture by its path from the repository's root."""
-    measured = json.loads((OUTPUT / "tutorial.json").read_text(encoding="utf-8"))
-    traced = json.loads((OUTPUT / "timeline.json").read_text(encoding="utf-8"))
+    measured = json.loads((MEASURED / "tutorial.json").read_text(encoding="utf-8"))
+    traced = json.loads((MEASURED / "timeline.json").read_text(encoding="utf-8"))
     images = IMAGES.relative_to(ROOT)
     return {
         "docs/window.svg": window.picture(),
-        f"{images}/backward.svg": backward.picture(),
-        f"{images}/ranks.svg": ranks.picture(),
         f"{images}/packages.svg": packages.picture(),
         f"{images}/memory-by-size.svg": charts.memory_by_size(measured["report"], 256),
         f"{images}/losses.svg": charts.losses(measured["undisturbed"], measured["attempts"]),
@@ -52,15 +48,15 @@ def main() -> int:
     only.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a drawing is out of date")
     asked = parser.parse_args()
     if not (asked.draw or asked.check):
-        import howto  # noqa: PLC0415 - as the next three, only to run
-        import preflight  # noqa: PLC0415
+        import preflight  # noqa: PLC0415 - as the next three, only to run
+        import terminal  # noqa: PLC0415
         import timeline  # noqa: PLC0415
         import tutorial  # noqa: PLC0415
 
         tutorial.run()
         timeline.run()
-        howto.run()
         preflight.run()
+        terminal.run()
     old = []
     for name, svg in drawings().items():
         file = ROOT / name
@@ -68,13 +64,17 @@ def main() -> int:
             file.write_text(svg, encoding="utf-8")
         elif not file.is_file() or not same(file.read_text(encoding="utf-8"), svg):
             old.append(name)
+    if not asked.check:
+        PAGE.write_text(page(), encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != page():
+        old.append(str(PAGE.relative_to(ROOT)))
     # It holds the pictures, so it comes after them.
     if not asked.check:
         notebook.FILE.write_text(notebook.notebook(), encoding="utf-8")
     elif not notebook.FILE.is_file() or notebook.FILE.read_text(encoding="utf-8") != notebook.notebook():
         old.append(str(notebook.FILE.relative_to(ROOT)))
     for name in old:
-        print(f"{name} is out of date; run make docs-pictures", file=sys.stderr)
+        print(f"{name} is out of date; run python scripts/docs_pictures", file=sys.stderr)
     return 1 if old else 0
 
 

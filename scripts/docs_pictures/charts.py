@@ -68,7 +68,7 @@ def memory_by_size(report: dict[str, Any], target_batch: int) -> str:
         ),
     )  # fmt: skip
     return _drawn(
-        chart.properties(width=560, height=280),
+        chart.properties(width=430, height=280),
         "Memory over the micro-batch",
         f"Peak memory of a training step against the micro-batch's samples. Trials of {_listed(fitting)} samples fit "
         f"under the limit of {limit:.0f} MiB and lie on a line; larger ones do not. The plan takes {target_batch} in "
@@ -96,8 +96,8 @@ def losses(undisturbed: list[dict[str, Any]], attempts: list[list[dict[str, Any]
     # The process died after an update, before it was logged.
     kept, killed = attempts[1][0]["step"] - 1, attempts[0][-1]["step"] + 1
     highest = 1.15 * max(step["loss"] for step in undisturbed)
-    x = alt.X("step:Q", title="update", axis=alt.Axis(tickMinStep=1, format="d"))
-    y = alt.Y("loss:Q", title="loss of the window", scale=alt.Scale(domain=[0, highest], nice=False))
+    x = alt.X("step:Q", title="optimizer step", axis=alt.Axis(tickMinStep=1, format="d"))
+    y = alt.Y("loss:Q", title="loss", scale=alt.Scale(domain=[0, highest], nice=False))
     scale = alt.Scale(domain=list(names), range=[LIGHT["red"], LIGHT["blue"]])
     shapes = alt.Scale(domain=list(names), range=["square", "circle"])
     chart = alt.layer(
@@ -110,7 +110,7 @@ def losses(undisturbed: list[dict[str, Any]], attempts: list[list[dict[str, Any]
             color=alt.Color("what:N", scale=scale, title=None, sort=None),
             shape=alt.Shape("what:N", scale=shapes, title=None, sort=None),
         ),
-        _label(1.2, 0.15 * undisturbed[0]["loss"], "line: a run that nobody killed", LIGHT["quiet"]),
+        _label(1.2, 0.15 * undisturbed[0]["loss"], "line: a run that was not killed", LIGHT["quiet"]),
         alt.Chart(alt.Data(values=[{"step": kept}, {"step": killed}]))
         .mark_rule(color=LIGHT["quiet"], strokeDash=[2, 3])
         .encode(x="step:Q"),
@@ -118,7 +118,7 @@ def losses(undisturbed: list[dict[str, Any]], attempts: list[list[dict[str, Any]
         _label(killed, highest, "killed", LIGHT["red"], dx=6, dy=8),
     )
     return _drawn(
-        chart.properties(width=560, height=240),
+        chart.properties(width=430, height=240),
         "Killed, and resumed",
         f"The loss by update. The undisturbed run is a line from {undisturbed[0]['loss']:.2f} to "
         f"{undisturbed[-1]['loss']:.2f}. The killed run's updates 1 to {attempts[0][-1]['step']} and the resumed run's "
@@ -170,7 +170,7 @@ def timeline(trace: dict[str, Any]) -> str:
         _label(peak["ms"], peak["mib"], f"peak {peak['mib']:.0f} MiB", LIGHT["text"], dx=8, dy=-12, x="ms", y="mib"),
     )  # fmt: skip
     return _drawn(
-        chart.properties(width=560, height=240),
+        chart.properties(width=430, height=240),
         "The memory of one update",
         f"Memory that tensors hold, over time, in one update of micro-batches of {_listed_sizes(cut)} "
         f"samples. It rises in each forward pass as activations are kept, peaks at {peak['mib']:.0f} MiB in the "

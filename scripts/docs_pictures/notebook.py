@@ -12,30 +12,32 @@ from tutorial import ROOT
 PAGE = ROOT / "docs" / "tutorial.md"
 FILE = ROOT / "examples" / "tutorial.ipynb"
 SITE = "../docs/"
-# The page's pieces that a notebook runs instead of quoting: a file, and what a command printed.
-_FILE = re.compile(r'```python title="(?P<name>[\w.]+)"\n--8<-- "(?P<path>[\w/.]+)"\n```')
-_PRINTED = re.compile(r'```text\n--8<-- "(?P<path>[\w/.-]+)"\n```')
-_CONSOLE = re.compile(r"```console\n.*?```\n\n", re.DOTALL)
+# The page's pieces that a notebook runs instead of quoting: a file, and a command with what it printed.
+_PIECE = re.compile(
+    r'```python title="(?P<name>[\w.]+)"\n(?P<file>.*?)\n```|```text\n\$ python (?P<typed>[^\n]+)\n(?P<printed>.*?)```',
+    re.DOTALL,
+)
 
 
 def notebook() -> str:
-    """Return the notebook's JSON."""
-    page = _CONSOLE.sub("", PAGE.read_text(encoding="utf-8"))
-    page = re.sub(
-        r"Until version .*?\n\n--8<-- [^\n]*\n",
-        "Each file is a cell, and so is each command.\n",
-        page,
-        flags=re.DOTALL,
-    )
-    page = re.sub(r'<div class="unbuilt".*?</div>\n\n', "", page, flags=re.DOTALL)
-    # A notebook shows no screenshots of its own files.
-    page = re.sub(r"`report\.html` is the [^!]*?\n\n!\[[^\]]*\]\([^)]*\.png\)\{[^}]*\}\n\n", "", page, flags=re.DOTALL)
+    """Return the notebook's JSON. The task comes first, since the others import it."""
+    page = PAGE.read_text(encoding="utf-8")
+    page, _, task = page.partition("## The task\n\n")
+    page = re.sub(r"```console\n.*?```\n\nAll files .*?\n\n", "", page, flags=re.DOTALL)
+    page = page.replace("## 1. ", f"Each file is a cell, and so is each command.\n\n{task}\n## 1. ", 1)
+    page = page.replace("([`task.py`](#the-task))", "(`task.py`)")
     cells: list[dict[str, Any]] = []
-    while found := min(
-        filter(None, (_FILE.search(page), _PRINTED.search(page))), key=lambda hit: hit.start(), default=None
-    ):
+    while found := _PIECE.search(page):
         cells += _told(page[: found.start()])
-        source, printed = _file(found) if found.re is _FILE else _command(found["path"])
+        source, printed = (
+            (f"%%writefile {found['name']}\n{found['file']}", f"Writing {found['name']}\n")
+            if found["name"]
+            # By this kernel's own Python, without a progress bar.
+            else (
+                f"import sys\n\n!{{sys.executable}} {found['typed']} 2>&1 | cat",
+                found["printed"].removesuffix("Killed\n"),
+            )
+        )
         cells.append(_code(source, printed, 1 + sum(cell["cell_type"] == "code" for cell in cells)))
         page = page[found.end() :]
     cells += _told(page)
@@ -44,19 +46,6 @@ def notebook() -> str:
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     made = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
     return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
-
-
-def _file(found: re.Match[str]) -> tuple[str, str]:
-    """Return a cell that writes a file, and what it prints."""
-    content = (ROOT / found["path"]).read_text(encoding="utf-8").rstrip()
-    return f"%%writefile {found['name']}\n{content}", f"Writing {found['name']}\n"
-
-
-def _command(path: str) -> tuple[str, str]:
-    """Return the command whose output the page shows, by this kernel's own Python without a progress bar, and it."""
-    typed, _, printed = (ROOT / path).read_text(encoding="utf-8").partition("\n")
-    command = typed.removeprefix("$ python ")
-    return f"import sys\n\n!{{sys.executable}} {command} 2>&1 | cat", printed.removesuffix("Killed\n")
 
 
 def _told(words: str) -> list[dict[str, Any]]:

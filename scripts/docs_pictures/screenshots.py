@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 SITE = ROOT / "site"
-PAGES = ("", "tutorial/", "pictures/", "howto/dies-late/", "reference/")
+PAGES = ("", "tutorial/", "how-it-works/", "losses/", "reference/")
 LOOKS = {"light": ("1280,1600", False), "dark": ("1280,1600", True), "phone": ("500,1400", False)}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
-from tutorial import OUTPUT, SCRIPTS
+from tutorial import MEASURED, SCRIPTS
 
 CUT = (86, 85, 85)
 MIB = 2**20
@@ -17,7 +17,7 @@ LEAST_CHANGE_MIB = 0.05
 
 
 def run() -> None:
-    """Write docs/output/timeline.json."""
+    """Write measured/timeline.json."""
     sys.path.insert(0, str(SCRIPTS))
     import task  # noqa: PLC0415 - beside the tutorial's other scripts
 
@@ -40,7 +40,7 @@ def run() -> None:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         update()
     kept = read(recorded)
-    (OUTPUT / "timeline.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    (MEASURED / "timeline.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 def read(recorded: profile) -> dict[str, Any]:

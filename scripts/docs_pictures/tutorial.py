@@ -16,11 +16,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "tutorial"
-OUTPUT = ROOT / "docs" / "output"
+PAGE = ROOT / "docs" / "tutorial.md"
+MEASURED = Path(__file__).resolve().parent / "measured"
 IMAGES = ROOT / "docs" / "images"
 KILLED = -9
-# The page that its scripts write, with the size of its picture.
-SCREENSHOTS = {"report": "1000,640"}
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 # Runs a script as `python SCRIPT` does, and keeps a value of it afterwards.
 KEEPING = """
@@ -33,30 +32,44 @@ HISTORY = "[{'step': step.step, 'loss': step.loss} for step in result.history]"
 
 
 def run() -> None:
-    """Run all steps, and write docs/output/ and the pictures of pages."""
-    OUTPUT.mkdir(exist_ok=True)
+    """Run all steps, and write the page with what they printed, and what they measured."""
+    printed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         for script in SCRIPTS.glob("*.py"):
             shutil.copy(script, place)
-        _step(place, "dies", expected=1)
-        undisturbed = _step(place, "trains", keep=HISTORY)
-        _step(place, "resumes", "--power-cut", expected=KILLED, name="killed")
-        _step(place, "resumes")
-        report = _step(place, "reports", keep="report.to_dict()")
+        undisturbed = _step(place, printed, "trains", keep=HISTORY)
+        _step(place, printed, "dies", expected=1)
+        _step(place, printed, "resumes", "--power-cut", expected=KILLED)
+        _step(place, printed, "resumes")
+        report = _step(place, printed, "reports", keep="report.to_dict()")
         attempts = _attempts((place / "run.jsonl").read_text(encoding="utf-8"))
-        for page, size in SCREENSHOTS.items():
-            browse((place / f"{page}.html").as_uri(), IMAGES / f"tutorial-{page}.png", size, place / f"home-{page}")
     kept = {"undisturbed": undisturbed, "attempts": attempts, "report": report}
-    (OUTPUT / "tutorial.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    (MEASURED / "tutorial.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     cores = len(os.sched_getaffinity(0))
     versions = f"Python {platform.python_version()}, PyTorch {version('torch')}"
-    where = f"Run on {cores} cores without a card ({_processor()}), {versions}.\n"
-    (OUTPUT / "machine.txt").write_text(where, encoding="utf-8")
+    where = f"Run on {cores} cores without a GPU ({_processor()}), {versions}."
+    PAGE.write_text(re.sub(r"(?m)^Run on .*$", where, _with_outputs(page(), printed)), encoding="utf-8")
 
 
-def _step(place: Path, script: str, *options: str, expected: int = 0, keep: str = "", name: str = "") -> Any:
-    """Run one script, and write what it prints to docs/output/."""
+def page() -> str:
+    """Return the page with the scripts as they are now."""
+
+    def script(found: re.Match[str]) -> str:
+        return f'```python title="{found[1]}"\n{(SCRIPTS / found[1]).read_text(encoding="utf-8").strip()}\n```'
+
+    return re.sub(r'```python title="([\w.]+)"\n.*?```', script, PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def _with_outputs(text: str, printed: dict[str, str]) -> str:
+    def output(found: re.Match[str]) -> str:
+        return f"```text\n{found[1]}\n{printed[found[1]].strip()}\n```"
+
+    return re.sub(r"```text\n(\$ python [^\n]+)\n.*?```", output, text, flags=re.DOTALL)
+
+
+def _step(place: Path, printed: dict[str, str], script: str, *options: str, expected: int = 0, keep: str = "") -> Any:
+    """Run one script, and keep what it prints by what a user types."""
     command = [sys.executable, f"{script}.py", *options]
     if keep:
         command = [sys.executable, "-c", KEEPING, f"{script}.py", keep]
@@ -65,10 +78,12 @@ def _step(place: Path, script: str, *options: str, expected: int = 0, keep: str 
     done = subprocess.run(command, cwd=place, env=environment, text=True, check=False, **both)  # noqa: S603
     if done.returncode != expected:
         raise SystemExit(f"{script}.py ended with {done.returncode} instead of {expected}:\n{done.stdout}")
-    said = re.sub(r'"/[^"]*/(site-packages/)', r'".../\1', done.stdout).replace(f"{place}/", "")
-    said += "Killed\n" if done.returncode == KILLED else ""
-    typed = " ".join(["$ python", f"{script}.py", *options])
-    (OUTPUT / f"tutorial-{name or script}.txt").write_text(f"{typed}\n{said}", encoding="utf-8")
+    said = done.stdout.replace(f"{place}/", "") + ("Killed\n" if done.returncode == KILLED else "")
+    if done.returncode == 1:  # the traceback leads through PyTorch
+        said = f"Traceback (most recent call last):\n  ...\n{said.strip().splitlines()[-1]}"
+    if "\nMemory of a step" in said:
+        said = f"{said.partition(chr(10) + 'Memory of a step')[0].rstrip()}\n..."
+    printed[" ".join(["$ python", f"{script}.py", *options])] = said
     return json.loads((place / "kept.json").read_text(encoding="utf-8")) if keep else None
 
 

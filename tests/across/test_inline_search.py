@@ -279,7 +279,7 @@ def test_batch_that_is_larger_than_any_before_is_cut_smaller_before_it_fails():
 
     assert told.ooms == []
     assert told.reports[2].micro_batches == (64,)
-    assert 16 <= max(told.reports[3].micro_batches) < 64
+    assert 8 <= max(told.reports[3].micro_batches) < 64  # memory may grow with the square of the length
     assert told.reports[4].micro_batches == (64,)
 
 

@@ -20,7 +20,7 @@ SAMPLE = json.loads((Path(__file__).parent / "gpu_sample.json").read_text())
 def root(tmp_path):
     """A tree with the pages, and no results."""
     for page in gpu_results.STATUS:
-        (tmp_path / page).parent.mkdir(exist_ok=True)
+        (tmp_path / page).parent.mkdir(exist_ok=True, parents=True)
         shutil.copy(ROOT / page, tmp_path / page)
     return tmp_path
 
@@ -67,9 +67,9 @@ def test_record_has_rows_and_machine_but_no_logs_and_no_paths(root, folder):
 def test_errors_of_predictions_have_both_directions(root, folder):
     gpu_results.main([folder()], root)
 
-    page = (root / "docs" / "gpu.md").read_text()
-    assert row(page, "Llama 1B, bf16, LoRA").endswith("| 2 | 8.46 | +10.1% | 9.99 | -0.1% | 10.73 | 4.8% | 9.01 |")
-    assert row(page, "T5-small, bf16").endswith("| 16 | 5.57 | -34.8% | 5.99 | -36.5% | 6.73 | 4.8% | 5.75 |")
+    page = (root / "docs" / "dev" / "gpu.md").read_text()
+    assert row(page, "Llama 1B, bf16, LoRA").endswith("| 2 | 8.46 | +10.1% | 9.99 | -0.1% | 4.8% |")
+    assert row(page, "T5-small, bf16").endswith("| 16 | 5.57 | -34.8% | 5.99 | -36.5% | 4.8% |")
     assert (
         "**Allocated**, 3 jobs: median error 10.1%, 1 within 5%; most over +10.1% (Llama 1B, bf16, LoRA), "
         "most under -34.8% (T5-small, bf16)" in page
@@ -80,7 +80,7 @@ def test_errors_of_predictions_have_both_directions(root, folder):
 def test_other_tables_have_medians_quartiles_and_shares_of_the_truth(root, folder):
     gpu_results.main([folder()], root)
 
-    page = (root / "docs" / "gpu.md").read_text()
+    page = (root / "docs" / "dev" / "gpu.md").read_text()
     assert "| 1.139 (1.060 to 1.244) | 162.6 (76.4 to 277.2) |" in row(page, "Runner, 6 tensors, about 1 ms")
     assert row(page, "ResNet-50: accelerate").endswith("| 142 | 164 | 86.6% | 13 | 4.8 |")
     assert "every bit the same | 1 | 0 |" in row(page, "layers, fp32, Adam, foreach")
@@ -89,7 +89,7 @@ def test_other_tables_have_medians_quartiles_and_shares_of_the_truth(root, folde
 def test_what_failed_and_what_was_skipped_is_listed(root, folder):
     gpu_results.main([folder()], root)
 
-    page = (root / "docs" / "gpu.md").read_text()
+    page = (root / "docs" / "dev" / "gpu.md").read_text()
     assert "| **differs** |" in row(page, "convolutions, fp32, AdamW, fused")
     failed = page.split("### What failed, and what was skipped")[1]
     assert "- survival: convolutions, fp32, AdamW, fused: 1 in backward" in failed
@@ -108,8 +108,8 @@ def test_pages_name_the_gpu_and_the_date_or_say_that_there_was_no_run(root, fold
         text = (root / page).read_text()
         assert said in text
         assert "Not yet run" not in text
-    assert "checks failed](docs/gpu.md)" in (root / "README.md").read_text()
-    assert "checks failed](gpu.md)" in (root / "docs" / "overhead.md").read_text()
+    assert "checks failed](docs/dev/gpu.md)" in (root / "README.md").read_text()
+    assert "checks failed](dev/gpu.md)" in (root / "docs" / "benchmarks.md").read_text()
 
 
 def test_later_folder_replaces_parts_that_it_did_not_skip(root, folder):
@@ -120,7 +120,7 @@ def test_later_folder_replaces_parts_that_it_did_not_skip(root, folder):
 
     gpu_results.main([folder("one", allocations=b"first"), folder("two", later, allocations=b"second")], root)
 
-    kept, page = record(root), (root / "docs" / "gpu.md").read_text()
+    kept, page = record(root), (root / "docs" / "dev" / "gpu.md").read_text()
     assert kept["parts"]["lost"]["rows"][0]["found"] == "DeviceLostError"
     assert "made" not in kept["parts"]["lost"]
     assert kept["parts"]["predictions"]["rows"]
@@ -188,13 +188,13 @@ def test_runs_of_two_gpus_are_not_made_one(root, folder, capsys):
 def test_check_names_pages_that_are_out_of_date_and_writes_none(root, folder, capsys):
     gpu_results.main([folder()], root)
     assert gpu_results.main(["--check"], root) == 0
-    page = root / "docs" / "overhead.md"
+    page = root / "docs" / "benchmarks.md"
     page.write_text(changed := page.read_text().replace("2026-11-26", "2026-11-27"))
     capsys.readouterr()
 
     assert gpu_results.main(["--check"], root) == 1
 
-    assert capsys.readouterr().out == "docs/overhead.md: out of date; run scripts/gpu_results.py\n"
+    assert capsys.readouterr().out == "docs/benchmarks.md: out of date; run scripts/gpu_results.py\n"
     assert page.read_text() == changed
 
 

@@ -46,7 +46,7 @@ def test_the_help_of_a_command_has_no_exit_codes_and_no_types_of_python(name):
 
 
 def test_the_page_has_the_same_exit_codes_as_the_help():
-    page = (ROOT / "docs" / "cli.md").read_text()
+    page = (ROOT / "docs" / "reference.md").read_text()
 
     assert re.findall(r"^\| (\d+) \|", page, re.MULTILINE) == [str(int(code)) for code in MEANINGS]
 

@@ -1,4 +1,4 @@
-"""The page "Use it in your loop": each change has few lines, and the script trains before and after it, to the same."""
+"""The page "Your loop": each change has few lines, and the script trains before and after it, to the same."""
 
 import copy
 import re
@@ -11,7 +11,7 @@ from torch import nn
 import autoaccum
 from folders import ROOT
 
-PAGE = (ROOT / "docs" / "adapters.md").read_text()
+PAGE = (ROOT / "docs" / "your-loop.md").read_text()
 TABS = dict(re.findall(r"## (\w+)\n\n```diff\n(.*?)```", PAGE, flags=re.DOTALL))
 MOST_LINES = 5
 

@@ -12,11 +12,8 @@ from folders import ROOT
 SCRIPTS = ROOT / "scripts" / "docs_pictures"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DRAWN = [ROOT / "docs" / "window.svg"]
-DRAWN += [
-    ROOT / "docs" / "images" / f"{name}.svg"
-    for name in ("backward", "packages", "ranks", "memory-by-size", "losses", "timeline")
-]
-DRAWN += [ROOT / "docs" / "images" / f"report-{name}.svg" for name in ("fits", "kinds", "modules", "step", "sizes")]
+DRAWN += [ROOT / "docs" / "images" / f"{name}.svg" for name in ("packages", "memory-by-size", "losses", "timeline")]
+TERMINAL = ROOT / "docs" / "images" / "terminal.svg"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -32,7 +29,7 @@ def contrast(first, second):
     return (brighter + 0.05) / (darker + 0.05)
 
 
-def test_committed_pictures_and_notebook_are_what_the_scripts_make():
+def test_committed_pictures_pages_and_notebook_are_what_the_scripts_make():
     done = subprocess.run([sys.executable, str(SCRIPTS), "--check"], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
@@ -47,7 +44,7 @@ def test_picture_says_what_it_shows_and_is_dark_for_those_who_want_it(picture):
     assert "prefers-color-scheme: dark" in root.findtext(f"{SVG}style")
 
 
-@pytest.mark.parametrize("picture", DRAWN, ids=lambda path: path.stem)
+@pytest.mark.parametrize("picture", [*DRAWN, TERMINAL], ids=lambda path: path.stem)
 def test_picture_fetches_nothing(picture):
     assert re.findall(r"(?:href|src)=|url\((?!#)|@import|<script", picture.read_text()) == []
 
@@ -68,3 +65,14 @@ def test_words_stand_out_from_their_ground(scheme):
 def test_every_picture_of_a_page_has_a_text_in_its_place(page):
     for text, _ in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page.read_text()):
         assert len(text.split()) > 5
+
+
+def test_every_picture_is_shown():
+    shown = {
+        (page.parent / path).resolve()
+        for page in [*PAGES, ROOT / "README.md"]
+        for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text())
+    }
+
+    there = {path for path in (ROOT / "docs").rglob("*") if path.suffix in (".svg", ".png")}
+    assert there - shown == {ROOT / "docs" / "images" / "icon.svg"}

@@ -1,5 +1,7 @@
-"""The README, and the pages of docs/: their snippets run, and what they name is there and public."""
+"""The README and the pages of docs/: their code runs, links lead somewhere, and what they name is public."""
 
+import importlib.util
+import inspect
 import re
 
 import pytest
@@ -9,7 +11,7 @@ import autoaccum
 from folders import ROOT
 
 README = ROOT / "README.md"
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 
 def snippets(page):
@@ -27,53 +29,45 @@ def test_call_in_the_readme_trains_with_the_batch_it_names():
     assert names["result"].steps == 2
 
 
-def test_snippets_for_beginners_run_one_after_the_other(capsys):
-    page = README.parent / "docs" / "start.md"
-    names = {}
+# The code of these pages is whole; of others, other tests run what is.
+WHOLE = ("index", "batches", "batch-size", "memory", "troubleshooting")
+
+
+@pytest.mark.card_fakes
+@pytest.mark.parametrize("name", WHOLE)
+def test_code_of_a_page_runs_one_piece_after_the_other(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path))
+    page = ROOT / "docs" / f"{name}.md"
+    given = [(torch.randn(20, 8), torch.randint(2, (20,))) for _ in range(5)]
+    names = {"__name__": name.replace("-", "_"), "model": torch.nn.Linear(8, 2), "loader": given}
 
     for snippet in snippets(page):
+        if "torchao" in snippet:
+            pytest.importorskip("torchao.optim", reason="torchao is not installed")
         exec(compile(snippet, str(page), "exec"), names)  # noqa: S102
 
-    out = capsys.readouterr().out
-    assert "(100,)" in out
-    assert names["result"].plan.accum_steps > 1
-    assert names["job"]().arguments["target_batch"] == 100
+    printed = capsys.readouterr().out
+    for output in re.findall(r"```text\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        assert output in printed
 
 
-def test_snippets_for_a_loop_of_ones_own_run_one_after_the_other(capsys):
-    page = README.parent / "docs" / "loop.md"
+def test_code_for_your_own_loop_runs_one_piece_after_the_other(capsys):
+    page = ROOT / "docs" / "your-loop.md"
     names = {}
 
     for snippet in snippets(page):
         exec(compile(snippet, str(page), "exec"), names)  # noqa: S102
 
     assert names["report"].samples == 100
-    assert "100" in capsys.readouterr().out
+    assert "(100,)" in capsys.readouterr().out
 
 
-def test_snippet_on_batch_sizes_measures_the_noise_scale(capsys):
-    page = README.parent / "docs" / "batch-size.md"
-    names = {}
+def test_table_of_arguments_has_those_of_fit_once_each():
+    text = (ROOT / "docs" / "reference.md").read_text().partition("## Arguments of `fit`")[2].partition("\n## ")[0]
 
-    for snippet in snippets(page):
-        exec(compile(snippet, str(page), "exec"), names)  # noqa: S102
-
-    out, err = capsys.readouterr()
-    assert out == f"gradient noise scale: {names['result'].noise_scale:.0f} samples\n"
-    assert "gradient noise scale about" in err
-
-
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_snippets_on_memory_train(number):
-    page = README.parent / "docs" / "memory.md"
-    snippet = snippets(page)[number]
-    if "torchao" in snippet:
-        pytest.importorskip("torchao.optim", reason="torchao is not installed")
-    names = {}
-
-    exec(compile(snippet, str(page), "exec"), names)  # noqa: S102
-
-    assert names["result"].steps == 2
+    named = re.findall(r"`(\w+)`", text.partition("|---|")[2])
+    assert sorted(named) == sorted(inspect.signature(autoaccum.fit).parameters)
 
 
 def files():
@@ -85,13 +79,19 @@ def test_files_that_it_names_are_there(mentioned):
     assert (README.parent / mentioned).is_file()
 
 
-@pytest.mark.parametrize("page", [README, README.parent / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [README, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG")), *PAGES],
+    ids=lambda page: page.name,
+)
 def test_links_lead_to_pages_and_headings_that_are_there(page):
     for target, heading in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
         found = page.parent / target if target else page
 
-        assert found.is_file(), f"{target} is not there"
-        assert not heading or heading in headings(found), f"{target} has no heading {heading}"
+        assert found.exists(), f"{target} is not there"
+        assert not heading or heading in headings(found) or heading.startswith("autoaccum."), (
+            f"{target} has no heading {heading}"
+        )
 
 
 def headings(page):
@@ -102,7 +102,7 @@ def headings(page):
 
 @pytest.mark.parametrize(
     "page",
-    [README, *(page for page in PAGES if page.name not in ("architecture.md", "design.md"))],
+    [README, *(page for page in PAGES if page.parent.name != "dev")],
     ids=lambda page: page.name,
 )
 def test_private_modules_are_named_by_the_architecture_alone(page):
@@ -121,7 +121,7 @@ def test_commands_that_it_names_are_in_the_makefile():
 
 @pytest.mark.parametrize("page", ["architecture.md", "design.md"])
 def test_modules_that_the_pages_for_developers_name_are_there(page):
-    text = (ROOT / "docs" / page).read_text()
+    text = (ROOT / "docs" / "dev" / page).read_text()
     package = ROOT / "autoaccum"
     named = set(re.findall(r"`((?:_[a-z]+/)[a-z_/]*(?:\.py)?)`", text))
 
@@ -130,4 +130,52 @@ def test_modules_that_the_pages_for_developers_name_are_there(page):
 
 
 def test_architecture_is_short():
-    assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 200
+    assert len((ROOT / "docs" / "dev" / "architecture.md").read_text().splitlines()) <= 200
+
+
+MENTIONED = re.compile(r"(?:docs/[\w./-]+|README|CONTRIBUTING|SECURITY)\.md(?![\w-])")
+SOURCES = [
+    path for folder in ("autoaccum", "benchmarks", "examples", "scripts") for path in (ROOT / folder).rglob("*.py")
+]
+
+
+def test_pages_that_the_code_names_are_there():
+    named = {found for path in SOURCES for found in MENTIONED.findall(path.read_text()) if "docs/en" not in found}
+
+    assert len(named) > 10
+    assert [page for page in sorted(named) if not (ROOT / page).is_file()] == []
+
+
+def test_documentation_is_short():
+    words = {page: len(page.read_text().split()) for page in [README, *PAGES]}
+
+    assert words[README] <= 520
+    assert sum(count for page, count in words.items() if page.parent.name == "docs") <= 17_000
+
+
+@pytest.fixture
+def site():
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "scripts" / "site.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    return hooks
+
+
+def test_links_of_the_readme_are_absolute_where_the_address_is_known(site):
+    text = site.with_address(README.read_text(), "https://example.org/one/autoaccum")
+
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert links
+    assert all(link.startswith("https://") for link in links)
+    assert "https://example.org/one/autoaccum/raw/main/docs/window.svg" in links
+    assert "git clone https://example.org/one/autoaccum autoaccum" in text
+    assert site.with_address(README.read_text(), "") == README.read_text()
+
+
+def test_links_of_pages_to_files_of_the_repository_lead_there_or_are_words(site):
+    page = "See [this file](../examples/digits.py) and [that page](../index.md)."
+
+    assert site.with_files(page, "https://example.org/a") == (
+        "See [this file](https://example.org/a/blob/main/examples/digits.py) and [that page](../index.md)."
+    )
+    assert site.with_files(page, "").startswith("See this file and")

@@ -1,4 +1,4 @@
-"""Layers that move in every forward pass are named once; the remedies of docs/moving-layers.md are exact."""
+"""Layers that move in every forward pass are named once; the remedies of docs/losses.md are exact."""
 
 import copy
 import re
@@ -35,7 +35,7 @@ def said_of(*layers, sizes=3, windows=3, **options):
     )
     for _ in range(windows):
         runner.step(a_batch())
-    return [text for text in notices.texts if "docs/moving-layers.md" in text]
+    return [text for text in notices.texts if "docs/losses.md" in text]
 
 
 class Moco(nn.Module):
@@ -135,7 +135,10 @@ def test_what_stays_the_same_or_is_meant_to_move_is_not_spoken_of(layer):
 @pytest.fixture(scope="module")
 def page():
     names = {"autoaccum": autoaccum, "torch": torch}
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "moving-layers.md").read_text(), re.DOTALL):
+    text = (
+        (ROOT / "docs" / "losses.md").read_text().partition("## Layers that change in forward")[2].partition("\n## ")[0]
+    )
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(block, names)  # noqa: S102 - the documentation's own
     return names
 
@@ -159,7 +162,7 @@ def test_spectral_norm_that_moves_once_an_update_is_the_whole_batchs(page):
     torch.manual_seed(0)
     cut = nn.Sequential(nn.Linear(WIDTH, 8), parametrizations.spectral_norm(nn.Linear(8, WIDTH))).double()
     whole, without = copy.deepcopy(cut), copy.deepcopy(cut)
-    callback = page["SpectralNormOnceAnUpdate"]([cut[1]])
+    callback = page["SpectralNormOnceAStep"]([cut[1]])
     cut[1].parametrizations.weight[0].eval()
 
     expected = trained(whole, None, 12)
@@ -174,9 +177,9 @@ def test_queue_that_moves_once_an_update_is_the_whole_batchs_and_not_spoken_of(p
     cut = page["Queued"](nn.Linear(WIDTH, WIDTH), WIDTH, WIDTH).double()
     whole = copy.deepcopy(cut)
 
-    expected = trained(whole, page["QueueOnceAnUpdate"](whole), 12)
+    expected = trained(whole, page["QueueOnceAStep"](whole), 12)
 
-    for one, other in zip(trained(cut, page["QueueOnceAnUpdate"](cut), 4), expected, strict=True):
+    for one, other in zip(trained(cut, page["QueueOnceAStep"](cut), 4), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(cut.queue, whole.queue, rtol=1e-12, atol=1e-12)
     assert said_of(page["Queued"](nn.Linear(WIDTH, WIDTH), WIDTH, WIDTH), windows=1) == []
