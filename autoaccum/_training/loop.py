@@ -169,7 +169,7 @@ class Training:
             started: Start of the call, from `time.perf_counter`.
         """
         # Outermost, so that a SIGTERM ends the process only after the callbacks were notified.
-        with self._interrupts.watching():
+        with self._interrupts.watching(), signals.wrapped():
             try:
                 self._tell_start()
                 with devices.failures_told(self._step.memory, "what ranks send each other"):
