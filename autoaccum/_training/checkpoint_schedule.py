@@ -187,6 +187,7 @@ class Saver:
             CheckpointError: It could not be written; those before it are as they were.
         """
         path = self._storage.write(content, moment.windows)
+        self._lack.unlink(missing_ok=True)  # training has gone on with it, in sizes that the checkpoint holds
         self.note(moment)
         return path
 
