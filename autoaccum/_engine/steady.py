@@ -197,7 +197,7 @@ class SteadyPath:
 
     # --- a window -----------------------------------------------------------------------------------------------------
 
-    def run(self, window: Window, at: Progress) -> PartResult:  # noqa: C901, PLR0915 - calls would cost on this path
+    def run(self, window: Window, at: Progress) -> PartResult:  # noqa: C901, PLR0912, PLR0915 - calls would cost on this path
         """Run a window from its start.
 
         Args:
