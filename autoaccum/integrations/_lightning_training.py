@@ -71,10 +71,11 @@ class Step:
             )
         extra = {key: value for key, value in found.items() if key != _LOSS} if isinstance(found, dict) else None
         loss = found.get(_LOSS) if isinstance(found, dict) else found
-        if not isinstance(loss, Tensor):
+        is_pair = isinstance(loss, tuple) and len(loss) == 2  # noqa: PLR2004 - (sum, weight)
+        if not isinstance(loss, Tensor) and not is_pair:
             raise InvalidInputError(
                 f"training_step returned {type(found).__name__ if extra is None else 'a dictionary'} without a loss "
-                "that is a tensor; return the loss, or a dictionary with it as 'loss'"
+                "that is a tensor; return the loss, a (sum, weight) pair, or a dictionary with it as 'loss'"
             )
         return {_LOSS: loss, "outputs": {"logged": logged, "extra": extra}}
 
@@ -153,7 +154,7 @@ class Training:
         self._step.begin(logs, tuple(further))
         try:
             with logs.holding():
-                report = self.accumulator.backward(Window.of_checked([batch], self._split), keep="outputs")
+                report = self.accumulator.backward(self._window(batch), keep="outputs")
         except _SkippedError:
             return None
         finally:
@@ -163,3 +164,15 @@ class Training:
         loss = torch.as_tensor(report.device_losses[_LOSS].value, device=self._trainer.strategy.root_device)
         extra = [part["extra"] for part in report.outputs]
         return loss if extra[0] is None else {_LOSS: loss, **joined(extra, report.micro_batches)}
+
+    def _window(self, batch: Any) -> Window:
+        try:
+            return Window.of_checked([batch], self._split)
+        except InvalidInputError as error:
+            loader = self._trainer.train_dataloader
+            if not isinstance(loader, dict | list | tuple):
+                raise
+            raise InvalidInputError(
+                f"a batch is made of those of {len(loader)} loaders (CombinedLoader), which have no samples in common "
+                "that could be cut together; give all of them the same batch_size, or pass split="
+            ) from error

@@ -227,7 +227,8 @@ class Windows:
             loss = trainer.compute_loss(self._model, batch, num_items_in_batch=self._items)
         if self._generates and not self._is_scaled():
             loss = loss / trainer.current_gradient_accumulation_steps
-        return {"loss": loss, "outputs": held} if self._logs.are_kept else {"loss": loss}
+        losses = dict(loss) if isinstance(loss, Mapping) else {"loss": loss}
+        return losses | {"outputs": held} if self._logs.are_kept else losses
 
     def _is_scaled(self) -> bool:
         """Whether the trainer does not divide losses by the number of accumulated batches, as `Trainer` decides it."""
