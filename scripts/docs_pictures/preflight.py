@@ -1,4 +1,4 @@
-"""Draws the pictures of a pre-flight report's page, of a small GPT on three cards, and takes a picture of the page."""
+"""Takes a picture of a pre-flight report's page, of a small GPT on three GPUs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from torch import Tensor, nn
 from tutorial import IMAGES, browse
 
 import autoaccum
-from autoaccum._report.charts import charts_of
-from autoaccum._report.drawing import alone
 
 CARDS = ("rtx-3060", "l4", "a100-40gb")
 WORDS, LENGTH, WIDTH, LAYERS, TARGET_BATCH = 5000, 256, 256, 4, 1024
-NAMES = ("fits", "kinds", "modules", "step", "sizes")
 
 
 class Block(nn.Module):
@@ -54,13 +51,11 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def run() -> None:
-    """Write docs/images/report-*.svg and docs/images/report-page.png."""
+    """Write docs/images/report-page.png."""
     words = torch.zeros(2, LENGTH, dtype=torch.long)
     report = autoaccum.preflight(
         GPT, (words, words), TARGET_BATCH, loss=loss, optimizer=torch.optim.AdamW, gpus=CARDS, measure=False
     )
-    for name, drawing in zip(NAMES, charts_of(report), strict=True):
-        (IMAGES / f"report-{name}.svg").write_text(alone(drawing), encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"
         report.save_html(page)

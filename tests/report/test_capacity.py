@@ -6,10 +6,28 @@ from torch import nn
 
 from autoaccum._estimate.estimate import trace_step
 from autoaccum._estimate.gpus import with_display
+from autoaccum._estimate.trace import Estimate
 from autoaccum._report.capacity import Asked, predict
-from report_examples import GIB, MIB, card, estimate, footprint
+from report_examples import GIB, MIB, SIZES, card, footprint
 
 ASKED = Asked(None, 256, 256, None, "micro_batch")
+
+
+class OnALine(Estimate):
+    """An estimate without a traced step."""
+
+    def at(self, size, room_bytes=None):
+        return footprint(size)
+
+    def fits(self, size, room_bytes):
+        return self.at(size).reserved_bytes <= room_bytes
+
+    def step_memory(self, size):
+        return None
+
+
+def estimate():
+    return OnALine(tuple(map(footprint, SIZES)), ("counted in bf16.",), 0.0, None, None)
 
 
 def test_a_large_card_takes_the_target_at_once():
@@ -118,3 +136,18 @@ def test_what_a_display_uses_is_not_there():
     without, shared = (predict(ASKED, of, "fp32", estimate()) for of in (card(), with_display(card(), "1GiB")))
 
     assert shared.room_bytes == without.room_bytes - GIB
+
+
+def test_where_the_plans_own_size_does_not_fit_few_others_are_asked_about():
+    asked = []
+
+    class Fragmented(OnALine):
+        def fits(self, size, room_bytes):
+            asked.append(size)
+            return size <= 1000 or size == 4095
+
+    known = Fragmented((footprint(1),), (), 0.0, None, None)
+    found = predict(replace(ASKED, target_batch=8190, most=8190), card(), "fp32", known)
+
+    assert 900 < found.plan.micro_batch <= 1000
+    assert len(asked) < 100
