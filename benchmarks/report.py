@@ -105,8 +105,8 @@ def readme_table(found):
         ("survives running out of memory later", "yes", "no", "restarts", "no"),
     ]  # fmt: skip
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    measured = f"{len(found)} models ([how](docs/benchmarks.md)). Trials of `fit` are training steps. A size above 100% may fail later."
-    return f"{table}\n\n{measured}"
+    notes = "Trials of `fit` are training steps. A size above 100% may fail later."
+    return f"{table}\n\n{len(found)} models ([how](docs/benchmarks.md)). {notes}"
 
 
 def cut_text(cut):

@@ -48,7 +48,7 @@ def memory_by_size(report: dict[str, Any], target_batch: int) -> str:
     chart = alt.layer(
         alt.Chart(alt.Data(values=line)).mark_line(color=LIGHT["quiet"], strokeDash=[5, 4]).encode(x, y),
         alt.Chart(alt.Data(values=[{"peak": limit}])).mark_rule(color=LIGHT["red"], strokeWidth=2).encode(y="peak:Q"),
-        _label(12, 22, "line through trials", LIGHT["quiet"], x="size", y="peak", angle=-37, fontSize=13),
+        _label(12, 22, "line through trials", LIGHT["quiet"], x="size", y="peak", angle=325, fontSize=13),
         _label(2, limit, f"limit {limit:.0f} MiB", LIGHT["red"], dy=-8),
         alt.Chart(alt.Data(values=[{"size": cut}]))
         .mark_rule(color=LIGHT["green"], strokeDash=[2, 3])
