@@ -11,18 +11,8 @@ import importlib
 import random
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._records import (
-    BackwardReport,
-    Evaluation,
-    FitResult,
-    MemoryEvent,
-    MemoryReading,
-    Plan,
-    ProbeResult,
-    StepReport,
-    TimeSpent,
-    Trial,
-)
+from autoaccum import records as records
+from autoaccum._records import Plan
 from autoaccum.errors import (
     AutoaccumError,
     CheckpointError,
@@ -41,42 +31,46 @@ from autoaccum.errors import (
 )
 
 if TYPE_CHECKING:
-    from autoaccum._callbacks import Callback, StopTraining
+    from autoaccum._callbacks import Callback, EarlyStopping, StopTraining
     from autoaccum._data.batches import Window
+    from autoaccum._data.packed_rows import PackedRows
     from autoaccum._data.pieces import Split
     from autoaccum._data.regrouping import windows
     from autoaccum._data.splits import Along, ListOfSamples
     from autoaccum._distributed.process_group import join_ranks
+    from autoaccum._engine.any_batch import batched
     from autoaccum._engine.chunked_loss import ChunkedLoss
     from autoaccum._engine.probing import find_micro_batch
     from autoaccum._engine.runner import Runner
     from autoaccum._launch.job import Job
     from autoaccum._memory.simulated import Simulated
     from autoaccum._oom import is_oom
-    from autoaccum._report import Report
     from autoaccum._report.api import preflight
     from autoaccum._sizing.planner import plan
     from autoaccum._system.own_distribution import __version__ as __version__
     from autoaccum._training.accumulator import Accumulator
     from autoaccum._training.api import fit
     from autoaccum._training.loggers import JSONLinesLog, TensorBoardLog
+    from autoaccum._training.restarted_function import find_executable_micro_batch
 
 _HOMES = {
     "Callback": "_callbacks",
+    "EarlyStopping": "_callbacks",
     "StopTraining": "_callbacks",
     "Window": "_data.batches",
+    "PackedRows": "_data.packed_rows",
     "Split": "_data.pieces",
     "windows": "_data.regrouping",
     "Along": "_data.splits",
     "ListOfSamples": "_data.splits",
     "join_ranks": "_distributed.process_group",
+    "batched": "_engine.any_batch",
     "ChunkedLoss": "_engine.chunked_loss",
     "find_micro_batch": "_engine.probing",
     "Runner": "_engine.runner",
     "Job": "_launch.job",
     "Simulated": "_memory.simulated",
     "is_oom": "_oom",
-    "Report": "_report",
     "preflight": "_report.api",
     "plan": "_sizing.planner",
     "__version__": "_system.own_distribution",
@@ -84,13 +78,13 @@ _HOMES = {
     "fit": "_training.api",
     "JSONLinesLog": "_training.loggers",
     "TensorBoardLog": "_training.loggers",
+    "find_executable_micro_batch": "_training.restarted_function",
 }
 
 __all__ = [
     "Accumulator",
     "Along",
     "AutoaccumError",
-    "BackwardReport",
     "Callback",
     "CheckpointError",
     "CheckpointInUseError",
@@ -98,33 +92,28 @@ __all__ = [
     "DeviceLostError",
     "DeviceMissingError",
     "DoesNotFitError",
-    "Evaluation",
-    "FitResult",
+    "EarlyStopping",
     "InvalidInputError",
     "JSONLinesLog",
     "Job",
     "ListOfSamples",
     "LossWarning",
-    "MemoryEvent",
-    "MemoryReading",
     "NotFiniteError",
+    "PackedRows",
     "Plan",
-    "ProbeResult",
     "RankFailedError",
-    "Report",
     "Runner",
     "SavingRefusedError",
     "Simulated",
     "Split",
     "StartAgainError",
     "StateDamagedError",
-    "StepReport",
     "StopTraining",
     "TensorBoardLog",
-    "TimeSpent",
-    "Trial",
     "UpdateCompleteError",
     "Window",
+    "batched",
+    "find_executable_micro_batch",
     "find_micro_batch",
     "fit",
     "is_oom",

@@ -7,9 +7,10 @@ except `StopTraining`, which ends it in order.
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Literal
 
-from autoaccum._arguments import shown
+from autoaccum._arguments import check_choice, check_positive_int, shown
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -79,6 +80,51 @@ class Callback:
 
     def on_fit_end(self, result: FitResult | None) -> None:
         """Called once after every `on_fit_start`, before `fit` returns `result` or raises (`result` is then None)."""
+
+
+class EarlyStopping(Callback):
+    """Ends training when the evaluations have not improved for a while.
+
+    A resumed call counts anew. With `checkpoint`, the checkpoint with the lowest loss is `FitResult.best_checkpoint`.
+
+    Args:
+        patience: Number of evaluations in a row without an improvement after which training ends.
+        monitor: What should improve: "loss", or the name of a metric.
+        mode: Whether it improves by getting lower ("min") or higher ("max").
+
+    Raises:
+        InvalidInputError: An argument cannot be used.
+    """
+
+    def __init__(self, patience: int = 3, monitor: str = "loss", mode: Literal["min", "max"] = "min") -> None:
+        self._patience = check_positive_int("patience", patience)
+        if not isinstance(monitor, str):
+            raise InvalidInputError(f"monitor={shown(monitor)} is not a name; pass 'loss' or the name of a metric")
+        check_choice("mode", mode, ("min", "max"))
+        self._monitor = monitor
+        self._sign = 1.0 if mode == "min" else -1.0
+        self._best = math.inf
+        self._without = 0
+
+    def on_fit_start(self, **_: int | None) -> None:
+        """Begin to count."""
+        self._best, self._without = math.inf, 0
+
+    def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:  # noqa: ARG002 - as the base has it
+        """Ask to stop if there was no improvement for too long."""
+        known = {"loss": evaluation.loss, **evaluation.metrics}
+        if self._monitor not in known:
+            raise InvalidInputError(
+                f"monitor={self._monitor!r} is not among what is evaluated: {', '.join(map(repr, known))}; pass one of "
+                "these, or that metric as metrics="
+            )
+        value = self._sign * known[self._monitor]
+        if value < self._best:
+            self._best, self._without = value, 0
+            return
+        self._without += 1
+        if self._without >= self._patience:
+            raise StopTraining(f"{self._monitor} has not improved in {self._without} evaluations")
 
 
 def check_callbacks(callbacks: object) -> None:

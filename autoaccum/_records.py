@@ -6,7 +6,7 @@ Nothing here computes on a device. `StepReport` may hold numbers that are still 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+# Of a summary: the least time that it names, and the most warnings.
+_SHOWN_S, _SHOWN_WARNINGS = 0.1, 3
 # What a target is counted in.
 SAMPLES, TOKENS = "samples", "tokens"
 
@@ -333,15 +335,16 @@ class FitResult:
     Attributes:
         steps: Number of windows completed in the whole run, including those that the scaler skipped.
         samples: Number of samples used in the whole run.
-        history: One report per window of this call; empty if the run was already finished.
+        history: One report per window of this call, of the last 10,000; empty if the run was already finished.
         plan: The plan in force at the end, or to begin with; a single micro-batch if none was found yet.
         plans: All plans of the whole run, each with the step from which it was in force, which may be the next one.
         oom_events: Number of times memory ran out during training, in the whole run.
-        evaluations: One evaluation per epoch that ended in this call, or every `val_steps` windows; empty without a
+        evaluations: One evaluation per epoch that ended in this call, or every `val_every` windows; empty without a
             `val_loader`.
         elapsed_s: Duration of the call in seconds.
         resumed_from: Number of windows already completed when this call resumed from a checkpoint; else None.
-        checkpoint: Path of the run's newest checkpoint; None without `checkpoint`.
+        checkpoint: Folder of the run's newest checkpoint; None without `checkpoint`.
+        best_checkpoint: Folder of the one with the lowest validation loss; None without `val_loader`.
         stopped: Why the run ended early: the reason of a callback's `StopTraining`; or, in the `result` of an exception
             that ended the call, its type ("KeyboardInterrupt"). None if it ran to its end.
         noise_scale: With `noise_scale`, the gradient noise scale in samples over the whole run; None if it was not, or
@@ -349,6 +352,7 @@ class FitResult:
         time_spent: What the call did besides computing its updates once.
         memory: What saved memory in the last window, as the argument `memory` names it; empty for nothing.
         warnings: What was said of gradients that may differ from those of whole windows (`LossWarning`).
+        skipped_samples: Number of samples of this call that did not fit even alone (on_too_large="skip").
     """
 
     steps: int
@@ -361,11 +365,41 @@ class FitResult:
     elapsed_s: float = 0.0
     resumed_from: int | None = None
     checkpoint: Path | None = None
+    best_checkpoint: Path | None = None
     stopped: str | None = None
     noise_scale: float | None = None
     time_spent: TimeSpent = TimeSpent()
     memory: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    skipped_samples: int = 0
+
+    def __str__(self) -> str:
+        """Return a summary of about a dozen lines."""
+        resumed = "" if self.resumed_from is None else f", resumed after update {self.resumed_from:,}"
+        lines = [f"{self.steps:,} updates of {self.samples:,} samples in {self.elapsed_s:.1f} s{resumed}"]
+        if self.stopped is not None:
+            lines.append(f"stopped early: {self.stopped}")
+        if self.last_loss is not None:
+            lines.append(f"loss of the last update: {self.last_loss:.4g}")
+        if self.evaluations:
+            last = self.evaluations[-1]
+            values = ", ".join(f"{name} {value:.4g}" for name, value in {"loss": last.loss, **last.metrics}.items())
+            lines.append(f"last of {len(self.evaluations)} evaluations: {values} ({last.samples:,} samples)")
+        lines.append(f"micro-batches: {self.plan.accum_steps} of at most {self.plan.micro_batch} samples")
+        lines.append(f"ran out of memory: {self.oom_events} times")
+        if self.skipped_samples:
+            lines.append(f"samples left out, since they do not fit alone: {self.skipped_samples:,}")
+        if self.memory:
+            lines.append(f"memory saved by: {', '.join(self.memory)}")
+        if self.noise_scale is not None:
+            lines.append(f"gradient noise scale: {self.noise_scale:,.0f} samples")
+        spent = {one.name.removesuffix("_s"): getattr(self.time_spent, one.name) for one in fields(TimeSpent)}
+        besides = [f"{name} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= _SHOWN_S]
+        lines += [f"time besides updates: {', '.join(besides)}"] if besides else []
+        lines += [] if self.checkpoint is None else [f"checkpoint: {self.checkpoint}"]
+        lines += [] if self.best_checkpoint is None else [f"lowest validation loss: {self.best_checkpoint}"]
+        lines += [f"warning: {warning}" for warning in self.warnings[:_SHOWN_WARNINGS]]
+        return "\n".join(lines)
 
     @property
     def last_loss(self) -> float | None:

@@ -5,6 +5,10 @@ loader or callbacks propagate unchanged, except after the optimizer has stepped:
 original exception, tells the caller that the update is made.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 
 class AutoaccumError(Exception):
     """Base class of all exceptions that autoaccum raises."""
@@ -32,9 +36,11 @@ class DoesNotFitError(AutoaccumError):
     Attributes:
         saving_helps: Whether a step that keeps less for its backward pass (`memory=`) might fit; False if memory ran
             out for the optimizer's own step.
+        where: The window, and the place in it of the sample that does not fit alone; None if it is none.
     """
 
     saving_helps = True
+    where: tuple[Any, int] | None = None
 
 
 class DeviceLostError(AutoaccumError):

@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.cuda_allocator import CachingAllocator, replay
-from autoaccum._estimate.cuda_dispatch import CudaCalls, cuda_workspace, without_driver
+from autoaccum._estimate.cuda_dispatch import CudaCalls, without_driver
+from autoaccum._estimate.cuda_kernels import workspace
 from autoaccum._estimate.fake import Stage, ValuesAssumed
 from autoaccum._estimate.tracer import Ledger
 
@@ -28,7 +29,7 @@ def on_fake_card(model, batch, *, tensor_float=True):
     """
     with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
         fake = Stage(CARD).copied(model.train())
-        ledger = Ledger(batch, CARD.type, functools.partial(cuda_workspace, tensor_float=tensor_float))
+        ledger = Ledger(batch, CARD.type, functools.partial(workspace, tensor_float=tensor_float))
         ledger.hold(fake.parameters(), Category.PARAMETERS)
         ledger.hold(fake.buffers(), Category.BUFFERS)
         ledger.enter("training")

@@ -950,7 +950,6 @@ def _trace(_connection, name, tiny, gpu):
         "allocated_bytes": footprint.peak_bytes,
         "reserved_bytes": footprint.reserved_bytes,
         "phase": footprint.phase,
-        "real_step": traced.real_step,
         "uncertainty": traced.uncertainty,
         "seconds": time.perf_counter() - began,
         "timeline": {

@@ -7,6 +7,7 @@ the others wait. `fit` runs as a user calls it, chooses its own cut, and makes `
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
@@ -91,6 +92,7 @@ def by_fit(workload, model, optimizer, window, turns):
         def on_step(self, report, *, epoch):  # noqa: ARG002 - as the base has it
             turns.window_done({"cut": report.micro_batches, "largest": self.largest})
 
+    os.environ["AUTOACCUM_CACHE_DIR"] = ""  # nothing is remembered
     result = autoaccum.fit(
         model,
         [window] * turns.total,
@@ -103,7 +105,6 @@ def by_fit(workload, model, optimizer, window, turns):
         max_steps=turns.total,
         callbacks=[Pausing()],
         progress=False,
-        cache=False,
     )
     return {"cut": result.plan.micro_batches, "oom_events": result.oom_events, "plans": len(result.plans)}
 

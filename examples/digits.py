@@ -31,6 +31,7 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def job(side: int = 64, epochs: int = 2, target_batch: int = 100, memory_limit: str | None = None) -> autoaccum.Job:
     """Return the job; `side` is the images' in pixels."""
+    torch.manual_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     images = interpolate(images, size=(side, side), mode="bilinear").expand(-1, 3, -1, -1)
@@ -48,7 +49,6 @@ def job(side: int = 64, epochs: int = 2, target_batch: int = 100, memory_limit: 
         memory_limit=memory_limit or (LIMIT_ON_A_CARD if torch.cuda.is_available() else LIMIT_ON_THE_HOST),
         val_loader=DataLoader(validation, batch_size=target_batch),
         metrics={"accuracy": accuracy},
-        seed=0,
     )
 
 

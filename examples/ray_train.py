@@ -27,7 +27,7 @@ import autoaccum
 class Report(autoaccum.Callback):
     """Reports to Ray after each epoch, on every worker, as `ray.train.report` requires."""
 
-    def on_step(self, report: autoaccum.StepReport, *, epoch: int) -> None:
+    def on_step(self, report: autoaccum.records.StepReport, *, epoch: int) -> None:
         """Keep the newest report."""
         self._last = report
         self._epoch = epoch
@@ -37,7 +37,7 @@ class Report(autoaccum.Callback):
         ray.train.report({"epoch": epoch, "step": self._last.step, "loss": self._last.loss})
 
 
-def train(config: dict[str, Any], **options: Any) -> autoaccum.FitResult:
+def train(config: dict[str, Any], **options: Any) -> autoaccum.records.FitResult:
     """Train on one worker; Ray calls this on each, again after a failure."""
     torch.manual_seed(0)
     inputs = torch.randn(2000, 16)
@@ -49,7 +49,7 @@ def train(config: dict[str, Any], **options: Any) -> autoaccum.FitResult:
         "shard": True,  # each worker takes its part of every window
         "epochs": config["epochs"],
         "checkpoint": config["folder"],
-        "checkpoint_minutes": 5,
+        "checkpoint_every": "5min",
         "seed": 0,
         "callbacks": [Report()],
     }

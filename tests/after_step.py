@@ -171,7 +171,7 @@ def play(window=0, point=None, kind="call", *, lasts=False, model=None, draws=Tr
     scheduler = Drawing(optimizer, draws=draws)
     dataset = torch.utils.data.TensorDataset(torch.randn(WINDOWS * TARGET, 3), torch.arange(WINDOWS * TARGET) % 2)
     loader = torch.utils.data.DataLoader(dataset, batch_size=TARGET, shuffle=True)
-    arguments = {"loss": nn.CrossEntropyLoss(), "device": "cpu", "progress": False, "cache": False} | options
+    arguments = {"loss": nn.CrossEntropyLoss(), "device": "cpu", "progress": False} | options
     arguments["callbacks"] = [back := Back(), *arguments.get("callbacks", ())]
     error, told = None, -1
     model.register_forward_pre_hook(lambda *_: fault.disarm())
@@ -224,7 +224,7 @@ def same(some, others):
 # --- one process ------------------------------------------------------------------------------------------------------
 
 
-def judged(folder, window, point, kind, expected, *, lasts=False, checkpoint_steps=1):
+def judged(folder, window, point, kind, expected, *, lasts=False, checkpoint_every=1):
     """Train with one fault, go on from the checkpoint that is left, and return what is not as promised.
 
     Args:
@@ -234,13 +234,13 @@ def judged(folder, window, point, kind, expected, *, lasts=False, checkpoint_ste
         kind: Of which kind.
         expected: What `after_each_window` returned.
         lasts: Whether memory stays out.
-        checkpoint_steps: Windows between checkpoints.
+        checkpoint_every: Windows between checkpoints.
 
     Returns:
         The losses, and how it ended: the type of its error, "" for none.
     """
     after, end = expected
-    found = play(window, point, kind, lasts=lasts, checkpoint=folder, checkpoint_steps=checkpoint_steps)
+    found = play(window, point, kind, lasts=lasts, checkpoint=folder, checkpoint_every=checkpoint_every)
     where = f"window {window}, {kind} {point} ({found.fault['where']})"
     losses = []
     if not found.fault["hits"]:
@@ -257,15 +257,15 @@ def judged(folder, window, point, kind, expected, *, lasts=False, checkpoint_ste
         losses.append(f"{where}: {found.steps} steps for {window} windows ({found.error})")
     if found.fault["in_step"] and not lasts and (found.kind, found.named) != ("UpdateCompleteError", window):
         losses.append(f"{where}: does not name the update ({found.error})")
-    more = play(0, checkpoint=folder, checkpoint_steps=1)
+    more = play(0, checkpoint=folder, checkpoint_every=1)
     if more.error is not None or not same(more.parameters, end.parameters) or more.rate != end.rate:
         losses.append(f"{where}: goes on to another end ({found.error}; {more.error})")
     return losses, found.kind
 
 
-def points_of(folder, window, kind, *, checkpoint_steps=1):
+def points_of(folder, window, kind, *, checkpoint_every=1):
     """How many points there are."""
-    return play(window, None, kind, checkpoint=folder, checkpoint_steps=checkpoint_steps).fault["count"]
+    return play(window, None, kind, checkpoint=folder, checkpoint_every=checkpoint_every).fault["count"]
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def on_ranks(rank, size, folder, who, tries, *, keeps=True):
             timeout=timedelta(seconds=120),
         )
         mine = window if rank == who else 0
-        kept = {"checkpoint": f"{folder}/run-{number}", "checkpoint_steps": 2} if keeps else {}
+        kept = {"checkpoint": f"{folder}/run-{number}", "checkpoint_every": 2} if keeps else {}
         found.append(play(mine, point, kind, draws=False, shard=True, **kept))
         distributed.destroy_process_group()
         gc.collect()  # what holds on to the group keeps its connections open, and the other rank waiting

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autoaccum
+from autoaccum._training.checkpoint_schedule import EVERY
 
 try:
     import resource
@@ -374,28 +375,26 @@ FIT = STEP | {
     "epochs": or_none(whole()),
     "max_steps": or_none(whole()),
     "micro_batch": lambda value: value == "auto" or whole()(value),
-    "cache": is_bool,
     "memory_limit": or_none(limit),
     "clip_grad_norm": or_none(positive),
     "drop_last": is_bool,
     "lr_scaling": or_none(nothing),
     "base_batch": or_none(nothing),
     "val_loader": or_none(iterable),
-    "val_steps": or_none(whole()),
+    "val_every": or_none(whole()),
     "metrics": or_none(nothing),
     "loss_reduction": or_none(choice("mean", "sum")),
     "loss_scope": choice("micro_batch", "window"),
     "batchnorm": choice("keep", "rescale"),
     "split": or_none(nothing),
     "on_nan": choice("warn", "stop"),
+    "on_too_large": choice("raise", "skip"),
     "noise_scale": lambda value: is_bool(value) or whole()(value),
     "memory": or_none(lambda value: value in ([], ())),
     "callbacks": lambda value: value in ([], ()),
     "progress": lambda value: is_bool(value) or choice("auto", "bar", "lines")(value),
-    "seed": or_none(whole(-(2**63), 2**64 - 1)),
     "checkpoint": or_none(path),
-    "checkpoint_steps": or_none(nothing),
-    "checkpoint_minutes": or_none(positive),
+    "checkpoint_every": or_none(lambda value: value == EVERY),
     "resume": lambda value: value is False or choice("auto")(value),
     "oom_report": or_none(path),
     "shard": is_bool,
@@ -420,12 +419,11 @@ FIT_ALSO = STEP_ALSO | {
         lambda _: ["auto", "checkpoint"],
     ],
     "callbacks": [lambda _: autoaccum.Callback(), lambda _: [print], lambda _: {autoaccum.Callback()}],
-    "seed": [lambda _: 2**64, lambda _: -(2**63) - 1],
 }
 FIT_TOGETHER = [
     lambda w: {"drop_last": True, "target_batch": 100},
     lambda _: {"resume": True},
-    lambda _: {"checkpoint_steps": 3},
+    lambda _: {"checkpoint_every": 3},
     lambda _: {"base_batch": 4},
     lambda _: {"lr_scaling": "linear"},
     lambda _: {"lr_scaling": "linear", "base_batch": 0},
@@ -441,10 +439,10 @@ FIT_TOGETHER = [
     lambda _: {"target_batch": None},
     lambda _: {"target_batch": None, "target_tokens": 0},
     lambda _: {"target_tokens": 8},
-    lambda w: {"seed": 5, "loss": print, "checkpoint": w.folder / "new" / "deep", "oom_report": w.folder / "other"},
+    lambda w: {"loss": print, "checkpoint": w.folder / "new" / "deep", "oom_report": w.folder / "other"},
     lambda w: {"lr_scaling": "sqrt", "base_batch": 1, "loss": lambda outputs, targets: None},
     lambda w: {"val_loader": [(w.batch[0], torch.zeros(3))], "checkpoint": w.folder / "new"},
-    lambda w: {"checkpoint": w.folder / "new", "device": "cuda:77", "seed": 3},
+    lambda w: {"checkpoint": w.folder / "new", "device": "cuda:77"},
     lambda w: {"checkpoint": w.folder / "new", "resume": True},
 ]
 
@@ -459,7 +457,6 @@ def fit_arguments(world):
         "precision": "fp32",
         "callbacks": [world.counted],
         "progress": False,
-        "cache": False,
         "epochs": 1,
     }
 
@@ -567,7 +564,7 @@ CALLS = {
             "max_micro_batch": whole(),
             "trials": lambda value: value in ([], ()) or (isinstance(value, dict | set | str | bytes) and not value),
         },
-        {"trials": [lambda _: [autoaccum.Trial("4", fits=True, peak_bytes=1, elapsed_s=1.0)], lambda _: [3]]},
+        {"trials": [lambda _: [autoaccum.records.Trial("4", fits=True, peak_bytes=1, elapsed_s=1.0)], lambda _: [3]]},
         [lambda _: {"target_batch": 2**50, "max_micro_batch": 1}],
     ),
     "windows": Call(

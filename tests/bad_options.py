@@ -65,7 +65,7 @@ RECIPE = """
 
     def job():
         batches = [(torch.randn(4, 4), torch.arange(4) % 3)]
-        return autoaccum.Job(torch.nn.Linear(4, 3), batches, 4, device="cpu", callbacks=[Noting()], cache=False)
+        return autoaccum.Job(torch.nn.Linear(4, 3), batches, 4, device="cpu", callbacks=[Noting()])
 """
 
 

@@ -30,7 +30,12 @@ class Crew:
     """`size` processes that do one job after the other together."""
 
     def __init__(self, size):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "AUTOACCUM_RANK_TIMEOUT_S": "20"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "AUTOACCUM_RANK_TIMEOUT_S": "20",
+            "AUTOACCUM_CACHE_DIR": "",
+        }
         environment["PYTHONPATH"] = os.pathsep.join([str(HERE), *sys.path])
         self._origin_socket, theirs = socket.socketpair()
         with theirs:

@@ -133,9 +133,9 @@ def main(folder, kills, terminations, seed):
     assert ends_before(in_child(lambda: live(folder / "undisturbed")), lambda: False)
     window_s = (time.monotonic() - started) / lines_of(folder / "undisturbed" / "log")
     seen = {
-        "SIGKILL": runs_with(signal.SIGKILL, folder, chance, kills, 2 * window_s, checkpoint_steps=1),
+        "SIGKILL": runs_with(signal.SIGKILL, folder, chance, kills, 2 * window_s, checkpoint_every=1),
         # No checkpoint but those at the signal: all progress is theirs.
-        "SIGTERM": runs_with(signal.SIGTERM, folder, chance, terminations, 2 * window_s, checkpoint_minutes=None),
+        "SIGTERM": runs_with(signal.SIGTERM, folder, chance, terminations, 2 * window_s, checkpoint_every=None),
     }
     (folder / "seen.json").write_text(json.dumps(seen))
 

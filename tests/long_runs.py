@@ -176,3 +176,9 @@ def bits(value):
 def checkpoints(folder):
     """The names of what is in a folder, in order; without the lease, which is there while a run goes on."""
     return sorted(path.name for path in Path(folder).iterdir() if not path.name.startswith(".lease-"))
+
+
+def damage(path):
+    """Cut the state in a checkpoint short."""
+    state = path / "state.pt"
+    state.write_bytes(state.read_bytes()[:-1000])

@@ -116,7 +116,6 @@ def by_fit(form, model, optimizer):
             optimizer=optimizer,
             micro_batch=max(form.cut),
             device="cpu",
-            cache=False,
             progress=False,
             **options,
         )

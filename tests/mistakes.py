@@ -35,7 +35,7 @@ def fit(model=None, loader=None, target_batch=8, **options):
     """Call `fit` with everything right but what is given."""
     model = network() if model is None else model
     loader = batches() if loader is None else loader
-    defaults = {"device": "cpu", "max_steps": 1, "cache": False, "progress": False}
+    defaults = {"device": "cpu", "max_steps": 1, "progress": False}
     return autoaccum.fit(model, loader, target_batch, **{**defaults, **options})
 
 
@@ -117,7 +117,7 @@ RECIPE = """
 
     def job():
         batches = [(torch.randn(4, 4), torch.arange(4) % 3)]
-        return autoaccum.Job(torch.nn.Linear(4, 3), batches, 4, device="cpu", cache=False)
+        return autoaccum.Job(torch.nn.Linear(4, 3), batches, 4, device="cpu")
 """
 MISTAKES = {
     # the model

@@ -46,7 +46,6 @@ def train(rank, size, loss):
         shard=True,
         device="cpu",
         progress=False,
-        cache=False,
         val_loader=DataLoader(rank_training.texts(20, seed=5), batch_size=3, collate_fn=with_count),
     )
     return {

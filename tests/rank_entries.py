@@ -63,7 +63,6 @@ def train(rank, size, kind, only_on=None):
         shard=True,
         device="cpu",
         progress=False,
-        cache=False,
         val_loader=DataLoader(rank_training.texts(20, seed=5), batch_size=3),
     )
     return {

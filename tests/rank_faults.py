@@ -105,7 +105,6 @@ def faulted(rank, size, *, points=(), lasts=False, loss="mean", optimizer="sgd",
             shard=True,
             device="cpu",
             progress=False,
-            cache=False,
             clip_grad_norm=clip,
             callbacks=[windows],
         )

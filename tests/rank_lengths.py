@@ -3,7 +3,7 @@
 import random
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 
 import rank_training
 
@@ -76,6 +76,36 @@ def evaluate(rank, size, kind, lengths=LENGTHS):
         micro_batch=5,
         shard=True,
         val_loader=loader_of(kind, rank, lengths),
+    )
+
+
+def as_mapping(samples):
+    inputs, targets = default_collate(samples)
+    return {"inputs": inputs, "targets": targets}
+
+
+def as_triples(samples):
+    return [*default_collate(samples), torch.zeros(len(samples))]
+
+
+def wider(samples):
+    inputs, targets = default_collate(samples)
+    return [torch.cat([inputs, inputs], 1), targets]
+
+
+STRUCTURES = {made.__name__: made for made in (as_mapping, as_triples, wider)}
+
+
+def unlike(rank, size, kind):
+    """Train where rank 1 has batches of another structure than the others."""
+    collate = STRUCTURES[kind] if rank == 1 else default_collate
+    samples = rank_training.vectors(24)
+    return rank_training.train(
+        rank,
+        size,
+        make_loader=lambda *_: DataLoader(samples[12 * rank :][:12], batch_size=4, collate_fn=collate),
+        target_batch=8,
+        micro_batch=2,
     )
 
 

@@ -43,10 +43,12 @@ def train(
 ):
     """Train up to so many steps; say which samples were loaded here for that."""
     seen = Seen(rank_training.vectors(samples))
+    model = rank_training.net(dropout=dropout)
+    torch.manual_seed(4 + rank)
     found = rank_training.train(
         rank,
         size,
-        model=rank_training.net(dropout=dropout),
+        model=model,
         make_loader=lambda *_: LOADERS[kind](seen),
         target_batch=TARGET,
         micro_batch=4,
@@ -54,7 +56,6 @@ def train(
         shard=shard,
         checkpoint=folder,
         max_steps=steps,
-        seed=4,
         **arguments,
     )
     return {**found, "loaded": seen.loaded}

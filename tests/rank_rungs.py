@@ -29,7 +29,6 @@ def train(rank, size, *, capacities, windows=8, memory="auto", **options):
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
         device=autoaccum.Simulated(capacities[rank]),
         memory=memory,
-        cache=False,
         progress=False,
         **options,
     )

@@ -99,7 +99,7 @@ def train(rank, size, *, data=None, loss="mean", wrap=False, model=None, make_lo
     samples = made() if data is None else data
     if wrap:
         model = nn.parallel.DistributedDataParallel(model)
-    given = {"optimizer": sgd, "device": "cpu", "progress": False, "cache": False}
+    given = {"optimizer": sgd, "device": "cpu", "progress": False}
     loader = DataLoader(samples, batch_size=7) if make_loader is None else make_loader(rank, size, samples)
     result = autoaccum.fit(model, loader, loss=function, **{**given, **arguments})
     return outcome(model.module if wrap else model, result)
@@ -367,13 +367,13 @@ def not_finite(rank, size, folder, on_nan):
         (inputs * (float("nan") if rank == size - 1 and 20 <= at < 24 else 1.0), target)
         for at, (inputs, target) in enumerate(vectors())
     ]
-    arguments = {"target_batch": 8, "micro_batch": 4, "on_nan": on_nan, "checkpoint": folder, "checkpoint_steps": 1}
+    arguments = {"target_batch": 8, "micro_batch": 4, "on_nan": on_nan, "checkpoint": folder, "checkpoint_every": 1}
     error = "none"
     try:
         train(rank, size, data=samples, **arguments)
     except autoaccum.AutoaccumError as raised:
         error = f"{type(raised).__name__}: {raised}"
-    kept = [torch.load(path, weights_only=True)["windows"] for path in sorted(Path(folder).glob("step-*.pt"))]
+    kept = [torch.load(path / "state.pt", weights_only=True)["windows"] for path in sorted(Path(folder).glob("step-*"))]
     return {"error": error, "kept": kept}
 
 
@@ -418,7 +418,7 @@ def stopping(rank, size, *, who, event, at):
         micro_batch=4,
         shard=True,
         val_loader=DataLoader(vectors(10, seed=1), batch_size=5),
-        val_steps=3,
+        val_every=3,
         device="cpu",
         progress=False,
         callbacks=[Asks()],
@@ -431,5 +431,5 @@ def evaluated_every(rank, size, *, every):
     loader = DataLoader(texts(20, seed=5), batch_size=6)
     return train(
         rank, size, loss="tokens, found out", target_batch=16, micro_batch=4, shard=True, epochs=2, val_loader=loader,
-        val_steps=every,
+        val_every=every,
     )  # fmt: skip

@@ -134,8 +134,8 @@ def main():
     folder = Path(sys.argv[1])
     ray.init(num_cpus=WORKERS, include_dashboard=False, _temp_dir=sys.argv[2])
     try:
-        run(folder / "undisturbed", micro_batch=40, checkpoint_steps=2)
-        run(folder / "killed", kills=True, micro_batch=40, checkpoint_steps=2)
+        run(folder / "undisturbed", micro_batch=40, checkpoint_every=2)
+        run(folder / "killed", kills=True, micro_batch=40, checkpoint_every=2)
         run(folder / "short", short_of_memory=1, limit="20MiB", width=16384, micro_batch=100)
     finally:
         ray.shutdown()

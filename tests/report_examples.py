@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from autoaccum._estimate.footprint import Estimate, Footprint
 from autoaccum._estimate.gpus import Card
 from autoaccum._estimate.moments import AliveMemory, ModuleMemory, Moment, StepMemory
+from autoaccum._estimate.trace import Estimate, Footprint
 from autoaccum._records import Neighbour, Plan, Trial
 from autoaccum._report import Remedy, Report
 from autoaccum._report.records import DeviceFacts, HostFacts, LoaderFacts, Measured, Pace, Predicted, Subject
@@ -35,8 +35,18 @@ def footprint(size, *, fixed=200 * MIB, each=40 * MIB, phase="backward"):
     return Footprint(size=size, phase=phase, peak_bytes=peak, reserved_bytes=peak + 20 * MIB, **parts)
 
 
-def estimate(**changes):
-    return Estimate(tuple(footprint(size, **changes) for size in (1, 2, 128, 256)), notes=("counted in bf16.",))
+class OnALine(Estimate):
+    """An estimate without a traced step."""
+
+    def at(self, size, room_bytes=None):
+        return footprint(size)
+
+    def fits(self, size, room_bytes):
+        return self.at(size).reserved_bytes <= room_bytes
+
+
+def estimate():
+    return OnALine(tuple(map(footprint, (1, 2, 128, 256))), ("counted in bf16.",), 0.0, None, None)
 
 
 def card(name="l4", total=22 * GIB):

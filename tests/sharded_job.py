@@ -45,7 +45,7 @@ def train(rank, size, folder, action="nothing"):
         shard=True,
         device="cpu",
         checkpoint=folder / "checkpoints",
-        checkpoint_steps=2,
+        checkpoint_every=2,
         callbacks=[Ending(rank, action, greedy)],
     )
     numbers = [value for parameter in model.parameters() for value in parameter.full_tensor().flatten().tolist()]

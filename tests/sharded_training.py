@@ -1,9 +1,5 @@
 """Trainings of models to which `fully_shard` was applied."""
 
-import errno
-import os
-import resource
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -99,28 +95,18 @@ def greedy_in_evaluation(rank, size, most, **arguments):
     return train(rank, size, model=net, val_loader=loader, device=autoaccum.Simulated("1GiB"), **arguments)
 
 
-def without_folder(rank, size, **arguments):
-    """Train where rank 1 cannot make a folder for its part of a checkpoint."""
-    real = Path.mkdir
+def without_room(rank, size, **arguments):
+    """Train where the host of rank 0 has no room for the second tensor of a whole state."""
+    copies = []
 
-    def failing(path, *given, **named):
-        if rank == 1 and path.name.endswith(".shards"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(path, *given, **named)
+    def cpu(tensor):
+        copies.append(tensor)
+        if rank == 0 and len(copies) > 1:
+            raise MemoryError("for this test")
+        return tensor
 
-    with mock.patch.object(Path, "mkdir", failing):
+    with mock.patch.object(torch.Tensor, "cpu", cpu):
         return train(rank, size, **arguments)
-
-
-def without_room(rank, size, most_bytes, **arguments):
-    """Train where rank 1 cannot write a file of more bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
-    try:
-        return train(rank, size, **arguments)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def unsharded(rank, size, *, norm=False, **arguments):

@@ -55,7 +55,7 @@ def split():
 def train(rank, _, **arguments):
     model = net(seed=rank)
     loader = DataLoader(rows(), batch_size=7, collate_fn=list)
-    given = {"optimizer": sgd, "device": "cpu", "progress": False, "cache": False}
+    given = {"optimizer": sgd, "device": "cpu", "progress": False}
     result = autoaccum.fit(model, loader, loss=mean, forward=forward, split=split(), **{**given, **arguments})
     return outcome(model, result)
 

@@ -51,6 +51,7 @@ def test_only_errors_and_adapters_are_importable_by_public_names():
         "autoaccum.integrations.accelerate",
         "autoaccum.integrations.lightning",
         "autoaccum.integrations.transformers",
+        "autoaccum.records",
     }
 
 

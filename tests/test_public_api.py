@@ -1,6 +1,7 @@
 """The names that users write, and the arguments they give."""
 
 import inspect
+import operator
 import re
 
 import pytest
@@ -16,27 +17,45 @@ SIGNATURES = {
     autoaccum.fit: (
         ["model", "loader", "target_batch"],
         {
+            # the loss and the batch
             "loss": None,
+            "loss_reduction": None,
+            "loss_scope": "micro_batch",
+            "forward": None,
+            "split": None,
+            "target_tokens": None,
+            "batchnorm": "keep",
+            # the update
             "optimizer": None,
             "scheduler": None,
             "scheduler_interval": "step",
+            "lr_scaling": None,
+            "base_batch": None,
+            "clip_grad_norm": None,
+            # the loop
             "epochs": None,
             "max_steps": None,
+            "drop_last": False,
+            "val_loader": None,
+            "val_every": None,
+            "metrics": None,
+            "callbacks": (),
+            "progress": "auto",
+            "on_nan": "warn",
+            # the device
             "device": None,
             "precision": "auto",
             "micro_batch": "auto",
             "memory_limit": None,
-            "clip_grad_norm": None,
-            "drop_last": False,
-            "lr_scaling": None,
-            "base_batch": None,
-            "val_loader": None,
-            "metrics": None,
-            "forward": None,
-            "loss_reduction": None,
-            "callbacks": (),
-            "progress": "auto",
-            "seed": None,
+            "memory": None,
+            "on_too_large": "raise",
+            # long runs, ranks, diagnosis
+            "checkpoint": None,
+            "checkpoint_every": "10min",
+            "resume": "auto",
+            "shard": False,
+            "noise_scale": False,
+            "oom_report": None,
         },
     ),
     autoaccum.find_micro_batch: (
@@ -77,10 +96,10 @@ SIGNATURES = {
     autoaccum.Plan: (["target_batch", "micro_batches"], {}),
 }
 FIELDS = {
-    autoaccum.ProbeResult: ["micro_batch", "trials", "limit_bytes", "fixed_bytes", "bytes_per_sample"],
-    autoaccum.Trial: ["size", "fits", "peak_bytes", "elapsed_s"],
+    autoaccum.records.ProbeResult: ["micro_batch", "trials", "limit_bytes", "fixed_bytes", "bytes_per_sample"],
+    autoaccum.records.Trial: ["size", "fits", "peak_bytes", "elapsed_s"],
     autoaccum.Plan: ["target_batch", "micro_batches", "micro_batch", "accum_steps"],
-    autoaccum.StepReport: [
+    autoaccum.records.StepReport: [
         "step",
         "samples",
         "loss",
@@ -91,7 +110,7 @@ FIELDS = {
         "grad_norm",
         "skipped",
     ],
-    autoaccum.FitResult: ["steps", "samples", "history", "plan", "plans", "oom_events"],
+    autoaccum.records.FitResult: ["steps", "samples", "history", "plan", "plans", "oom_events"],
 }
 CALLED = [autoaccum.fit, autoaccum.find_micro_batch, autoaccum.plan, autoaccum.Runner, autoaccum.windows]
 
@@ -108,6 +127,12 @@ def test_signature_is_what_users_were_told(function):
     assert all(parameters[name].default is inspect.Parameter.empty for name in needed)
     assert {name: parameters[name].default for name in keywords} == keywords
     assert all(parameters[name].kind is KEYWORD for name in keywords)
+
+
+def test_fit_takes_these_in_this_order_and_no_more():
+    positional, keywords = SIGNATURES[autoaccum.fit]
+
+    assert list(inspect.signature(autoaccum.fit).parameters) == [*positional, *keywords]
 
 
 @pytest.mark.parametrize("record", FIELDS, ids=lambda record: record.__name__)
@@ -135,7 +160,7 @@ def test_whatever_looks_before_fit_has_its_defaults(function):
 
 
 def test_a_report_shows_itself_in_every_form():
-    assert all(hasattr(autoaccum.Report, name) for name in ("fits", "to_dict", "to_html", "_repr_html_"))
+    assert all(hasattr(autoaccum.records.Report, name) for name in ("fits", "to_dict", "to_html", "_repr_html_"))
 
 
 def test_errors_are_one_tree():
@@ -160,11 +185,14 @@ def test_public_functions_are_not_hidden_by_modules_of_their_name():
     assert callable(autoaccum.plan)
 
 
-@pytest.mark.parametrize("name", autoaccum.__all__)
+NAMES = [*autoaccum.__all__, *(f"records.{name}" for name in autoaccum.records.__all__)]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_public_name_is_documented(name):
     reference = (ROOT / "docs" / "reference.md").read_text()
 
-    assert inspect.getdoc(getattr(autoaccum, name))
+    assert inspect.getdoc(operator.attrgetter(name)(autoaccum))
     assert re.search(rf"^::: autoaccum\.{name}$", reference, re.MULTILINE)
 
 

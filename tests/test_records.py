@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import autoaccum
 from autoaccum._arguments import check_positive_int
 from autoaccum._records import DeviceScalar, Plan
 from autoaccum.errors import InvalidInputError
@@ -117,3 +118,25 @@ def test_pickled_result_equals_the_first(loss):
 def test_results_with_other_losses_differ():
     assert fit_result((step_report(1, loss=0.25),)) != fit_result((step_report(1, loss=0.5),))
     assert DeviceScalar(0.25) != 0.25
+
+
+def test_result_prints_as_a_dozen_lines():
+    torch.manual_seed(0)
+    batches = [(torch.randn(4, 3), torch.randint(0, 2, (4,))) for _ in range(30)]
+    result = autoaccum.fit(
+        torch.nn.Linear(3, 2),
+        batches,
+        4,
+        micro_batch=2,
+        device="cpu",
+        progress=False,
+        val_loader=batches[:1],
+        metrics={"accuracy": lambda outputs, targets: (outputs.argmax(1) == targets).float().mean()},
+    )
+
+    lines = str(result).splitlines()
+
+    assert lines[0].startswith("30 updates of 120 samples in ")
+    assert any(line.startswith("last of 1 evaluations: loss ") and "accuracy" in line for line in lines)
+    assert "micro-batches: 2 of at most 2 samples" in lines
+    assert 4 <= len(lines) <= 12

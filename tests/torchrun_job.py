@@ -61,9 +61,8 @@ def train(rank, size, folder, action="nothing"):
         epochs=2,
         shard=True,
         device="cpu",
-        cache=False,
         checkpoint=folder / "checkpoints",
-        checkpoint_steps=2,
+        checkpoint_every=2,
         callbacks=[Ending(rank, folder, action)],
     )
     numbers = [value for parameter in model.parameters() for value in parameter.flatten().tolist()]

@@ -12,6 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from trainers import SETTINGS, TEXT, WIDTH
 
+# Kinds that generate, with their types of loss.
+GENERATING = [*(("grpo", kind) for kind in ("grpo", "bnpo", "dr_grpo", "dapo")), ("rloo", None)]
 WORDS = [f"w{number}" for number in range(37)]
 TRAINERS = {
     "sft": (trl.SFTTrainer, trl.SFTConfig),
@@ -62,4 +64,21 @@ def trained(trainer, kind, folder, *, samples=26, evaluated=13, train=True, **op
     )
     if train:
         made.train()
+    return made
+
+
+def generated(wrap, kind, folder, loss_type, **options):
+    """A trainer that has trained on what it generated: 3 updates of 2 batches of 8."""
+    base, config = {"grpo": (trl.GRPOTrainer, trl.GRPOConfig), "rloo": (trl.RLOOTrainer, trl.RLOOConfig)}[kind]
+    settings = {key: value for key, value in SETTINGS.items() if key != "per_device_eval_batch_size"}
+    settings |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 3, "beta": 0.0}
+    settings |= {"num_generations": 4, "max_completion_length": 6, "bf16": False, "gradient_checkpointing": False}
+    made = wrap(base)(
+        model=model("sft"),
+        args=config(str(folder), **(settings | ({} if loss_type is None else {"loss_type": loss_type}) | options)),
+        train_dataset=data("sft", 26).remove_columns(["completion"]),
+        processing_class=tokenizer(),
+        reward_funcs=lambda completions, **_: [float(len(one) + one.count("w1")) for one in completions],
+    )
+    made.train()
     return made

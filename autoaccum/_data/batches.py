@@ -155,6 +155,25 @@ class Window(Sequence[Any]):
         starts = itertools.accumulate([0, *self.groups()[:-1]])
         return [span.piece.sample_bytes(span.start) for start in starts for span in self._between(start, start + 1)]
 
+    def widths(self) -> list[list[tuple[int, tuple[int, ...]]]]:
+        """The widths of samples: for each of `groups`, how many in a row have which, as `Piece.widths` has them."""
+        found: list[list[tuple[int, tuple[int, ...]]]] = []
+        spans = iter(self.spans)
+        for group in self.groups():
+            runs: list[tuple[int, tuple[int, ...]]] = []
+            left = group
+            while left:
+                span = next(spans)
+                left -= span.samples
+                alike = isinstance(span.piece, NestedPiece)
+                for index in [span.start] if alike else range(span.start, span.stop):
+                    widths, more = span.piece.widths(index), span.samples if alike else 1
+                    if runs and runs[-1][1] == widths:
+                        more += runs.pop()[0]
+                    runs.append((more, widths))
+            found.append(runs)
+        return found
+
     def named(self, index: int) -> str | None:
         """Return which sample of the window it is, for messages; None if all are alike, so that it is any."""
         if self.places is None and len(self.groups()) == 1:

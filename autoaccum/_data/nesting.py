@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -87,6 +88,21 @@ def tensors_in(batch: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)] + [
         one for value in hidden for one in tensors_in(value)
     ]
+
+
+def elements_of(sample: Any) -> int:
+    """Return the elements of a sample's largest tensor, array or list of numbers; 0 if it holds none."""
+    if isinstance(sample, Tensor):
+        return sample.numel()
+    if isinstance(sample, list) and sample and isinstance(sample[0], int | float):
+        return len(sample)
+    if isinstance(sample, list | tuple | Mapping):
+        items = sample.values() if isinstance(sample, Mapping) else sample
+        return max(map(elements_of, items), default=0)
+    if isinstance(sample, np.ndarray):
+        return sample.size
+    is_plain = isinstance(sample, int | float | str | bytes | None)
+    return 0 if is_plain else max(map(Tensor.numel, tensors_in(sample)), default=0)
 
 
 def shapes_of(batch: Any) -> str:

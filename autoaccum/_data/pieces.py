@@ -17,6 +17,7 @@ from torch import Tensor
 
 from autoaccum._arguments import shown
 from autoaccum._data.nesting import (
+    elements_of,
     form_of,
     hides_tensors,
     holds_tensor,
@@ -45,8 +46,9 @@ class Split(Protocol):
     """Counts, cuts and joins batches whose samples do not run along the first dimension of every tensor.
 
     Pass an object with these three methods as `split=`. It may also have `weight(batch)`, which returns what the mean
-    loss of a batch runs over (its tokens, its boxes): a number that adds up over parts. `autoaccum.Along` and
-    `autoaccum.ListOfSamples` are ready-made.
+    loss of a batch runs over (its tokens, its boxes): a number that adds up over parts; and `cost(batch)`, which
+    returns how much memory one sample takes beside others, in any unit, where its elements do not tell.
+    `autoaccum.Along` and `autoaccum.ListOfSamples` are ready-made.
 
     None of them may change a batch that it is given.
     """
@@ -144,6 +146,15 @@ class Piece:
         if is_list and not isinstance(self, NestedPiece):
             return sum(tensor.nbytes for tensor in tensors_in(self.batch[index]))
         return sum(tensor.nbytes for tensor in self.tensors()) // max(self.samples, 1)
+
+    def widths(self, index: int) -> tuple[int, ...]:
+        """How large a sample is, in one number: the elements of its largest tensor, or what the split says."""
+        cost = getattr(self._split, "cost", None)
+        if cost is not None:
+            return (max(1, round(cost(self.raw(index, index + 1)))),)
+        if isinstance(self.batch, list | tuple) and len(self.batch) == self.samples:
+            return (max(1, elements_of(self.batch[index])),)
+        return (max(1, sum(map(Tensor.numel, self.tensors())) // max(self.samples, 1)),)
 
 
 class Span(NamedTuple):
@@ -247,6 +258,12 @@ class NestedPiece(Piece):
     def tensors(self) -> list[Tensor]:
         """The tensors in the batch, in the order of its nesting."""
         return self._leaves if self.is_flat else [one for leaf in self._leaves for one in _tensors_of(leaf)]
+
+    def widths(self, index: int) -> tuple[int, ...]:  # noqa: ARG002 - all samples are alike
+        """The elements of a sample in each tensor that is cut; the same for all samples."""
+        cut = [leaf for leaf, dim in zip(self._leaves, self._dims, strict=True) if dim is not None]
+        elements = [sum(map(Tensor.numel, _tensors_of(leaf))) for leaf in cut if holds_tensor(leaf)]
+        return tuple(max(1, each // max(self.samples, 1)) for each in elements) or (1,)
 
     def by_sample(self) -> list[tuple[Path, Tensor]]:
         """Return the tensors that are cut, with their samples along the first dimension, each with its path."""

@@ -15,8 +15,8 @@ import torch
 from autoaccum._arguments import check_bool, check_positive_int, shown
 from autoaccum._data.batches import Window
 from autoaccum._data.loaders import check_loader
+from autoaccum._data.nesting import elements_of
 from autoaccum._data.pieces import NestedPiece, Span
-from autoaccum._data.sample_sizes import elements_of
 from autoaccum._data.splits import ByDefault, check_split, piece_of
 from autoaccum.errors import InvalidInputError
 

@@ -10,6 +10,7 @@ back to the start of the window, and if one has to, all do.
 from __future__ import annotations
 
 import hashlib
+import io
 from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from autoaccum._data.batches import Window
+from autoaccum._data.nesting import copied
 from autoaccum._distributed.buckets import Buckets
-from autoaccum._distributed.samples_of_ranks import samples_of
 from autoaccum._engine.does_not_fit import whole_does_not_fit
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.gradients import LossSum, WindowResult
@@ -38,7 +40,6 @@ from autoaccum.errors import InvalidInputError, StartAgainError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from autoaccum._data.batches import Window
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import PartResult
@@ -65,9 +66,8 @@ class Part:
         flags: Which parameters have a gradient and which buffers were written, packed; None for those of its last
             message, so that messages stay short.
         wishes: Actions that the rank requests after this window, as bits.
-        note: A number that all ranks look at.
         larger: Micro-batch size that it requests from the next window on, if ranks agree on sizes; None for no request.
-        has_learned: Whether it knows more of the losses than when the window began.
+        is_stale: Whether the weights that parts were given beforehand do not hold by what it knows of the losses now.
         variance: The variance of its gradients, if noise was measured.
     """
 
@@ -76,10 +76,9 @@ class Part:
     known: bytes
     flags: bytes | None
     wishes: int
-    note: int
     larger: int | None = None
     variance: float | None = None
-    has_learned: bool = False
+    is_stale: bool = False
 
     def packed(self) -> tuple[Any, ...]:
         """Return only the values, which are short to send."""
@@ -93,9 +92,7 @@ class DataParallel(Peers):
         ranks: All ranks.
         step: This rank's training step; without an optimizer, gradients are summed and no update is made.
         wishes: Returns the actions that this rank requests after the current window, as bits shared with all ranks.
-        note: Returns a further number that this rank shares with every window.
-        look: Called with these numbers of all ranks before an update is made. It may reject the update, on every rank
-            alike.
+        drops: Whether a window is left out, given the samples of each rank's part.
 
     Attributes:
         parts: Each rank's message about its part of the current window, in rank order.
@@ -113,15 +110,13 @@ class DataParallel(Peers):
         step: GradientStep,
         *,
         wishes: Callable[[], int] = lambda: 0,
-        note: Callable[[], int] = lambda: 0,
-        look: Callable[[Sequence[int]], None] = lambda _: None,
+        drops: Callable[[Sequence[int]], bool] = lambda _: False,
     ) -> None:
         self.ranks = ranks
         self.parts: list[Part] = []
         self.is_decided = False
         self._wishes = wishes
-        self._note = note
-        self._look = look
+        self._drops = drops
         self._step = step
         self._updates = step.updates if isinstance(step, TrainingStep) else None
         self._trained = trained(step)
@@ -135,7 +130,6 @@ class DataParallel(Peers):
         self._known_before = b""
         self._begun: Window | None = None
         self._windows = 0
-        self._has_sources = False  # whether any rank has samples to try
         # The first collective allocates GPU memory for all later ones: better now than next to a window's activations.
         ranks.add_up(self._norm)
 
@@ -188,15 +182,22 @@ class DataParallel(Peers):
         Args:
             window: This rank's part of the window.
             needs_some: Whether to return some also where losses need no check.
+
+        Raises:
+            InvalidInputError: Some are needed, and cannot be pickled. Raised on every rank.
         """
-        said = self.ranks.exchange("samples", (window.samples, self._step.objective.weights.knows_all))
-        if all(knows for _, knows in said) and not needs_some:
-            return None
-        sources = [rank for rank, (count, _) in enumerate(said) if count][:MOST_SAMPLES]
-        self._has_sources = bool(sources)
-        most = -(-MOST_SAMPLES // max(len(sources), 1))
-        with self._step.memory.lifted():  # samples are few, and on the host
-            return samples_of(self.ranks, window, sources, most, self._step.objective.split)
+        sources = min(self.ranks.size, MOST_SAMPLES)
+        own: list[Any] = []
+        if self.ranks.rank < sources and (needs_some or not self._step.objective.weights.knows_all):
+            with self._step.memory.lifted():  # samples are few, and on the host
+                own = _sendable(window, -(-MOST_SAMPLES // sources))
+        said = self.ranks.exchange_tensors("samples", (window.samples, own))
+        found = [piece for _, pieces in said for piece in pieces]
+        if needs_some and not found and any(samples for samples, _ in said):
+            raise InvalidInputError(
+                "ranks that hold shards of a model send each other samples, and those of this loader cannot be pickled"
+            )
+        return Window(found, self._step.objective.split) if found else None
 
     def failed(self, error: Exception, work: Work, number: int) -> None:  # noqa: ARG002 - as Peers has it
         """Handle the consequences of this rank's failure for the others.
@@ -211,7 +212,8 @@ class DataParallel(Peers):
         """Agree with the other ranks and sum the gradients; return None if the attempt must be repeated."""
         if not self.agree(given, work):
             return None
-        if not self.samples:
+        if not self.samples or self._drops([part.samples for part in self.parts]):
+            work.start_over()
             return WindowResult()
         outcome = self.add_up(given)
         losses = {name: LossSum([loss]) for name, loss in outcome.losses.items()}
@@ -257,34 +259,28 @@ class DataParallel(Peers):
         Raises:
             RankFailedError: Another rank cannot continue.
         """
-        window, objective = self._window, self._step.objective
+        window = self._window
         if window.samples:
             self._sizing.wait()
+        known, shares = self._known(given.slots), self._step.objective.weights.common is Common.NOTHING
         mine = Part(
             samples=window.samples,
             weight=given.weight if isinstance(given.weight, float) else None,
-            known=self._known(given.slots),
+            known=known,
             flags=self._own_flags(),
             wishes=self._wishes(),
-            note=self._note(),
             variance=None if given.spread is None else given.spread.variance,
-            has_learned=self._known(given.slots) != self._known_before,
+            is_stale=shares != (self.share is not None) or (shares and known != self._known_before),
         )
         # New for every window, since the last one's values are read later; and allocated before the others wait for it.
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         self._hear(mine)
-        agree = len({part.known for part in self.parts}) == 1
-        was_shared, is_shared = self.share is not None, objective.weights.common is Common.NOTHING
-        goes_on = agree and was_shared == is_shared and not (is_shared and any(part.has_learned for part in self.parts))
-        self._look([part.note for part in self.parts])
-        if goes_on:
+        if len({part.known for part in self.parts}) == 1 and not any(part.is_stale for part in self.parts):
             return True
-        if not agree:
-            self._learn_from_others()
+        self._learn_from_others()
         self._known_before = self._known()
         self.share = self._share_of(window)
-        if was_shared or is_shared or self.share is not None or self._known_before != mine.known:
-            work.start_over(self.share)
+        work.start_over(self.share)
         return False
 
     def _hear(self, mine: Part) -> None:
@@ -463,6 +459,18 @@ class DataParallel(Peers):
         found = dict(zip(self._slots, self._values.unbind(), strict=True))
         outcome.losses = {name: value for (kind, name), value in found.items() if kind == LOSS}
         outcome.reported = means(found)
+
+
+def _sendable(window: Window, most: int) -> list[Any]:
+    """Return the first samples of a window, as the loader would yield them; nothing if they cannot be pickled."""
+    if not window.samples:
+        return []
+    try:
+        found = copied(window.part(0, min(most, window.groups()[0])).raw())
+        torch.save(found, io.BytesIO())
+    except Exception:  # noqa: BLE001 - of the user's own types; other ranks wait for what is sent
+        return []
+    return list(found)
 
 
 def trained(step: GradientStep) -> list[nn.Parameter]:

@@ -125,11 +125,9 @@ class ShardedDataParallel(DataParallel):
             known=repr(self._slots).encode(),
             flags=self._own_flags(),
             wishes=self._wishes(),
-            note=self._note(),
             larger=self._wished_size() if window.samples else None,
         )
         self._hear(mine)
-        self._look([part.note for part in self.parts])
         self._larger = min((part.larger for part in self.parts if part.larger is not None), default=None)
         if len({part.known for part in self.parts}) > 1:  # a rank that had no samples knows no losses
             said = self.ranks.exchange("losses", self._slots)
@@ -285,12 +283,8 @@ class ShardedDataParallel(DataParallel):
         if self._sample is not None and (knows.is_checked or knows.knows_all):
             return
         asked = self._samples_to_try(window, needs_some=self._sample is None)
-        if asked is None and (self._sample is not None or not self._has_sources):
-            return
         if asked is None:
-            raise InvalidInputError(
-                "ranks that hold shards of a model send each other samples, and those of this loader cannot be pickled"
-            )
+            return
         self._sample = self._sample or asked.part(0, min(asked.samples, _LEAST))
         asked = asked.part(0, max(_LEAST, self._sizing.plan.micro_batch))  # no more than a pass of the training
         step, objective = self._step, self._step.objective

@@ -111,24 +111,6 @@ class Ranks:
         torch.save(value, kept)  # pickle alone cannot load a tensor of bytes
         return [torch.load(io.BytesIO(one), weights_only=False) for one in self.exchange(topic, kept.getvalue())]
 
-    def tell(self, value: Any, source: int) -> Any:
-        """Return the value of the rank `source`; the others' values are ignored. Tensors arrive on the host.
-
-        Raises:
-            RankFailedError: Another rank is gone.
-        """
-        kept = io.BytesIO()
-        if source == self.rank:
-            torch.save(value, kept)
-        size = torch.tensor([len(kept.getvalue())])
-        with self._told():
-            self._wait(distributed.broadcast(size, source, group=self.hosts, async_op=True))
-            text = torch.zeros(int(size), dtype=torch.uint8)
-            if source == self.rank:
-                text.copy_(torch.frombuffer(kept.getbuffer(), dtype=torch.uint8))
-            self._wait(distributed.broadcast(text, source, group=self.hosts, async_op=True))
-        return torch.load(io.BytesIO(text.numpy().tobytes()), map_location="cpu", weights_only=False)
-
     def fail(self, error: BaseException) -> None:
         """Report this rank's failure in place of the next message; at most once, and not if the others are gone."""
         if self._has_failed or self.is_in_pass:

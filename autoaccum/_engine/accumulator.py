@@ -17,7 +17,6 @@ from autoaccum._engine.steady import NotSteadyError
 from autoaccum._engine.window import Engine
 from autoaccum._records import BackwardReport, DeviceScalar
 from autoaccum._sizing.cache_entry import CacheEntry
-from autoaccum._sizing.offline_search import Line
 from autoaccum._sizing.planner import plan
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system import signals
@@ -263,11 +262,11 @@ class GradientAccumulator:
         most = min(samples if is_auto else int(self._asked), samples if cap is None else cap)
         knows_fastest = entry.found is not None and entry.found.fastest
         wanted = SizingOptions(
-            by_bytes=is_auto,
+            by_width=is_auto,
             learns=is_auto and step.options.loss_scope != "window",
             times_after=None if knows_fastest or not is_auto else _BATCHES_BEFORE_TIMING,
             most=None if cap is None or cap >= samples else cap,
-            **(entry.experience or _experience(known)),
+            **(entry.experience if entry.found is not None or known is None else _experience(known, entry)),
         )
         asked = begins = plan(samples, min(most, samples))
         if known is not None and known.sizing.plan.micro_batch < known.sizing.set_plan.micro_batch:  # after failures
@@ -286,12 +285,10 @@ class GradientAccumulator:
         return _SizedEngine(sizing, engine, entry)
 
 
-def _experience(known: _SizedEngine | None) -> dict[str, Any]:
+def _experience(known: _SizedEngine, entry: CacheEntry) -> dict[str, Any]:
     """Return what is known from other batches, as options of `SizingOptions`."""
-    if known is None:
-        return {}
-    size, slope = known.sizing.plan.micro_batch, known.sizing.bytes_per_sample
-    return {"begins_with": size, "fitted_before": size, "line": Line(0.0, slope) if slope else None}
+    entry.frontier = known.sizing.frontier
+    return {"begins_with": known.sizing.plan.micro_batch, "frontier": entry.frontier}
 
 
 def _is_plain(gradient: Tensor) -> bool:

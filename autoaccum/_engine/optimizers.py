@@ -23,7 +23,7 @@ CALLS_USER_CODE = True  # for own_code.raised_here
 MakesOptimizer = Callable[[list["nn.Parameter"]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 
 # What `fit` takes as `optimizer` by name. Another one changes the training, so nothing chooses it but the user.
-NAMES = ("adamw",)
+NAMES = ("adamw", "sgd")
 _EXPONENTS = {"linear": 1.0, "sqrt": 0.5}
 
 
@@ -144,9 +144,11 @@ def parts_of_scheduler(scheduler: Any) -> list[Any]:
 def _named(name: str | None, trainable: list[nn.Parameter], notices: Notices) -> torch.optim.Optimizer:
     if name is not None:
         check_choice("optimizer", name, NAMES)
-    made = torch.optim.AdamW(trainable, lr=1e-3)
-    notices.say(f"optimizer: {type(made).__name__}(lr=1e-3) (optimizer={name!r})")
-    return made
+    if name == "sgd":
+        notices.say("optimizer: SGD(lr=0.01, momentum=0.9) (optimizer='sgd')")
+        return torch.optim.SGD(trainable, lr=0.01, momentum=0.9)
+    notices.say(f"optimizer: AdamW(lr=1e-3) (optimizer={name!r})")
+    return torch.optim.AdamW(trainable, lr=1e-3)
 
 
 def _made(given: Any, trainable: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from autoaccum._arguments import check_bool, check_choice, check_path, check_positive_int, check_positive_number, shown
 from autoaccum._callbacks import check_callbacks
 from autoaccum._data.splits import check_split
-from autoaccum._engine.precision import PRECISIONS
+from autoaccum._engine.precision import ALIASES, PRECISIONS
 from autoaccum._engine.saving_names import check_memory
 from autoaccum._loss.objective import check_loss_reduction
 from autoaccum._memory.limits import parse_limit
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 LOSS_SCOPES = ("micro_batch", "window")
 BATCHNORM_MODES = ("keep", "rescale")
 ON_NAN = ("warn", "stop")
+ON_TOO_LARGE = ("raise", "skip")
 # Before the device is known, a limit and names are read as on one that is larger than any.
 _ANY_DEVICE_BYTES = 2**60
 _NOISE_EVERY = 50  # windows, with noise_scale=True
@@ -70,6 +71,7 @@ class Options:
     cache: bool = True
     memory_limit: float | str | None = None
     memory: str | Sequence[str] | None = None
+    on_too_large: str = "raise"
     oom_report: str | PathLike[str] | None = None
     callbacks: Sequence[Callback] = ()
     notices: Notices | None = None
@@ -99,7 +101,14 @@ class Options:
         check_choice("loss_scope", self.loss_scope, LOSS_SCOPES)
         check_choice("batchnorm", self.batchnorm, BATCHNORM_MODES)
         check_choice("on_nan", self.on_nan, ON_NAN)
-        check_choice("precision", self.precision, PRECISIONS)
+        check_choice("on_too_large", self.on_too_large, ON_TOO_LARGE)
+        if self.on_too_large == "skip" and self.loss_scope == "window":
+            raise InvalidInputError(
+                "on_too_large='skip' leaves samples out of a window, and loss_scope='window' is for losses over all of "
+                "them; use one of the two"
+            )
+        check_choice("precision", self.precision, (*PRECISIONS, *ALIASES))
+        object.__setattr__(self, "precision", ALIASES.get(self.precision, self.precision))
         check_loss_reduction(self.loss_reduction)
         check_split(self.split)
         if self.clip_grad_norm is not None:

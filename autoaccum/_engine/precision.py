@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+# What Lightning and Accelerate call them.
+ALIASES = {"no": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 

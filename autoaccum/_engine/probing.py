@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autoaccum._arguments import check_positive_int
-from autoaccum._data.batches import count
+from autoaccum._data.batches import Window, count
 from autoaccum._data.sample_sizes import by_size
 from autoaccum._engine import devices
 from autoaccum._engine.assembly import assemble
@@ -22,7 +21,8 @@ from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._memory import backend_for
 from autoaccum._oom import let_go
 from autoaccum._records import ProbeResult
-from autoaccum._sizing.offline_search import line_through, next_size
+from autoaccum._sizing.frontier import Frontier
+from autoaccum._sizing.search import Search
 from autoaccum._system import signals
 from autoaccum._system.notices import Notices
 
@@ -114,6 +114,7 @@ def probe(
     loss_scope: str = "micro_batch",
     begins_with: int | None = None,
     sample: str | None = None,
+    frontier: Frontier | None = None,
 ) -> ProbeResult:
     """Search with an assembled training step; the limit applies only during the search.
 
@@ -126,6 +127,7 @@ def probe(
         loss_scope: "window": the loss is computed over a window of `max_micro_batch` samples at once.
         begins_with: The result of an earlier search. If it fits, it is returned without further trials.
         sample: The name of the only sample, for the error that it does not fit.
+        frontier: What an earlier search has found; follows what this one finds.
 
     Raises:
         InvalidInputError: The limit cannot be set, or the loss cannot be computed over a window.
@@ -148,7 +150,9 @@ def probe(
     with devices.failures_told(memory, "the search for a micro-batch"):
         try:
             with memory.limited(limit_bytes):
-                return _search(step, batch, max_micro_batch, limit_bytes, on_trial, whole, begins_with, sample)
+                return _search(
+                    step, batch, max_micro_batch, limit_bytes, on_trial, whole, begins_with, sample, frontier
+                )
         finally:
             with signals.held():
                 step.abandon()
@@ -165,24 +169,18 @@ def _search(
     whole: WholeWindow | None,
     begins_with: int | None,
     sample: str | None,
+    frontier: Frontier | None,
 ) -> ProbeResult:
     running = Trials(step, batch, whole, max_micro_batch)
     trials: list[Trial] = []
-    confirms = begins_with is not None and begins_with <= max_micro_batch
-
-    def growing() -> list[Trial]:
-        # If an update takes more than a small micro-batch, all small ones share its peak, which gives no line.
-        return [
-            replace(trial, peak_bytes=running.growing_bytes[trial.size]) if trial.fits else trial for trial in trials
-        ]
-
-    def next_one() -> int | None:
-        if confirms and (not trials or trials[-1].fits) and len(trials) <= 1:
-            return None if trials else begins_with
-        return next_size(growing(), max_micro_batch, running.reachable_bytes)
-
-    while (size := next_one()) is not None:
-        line = line_through(growing())
+    frontier = Frontier() if frontier is None else frontier
+    search, widths = Search(frontier), Window([batch], step.objective.split).widths()[0][0][1]
+    if begins_with is None or begins_with > max_micro_batch:
+        frontier.forget()
+        begins_with = None
+    size = begins_with or search.next_trial(widths, max_micro_batch, None)
+    while size is not None:
+        line = frontier.line(widths)
         try:
             trials.append(running.run(size, expected_bytes=0 if line is None else int(line.at(size))))
         except ValueError as error:
@@ -192,6 +190,18 @@ def _search(
             reason = f"one sample alone is refused: {error}"
             raise sample_does_not_fit(step, reason, sample=running.sample()) from error
         on_trial(trials[-1])
+        if trials[-1].fits:
+            frontier.note(size, widths)
+            if (extra := running.extra_bytes(size)) is not None:
+                frontier.measure(size, widths, max(1, extra))
+            if begins_with is not None:
+                break
+        else:
+            if begins_with is not None:
+                frontier.forget()
+                begins_with = None
+            frontier.fail(size, widths)
+        size = search.next_trial(widths, max_micro_batch, running.free_bytes)
     answer = max((trial.size for trial in trials if trial.fits), default=None)
     if answer is None:
         lack = running.lack
@@ -202,11 +212,11 @@ def _search(
         raise sample_does_not_fit(
             step, said, sample=running.sample(sample), phase=lack.phase, is_whole=whole is not None
         )
-    line = line_through(growing())
+    line = frontier.line(widths)
     return ProbeResult(
         answer,
         tuple(trials),
         limit_bytes,
-        None if line is None else max(0, int(line.fixed_bytes)),
+        None if line is None else max(0, int(line.fixed_bytes + (running.held_bytes or 0))),
         None if line is None else int(line.bytes_per_sample),
     )

@@ -203,7 +203,7 @@ class SteadyPath:
             NotSteadyError: The loss is no number with a gradient.
         """
         step, sizing, stage = self._step, self._sizing, self._step.stage
-        objective, scale, context, measures = self._objective, step.scale, step.precision.autocast(), sizing.measures
+        objective, scale, context = self._objective, step.scale, step.precision.autocast()
         run, model = objective.number_of, objective.model
         loss_of: Any = objective.loss
         is_pair = objective.takes_pairs and window.kinds is not None and len(window.kinds) == _KINDS_OF_PAIR
@@ -211,6 +211,7 @@ class SteadyPath:
         name = known.name
         assert name is not None
         at.sizes = sizes = self._sizes(window)
+        measures = sizing.measures
         is_whole = len(sizes) == 1 and not self._is_part
         if not is_whole and not known.may_cut:
             raise NotSteadyError
@@ -257,6 +258,8 @@ class SteadyPath:
                     losses.append(loss.detach() if loss is not value or is_whole else loss.detach().clone())
                     stage.phase = Phase.BACKWARD
                     (loss if scale is None else scale(loss)).backward()  # type: ignore[no-untyped-call]
+                if measures:
+                    sizing.leave(size)
                 at.done += size
                 stage.phase = Phase.TRANSFER
         at.size = None

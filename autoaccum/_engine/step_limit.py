@@ -45,7 +45,6 @@ class StepLimit:
         # Without atexit: at the end of the process there is nothing to give back.
         weakref.finalize(self, counting.close).atexit = False
         with devices.failures_told(memory, "what training needs in addition to the model"):
-            memory.prepare_limit(limit_bytes)
             counting.enter_context(memory.counted(limit_bytes))
 
     def in_force(self) -> AbstractContextManager[None]:

@@ -44,7 +44,7 @@ class Trials:
 
     Attributes:
         held_bytes: Bytes held between trials, counted as peaks are; None if that is not counted.
-        reachable_bytes: The highest possible peak, counted the same way.
+        free_bytes: Bytes that are free between them; None if that is not known.
         lack: What happened when memory last ran out; None if it has not.
         growing_bytes: For each size that fits, the peak of the part of its step that grows with it: all but the update.
     """
@@ -62,7 +62,7 @@ class Trials:
         self._window = None if whole is None or samples is None else repeating(batch, samples, split)
         self.lack: MemoryEvent | None = None
         self.held_bytes: int | None = None
-        self.reachable_bytes: int | None = None
+        self.free_bytes: int | None = None
         self.growing_bytes: dict[int, int | None] = {}
         self._with_gradient: list[torch.nn.Parameter] | None = None
 
@@ -92,6 +92,8 @@ class Trials:
                 started = time.perf_counter()
             self._one_step(size)
             memory.synchronize()
+            if (excess := memory.excess(memory.peak_bytes())) is not None:
+                raise torch.OutOfMemoryError(excess)  # noqa: TRY301 - as an allocator would, and undone in the same way
         except Exception as error:
             # An optimizer that ran out of memory midway does no harm here: everything is restored in the end.
             half_way = isinstance(error, StateDamagedError) and error.__cause__ is not None and is_oom(error.__cause__)
@@ -113,9 +115,17 @@ class Trials:
         memory.reset_peak()
         self.held_bytes = memory.peak_bytes()
         if self.held_bytes is not None:
-            # On the host, the limit counts mapped memory, and the peak touched memory.
-            self.reachable_bytes = self.held_bytes + memory.reading().free_bytes
+            self.free_bytes = memory.reading().free_bytes
         return Trial(size, fits, peak, elapsed_s)
+
+    def extra_bytes(self, size: int) -> int | None:
+        """Return what a size that fitted took of memory beside what is held; None if that is not counted.
+
+        Of its step only what grows with the size: if the update takes more than a small micro-batch, all small ones
+        share its peak.
+        """
+        peak = self.growing_bytes[size]
+        return None if peak is None or self.held_bytes is None else peak - self.held_bytes
 
     def sample(self, name: str | None = None) -> str:
         """Return a sample of those that are tried, in words.

@@ -168,6 +168,8 @@ class Engine:
     def _begin(self, window: Window, on_change: Callable[[], None], *, measures_noise: bool) -> None:
         """Choose the path of a window, and its micro-batches."""
         step, sizing = self._step, self._sizing
+        if step.memory.is_soft:  # what loaders, callbacks and evaluations took is not the window's
+            step.memory.reset_peak()
         self._window, self._measures_noise = window, measures_noise
         self.at, self._given, self._share = Progress(), None, None
         self._is_saved = self._is_restored = False
@@ -191,7 +193,7 @@ class Engine:
         if window.samples and not (is_begun and self._is_steady and self._sizes_are_fixed):
             self._begun_kinds = None
             sizing.begin(window)
-            self._begun_kinds = window.kinds
+            self._begun_kinds, self._sizes_are_fixed = window.kinds, self._sizes_are_fixed and sizing.is_quiet
             if self.is_due:
                 self._tell_of_batches_apart(window)
         self._share = self._peers.begin(window, sizing)
@@ -317,9 +319,10 @@ class Engine:
         sizing = self._sizing
         self._windows_are_long = elapsed_s > _LONG_S
         is_learning = not self._sizes_are_fixed and sizing.is_learning
-        if self._room.is_thrashing(reads_peak=not is_learning) and not is_learning:
-            self._notices.say("the allocator finds no room without giving back its cache; micro-batches get smaller")
-            sizing.shrink()
+        shortage = self._room.shortage(reads_peak=not is_learning)
+        if shortage is not None and not is_learning:
+            smaller = "; micro-batches get smaller" if sizing.shrink() else ""
+            self._notices.say(f"{shortage}{smaller}", key="shortage")
             self._sizes_are_fixed = False
         elif self.lacks or not self._sizes_are_fixed:
             sizing.end(self.at.sizes, is_clean=not self.lacks, has_room=self._room.is_free)
@@ -400,7 +403,10 @@ class Engine:
             self._refuse_to_try_for_ever(lack)
         elif not self._sizing.fail(lack.size, may_wait=self._events.windows > 0):
             sample = ONE_SAMPLE if lack.phase == Phase.ELSEWHERE else sample_of(self._window, self._sizing.start)
-            raise sample_does_not_fit(self._step, lack.message, sample=sample, phase=lack.phase)
+            refused = sample_does_not_fit(self._step, lack.message, sample=sample, phase=lack.phase)
+            if lack.phase != Phase.ELSEWHERE:
+                refused.where = self._window, self._sizing.start
+            raise refused
         self._room.follow(self._sizing.plan)
 
     def _damage(self) -> str:

@@ -2,7 +2,7 @@
 
 Models choose kernels by such answers (Transformers' mixtures of experts by the capability), on a machine that has no
 driver or another card. Comes in: a card of the table. Goes out: a context in which `torch.cuda` answers as that card
-does. What the table does not know raises an error that says so, and a real step answers for the model.
+does. What the table does not know raises an error that says so.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from autoaccum._estimate.replaced import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -56,19 +58,12 @@ class CardAnswers:
         if self._is_at_hand:
             yield
             return
-        ours: dict[str, Any] = {
-            "get_device_properties": lambda *_, **__: _Properties(self),
-            "is_bf16_supported": self._is_bf16_supported,
-            "current_device": lambda: 0,
-        }
-        before = {name: getattr(torch.cuda, name) for name in ours}
-        try:
-            for name, answer in ours.items():
-                setattr(torch.cuda, name, answer)
+        with (
+            replaced(torch.cuda, "get_device_properties", lambda *_, **__: _Properties(self)),
+            replaced(torch.cuda, "is_bf16_supported", self._is_bf16_supported),
+            replaced(torch.cuda, "current_device", lambda: 0),
+        ):
             yield
-        finally:
-            for name, asked in before.items():
-                setattr(torch.cuda, name, asked)
 
     def tell(self, name: str) -> Any:
         """Return a property of the card.

@@ -1,10 +1,13 @@
 """Replays a timeline on a model of PyTorch's caching allocator for CUDA, to find allocated and reserved memory.
 
-Constants and rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings, on one stream.
+Constants and rules are those of c10/cuda/CUDACachingAllocator.cpp on one stream, with its default settings or with
+`expandable_segments`, as PYTORCH_CUDA_ALLOC_CONF sets it.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,8 +28,16 @@ LARGE_BYTES = 10 * MIB
 MEDIUM_SEGMENT_BYTES = 20 * MIB
 # kRoundLarge: a block's own segment is rounded up to a multiple of it.
 ROUND_BYTES = 2 * MIB
+# The variables that set it, the newer one first.
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # Steps to replay: the first fills the cache, the second uses its fragments.
 STEPS = 2
+
+
+def expands() -> bool:
+    """Whether the environment sets `expandable_segments`, which the step's own process would read as well."""
+    text = next((os.environ[name] for name in _SETTINGS if os.environ.get(name)), "")
+    return re.search(r"expandable_segments\s*:\s*true", text, re.IGNORECASE) is not None
 
 
 class OutOfMemoryError(Exception):
@@ -50,6 +61,7 @@ class CachingAllocator:
 
     Args:
         capacity_bytes: The device's memory; None for unlimited.
+        expandable: Whether each pool is one segment that grows, in place of segments of fixed sizes.
 
     Attributes:
         allocated_bytes: Bytes in allocated blocks now.
@@ -58,8 +70,10 @@ class CachingAllocator:
         peak_reserved_bytes: The peak of `reserved_bytes`.
     """
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
+    def __init__(self, capacity_bytes: int | None = None, *, expandable: bool = False) -> None:
         self._capacity = capacity_bytes
+        self._expandable = expandable
+        self._last: dict[bool, Block | None] = {True: None, False: None}
         self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
         self._segments = 0
         self.allocated_bytes = self.reserved_bytes = 0
@@ -93,12 +107,17 @@ class CachingAllocator:
         self._keep(block)
 
     def release_cached(self) -> None:
-        """Return unused segments to the device."""
-        for blocks in self._free.values():
-            whole = [entry for entry in blocks if entry[2].before is None and entry[2].after is None]
-            for entry in whole:
-                blocks.remove(entry)
-                self.reserved_bytes -= entry[0]
+        """Return unused segments, or the unused parts of expandable ones, to the device."""
+        for small, blocks in self._free.items():
+            for entry in list(blocks):
+                block = entry[2]
+                unused = block.size // self._grown_by(small=small) * self._grown_by(small=small)
+                if not self._expandable:
+                    unused = block.size if block.before is None and block.after is None else 0
+                if unused:
+                    blocks.remove(entry)
+                    block.free = False  # nothing merges with what is not there
+                    self.reserved_bytes -= unused
 
     def _best_fit(self, size: int, *, small: bool) -> Block | None:
         blocks = self._free[small]
@@ -106,7 +125,12 @@ class CachingAllocator:
         return blocks.pop(at)[2] if at < len(blocks) else None
 
     def _new_segment(self, size: int, *, small: bool) -> Block:
-        if small:
+        last = self._last[small] if self._expandable else None
+        if self._expandable:
+            grows_by = self._grown_by(small=small)
+            lacking = size - (last.size if last is not None and last.free else 0)
+            taken = -(-lacking // grows_by) * grows_by
+        elif small:
             taken = SMALL_SEGMENT_BYTES
         elif size < LARGE_BYTES:
             taken = MEDIUM_SEGMENT_BYTES
@@ -118,18 +142,34 @@ class CachingAllocator:
                 raise OutOfMemoryError
         self.reserved_bytes += taken
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        if last is not None and last.free:
+            self._forget(last)
+            last.size += taken
+            return last
         self._segments += 1
-        return Block(taken, small, self._segments << 40)
+        number = self._segments << 40 if last is None else last.number + last.size
+        block = Block(taken, small, number, before=last)
+        if last is not None:
+            last.after = block
+        self._last[small] = block
+        return block
+
+    @staticmethod
+    def _grown_by(*, small: bool) -> int:
+        return SMALL_SEGMENT_BYTES if small else MEDIUM_SEGMENT_BYTES
 
     def _split(self, block: Block, size: int) -> None:
         rest = Block(block.size - size, block.small, block.number + size, before=block, after=block.after)
         if block.after is not None:
             block.after.before = rest
         block.after, block.size = rest, size
+        if self._last[block.small] is block:
+            self._last[block.small] = rest
         self._keep(rest)
 
-    @staticmethod
-    def _joined(left: Block, right: Block) -> Block:
+    def _joined(self, left: Block, right: Block) -> Block:
+        if self._last[left.small] is right:
+            self._last[left.small] = left
         left.size += right.size
         left.after = right.after
         if right.after is not None:
@@ -168,7 +208,7 @@ def serve(timeline: Timeline, capacity_bytes: int | None = None) -> Served | Non
     Returns:
         The peaks; None if the capacity is too small.
     """
-    allocator = CachingAllocator(capacity_bytes)
+    allocator = CachingAllocator(capacity_bytes, expandable=expands())
     blocks: dict[int, Block] = {}
     begins = timeline.phases[1][0] if len(timeline.phases) > 1 else len(timeline.events)
     before, step = timeline.events[:begins], timeline.events[begins:]

@@ -1,9 +1,8 @@
 """Corrects fake CUDA tensors where they differ from CUDA: attention kernels, workspaces, autocast, the driver.
 
 Fakes of device "cuda" take CUDA's paths wherever the path depends only on the device (fused dropout, cuDNN's batch
-norm, autocast's lists). These rules cover the rest: choices that need the card, and kernels' workspaces
-(`_estimate/cudnn_kernels.py`, `_estimate/cuda_kernels.py`, `_estimate/cudnn_recurrent.py`). Their numbers are from
-PyTorch's sources, cited at each.
+norm, autocast's lists). These rules cover the rest: choices that need the card. Kernels' workspaces are in
+`_estimate/cuda_kernels.py` and `_estimate/cudnn_recurrent.py`.
 """
 
 from __future__ import annotations
@@ -16,19 +15,18 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from autoaccum._estimate import cuda_kernels, cudnn_kernels
 from autoaccum._estimate.card_properties import CardAnswers
+from autoaccum._estimate.cuda_kernels import LAST, runs_channels_last
 from autoaccum._estimate.cudnn_recurrent import is_recurrent, recurrent
 from autoaccum._estimate.fake_backward import backward, backward_from, functions_heard
+from autoaccum._estimate.replaced import replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from autoaccum._estimate.workspace import Workspace
+    from collections.abc import Iterator, Mapping, Sequence
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
-# PyTorch's functions, which `without_driver` replaces temporarily.
+# PyTorch's function, which `without_driver` replaces temporarily.
 _ATTENTION = functional.scaled_dot_product_attention
 # The largest head dimension of flash attention's kernels (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 _FLASH_HEAD = 256
@@ -83,7 +81,9 @@ def attention(
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(to)
     head = query.shape[-1]
-    if query.dim() != 4 or head != value.shape[-1] or (enable_gqa and attn_mask is not None):  # noqa: PLR2004 - (N, heads, length, head)
+    refused = query.dim() != 4 or head != value.shape[-1] or (enable_gqa and attn_mask is not None)  # noqa: PLR2004 - (N, heads, length, head)
+    # check_last_dim_stride_equals_1_dense there: T5's mask is a turned table of biases.
+    if refused or any(part is not None and part.stride(-1) != 1 for part in (query, key, value, attn_mask)):
         return _products(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if attn_mask is None and query.dtype in _HALVES and head <= _FLASH_HEAD:
         padding = -head % _FLASH_MULTIPLE
@@ -143,80 +143,49 @@ def autocast(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def without_driver(answers: CardAnswers | None = None) -> Iterator[None]:
-    """Let fakes take CUDA's paths even where PyTorch checks the driver, or the build, for CUDA.
+    """Let this thread's fakes take CUDA's paths even where PyTorch checks the driver, or the build, for CUDA.
 
     Args:
         answers: What the model is told of the card if it asks; None for any card with TF32.
     """
     with (
         (answers or CardAnswers()).given(),
-        _casting_without_driver(),
-        cudnn_kernels.layouts_without_driver(),
+        # Inside a model, or in a checkpoint's second pass, `torch.autocast("cuda")` casts.
+        replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        # PyTorch's own functions call attention without `CudaCalls`.
+        replaced(functional, "scaled_dot_product_attention", attention),
+        _layouts_of_cudnn(),
         _recomputing_without_engine(),
-        _attending_inside_functions(),
         functions_heard(),
     ):
         yield
 
 
 @contextmanager
-def _attending_inside_functions() -> Iterator[None]:
-    """Redirect attention inside PyTorch's own functions: `CudaCalls` sees the functions, but not calls inside them."""
-    functional.scaled_dot_product_attention = attention
-    try:
+def _layouts_of_cudnn() -> Iterator[None]:
+    """Give fakes of convolutions on a card cuDNN's layout even if PyTorch finds no cuDNN."""
+
+    def determined(source: Tensor, weight: Tensor, backend: Any) -> Any:
+        if source.device.type != "cuda":
+            return original(source, weight, backend)
+        return LAST[source.dim()] if runs_channels_last(source, weight) else torch.contiguous_format
+
+    with replaced(torch._C, "_conv_determine_backend_memory_format", determined) as original:
         yield
-    finally:
-        functional.scaled_dot_product_attention = _ATTENTION
 
 
 @contextmanager
 def _recomputing_without_engine() -> Iterator[None]:
     """Let a reentrant checkpoint run its backward pass inside the backward pass without the engine."""
-    asked = torch.autograd.backward
 
     def called(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         if grad_tensors is None or args or kwargs:
-            asked(tensors, grad_tensors, *args, **kwargs)
+            original(tensors, grad_tensors, *args, **kwargs)
         else:
             backward_from(tensors, grad_tensors)
 
-    torch.autograd.backward = called
-    try:
+    with replaced(torch.autograd, "backward", called) as original:
         yield
-    finally:
-        torch.autograd.backward = asked
-
-
-@contextmanager
-def _casting_without_driver() -> Iterator[None]:
-    """Let `torch.autocast("cuda")` inside a model, or in a checkpoint's second pass, cast without CUDA."""
-    asked = torch.cuda.amp.common.amp_definitely_not_available
-    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
-    try:
-        yield
-    finally:
-        torch.cuda.amp.common.amp_definitely_not_available = asked
-
-
-_CONVOLUTIONS: dict[Any, Callable[..., Workspace | None]] = {
-    _aten.convolution.default: cudnn_kernels.convolution,
-    _aten.convolution_backward.default: cudnn_kernels.convolution_backward,
-}
-
-
-def cuda_workspace(func: Any, args: Sequence[Any], result: Any, *, tensor_float: bool = True) -> Workspace | None:
-    """Return an operator's workspace on a card; None if there is no rule.
-
-    Args:
-        func: The operator.
-        args: Its arguments.
-        result: Its result.
-        tensor_float: Whether the card computes float32 with Tensor Cores.
-    """
-    if (convolved := _CONVOLUTIONS.get(func)) is not None:
-        return convolved(args, result, tensor_float=tensor_float)
-    rule = cuda_kernels.RULES.get(func)
-    return None if rule is None else rule(args, result)
 
 
 def cublas_bytes(card_name: str) -> int:

@@ -16,7 +16,7 @@ import gc
 import logging
 import warnings
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,20 +25,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoaccum._arguments import check_positive_int
-from autoaccum._data.batches import count, repeated
-from autoaccum._data.nesting import copied, map_tensors, tensors_in
+from autoaccum._data.batches import count
+from autoaccum._data.nesting import map_tensors, tensors_in
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.optimizers import resolve
 from autoaccum._engine.options import Options
 from autoaccum._engine.precision import PRECISIONS, Precision, own_half_type
-from autoaccum._estimate import cudnn_recurrent, layer_drop
+from autoaccum._estimate import cudnn_recurrent
 from autoaccum._estimate.card_properties import CardAnswers
-from autoaccum._estimate.cpu_kernels import cpu_workspace
-from autoaccum._estimate.cuda_dispatch import cuda_workspace
-from autoaccum._estimate.fake import Stage, batch_like, built_for_real, built_on_meta
+from autoaccum._estimate.cuda_kernels import workspace
+from autoaccum._estimate.fake import Stage, batch_like, built_on_meta, drops_layers, keep_every_layer, why_stuck
 from autoaccum._estimate.fake_step import FakePrecision, LooseObjective, Rehearsal
-from autoaccum._estimate.step_sizes import TracedSizes, extrapolated
-from autoaccum._estimate.stuck import why_stuck
+from autoaccum._estimate.replaced import ONE_AT_A_TIME
+from autoaccum._estimate.step_sizes import TracedSizes
 from autoaccum._estimate.trace import Traced
 from autoaccum._estimate.uncertainty import margin_for
 from autoaccum._loss.objective import Objective
@@ -54,42 +53,27 @@ if TYPE_CHECKING:
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.gpus import Card
-    from autoaccum._estimate.trace import Replayed
+    from autoaccum._estimate.trace import Estimate
     from autoaccum._loss.objective import Loss
 
 
-__all__ = ["Traced", "estimate_step", "trace_step"]
+__all__ = ["NotTracedError", "Traced", "estimate_step", "trace_step"]
 
 # Dimensions of token tensors: samples and tokens.
 _WITH_LENGTH = 2
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _CONVOLUTIONS = torch.nn.modules.conv._ConvNd
 _OF_LENGTHS = "; varying lengths fragment the cache (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help)"
+_OF_LAYERS = "layers that training drops at random (layerdrop) are counted as kept; a step that drops some needs less"
 # From the runs in docs/dev/estimates.md, "Against real cards".
 _OF_CUDNN = (
-    "cuDNN chooses its convolutions' workspace at run time; the usual choice is counted, and measured runs (in fp32, "
-    "on two cards) used from 16 % less to 20 % more than predicted"
-)
-
-_OF_BENCHMARK = (
-    "torch.backends.cudnn.benchmark is on: cuDNN takes the fastest kernels, whatever their workspace; the largest "
-    "known, Winograd's, is counted for filters of 3 x 3; the published trainings ran without it"
+    "cuDNN chooses its convolutions' workspace at run time; only Winograd's, in float32 without Tensor Cores, is "
+    "counted, and measured runs (in fp32, on two cards) used from 11 % less to 20 % more than predicted"
 )
 
 
-class WithoutValuesError(InvalidInputError):
-    """Tracing the model needs values, but it is on the meta device.
-
-    Attributes:
-        reason: Why it needs them.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(
-            f"the model cannot be traced without values ({reason}), and no real step can be run, because it is on the "
-            "meta device; pass the model with its parameters"
-        )
-        self.reason = reason
+class NotTracedError(InvalidInputError):
+    """A step cannot be traced on fake tensors, which have no values."""
 
 
 def trace_step(
@@ -110,14 +94,13 @@ def trace_step(
     tensor_float: bool = True,
     split: Split | None = None,
     card: Card | None = None,
-    for_real: bool = True,
 ) -> Traced:
     """Trace a training step at a few sizes, without the device.
 
     Args:
         model: The model, which is not changed; or a function without arguments that makes it. The function is called on
-            the meta device, so that the model can have any size; if it or the model reads values of tensors, it is
-            called again on the CPU.
+            the meta device, so that the model can have any size; if it reads values of tensors, it is called again on
+            the CPU.
         batch: A batch as the loader yields it; other sizes are made of its samples, with their lengths.
         loss: As for `fit`.
         optimizer: As for `fit`; an instance is copied without its state.
@@ -136,10 +119,10 @@ def trace_step(
         split: As for `fit`.
         card: With kind="cuda", the card whose capability, name and memory the model is told if it asks; None for any.
             `Traced.holds_for` says for which others the trace holds.
-        for_real: Whether to run two small real steps on the CPU if the model does not run on fake tensors.
 
     Raises:
-        InvalidInputError: An argument cannot be used, or the step cannot be traced.
+        InvalidInputError: An argument cannot be used.
+        NotTracedError: The step cannot be traced without values.
     """
     samples = count(batch, split)
     largest = samples if most is None else check_positive_int("most", most)
@@ -152,7 +135,8 @@ def trace_step(
     asked = sorted(set(sizes)) if sizes else sorted({1, min(2, largest), -(-largest // 2), largest})
     notices = Notices(silent=True)
     made = model if isinstance(model, nn.Module) else built_on_meta(model, notices)
-    precision = _resolved(precision, kind)
+    if precision == "auto":
+        precision = "bf16" if kind == "cuda" else "fp32"
     job = _Job(
         made,
         batch,
@@ -171,33 +155,20 @@ def trace_step(
     )
     try:
         step_of = TracedSizes(_OnFakes(job), min(2, asked[-1]) if len(asked) > 1 else asked[0], asked[-1])
-        return replace(job.traced(step_of, asked, notices.texts), rough_of=step_of.rough)
+        return job.traced(step_of, asked, notices.texts)
     except Exception as error:
         reason = why_stuck(error)
         if reason is None:
             raise
-        if not for_real:
-            raise InvalidInputError(f"the model cannot be traced on fake tensors: {reason}") from error
-        if any(parameter.is_meta for parameter in made.parameters()):
-            if isinstance(model, nn.Module):
-                raise WithoutValuesError(reason) from error
-            job = replace(job, model=built_for_real(model, made, reason))
-    low, high = job.for_real()
-    real = f"a real step of {low.size} and of {high.size} samples was run on the CPU: {reason}"
-    known = sorted({max(low.size, size) for size in asked})
-    return job.traced(extrapolated(low, high), known, (real, *notices.texts), real_step=True)
-
-
-def _resolved(precision: str, kind: str) -> str:
-    """Return the precision that a step computes in."""
-    if precision == "auto":
-        return "bf16" if kind == "cuda" else "fp32"
-    return precision
+        raise NotTracedError(
+            f"the model cannot be traced without values: {reason}; measure it on a device (preflight with device=, or "
+            "autoaccum report without --gpu), or leave that part out of what is predicted"
+        ) from error
 
 
 def estimate_step(
     model: nn.Module | Callable[[], nn.Module], batch: Any, *, card: Card | None = None, **options: Any
-) -> Replayed:
+) -> Estimate:
     """Predict the peak memory of a training step.
 
     Args:
@@ -218,7 +189,7 @@ def estimate_step(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """The arguments of `trace_step`, ready to be traced on fakes or for real."""
+    """The arguments of `trace_step`, ready to be traced."""
 
     model: nn.Module
     batch: Any
@@ -235,35 +206,14 @@ class _Job:
     split: Split | None = None
     answers: CardAnswers = field(default_factory=CardAnswers)
 
-    def for_real(self) -> tuple[Timeline, Timeline]:
-        """Run the step on copies on the CPU, at two small sizes."""
-        device = torch.device("cpu")
-        with _undisturbed(), torch.random.fork_rng(devices=()):
-            step = self.staged(device, real=True)
-            with self.adapted(step):
-                rehearsal = Rehearsal(
-                    step,
-                    device,
-                    clip_grad_norm=self.clip_grad_norm,
-                    workspace_of=cpu_workspace if self.kind == "cpu" else None,
-                    transfers=self.kind == "cuda",
-                )
-
-                def run(size: int) -> Timeline:
-                    batch = repeated(self.batch, size, self.split)
-                    return rehearsal.run(copied(map_tensors(Tensor.cpu, batch)), size)
-
-                # Not one sample, which takes other paths: nothing is added up over samples, and BatchNorm refuses it.
-                return run(2), run(4)
-
     def adapted(self, step: TrainingStep) -> AbstractContextManager[object]:
         return nullcontext() if self.adapt is None else self.adapt(step.objective.model)
 
-    def staged(self, device: torch.device, *, real: bool = False) -> TrainingStep:
+    def staged(self, device: torch.device) -> TrainingStep:
         notices = Notices(silent=True)
-        stage = Stage(device, real=real, weights=self.weights)
+        stage = Stage(device, weights=self.weights)
         model = stage.copied(self.model)
-        layer_drop.keep_every_layer(model)
+        keep_every_layer(model)
         if self.weights is not None:
             model.register_forward_pre_hook(partial(_cast, self.weights), with_kwargs=True)
         loss = stage.copied(self.loss) if isinstance(self.loss, nn.Module) else self.loss
@@ -281,22 +231,19 @@ class _Job:
         if device.type == "cuda":
             how = FakePrecision(own or self.precision, autocasts=own is None)
         else:
-            # bf16 and fp16 have the same size, and fp16 is slow on a CPU.
-            name = "bf16" if real and self.precision == "fp16" else self.precision
-            how = Precision(own or name, device, autocasts=own is None)
+            how = Precision(own or self.precision, device, autocasts=own is None)
         options = Options(clip_grad_norm=self.clip_grad_norm)
         return TrainingStep(objective, chosen, how, Simulated(2**60), options)
 
-    def traced(
-        self, step_of: Callable[[int], Timeline], sizes: Sequence[int], notes: Sequence[str], *, real_step: bool = False
-    ) -> Traced:
+    def traced(self, step_of: TracedSizes, sizes: Sequence[int], notes: Sequence[str]) -> Traced:
         """Return the traced step, with what is assumed of it and how uncertain it is."""
         assumed, share = self._notes(), 0.0
         if self.kind == "cuda":
-            margin = margin_for(self.model.modules(), own_half_type(self.model) or self.precision, real_step=real_step)
+            margin = margin_for(self.model.modules(), own_half_type(self.model) or self.precision)
             assumed, share = (*assumed, margin.basis), margin.share
-        told = {} if real_step else self.answers.told
-        return Traced(step_of, tuple(sizes), self.kind, real_step, (*notes, *assumed), share, told=told)
+        return Traced(
+            step_of, tuple(sizes), self.kind, (*notes, *assumed), share, step_of.rough, told=self.answers.told
+        )
 
     def _notes(self) -> tuple[str, ...]:
         """Return the assumptions."""
@@ -309,12 +256,10 @@ class _Job:
         if lengths:
             told = f"sequences have the length of the batch passed: {', '.join(map(str, sorted(lengths)))}"
             notes.append(told + _OF_LENGTHS if self.kind == "cuda" else told)
-        if layer_drop.drops_layers(self.model):
-            notes.append(layer_drop.NOTE)
+        if drops_layers(self.model):
+            notes.append(_OF_LAYERS)
         if self.kind == "cuda" and any(isinstance(part, _CONVOLUTIONS) for part in self.model.modules()):
             notes.append(_OF_CUDNN)
-            if torch.backends.cudnn.benchmark:
-                notes.append(_OF_BENCHMARK)
         if self.kind == "cuda" and any(isinstance(part, nn.RNNBase) for part in self.model.modules()):
             notes.append(cudnn_recurrent.NOTE)
         return tuple(notes)
@@ -357,7 +302,7 @@ class _OnFakes:
                     self._step,
                     self._device,
                     clip_grad_norm=job.clip_grad_norm,
-                    workspace_of=partial(cuda_workspace, tensor_float=job.tensor_float) if cuda else cpu_workspace,
+                    workspace_of=partial(workspace, tensor_float=job.tensor_float) if cuda else None,
                     transfers=cuda,
                     answers=job.answers,
                 )
@@ -370,14 +315,14 @@ class _OnFakes:
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """Pause the garbage collector, torch's warnings about a missing device, and its log of errors that are raised."""
-    enabled, logs = gc.isenabled(), _LOG.disabled
-    gc.disable()
-    _LOG.disabled = True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    with ONE_AT_A_TIME, warnings.catch_warnings():
+        enabled, logs = gc.isenabled(), _LOG.disabled
+        gc.disable()
+        _LOG.disabled = True
+        warnings.simplefilter("ignore")
+        try:
             yield
-    finally:
-        _LOG.disabled = logs
-        if enabled:
-            gc.enable()
+        finally:
+            _LOG.disabled = logs
+            if enabled:
+                gc.enable()

@@ -10,31 +10,37 @@ import copy
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
 from torch.overrides import TorchFunctionMode
 
 from autoaccum._data.batches import repeated
 from autoaccum._data.nesting import copied, map_tensors
 from autoaccum._data.splits import Along
-from autoaccum._memory.limits import format_bytes
+from autoaccum._estimate.card_properties import UnknownOfCardError
 from autoaccum._oom import first_line
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from autoaccum._data.pieces import Split
     from autoaccum._system.notices import Notices
 
 CALLS_USER_CODE = True  # for own_code.raised_here
 
-# The model, the copy that is stepped, its gradients, and Adam's two values per parameter.
-_COPIES_OF_A_STEP = 5
 # Attributes in which a module keeps tensors that move with it.
 _REGISTERED = ("_parameters", "_buffers", "_modules")
+# What messages name that come of a missing driver; they differ by build and machine. The last is autograd's engine,
+# which needs the driver's context if a model calls torch.autograd.grad.
+_OF_DRIVER = ("CUDA", "NVIDIA", "hasPrimaryContext")
+_UNFORMED = "; register one with torch.library.register_fake"
 
 
 class NoFakesError(Exception):
@@ -46,13 +52,11 @@ class Stage:
 
     Args:
         device: The device that the fakes claim to be on.
-        real: Make real copies there instead.
         weights: The type for floating-point parameters and buffers; None keeps theirs.
     """
 
-    def __init__(self, device: torch.device, *, real: bool = False, weights: torch.dtype | None = None) -> None:
+    def __init__(self, device: torch.device, *, weights: torch.dtype | None = None) -> None:
         self._device = device
-        self._real = real
         self._weights = weights
         self._memo: dict[int, Any] = {}
         self._kept: list[Any] = []  # objects whose ids are the memo's keys must stay alive
@@ -93,8 +97,7 @@ class Stage:
             for buffer in module._buffers.values():
                 if buffer is not None and id(buffer) not in self._memo:
                     self._remember(buffer, self._made(buffer))
-            if not self._real:
-                self._fake_plain(module)
+            self._fake_plain(module)
 
     def _fake_plain(self, module: nn.Module) -> None:
         """Replace tensors in a module's plain attributes, which PyTorch's fake mode cannot copy."""
@@ -104,7 +107,7 @@ class Stage:
                 self._remember(value, like(value, value.device).requires_grad_(value.requires_grad))
 
     def _made(self, tensor: Tensor) -> Tensor:
-        made = tensor.detach().to(self._device, copy=True) if self._real else like(tensor, self._device)
+        made = like(tensor, self._device)
         return made if self._weights is None or not made.is_floating_point() else made.to(self._weights)
 
     def _remember(self, real: Tensor, fake: Tensor) -> None:
@@ -164,31 +167,6 @@ def built_on_meta(factory: Callable[[], Any], notices: Notices) -> nn.Module:
     return made
 
 
-def built_for_real(factory: Callable[[], Any], on_meta: nn.Module, reason: str) -> nn.Module:
-    """Return the module that a function makes, with memory for its tensors; random state is restored.
-
-    Args:
-        factory: The function.
-        on_meta: The module it made on the meta device.
-        reason: Why that module cannot be traced.
-
-    Raises:
-        InvalidInputError: A step would not fit in the host's memory.
-    """
-    needed = _COPIES_OF_A_STEP * sum(parameter.nbytes for parameter in on_meta.parameters())
-    free = psutil.virtual_memory().available
-    if needed > free:
-        raise InvalidInputError(
-            f"the model cannot be traced without values ({reason}), and a real step needs {format_bytes(needed)} or "
-            f"more for its parameters alone, and {format_bytes(free)} are free here; use a larger machine, or "
-            "estimate a smaller model of the same kind"
-        )
-    with torch.random.fork_rng(devices=()):
-        made = factory()
-    assert isinstance(made, nn.Module), "as it was on the meta device"
-    return made
-
-
 def _misses_values(error: Exception) -> bool:
     """Whether an error comes from the meta device, whose tensors have no values and few kernels."""
     return isinstance(error, NotImplementedError | RuntimeError | TypeError) and "meta" in str(error).lower()
@@ -222,3 +200,47 @@ def batch_like(batch: Any, samples: int, device: torch.device, split: Split | No
 
 def _refuse(thing: Any) -> Any:
     raise NoFakesError(f"a micro-batch holds a {type(thing).__name__}, whose tensors cannot be made without values")
+
+
+def why_stuck(error: Exception) -> str | None:
+    """Return why a step cannot be traced on fakes; None for an error that a real step would raise as well."""
+    text, is_runtime = str(error), isinstance(error, RuntimeError)
+    reason = None
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        reason = f"it branches on values, with {error.func}"
+    elif isinstance(error, UnsupportedOperatorException):
+        reason = f"the operator {error.func} has no fake implementation{_UNFORMED}"
+    elif isinstance(error, UnknownOfCardError | NoFakesError):
+        reason = text
+    elif is_runtime and "no fake impl" in text:  # custom operators of torch.library
+        reason = f"a custom operator has no fake implementation ({first_line(error)}){_UNFORMED}"
+    elif is_runtime and ".numpy() is not supported" in text:
+        reason = "it reads values, with .numpy()"
+    elif (
+        isinstance(error, RuntimeError | AssertionError)
+        and not torch.cuda.is_available()
+        and any(name in text for name in _OF_DRIVER)
+    ):
+        reason = f"an operator needs a CUDA driver, and there is none here ({first_line(error)})"
+    return reason
+
+
+def drops_layers(model: nn.Module) -> bool:
+    """Whether a model drops layers in training (LayerDrop, arXiv:1909.11556)."""
+    return any(True for _ in _rates(model))
+
+
+def keep_every_layer(model: nn.Module) -> None:
+    """Set the rates at which a copy of a model drops layers to 0: what a step needs at most, it needs with all."""
+    for holder, name in list(_rates(model)):
+        setattr(holder, name, 0.0)
+
+
+def _rates(model: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Yield each rate above 0 as its holder, a module or its configuration, and its name there."""
+    for module in model.modules():
+        for holder in (module, getattr(module, "config", None)):
+            for name, value in getattr(holder, "__dict__", {}).items():
+                named = name == "layerdrop" or name.endswith("_layerdrop")
+                if named and isinstance(value, int | float) and value > 0:
+                    yield holder, name

@@ -12,13 +12,15 @@ from __future__ import annotations
 import heapq
 import itertools
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import get_gradient_edge
+
+from autoaccum._estimate.replaced import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,8 +30,6 @@ _REFERENCES = 3
 _arrivals = itertools.count()
 # Ids of backward passes; the engine numbers its own from 0.
 _passes = itertools.count(2**32)
-# The second is of newer versions.
-_DECLARATIONS = ("set_materialize_grads", "set_output_grad_dtype")
 # For each node, the gradients received by each of its inputs.
 _Buffers = dict[Any, list[Tensor | None]]
 
@@ -72,24 +72,23 @@ def functions_heard() -> Iterator[None]:
 
     Its node does not give it back: PyTorch's attributes for it can only be written, or are emptied after the pass.
     """
-    asked = {name: getattr(FunctionCtx, name) for name in _DECLARATIONS if hasattr(FunctionCtx, name)}
 
     def materializes(context: Any, value: bool) -> None:
         context._takes_none = not value
-        asked["set_materialize_grads"](context, value)
+        originals["set_materialize_grads"](context, value)
 
     def types(context: Any, *dtypes: torch.dtype | None) -> None:
         context._gradient_types = dtypes
-        asked["set_output_grad_dtype"](context, *dtypes)
+        originals["set_output_grad_dtype"](context, *dtypes)
 
-    for name, heard in zip(_DECLARATIONS, (materializes, types), strict=True):
-        if name in asked:
-            setattr(FunctionCtx, name, heard)
-    try:
+    # The second is of newer versions.
+    heard: dict[str, Any] = {"set_materialize_grads": materializes, "set_output_grad_dtype": types}
+    originals: dict[str, Any] = {}
+    with ExitStack() as stack:
+        for name, function in heard.items():
+            if hasattr(FunctionCtx, name):
+                originals[name] = stack.enter_context(replaced(FunctionCtx, name, function))
         yield
-    finally:
-        for name, method in asked.items():
-            setattr(FunctionCtx, name, method)
 
 
 def backward(root: Tensor) -> None:
@@ -150,15 +149,13 @@ def _known_as_one_pass() -> Iterator[list[Any]]:
     A checkpoint recomputes its block once per pass. Outside the engine there is no pass, and it would recompute and
     keep the block for every tensor needed. The ledger asks for the node (`_estimate/owners.py`).
     """
-    asked_pass, asked_node = torch._C._current_graph_task_id, torch._C._current_autograd_node
     number = next(_passes)
     at_work: list[Any] = []
-    torch._C._current_graph_task_id = lambda: number
-    torch._C._current_autograd_node = lambda: at_work[-1] if at_work else None  # type: ignore[assignment,return-value]
-    try:
+    with (
+        replaced(torch._C, "_current_graph_task_id", lambda: number),
+        replaced(torch._C, "_current_autograd_node", lambda: at_work[-1] if at_work else None),
+    ):
         yield at_work
-    finally:
-        torch._C._current_graph_task_id, torch._C._current_autograd_node = asked_pass, asked_node
 
 
 def _emptied(outputs: list[Tensor | None]) -> Any:

@@ -1,4 +1,4 @@
-"""Runs one training step under the ledger, on fake or real tensors, and returns its timeline.
+"""Runs one training step on fake tensors under the ledger, and returns its timeline.
 
 The step is one from the middle of training: gradients and optimizer state exist, gradients are accumulated, then the
 optimizer updates.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._estimate.allocation_trace import Storage, Timeline
     from autoaccum._estimate.card_properties import CardAnswers
-    from autoaccum._estimate.workspace import Workspace
+    from autoaccum._estimate.cuda_kernels import Workspace
     from autoaccum._loss.objective import Source
     from autoaccum._loss.terms import Term
 
@@ -76,8 +76,8 @@ class Rehearsal:
     """Runs steps of several sizes.
 
     Args:
-        step: The step, on fake or real tensors.
-        device: Their device, real or claimed.
+        step: The step, on fake tensors.
+        device: The device that they claim to be on.
         clip_grad_norm: As for `fit`.
         workspace_of: Returns kernels' workspaces; None to leave them out.
         transfers: Whether the next micro-batch is transferred to the device during the step.
@@ -90,7 +90,7 @@ class Rehearsal:
         device: torch.device,
         *,
         clip_grad_norm: float | None,
-        workspace_of: Callable[..., Workspace | None] | None,
+        workspace_of: Callable[..., Workspace] | None,
         transfers: bool,
         answers: CardAnswers | None = None,
     ) -> None:

@@ -2,11 +2,11 @@
 
 Whole models (docs/several-gpus.md): each rank holds the model and sends gradients through buckets of 25 MiB.
 
-Sharded models: `fully_shard` of each repeated block and of the model. A rank holds its share of weights,
-gradients and optimizer state. PyTorch's documentation of `fully_shard` gives the rest: the model's own group, what is
-in no block, stays gathered until the backward pass has ended; of blocks, one computes while the next one is gathered;
-in the backward pass the gradients of one block are made while those of another are being reduced. No measurement on
-cards confirms this, and the network library's own memory is not counted.
+Sharded models (docs/several-gpus.md): `fully_shard` of each repeated block and of the model. A rank holds its share of
+weights, gradients and optimizer state. PyTorch's documentation of `fully_shard` gives the rest: the model's own group,
+what is in no block, stays gathered until the backward pass has ended; of blocks, one computes while the next one is
+gathered; in the backward pass the gradients of one block are made while those of another are being reduced. No
+measurement on cards confirms this, and the network library's own memory is not counted.
 """
 
 from __future__ import annotations

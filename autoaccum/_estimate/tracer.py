@@ -2,7 +2,7 @@
 
 It observes operators as they are dispatched, on fake or real tensors, whatever the model. A storage counts from the
 operator that returned it until it is freed. A dispatch mode cannot see memory that a kernel allocates and frees within
-one operator; rules provide it (`_estimate/cpu_kernels.py`, `_estimate/cuda_dispatch.py`).
+one operator; for a GPU, rules provide it (`_estimate/cuda_kernels.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autoaccum._estimate import cpu_recurrent
 from autoaccum._estimate.allocation_trace import Category, Storage, Timeline
 from autoaccum._estimate.owners import is_of_loss
 from autoaccum._memory._storages import StorageMode, key_of, strided
@@ -22,8 +21,8 @@ from autoaccum._memory._storages import StorageMode, key_of, strided
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from autoaccum._estimate.cuda_kernels import Workspace
     from autoaccum._estimate.owners import Owners
-    from autoaccum._estimate.workspace import Workspace
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
@@ -60,7 +59,7 @@ class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
         self,
         size: int,
         device_type: str,
-        workspace_of: Callable[..., Workspace | None] | None = None,
+        workspace_of: Callable[..., Workspace] | None = None,
         phase: Callable[[], str] | None = None,
         owners: Owners | None = None,
     ) -> None:
@@ -89,15 +88,8 @@ class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
         result = quick_fake(func, args) if args and isinstance(args[0], FakeTensor) else None
         if result is None:
             result = func(*args, **(kwargs or {}))
-        workspace = None if self._workspace_of is None else self._workspace_of(func, args, result)
-        if workspace is None:
-            self._note(result, func)
-            return result
-        name = str(func)
-        held = [self._open(size, Category.WORKSPACE, name) for size in workspace.beside if size]
-        for step in workspace.steps:
-            for number in [self._open(size, Category.WORKSPACE, name) for size in step if size]:
-                self._close(number)
+        workspace = () if self._workspace_of is None else self._workspace_of(func, args, result)
+        held = [self._open(size, Category.WORKSPACE, str(func)) for size in workspace if size]
         self._note(result, func)
         for number in held:
             self._close(number)
@@ -168,8 +160,7 @@ def quick_fake(func: Any, args: Sequence[Any]) -> Any:
 
     PyTorch's fakes of batch norm run decompositions, tens of operators for each new shape. Skipping them cut the
     first estimate of ResNet-101 for a card from 2.6 s to 1.9 s (`benchmarks/estimate_speed.py`, 2 cores). The results
-    have the same shapes, types and strides, as `tests/estimate/test_tracer_quick_fakes.py` verifies. PyTorch's fake of
-    an LSTM on the CPU keeps no workspace, and the real one does; cuDNN's grid sampler has no fake.
+    have the same shapes, types and strides. cuDNN's grid sampler has no fake.
     """
     rule = _QUICK.get(func)
     return None if rule is None else rule(args)
@@ -209,7 +200,6 @@ def _grid_sampler_backward(args: Sequence[Any]) -> tuple[Tensor, Tensor]:
 _QUICK: dict[Any, Callable[[Sequence[Any]], Any]] = {
     _aten.native_batch_norm.default: _batch_norm,
     _aten.native_batch_norm_backward.default: _batch_norm_backward,
-    _aten.mkldnn_rnn_layer.default: cpu_recurrent.layer,
     _aten.cudnn_grid_sampler.default: _grid_sampler,
     _aten.cudnn_grid_sampler_backward.default: _grid_sampler_backward,
 }

@@ -51,21 +51,17 @@ MARGINS = {
 # Assumed: more than any margin that was measured.
 _WITHOUT_RUNS = 0.25
 _RECURRENT = Margin(_WITHOUT_RUNS, 0, "no training with recurrent layers was published")
-_REAL_STEP = Margin(_WITHOUT_RUNS, 0, "the step was extrapolated from a real one on the CPU")
 _CONVOLUTIONS = nn.modules.conv._ConvNd
 
 
-def margin_for(modules: Iterable[nn.Module], precision: str, *, real_step: bool) -> Margin:
+def margin_for(modules: Iterable[nn.Module], precision: str) -> Margin:
     """Return the margin for a model.
 
     Args:
         modules: The model's modules.
         precision: "fp32", "bf16" or "fp16".
-        real_step: Whether the step was extrapolated from a real one.
     """
     modules = list(modules)
-    if real_step:
-        return _REAL_STEP
     if any(isinstance(one, nn.RNNBase) for one in modules):
         return _RECURRENT
     # One convolution alone makes patches or an embedding.

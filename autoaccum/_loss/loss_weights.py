@@ -734,7 +734,9 @@ class LossWeights:
 
     def _weigh_terms(self, term: Term, factors: Factors) -> Tensor | None:
         """Return a loss whose terms have factors of their own, which its backward pass applies."""
-        own, share, forms = factors.terms[term.name], factors.usual, self.forms[term.name]
+        own, forms = factors.terms[term.name], self.forms[term.name]
+        # What is logged: beside a sum, a mean counts once for each micro-batch, since values of terms are not known.
+        share = 1.0 if any(form.form is Form.SUM for form in forms) else factors.usual
         found = read(term.value)
         if len(found) != len(own):
             raise _changed(term.name, forms, found)

@@ -36,6 +36,8 @@ class MemoryBackend(ABC):
         has_own_limit: Whether even a limit of None enforces something: a capacity that no allocator knows of.
         is_limited: Whether a limit is in force now.
         limit_bytes: That limit; None without one.
+        is_soft: Whether it is one that allocations may exceed: peaks are compared with it (`excess`), and `reset_peak`
+            is called before each window.
     """
 
     fails_cleanly: bool = True
@@ -43,6 +45,7 @@ class MemoryBackend(ABC):
     has_own_limit: bool = False
     is_limited: bool = False
     limit_bytes: int | None = None
+    is_soft: bool = False
 
     device: torch.device
     name: str
@@ -58,19 +61,12 @@ class MemoryBackend(ABC):
             InvalidInputError: The limit cannot be enforced.
         """
 
-    def prepare_limit(self, limit_bytes: int | None) -> None:  # noqa: B027 - nothing to do on most devices
-        """Prepare for a limit to come. Call before the model first runs: some settings are read only once.
-
-        Args:
-            limit_bytes: As for `limited`.
-        """
-
     @contextmanager
     def limited(self, limit_bytes: int | None) -> Iterator[None]:
         """Limit this process to `limit_bytes` on entry and restore the previous state on exit.
 
-        Allocations beyond the limit raise an exception that `is_oom` recognises. None sets no limit, but still prepares
-        the device. Contexts of one backend do not nest.
+        Allocations beyond the limit, or far beyond a soft one, raise an exception that `is_oom` recognises. None sets
+        none. Contexts of one backend do not nest.
 
         Raises:
             InvalidInputError: On entry: the limit is not positive, is below what the process already holds, or cannot
@@ -137,6 +133,10 @@ class MemoryBackend(ABC):
     def peak_bytes(self) -> int | None:
         """Return the highest use since `reset_peak`, as counted by the limit; None if the system does not count it."""
 
+    def excess(self, peak_bytes: int | None) -> str | None:  # noqa: ARG002 - most devices have no such limit
+        """Return in words by how much a peak is above a soft limit; None if it is not, or there is none."""
+        return None
+
     @abstractmethod
     def release(self) -> None:
         """Return freed memory to the device, so that the next attempt has as much memory as a fresh process.
@@ -149,7 +149,7 @@ class MemoryBackend(ABC):
 
     @abstractmethod
     def ensure(self, extra_bytes: int) -> None:
-        """Raise `torch.OutOfMemoryError` if `extra_bytes` more are not available.
+        """Raise `torch.OutOfMemoryError` if an allocation of `extra_bytes` more would fail.
 
         Does nothing if the allocator itself fails cleanly (CUDA). On the host, native code can crash when an allocation
         fails inside it, so memory is checked first.

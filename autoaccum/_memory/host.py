@@ -1,21 +1,17 @@
-"""The host's memory, with a real limit on this process.
+"""The host's memory: a soft limit that is measured, and a hard one on this process above it.
 
-Linux overcommits memory and kills a process that uses too much. To make memory run out with an exception instead,
-RLIMIT_DATA is set to the current VmData plus the limit. It counts private writable address space (tensors, the heap,
-the stacks of new threads), whether touched or not. Peaks are of resident memory, the only high-water mark that the
-kernel keeps and resets; the two differ by memory that was allocated but never touched.
-
-Native code can crash when an allocation fails inside it. The limit is therefore only a safety net, and `ensure`, called
-before each step, keeps the process from reaching it.
+Linux overcommits memory and kills a process that uses too much. Native code can crash when an allocation fails inside
+it. So a limit is soft: resident memory is measured after each trial and each window, what was above the limit is kept,
+and the next is smaller. Far above it, RLIMIT_DATA makes an allocation fail instead of the process being killed. It
+counts private writable address space (tensors, the heap, the stacks of new threads), whether touched or not.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import mmap
-import os
-import threading
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -23,9 +19,9 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from autoaccum._memory import _glibc, _linux, _mkl
-from autoaccum._memory._process import owner
+from autoaccum._memory import _linux
 from autoaccum._memory.base import MemoryBackend
+from autoaccum._memory.hard_limit import of_process
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import first_line, is_oom
 from autoaccum._records import MemoryReading
@@ -45,23 +41,21 @@ if TYPE_CHECKING:
 _FREE_BELIEVED_S = 0.1
 # Several times the memory needed for checking oneDNN.
 _CONVOLUTION_ROOM_BYTES = 16 * 1024 * 1024
-# Kernels allocate scratch memory of their own and crash without it: seen under 700 KiB, not from 800 KiB on
-# (examples/document002.py).
+# With less, there is nothing to train: a first convolution alone takes a megabyte.
 _LEAST_LIMIT_BYTES = 4 * 1024 * 1024
-_ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+# The hard limit is twice the soft one, at least this much more, since a trial is at most twice as large as one that was
+# measured, and a first one small; one part in `_RESERVE` of what the machine and its control groups leave stays free.
+_LEAST_BEYOND_BYTES = 256 * 1024 * 1024
+_RESERVE = 20
+# A limit that would do is a peak and one part in so many: peaks of a step differ by what the heap keeps.
+_ABOVE = 5
 
 
 class Host(MemoryBackend):
     """The memory of the machine that this process may use.
 
-    Use counts from when `counted` was last entered, or else from when the backend was created: a limit of 2 GiB means 2
-    GiB in addition to what the process held then.
-
-    While a limit is in force or counted for, glibc's allocator returns freed memory to the kernel. Every step then has
-    to request its pages again, and takes longer (benchmarks/host_limit.py: 1.5 to 1.8 times on two busy cores, less for
-    larger steps). On exit the limit is restored, but not everything else: glibc's thresholds, which cannot be read, get
-    the values that they usually reach; oneDNN's primitive cache stays at one entry for the life of the process if no
-    primitive had run before; threads that were started remain.
+    Use is resident memory without file pages, counted from when `counted` was last entered, or else from when the
+    backend was created: a limit of 2 GiB means 2 GiB in addition to what the process held then.
     """
 
     fails_cleanly = False
@@ -70,137 +64,152 @@ class Host(MemoryBackend):
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.name = "host memory"
-        self._limit_bytes: int | None = None
-        self._is_counted = False
         self._machine_free_bytes = 0
         self._machine_asked_s = -1.0
         self._peak_counted = False
-        self._data_then, _ = _held()
-        self._anonymous_then = _anonymous()
+        self._hard_bytes = 0
+        self._granted_bytes = 0  # that were there for the optimizer's step once the heap had given back what is free
+        self._held_then = _anonymous()
 
     def reading(self) -> MemoryReading:
-        """Return the memory free within the tightest limit of machine, control groups and process."""
+        """Return the memory free within the tightest limit of machine, control groups and process.
+
+        What the heap keeps for the next step counts as used: call `trim` first to learn what a step could have.
+        """
         machine = psutil.virtual_memory()
-        data, resident = _held()
+        used = max(0, _anonymous() - self._held_then)
         groups = [(group.limit_bytes, group.used_bytes) for group in _linux.group_limits()]
-        frees = [machine.available, *(limit - used for limit, used in groups)]
+        frees = [machine.available, *(limit - taken for limit, taken in groups)]
         frees += [limit - held for _, limit, held in process_limits()]
+        if self.limit_bytes is not None:
+            frees.append(self.limit_bytes - used)
         return MemoryReading(
             total_bytes=min([machine.total, *(limit for limit, _ in groups)]),
             free_bytes=max(0, min(frees)),
-            used_bytes=max(0, data - self._data_then),
-            others_bytes=max(0, machine.total - machine.available - resident),
-            limit_bytes=self._limit_bytes,
+            used_bytes=used,
+            others_bytes=max(0, machine.total - machine.available - psutil.Process().memory_info().rss),
+            limit_bytes=self.limit_bytes,
         )
-
-    def prepare_limit(self, limit_bytes: int | None) -> None:
-        """Have oneDNN read the setting of its cache before a model does, if there will be a limit."""
-        if limit_bytes is not None:
-            with signals.held(), _one_primitive_cached():
-                _convolve()
 
     @contextmanager
     def counted(self, limit_bytes: int | None) -> Iterator[None]:
-        """Prepare for a limit of the process's current use plus `limit_bytes`.
+        """Count a limit from the process's current use.
 
         Args:
-            limit_bytes: The limit, in addition to the current use; a tighter one already in force stays.
+            limit_bytes: The limit, in addition to the current use.
 
         Raises:
-            InvalidInputError: The limit is not positive, the process has already reached another one, the system cannot
-                enforce limits, another thread is limited, or another context of this backend is still open.
+            InvalidInputError: The limit is too small, the process has already reached another one, or the system cannot
+                enforce limits.
         """
-        if self._is_counted:
-            raise InvalidInputError(f"the {self.name} is already limited; exit that context first")
         if limit_bytes is not None:
             self.check_limit(limit_bytes)
-        self._is_counted = True
-        try:
-            if limit_bytes is None:
-                _warm_up_once()
-                self._begin()
-                yield
-                return
-            # Without this, room in the heap that an earlier training left would be used in addition to the limit.
-            holes = _glibc.Holes()
-            settled: _glibc.Settled | None = None
+            for _, bound, held in process_limits():
+                # Checked before the warm-up, which would itself run out of memory.
+                if held >= bound:
+                    raise self._no_room(limit_bytes, held, bound)
+            with signals.held():
+                _warm_up()
+        self.release()
+        self._held_then, self._granted_bytes = _anonymous(), 0
+        self.reset_peak()
+        if limit_bytes is not None:
+            free = _machine_free()
+            beyond = max(2 * limit_bytes, limit_bytes + _LEAST_BEYOND_BYTES)
+            self._hard_bytes = _data() + min(beyond, free - free // _RESERVE)
+        yield
+
+    @contextmanager
+    def _in_force(self, limit_bytes: int | None) -> Iterator[None]:
+        if limit_bytes is None:
+            yield
+            return
+        others = [bound for name, bound, _ in process_limits() if name == "RLIMIT_DATA"]
+        with of_process.at(self._hard_bytes, f"a limit of {format_bytes(limit_bytes)} on the {self.name}"):
+            self.limit_bytes = min([limit_bytes, *(max(0, bound - _data()) for bound in others)])
+            self.is_soft = True
             try:
-                settled = self._prepare(limit_bytes, holes)
                 yield
             finally:
-                if settled is not None:
-                    settled.end()
-                holes.free()
-        finally:
-            self._is_counted = False
+                self.is_soft = False
 
     def lifted(self) -> contextlib.AbstractContextManager[None]:
-        """Suspend all limits of this thread, including those of other backends."""
-        return owner.lifted()
+        """Suspend the hard limit of this thread, including that of another backend."""
+        return of_process.lifted()
 
     def reset_peak(self) -> None:
         """Reset the kernel's high-water mark."""
         self._peak_counted = _linux.reset_high_water()
 
     def peak_bytes(self) -> int | None:
-        """Return the highest resident memory since `reset_peak`, minus that at the beginning.
+        """Return the highest use since `reset_peak`; None if the kernel does not let a process reset its mark.
 
-        File pages are excluded: a first convolution loads megabytes of code, which no limit counts. None if the kernel
-        does not let a process reset its high-water mark.
+        File pages are excluded: a first convolution loads megabytes of code.
         """
         counted = _linux.status_bytes("VmHWM", "RssFile", "RssShmem") if self._peak_counted else None
         if counted is None:
             return None
         high, of_files, shared = counted
-        taken = max(0, high - of_files - shared - self._anonymous_then)
-        # The buffers of matrix products, which were taken before the limit, may become resident under it.
-        return taken if self._limit_bytes is None else min(taken, self._limit_bytes)
+        return max(0, high - of_files - shared - self._held_then)
+
+    def excess(self, peak_bytes: int | None) -> str | None:
+        """Return in words by how much a peak is above the limit in force, and which limit would do."""
+        if not self.is_soft or peak_bytes is None or self.limit_bytes is None or peak_bytes <= self.limit_bytes:
+            return None
+        would_do = format_bytes(peak_bytes + peak_bytes // _ABOVE)
+        return f"it took {format_bytes(peak_bytes)} of {format_bytes(self.limit_bytes)}; {would_do} would do"
 
     def release(self) -> None:
         """Collect cycles and return free pages of the heap to the kernel.
 
-        Under a limit it also checks, with the limit lifted, that oneDNN still works. oneDNN generates its kernels with
-        Xbyak, which keeps a thread's first error in a variable that is never cleared: after one failed mapping, all
-        such kernels fail in this thread, however much memory is free. Unchecked, it would look as if no size of the
-        model fitted. Steps admitted by `ensure` never caused it; benchmarks/host_limit.py counts how often others do.
+        Under a limit it also checks that oneDNN still works. oneDNN generates its kernels with Xbyak, which keeps a
+        thread's first error in a variable that is never cleared: after one failed mapping, all such kernels fail in
+        this thread, however much memory is free. Unchecked, it would look as if no size of the model fitted.
 
         Raises:
             DeviceLostError: oneDNN no longer works in this thread.
         """
         gc.collect()
         self.trim()
-        if self._limit_bytes is not None:
-            with self.lifted():
-                if _can_map(_CONVOLUTION_ROOM_BYTES):  # external limits may remain
-                    self._check_onednn()
+        if self.is_soft and _can_map(_CONVOLUTION_ROOM_BYTES):
+            self._check_onednn()
 
     def trim(self) -> None:
-        """Return free pages of the heap and, without a limit, the buffers of matrix products.
-
-        Under a limit those buffers are allocated in advance and kept: a product that could not get one would have other
-        bits.
-        """
-        if not _is_bounded():
-            _mkl.free_buffers()
-        _glibc.trim()
+        """Return free pages of the heap to the kernel."""
+        libc = _libc()
+        if libc is not None:
+            libc.malloc_trim(0)
 
     def ensure(self, extra_bytes: int) -> None:
-        """Raise `torch.OutOfMemoryError` if `extra_bytes` more are not available.
+        """Raise `torch.OutOfMemoryError` if the machine or a hard limit does not have `extra_bytes` more.
 
         The address space is mapped and unmapped untouched, which is exact for limits of the process and takes
-        microseconds. The free memory of the machine and the control groups is read at most ten times a second.
+        microseconds. The free memory of the machine and the control groups is read at most ten times a second. The soft
+        limit is not asked: what the heap keeps counts as used, and is there for the next step.
         """
         if extra_bytes <= 0:
             return
         if not _can_map(extra_bytes):
-            reading = self.reading()
-            raise self._out_of_memory(extra_bytes, reading.free_bytes, reading.limit_bytes)
+            raise self._out_of_memory(extra_bytes, self.reading().free_bytes)
         now_s = time.monotonic()
         if extra_bytes > self._machine_free_bytes or now_s - self._machine_asked_s > _FREE_BELIEVED_S:
-            # An old reading may admit a step but never rejects one.
+            # An old reading may admit a step but never rejects one, nor does one before the heap has given back.
             self._machine_free_bytes, self._machine_asked_s = _machine_free(), now_s
             if extra_bytes > self._machine_free_bytes:
-                raise self._out_of_memory(extra_bytes, self._machine_free_bytes, None)
+                self.trim()
+                self._machine_free_bytes = _machine_free()
+                if extra_bytes > self._machine_free_bytes:
+                    raise self._out_of_memory(extra_bytes, self._machine_free_bytes)
+
+    def reserve(self, extra_bytes: int) -> None:
+        """Ensure that `extra_bytes` are there also within the soft limit, for work that nothing makes smaller."""
+        self.ensure(extra_bytes)
+        if self.is_soft and extra_bytes > self._granted_bytes:
+            self.trim()
+            free = self.reading().free_bytes
+            if extra_bytes > free:
+                raise self._out_of_memory(extra_bytes, free)
+            self._granted_bytes = extra_bytes
 
     def synchronize(self) -> None:
         """Do nothing: operations are complete when they return."""
@@ -208,50 +217,6 @@ class Host(MemoryBackend):
     def total_for_fraction(self) -> int:
         """Return the memory of the machine, or the tightest limit of its control groups."""
         return self.reading().total_bytes
-
-    def _prepare(self, limit_bytes: int, holes: _glibc.Holes) -> _glibc.Settled:
-        """Take what a training needs beyond the limit, and check that the limit can be set.
-
-        Returns:
-            What keeps the allocator settled between the steps of a loop of the user's own, too: what its optimizer
-            keeps and frees in the heap would fragment it, and count in full.
-        """
-        hold = owner.hold(f"a limit of {format_bytes(limit_bytes)} on the {self.name}")
-        try:
-            for _, bound, held in process_limits():
-                # Checked before the warm-up, which would itself run out of memory.
-                if held >= bound:
-                    raise self._no_room(limit_bytes, held, bound)
-            with signals.held(), _one_primitive_cached():
-                _warm_up()
-            self._begin(holes)
-            bound = self._bound(limit_bytes)
-            if bound <= self._data_then:
-                raise self._no_room(limit_bytes, self._data_then, bound)
-            return _glibc.Settled()
-        finally:
-            hold.release()
-
-    @contextmanager
-    def _in_force(self, limit_bytes: int | None) -> Iterator[None]:
-        if limit_bytes is None:
-            yield
-            return
-        hold = owner.hold(f"a limit of {format_bytes(limit_bytes)} on the {self.name}")
-        try:
-            bound = self._bound(limit_bytes)
-            hold.lower(bound)
-            self._limit_bytes = bound - self._data_then
-            yield
-        finally:
-            self._limit_bytes = None
-            hold.release()
-
-    def _bound(self, limit_bytes: int) -> int:
-        """Return the most data that the process may hold under a limit, and any tighter one in force."""
-        tightest = owner.tightest()
-        bound = self._data_then + limit_bytes
-        return bound if tightest is None else min(bound, tightest)
 
     def _check_onednn(self) -> None:
         try:
@@ -261,7 +226,7 @@ class Host(MemoryBackend):
                 raise
             raise DeviceLostError(
                 f"oneDNN can no longer compute in this thread ({first_line(error)!r} although memory is free), because "
-                f"it hit the limit of {format_bytes(self._limit_bytes or 0)}; continue in a new process (or thread), "
+                f"it hit the limit of {format_bytes(self.limit_bytes or 0)}; continue in a new process (or thread), "
                 "and start there with smaller micro-batches"
             ) from error
 
@@ -283,41 +248,26 @@ class Host(MemoryBackend):
         return InvalidInputError(
             f"memory_limit: a limit of {format_bytes(limit_bytes)} on the {self.name} leaves no memory: this process "
             f"already holds {format_bytes(held)} of the {format_bytes(bound)} that its resource limits allow; "
-            "raise them (ulimit -d, ulimit -v), or the memory_limit of the call around this one"
+            "raise them (ulimit -d, ulimit -v)"
         )
 
-    def _begin(self, holes: _glibc.Holes | None = None) -> None:
-        # Free pages inside the heap would be used first, without counting towards the limit or the peak.
-        if _is_bounded():
-            _mkl.hold_buffers()
-        self.release()
-        if holes is not None:
-            with signals.held():  # a block that is not noted yet would never be freed
-                holes.take()
-        self._data_then, _ = _held()
-        self._anonymous_then = _anonymous()
-        self.reset_peak()
-
-    def _out_of_memory(self, wanted: int, free: int, limit: int | None) -> torch.OutOfMemoryError:
-        allowed = "" if limit is None else f" of the limit of {format_bytes(limit)}"
+    def _out_of_memory(self, wanted: int, free: int) -> torch.OutOfMemoryError:
+        allowed = "" if self.limit_bytes is None else f" of the limit of {format_bytes(self.limit_bytes)}"
         return torch.OutOfMemoryError(
             f"{self.name} would run out: {format_bytes(wanted)} are needed and {format_bytes(free)}{allowed} are free."
         )
 
 
-def _held() -> tuple[int, int]:
-    """Return the memory counted by the limit and the resident memory; the latter for both if the former is unknown."""
-    held = _linux.status_bytes("VmData", "VmRSS")
-    if held is None:
-        resident = psutil.Process().memory_info().rss
-        return resident, resident
-    return held[0], held[1]
-
-
 def _anonymous() -> int:
-    """Return the resident memory without file pages; 0 if the system does not report it, and peaks are None."""
+    """Return the resident memory without file pages, or all of it if the system does not tell them apart."""
     anonymous = _linux.status_bytes("RssAnon")
-    return 0 if anonymous is None else anonymous[0]
+    return int(psutil.Process().memory_info().rss) if anonymous is None else anonymous[0]
+
+
+def _data() -> int:
+    """Return what RLIMIT_DATA counts; 0 if the system does not report it."""
+    data = _linux.status_bytes("VmData")
+    return 0 if data is None else data[0]
 
 
 def process_limits() -> Iterator[tuple[str, int, int]]:
@@ -329,11 +279,6 @@ def process_limits() -> Iterator[tuple[str, int, int]]:
         soft, _ = resource.getrlimit(getattr(resource, name))
         if soft != resource.RLIM_INFINITY:
             yield name, soft, held
-
-
-def _is_bounded() -> bool:
-    """Whether the process is limited, or about to be."""
-    return owner.has_holds or next(process_limits(), None) is not None
 
 
 def _machine_free() -> int:
@@ -363,23 +308,6 @@ def _warm_up() -> None:
         torch.autograd.backward((square @ square).sum())
 
 
-class _Warm(threading.local):
-    """The process and the number of threads for which this thread was last warmed up."""
-
-    seen = (0, 0)
-
-
-_warm = _Warm()
-
-
-def _warm_up_once() -> None:
-    """Warm up unless this thread has been: threads stay, and a stack more or less matters only under a limit."""
-    now = os.getpid(), torch.get_num_threads()
-    if _warm.seen != now or _is_bounded():
-        _warm_up()
-        _warm.seen = now
-
-
 def _convolve() -> None:
     """Run a convolution forward and backward, with a oneDNN scratchpad; takes some milliseconds."""
     ones = functools.partial(torch.ones, dtype=torch.float32, device="cpu", requires_grad=True)
@@ -388,17 +316,8 @@ def _convolve() -> None:
         torch.autograd.backward(torch.nn.functional.conv2d(images, kernels).exp().sum())
 
 
-@contextmanager
-def _one_primitive_cached() -> Iterator[None]:
-    """Limit oneDNN's cache to one primitive; it reads the setting only at its first primitive.
-
-    Each cached primitive holds memory, and each micro-batch size creates new ones: 10 to 20 MiB per size.
-    """
-    if _ONEDNN_CACHE in os.environ:
-        yield
-        return
-    try:
-        os.environ[_ONEDNN_CACHE] = "1"
-        yield
-    finally:
-        os.environ.pop(_ONEDNN_CACHE, None)
+@functools.cache
+def _libc() -> ctypes.CDLL | None:
+    """Return glibc; None where the C library is another."""
+    library = ctypes.CDLL(None) if resource is not None else None
+    return library if hasattr(library, "malloc_trim") else None

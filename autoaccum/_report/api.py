@@ -34,8 +34,8 @@ from autoaccum._engine.options import Options
 from autoaccum._engine.precision import own_half_type
 from autoaccum._engine.saving_names import check_memory
 from autoaccum._engine.savings import Savings
-from autoaccum._estimate.estimate import WithoutValuesError, trace_step
-from autoaccum._estimate.fake import built_for_real, built_on_meta
+from autoaccum._estimate.estimate import trace_step
+from autoaccum._estimate.fake import built_on_meta
 from autoaccum._estimate.gpus import DISPLAY_MIB, card_named, custom_card, display_bytes, with_display
 from autoaccum._estimate.moments import condensed
 from autoaccum._loss.objective import Objective
@@ -183,13 +183,7 @@ def preflight(
         predicted = _predicted(of_cards, cards, made, precision, on_part, group.changed(made), **tracing)
         return objective, chosen, predicted
 
-    try:
-        objective, chosen, predicted = predicted_for(made)
-    except WithoutValuesError as error:
-        if isinstance(model, nn.Module):
-            raise
-        made = built_for_real(model, made, error.reason)
-        objective, chosen, predicted = predicted_for(made)
+    objective, chosen, predicted = predicted_for(made)
     measured: Measured | None = None
     warnings: tuple[str, ...] = ()
     if measures:
@@ -280,7 +274,6 @@ def _traced(asked: Asked, model: nn.Module, what: Mapping[str, Any], measured: M
         "precision": measured.precision or "fp32",
         "sizes": [size],
         "most": size,
-        "for_real": False,
     }
     try:
         tensor_float = computes_bf16(measured.device.device)
@@ -560,12 +553,6 @@ def _plan_warnings(
         warnings.say(
             "the loader is slower than the training, which will wait for it; use more workers (num_workers=) or less "
             "work per sample"
-        )
-    if any(one.estimate.real_step for one in predicted):
-        warnings.say(
-            "the step could not be traced on fake tensors, so it is predicted from a small real one on the CPU; "
-            "whether it runs on a card is not checked (what was computed on the host may meet tensors on the card); "
-            "the notes say why"
         )
     return list(warnings.texts)
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._estimate.footprint import Estimate
     from autoaccum._estimate.gpus import Card
+    from autoaccum._estimate.trace import Estimate
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import MemoryReading, Plan, ProbeResult, Trial
 
@@ -168,12 +168,12 @@ def predict(asked: Asked, card: Card, precision: str, estimate: Estimate) -> Pre
     return Predicted(
         card,
         precision,
-        estimate.record(),
+        estimate,
         room,
         largest,
         chosen,
         estimate.at(size, room),
-        is_capped=largest == asked.most and estimate.fits(largest + 1, room),
+        is_capped=largest == asked.most and estimate.reserved_bytes(largest) + estimate.bytes_per_sample <= room,
         safe_micro_batch=safe,
         step_memory=estimate.step_memory(size),
     )

@@ -76,13 +76,11 @@ def _predicted(predicted: Predicted) -> dict[str, Any]:
         "plan": _plan(predicted.plan),
         "room_bytes": predicted.room_bytes,
         "headroom_bytes": predicted.headroom_bytes,
-        "fixed_bytes": estimate.fixed_bytes,
         "bytes_per_sample": estimate.bytes_per_sample,
         "activation_bytes_per_sample": predicted.activation_bytes_per_sample,
         "footprint": asdict(predicted.footprint),
         "footprints": [asdict(one) for one in estimate.footprints],
         "step_memory": _step_memory(predicted.step_memory),
-        "real_step": estimate.real_step,
         "notes": list(estimate.notes),
     }
 

@@ -17,7 +17,7 @@ from autoaccum._data.nesting import plain_parts
 from autoaccum._engine.optimizer_copy import Snapshot
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.trial import Trials, standing_still
-from autoaccum._estimate.footprint import Footprint
+from autoaccum._estimate.trace import Footprint
 from autoaccum._memory._storages import gradient_bytes
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import is_oom, is_too_large, let_go

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autoaccum._estimate.footprint import Estimate, Footprint
     from autoaccum._estimate.gpus import Card
     from autoaccum._estimate.moments import StepMemory
+    from autoaccum._estimate.trace import Estimate, Footprint
     from autoaccum._records import Neighbour, Plan, Trial
 
 

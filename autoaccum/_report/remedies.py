@@ -18,7 +18,6 @@ from autoaccum._data.nesting import map_tensors
 from autoaccum._engine.saving_names import CHECKPOINT, CHUNKED, OFFLOAD
 from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.gpus import known_cards
-from autoaccum._estimate.lora import RANK, alike, with_adapters
 from autoaccum._report.records import Remedy
 from autoaccum._report.savings import saves, together
 from autoaccum.errors import InvalidInputError
@@ -27,9 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from autoaccum._estimate.allocation_trace import Timeline
-    from autoaccum._estimate.footprint import Estimate
     from autoaccum._estimate.gpus import Card
-    from autoaccum._estimate.trace import Traced
+    from autoaccum._estimate.trace import Estimate, Traced
     from autoaccum._report.capacity import Asked
 
 # With this many micro-batches per window or more, a cut is worth improving.
@@ -38,8 +36,6 @@ MANY_MICRO_BATCHES = 8
 # Optimizers with two state values per parameter that have 8-bit versions (bitsandbytes keeps one
 # float32 scale for each of its blocks of 256 numbers: https://huggingface.co/docs/bitsandbytes, 8-bit optimizers).
 _TWO_NUMBERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
-# A model of fewer parameters is not worth adapters.
-_WORTH_ADAPTERS = 10**7
 _BITS8_BYTES = 1 + 4 / 256
 _HALF = ("bf16", "fp16")
 _TOKENS = 2  # dimensions: samples and tokens
@@ -171,7 +167,7 @@ class Remedies:
         return tuple(sorted(found, key=lambda one: (-(one.micro_batch or 0), one.peak_bytes or 0)))
 
     def _changes(self) -> Iterator[_Change]:
-        levers = [self._half_weights(), self._checkpointed(), self._bits8(), self._lora(), self._chunked()]
+        levers = [self._half_weights(), self._checkpointed(), self._bits8(), self._chunked()]
         yield from self._made_by_each(self._combined(levers))
         for change in (
             self._half,
@@ -190,8 +186,8 @@ class Remedies:
     @staticmethod
     def _combined(levers: Sequence[_Lever | None]) -> list[tuple[_Lever, ...]]:
         """Return each lever by itself, and those that are worth combining, as far as they can be had."""
-        half, checkpoint, bits8, lora, chunks = levers
-        several = [(half, checkpoint), (half, checkpoint, bits8), (half, checkpoint, lora)]
+        half, checkpoint, bits8, chunks = levers
+        several = [(half, checkpoint), (half, checkpoint, bits8)]
         several += [(checkpoint, chunks)] if checkpoint is not None and chunks is not None else []
         found: dict[tuple[str, ...], tuple[_Lever, ...]] = {}
         for those in (*((one,) for one in levers), *several):
@@ -291,17 +287,6 @@ class Remedies:
             return None
         how = "torchao.optim.AdamW8bit or bitsandbytes.optim.AdamW8bit"
         return _Lever("8-bit optimizer", "8-bit", how, "its state is rounded to 8 bits", {}, _in_8_bits)
-
-    def _lora(self) -> _Lever | None:
-        if sum(parameter.numel() for parameter in self._model.parameters()) < _WORTH_ADAPTERS:
-            return None
-        with suppress(Exception):  # a model that cannot be copied
-            adapted = with_adapters(self._model)
-            if adapted is not None:
-                how = f"peft.get_peft_model(model, LoraConfig(r={RANK}, target_modules='all-linear'))"
-                options = {"model": adapted, "optimizer": alike(self._optimizer)}
-                return _Lever("LoRA", "LoRA", how, "only adapters are trained", options)
-        return None
 
     def _offloaded(self) -> _Change | None:
         if self._place.kind == "cpu":

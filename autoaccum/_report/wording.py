@@ -15,7 +15,7 @@ from autoaccum._sizing.planner import format_cut
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from autoaccum._estimate.footprint import Footprint
+    from autoaccum._estimate.trace import Footprint
     from autoaccum._records import Plan
     from autoaccum._report.records import Findings, HostFacts, Lengths, LoaderFacts, Measured, Pace
 

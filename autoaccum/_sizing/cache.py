@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._oom import first_line
+from autoaccum._sizing.frontier import Frontier
 from autoaccum._system import files
 from autoaccum._system.launched import folder_of_plans
 
@@ -52,13 +53,13 @@ class Remembered:
 
     Attributes:
         micro_batch: The largest size that was tried and fitted.
-        bytes_per_sample: Memory per additional sample; None if unknown.
+        frontier: What fitted and what did not, as `Frontier.state` has it.
         fastest: The size measured to be the fastest.
         memory: What `memory="auto"` saved memory by with these sizes.
     """
 
     micro_batch: int
-    bytes_per_sample: int | None = None
+    frontier: Mapping[str, Any] = field(default_factory=dict)
     fastest: int | None = None
     memory: tuple[str, ...] = ()
 
@@ -91,7 +92,7 @@ class PlanCache:
         """Say that a search begins with the result of an earlier one."""
         self._notices.say(
             f"plan cache: a micro-batch of {remembered.micro_batch} fitted in an earlier run of this job, so the "
-            "search begins there (cache=False: anew)",
+            "search begins there (with an empty AUTOACCUM_CACHE_DIR: anew)",
             key="plan cache found",
         )
 
@@ -141,7 +142,7 @@ def _understood(found: Mapping[str, Any], most: int | None) -> Remembered | None
     memory = tuple(names) if isinstance(names, list) and all(type(name) is str for name in names) else ()
     return Remembered(
         micro_batch,
-        number("bytes_per_sample", _MOST),
+        Frontier.of_state(found.get("frontier")).state(),
         number("fastest", micro_batch),
         memory,
     )

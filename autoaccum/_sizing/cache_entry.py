@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._sizing.cache import Remembered
-from autoaccum._sizing.offline_search import Line
+from autoaccum._sizing.frontier import Frontier
 
 if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
@@ -24,6 +24,7 @@ class CacheEntry:
 
     Attributes:
         found: What an earlier run has found, or this one; None if nothing is known.
+        frontier: What is known to fit.
         saves: What `memory="auto"` saves memory by, for which that holds.
     """
 
@@ -38,21 +39,19 @@ class CacheEntry:
             if self.found is not None:
                 cache.tell(self.found)
         self.saves = () if self.found is None else self.found.memory
+        self.frontier = Frontier.of_state(None if self.found is None else self.found.frontier)
 
     @property
     def experience(self) -> dict[str, Any]:
         """What an earlier run tells of the first sizes, as options of `SizingOptions`."""
         found = self.found
-        if found is None:
-            return {}
-        # The fixed part differs between runs.
-        line = Line(0.0, found.bytes_per_sample) if found.bytes_per_sample else None
-        return {"begins_with": found.fastest or found.micro_batch, "fitted_before": found.micro_batch, "line": line}
+        begins_with = None if found is None else found.fastest or found.micro_batch
+        return {"begins_with": begins_with, "frontier": self.frontier}
 
     def use(self, saves: tuple[str, ...]) -> None:
         """Forget what was found with something else that saves memory."""
         if saves != self.saves:
-            self.saves, self.found = saves, None
+            self.saves, self.found, self.frontier = saves, None, Frontier()
 
     def keep(self, result: ProbeResult | None = None, fastest: Plan | None = None) -> None:
         """Cache what a search has found, and the plan that autotuning has chosen, each once."""
@@ -61,7 +60,7 @@ class CacheEntry:
         if result is not None and result is not result_before:
             is_confirmed = known is not None and result.micro_batch <= known.micro_batch  # even sizes may be a bit less
             if not is_confirmed or not all(one.fits for one in result.trials):
-                known = Remembered(result.micro_batch, result.bytes_per_sample, memory=self.saves)
+                known = Remembered(result.micro_batch, self.frontier.state(), memory=self.saves)
         if fastest is not None and fastest is not fastest_before and known and fastest.micro_batch <= known.micro_batch:
             known = replace(known, fastest=fastest.micro_batch)
         if known is None or known is self.found:

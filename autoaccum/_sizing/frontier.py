@@ -9,25 +9,62 @@ widths, and extrapolated to the others.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from autoaccum._sizing.offline_search import through
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 Widths = tuple[int, ...]
 # Ranges of widths differ by this factor.
 _RANGE = math.sqrt(2.0)
-# The fraction of a prediction that is tried; all of it where as wide a micro-batch of at least half as many samples was
-# measured, until so many have failed.
-_CERTAIN, _NEAR, _MOST_FAILURES = 0.95, 2, 3
 # Memory grows at least in proportion to the width, and at most with its square, as in attention.
 _LEAST, _MOST = 1.0, 2.0
-# The factor from the largest measured number of samples up to which a prediction is believed.
-_FARTHEST = 16
+# The fraction of a prediction that is tried, by the factor to the largest measured number of samples: small ones fit
+# between existing allocations, and so show less memory than they take. Beyond the last, a prediction is not believed.
+_BELIEVED = ((2, 1.0), (4, 0.95), (16, 0.7))
+# The same where no samples of these widths were measured, but others.
+_OF_OTHERS = 0.95
+# Fractions of a size that failed although it was predicted to fit: predictions are nearly right, unless memory is
+# scarce. After as many failures, what fitted is enough.
+_AFTER_FAILURES = (0.97, 0.75, 0.5)
+# The fraction of the largest fitting size above which other sizes are too close to determine the line.
+_WELL_BELOW = 0.75
 # Points are kept as far as none says the same of a larger or smaller one, and not more of them.
 _MOST_POINTS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Memory as a linear function of the number of samples."""
+
+    fixed_bytes: float
+    bytes_per_sample: float
+
+    def at(self, size: int) -> float:
+        """Return the bytes at a size."""
+        return self.fixed_bytes + self.bytes_per_sample * size
+
+    def largest_within(self, limit_bytes: float) -> int:
+        """Return the largest size whose bytes are within the limit, at least 0."""
+        return max(0, int((limit_bytes - self.fixed_bytes) / self.bytes_per_sample))
+
+
+def through(sizes: Mapping[int, float]) -> Line | None:
+    """Fit a line to the largest of some sizes and one well below it; None if it does not rise.
+
+    A line through sizes close together would show only how the allocator rounds.
+
+    Args:
+        sizes: Bytes by number of samples.
+    """
+    if len(sizes) < 2:  # noqa: PLR2004 - a line takes two points
+        return None
+    large = max(sizes)
+    well_below = [size for size in sizes if size <= large * _WELL_BELOW]
+    small = max(well_below) if well_below else min(sizes)
+    slope = (sizes[large] - sizes[small]) / (large - small)
+    return Line(sizes[small] - slope * small, slope) if slope > 0 else None
 
 
 class Point(NamedTuple):
@@ -38,48 +75,77 @@ class Point(NamedTuple):
 
     def is_within(self, other: Point) -> bool:
         """Whether it is no larger than another in anything."""
-        return self.samples <= other.samples and _are_within(self.widths, other.widths)
+        return self.samples <= other.samples and are_within(self.widths, other.widths)
+
+
+class _Measured(NamedTuple):
+    """The memory of a sample in a range of widths.
+
+    Attributes:
+        bytes: What it takes.
+        width: How wide it was.
+        is_bound: Whether something else was counted with it.
+    """
+
+    bytes: float
+    width: int
+    is_bound: bool
 
 
 class Frontier:
-    """The micro-batches of one batch structure that are known to fit, and those known not to.
+    """The micro-batches that are known to fit, and those known not to.
 
     Attributes:
         fits: The largest that have fitted.
         fails: The smallest that have not.
+        failures: How often one has not.
     """
 
     def __init__(self) -> None:
         self.fits: list[Point] = []
         self.fails: list[Point] = []
-        self._failures = 0
+        self.failures = 0
         self._of_widths: dict[Widths, dict[int, int]] = {}  # bytes by samples
-        self._of_range: dict[int, tuple[float, int]] = {}  # the most bytes of a sample, and its width
+        self._of_range: dict[int, _Measured] = {}
 
-    def note(self, samples: int, widths: Widths, extra_bytes: int | None = None) -> None:
-        """Record a micro-batch that fitted.
-
-        Args:
-            samples: Its number of samples.
-            widths: The elements of a sample, by entry.
-            extra_bytes: Its memory beside what was in use before; None if that is not known.
-        """
+    def note(self, samples: int, widths: Widths) -> None:
+        """Record a micro-batch that fitted."""
         point = Point(samples, widths)
         if not any(map(point.is_within, self.fits)):
             kept = [one for one in self.fits if not one.is_within(point)]
             self.fits = [*kept[-_MOST_POINTS + 1 :], point]
             self.fails = [one for one in self.fails if not one.is_within(point)]
-        if extra_bytes is None or extra_bytes <= 0:
+
+    def measure(self, samples: int, widths: Widths, extra_bytes: int, *, is_bound: bool = False) -> None:
+        """Record the memory of a micro-batch.
+
+        Args:
+            samples: Its number of samples.
+            widths: The elements of a sample, by entry.
+            extra_bytes: Its memory beside what was in use before.
+            is_bound: Whether new gradients are counted with it, so that it takes less.
+        """
+        if extra_bytes <= 0:
             return
-        if widths in self._of_widths or len(self._of_widths) < _MOST_POINTS:
-            self._of_widths.setdefault(widths, {})[samples] = extra_bytes
-        width = sum(widths)
-        within = _range_of(width)
-        self._of_range[within] = max(self._of_range.get(within, (0.0, 0)), (extra_bytes / samples, width))
+        expected = self.expected_bytes(samples, widths)
+        is_news = expected is None or extra_bytes < expected
+        if not is_bound or (is_news and widths in self._of_widths):
+            if widths in self._of_widths or len(self._of_widths) < _MOST_POINTS:
+                self._of_widths.setdefault(widths, {})[samples] = extra_bytes
+        elif not is_news:
+            return
+        seen, width = _Measured(extra_bytes / samples, sum(widths), is_bound), sum(widths)
+        before = self._of_range.get(_range_of(width))
+        if before is None or before.is_bound or (not is_bound and before.bytes < seen.bytes):
+            self._of_range[_range_of(width)] = seen
 
     def fail(self, samples: int, widths: Widths) -> None:
         """Record a micro-batch that ran out of memory."""
-        self._failures += 1
+        self.failures += 1
+        self.exclude(samples, widths)
+
+    def exclude(self, samples: int, widths: Widths) -> None:
+        """Record a micro-batch that is too large, as others have shown."""
         point = Point(samples, widths)
         self.fits = [one for one in self.fits if not point.is_within(one)]  # there was more memory then
         if not any(one.is_within(point) for one in self.fails):
@@ -89,16 +155,44 @@ class Frontier:
     def forgive(self) -> None:
         """Forget what has failed: another process may have held the memory."""
         self.fails.clear()
+        self.failures = 0
+
+    def forget(self) -> None:
+        """Forget everything: it was found by another run."""
+        self.forgive()
+        self.fits.clear()
+        self._of_widths.clear()
+        self._of_range.clear()
 
     def surely(self, widths: Widths) -> int:
         """Return the most samples of these widths that are known to fit; 0 if none are."""
-        return max((one.samples for one in self.fits if _are_within(widths, one.widths)), default=0)
+        return max((one.samples for one in self.fits if are_within(widths, one.widths)), default=0)
+
+    def too_many(self, widths: Widths) -> int | None:
+        """Return the fewest samples of these widths that are known not to fit; None if none are."""
+        return min((one.samples for one in self.fails if are_within(one.widths, widths)), default=None)
+
+    def sizes(self, widths: Widths) -> list[int]:
+        """Return of how many samples of these widths the memory was measured, in order."""
+        return sorted(self._of_widths.get(widths, ()))
 
     def is_measured(self, widths: Widths) -> bool:
         """Whether the memory of samples about as wide was measured."""
         return widths in self._of_widths or _range_of(sum(widths)) in self._of_range
 
-    def largest(self, widths: Widths, free_bytes: int, most: int, *, first: int = 2) -> int:
+    def line(self, widths: Widths) -> Line | None:
+        """The memory of micro-batches of these widths; None if it is not known, or does not rise."""
+        return through(self._of_widths.get(widths, {}))
+
+    def expected_bytes(self, samples: int, widths: Widths) -> float | None:
+        """Return the memory that a micro-batch should take; None if nothing was measured."""
+        line = self.line(widths)
+        if line is not None:
+            return max(0.0, line.at(samples))
+        each = self._bytes_of_sample(widths)
+        return None if each is None else each * samples
+
+    def largest(self, widths: Widths, free_bytes: float, most: int, *, first: int = 2) -> int:
         """Return the most samples of these widths that fit, as far as is known; at least 1.
 
         Args:
@@ -108,55 +202,82 @@ class Frontier:
             first: The samples to begin with where nothing is known.
         """
         sure = self.surely(widths)
-        too_many = min((one.samples for one in self.fails if _are_within(one.widths, widths)), default=most + 1)
-        predicted = self._predicted(widths, free_bytes)
-        size = max(sure, min(first if predicted is None else predicted, too_many - 1))
-        return max(1, min(size, most))
+        failed = self.too_many(widths)
+        size = self._predicted(widths, free_bytes)
+        if failed is None:
+            size = first if size is None else size
+        elif size is None:
+            size = min(first, failed // 4)  # nothing has fitted yet
+        elif size >= failed:
+            is_last = self.failures > len(_AFTER_FAILURES)
+            size = sure if is_last and sure else int(failed * _AFTER_FAILURES[min(self.failures or 1, 3) - 1])
+        return max(1, min(max(sure, size), most))
 
-    def _predicted(self, widths: Widths, free_bytes: int) -> int | None:
+    def _predicted(self, widths: Widths, free_bytes: float) -> int | None:
         """Return how many samples of these widths should fit, by their memory; None if none was measured."""
         seen = self._of_widths.get(widths, {})
         line = through(seen)
         if line is not None:
-            predicted = min(line.largest_within(free_bytes), _FARTHEST * max(seen))
-        elif (each := self._bytes_of_sample(sum(widths))) is not None:
+            predicted = line.largest_within(free_bytes)
+        elif (each := self._bytes_of_sample(widths)) is not None:
             predicted = int(free_bytes / each)
         else:
             return None
-        is_near = bool(seen) and predicted <= _NEAR * max(seen) and self._failures < _MOST_FAILURES
-        return predicted if is_near else int(_CERTAIN * predicted)
+        if not seen:
+            return int(_OF_OTHERS * predicted)
+        measured = max(seen)
+        near = next((part for factor, part in _BELIEVED if predicted <= factor * measured), _BELIEVED[-1][1])
+        return min(int(near * predicted), _BELIEVED[-1][0] * measured)
 
-    def _bytes_of_sample(self, width: int) -> float | None:
-        """Return the bytes that a sample of this width takes: those of the nearest range, by the slope to the next."""
+    def _bytes_of_sample(self, widths: Widths) -> float | None:
+        """Return the bytes that a sample takes: those of the nearest range, by the slope to the next."""
+        seen = self._of_widths.get(widths)
+        if seen:
+            return seen[max(seen)] / max(seen)
         if not self._of_range:
             return None
-        nearest, *others = sorted(self._of_range.values(), key=lambda seen: abs(math.log(seen[1] / width)))
-        each, there = nearest
-        is_beyond = width > max(seen[1] for seen in self._of_range.values())
+        width = sum(widths)
+        nearest, *others = sorted(self._of_range.values(), key=lambda one: abs(math.log(one.width / width)))
+        is_beyond = width > max(one.width for one in self._of_range.values())
         if is_beyond or not others:
-            exponent = _MOST if width > there else _LEAST
+            exponent = _MOST if width > nearest.width else _LEAST
         else:
-            next_each, next_there = others[0]
-            slope = math.log(next_each / each) / math.log(next_there / there) if next_there != there else _MOST
+            other = others[0]
+            slope = (
+                math.log(other.bytes / nearest.bytes) / math.log(other.width / nearest.width)
+                if other.width != nearest.width
+                else _MOST
+            )
             exponent = min(_MOST, max(_LEAST, slope))
-        return float(each * (width / there) ** exponent)
+        return float(nearest.bytes * (width / nearest.width) ** exponent)
 
     # --- to be kept ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, list[list[int]]]:
-        """Return the points as JSON values, for `of_state`."""
-        return {"fits": _flat(self.fits), "fails": _flat(self.fails)}
+        """Return what is known as JSON values, for `of_state`."""
+        bytes_of = [
+            [extra, samples, *widths]
+            for widths, sizes in self._of_widths.items()
+            for samples, extra in sorted(sizes.items())[-2:]
+        ]
+        found = {"fits": _flat(self.fits), "fails": _flat(self.fails), "bytes": bytes_of}
+        return {name: rows for name, rows in found.items() if rows}
 
     @classmethod
     def of_state(cls, state: object) -> Frontier:
         """Return what a state says; values that no training can have found are left out."""
         frontier = cls()
         if isinstance(state, dict):
-            frontier.fits, frontier.fails = _points(state.get("fits")), _points(state.get("fails"))
+            frontier.fits = [Point(samples, tuple(widths)) for samples, *widths in _rows(state.get("fits"))]
+            frontier.fails = [Point(samples, tuple(widths)) for samples, *widths in _rows(state.get("fails"))]
+            for extra, *point in _rows(state.get("bytes")):
+                if len(point) > 1:
+                    frontier.measure(point[0], tuple(point[1:]), extra)
         return frontier
 
 
-def _are_within(widths: Widths, others: Widths) -> bool:
+def are_within(widths: Widths, others: Widths) -> bool:
+    """Whether samples are no wider than others in any entry."""
     return len(widths) == len(others) and all(map(int.__le__, widths, others))
 
 
@@ -168,10 +289,11 @@ def _flat(points: Iterable[Point]) -> list[list[int]]:
     return [[point.samples, *point.widths] for point in points]
 
 
-def _points(found: object) -> list[Point]:
-    rows: Sequence[object] = found[:_MOST_POINTS] if isinstance(found, list) else []
+def _rows(found: object) -> list[list[int]]:
+    """Return the rows of a state that are some positive numbers, none of which exceeds what a machine counts."""
+    rows: Sequence[object] = found[: 2 * _MOST_POINTS] if isinstance(found, list) else []
     return [
-        Point(row[0], tuple(row[1:]))
+        row
         for row in rows
-        if isinstance(row, list) and row and all(type(one) is int and one > 0 for one in row)
+        if isinstance(row, list) and row and all(type(one) is int and 0 < one < 1 << 62 for one in row)
     ]

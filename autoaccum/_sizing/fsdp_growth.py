@@ -5,7 +5,7 @@ Pure arithmetic. Other searches find the limit by running into it; this one extr
 
 from __future__ import annotations
 
-from autoaccum._sizing.offline_search import through
+from autoaccum._sizing.frontier import through
 
 # The fraction of memory left free, since a line through small sizes says little about rounding and fragmentation.
 _LEFT_ALONE = 0.15

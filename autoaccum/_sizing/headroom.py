@@ -1,4 +1,4 @@
-"""Monitors device memory across windows: its peak, the headroom, and allocator thrashing."""
+"""Monitors device memory across windows: its peak, the headroom, and whether it keeps running short."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 # Reading the peak and the allocator's retries costs as much as a small micro-step, so it is done at most this often.
 _LOOK_INTERVAL_S = 0.25
-# One retry may be due to the first window; new ones in consecutive readings show that the allocator keeps running
-# short.
-_LOOKS_AT_THRASHING = 2
+# One retry may be due to the first window, and one peak above a soft limit to what the heap keeps; new ones in
+# consecutive readings show that memory keeps running short.
+_LOOKS = 2
 
 
 class Headroom:
@@ -34,7 +34,7 @@ class Headroom:
         self._plan: Plan | None = None
         self._looked_at = -math.inf
         self._retries: int | None = None
-        self._thrashing = 0
+        self._thrashing = self._exceeded = 0
 
     def follow(self, plan: Plan) -> None:
         """Reset the peak if the plan has changed."""
@@ -44,24 +44,33 @@ class Headroom:
         self.peak_bytes = None
         self._renew()
 
-    def is_thrashing(self, *, reads_peak: bool) -> bool:
-        """Take a reading after a window, if one is due; return whether the allocator is thrashing.
+    def shortage(self, *, reads_peak: bool) -> str | None:
+        """Take a reading after a window, if one is due; return in words that memory keeps running short, or None.
 
-        The peak is not read while other code resets it.
+        Under a soft limit one is due after every window. The peak is not read while other code resets it.
         """
-        now = time.perf_counter()
-        if now - self._looked_at < _LOOK_INTERVAL_S:
-            return False
+        memory, now = self._memory, time.perf_counter()
+        if not memory.is_soft and now - self._looked_at < _LOOK_INTERVAL_S:
+            return None
         self._looked_at = now
+        excess = None
         if reads_peak:
-            self._recent = self._memory.peak_bytes()
-            if self._recent is not None:
-                self.peak_bytes = max(self.peak_bytes or 0, self._recent)
-        retries = self._memory.alloc_retries()
+            peak = memory.peak_bytes()
+            if peak is not None:
+                self._recent = max(self._recent or 0, peak)
+                self.peak_bytes = max(self.peak_bytes or 0, peak)
+            excess = memory.excess(peak)
+        self._exceeded = 0 if excess is None else self._exceeded + 1
+        if self._exceeded >= _LOOKS:
+            self._exceeded = 0
+            return f"a window is above the limit ({excess})"
+        if excess is not None:
+            memory.trim()
+        retries = memory.alloc_retries()
         risen = self._retries is not None and retries > self._retries
         self._retries = retries
         self._thrashing = self._thrashing + 1 if risen else 0
-        return self._thrashing >= _LOOKS_AT_THRASHING
+        return "the allocator finds no room without giving back its cache" if self._thrashing >= _LOOKS else None
 
     def is_free(self, extra_bytes: int) -> bool:
         """Whether a window could use this much more than earlier ones with this plan.

@@ -53,7 +53,7 @@ def plan(
     check_positive_int("max_micro_batch", max_micro_batch)
     trials = tuple(trials) if isinstance(trials, Iterable) else trials
     if not isinstance(trials, tuple) or not all(isinstance(trial, Trial) for trial in trials):
-        raise InvalidInputError(f"trials={shown(trials)} must be autoaccum.Trial records, as find_micro_batch returns")
+        raise InvalidInputError(f"trials={shown(trials)} must be records.Trial, as find_micro_batch returns")
     for trial in trials:
         check_positive_int("the size of each of trials", trial.size)
     smallest_failed = min((trial.size for trial in trials if not trial.fits), default=max_micro_batch + 1)

@@ -1,24 +1,28 @@
 """Controls the size of micro-batches across windows: learns and times sizes, shrinks after a failure, and grows back.
 
-Sizes are counted in samples as large as the largest of the first window: if inputs vary in length, shorter ones go in
-larger micro-batches and longer ones in smaller. Learning uses the training's own windows, so no trial is thrown away.
+Samples have widths, as in `frontier.py`: shorter ones go in larger micro-batches than longer ones. Learning uses the
+training's own windows, so no trial is thrown away.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
+
+import torch
 
 from autoaccum._memory._storages import gradient_bytes
 from autoaccum._records import Plan, ProbeResult, Trial
 from autoaccum._sizing import planner
 from autoaccum._sizing.autotune import Autotune
 from autoaccum._sizing.backoff import Backoff, wait_for_memory
-from autoaccum._sizing.online_search import OnlineSearch
+from autoaccum._sizing.frontier import Frontier, are_within
+from autoaccum._sizing.search import Search
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,11 +31,16 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._memory.base import MemoryBackend
-    from autoaccum._sizing.offline_search import Line
+    from autoaccum._sizing.frontier import Widths
 
-# The fraction of a prediction taken as certain, and the fraction of a failed size that may fit.
+    Runs = list[tuple[int, Widths]]  # so many samples in a row have these widths
+
+# The fraction of a prediction taken as certain.
 _CERTAIN = 0.9
-_LESS = 0.7
+# Widths whose failures are remembered.
+_MOST_PACES = 128
+# The most samples with which a window begins again above a soft limit, since the next would be single ones.
+_UNDIVIDED = 2
 
 
 @dataclass(frozen=True)
@@ -40,24 +49,23 @@ class SizingOptions:
 
     Attributes:
         is_uniform: Whether all sizes are to be equal, for compiled models.
-        by_bytes: Whether samples with smaller inputs go in larger micro-batches.
+        by_width: Whether memory decides how large micro-batches are, for samples of each width. Otherwise none exceeds
+            the plan's size.
         learns: Whether to learn from the first windows how large micro-batches may be.
         times_after: Windows after which autotuning starts; None for never.
-        fits: The largest size that a probe found to fit; 0 if there was no probe.
+        fits: A size that micro-batches may have though it exceeds the plan's.
         begins_with: An initial size that is known to have fitted in an earlier run.
-        fitted_before: The largest size known to have fitted then.
-        line: The memory of a micro-batch then.
+        frontier: What was known to fit then; empty if nothing.
         most: The most samples allowed in a micro-batch, however small they are; None for no cap.
     """
 
     is_uniform: bool = False
-    by_bytes: bool = False
+    by_width: bool = False
     learns: bool = False
     times_after: int | None = None
     fits: int = 0
     begins_with: int | None = None
-    fitted_before: int = 0
-    line: Line | None = None
+    frontier: Frontier = field(default_factory=Frontier)
     most: int | None = None
 
 
@@ -68,16 +76,14 @@ class Cutting:
     Attributes:
         plan: The current plan.
         grows_to: The plan that was set or found, which sizes grow back to after failures.
-        bytes_per_sample: Additional memory per sample during a micro-step; None if unknown.
-        sample_bytes: Input bytes of a sample as counted by the plan; None if all samples count the same.
+        frontier: What is known to fit; None if nothing.
         is_found: Whether learning has finished.
         is_timed: Whether autotuning has finished.
     """
 
     plan: Plan
     grows_to: Plan
-    bytes_per_sample: int | None = None
-    sample_bytes: int | None = None
+    frontier: Frontier | None = None
     is_found: bool = False
     is_timed: bool = False
 
@@ -109,16 +115,15 @@ class Sizing:
     Args:
         memory: The device.
         parameters: Returns the parameters that are currently trained.
-        cutting: How windows are cut initially. If it has `bytes_per_sample`, that memory is checked before each
-            micro-batch on devices that cannot fail cleanly.
+        cutting: How windows are cut initially.
         wanted: Requirements for the cut.
         watcher: Receives trials and plans.
 
     Attributes:
-        plan: The current plan.
+        plan: The current plan, for samples as wide as those that it was made for.
         set_plan: The plan that sizes grow back to.
-        bytes_per_sample: As in `cutting`, or as learned.
-        sample_bytes: As in `cutting`, or of the largest sample in the first window; None if all count the same.
+        frontier: What is known to fit. The memory of a micro-batch that was measured is checked before each on devices
+            that cannot fail cleanly.
         peak_bytes: During learning, the highest peak of the window.
         probe: The result of learning; None before.
         fastest: The plan chosen by autotuning; None before.
@@ -135,44 +140,44 @@ class Sizing:
         watcher: Watcher,
     ) -> None:
         plan = cutting.grows_to
-        self.bytes_per_sample = cutting.bytes_per_sample
-        self.sample_bytes = cutting.sample_bytes
+        found = cutting.frontier if cutting.is_found else None
+        self.frontier = found or wanted.frontier
         self.probe: ProbeResult | None = None
         self.fastest: Plan | None = None
         self.start = 0
         self.measures = False
         self.plan = self.set_plan = plan
+        self.peak_bytes: int | None = None
         self._memory = memory
         self._parameters = parameters
         self._wanted = wanted
         self._watcher = watcher
-        self._relative: list[float] = []
-        self._learning: OnlineSearch | None = None
+        self._widths: Widths | None = None  # that the plan was made for; None if it is not known yet
+        self._groups: list[Runs] = []
+        self._sizes: tuple[int, ...] | None = None  # of the current window
+        self._held_bytes: int | None = None
+        self._can_measure = True
+        self._learning: Search | None = None
         self._is_to_learn = wanted.learns
         self._trials: list[Trial] = []
         self._before_state = 0  # how many of them ran before the optimizer had state
-        self._pace = Backoff(plan.target_batch, plan.micro_batch)
+        self._paces: dict[Widths, Backoff] = {}  # of what has failed, by the widths
+        self._limits: dict[Widths, int] = {}  # as memory has them, until more is known
         self._alone: Counter[int] = Counter()  # how often this window's samples failed alone, by their indices
         self._windows = 0
-        self._fits = wanted.fits  # may exceed the plan's size; the rest of a window can use it
-        self._may_fit = math.inf  # for samples larger than the unit of counting
-        self._counts_bytes = wanted.by_bytes
-        self.peak_bytes: int | None = None
+        self._is_measuring = False
         self._times_after = wanted.times_after
         self._tempo: Autotune | None = None
         self._timed: Plan | None = None  # the plan that is being timed
         self._compared_to = 0  # the largest size that the clock compares
-        if cutting.plan.micro_batch < plan.micro_batch:  # after failures
-            self.plan, self._times_after = cutting.plan, None
-            self._pace.grow(cutting.plan.micro_batch)
-            self._pace.stay()
+        self._shrunk = cutting.plan if cutting.plan.micro_batch < plan.micro_batch else None  # after failures
+        if self._shrunk is not None:
+            self.plan, self._times_after = self._shrunk, None
 
     @property
     def cutting(self) -> Cutting:
         """How windows are currently cut."""
-        return Cutting(
-            self.plan, self.set_plan, self.bytes_per_sample, self.sample_bytes, not self.is_learning, self.is_timed
-        )
+        return Cutting(self.plan, self.set_plan, self.frontier, not self.is_learning, self.is_timed)
 
     @property
     def is_learning(self) -> bool:
@@ -192,13 +197,13 @@ class Sizing:
     @property
     def is_quiet(self) -> bool:
         """Whether nothing is to be learned from windows that do not run out of memory: sizes stay as they are."""
-        return self._learning is None and not self._is_to_learn and self.is_timed and self._pace.is_quiet
+        return not (self.is_learning or self._paces or self._shrunk or self._is_measuring) and self.is_timed
 
     def set(self, plan: Plan) -> None:
         """Set a plan chosen by the caller."""
-        self._learning, self._is_to_learn = None, False
+        self._learning, self._is_to_learn, self._shrunk = None, False, None
         self._begin_with(plan)
-        self._times_after, self._fits = None, 0
+        self._times_after = None
 
     def grow_to(self, size: int) -> None:
         """Set a larger size chosen by the caller, and notify the watcher."""
@@ -214,31 +219,29 @@ class Sizing:
         self.start = 0
         self._alone.clear()
         self.peak_bytes = None
-        self._groups = window.groups()
-        self._weigh(window)
+        self._groups, self._sizes = window.widths(), None
+        if self._widths is None:
+            self._meet(_widest(itertools.chain.from_iterable(self._groups)))
         if self._is_to_learn:
             self._is_to_learn = False
-            self._learning = self._learn()
-        self.measures = self._learning is not None or self.bytes_per_sample is not None
+            self._learning = Search(
+                self.frontier, begins_with=self._wanted.begins_with, fails_cleanly=self._memory.fails_cleanly
+            )
+        self._is_measuring = False
+        if self._learning is None:
+            self.cut(0)
+        self._choose_measuring()
 
     def cut(self, start: int) -> tuple[int, ...]:
         """Return the micro-batch sizes of the window from sample `start` on."""
-        rests = self._rests(start)
         if self._learning is not None:
-            return tuple(self._cut_to_learn(self._learning, rests, is_first=start == 0))
-        plan, wanted = self._timed or self.plan, self._wanted
-        if start == 0 and self._groups == [plan.target_batch] and self._relative == [1.0]:
-            return plan.micro_batches
-        return tuple(
-            itertools.chain.from_iterable(
-                planner.cut(
-                    rest,
-                    self._capped(max(1, int(self._most(plan, relative) / relative))),
-                    is_uniform=wanted.is_uniform,
-                )
-                for rest, relative in rests
-            )
-        )
+            return tuple(self._cut_to_learn(self._learning, start))
+        if start == 0 and self._sizes is not None:
+            return self._sizes
+        sizes = tuple(itertools.chain.from_iterable(map(self._cut_group, self._rests(start))))
+        if start == 0:
+            self._sizes = sizes
+        return sizes
 
     def enter(self, size: int) -> None:
         """Prepare for the micro-batch at `start`; needed if `measures` is set.
@@ -246,36 +249,59 @@ class Sizing:
         Raises:
             torch.OutOfMemoryError: Its expected memory is not available.
         """
-        self._counted = self._counted_size(self.start, size)
+        widths = self._widths_of(size)
         if self._learning is not None:
+            line = self.frontier.line(widths)
+            expected = 0.0 if line is None else line.at(size)
+        else:
+            expected = _CERTAIN * (self.frontier.expected_bytes(size, widths) or 0.0)
+        if self._learning is not None or self._is_measuring:
             self._memory.reset_peak()
             self._held_bytes = self._memory.peak_bytes()
             self._entered = time.perf_counter()
-            self._memory.ensure(self._learning.expected_bytes(self._counted))
-        elif self.bytes_per_sample is not None:
-            self._memory.ensure(int(self.bytes_per_sample * self._counted * _CERTAIN))
+        self._memory.ensure(max(0, int(expected)))
 
     def leave(self, size: int) -> None:
-        """Record that the micro-batch has completed."""
-        if self._learning is None:
+        """Record that the micro-batch has completed; needed if `measures` is set.
+
+        One above a soft limit is kept, and the next is smaller.
+
+        Raises:
+            torch.OutOfMemoryError: It is above the limit, and hardly can be smaller.
+        """
+        if self._learning is None and not self._is_measuring:
             return
         self._memory.synchronize()
         elapsed_s = time.perf_counter() - self._entered
-        peak = self._memory.peak_bytes()
-        self.peak_bytes = max(self.peak_bytes or 0, peak or 0) or None
+        widths, peak = self._widths_of(size), self._memory.peak_bytes()
         # While a micro-batch computes, the next one is being copied to the card.
-        ahead = (self.sample_bytes or 0) * self._counted if self._memory.device.type == "cuda" else 0
-        extra = None if peak is None or self._held_bytes is None else max(0, peak - self._held_bytes) + ahead
-        if extra is not None:
-            extra = int(extra * self._counted / (size * self._relative_at(self.start)))  # counted sizes are integers
+        ahead = 4 * sum(widths) * size if self._memory.device.type == "cuda" else 0
+        extra = None if peak is None or self._held_bytes is None else max(1, peak - self._held_bytes) + ahead
+        is_whole = size == sum(samples for runs in self._groups for samples, _ in runs)
+        if self._learning is None:
+            self._limits.clear()
+            self.frontier.note(size, widths)
+            if extra is None:
+                self._can_measure = False
+            else:
+                self.frontier.measure(size, widths, extra, is_bound=self.start == 0)
+            return
+        self.peak_bytes = max(self.peak_bytes or 0, peak or 0) or None
+        if (excess := self._memory.excess(peak)) is not None:
+            if size <= _UNDIVIDED:
+                raise torch.OutOfMemoryError(excess)
+            self._note(Trial(size, fits=False, peak_bytes=peak, elapsed_s=elapsed_s), widths)
+            self._learning.fail(size, widths)
+            return
         self._learning.note(
-            self._counted,
+            size,
+            widths,
             extra,
             is_first=self.start == 0,
-            is_whole=size == sum(self._groups),
+            is_whole=is_whole,
             gradient_bytes=gradient_bytes(self._parameters()),
         )
-        self._note(Trial(self._counted, fits=True, peak_bytes=peak, elapsed_s=elapsed_s))
+        self._note(Trial(size, fits=True, peak_bytes=peak, elapsed_s=elapsed_s), widths)
 
     def wait(self) -> None:
         """Record that the window now waits for other processes."""
@@ -290,28 +316,23 @@ class Sizing:
             size: Its samples.
             may_wait: Whether single samples have fitted before.
         """
-        counted = self._counted_size(self.start, size)
+        widths = self._widths_of(size)
         if self._learning is not None:
-            self._note(Trial(counted, fits=False, peak_bytes=None, elapsed_s=time.perf_counter() - self._entered))
-        if size == 1 and (self._learning is not None or self.plan.micro_batch == 1):
+            elapsed_s = time.perf_counter() - self._entered
+            self._note(Trial(size, fits=False, peak_bytes=None, elapsed_s=elapsed_s), widths)
+        # A single remaining sample that fails proves nothing about larger sizes, which have fitted.
+        most = size if size > 1 or self._learning is not None else self._limit(widths, self.set_plan.target_batch)
+        if most == 1:
             # No smaller size is left, but something else may have taken the memory for a moment.
             tries, self._alone[self.start] = self._alone[self.start], self._alone[self.start] + 1
             return wait_for_memory(tries, may_wait=may_wait)
-        if counted == 1 < size:
-            # Many samples with small inputs did not fit, so memory does not follow input bytes here.
-            self._counts_bytes, self.sample_bytes, counted = False, None, size
-            self._relative = [1.0] * len(self._groups)
         if self._learning is not None:
-            return self._learning.fail(counted) is not None
-        if size > 1 and counted > max(self.plan.micro_batch, self._fits):
-            self._may_fit = counted * _LESS
-            return True
-        # A single remaining sample that fails proves nothing about larger sizes, which have fitted.
-        return self._shrink(self.plan.micro_batch if size == 1 else counted)
+            return self._learning.fail(size, widths)
+        return self._shrink(most, widths)
 
     def shrink(self) -> bool:
         """Switch to smaller sizes before memory runs out; return whether there are any."""
-        return self._learning is None and self._shrink(self._pace.size)
+        return self._learning is None and self._widths is not None and self._shrink(self.plan.micro_batch, self._widths)
 
     def end(self, sizes: Sequence[int], *, is_clean: bool, has_room: Callable[[int], bool]) -> None:
         """Record that a window has become an update, and choose the sizes of the next.
@@ -323,116 +344,247 @@ class Sizing:
         """
         if self._learning is not None:
             self._memory.trim()
-            self._learning.end_window(self._memory.reading().free_bytes)
+            groups = [(sum(samples for samples, _ in runs), _widest(runs)) for runs in self._groups]
+            self._learning.end_window(groups, self._memory.reading().free_bytes)
             # A size that fitted before the optimizer's state existed may not fit with it.
             self._before_state = self._before_state or len(self._trials)
             if self._learning.is_done:
                 self._conclude(self._learning, sizes)
             else:
-                self.plan = self.set_plan = self._plan_of(self._learning.so_far)
+                self.plan = self.set_plan = self._plan_of(max(sizes))
             return
-        if self._is_timed(is_clean=is_clean):
-            return
-        larger = self._pace.succeed() if is_clean else None
-        if larger is None:
-            return
-        if has_room((self.bytes_per_sample or 0) * (larger - self._pace.size)):
-            self._pace.grow(larger)
-            self._follow_pace()
+        if not self._is_timed(is_clean=is_clean) and is_clean:
+            self._grow(has_room)
+
+    # --- sizes --------------------------------------------------------------------------------------------------------
+
+    def _rests(self, start: int) -> list[Runs]:
+        """Return what is left of each group from `start` on."""
+        rests: list[Runs] = []
+        for runs in self._groups:
+            left: Runs = []
+            for samples, widths in runs:
+                skipped = min(start, samples)
+                start -= skipped
+                if samples > skipped:
+                    left.append((samples - skipped, widths))
+            if left:
+                rests.append(left)
+        return rests
+
+    def _cut_group(self, runs: Runs) -> tuple[int, ...]:
+        """Cut samples that can be joined."""
+        samples, plan = sum(each for each, _ in runs), self._timed or self.plan
+        if len(runs) == 1:
+            if runs == [(plan.target_batch, self._widths)]:
+                return plan.micro_batches
+            return planner.cut(samples, self._limit(runs[0][1], samples), is_uniform=self._wanted.is_uniform)
+        sizes = self._greedy(runs, samples)
+        even = planner.balanced(samples, -(-samples // len(sizes)))
+        return even if self._are_allowed(even, runs) else sizes
+
+    def _greedy(self, runs: Runs, samples: int) -> tuple[int, ...]:
+        """Cut samples of unlike width, as many into each micro-batch as its widest one allows."""
+        sizes: list[int] = []
+        size, widest = 0, runs[0][1]
+        for samples_alike, widths in runs:
+            rest = samples_alike
+            while rest:
+                wider = _joined(widest, widths) if size else widths
+                room = self._limit(wider, samples) - size
+                if room <= 0:
+                    sizes.append(size)
+                    size = 0
+                    continue
+                taken = min(room, rest)
+                size, rest, widest = size + taken, rest - taken, wider
+        return (*sizes, size)
+
+    def _are_allowed(self, sizes: Sequence[int], runs: Runs) -> bool:
+        starts = itertools.accumulate(sizes, initial=0)
+        return all(
+            size <= self._limit(_between(runs, start, start + size), size)
+            for size, start in zip(sizes, starts, strict=False)
+        )
+
+    def _limit(self, widths: Widths, most: int) -> int:
+        """Return the most samples of these widths that a micro-batch may have, at most `most`."""
+        wanted, plan = self._wanted, self._timed or self.plan
+        if not wanted.by_width:
+            most = min(most, max(self.set_plan.micro_batch, wanted.fits))
         else:
-            self._pace.stay()
+            if plan.micro_batch < self._compared_to and self._widths is not None:
+                # The clock asks for less than fits.
+                most = min(most, max(1, plan.micro_batch * sum(self._widths) // sum(widths)))
+            if self.frontier.surely(widths) < most:
+                if widths not in self._limits:
+                    free = self._free_beside_gradients()
+                    self._limits[widths] = self.frontier.largest(widths, free, sys.maxsize)
+                most = min(most, self._limits[widths])
+        for failed, pace in self._paces.items():
+            if are_within(failed, widths):
+                most = min(most, pace.size)
+        return most if wanted.most is None else min(most, wanted.most)
+
+    def _widths_of(self, size: int) -> Widths:
+        """Return the widths of the micro-batch at `start`."""
+        return _between([run for runs in self._groups for run in runs], self.start, self.start + size)
+
+    def _free_beside_gradients(self) -> int:
+        to_come = (p for p in self._parameters() if p.requires_grad and p.grad is None)
+        return self._memory.reading().free_bytes - sum(p.nbytes for p in to_come)
+
+    def _meet(self, widths: Widths) -> None:
+        """Take samples of some widths for those of the plan."""
+        self._widths = widths
+        if self._wanted.by_width and not self.is_learning and not self.frontier.fits:
+            self.frontier.note(max(self.set_plan.micro_batch, self._wanted.fits), widths)
+        if self._shrunk is not None:
+            self._wait_to_grow(self.set_plan, self._shrunk.micro_batch)
+            self._shrunk = None
+
+    def _choose_measuring(self) -> None:
+        """Decide whether micro-batches of the window are looked at."""
+        sizes, self.start = self._sizes or (), 0
+        if self._learning is None and self._wanted.by_width and self._can_measure:
+            for size in sizes:
+                self._is_measuring = self._is_measuring or not self.frontier.is_measured(self._widths_of(size))
+                self.start += size
+            self.start = 0
+        is_careful = self._wanted.by_width and not self._memory.fails_cleanly
+        self.measures = self._learning is not None or self._is_measuring or is_careful
 
     # --- learning -----------------------------------------------------------------------------------------------------
 
-    def _learn(self) -> OnlineSearch:
-        largest = max(each * relative for each, relative in self._rests(0))
-        return OnlineSearch(
-            self._capped(math.ceil(largest)),
-            begins_with=self._wanted.begins_with,
-            fitted_before=self._wanted.fitted_before,
-            line=self._wanted.line,
-            fails_cleanly=self._memory.fails_cleanly,
-        )
-
-    def _cut_to_learn(self, learning: OnlineSearch, rests: list[tuple[int, float]], *, is_first: bool) -> Iterator[int]:
+    def _cut_to_learn(self, learning: Search, start: int) -> Iterator[int]:
         """Yield the size of the next micro-batch, then the remaining sizes as they are without further learning."""
         self._memory.trim()
-        (rest, relative), *others = rests
-        counted = math.ceil(rest * relative)
-        size = learning.next_size(counted, self._memory.reading().free_bytes, is_first=is_first)
-        size = self._capped(rest if size >= counted else min(rest, max(1, int(size / relative))))
+        runs, *others = self._rests(start)
+        rest = sum(samples for samples, _ in runs)
+        free_bytes = self._memory.reading().free_bytes
+        size = self._capped(learning.next_size(rest, _widest(runs), free_bytes, is_first=start == 0))
         yield size
-        for samples, each in [(rest - size, relative), *others]:
+        for samples in [rest - size, *(sum(each for each, _ in other) for other in others)]:
             if samples:
-                yield from planner.balanced(samples, self._capped(max(1, int(size * relative / each))))
+                yield from planner.balanced(samples, size)
 
-    def _note(self, trial: Trial) -> None:
+    def _note(self, trial: Trial, widths: Widths) -> None:
         """Record and report a trial if it adds information: a size below one that fits rarely does."""
         known = self._trials[self._before_state :]
         failed = min((one.size for one in known if not one.fits), default=math.inf)
         fits = max((one.size for one in known if one.fits and one.size < failed), default=0)
         is_told = any((one.size, one.fits) == (trial.size, trial.fits) for one in known)
-        is_answer = self._learning is not None and trial.fits and trial.size == self._learning.largest
+        is_answer = trial.fits and trial.size == self.frontier.surely(widths)
         if not is_told and (fits < trial.size < failed or is_answer or not trial.fits):
             self._trials.append(trial)
             self._watcher.trial(trial)
 
-    def _conclude(self, learning: OnlineSearch, sizes: Sequence[int]) -> None:
-        line = learning.line
+    def _conclude(self, learning: Search, sizes: Sequence[int]) -> None:
+        """End the search with what it has found for the widest samples of the last window."""
         self._learning = None
-        self.bytes_per_sample = None if line is None else int(line.bytes_per_sample)
+        widths = self._widths = _widest(itertools.chain.from_iterable(self._groups))
+        frontier, line = self.frontier, self.frontier.line(widths)
+        sure = max(1, frontier.surely(widths))
+        begun_with = None if learning.failures else self._wanted.begins_with
+        largest = max(sizes) if begun_with is not None and begun_with >= max(sizes) else sure
         self.probe = ProbeResult(
-            learning.largest,
+            largest,
             tuple(self._trials),
             self._memory.reading().limit_bytes,
             None if line is None else max(0, int((self._held_bytes or 0) + line.fixed_bytes)),
             self.bytes_per_sample,
         )
-        self._begin_with(self._plan_of(learning.largest))
-        self._fits = learning.largest
-        if learning.has_failed and line is not None:
-            predicted = line.largest_within(self._free_beside_gradients())
-            if predicted > learning.largest:
-                self._hope(self._plan_of(predicted))
+        self._begin_with(self._plan_of(largest))
+        if begun_with is not None and begun_with < sure:
+            self._compared_to = sure  # by the clock of an earlier run
+        frontier.forgive()
+        if learning.failures and line is not None:
+            hoped = self._plan_of(line.largest_within(self._free_beside_gradients()))
+            if hoped.micro_batch > self.plan.micro_batch:  # it has failed, although it is predicted to fit
+                self.set_plan = hoped
+                self._wait_to_grow(hoped, self.plan.micro_batch)
         self._watcher.planned(self.plan, self.probe, is_proven=self.plan.micro_batches == tuple(sizes))
 
-    def _hope(self, larger: Plan) -> None:
-        """Schedule a later attempt at a plan that failed although it is predicted to fit."""
-        if larger.micro_batch > self.plan.micro_batch:
-            self.set_plan, smaller = larger, self.plan.micro_batch
-            self._pace = Backoff(larger.target_batch, larger.micro_batch)
-            self._pace.grow(smaller)
-            self._pace.stay()
+    @property
+    def bytes_per_sample(self) -> int | None:
+        """Additional memory per sample as wide as those of the plan; None if unknown."""
+        line = None if self._widths is None else self.frontier.line(self._widths)
+        return None if line is None else int(line.bytes_per_sample)
 
     # --- the plan -----------------------------------------------------------------------------------------------------
 
     def _begin_with(self, plan: Plan) -> None:
         self.plan = self.set_plan = plan
-        self._pace, self._tempo, self._timed = Backoff(plan.target_batch, plan.micro_batch), None, None
+        self._paces.clear()
+        self._limits.clear()
+        self._tempo = self._timed = self._sizes = None
 
     def _plan_of(self, most: int) -> Plan:
         wanted, target = self._wanted, self.plan.target_batch
-        return planner.planned(target, self._capped(min(most, target)), is_uniform=wanted.is_uniform)
+        return planner.planned(target, max(1, self._capped(min(most, target))), is_uniform=wanted.is_uniform)
 
     def _capped(self, size: int) -> int:
         """Return a size that is allowed."""
         most = self._wanted.most
         return size if most is None else min(size, most)
 
-    def _shrink(self, failed: int) -> bool:
-        if self._pace.fail(failed) is None:
+    # --- after failures -----------------------------------------------------------------------------------------------
+
+    def _wait_to_grow(self, plan: Plan, size: int) -> None:
+        """Begin with a size, and grow to that of a plan later."""
+        assert self._widths is not None
+        pace = self._paces[self._widths] = Backoff(plan.target_batch, plan.micro_batch)
+        pace.grow(size)
+        pace.stay()
+
+    def _shrink(self, failed: int, widths: Widths) -> bool:
+        """Make micro-batches smaller whose samples are at least as wide; return whether there are smaller ones."""
+        pace = self._paces.get(widths)
+        if pace is None:
+            is_plans = widths == self._widths or not self._wanted.by_width
+            largest = max(failed, self.set_plan.micro_batch) if is_plans else failed
+            if len(self._paces) == _MOST_PACES:
+                del self._paces[next(iter(self._paces))]
+            pace = self._paces[widths] = Backoff(self.plan.target_batch, largest)
+        if pace.fail(failed) is None:
             return False
+        if self._wanted.by_width:
+            self.frontier.fail(failed, widths)
+        self._change_pace()
         if self._tempo is not None:
-            self._compared_to = self._pace.size
-            self._time(Autotune(self.plan.target_batch, self._pace.size))
-        self._follow_pace()
+            self._compared_to = self.plan.micro_batch
+            self._time(Autotune(self.plan.target_batch, self.plan.micro_batch))
         return True
 
-    def _follow_pace(self) -> None:
-        self._fits = 0
-        whole = self._pace.size == self.set_plan.micro_batch
-        self.plan = self.set_plan if whole else self._plan_of(self._pace.size)
-        self._watcher.planned(self.plan, None)
+    def _grow(self, has_room: Callable[[int], bool]) -> None:
+        """Try larger sizes again where it is time to, after a window without failures."""
+        present = [widths for runs in self._groups for _, widths in runs]
+        for failed, pace in list(self._paces.items()):
+            if not any(are_within(failed, widths) for widths in present):
+                continue
+            larger = pace.succeed()
+            if larger is not None:
+                each = (self.frontier.expected_bytes(larger, failed) or 0.0) / larger
+                if has_room(int(each * (larger - pace.size))):
+                    pace.grow(larger)
+                    self.frontier.forgive()
+                    self._change_pace()
+                else:
+                    pace.stay()
+            if pace.is_quiet:
+                del self._paces[failed]
+
+    def _change_pace(self) -> None:
+        """Let the plan be what the sizes of its widths have come to."""
+        self._sizes = None
+        self._limits.clear()
+        widths = self._widths
+        sizes = [pace.size for failed, pace in self._paces.items() if widths is not None and are_within(failed, widths)]
+        size = min([self.set_plan.micro_batch, *sizes])
+        plan = self.set_plan if size == self.set_plan.micro_batch else self._plan_of(size)
+        if plan != self.plan:
+            self.plan = plan
+            self._watcher.planned(plan, None)
 
     # --- the clock ----------------------------------------------------------------------------------------------------
 
@@ -440,10 +592,11 @@ class Sizing:
         """Return whether autotuning is active; if so, record the window's time unless memory ran out."""
         self._windows += 1
         if self._tempo is not None:
-            work = sum(samples * relative for samples, relative in self._rests(0))
-            if is_clean and sum(self._groups) >= self.plan.target_batch:
+            runs = [run for group in self._groups for run in group]
+            if is_clean and sum(samples for samples, _ in runs) >= self.plan.target_batch:
                 self._memory.synchronize()
-                self._tempo.note((self._ended or time.perf_counter()) - self._began, work / self.plan.target_batch)
+                work = sum(samples * sum(widths) for samples, widths in runs) / self.plan.target_batch
+                self._tempo.note((self._ended or time.perf_counter()) - self._began, work)
             self._time(self._tempo)
             return True
         if self._times_after is None or self._windows < self._times_after or self.plan != self.set_plan:
@@ -454,6 +607,7 @@ class Sizing:
 
     def _time(self, tempo: Autotune) -> None:
         """Cut the next window as autotuning asks, or conclude."""
+        self._sizes = None
         if not tempo.is_settled:
             self._tempo, self._timed = tempo, self._plan_of(tempo.size)
             return
@@ -463,40 +617,21 @@ class Sizing:
             self._watcher.planned(self.plan, None)
         self.fastest = self.plan
 
-    # --- samples of different size ------------------------------------------------------------------------------------
 
-    def _weigh(self, window: Window) -> None:
-        """Determine how large the window's samples are relative to the unit of counting."""
-        if not self._counts_bytes:
-            self._relative = [1.0] * len(self._groups)
-            return
-        costs = window.sample_bytes()
-        self.sample_bytes = self.sample_bytes or max(costs) or None
-        self._relative = [max(cost, 1) / (self.sample_bytes or 1) for cost in costs]
-        if self.bytes_per_sample and max(self._relative) > 1.0:
-            self._may_fit = min(self._may_fit, _CERTAIN * self._free_beside_gradients() / self.bytes_per_sample)
+def _widest(runs: Iterable[tuple[int, Widths]]) -> Widths:
+    return max((widths for _, widths in runs), key=sum)
 
-    def _most(self, plan: Plan, relative: float) -> float:
-        """Return the maximum counted size of a micro-batch of samples of this relative size."""
-        if plan.micro_batch < self._compared_to:
-            return plan.micro_batch  # the clock asks for less than fits
-        most = max(plan.micro_batch, self._fits)
-        # No more than has fitted; but for larger samples, the largest size that memory allows may never have been
-        # tried.
-        return most if relative <= 1.0 or self._may_fit == math.inf else max(most, self._may_fit)
 
-    def _free_beside_gradients(self) -> int:
-        to_come = (p for p in self._parameters() if p.requires_grad and p.grad is None)
-        return self._memory.reading().free_bytes - sum(p.nbytes for p in to_come)
+def _joined(widths: Widths, others: Widths) -> Widths:
+    """Return the widths of a micro-batch that has samples of both."""
+    return tuple(map(max, widths, others)) if len(widths) == len(others) else max(widths, others, key=sum)
 
-    def _counted_size(self, start: int, size: int) -> int:
-        return max(1, round(size * self._relative_at(start)))
 
-    def _relative_at(self, start: int) -> float:
-        return 1.0 if self._relative == [1.0] else self._rests(start)[0][1]
-
-    def _rests(self, start: int) -> list[tuple[int, float]]:
-        """Return the remaining samples of each group from `start` on, with the relative size of those that come."""
-        ends = itertools.accumulate(self._groups)
-        groups = zip(self._groups, self._relative, ends, strict=True)
-        return [(min(group, end - start), each) for group, each, end in groups if end > start]
+def _between(runs: Runs, start: int, stop: int) -> Widths:
+    """Return the widths of a micro-batch from sample `start` to `stop` (exclusive)."""
+    found: Widths = ()
+    for samples, widths in runs:
+        if start < samples and stop > 0:
+            found = _joined(found, widths) if found else widths
+        start, stop = start - samples, stop - samples
+    return found or runs[-1][1]

@@ -7,6 +7,7 @@ or pipe of its name is written through. Only regular files are read: a pipe woul
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -26,6 +27,7 @@ UNFINISHED = ".unfinished"
 # O_BINARY exists only on Windows, the others only elsewhere.
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
+_CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 _COMMON = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
@@ -75,7 +77,6 @@ def replacing(
     *,
     ending: str = UNFINISHED,
     mode: int = 0o666,
-    flushes_rename: bool = False,
     before_rename: Callable[[], None] | None = None,
 ) -> Iterator[Path]:
     """Yield an empty file that replaces `path` when the block ends; if the block raises, it is removed.
@@ -84,8 +85,6 @@ def replacing(
         path: The file to replace.
         ending: Suffix of the unfinished file's name, by which some libraries choose the format.
         mode: Permissions of the file, subject to the umask.
-        flushes_rename: Whether to flush the rename to disk, so that it survives a power loss. The block flushes the
-            file itself, through the descriptor that it writes to.
         before_rename: Runs just before the rename; an exception prevents it.
 
     Raises:
@@ -98,8 +97,6 @@ def replacing(
         if before_rename is not None:
             before_rename()
         unfinished.replace(path)
-        if flushes_rename:
-            _flush_folder(path.parent)
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
@@ -149,11 +146,15 @@ def _refused(asked: str, reason: str) -> InvalidInputError:
     )
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
+    """Flush the names in a folder to disk; a system or file system that cannot do that is no error."""
     if not hasattr(os, "O_DIRECTORY"):
         return  # Windows cannot flush folders
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_FLUSH:
+            raise
     finally:
         os.close(descriptor)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import random
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
-from autoaccum._arguments import check_bool, check_positive_int, shown
+from autoaccum._arguments import check_bool, check_positive_int
+from autoaccum._callbacks import EarlyStopping
 from autoaccum._data.loaders import can_be_read_once, check_loader
 from autoaccum._data.regrouping import check_target
 from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
@@ -28,14 +27,13 @@ from autoaccum._sizing.cache import PlanCache
 from autoaccum._system.launched import MAX_MICRO_BATCH, max_micro_batch, own_rank
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
-from autoaccum._training.checkpoint_schedule import check_saving, saver_for
+from autoaccum._training.checkpoint_schedule import EVERY, check_saving, saver_for
 from autoaccum._training.console import OtherRank, progress_for
 from autoaccum._training.first_plan import Finding
 from autoaccum._training.loop import Training
 from autoaccum._training.lr_schedule import Schedule, check_scheduler
-from autoaccum._training.one_process import OneProcess
 from autoaccum._training.progress import Data
-from autoaccum._training.rank_coordination import SeveralRanks
+from autoaccum._training.rank_coordination import Coordinator
 from autoaccum._training.restore_on_failure import Untouched
 from autoaccum.errors import InvalidInputError
 
@@ -53,9 +51,6 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import FitResult
 
-# The range that torch.manual_seed accepts.
-_SEEDS = (-(2**63), 2**64 - 1)
-
 
 @writes_reason
 def fit(
@@ -63,42 +58,49 @@ def fit(
     loader: Iterable[Any],
     target_batch: int | None = None,
     *,
+    # The loss and the batch.
     loss: Loss | Sequence[Loss] | None = None,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | str | None = None,
+    loss_reduction: Literal["mean", "sum"] | None = None,
+    loss_scope: Literal["micro_batch", "window"] = "micro_batch",
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    split: Split | None = None,
+    target_tokens: int | None = None,
+    batchnorm: Literal["keep", "rescale"] = "keep",
+    # The update.
+    optimizer: torch.optim.Optimizer
+    | Sequence[torch.optim.Optimizer]
+    | MakesOptimizer
+    | Literal["adamw", "sgd"]
+    | None = None,
     scheduler: Any = None,
-    scheduler_interval: str = "step",
+    scheduler_interval: Literal["step", "epoch"] = "step",
+    lr_scaling: Literal["linear", "sqrt"] | None = None,
+    base_batch: int | None = None,
+    clip_grad_norm: float | None = None,
+    # The loop.
     epochs: int | None = None,
     max_steps: int | None = None,
+    drop_last: bool = False,
+    val_loader: Iterable[Any] | None = None,
+    val_every: int | None = None,
+    metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None = None,
+    callbacks: Sequence[Callback] = (),
+    progress: bool | Literal["auto", "bar", "lines"] | Callback = "auto",
+    on_nan: Literal["warn", "stop"] = "warn",
+    # The device.
     device: str | torch.device | MemoryBackend | None = None,
-    precision: str = "auto",
-    micro_batch: int | str = "auto",
-    cache: bool = True,
+    precision: Literal["auto", "fp32", "no", "bf16", "bf16-mixed", "fp16", "16-mixed"] = "auto",
+    micro_batch: int | Literal["auto"] = "auto",
     memory_limit: float | str | None = None,
     memory: str | Sequence[str] | None = None,
-    clip_grad_norm: float | None = None,
-    drop_last: bool = False,
-    lr_scaling: str | None = None,
-    base_batch: int | None = None,
-    val_loader: Iterable[Any] | None = None,
-    val_steps: int | None = None,
-    metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None = None,
-    forward: Callable[[nn.Module, Any], Any] | None = None,
-    loss_reduction: str | None = None,
-    loss_scope: str = "micro_batch",
-    batchnorm: str = "keep",
-    split: Split | None = None,
-    callbacks: Sequence[Callback] = (),
-    progress: bool | str | Callback = "auto",
-    seed: int | None = None,
+    on_too_large: Literal["raise", "skip"] = "raise",
+    # Long runs, ranks, diagnosis.
     checkpoint: str | PathLike[str] | None = None,
-    checkpoint_steps: int | None = None,
-    checkpoint_minutes: float | None = 10.0,
-    resume: bool | str = "auto",
-    oom_report: str | PathLike[str] | None = None,
+    checkpoint_every: int | str | None = EVERY,
+    resume: bool | Literal["auto"] = "auto",
     shard: bool = False,
-    on_nan: str = "warn",
     noise_scale: bool | int = False,
-    target_tokens: int | None = None,
+    oom_report: str | PathLike[str] | None = None,
 ) -> FitResult:
     """Train a model with updates of `target_batch` samples, regardless of how many fit on the device at once.
 
@@ -119,24 +121,58 @@ def fit(
             integer targets and mean squared error for floating-point ones. In a mapping, including one that the model
             returns, the entry "loss" is the total and the others are only reported; without that entry, those with a
             gradient are summed and detached ones are only reported (docs/losses.md).
+        loss_reduction: "mean" (over the samples, not over tokens) or "sum": the reduction of the loss, taken at its
+            word. None: read it from the loss's graph (docs/guarantees.md).
+        loss_scope: "micro_batch": compute the loss of each micro-batch and weight it; "window": compute it once, from
+            the model's outputs for the whole window, for any loss that is a deterministic function of per-sample
+            outputs and no mean over them, such as one that compares samples with each other (docs/losses.md).
+        forward: A callable of (model, batch) that returns the outputs and replaces the conventions for batches.
+        split: How batches are counted, cut and joined if their samples do not run along the first dimension of every
+            tensor: an object with `count`, `cut` and `join` (`autoaccum.Split`), such as `autoaccum.Along(1)` for
+            time-first tensors or `autoaccum.ListOfSamples(collate)` for detection, graphs and flattened sequences
+            (docs/batches.md).
+        target_tokens: Number of tokens per optimizer update, over all ranks, in place of `target_batch`: an update is
+            made from as many whole samples as come nearest to it. Those of a sample are its labels that are not -100,
+            else what its `attention_mask` keeps, else the elements of its largest tensor (docs/batches.md).
+        batchnorm: "keep": BatchNorm updates its running statistics with every micro-batch, with the layer's own
+            momentum; "rescale": over a window, they move as far as with one batch (docs/losses.md).
         optimizer: An optimizer over the model's parameters, or a function of them that returns one. Several, in a list,
-            if each has its own parameters (docs/losses.md). None or "adamw": AdamW(lr=1e-3).
+            if each has its own parameters (docs/losses.md). None or "adamw": AdamW(lr=1e-3);
+            "sgd": SGD(lr=0.01, momentum=0.9).
         scheduler: A learning-rate scheduler for the optimizer in use, or a function of the optimizer that returns one.
             ReduceLROnPlateau steps on the loss of each evaluation.
         scheduler_interval: "step": step the scheduler after every update; "epoch": after every epoch.
+        lr_scaling: "linear" or "sqrt": multiply the learning rates once, by `target_batch / base_batch` or its root.
+        base_batch: The batch size that the learning rates were chosen for.
+        clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer. float("inf")
+            only measures that norm, for `StepReport.grad_norm`.
         epochs: Number of passes over the loader. None: 1, or as many as `max_steps` takes.
         max_steps: Number of windows after which training stops.
+        drop_last: Whether to leave out a shorter last window of an epoch, in place of an update made from it.
+        val_loader: Data to evaluate on after each epoch. To detect errors early, a few samples are also evaluated
+            before the first update, which leaves parameters, buffers and random state as they are.
+        val_every: Number of windows between evaluations, which then take the place of those after each epoch; the end
+            of the training is evaluated in any case. None: evaluate after each epoch.
+        metrics: Metrics for the evaluation: callables of (outputs, targets), averaged over samples, or torchmetrics
+            objects.
+        callbacks: Callbacks to notify of plans, steps, evaluations and checkpoints.
+        progress: "auto": a bar on a terminal, lines elsewhere; "bar"; "lines"; or False for no output, which also
+            silences notices of what `fit` chose. Printed on stderr.
+        on_nan: What to do when a window's loss or gradient norm is NaN or infinite. "warn": print a warning on stderr
+            once, even with progress=False; "stop": raise NotFiniteError on all ranks. No checkpoint of non-finite
+            parameters is written, and the last finite one is kept.
         device: A device, its name, or a memory backend that stands for one. None: the model's device if that is an
             accelerator, else the available accelerator, else the CPU.
-        precision: "fp32", or "bf16" or "fp16" with autocast and, for fp16, a gradient scaler. "auto": on CUDA, bf16 or
+        precision: "fp32" (or "no"); "bf16" (or "bf16-mixed") and "fp16" (or "16-mixed") with autocast and, for
+            fp16, a gradient scaler. "auto": on CUDA, bf16 or
             fp16, whichever the card supports well; fp32 elsewhere.
         micro_batch: Maximum number of samples at once, or "auto" to find it in the first windows of the training, whose
             micro-batches start small and grow; with loss_scope="window" by trials before it. The environment variable
             AUTOACCUM_MAX_MICRO_BATCH, which `autoaccum run` sets, bounds both. With a number, two runs cut alike,
             regardless of memory and timing; with "auto", a long training also times halves and quarters of what fits,
             and keeps what is fastest. Windows of compiled models are cut into equal sizes.
-        cache: Whether to keep the micro-batch for the next run of the same job, which confirms it with a single
-            micro-batch. The cache is in the user's cache directory, or in AUTOACCUM_CACHE_DIR.
+            What was found is remembered for the next run of the same job, which confirms it with a single micro-batch:
+            in the user's cache directory, or in AUTOACCUM_CACHE_DIR; an empty AUTOACCUM_CACHE_DIR remembers nothing.
         memory_limit: Bytes, a string such as "12GiB", or a fraction of the device's total memory. On the host, it
             limits what the process takes beyond what it holds at the call. None: all free memory.
         memory: What saves memory, for time (docs/memory.md). "chunked_loss": the cross entropy of a Transformers model
@@ -145,54 +181,25 @@ def fit(
             "checkpoint:NAME" of those of a name or a class. "offload": activations are kept in host memory. Several in
             a list. "auto": one after the other wherever not even one sample fits, else nothing. Gradients stay the
             same, those of a loss in chunks up to rounding.
-        clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer. float("inf")
-            only measures that norm, for `StepReport.grad_norm`.
-        drop_last: Whether to leave out a shorter last window of an epoch, in place of an update made from it.
-        lr_scaling: "linear" or "sqrt": multiply the learning rates once, by `target_batch / base_batch` or its root.
-        base_batch: The batch size that the learning rates were chosen for.
-        val_loader: Data to evaluate on after each epoch. To detect errors early, a few samples are also evaluated
-            before the first update, which leaves parameters, buffers and random state as they are.
-        val_steps: Number of windows between evaluations, which then take the place of those after each epoch; the end
-            of the training is evaluated in any case. None: evaluate after each epoch.
-        metrics: Metrics for the evaluation: callables of (outputs, targets), averaged over samples, or torchmetrics
-            objects.
-        forward: A callable of (model, batch) that returns the outputs and replaces the conventions for batches.
-        loss_reduction: "mean" (over the samples, not over tokens) or "sum": the reduction of the loss, taken at its
-            word. None: read it from the loss's graph (docs/guarantees.md).
-        loss_scope: "micro_batch": compute the loss of each micro-batch and weight it; "window": compute it once, from
-            the model's outputs for the whole window, for any loss that is a deterministic function of per-sample
-            outputs and no mean over them, such as one that compares samples with each other (docs/losses.md).
-        batchnorm: "keep": BatchNorm updates its running statistics with every micro-batch, with the layer's own
-            momentum; "rescale": over a window, they move as far as with one batch (docs/losses.md).
-        split: How batches are counted, cut and joined if their samples do not run along the first dimension of every
-            tensor: an object with `count`, `cut` and `join` (`autoaccum.Split`), such as `autoaccum.Along(1)` for
-            time-first tensors or `autoaccum.ListOfSamples(collate)` for detection, graphs and flattened sequences
-            (docs/batches.md).
-        callbacks: Callbacks to notify of plans, steps, evaluations and checkpoints.
-        progress: "auto": a bar on a terminal, lines elsewhere; "bar"; "lines"; or False for no output, which also
-            silences notices of what `fit` chose. Printed on stderr.
-        seed: Seed for the random generators of torch, Python and NumPy. Rank r uses `seed + r`.
+        on_too_large: What to do with a sample that does not fit even alone. "raise": raise DoesNotFitError. "skip":
+            leave it out of its window, whose mean then runs over the rest, say which it is, and count it in the result;
+            a window with nothing left makes no update. Not on several ranks, nor with loss_scope="window".
         checkpoint: A folder for the checkpoints of this run and no other. `fit` writes one at the end, on SIGTERM
-            (which then takes effect), on SIGUSR1, when an error ends the call early, and at the intervals of the next
-            two arguments. The newest two are kept.
-        checkpoint_steps: Number of windows between checkpoints.
-        checkpoint_minutes: Minutes between checkpoints; None disables this interval.
+            (which then takes effect), on SIGUSR1, when an error ends the call early, every `checkpoint_every`, and
+            after an evaluation with the lowest loss so far. The newest two and that with the lowest loss are kept.
+        checkpoint_every: Number of windows between checkpoints, or a time such as "15min", "90s" or "1h"; None: none
+            at intervals.
         resume: "auto": resume from the folder's newest checkpoint, or start from the beginning if there is none. True:
-            require one. False: start from the beginning; the first new checkpoint replaces those in the folder.
-        oom_report: A folder. When memory first runs out, a text with the largest tensors, and on CUDA a snapshot for
-            PyTorch's memory viewer, is written there (docs/troubleshooting.md).
+            require one. False: start from the beginning; those in the folder move to a folder `earlier-N` in it when
+            the first new one is written.
         shard: Under torchrun, whether every rank's loaders give all samples, so that each rank takes its part of every
             window and of the validation data. False: each rank's loaders give only its own samples
             (DistributedSampler); see docs/several-gpus.md.
-        on_nan: What to do when a window's loss or gradient norm is NaN or infinite. "warn": print a warning on stderr
-            once, even with progress=False; "stop": raise NotFiniteError on all ranks. No checkpoint of non-finite
-            parameters is written, and the last finite one is kept.
         noise_scale: Whether to measure the gradient noise scale, which says whether a larger batch would pay, from two
             norms of every 50th window; a number measures every so many windows. A window that is measured takes
             its samples in random order, and is cut in two if it fits at once (docs/batch-size.md).
-        target_tokens: Number of tokens per optimizer update, over all ranks, in place of `target_batch`: an update is
-            made from as many whole samples as come nearest to it. Those of a sample are its labels that are not -100,
-            else what its `attention_mask` keeps, else the elements of its largest tensor (docs/batches.md).
+        oom_report: A folder. When memory first runs out, a text with the largest tensors, and on CUDA a snapshot for
+            PyTorch's memory viewer, is written there (docs/troubleshooting.md).
 
     Returns:
         A summary of the run. The model itself is trained in place. An exception that ends the call early, such as
@@ -226,9 +233,8 @@ def fit(
     optimizers.scaling_factor(lr_scaling, target, base_batch)
     epochs, max_steps = _check_length(epochs, max_steps)
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
-    _check_data(loader, val_loader, split, val_steps, metrics, epochs)
-    folders = [check_saving(checkpoint, checkpoint_steps, checkpoint_minutes, resume), options.report_folder]
-    check_seed(seed)
+    _check_data(loader, val_loader, split, val_every, metrics, epochs, callbacks)
+    folders = [check_saving(checkpoint, checkpoint_every, resume), options.report_folder]
     check_bool("shard", shard)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module  # DDP's own first forward pass would wait for all ranks
@@ -240,14 +246,11 @@ def fit(
     shown = OtherRank(rank, silent=progress is False) if rank else progress_for(progress, backend, limit_bytes, counts)
     savings = options.savings(backend)
     with Untouched(backend.device, folders, (loader, val_loader)) as untouched, joined(backend) as ranks:
-        if seed is not None:
-            _seed(seed + rank)
         step = assemble(model, options, memory=backend, notices=notices, is_one_of_several=ranks is not None)
         untouched.keep_rates(step.optimizer, scheduler)
-        saver = saver_for(checkpoint, checkpoint_steps, checkpoint_minutes, resume)
+        saver = saver_for(checkpoint, checkpoint_every, resume)
         earlier = None if saver is None else saver.cap(notices)
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
-        world = OneProcess(loader, target, drop_last, step.objective.split, in_tokens=in_tokens)
         grows_from = None
         if ranks is not None:
             alike = {
@@ -257,7 +260,7 @@ def fit(
                 "epochs": epochs,
                 "max_steps": max_steps,
                 "clip_grad_norm": clip_grad_norm,
-                "val_steps": val_steps,
+                "val_every": val_every,
                 "loss_reduction": loss_reduction,
                 "batchnorm": batchnorm,
                 "on_nan": on_nan,
@@ -268,20 +271,28 @@ def fit(
                 "checkpoint": saver is not None,
                 "val_loader": val_loader is not None,
             }
+            if on_too_large == "skip":
+                raise InvalidInputError(
+                    f"on_too_large='skip' is for one process, and there are {ranks.size} ranks; leave the samples out "
+                    "of the dataset"
+                )
             asked = {
                 f"memory={memory!r}": bool(savings),
                 f"noise_scale={noise_scale!r}": bool(noise_scale),
                 f"target_tokens={target_tokens}": in_tokens,
             }
             grows_from = check_sharded(step.objective.modules, ranks.size, asked)
-            world = _ranks_of(
-                ranks,
-                step,
-                loader,
-                alike | {"target_tokens": target_tokens},
-                in_tokens=in_tokens,
-                notices=notices,
-            )
+            _begin_alike(ranks, step, alike | {"target_tokens": target_tokens})
+        world = Coordinator(
+            ranks,
+            loader,
+            target,
+            drop_last=drop_last,
+            shard=shard,
+            split=step.objective.split,
+            in_tokens=in_tokens,
+            notices=notices,
+        )
         training = Training(
             step,
             Data(
@@ -290,14 +301,18 @@ def fit(
                 drop_last,
                 epochs,
                 max_steps,
-                None if in_tokens else _steps_per_epoch(loader, target if shard else world.target_batch, drop_last),
+                None
+                if in_tokens
+                else _steps_per_epoch(
+                    loader, target if shard else world.target_batch, drop_last=drop_last, notices=notices
+                ),
                 counts,
             ),
             Schedule(scheduler, scheduler_interval, step.optimizer, is_evaluated=val_loader is not None),
             finding=Finding(
                 step,
                 world.target_batch,
-                cache=PlanCache(notices) if cache else None,
+                cache=PlanCache(notices),
                 limit_bytes=limit_bytes,
                 cap=cap,
                 grows_from=grows_from,
@@ -305,7 +320,7 @@ def fit(
                 saves=savings,
             ),
             val_loader=val_loader,
-            val_steps=val_steps,
+            val_every=val_every,
             metrics=metrics,
             callbacks=(shown, *callbacks),
             notices=notices,
@@ -327,16 +342,8 @@ def fit(
         return training.run(limit_bytes=limit_bytes, started=started)
 
 
-def _ranks_of(
-    ranks: Ranks,
-    step: TrainingStep,
-    loader: Iterable[Any],
-    arguments: dict[str, Any],
-    *,
-    in_tokens: bool,
-    notices: Notices,
-) -> SeveralRanks:
-    """Set up training on several ranks: check that they agree, and broadcast the weights.
+def _begin_alike(ranks: Ranks, step: TrainingStep, arguments: dict[str, Any]) -> None:
+    """Check that ranks agree, and broadcast the weights.
 
     Raises:
         InvalidInputError: The ranks differ, or the training needs something that ranks cannot do together.
@@ -349,16 +356,6 @@ def _ranks_of(
         )
     check_alike(ranks, step, arguments)
     begin_alike(ranks, step)
-    return SeveralRanks(
-        ranks,
-        loader,
-        arguments["target_batch"],
-        drop_last=arguments["drop_last"],
-        shard=arguments["shard"],
-        notices=notices,
-        split=step.objective.split,
-        in_tokens=in_tokens,
-    )
 
 
 def _tell_of_cap(cap: int | None, most: int, notices: Notices) -> None:
@@ -376,12 +373,20 @@ def _check_length(epochs: int | None, max_steps: int | None) -> tuple[int | None
 
 
 def _check_data(
-    loader: Any, val_loader: Any, split: Split | None, val_steps: int | None, metrics: Any, epochs: int | None
+    loader: Any,
+    val_loader: Any,
+    split: Split | None,
+    val_every: int | None,
+    metrics: Any,
+    epochs: int | None,
+    callbacks: Sequence[Callback],
 ) -> None:
     check_loader("loader", loader, split)
     check_metrics(metrics)
-    _check_val_steps(val_steps, loader, val_loader)
+    _check_val_every(val_every, loader, val_loader)
     if val_loader is None:
+        if any(isinstance(callback, EarlyStopping) for callback in callbacks):
+            raise InvalidInputError("EarlyStopping waits for evaluations, and there are none; pass val_loader= too")
         if metrics is not None:
             raise InvalidInputError("metrics= require a val_loader= to evaluate, and there is none; pass both")
         return
@@ -394,51 +399,42 @@ def _check_data(
         )
 
 
-def _check_val_steps(val_steps: int | None, loader: Any, val_loader: Any) -> None:
-    if val_steps is None:
+def _check_val_every(val_every: int | None, loader: Any, val_loader: Any) -> None:
+    if val_every is None:
         return
-    check_positive_int("val_steps", val_steps)
+    check_positive_int("val_every", val_every)
     if val_loader is None:
-        raise InvalidInputError(f"val_steps={val_steps} needs a val_loader= to evaluate, and there is none; pass both")
+        raise InvalidInputError(f"val_every={val_every} needs a val_loader= to evaluate, and there is none; pass both")
     if can_be_read_once(val_loader):
         raise InvalidInputError(
-            f"val_loader, a {type(val_loader).__name__}, can be read only once, and val_steps={val_steps} evaluates "
+            f"val_loader, a {type(val_loader).__name__}, can be read only once, and val_every={val_every} evaluates "
             "several times; pass a DataLoader or a list, which can be read every time"
         )
     if val_loader is loader and not isinstance(loader, list | tuple):
         raise InvalidInputError(
-            f"val_steps={val_steps} evaluates in the middle of an epoch, and val_loader= is the loader that the "
+            f"val_every={val_every} evaluates in the middle of an epoch, and val_loader= is the loader that the "
             "training is reading then; pass a second one over the same data"
         )
 
 
-def check_seed(seed: int | None) -> None:
-    """Check the argument `seed`.
-
-    Raises:
-        InvalidInputError: It is not an integer that torch's generators accept.
-    """
-    if seed is not None and (type(seed) is not int or not _SEEDS[0] <= seed <= _SEEDS[1]):
-        raise InvalidInputError(f"seed={shown(seed)} must be a whole number from {_SEEDS[0]} to {_SEEDS[1]}")
-
-
-def _seed(seed: int) -> None:
-    seed = seed if seed <= _SEEDS[1] else seed - 2**64  # adding the rank may exceed the maximum
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - the user's global generator
-
-
-def _steps_per_epoch(loader: Iterable[Any], target_batch: int, drop_last: bool) -> int | None:
-    """Return the number of windows per epoch, or None if the loader does not tell it beforehand."""
-    if not isinstance(loader, torch.utils.data.DataLoader):
+def _samples_per_epoch(loader: Iterable[Any]) -> int | None:
+    """Return the number of samples per epoch; None if the loader does not tell it beforehand."""
+    if not isinstance(loader, torch.utils.data.DataLoader) or loader.batch_size is None:
         return None
     try:
-        samples = len(loader.sampler) if loader.batch_size is not None else None  # type: ignore[arg-type]
-        if samples is not None and loader.drop_last:
-            samples = len(loader) * int(loader.batch_size or 1)
+        return len(loader) * loader.batch_size if loader.drop_last else len(loader.sampler)  # type: ignore[arg-type]
     except TypeError:  # an iterable dataset without a length
         return None
+
+
+def _steps_per_epoch(loader: Iterable[Any], target_batch: int, *, drop_last: bool, notices: Notices) -> int | None:
+    """Return the number of windows per epoch, which is reported if there is only one; None if it is not known."""
+    samples = _samples_per_epoch(loader)
     if samples is None:
         return None
+    if samples < target_batch and not drop_last:
+        notices.say(
+            f"an epoch of {samples} samples is less than the target of {target_batch}: 1 update per epoch of {samples} "
+            "samples"
+        )
     return samples // target_batch if drop_last else math.ceil(samples / target_batch)

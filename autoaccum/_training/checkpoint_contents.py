@@ -1,13 +1,13 @@
-"""Takes the content of a checkpoint as plain values and tensors, checks it, and restores it bit for bit.
+"""Takes the state of a run as plain values and tensors, compares it with another run's, and restores it bit for bit.
 
-A checkpoint that is malformed (`checkpoint_schema`, `checkpoint_trial`) or belongs to another model, optimizer or run
-is refused before anything is changed; where an object of the user's refuses its part, everything else is put back.
+A checkpoint of another model, optimizer or run (by names, shapes and types) is refused before anything is changed.
 `checkpoint_files` reads and writes the files, `checkpoint_schedule` decides when one is due.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,12 @@ from torch import Tensor, nn
 
 from autoaccum import _oom
 from autoaccum._data.loader_state import Position
-from autoaccum._distributed import dcp
-from autoaccum._engine.dtensor import is_sharded, is_spread
+from autoaccum._distributed.whole_state import as_spread
+from autoaccum._engine.dtensor import is_sharded
 from autoaccum._engine.optimizer_list import OptimizerList
 from autoaccum._records import SAMPLES, Plan
+from autoaccum._sizing.frontier import Frontier
 from autoaccum._sizing.sizing import Cutting
-from autoaccum._system.own_distribution import __version__
-from autoaccum._training import checkpoint_schema, checkpoint_trial
-from autoaccum._training.checkpoint_files import SHARDS, malformed, not_ours
 from autoaccum.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
     from autoaccum._training.lr_schedule import Schedule
 
-# Raised whenever an older autoaccum could not read a new file, or would read it wrongly.
-FORMAT = 4
 # Keys named in an error: enough to see what is the matter.
 _NAMED = 3
 
@@ -69,6 +65,7 @@ class Moment:
         random: The state of the random generators; None where no checkpoints are asked for.
         stopped: Set if a callback has ended the run here.
         evaluated: Windows that were done at the last evaluation; None before the first.
+        last_val_loss: The loss of that evaluation.
     """
 
     windows: int
@@ -77,6 +74,13 @@ class Moment:
     random: RandomStates | None
     stopped: Stopped | None = None
     evaluated: int | None = None
+    last_val_loss: float | None = None
+
+    @property
+    def val_loss(self) -> float | None:
+        """The validation loss of this moment; None if it was not evaluated, or the loss is not finite."""
+        loss = self.last_val_loss
+        return loss if self.evaluated == self.windows and loss is not None and math.isfinite(loss) else None
 
 
 @dataclass(frozen=True)
@@ -131,19 +135,14 @@ class Contents:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether there are tensors of which this rank holds a part only, which go into a folder of their own."""
+        """Whether there are tensors of which this rank holds a part only."""
         return is_sharded(self._step.objective.modules)
-
-    def spread(self) -> dict[str, Tensor]:
-        """Return the tensors that are spread over ranks, by name."""
-        return {**dcp.of_modules(self._step.objective.modules), **dcp.of_optimizer(self._step.optimizer)}
 
     def take(
         self,
         moment: Moment,
         kept: Kept,
         ranks: Sequence[Mapping[str, Any]] | None = None,
-        files: tuple[str, dcp.Files] | None = None,
     ) -> dict[str, Any]:
         """Return everything, tensors not copied: it is to be written before training goes on.
 
@@ -151,27 +150,24 @@ class Contents:
             moment: The moment.
             kept: How windows are cut.
             ranks: `part` of each rank, where there are several.
-            files: The folder with the tensors that are spread over ranks, and what is in it.
         """
         scaler = self._step.precision.scaler
         optimizer = self._step.optimizer
-        state = dcp.rest_of_optimizer(optimizer) if self.is_sharded else optimizer.state_dict()
+        state = optimizer.state_dict()
         return {
-            "autoaccum": __version__,
-            "torch": str(torch.version.__version__),
-            "format": FORMAT,
             "ranks": None if ranks is None else list(ranks),
-            SHARDS: None if files is None else [*files],
             "target_batch": self._target_batch,
             "counts": self._counts,
             "windows": moment.windows,
             "samples": moment.samples,
             "evaluated": moment.evaluated,
+            "last_val_loss": moment.last_val_loss,
             "stopped": None if moment.stopped is None else asdict(moment.stopped),
             "modules": [_module_state(module) for module in self._step.objective.modules],
             "optimizer": {"type": _type_name(optimizer), "state": state, "parameters": self._parameter_names()},
             "scheduler": None if self._schedule.scheduler is None else _named_state(self._schedule.scheduler),
             "scaler": None if scaler is None else scaler.state_dict(),
+            "precision": self._step.precision.name,
             "device": self._step.memory.device.type,
             "noise_scale": None if self._noise is None else self._noise.state_dict(),
             **self.part(moment, kept),
@@ -188,9 +184,8 @@ class Contents:
                 "largest": list(now.grows_to.micro_batches),
                 "plans": [[since, list(plan.micro_batches)] for since, plan in kept.plans],
                 "asked": kept.asked,
-                "bytes_per_sample": now.bytes_per_sample,
                 "oom_events": kept.oom_events,
-                "sample_bytes": now.sample_bytes,
+                "frontier": None if now.frontier is None else now.frontier.state(),
                 "is_found": now.is_found,
                 "is_timed": now.is_timed,
                 "memory": None if kept.memory is None else list(kept.memory),
@@ -201,44 +196,22 @@ class Contents:
         """Refuse a checkpoint that is not this run's.
 
         Raises:
-            CheckpointError: It is from a newer autoaccum, malformed, or of another model, optimizer, scheduler,
-                precision or target batch.
+            CheckpointError: It is of another model, optimizer, scheduler, precision or target batch, or another
+                program's.
         """
-        _check_format(content, path)
         self._random.take()
         try:
-            checkpoint_schema.check(content, self._random.taken)
-        except checkpoint_schema.MalformedError as error:
-            raise malformed(path, str(error)) from error
-        wrong = next(self._differences(content), None)
+            wrong = next(self._differences(content), None)
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} is not a checkpoint of autoaccum's fit, or its content was edited ({_oom.first_line(error)}); "
+                "pass a folder of its own as checkpoint=, or resume=False to start from scratch"
+            ) from error
         if wrong is not None:
             what, found = wrong
             raise CheckpointError(
                 f"the checkpoint {path} is of another {what}: {found}; make everything as it was for that run, pass "
                 "another folder as checkpoint=, or resume=False to start from scratch"
-            )
-        try:
-            self._rehearse(content)
-        except checkpoint_schema.MalformedError as error:
-            raise malformed(path, str(error)) from error
-
-    def _rehearse(self, content: Mapping[str, Any]) -> None:
-        """Try out the saved state of optimizer and scheduler.
-
-        Raises:
-            MalformedError: It does not fit them.
-        """
-        is_same_torch = content.get("torch") == str(torch.version.__version__)
-        if content["device"] == self._step.memory.device.type != "cpu":
-            checkpoint_schema.check_generator(content["random"][1], "random: torch on the device")
-        state = content["optimizer"]["state"]
-        checkpoint_trial.check_optimizer(self._step.optimizer, state, is_same_torch=is_same_torch)
-        if content["scheduler"] is not None:
-            checkpoint_trial.check_scheduler(
-                self._schedule.scheduler,
-                content["scheduler"]["state"],
-                state["param_groups"],
-                is_same_torch=is_same_torch,
             )
 
     def moment(self, content: Mapping[str, Any], part: Mapping[str, Any] | None = None) -> Moment:
@@ -264,14 +237,15 @@ class Contents:
                 start=_on_another_device(position.start, now),
                 before_last=_on_another_device(position.before_last, now),
             )
-        stopped = content.get("stopped")
+        stopped = content["stopped"]
         return Moment(
             content["windows"],
             content["samples"],
             position,
             random,
             None if stopped is None else Stopped(**stopped),
-            content.get("evaluated"),
+            content["evaluated"],
+            content["last_val_loss"],
         )
 
     def kept(self, content: Mapping[str, Any]) -> Kept:
@@ -280,10 +254,9 @@ class Contents:
         cutting = Cutting(
             _plan(saved["plan"]),
             _plan(saved["largest"]),
-            saved["bytes_per_sample"],
-            saved.get("sample_bytes"),
-            saved.get("is_found", True),
-            saved.get("is_timed", True),
+            Frontier.of_state(saved["frontier"]),
+            saved["is_found"],
+            saved["is_timed"],
         )
         plans = tuple((since, _plan(sizes)) for since, sizes in saved["plans"])
         memory = saved["memory"]
@@ -297,7 +270,6 @@ class Contents:
                 Those before it, and a part of it, may hold the checkpoint's state.
         """
         optimizer, scheduler, scaler = self._step.optimizer, self._schedule.scheduler, self._step.precision.scaler
-        put = dcp.put_rest_back if self.is_sharded else _put_optimizer_back
         # What may refuse and holds little comes first.
         if content["scheduler"] is not None:
             kept = copy.deepcopy(content["scheduler"]["state"])  # some take parts of it out
@@ -307,7 +279,7 @@ class Contents:
             _offer(scaler, lambda: scaler.load_state_dict(content["scaler"]))
         for module, saved in zip(self._step.objective.modules, content["modules"], strict=True):
             _offer(module, lambda: _put_module_back(module, saved, self._step.memory.device))  # noqa: B023 - at once
-        _offer(optimizer, lambda: put(optimizer, content["optimizer"]["state"]))
+        _offer(optimizer, lambda: _put_optimizer_back(optimizer, content["optimizer"]["state"]))
         if self._noise is not None and content["noise_scale"] is not None:  # a run may begin to measure it
             self._noise.load_state_dict(content["noise_scale"])
 
@@ -329,11 +301,6 @@ class Contents:
     def _differences(self, content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield what a checkpoint is of and this run is not, each with how that can be seen."""
         modules = self._step.objective.modules
-        if self.is_sharded != (content.get(SHARDS) is not None):
-            one, other = "spread over ranks", "whole on every rank"
-            there, here = (other, one) if self.is_sharded else (one, other)
-            yield "model", f"its parameters are {there} there and {here} here"
-            return
         if len(content["modules"]) != len(modules):
             yield "model", f"it holds {len(content['modules'])} modules, and with losses there are {len(modules)} here"
         else:
@@ -344,12 +311,14 @@ class Contents:
             yield "optimizer", found
         if found := _type_difference(content["scheduler"], self._schedule.scheduler):
             yield "scheduler", found
-        if (content["scaler"] is None) != (self._step.precision.scaler is None):
+        if content["precision"] != (here := self._step.precision.name):
+            yield "precision", f"it was made in {content['precision']}, and this call has {here}"
+        elif (content["scaler"] is None) != (self._step.precision.scaler is None):
             had, has = ("no" if one is None else "a" for one in (content["scaler"], self._step.precision.scaler))
             yield "precision", f"it was made with {had} gradient scaler, and there is {has} one here"
         if len(content["random"][-1]) != len(self._random.taken[-1]):
             yield "model", "its modules hold another number of random generators"
-        theirs = content["target_batch"], content.get("counts", SAMPLES)
+        theirs = content["target_batch"], content["counts"]
         if theirs != (self._target_batch, self._counts):
             there, here = (
                 f"{target}" if counts == SAMPLES else f"{target} tokens"
@@ -384,32 +353,12 @@ def _on_another_device(states: RandomStates | None, on_device: Tensor | None) ->
     return None if states is None else (states[0], on_device, *states[2:])
 
 
-def _check_format(content: Mapping[str, Any], path: Path) -> None:
-    number = content.get("format")
-    if "autoaccum" not in content or type(number) is not int or number < 1:
-        raise not_ours(path)
-    if number > FORMAT:
-        raise CheckpointError(
-            f"the checkpoint {path} was written by autoaccum {content['autoaccum']} in format {content['format']}, and "
-            f"this one, {__version__}, reads formats up to {FORMAT}; use that version or a newer one, or pass "
-            "resume=False to start from scratch"
-        )
-    if not content.keys() & {"windows", "modules", "optimizer"}:
-        raise not_ours(path)
-
-
 # --- modules ----------------------------------------------------------------------------------------------------------
 
 
 def _module_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state, with the buffers that `state_dict` leaves out: training moves those too.
-
-    Of what is spread over ranks only the form is kept.
-    """
-    state = module.state_dict()
-    spread = {name: _form(value) for name, value in state.items() if is_spread(value)}
-    whole = {name: value for name, value in state.items() if name not in spread}
-    return {"state": whole, "buffers": _other_buffers(module), **({"spread": spread} if spread else {})}
+    """Return a module's state, with the buffers that `state_dict` leaves out: training moves those too."""
+    return {"state": module.state_dict(), "buffers": _other_buffers(module)}
 
 
 def _other_buffers(module: nn.Module) -> dict[str, Tensor | None]:
@@ -425,7 +374,7 @@ def _other_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 def _module_differences(module: nn.Module, saved: Mapping[str, Any]) -> Iterator[str]:
     """Yield how a saved module is another one. A buffer may have come or gone: a model sets such ones as it goes."""
     own = {name: _form(value) for name, value in module.state_dict().items()}
-    kept = {**{name: _form(value) for name, value in saved["state"].items()}, **saved.get("spread", {})}
+    kept = {name: _form(value) for name, value in saved["state"].items()}
     own_others, kept_others = _other_buffers(module), saved["buffers"]
     if missing := (own.keys() | own_others.keys()) - kept.keys() - kept_others.keys():
         yield f"it lacks {_listed(missing)}, which is here"
@@ -451,7 +400,8 @@ def _put_module_back(module: nn.Module, saved: Mapping[str, Any], device: torch.
                 part._buffers[name] = None if kept is None else kept.to(device, copy=True)
             else:
                 buffer.copy_(kept)
-    module.load_state_dict(saved["state"], strict="spread" not in saved)
+    own = module.state_dict()
+    module.load_state_dict({name: as_spread(value, own.get(name)) for name, value in saved["state"].items()})
 
 
 def _form(value: Any) -> Any:
@@ -493,13 +443,19 @@ def _name_difference(saved: list[list[str]], own: list[list[str]]) -> str | None
 
 
 def _put_optimizer_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    like = dict(zip(numbers, parameters, strict=True))
+    state = {
+        number: {name: as_spread(value, like[number]) for name, value in values.items()} if number in like else values
+        for number, values in saved["state"].items()
+    }
+    saved = {**saved, "state": state}
     optimizer.load_state_dict(saved)
     # Schedulers warn when they move before the optimizer has: it has, in an earlier process.
     optimizer._opt_called = True  # type: ignore[attr-defined]
     # Floating state is cast to the type of its parameter there, and fp32 moments of bf16 parameters lose their bits.
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
+    for number, parameter in like.items():
         for name, value in saved["state"].get(number, {}).items():
             now = optimizer.state[parameter].get(name)
             if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:

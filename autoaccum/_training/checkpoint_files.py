@@ -1,49 +1,55 @@
-"""Writes and reads the checkpoint files of one folder, each of which is whole or not there.
+"""Writes and reads the checkpoints of one run: a folder each, whole or not there at all.
 
-A file must load without running code (by plain `torch.load(weights_only=True)`, with nothing added to what that
-allows), and a folder of further files that it names must exist: that is written first. Otherwise its content is not
-looked at here.
+A folder holds `state.pt`, a file of torch's that plain `torch.load(weights_only=True)` reads, so that no code runs;
+and `manifest.json` with its SHA-256. It is written and flushed under another name, then renamed. An older one of the
+same step is moved aside before and removed after that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import json
 import os
 import pickle
 import re
+import secrets
 import shutil
-import time
+from collections import Counter, OrderedDict
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from autoaccum._distributed import dcp
 from autoaccum._oom import first_line
 from autoaccum._system import files
-from autoaccum._training import file_digest
-from autoaccum._training.packing import PackingError, packed, unpacked
+from autoaccum._system.own_distribution import __version__
 from autoaccum.errors import CheckpointError, InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from autoaccum._system.notices import Notices
 
+# Raised whenever an older autoaccum could not read a new checkpoint, or would read it wrongly.
+FORMAT = 1
+STATE, MANIFEST = "state.pt", "manifest.json"
 # The newest, and one to fall back on where that was damaged afterwards.
 _KEPT = 2
-_NAME = re.compile(r"step-\d{8,}\.pt")
-# The name of such a folder, with what is in it, stands under this key.
-SHARDS = "shards"
-_OF_SHARDS = re.compile(r"step-\d{8,}\.\d+\.shards")
-# The order of files is the order of their times, and not every file system tells times apart that are nearer.
-_APART_NS = 1_000_000
+_NAME = re.compile(r"step-(\d{8,})")
+_ASIDE = ".aside"
+_MOST_MANIFEST_BYTES = 1 << 26
+# Stands for an array of NumPy's, whose pickle would call NumPy's own functions with arguments of the file's choice.
+_ARRAY = "autoaccum.array"
+_MAPPINGS = (dict, OrderedDict, Counter)
 
 
 class _DamagedError(Exception):
-    """A file is not as it was written."""
+    """A checkpoint is not as it was written."""
 
 
 class Storage:
@@ -51,19 +57,27 @@ class Storage:
 
     Args:
         folder: Made, with those above it, where it is missing.
+        replaces: Whether the run is a new one: its first checkpoint moves those of earlier runs aside.
 
     Attributes:
         guard: Called before anything is renamed or removed that another process may have come to use; raises where one
             has. `Lease.check`, on the rank that writes.
+        newest: The newest whole checkpoint of this run; None before the first.
+        best: The one with the lowest validation loss; None before the first evaluation.
+        best_loss: That loss.
 
     Raises:
         InvalidInputError: It cannot be a folder to write to.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, replaces: bool = False) -> None:
         self.folder = folder
         self.guard: Callable[[], None] = lambda: None
-        self._whole: list[Path] = []
+        self.newest: Path | None = None
+        self.best: Path | None = None
+        self.best_loss: float | None = None
+        self._replaces = replaces
+        self._whole: list[Path] = []  # the newest first
         try:
             folder.mkdir(parents=True, exist_ok=True)
             reason = "" if os.access(folder, os.W_OK | os.X_OK) else "no permission to write"
@@ -77,48 +91,26 @@ class Storage:
                 "write to"
             )
 
-    @property
-    def newest(self) -> Path | None:
-        """The newest whole checkpoint of this run; None before the first."""
-        return self._whole[0] if self._whole else None
-
     def tidy(self) -> None:
-        """Remove the unfinished files of killed writers; one that is only suspended then fails at its rename."""
+        """Remove what killed writers left; one that is only suspended then fails at its rename."""
         self.guard()
-        for path in self.folder.glob(f"step-*{files.UNFINISHED}"):
-            if not path.is_dir():  # which no writer leaves
-                path.unlink(missing_ok=True)
-
-    def folder_for_shards(self, step: int) -> Path:
-        """Return the path of a new folder for the further files of a checkpoint of this step."""
-        return self.folder / f"step-{step:08d}.{time.time_ns()}.shards"
-
-    def remove_others(self) -> None:
-        """Remove folders that belong to no existing checkpoint."""
-        needed = set()
-        for path in self.found():
-            with contextlib.suppress(Exception):  # one that cannot be read has none
-                files.open_regular(path, follows=True).close()
-                needed.add(_load(path, mmap=True)[SHARDS][0])
-        others = [path for path in self.folder.iterdir() if _OF_SHARDS.fullmatch(path.name)]
-        self.guard()  # after they were listed: none of them is of another process that has come since
-        for path in others:
-            if path.name not in needed:
-                shutil.rmtree(path, ignore_errors=True)
+        for path in self.folder.glob(f".step-*{files.UNFINISHED}"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in self.folder.glob(f".step-*{_ASIDE}"):
+            self._put_back(path)
 
     def found(self) -> list[Path]:
-        """Return the files of checkpoints, the newest first, whole or not."""
-        files = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
-        return sorted(files, key=lambda path: (_time_ns(path), path.name), reverse=True)
+        """Return the folders of checkpoints, the newest first, whole or not."""
+        paths = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
+        return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
-    def read_newest(
-        self, notices: Notices, known_damage: Mapping[Path, str] | None = None
-    ) -> tuple[Path, dict[str, Any]] | None:
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def read_newest(self, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
         """Read the newest checkpoint that is whole; return None where the folder has none at all.
 
         Args:
             notices: Reports those that are not whole.
-            known_damage: Damage that is known already, by file.
 
         Raises:
             CheckpointError: There are some, and none of them is whole.
@@ -126,14 +118,13 @@ class Storage:
         damaged: list[str] = []
         for path in self.found():
             try:
-                if known_damage and path in known_damage:
-                    raise _DamagedError(known_damage[path])  # noqa: TRY301 - told like any other
                 content = _read(path)
             except _DamagedError as error:
                 damaged.append(f"{path.name}: {error}")
                 notices.say(f"checkpoint {path} is cut short or damaged ({error}); the one before it is looked for")
                 continue
-            self._whole = [path]
+            self._whole, self.newest = [path], path
+            self._look_for_best()
             return path, content
         if damaged:
             raise CheckpointError(
@@ -149,8 +140,28 @@ class Storage:
                 return path, _read(path)
         return None
 
-    def write(self, content: dict[str, Any], step: int) -> Path:
+    def _look_for_best(self) -> None:
+        """Find the best among the newest and those before it: what is newer was damaged."""
+        found = self.found()
+        for path in found[found.index(self._whole[0]) :]:
+            with contextlib.suppress(_DamagedError, CheckpointError):
+                self._note_loss(path, manifest_of(path)["val_loss"])
+
+    def _note_loss(self, path: Path, loss: float | None) -> None:
+        if path == self.best and self.best_loss != loss:
+            self.best = self.best_loss = None  # the step was written anew
+        if loss is not None and (self.best_loss is None or loss < self.best_loss):
+            self.best, self.best_loss = path, loss
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def write(self, content: dict[str, Any], step: int, *, val_loss: float | None = None) -> Path:
         """Write a checkpoint; what was there before stays until it is whole.
+
+        Args:
+            content: What it holds.
+            step: The number of windows that are done.
+            val_loss: The validation loss of that moment, if it was evaluated.
 
         Returns:
             Its path.
@@ -158,106 +169,222 @@ class Storage:
         Raises:
             CheckpointError: It could not be written, or what it is to hold could not be loaded again.
         """
-        path = self.folder / f"step-{step:08d}.pt"
-        writing = files.replacing(path, flushes_rename=True, before_rename=self.guard)
-        with _explained(path, self.guard), writing as unfinished:
-            with unfinished.open("r+b") as file:
-                with file_digest.sealing(file) as sealed:
-                    _save(content, sealed)
-                file.flush()
-                os.fsync(file.fileno())
-            _check_that_it_loads(unfinished)
-            self._make_the_newest(unfinished)
-        self._whole = [path, *(other for other in self._whole if other != path)][:_KEPT]
-        for other in [other for other in self.found() if other not in self._whole]:
-            if other.is_symlink() or not other.is_dir():  # a folder is not of any writer
-                self.guard()  # after they were listed, as above
-                other.unlink(missing_ok=True)
+        path = self.folder / f"step-{step:08d}"
+        unfinished = self.folder / f".{path.name}.{secrets.token_hex(8)}{files.UNFINISHED}"
+        try:
+            with self._explained(path):
+                unfinished.mkdir()
+                with (unfinished / STATE).open("wb") as file:
+                    checksum = _save(content, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                _check_that_it_loads(unfinished / STATE)
+                _write_manifest(unfinished, step, val_loss, checksum)
+                self._rename(unfinished, path)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        self.took(path, val_loss)
+        for other in self.found():
+            if other not in (*self._whole, self.best):
+                self.guard()  # after they were listed: none of them is of another process that has come since
+                _remove(other)
         return path
 
-    def took(self, path: Path) -> None:
-        """Note that another process of this run has written a checkpoint."""
+    def took(self, path: Path, val_loss: float | None = None) -> None:
+        """Note that this process, or another one of this run, has written a checkpoint."""
         self._whole = [path, *(other for other in self._whole if other != path)][:_KEPT]
+        self.newest = path
+        self._note_loss(path, val_loss)
 
-    def _make_the_newest(self, path: Path) -> None:
-        """Give a file a time after all others, whatever the clock of this machine says."""
-        latest = max((_time_ns(other) for other in self.found()), default=0)
-        now = max(time.time_ns(), latest + _APART_NS)
-        os.utime(path, ns=(now, now))
+    def _rename(self, unfinished: Path, path: Path) -> None:
+        """Give a checkpoint its name, in place of an older one, which comes back if that fails."""
+        self.guard()
+        if self._replaces:
+            self._move_earlier_runs_aside()
+        aside = None
+        if path.exists() or path.is_symlink():
+            aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_ASIDE}")
+            path.rename(aside)
+        try:
+            unfinished.rename(path)
+            files.flush_folder(self.folder)
+        finally:
+            if aside is not None:
+                self._put_back(aside)
 
-
-def _time_ns(path: Path) -> int:
-    # A link to nothing has a time of its own: reading it is then an error that names it.
-    return (path.stat() if path.exists() else path.lstat()).st_mtime_ns
-
-
-@contextmanager
-def _explained(path: Path, guard: Callable[[], None]) -> Iterator[None]:
-    """Turn an error of the file system into one that names the checkpoint and what is left."""
-    try:
-        yield
-    except OSError as error:
-        kept = "and those before it are as they were"
-        if not path.parent.is_dir():
-            raise CheckpointError(
-                f"the checkpoint {path} could not be written, since its folder is gone, and with it those before; "
-                "leave the folder alone while training goes on, or pass another as checkpoint="
-            ) from error
-        guard()  # another process that has taken the folder over removes what is half written
-        if path.is_dir():
-            why = f", since a folder has its name, {kept}; rename that folder, or pass another as checkpoint="
-        elif isinstance(error, FileNotFoundError):
-            why = f", since its unfinished file was removed meanwhile, {kept}; leave the folder alone during a training"
+    def _put_back(self, aside: Path) -> None:
+        """Remove what was moved aside if another has its name by now; else give that back."""
+        path = self.folder / aside.name[1:].split(".")[0]
+        if path.exists():
+            _remove(aside)
         else:
-            why = f" ({error.strerror or error}), {kept}; make room on that disk, or pass another folder as checkpoint="
-        raise CheckpointError(f"the checkpoint {path} could not be written{why}") from error
+            aside.rename(path)
+
+    def _move_earlier_runs_aside(self) -> None:
+        earlier = self.found()
+        if earlier:
+            numbers = (number for number in range(1, 2**31) if not (self.folder / f"earlier-{number}").exists())
+            place = self.folder / f"earlier-{next(numbers)}"
+            place.mkdir()
+            for path in earlier:
+                path.rename(place / path.name)
+        self._replaces = False
+
+    @contextmanager
+    def _explained(self, path: Path) -> Iterator[None]:
+        """Turn an error of the file system into one that names the checkpoint and what is left."""
+        try:
+            yield
+        except OSError as error:
+            kept = "and those before it are as they were"
+            if not self.folder.is_dir():
+                raise CheckpointError(
+                    f"the checkpoint {path} could not be written, since its folder is gone, and with it those before; "
+                    "leave the folder alone while training goes on, or pass another as checkpoint="
+                ) from error
+            self.guard()  # another process that has taken the folder over removes what is half written
+            if isinstance(error, FileNotFoundError):
+                why = f", since a part of it was removed meanwhile, {kept}; leave the folder alone during a training"
+            else:
+                why = (
+                    f" ({error.strerror or error}), {kept}; make room on that disk, or pass another folder as "
+                    "checkpoint="
+                )
+            raise CheckpointError(f"the checkpoint {path} could not be written{why}") from error
+
+
+def sha256_of(path: Path) -> str:
+    """Return the checksum of a file.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with files.open_regular(path, follows=True) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
+def manifest_of(path: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        _DamagedError: It is missing or not one.
+        CheckpointError: It is of a newer autoaccum.
+    """
+    try:
+        manifest = json.loads(files.read(path / MANIFEST, _MOST_MANIFEST_BYTES))
+        if manifest["format"] > FORMAT:
+            raise CheckpointError(
+                f"the checkpoint {path} was written by autoaccum {manifest['autoaccum']} in format "
+                f"{manifest['format']}, and this one, {__version__}, reads formats up to {FORMAT}; use that version "
+                "or a newer one, or pass resume=False to start from scratch"
+            )
+        if STATE not in manifest["sha256"] or "val_loss" not in manifest:
+            raise _DamagedError(f"{MANIFEST} does not list {STATE}")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _DamagedError(f"{MANIFEST} is missing or damaged, or it is of another program") from error
+    return dict(manifest)
+
+
+def _write_manifest(folder: Path, step: int, val_loss: float | None, checksum: str) -> None:
+    content = {"autoaccum": __version__, "format": FORMAT, "step": step, "val_loss": val_loss}
+    with (folder / MANIFEST).open("w") as file:
+        json.dump({**content, "sha256": {STATE: checksum}}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    files.flush_folder(folder)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint."""
+    for name, expected in manifest_of(path)["sha256"].items():
+        try:
+            is_right = sha256_of(path / name) == expected
+        except FileNotFoundError:
+            raise _DamagedError(f"{name} is missing") from None
+        except files.NotRegularError as error:
+            raise _DamagedError(f"{name}: {error}") from error
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint {path} cannot be read ({error.strerror or error}); see to that, or pass another "
+                "folder as checkpoint="
+            ) from error
+        if not is_right:
+            raise _DamagedError(f"wrong checksum of {name}")
+    try:
+        content = _load(path / STATE)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be loaded by torch {torch.__version__}: {_unsafe(error)}; only plain values "
+            "and tensors are loaded, since anything else can run code; use the versions that wrote it, or pass "
+            "resume=False to start from scratch"
+        ) from error
+    except OSError:
+        raise
+    except Exception as error:  # the checksums are right, but not the archive around them
+        raise _DamagedError(first_line(error)) from error
+    return _walked(content, _unpacked)  # type: ignore[no-any-return]
+
+
+def _load(file: Path | io.BytesIO, *, mmap: bool = False) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def check_that_it_can_be_kept(content: dict[str, Any]) -> None:
-    """Raise `CheckpointError` for what could not be written or loaded again; writes no file."""
+    """Write a state, without its tensors, and read it back, in memory.
+
+    Raises:
+        CheckpointError: It cannot be written or loaded again.
+    """
     buffer = io.BytesIO()
-    _save(content, buffer)
+    _save(content, buffer, lambda value: None if isinstance(value, Tensor) else _packed(value))
     buffer.seek(0)
     _check_that_it_loads(buffer)
 
 
-def _save(content: dict[str, Any], file: BinaryIO) -> None:
-    noting = _NotingFile(file)
+def _check_that_it_loads(written: Path | io.BytesIO) -> None:
+    """Refuse, before it replaces anything, what could be written but not be loaded; values are not read from a file."""
     try:
-        torch.save(packed(content), noting)  # type: ignore[arg-type]
-    except RuntimeError:
+        _load(written, mmap=not isinstance(written, io.BytesIO))
+    except pickle.UnpicklingError as error:
+        raise _cannot_be_kept(_unsafe(error)) from error
+
+
+def _save(content: Any, file: Any, pack: Callable[[Any], Any] | None = None) -> str:
+    """Write a content, each of its parts as `pack` returns it; return the file's SHA-256."""
+    hashing = _HashingFile(file)
+    try:
+        torch.save(_walked(content, pack or _packed), hashing)  # type: ignore[arg-type]
+    except RuntimeError as error:
         # torch reports any error of a file as one of its own, and on the way loses what was the matter.
-        if noting.error is not None:
-            raise noting.error from None
+        if hashing.error is not None:
+            raise hashing.error from None
+        if isinstance(error, RecursionError):
+            raise _cannot_be_kept("it is nested too deeply, or holds itself") from error
         raise
-    except (pickle.PicklingError, AttributeError, TypeError, PackingError) as error:  # the first three are pickle's
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise _cannot_be_kept(first_line(error)) from error
+    return hashing.sha256.hexdigest()
 
 
-class _NotingFile:
-    """A file that remembers why it could not be written."""
+class _HashingFile:
+    """A file that computes the checksum of what is written to it, and remembers why it could not be written."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: Any) -> None:
         self._file = file
+        self.sha256 = hashlib.sha256()
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         try:
-            return self._file.write(data)
+            self.sha256.update(data)
+            return int(self._file.write(data))
         except OSError as error:
             self.error = error
             raise
 
     def flush(self) -> None:
         self._file.flush()
-
-
-def _check_that_it_loads(written: Path | BinaryIO) -> None:
-    """Refuse, before it replaces anything, what could be written but not be loaded; values are not read from a file."""
-    try:
-        _load(written, mmap=not isinstance(written, io.BytesIO))
-    except pickle.UnpicklingError as error:
-        raise _cannot_be_kept(_unsafe(error)) from error
 
 
 def _cannot_be_kept(reason: str) -> CheckpointError:
@@ -267,81 +394,38 @@ def _cannot_be_kept(reason: str) -> CheckpointError:
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        with files.open_regular(path, follows=True) as file:
-            if not file_digest.check(file):
-                raise _DamagedError("its checksum is missing: it is cut short, or of another program")
-            file.seek(0)
-            content = _loaded(file, path)
-    except (file_digest.BrokenSealError, files.NotRegularError) as error:
-        raise _DamagedError(str(error)) from error
-    except OSError as error:
-        raise CheckpointError(
-            f"the checkpoint {path} cannot be read ({error.strerror or error}); see to that, or pass another folder as "
-            "checkpoint="
-        ) from error
-    if not isinstance(content, dict):
-        raise not_ours(path)
-    if content.get(SHARDS) is not None:
-        name, further = _named_shards(content[SHARDS], path)
-        wrong = dcp.damage(path.parent / name, further)
-        if wrong is not None:
-            raise _DamagedError(wrong)
-    return content
+def _walked(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Return a nested value with `leaf` applied to what is in it, from the outside to the inside."""
+    value = leaf(value)
+    if type(value) in _MAPPINGS:
+        return type(value)({leaf(key): _walked(item, leaf) for key, item in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)(_walked(item, leaf) for item in value)
+    return value
 
 
-def _loaded(file: BinaryIO, path: Path) -> Any:
-    try:
-        return unpacked(_load(file))
-    except pickle.UnpicklingError as error:
-        raise _refused(path, error) from error
-    except PackingError as error:
-        raise malformed(path, str(error)) from error
-    except OSError:
-        raise
-    except Exception as error:  # the sums are right, but not the archive around them
-        raise _DamagedError(first_line(error)) from error
+def _packed(value: Any) -> Any:
+    """Return a value of NumPy's as a number of Python's or a tagged tensor."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is np.ndarray:
+        return {_ARRAY: torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C", copy=True))}
+    return value
 
 
-def _refused(path: Path, error: pickle.UnpicklingError) -> CheckpointError:
-    reason = _unsafe(error)
-    return CheckpointError(
-        f"the checkpoint {path} cannot be loaded by torch {torch.__version__}: {reason}; only plain values and tensors "
-        "are loaded, since anything else can run code; use the versions that wrote it, or pass resume=False to start "
-        "from scratch"
-    )
+def _unpacked(value: Any) -> Any:
+    is_array = type(value) is dict and len(value) == 1 and isinstance(value.get(_ARRAY), Tensor)
+    return value[_ARRAY].numpy() if is_array else value
 
 
-def not_ours(path: Path) -> CheckpointError:
-    """Return the error for a file of another program."""
-    return CheckpointError(f"{path} is not a checkpoint of autoaccum; pass a folder of its own as checkpoint=")
-
-
-def malformed(path: Path, reason: str) -> CheckpointError:
-    """Return the error for a file that is whole and holds what no training has written."""
-    return CheckpointError(
-        f"the checkpoint {path} is not cut short, and yet malformed: {reason}; nothing was changed; restore it from a "
-        "backup, delete it to go on from the one before, or pass resume=False to start from scratch"
-    )
-
-
-def _named_shards(kept: Any, path: Path) -> tuple[str, dcp.Files]:
-    """Return the folder with further files that a checkpoint names, and what they are.
-
-    Raises:
-        CheckpointError: It names anything else.
-    """
-    is_pair = isinstance(kept, list | tuple) and len(kept) == 2  # noqa: PLR2004 - a pair
-    if not is_pair or not isinstance(kept[0], str) or not _OF_SHARDS.fullmatch(kept[0]):
-        raise malformed(path, f"{SHARDS} names no folder of tensors beside it")
-    if not dcp.are_files(kept[1]):
-        raise malformed(path, f"{SHARDS} names files that are none of tensors")
-    return kept[0], kept[1]
-
-
-def _load(file: Path | BinaryIO, *, mmap: bool = False) -> Any:
-    return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, or a link of its name; what a kill leaves of it is none that could be read."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    going = path.with_name(f".{path.name.strip('.')}.{secrets.token_hex(8)}{files.UNFINISHED}")
+    path.rename(going)
+    shutil.rmtree(going, ignore_errors=True)
 
 
 def _unsafe(error: pickle.UnpicklingError) -> str:
@@ -351,7 +435,7 @@ def _unsafe(error: pickle.UnpicklingError) -> str:
     """
     text = str(error)
     found = re.search(
-        r"(Unsupported|Unsupported global:|Can only) [^\n]*?(?=( was not| is not|\.? ?Please|\n|$))", text
+        r"(Trying to load unsupported|Unsupported|Can only) [^\n]*?(?=( whose| was not| is not|\.? ?Please|\n|$))", text
     ) or re.search(r"(?<=WeightsUnpickler error: )[^\n]+", text)
     if found is not None:
         return found.group().strip()

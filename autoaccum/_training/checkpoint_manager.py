@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._system import signals
 from autoaccum._training.checkpoint_files import check_that_it_can_be_kept
-from autoaccum._training.packing import without_tensors
 from autoaccum.errors import CheckpointError, StateDamagedError
 
 if TYPE_CHECKING:
@@ -18,9 +17,9 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoint_contents import Contents, Kept
     from autoaccum._training.checkpoint_schedule import Saver
-    from autoaccum._training.one_process import OneProcess
     from autoaccum._training.plan_lifecycle import PlanLifecycle
     from autoaccum._training.progress import TrainingProgress
+    from autoaccum._training.rank_coordination import Coordinator
 
 
 # The most names of non-finite tensors that ranks exchange.
@@ -52,7 +51,7 @@ class CheckpointManager:
         contents: Contents,
         progress: TrainingProgress,
         lifecycle: PlanLifecycle,
-        world: OneProcess,
+        world: Coordinator,
         memory: MemoryBackend,
         notices: Notices,
         finiteness: Finiteness,
@@ -83,15 +82,14 @@ class CheckpointManager:
         self.saver.release_folder()
 
     def check(self) -> None:
-        """Check that a checkpoint can be written, before the first one is due.
+        """Check that a checkpoint can be written and read, before the first one is due.
 
         Raises:
-            InvalidInputError: The state holds something that cannot be stored in a file.
+            CheckpointError: The state holds something that cannot be stored in a file.
         """
         # The copy is not part of the memory that training takes.
         with self._memory.lifted():
-            kept = self.contents.take(self._progress.moment, self._lifecycle.kept, None)
-            check_that_it_can_be_kept(without_tensors(kept))
+            check_that_it_can_be_kept(self.contents.take(self._progress.moment, self._lifecycle.kept))
 
     def write(self) -> Path | None:
         """Write a checkpoint of the present moment and return its path; None if the state is not finite.
@@ -138,12 +136,8 @@ class CheckpointManager:
                 "random generators begin from new seeds"
             )
         # The loader first: if it is not the one of the checkpoint, nothing else has been changed.
-        with self._progress.undone_on_error():
-            self._progress.go_to(moment)
-            self.contents.put_back(content)
-        if self.contents.is_sharded:
-            self._world.read_shards(path, content, self.contents.spread())
-            self._progress.put_random_state_back()  # reading shards has moved it
+        self._progress.go_to(moment)
+        self.contents.put_back(content)
         self.saver.note(moment)
         self._notices.say(
             f"resuming from the checkpoint {path}: {moment.windows} steps are done", key=f"{path} {moment.windows}"
@@ -164,7 +158,7 @@ class CheckpointManager:
         """
         self._memory.release()
         with self._memory.lifted():
-            found = self.saver.find_again()
+            found = self.saver.storage.read_back()
         if found is None:
             raise damage
         windows = self._progress.moment.windows

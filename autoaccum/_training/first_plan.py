@@ -123,6 +123,7 @@ class Finding:
             on_trial,
             loss_scope=self._loss_scope,
             begins_with=None if self._entry.found is None else self._entry.found.micro_batch,
+            frontier=self._entry.frontier,
         )
         self.keep(found)
         return found
@@ -180,7 +181,7 @@ class Finding:
             times_after = _WINDOWS_BEFORE_TIMING if windows_ahead is None else 0
         return SizingOptions(
             is_uniform=self._is_uniform,
-            by_bytes=self._searches,
+            by_width=self._searches,
             learns=not cutting.is_found and self._searches and not self._tries_before,
             times_after=times_after,
             fits=self._fits,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from autoaccum import _oom
 from autoaccum._engine import update_complete
 from autoaccum._system import signals
-from autoaccum._training.one_process import END, SAVE, STOP
+from autoaccum._training.rank_coordination import END, SAVE, STOP
 from autoaccum.errors import (
     CheckpointError,
     DeviceLostError,
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    from autoaccum._records import Evaluation
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoint_manager import CheckpointManager
-    from autoaccum._training.one_process import OneProcess
     from autoaccum._training.plan_lifecycle import PlanLifecycle
     from autoaccum._training.progress import TrainingProgress
+    from autoaccum._training.rank_coordination import Coordinator
     from autoaccum._training.stopping import StopRequest
 
 
@@ -50,7 +51,7 @@ class Interrupts:
         progress: TrainingProgress,
         lifecycle: PlanLifecycle,
         checkpoints: CheckpointManager | None,
-        world: OneProcess,
+        world: Coordinator,
         notices: Notices,
         request: StopRequest,
     ) -> None:
@@ -61,7 +62,7 @@ class Interrupts:
         self._world = world
         self._notices = notices
         self._watch = signals.Watch()
-        self._damaged_at: int | None = None
+        self._has_gone_back = False
 
     def watching(self) -> AbstractContextManager[object]:
         """Return a context that handles signals; a signal that ends the process takes effect when the context ends."""
@@ -141,6 +142,13 @@ class Interrupts:
         self._watch.look()
         return bool(wishes & STOP)
 
+    def after_evaluation(self, evaluation: Evaluation) -> None:
+        """Save after an evaluation with the lowest loss so far."""
+        if self._checkpoints is not None:
+            is_best = self._world.decides and self._checkpoints.saver.is_best(evaluation.loss)
+            if any(self._world.of_all("best", is_best)):
+                self._save()
+
     def _end_for_others(self) -> None:
         """End because SIGTERM has reached this process or another one."""
         if self._watch.is_ending:
@@ -215,7 +223,9 @@ class Interrupts:
         else:
             why = "SIGTERM" if isinstance(error, signals.Terminated) else type(error).__name__
             if is_saved:
-                self._notices.say(f"{why}: step {step} is saved in {saver.newest}; the same call resumes from there")
+                self._notices.say(
+                    f"{why} ends the call; step {step} is saved in {saver.newest}, and the same call resumes"
+                )
 
     def _is_damaged(self, error: BaseException) -> bool:
         """Whether the state in memory is not the last whole moment: no checkpoint may hold half an update."""
@@ -232,16 +242,16 @@ class Interrupts:
         if self._checkpoints is None:
             damage.add_note("autoaccum: with checkpoint=FOLDER, fit goes back to its last checkpoint by itself")
             return False
-        newest, done = self._checkpoints.saver.newest, self._progress.moment.windows
+        newest = self._checkpoints.saver.newest
         if newest is None:
             damage.add_note(
-                "autoaccum: there is no checkpoint to go back to yet; checkpoint_steps=1 writes one earlier"
+                "autoaccum: there is no checkpoint to go back to yet; checkpoint_every=1 writes one earlier"
             )
             return False
-        if self._damaged_at is not None and done <= self._damaged_at:
-            damage.add_note(f"autoaccum: it happened again at the same step; the last checkpoint is {newest}")
+        if self._has_gone_back:
+            damage.add_note(f"autoaccum: it happened a second time; the last checkpoint is {newest}")
             return False
-        self._damaged_at = done
+        self._has_gone_back = True
         return True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -43,11 +44,13 @@ if TYPE_CHECKING:
     from autoaccum._training.checkpoint_schedule import Saver
     from autoaccum._training.first_plan import Finding
     from autoaccum._training.lr_schedule import Schedule
-    from autoaccum._training.one_process import OneProcess
     from autoaccum._training.progress import Data
+    from autoaccum._training.rank_coordination import Coordinator
 
 # Unread losses stay on the device. Reading them at this interval, in windows, takes a single wait.
 _READ_EVERY = 256
+# Reports that are kept for `FitResult.history`; each takes some 600 bytes.
+_HISTORY = 10_000
 _NOT_SHUFFLED = (
     "the loader does not shuffle; where its samples are sorted, those of a window are more alike than those of the "
     "data, and the noise scale that is measured is too small; pass shuffle=True"
@@ -63,7 +66,7 @@ class Training:
         schedule: Steps the learning-rate scheduler.
         finding: Finds the plan by which to cut windows.
         val_loader: Data to evaluate on, if any.
-        val_steps: As for `fit`.
+        val_every: As for `fit`.
         metrics: Metrics for the evaluation.
         callbacks: Callbacks to notify, including the progress display.
         notices: Reports choices made for the user.
@@ -84,14 +87,14 @@ class Training:
         *,
         finding: Finding,
         val_loader: Iterable[Any] | None,
-        val_steps: int | None,
+        val_every: int | None,
         metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None,
         callbacks: Sequence[Callback],
         notices: Notices,
         saver: Saver | None,
         noise: NoiseScale | None,
         savings: Savings,
-        world: OneProcess,
+        world: Coordinator,
     ) -> None:
         self._step = step
         self._data = data
@@ -128,7 +131,7 @@ class Training:
                 saver, contents, self._progress, self._lifecycle, world, step.memory, notices, self._finiteness
             )
         self._interrupts = Interrupts(self._progress, self._lifecycle, self._checkpoints, world, notices, self._request)
-        self._val_steps = val_steps
+        self._val_every = val_every
         self._validation: Validation | None = None
         if val_loader is not None:
             self._validation = Validation(
@@ -139,10 +142,11 @@ class Training:
                 part=world.part_of_validation(val_loader),
                 ranks=world.ranks,
                 random=self._random,
-                is_between_windows=val_steps is not None,
+                is_between_windows=val_every is not None,
                 is_kept=saver is not None,
             )
-        self._history: list[StepReport] = []
+        self._history: deque[StepReport] = deque(maxlen=_HISTORY)
+        self._unread: list[StepReport] = []
         self._evaluations: list[tuple[int, int, Evaluation]] = []  # with their epochs and steps
         self._resumed_from: int | None = None
         # Seconds of this call, also of windows that were trained again.
@@ -170,7 +174,6 @@ class Training:
                 self._tell_start()
                 with devices.failures_told(self._step.memory, "what ranks send each other"):
                     self._world.begin(self._step, self._interrupts.wishes, self._finding.grows_to)
-                self._step.memory.prepare_limit(limit_bytes)
                 self._lifecycle.save_memory()
                 begins_with, probed = self._begin()
                 with ExitStack() as limit:
@@ -254,10 +257,12 @@ class Training:
             elapsed_s=time.perf_counter() - started,
             resumed_from=self._resumed_from,
             checkpoint=None if self._checkpoints is None else self._checkpoints.saver.newest,
+            best_checkpoint=None if self._checkpoints is None else self._checkpoints.saver.storage.best,
             stopped=self._progress.stopped,
             noise_scale=None if self._noise is None else self._noise.samples,
             memory=self._lifecycle.memory,
             warnings=tuple(self._step.objective.weights.warnings),
+            skipped_samples=self._lifecycle.skipped_samples,
             time_spent=TimeSpent(
                 self._search_s,
                 self._recomputation_s,
@@ -312,10 +317,7 @@ class Training:
                 self._notices.say(text)
 
     def _found(self) -> tuple[Path, dict[str, Any]] | None:
-        if self._checkpoints is not None:
-            return self._checkpoints.find()
-        self._world.check_that_all_found(None)
-        return None
+        return None if self._checkpoints is None else self._checkpoints.find()
 
     def _resume(self, path: Path, content: dict[str, Any]) -> Cutting:
         """Resume from a checkpoint of an earlier call of `fit`; return how windows are cut."""
@@ -346,7 +348,7 @@ class Training:
                     f"the loader gave nothing in epoch {progress.moment.position.epoch}, so training ends there; a "
                     "generator can be read only once, a DataLoader or a list every epoch"
                 )
-                if self._val_steps is not None and progress.moment.windows and not self._is_evaluated:
+                if self._val_every is not None and progress.moment.windows and not self._is_evaluated:
                     self._evaluate_here(progress.moment.position.epoch - 1)
                 break
             while window is not None and self._step_with(window):
@@ -372,11 +374,12 @@ class Training:
 
     def _step_with(self, window: Window) -> bool:
         """Make the update of a window and do what follows it; return False if the window is left out."""
-        part = self._progress.part_to_make(window)
+        self._progress.will_make(window)
         is_trial = self._lifecycle.current.sizing.is_learning
-        report = None if part is None else self._lifecycle.step(part)
+        skipped = self._lifecycle.skipped_samples
+        report = self._lifecycle.step(window)
         if report is None:
-            return False
+            return skipped < self._lifecycle.skipped_samples  # of which nothing was left, so that there is no update
         again = report.recomputed_samples / (report.samples + report.recomputed_samples)
         if is_trial:
             self._search_s += report.elapsed_s
@@ -395,9 +398,11 @@ class Training:
 
     def _note(self, report: StepReport) -> None:
         self._history.append(report)
-        if len(self._history) % _READ_EVERY == 0:
-            for earlier in self._history[-_READ_EVERY:]:
+        self._unread.append(report)
+        if len(self._unread) == _READ_EVERY:
+            for earlier in self._unread:
                 _ = earlier.loss, earlier.grad_norm
+            self._unread.clear()
         for callback in self._callbacks:
             callback.on_step(report, epoch=self._progress.moment.position.epoch)
 
@@ -408,17 +413,19 @@ class Training:
         if not position.closed:
             for callback in self._callbacks:
                 callback.on_epoch_end(position.epoch)
-            if self._val_steps is None or (self._progress.ends_training and not self._is_evaluated):
+            if self._val_every is None or (self._progress.ends_training and not self._is_evaluated):
                 evaluation = self._evaluate(position.epoch)
         with signals.held():
             if evaluation is not None:
                 self._evaluations.append((position.epoch, self._progress.moment.windows, evaluation))
             self._progress.end_epoch(evaluation)
+        if evaluation is not None:
+            self._interrupts.after_evaluation(evaluation)
 
     def _evaluate_if_due(self) -> bool:
-        """Evaluate between two windows if `val_steps` asks for it; return whether there was an evaluation."""
+        """Evaluate between two windows if `val_every` asks for it; return whether there was an evaluation."""
         moment = self._progress.moment
-        if self._val_steps is None or not moment.windows or moment.windows % self._val_steps or self._is_evaluated:
+        if self._val_every is None or not moment.windows or moment.windows % self._val_every or self._is_evaluated:
             return False
         self._evaluate_here(moment.position.epoch)
         return True
@@ -430,6 +437,7 @@ class Training:
         with signals.held():
             self._evaluations.append((epoch, self._progress.moment.windows, evaluation))
             self._progress.evaluated(evaluation)
+        self._interrupts.after_evaluation(evaluation)
 
     @property
     def _is_evaluated(self) -> bool:
@@ -448,7 +456,8 @@ class Training:
     def _went_back(self) -> None:
         """Discard reports on windows that will be trained again, and continue with the present cut."""
         moment = self._progress.moment
-        self._history = [report for report in self._history if report.step <= moment.windows]
+        while self._history and self._history[-1].step > moment.windows:
+            self._history.pop()
         self._evaluations = [
             (epoch, step, evaluation)
             for epoch, step, evaluation in self._evaluations

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from autoaccum import _oom
 from autoaccum._callbacks import Callback
+from autoaccum._data.batches import Window
+from autoaccum._engine.does_not_fit import sample_of
 from autoaccum._engine.events import Events
 from autoaccum._engine.runner import WindowRunner
 from autoaccum._engine.savings import AVOIDABLE
@@ -17,15 +19,14 @@ from autoaccum._training.checkpoint_contents import Kept
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.savings import Savings
     from autoaccum._records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
     from autoaccum._system.notices import Notices
     from autoaccum._training.first_plan import Finding
-    from autoaccum._training.one_process import OneProcess
     from autoaccum._training.progress import TrainingProgress
+    from autoaccum._training.rank_coordination import Coordinator
 
 
 class _Noting(Callback):
@@ -74,6 +75,7 @@ class PlanLifecycle:
     Attributes:
         callbacks: All callbacks, the one that records the plans first.
         current: The current runner; set by `begin`.
+        skipped_samples: Number of samples that did not fit alone and were left out.
     """
 
     current: WindowRunner
@@ -87,7 +89,7 @@ class PlanLifecycle:
         *,
         finding: Finding,
         savings: Savings,
-        world: OneProcess,
+        world: Coordinator,
         noise: NoiseScale | None,
     ) -> None:
         self._noise = noise
@@ -101,6 +103,7 @@ class PlanLifecycle:
         self._world = world
         self._earlier_oom_events = 0
         self._fastest: Plan | None = None  # once it has been recorded
+        self.skipped_samples = 0
 
     @property
     def has_begun(self) -> bool:
@@ -141,9 +144,8 @@ class PlanLifecycle:
         known = self._finding.look_up(first) if first.samples else None
         self._begin_rungs(known)
         probed = self._probe(first) if first.samples else None
-        self._world.tell_plans(None if probed is None else self._finding.plan(probed))
         plan = self._finding.plan(probed)
-        return Cutting(plan, plan, None if probed is None else probed.bytes_per_sample), probed
+        return Cutting.of(plan), probed
 
     def take_up(self, kept: Kept | None) -> Cutting:
         """Return how windows are cut after a resume.
@@ -220,30 +222,55 @@ class PlanLifecycle:
     # --- windows ------------------------------------------------------------------------------------------------------
 
     def step(self, part: Window) -> StepReport | None:
-        """Make the update of a window, saving more memory if not even one sample fits.
+        """Make the update of a window, saving more memory or leaving the sample out if not even one sample fits.
 
         Args:
             part: The window, or this process's part of it.
 
         Returns:
-            The window's report; None if no process has any of its samples.
+            The window's report; None if no process has any of its samples, or none is left.
         """
+        rest: Window | None = None
         try:
             report = self.current.step(part)
         except AVOIDABLE as error:
             # Once the update is made, here or on other ranks, nothing can help.
-            if self.current.is_past_return or not self._climbs(error):
+            if self.current.is_past_return:
                 raise
+            if not self._climbs(error):
+                rest = self._rest(error)
+                if rest is None:
+                    raise
             _oom.let_go(error)
         else:
             self._note_fastest()
             return report
+        if rest is not None:
+            self._step.memory.release()
+            return self.step(rest) if rest.samples else None
         # After the handler: inside it, the traceback still pins the activations.
         self._step.memory.release()
         self._earlier_oom_events += self.current.oom_events
         plan = self._finding.plan()
         self.begin(Cutting(plan, plan, is_timed=self.current.sizing.cutting.is_timed))
         return self.step(part)
+
+    def _rest(self, error: Exception) -> Window | None:
+        """Return a window without the sample that does not fit alone; None if that is not to be left out.
+
+        It is not where nothing was trained yet and nothing would be left: then nothing may ever fit.
+        """
+        where = getattr(error, "where", None)
+        if where is None or self._step.options.on_too_large != "skip":
+            return None
+        window, place = where
+        spans = (*window.part(0, place).spans, *window.part(place + 1, window.samples).spans)
+        if not spans and not self._progress.moment.windows:
+            return None
+        self.skipped_samples += 1
+        sample = sample_of(window, place)
+        self._notices.say(f"{sample} does not fit and is left out (on_too_large='skip')", key=f"too large {sample}")
+        return Window.of_spans(spans, window.split, window.used)
 
     def _note_fastest(self) -> None:
         """Record the plan that autotuning has chosen, once."""

@@ -7,7 +7,6 @@ checkpoint holds this state, and a resumed run begins from it.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import Evaluation
     from autoaccum._training.lr_schedule import Schedule
-    from autoaccum._training.one_process import OneProcess
+    from autoaccum._training.rank_coordination import Coordinator
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class TrainingProgress:
         *,
         memory: MemoryBackend,
         random: RandomState | None,
-        world: OneProcess,
+        world: Coordinator,
     ) -> None:
         self._data = data
         self._schedule = schedule
@@ -134,14 +133,14 @@ class TrainingProgress:
     # --- windows ------------------------------------------------------------------------------------------------------
 
     def first_part(self) -> Window:
-        """Return this process's part of the first window; `next_window` will return this window again.
+        """Return the first window; `next_window` will return it again.
 
         Raises:
             InvalidInputError: The loader is empty.
         """
         self._first = first = self._first_window()
         self._world.look_at(first)
-        return self._world.part(first)
+        return first
 
     def next_window(self) -> Window | None:
         """Return the next window; None at the end of the epoch or of the training.
@@ -164,11 +163,9 @@ class TrainingProgress:
         self._has_begun = True
         return not self._world.has_anything(window)
 
-    def part_to_make(self, window: Window) -> Window | None:
-        """Return this process's part of a window to train on; None if the window is left out."""
+    def will_make(self, window: Window) -> None:
+        """Note the position after a window that is made next."""
         self._coming = self._track.after(window)
-        part = self._world.part(window)
-        return None if self._world.is_to_be_dropped(part) else part
 
     @property
     def _ends_here(self) -> bool:
@@ -213,7 +210,9 @@ class TrainingProgress:
             samples: Number of samples in the window, over all processes.
         """
         now = self.moment
-        self._next = Moment(now.windows + 1, now.samples + samples, self._coming, now.random, evaluated=now.evaluated)
+        self._next = replace(
+            now, windows=now.windows + 1, samples=now.samples + samples, position=self._coming, stopped=None
+        )
 
     def update_made(self, *, skipped: bool) -> None:
         """Advance everything that moves with an update, while interrupts are held back.
@@ -270,7 +269,7 @@ class TrainingProgress:
             self._schedule.after_evaluation(evaluation)
         except Exception as error:
             raise update_complete.told(error, self.moment.windows, has_moved=False) from error
-        self.moment = replace(self.moment, evaluated=self.moment.windows, random=self._random_states())
+        self.moment = replace(self._with(evaluation), random=self._random_states())
         self.is_whole = True
 
     def end_epoch(self, evaluation: Evaluation | None) -> None:
@@ -295,21 +294,13 @@ class TrainingProgress:
             position = replace(position, closed=True)
         else:
             position, self._windows = self._track.at_start(position.epoch + 1), None
-        evaluated = self.moment.evaluated if evaluation is None else self.moment.windows
-        self.moment = replace(self.moment, position=position, random=self._random_states(), evaluated=evaluated)
+        moment = self.moment if evaluation is None else self._with(evaluation)
+        self.moment = replace(moment, position=position, random=self._random_states())
         self.is_whole = True
 
-    @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        """Return to the present moment if the block raises; of the loader, batches may have been drawn."""
-        moment, random = self.moment, self._random_states()
-        try:
-            yield
-        except BaseException:
-            self._track.close()
-            self.moment, self._windows, self._first = moment, None, None
-            self._set_random(random)
-            raise
+    def _with(self, evaluation: Evaluation) -> Moment:
+        """Return the present moment with its evaluation."""
+        return replace(self.moment, evaluated=self.moment.windows, last_val_loss=evaluation.loss)
 
     def go_to(self, moment: Moment) -> None:
         """Restore the loader and the random state of a moment.

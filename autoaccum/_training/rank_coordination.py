@@ -1,57 +1,48 @@
-"""Data sharding and checkpoint coordination across ranks.
+"""Coordinates the processes of a training around its windows: their data, requests, errors and checkpoints.
 
-A single process needs none of this (`one_process.py`). `_distributed/data_parallel.py` makes the windows themselves.
+Of a single process there are no `ranks`, and nothing is exchanged. `_distributed/data_parallel.py` makes the windows.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.batches import Window
-from autoaccum._data.regrouping import stream, stream_of_tokens, tokens_of
-from autoaccum._distributed import dcp
+from autoaccum._data.regrouping import stream, stream_of_tokens
 from autoaccum._distributed.consistency import look_at_data
 from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._distributed.fsdp import ShardedDataParallel
-from autoaccum._distributed.loader import (
-    DealtLoader,
-    ShardedLoader,
-    WholeLoader,
-    check_can_be_sharded,
-    equal_shares,
-    shares_by_cost,
-)
+from autoaccum._distributed.loader import DealtLoader, ShardedLoader, equal_shares
+from autoaccum._distributed.whole_state import gathered
 from autoaccum._engine.dtensor import is_sharded
-from autoaccum._oom import first_line
-from autoaccum._training.checkpoint_files import SHARDS
-from autoaccum._training.one_process import OWN, WHOLE, WINDOWS, OneProcess, part_of
 from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torch import Tensor
-
     from autoaccum._data.loader_state import Track
     from autoaccum._data.pieces import Split
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._records import Plan
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoint_contents import Contents, Kept, Moment
     from autoaccum._training.checkpoint_schedule import Saver
 
+# What a process may request after a window, as bits.
+SAVE, END, STOP = 1, 2, 4
+# What the loader of each of several ranks gives, as a checkpoint says it: all samples, or samples of its own.
+_SHARED, _OWN = "windows", "own"
 
-class SeveralRanks(OneProcess):
-    """The ranks of one training, seen from one of them.
+
+class Coordinator:
+    """The processes of one training, seen from one of them.
 
     Args:
-        ranks: All ranks.
+        ranks: All ranks; None for a single process.
         loader: As for `fit`.
-        target_batch: Number of samples per window, or of tokens, over all ranks.
+        target: Number of samples per window, or of tokens, over all ranks.
         drop_last: As for `fit`.
         shard: As for `fit`.
         split: As for `fit`.
@@ -59,10 +50,11 @@ class SeveralRanks(OneProcess):
         notices: Reports choices made for the user.
 
     Attributes:
-        ranks: All ranks.
-        loader: The loader that this rank reads.
-        target_batch: Number of samples of a window, or of tokens, that belong to this rank.
-        peers: The ranks that make windows together; None before `begin`.
+        ranks: As the argument.
+        loader: The loader that this process reads.
+        split: As the argument.
+        target_batch: Number of samples of a window, or of tokens, that belong to this process.
+        peers: The ranks that make windows together; None for a single process, and before `begin`.
 
     Raises:
         InvalidInputError: There are more ranks than samples in a window, or the loader cannot be sharded.
@@ -70,176 +62,194 @@ class SeveralRanks(OneProcess):
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: Ranks | None,
         loader: Iterable[Any],
-        target_batch: int,
+        target: int,
         *,
         drop_last: bool,
         shard: bool,
+        split: Split | None,
+        in_tokens: bool,
         notices: Notices,
-        split: Split | None = None,
-        in_tokens: bool = False,
     ) -> None:
-        counted = "tokens" if in_tokens else "batch"
-        if target_batch < ranks.size:
+        self.ranks = ranks
+        self.loader = loader
+        self.split = split
+        self.target_batch = self._whole_target = target
+        self.peers: DataParallel | None = None
+        self._drop_last = drop_last
+        self._shards = shard
+        self._in_tokens = in_tokens
+        self._notices = notices
+        self._is_looked_at = ranks is None or shard
+        if ranks is not None:
+            self._divide(ranks)
+
+    def _divide(self, ranks: Ranks) -> None:
+        target, counted = self._whole_target, "tokens" if self._in_tokens else "batch"
+        if target < ranks.size:
             raise InvalidInputError(
-                f"target_{counted}={target_batch} is less than the number of ranks, {ranks.size}, so some ranks would "
+                f"target_{counted}={target} is less than the number of ranks, {ranks.size}, so some ranks would "
                 f"have no samples; use a larger target_{counted} or fewer ranks"
             )
-        super().__init__(loader, target_batch, drop_last, split, in_tokens=in_tokens)
-        self.ranks: Ranks = ranks
-        self.peers: DataParallel | None = None
-        self._notices = notices
-        self._shards = shard
-        bounds = equal_shares(target_batch, ranks.size)
+        bounds = equal_shares(target, ranks.size)
         self.target_batch = bounds[ranks.rank + 1] - bounds[ranks.rank]
-        notices.say(
-            f"{ranks.size} ranks: this rank takes {self.target_batch} "
-            f"{'tokens' if in_tokens else 'samples'} of each window of {target_batch}; plans and cuts count only those"
+        self._notices.say(
+            f"{ranks.size} ranks: this rank takes {self.target_batch} {'tokens' if self._in_tokens else 'samples'} of "
+            f"each window of {target}; plans and cuts count only those"
         )
-        self._sharded: ShardedLoader | None = None
-        if shard:
-            check_can_be_sharded("loader", loader)
-            if in_tokens:
-                self.loader = WholeLoader(loader, ranks)  # type: ignore[arg-type]
-                notices.say(
-                    "target_tokens= with shard=True: every rank reads all samples and skips those of other ranks, "
-                    "since only samples that are loaded show their tokens; with shard=False, each rank's loader yields "
-                    "its own"
-                )
-            else:
-                self._sharded = self.loader = ShardedLoader(
-                    loader,  # type: ignore[arg-type]
-                    ranks,
-                    target_batch,
-                    drop_last=drop_last,
-                )
-        self._is_looked_at = shard
-        self._samples = 0  # of the current window, if every rank reads all of it
-
-    is_alone = False
+        if not self._shards:
+            return
+        loader: Any = self.loader
+        if self._in_tokens:  # which only samples that were loaded have
+            self.loader = DealtLoader("loader", loader, ranks)
+        else:
+            self.loader = ShardedLoader(loader, ranks, target, drop_last=self._drop_last)
 
     @property
-    def at_end(self) -> Window:
-        """An empty window, a new object each time, since ranks tell windows apart by identity."""
-        return Window.of_spans((), None)
+    def is_alone(self) -> bool:
+        """Whether this is the only process."""
+        return self.ranks is None
 
     @property
     def decides(self) -> bool:
-        """Whether this is rank 0."""
-        return self.ranks.rank == 0
+        """Whether this process takes decisions that depend on clocks, writes checkpoints and prints for all."""
+        return self.ranks is None or self.ranks.rank == 0
+
+    @property
+    def at_end(self) -> Window | None:
+        """Stands for a window at the end of this process's epoch: other ranks may have windows left.
+
+        A new object each time, since ranks tell windows apart by identity.
+        """
+        return None if self.ranks is None else Window.of_spans((), None)
+
+    def begin(self, step: TrainingStep, wishes: Callable[[int], int], grows_to: int | None) -> None:
+        """Prepare to make windows.
+
+        Args:
+            step: This process's training step.
+            wishes: Returns what this process requests after a window, given how many windows ahead that window is.
+            grows_to: The largest micro-batch to grow to, for a model that is sharded across ranks; None if sizes do not
+                grow.
+        """
+        if self.ranks is None:
+            return
+        said: dict[str, Any] = {"wishes": lambda: wishes(1), "drops": self._drops}  # asked before the window is done
+        if is_sharded(step.objective.modules):
+            self.peers = ShardedDataParallel(self.ranks, step, grows_to, **said)
+        else:
+            self.peers = DataParallel(self.ranks, step, **said)
+
+    # --- data ---------------------------------------------------------------------------------------------------------
 
     def part_of_validation(self, val_loader: Iterable[Any]) -> Iterable[Any]:
-        """Return an iterable over this rank's part of the validation data.
+        """Return an iterable over this process's part of the validation data.
 
         Raises:
             InvalidInputError: With `shard`, the loader cannot be divided, or lengths differ.
         """
-        if not self._shards:
+        if self.ranks is None or not self._shards:
             return val_loader
-        check_can_be_sharded("val_loader", val_loader)
-        return DealtLoader(val_loader, self.ranks)  # type: ignore[arg-type]
-
-    def begin(self, step: TrainingStep, wishes: Callable[[int], int], grows_to: int | None) -> None:
-        """Prepare to make windows together.
-
-        Args:
-            step: This rank's training step.
-            wishes: Returns what this rank requests after a window, given how many windows ahead that window is.
-            grows_to: The largest micro-batch to grow to, for a model that is sharded across ranks; None if sizes do not
-                grow.
-        """
-        said: dict[str, Any] = {
-            "wishes": lambda: wishes(1),  # asked before the window is done
-            "note": lambda: self._samples,
-            "look": _refuse_other_windows,
-        }
-        if is_sharded(step.objective.modules):
-            self.peers = ShardedDataParallel(self.ranks, step, grows_to, **said)
-            return
-        self.peers = DataParallel(self.ranks, step, **said)
-
-    # --- data sharding ------------------------------------------------------------------------------------------------
+        return DealtLoader("val_loader", val_loader, self.ranks)  # type: ignore[arg-type]
 
     def windows(self, batches: Track, skip: int) -> Iterator[Window]:
-        """Return an epoch's windows; `part` takes this rank's part of each.
+        """Return this process's parts of an epoch's windows.
 
         Args:
             batches: The epoch's remaining batches.
             skip: Number of samples of the first batch that were used already.
         """
-        if self._sharded is not None:
-            sizes = map(self._sharded.share_of, itertools.count(int(self._sharded.state_dict()["windows"])))
-            return stream(batches, sizes, skip=skip, split=self.split)
+        if isinstance(self.loader, ShardedLoader):
+            return stream(batches, self.loader.shares_left(), skip=skip, split=self.split)
         if self._in_tokens:
-            target = self._whole_target if self._shards else self.target_batch
-            return stream_of_tokens(batches, target, drop_last=self._drop_last, skip=skip, split=self.split)
-        return stream(batches, self.target_batch, skip=skip, split=self.split)
+            drops = self._drop_last
+            return stream_of_tokens(batches, self.target_batch, drop_last=drops, skip=skip, split=self.split)
+        drops = self._drop_last and self.is_alone  # ranks see only together whether a window is too short
+        return stream(batches, self.target_batch, drop_last=drops, skip=skip, split=self.split)
 
-    def part(self, window: Window) -> Window:
-        """Return this rank's part of a window from `windows`."""
-        if not self._shards or self._sharded is not None:
-            return window
-        self._samples = window.samples
-        costs = [count for span in window.spans for count in tokens_of(span.piece)[span.start : span.stop]]
-        bounds = shares_by_cost(costs, self.ranks.size)
-        return window.part(bounds[self.ranks.rank], bounds[self.ranks.rank + 1])
+    def _drops(self, samples: Sequence[int]) -> bool:
+        """Whether drop_last=True leaves a window out, given the samples of each rank's part."""
+        if not self._drop_last:
+            return False
+        return not all(samples) if self._in_tokens else sum(samples) < self._whole_target
 
     def look_at(self, first: Window) -> None:
-        """Check, once, whether ranks read the same samples."""
-        if not self._is_looked_at:
+        """Check, once, whether ranks with loaders of their own read the same samples."""
+        if not self._is_looked_at and self.ranks is not None:
             self._is_looked_at = True
             look_at_data(self.ranks, first, self._notices)
 
-    def is_to_be_dropped(self, part: Window) -> bool:
-        """Whether to leave out a window because it is too short and drop_last=True."""
-        if not self._drop_last:
-            return False
-        if self._in_tokens and self._shards:
-            return False  # `windows` leaves it out
-        said: list[int] = self.ranks.exchange("samples", part.samples)
-        return not all(said) if self._in_tokens else sum(said) < self._whole_target
-
     def has_anything(self, window: Window | None) -> bool:
-        """Whether any rank's loader gave samples in this epoch, given its first window."""
-        return window is None or any(self.ranks.exchange("epoch", window.samples))
+        """Whether any process's loader gave samples in this epoch, given its first window."""
+        return window is not None and (self.ranks is None or any(self.ranks.exchange("epoch", window.samples)))
+
+    # --- after a window -----------------------------------------------------------------------------------------------
 
     def note_moment(self, windows: int) -> None:
         """Record the number of windows that are done."""
-        self.ranks.moment = windows
+        if self.ranks is not None:
+            self.ranks.moment = windows
 
-    def wishes_of_all(self, wishes: Callable[[int], int]) -> int:  # noqa: ARG002 - ranks exchange theirs with the window
-        """Return the requests of all ranks after a window, as bits."""
-        assert self.peers is not None
+    def wishes_of_all(self, wishes: Callable[[int], int]) -> int:
+        """Return the requests of all processes after the window just made, as bits; `wishes` as for `begin`."""
+        if self.peers is None:
+            return wishes(0)
         said = 0
         for part in self.peers.parts:
             said |= part.wishes
         return said
 
     def of_all(self, what: str, own: Any) -> list[Any]:
-        """Return the value of each rank."""
-        return self.ranks.exchange(what, own)
+        """Return the value of each process."""
+        return [own] if self.ranks is None else self.ranks.exchange(what, own)
 
     def meet_at_end(self) -> None:
         """Check that no other rank failed after its last update, which only an exchange reveals."""
-        self.ranks.exchange("end")
+        self.of_all("end", None)
 
-    def tell_plans(self, plan: Plan | None) -> None:
-        """Report each rank's initial plan, if a probe found one before training."""
-        said = self.ranks.exchange("plan", None if plan is None else plan.micro_batch)
-        if len(set(said)) > 1:
-            found = ", ".join("-" if one is None else str(one) for one in said)
-            self._notices.say(f"ranks take at most {found} samples at once")
+    def stand_together(self, error: BaseException, *, is_whole: bool) -> bool:
+        """Tell other processes of an error; return whether all are at the same moment and can save it together."""
+        if self.ranks is None:
+            return True
+        if not isinstance(error, RankFailedError):
+            self.ranks.moment = self.ranks.moment if is_whole else -1
+            self.ranks.fail(error)
+        return self.ranks.stood_together
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def check_that_all_found(self, found: tuple[Path, dict[str, Any]] | None) -> None:
-        """Check that all ranks found the same checkpoint.
+    def find(self, saver: Saver, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
+        """Take the lease on the checkpoint folder and return the checkpoint to resume from; None if there is none.
 
         Raises:
-            CheckpointError: Ranks found different ones.
+            CheckpointInUseError: Another process trains with the folder; raised on every rank.
+            CheckpointError: No checkpoint can be read, none exists and one is required, or ranks found different ones.
         """
-        said = self.ranks.exchange("checkpoint", None if found is None else (found[0].name, found[1].get("windows")))
+        self._take_folder(saver, notices)
+        found = saver.find(notices)
+        self._check_that_all_found(found)
+        return found
+
+    def _take_folder(self, saver: Saver, notices: Notices) -> None:
+        """Take the lease on the checkpoint folder: rank 0 holds it for all."""
+        if not self.decides:
+            while (said := self.of_all("folder", None)[0]) is None:
+                pass
+            if isinstance(said, CheckpointError):
+                raise said
+            return
+        try:
+            for pause_s in saver.taking_folder(notices):
+                self.of_all("folder", None)  # so that the wait for the lease does not run into the exchange's timeout
+                time.sleep(pause_s)
+        except CheckpointError as error:
+            self.of_all("folder", error)
+            raise
+        self.of_all("folder", "taken")
+
+    def _check_that_all_found(self, found: tuple[Path, dict[str, Any]] | None) -> None:
+        said = self.of_all("checkpoint", None if found is None else (found[0].name, found[1].get("windows")))
         for rank, one in enumerate(said):
             if one != said[0]:
                 names = [("none" if one is None else one[0]) for one in (said[0], one)]
@@ -248,130 +258,42 @@ class SeveralRanks(OneProcess):
                     "ranks can see"
                 )
 
-    def part_of(self, content: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:
-        """Return this rank's part of a checkpoint; None if other processes wrote it.
-
-        Raises:
-            CheckpointError: Other processes wrote it in the middle of an epoch, and its rest cannot be divided anew.
-        """
-        return part_of(content, path, self.ranks.rank, self.ranks.size, self._goes_through)
-
-    @property
-    def _goes_through(self) -> str:
-        return OWN if not self._shards else WHOLE if self._sharded is None else WINDOWS
-
-    def _take_folder(self, saver: Saver, notices: Notices) -> None:
-        """Take the lease on the checkpoint folder: rank 0, which writes the checkpoints, holds it for all ranks.
-
-        Raises:
-            CheckpointInUseError: Another process trains with the folder; raised on every rank.
-            CheckpointError: The folder is not writable; raised on every rank.
-        """
-        # Rank 0 reports after every attempt, so that the wait for the lease does not run into the exchange's timeout.
-        if self.ranks.rank > 0:
-            while (said := self.ranks.exchange("folder")[0]) is None:
-                pass
-            if isinstance(said, CheckpointError):
-                raise said
-            return
-        try:
-            for pause_s in saver.taking_folder(notices):
-                self.ranks.exchange("folder")
-                time.sleep(pause_s)
-        except CheckpointError as error:
-            self.ranks.exchange("folder", error)
-            raise
-        self.ranks.exchange("folder", "taken")
-
-    def find(self, saver: Saver, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
-        """Return the checkpoint to resume from, the same on every rank; None if there is none.
-
-        Raises:
-            CheckpointInUseError: Another process trains with the folder; raised on every rank.
-            CheckpointError: Ranks found different checkpoints, or none that is intact.
-        """
-        self._take_folder(saver, notices)
-        damage: dict[Path, str] = {}
-        while True:
-            found = saver.find(notices, damage)
-            self.check_that_all_found(found)
-            if found is None or found[1].get(SHARDS) is None:
-                return found
-            name, files = found[1][SHARDS]
-            said = self.ranks.exchange("shards", dcp.damage_of_part(self.ranks, found[0].parent / name, files))
-            wrong = next((one for one in said if one is not None), None)
-            if wrong is None:
-                return found
-            damage[found[0]] = wrong
-
-    def stand_together(self, error: BaseException, *, is_whole: bool) -> bool:
-        """Tell other ranks of an error; return whether all are at the same moment and can save it together."""
-        if not isinstance(error, RankFailedError):
-            self.ranks.moment = self.ranks.moment if is_whole else -1
-            self.ranks.fail(error)
-        return self.ranks.stood_together
-
     def write(self, saver: Saver, contents: Contents, moment: Moment, kept: Kept) -> Path:
-        """Write a checkpoint of a moment: rank 0 writes the file, and every rank its own shards."""
-        own = {**contents.part(moment, kept), "loader": self._goes_through}
+        """Write a checkpoint of a moment, on rank 0, and return its path."""
+        if self.ranks is None:
+            return saver.write(contents.take(moment, kept), moment)
+        own = {**contents.part(moment, kept), "loader": _SHARED if self._shards else _OWN}
         parts = self.ranks.exchange_tensors("state", own)
-        files = self._write_shards(saver, moment, contents.spread()) if contents.is_sharded else None
-        path = saver.write(contents.take(moment, kept, parts, files), moment) if self.decides else None
-        path = Path(self.ranks.exchange("written", None if path is None else str(path))[0])
+        content = contents.take(moment, kept, parts) if self.decides or contents.is_sharded else {}
+        if contents.is_sharded:
+            content = gathered(self.ranks, content)
+        path = saver.write(content, moment) if self.decides else None
+        path = Path(self.of_all("written", None if path is None else str(path))[0])
         saver.took(path, moment)
-        if files is not None and self.decides:
-            saver.remove_others()
         return path
 
-    def _write_shards(self, saver: Saver, moment: Moment, tensors: Mapping[str, Tensor]) -> tuple[str, dcp.Files]:
-        """Write this rank's shards into a new folder; return the folder's name and its files.
+    def part_of(self, content: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:
+        """Return this process's part of a checkpoint; None if other processes wrote it.
 
         Raises:
-            CheckpointError: Some rank could not write.
+            CheckpointError: Other processes wrote it in the middle of an epoch, whose rest cannot be divided anew.
         """
-        named = None
-        if self.ranks.rank == 0:
-            saver.remove_others()  # the remains of a failed checkpoint may be what fills the disk
-            named = saver.folder_for_shards(moment).name
-        folder = saver.folder / self.ranks.exchange("shards", named)[0]
-        try:
-            return folder.name, dcp.write(self.ranks, tensors, folder)
-        except RankFailedError:
-            raise
-        except Exception as error:
-            saver.check_folder()
-            if not folder.is_dir():  # rank 0 knows the reason
-                raise CheckpointError(
-                    f"the checkpoint {folder} could not be written because it was removed meanwhile; earlier "
-                    "checkpoints are unchanged; leave the folder alone during training (another process may have taken "
-                    "it over)"
-                ) from error
-            raise CheckpointError(
-                f"the checkpoint {folder} could not be written ({first_line(error)}); earlier checkpoints are "
-                "unchanged; make room on that disk, or pass another folder as checkpoint="
-            ) from error
-
-    def read_shards(self, path: Path, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Read this rank's shards in place.
-
-        Raises:
-            CheckpointError: Some rank could not read; the tensors are unusable.
-        """
-        folder = path.parent / content[SHARDS][0]
-        try:
-            dcp.read(self.ranks, tensors, folder)
-        except Exception as error:
-            raise CheckpointError(
-                f"the checkpoint {folder} could not be read ({first_line(error)}); use the same model, optimizer and "
-                "ranks as that run, or pass resume=False to start from the beginning"
-            ) from error
+        parts = content.get("ranks") or [content]
+        rank, size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.size)
+        wrote, here = str(parts[0].get("loader", _OWN)), _SHARED if self._shards else _OWN
+        if len(parts) == size and (size == 1 or wrote == here):
+            found: Mapping[str, Any] = parts[rank]
+            return found
+        if not any(part["position"]["batches"] for part in parts):
+            return None
+        raise CheckpointError(
+            f"the checkpoint {path} was written by {_these(len(parts), wrote)} in the middle of an epoch, and the rest "
+            f"of it cannot be given to {_these(size, here)}; go on with as many processes and shard= as before until "
+            "an epoch ends, or pass resume=False to start from the beginning"
+        )
 
 
-def _refuse_other_windows(samples: Sequence[int]) -> None:
-    """Reject a window that ranks which all read all of it see with different numbers of samples; raised on each."""
-    for rank, own in enumerate(samples):
-        if own != samples[0]:
-            raise InvalidInputError(
-                f"a window has {own} samples on rank {rank} and {samples[0]} on rank 0; with shard=True and "
-                "target_tokens every rank's loader has to give the same samples with the same tokens"
-            )
+def _these(size: int, loader: str) -> str:
+    if size == 1:
+        return "one process"
+    return f"{size} processes " + ("with loaders of their own (shard=False)" if loader == _OWN else "(shard=True)")

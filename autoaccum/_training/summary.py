@@ -92,11 +92,11 @@ def advice_on(result: FitResult, peak_bytes: int | None, capacity_bytes: int | N
     if spent.recomputation_s > _MUCH_RECOMPUTED * whole:
         yield f"memory ran out {result.oom_events} times: begin with micro_batch={max(sizes)}, which fits"
     if spent.search_s > _MUCH * whole and result.resumed_from is None:
-        yield "the search took long: with cache=True, as by default, the next call of this job begins with its result"
+        yield "the search took long; the next call of this job begins with its result"
     if spent.evaluation_s > _MUCH * 3 * whole:
-        yield "evaluations take much of the time: evaluate less often (val_steps=), or on fewer samples"
+        yield "evaluations take much of the time: evaluate less often (val_every=), or on fewer samples"
     if spent.checkpoint_s > _MUCH * whole:
-        yield "checkpoints take much of the time: write fewer (checkpoint_minutes=)"
+        yield "checkpoints take much of the time: write fewer (checkpoint_every=)"
     was_set = not spent.search_s and result.resumed_from is None  # sizes that were searched for are the fastest
     if peak_bytes is None or not capacity_bytes or len(sizes) == 1 or not was_set:
         return

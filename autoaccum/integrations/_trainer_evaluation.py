@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from autoaccum._data.pieces import Split
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._system.notices import Notices
-    from autoaccum.integrations._trainer_metrics import Record, TrainerMetrics
+    from autoaccum.integrations._trainer_logs import Held, TrainerLogs
 
 # What a trainer's `prediction_step` returns: the loss, the outputs and the labels, each None if there is none.
 _Predicted = tuple[Any, Any, Any]
@@ -43,18 +43,18 @@ class EvaluationInParts:
 
     Args:
         trainer: The trainer.
-        metrics: Its metrics.
+        logs: What it logs.
         split: As for `windowed`.
         notices: Reports choices made for the user.
     """
 
-    def __init__(self, trainer: Any, metrics: TrainerMetrics, split: Split | None, notices: Notices) -> None:
+    def __init__(self, trainer: Any, logs: TrainerLogs, split: Split | None, notices: Notices) -> None:
         self._trainer = trainer
-        self._metrics = metrics
+        self._logs = logs
         self._split = split
         self._notices = notices
         self._model: nn.Module | None = None
-        self._weights = _LossWeights(trainer, metrics, split, notices)
+        self._weights = _LossWeights(trainer, logs, split, notices)
 
     @writes_reason
     def run(self, step: Callable[[Mapping[str, Any]], _Predicted], inputs: Mapping[str, Any]) -> _Predicted:
@@ -70,12 +70,12 @@ class EvaluationInParts:
         """
         self._begin(self._trainer.model)
 
-        def one_part(batch: Mapping[str, Any], size: int) -> tuple[Record, _Predicted]:
-            with self._metrics.recorded(batch, size) as record, own_tokens(self._trainer.args):
-                return record, step(dict(batch))
+        def one_part(batch: Mapping[str, Any], _: int) -> tuple[Held, _Predicted]:
+            with self._logs.held() as held, own_tokens(self._trainer.args):
+                return held, step(dict(batch))
 
         done, sizes, window = self._parts.of_batch(dict(inputs), self._split, one_part)
-        self._metrics.append([record for record, _ in done], "eval")
+        self._logs.append([held for held, _ in done], "eval")
         found = [predicted for _, predicted in done]
         loss, outputs, labels = found[0] if window is None or len(found) == 1 else self._joined(found, window, sizes)
         return self._over_all_ranks(loss, inputs), outputs, labels
@@ -145,9 +145,9 @@ def _items_of(trainer: Any, inputs: Mapping[str, Any]) -> Any:
 class _LossWeights:
     """Infers what a trainer's loss is a mean of, in evaluation."""
 
-    def __init__(self, trainer: Any, metrics: TrainerMetrics, split: Split | None, notices: Notices) -> None:
+    def __init__(self, trainer: Any, logs: TrainerLogs, split: Split | None, notices: Notices) -> None:
         self._trainer = trainer
-        self._metrics = metrics
+        self._logs = logs
         self._split = split
         self._notices = notices
         self._step: GradientStep | None = None
@@ -175,7 +175,7 @@ class _LossWeights:
     def _loss(self, batch: Mapping[str, Any]) -> Any:
         trainer = self._trainer
         with (
-            self._metrics.recorded(batch, 0),
+            self._logs.held(),
             own_tokens(trainer.args),
             trainer.compute_loss_context_manager(),
         ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copyreg
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,7 +13,8 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import Trainer
 
-from autoaccum._data.batches import Window, count
+from autoaccum._data.batches import Window
+from autoaccum._data.packed_rows import PackedRows
 from autoaccum._data.reading import refuse_flattened
 from autoaccum._engine.options import Options
 from autoaccum._system.notices import Notices
@@ -20,25 +23,27 @@ from autoaccum.errors import InvalidInputError
 from autoaccum.integrations._own_autocast import tell_of_autocast
 from autoaccum.integrations._paired_rows import PairedRows
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts, own_tokens
-from autoaccum.integrations._trainer_metrics import TrainerMetrics
-from autoaccum.integrations._versions import warn_if_untried
-from autoaccum.integrations._watched_steps import WatchedSteps
+from autoaccum.integrations._trainer_logs import TrainerLogs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from autoaccum._callbacks import Callback
     from autoaccum._data.pieces import Split
+    from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import BackwardReport, Plan
 
 _TrainerType = TypeVar("_TrainerType", bound=type[Trainer])
 
-# The oldest and the newest version that the tests of this adapter ran with.
-_TRIED = {"transformers": ("4.57", "5.24"), "accelerate": ("1.10", "1.15")}
 _RANKS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 # Optimizers that step in the backward pass.
 _STEP_EARLY = ("lomo", "adalomo")
 _HALVES = ("bf16", "fp16")
+# Collators of rows that hold several sequences each, or pairs of them.
+_FLATTENED = "DataCollatorWithFlattening"
+# TRL's trainers that were tried, and the losses of preferences that are no means over pairs.
+_TRIED = {"SFTTrainer", "RewardTrainer", "DPOTrainer", "GRPOTrainer", "RLOOTrainer"}
+_NOT_OF_PAIRS = {"aot": "sorts all pairs", "aot_unpaired": "sorts all pairs", "sft": "is a mean over tokens"}
 _PREFERENCES = ("DataCollatorForPreference", "DataCollatorForVisionPreference")
 
 
@@ -52,6 +57,7 @@ def windowed(
     loss_reduction: str | None = None,
     batchnorm: str = "keep",
     split: Split | None = None,
+    device: MemoryBackend | None = None,
     callbacks: Sequence[Callback] = (),
     notices: Notices | None = None,
 ) -> _TrainerType:
@@ -62,7 +68,9 @@ def windowed(
     It is used as before. `per_device_train_batch_size` is now the batch that you mean for this device, whatever fits at
     once, and `gradient_accumulation_steps` multiplies it as before. When memory runs out, in training or evaluation,
     what failed is undone and restarted in smaller micro-batches. The loss of an update is a mean over all its tokens,
-    on all ranks, also for models that take no `num_items_in_batch`.
+    on all ranks, also for models that take no `num_items_in_batch`. Trainers that generate (GRPO, RLOO) are cut after
+    generation and scoring, each batch by itself. What a trainer logs within `compute_loss` it logs for each
+    micro-batch, as with accumulation.
 
     Args:
         trainer: `transformers.Trainer`, or a class made from it.
@@ -73,7 +81,10 @@ def windowed(
         loss_reduction: As for `fit`.
         batchnorm: As for `fit`.
         split: Counts, cuts and joins the batches that the collator returns; None where samples run along the first
-            dimension, and for TRL's batches of preferences.
+            dimension, for TRL's batches of preferences, and for packed rows of known collators
+            (`autoaccum.PackedRows`).
+        device: A memory backend that stands for the trainer's device, such as `autoaccum.Simulated`; None for the
+            trainer's own.
         callbacks: autoaccum's callbacks, called when memory runs out and when the plan changes.
         notices: Reports choices made on your behalf; None for stderr.
 
@@ -93,20 +104,29 @@ def windowed(
         )
     if issubclass(trainer, _Innermost):
         raise InvalidInputError(f"{trainer.__name__} has been passed to windowed() already; use it as it is")
-    for package, (first, last) in _TRIED.items():
-        warn_if_untried(package, first, last)
     options = Options.of(windowed, locals())
     # The innermost class comes last before `Trainer`, so that what TRL's trainers do around a training step stays.
     bases = (_Outermost, _Innermost) if trainer is Trainer else (_Outermost, trainer, _Innermost)
-    return type(  # type: ignore[return-value]
-        f"Windowed{trainer.__name__}",
-        bases,
-        {
-            "__doc__": trainer.__doc__,
-            "__module__": trainer.__module__,
-            "_autoaccum_options": options,
-        },
-    )
+    names = {"__doc__": trainer.__doc__, "__module__": __name__, "_autoaccum_options": options}
+    metaclass: Any = type(trainer)
+    kind = _picklable(metaclass)
+    return kind(f"Windowed{trainer.__name__}", bases, names)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _picklable(kind: type) -> type:
+    """Return a class of classes whose members, made by `windowed`, are pickled as what they were made from."""
+    made = type("Picklable", (kind,), {})
+    copyreg.pickle(made, _reduced)
+    return made
+
+
+def _reduced(made: type) -> Any:
+    if "_autoaccum_options" not in vars(made):  # a class that was written, which is found by its name
+        return made.__qualname__
+    options: Options = vars(made)["_autoaccum_options"]
+    given = {name: getattr(options, name) for name in options.names - {"trainer"}}
+    return functools.partial(windowed, **given), (next(kind for kind in made.__mro__ if kind.__module__ != __name__),)
 
 
 class Windows:
@@ -118,27 +138,27 @@ class Windows:
 
     Attributes:
         last_backward: What was done for the last update; None before the first one.
-        steps: Watches the trainer's training steps.
+        has_taken: Whether the batch of this training step has come here.
     """
 
-    last_backward: BackwardReport | None
-
     def __init__(self, trainer: Any, options: Options) -> None:
-        self.last_backward = None
+        self.last_backward: BackwardReport | None = None
+        self.has_taken = False
         self._trainer = trainer
         self._notices = options.notices or Notices()
         self._split = options.split
-        if self._split is None and type(trainer.data_collator).__name__ in _PREFERENCES:
-            self._split = PairedRows()
+        if self._split is None:
+            self._split = _split_of(trainer.data_collator)
         self._options = replace(options, split=self._split, notices=self._notices, precision="fp32")
-        self._metrics = TrainerMetrics(trainer)
+        self._logs = TrainerLogs(trainer)
         self._model: nn.Module | None = None
         self._accumulator: Accumulator | None = None
         self._evaluation: EvaluationInParts | None = None
         self._pending: list[dict[str, Any]] = []
         self._counts: list[Any] = []
         self._items: Any = None
-        self.steps = WatchedSteps(trainer)
+        # It makes its batches itself, with normalisers that belong to each as it was made.
+        self._generates = _generates(trainer)
 
     @property
     def plan(self) -> Plan | None:
@@ -166,7 +186,7 @@ class Windows:
         Returns:
             The update's loss, a scalar, for its last batch; 0 for the others.
         """
-        self.steps.take()
+        self.has_taken = True
         trainer = self._trainer
         model.train()
         if callable(getattr(trainer.optimizer, "train", None)):
@@ -175,15 +195,15 @@ class Windows:
         # Batches that an epoch leaves over come with the next update, and have a count of their own.
         if not self._counts or items is not self._counts[-1]:
             self._counts.append(items)
-        if not trainer.accelerator.sync_gradients:
+        if not trainer.accelerator.sync_gradients and not self._generates:
             return torch.zeros((), device=trainer.args.device)
         batches, self._pending = self._pending, []
         counts, self._counts = self._counts, []
         self._items = self._over_all_ranks(None if any(one is None for one in counts) else sum(counts))
         accumulator = self._accumulator_of(_inner(model))
-        keep = "outputs" if self._metrics.is_kept else None
+        keep = "outputs" if self._logs.are_kept else None
         report = accumulator.backward(Window(batches, self._split), keep=keep)
-        self._metrics.append(report.outputs, "train")
+        self._logs.append(report.outputs)
         self.last_backward = report
         return torch.tensor(report.loss, device=trainer.args.device)
 
@@ -195,7 +215,7 @@ class Windows:
             inputs: The batch.
         """
         if self._evaluation is None:
-            self._evaluation = EvaluationInParts(self._trainer, self._metrics, self._split, self._notices)
+            self._evaluation = EvaluationInParts(self._trainer, self._logs, self._split, self._notices)
         return self._evaluation.run(step, inputs)
 
     # --- a micro-batch ------------------------------------------------------------------------------------------------
@@ -203,14 +223,19 @@ class Windows:
     def _loss(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the loss of a micro-batch, as the trainer computes it."""
         trainer = self._trainer
-        samples = count(batch, self._split) if self._metrics.is_kept else 0
-        with (
-            self._metrics.recorded(batch, samples) as record,
-            own_tokens(trainer.args),
-            trainer.compute_loss_context_manager(),
-        ):
+        with self._logs.held() as held, own_tokens(trainer.args), trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(self._model, batch, num_items_in_batch=self._items)
-        return {"loss": loss, "outputs": record} if self._metrics.is_kept else {"loss": loss}
+        if self._generates and not self._is_scaled():
+            loss = loss / trainer.current_gradient_accumulation_steps
+        return {"loss": loss, "outputs": held} if self._logs.are_kept else {"loss": loss}
+
+    def _is_scaled(self) -> bool:
+        """Whether the trainer does not divide losses by the number of accumulated batches, as `Trainer` decides it."""
+        trainer = self._trainer
+        said = getattr(trainer, "loss_is_scaled_for_ga", None)  # newer versions
+        if said is not None:
+            return bool(said)
+        return trainer.compute_loss_func is not None or (trainer.model_accepts_loss_kwargs and self._items is not None)
 
     def _prepared(self, inputs: Any) -> dict[str, Any]:
         if not isinstance(inputs, Mapping):
@@ -224,7 +249,7 @@ class Windows:
             except InvalidInputError as error:
                 raise InvalidInputError(
                     "a batch is one row of several sequences (packing, padding_free), which cannot be cut into "
-                    "samples; train with packing=False and padding_free=False, or pass split= to windowed()"
+                    "samples as it is; pass split=autoaccum.PackedRows() to windowed()"
                 ) from error
         return dict(inputs)
 
@@ -235,7 +260,7 @@ class Windows:
         if self._accumulator is None or self._model is not model:
             self._model = model
             accelerator = self._trainer.accelerator
-            options = replace(self._options, device=self._trainer.args.device)
+            options = replace(self._options, device=self._options.device or self._trainer.args.device)
             # The model casts by itself.
             self._accumulator = Accumulator._of(model, options, closure=self._loss, scale=accelerator.scaler)
             if accelerator.mixed_precision in _HALVES:
@@ -274,10 +299,17 @@ class _Outermost:
             self._autoaccum = Windows(self, self._autoaccum_options)
         return self._autoaccum
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "training_step" in vars(cls):
+            cls.training_step = _watched(vars(cls)["training_step"])  # type: ignore[method-assign]
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self.autoaccum.begin()
-        with self.autoaccum.steps.watching():
-            return super().train(*args, **kwargs)  # type: ignore[misc]
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return _watched(super().training_step)(self, *args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -288,6 +320,38 @@ class _Outermost:
             )
 
         return self.autoaccum.prediction_step(step, inputs)
+
+
+def _watched(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a training step that raises an error where its batch does not come to the adapter."""
+
+    @functools.wraps(step)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.autoaccum.has_taken = False
+        loss = step(*args, **kwargs) if hasattr(step, "__self__") else step(self, *args, **kwargs)
+        if not self.autoaccum.has_taken:
+            raise InvalidInputError(
+                f"{step.__qualname__} has not called super().training_step(...), so its batch was not run in "
+                "micro-batches; let it call that, put what it does to the loss into compute_loss, or use the trainer "
+                "without windowed()"
+            )
+        return loss
+
+    return watched
+
+
+def _split_of(collator: Any) -> Split | None:
+    """Return how the batches of a known collator are cut; None if by their rows."""
+    name = type(collator).__name__
+    if name in _PREFERENCES:
+        return PairedRows()
+    return PackedRows() if name == _FLATTENED or getattr(collator, "padding_free", False) is True else None
+
+
+def _generates(trainer: Any) -> bool:
+    """Whether the trainer makes its batches itself, as those of TRL do that generate."""
+    is_own = type(trainer)._prepare_inputs is not Trainer._prepare_inputs
+    return is_own and any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__)
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -320,9 +384,37 @@ def _check(trainer: Any) -> None:
         raise InvalidInputError(
             f"optim={optim!r} steps in the backward pass, so it would step for each micro-batch; choose another one"
         )
-    makes_batches = type(trainer)._prepare_inputs is not Trainer._prepare_inputs
-    if makes_batches and any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
+    _check_trl(trainer)
+
+
+def _check_trl(trainer: Any) -> None:
+    """Check what a trainer of TRL computes its loss by.
+
+    Raises:
+        InvalidInputError: Micro-batches do not give the gradient of the whole batch, or it was never tried.
+    """
+    kind = next((kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")), None)
+    if kind is None:
+        return
+    go_on = "use it without windowed(), in a function with @autoaccum.find_executable_micro_batch(target=...)"
+    if kind not in _TRIED:
         raise InvalidInputError(
-            f"{type(trainer).__name__} generates its own batches, with normalisers that belong to them as they were "
-            "generated; use it without windowed()"
+            f"{kind} was never tried with windowed(), and its loss may compare samples of a batch; {go_on}"
+        )
+    asked = trainer.args.loss_type if kind == "DPOTrainer" else []
+    for loss_type in [asked] if isinstance(asked, str) else asked:
+        if loss_type in _NOT_OF_PAIRS:
+            raise InvalidInputError(
+                f"loss_type={loss_type!r} {_NOT_OF_PAIRS[loss_type]}, so micro-batches do not give its gradient; "
+                f"{go_on}"
+            )
+    if kind == "DPOTrainer" and getattr(trainer, "aux_loss_enabled", False):
+        raise InvalidInputError(
+            "DPOTrainer adds a router's balancing loss, which is no mean over pairs; pass output_router_logits=False "
+            f"to the model's configuration, or {go_on}"
+        )
+    if getattr(trainer, "use_adaptive_entropy", False):
+        raise InvalidInputError(
+            "use_adaptive_entropy=True counts the entropies of every call of compute_loss, of which micro-batches make "
+            "several; set entropy_coef= instead"
         )

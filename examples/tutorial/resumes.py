@@ -32,7 +32,7 @@ result = autoaccum.fit(
     val_loader=loader(samples=512, seed=2),
     metrics={"accuracy": accuracy},
     checkpoint="runs/tutorial",
-    checkpoint_steps=3,
+    checkpoint_every=3,
     callbacks=callbacks,
 )
 last = result.evaluations[-1]

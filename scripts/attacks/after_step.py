@@ -45,10 +45,10 @@ def _alone(folder: Path, chance: random.Random, share: float) -> Row:
         for kind in _POINTS:
             where = folder / f"{window}-{kind}"
             where.mkdir(parents=True)
-            points = after_step.points_of(where / "counted", window, kind, checkpoint_steps=every)
+            points = after_step.points_of(where / "counted", window, kind, checkpoint_every=every)
             for point in _drawn(points, chance, share * part):
                 found, end = after_step.judged(
-                    where / str(point), window, point, kind, expected, checkpoint_steps=every
+                    where / str(point), window, point, kind, expected, checkpoint_every=every
                 )
                 losses += found
                 ends[end or "went on"] += 1

@@ -73,7 +73,7 @@ def _two_ranks(folder: Path, seed: int, kills: int) -> Row:
 
 def _failure_of(arguments: list[str]) -> str:
     """Run a script of this or the tests' folder; return its error, or ""."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "AUTOACCUM_RANK_TIMEOUT_S": "20"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "AUTOACCUM_RANK_TIMEOUT_S": "20", "AUTOACCUM_CACHE_DIR": ""}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), str(TESTS)])
     ran = subprocess.run(  # noqa: S603 - fixed
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
@@ -104,7 +104,7 @@ def live(folder: Path, rank: int, meeting: Path) -> None:
     log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     class Log(autoaccum.Callback):
-        def on_step(self, report: autoaccum.StepReport, *, epoch: int) -> None:  # noqa: ARG002 - the protocol's
+        def on_step(self, report: autoaccum.records.StepReport, *, epoch: int) -> None:  # noqa: ARG002 - the protocol's
             os.write(log, b"%d\n" % report.step)
 
     chance = torch.Generator().manual_seed(7)
@@ -126,10 +126,9 @@ def live(folder: Path, rank: int, meeting: Path) -> None:
         max_steps=WINDOWS,
         shard=True,
         device="cpu",
-        cache=False,
         progress=False,
         checkpoint=folder / "checkpoints",
-        checkpoint_steps=1,
+        checkpoint_every=1,
         callbacks=[Log()],
     )
     end = bits({"model": model.state_dict(), "optimizer": made[0].state_dict(), "torch": torch.get_rng_state()})

@@ -106,6 +106,7 @@ def _in_child(one: _Try, folder: Path, kept: Path) -> int:
 
 def _by_call(one: _Try, log: Path, kept: Path) -> int:
     torch.manual_seed(0)
+    os.environ["AUTOACCUM_CACHE_DIR"] = ""  # nothing is remembered
     batches = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(STEPS)]
     model = nn.Linear(3, 2)
     autoaccum.fit(
@@ -114,7 +115,6 @@ def _by_call(one: _Try, log: Path, kept: Path) -> int:
         4,
         micro_batch=4,
         device="cpu",
-        cache=False,
         progress=autoaccum._training.console.LineProgress(every_s=0) if one.progress == "lines" else "bar",
         callbacks=[autoaccum.JSONLinesLog(log)],
     )

@@ -46,6 +46,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import autoaccum
 
 
+torch.manual_seed(3)
 chance = torch.Generator().manual_seed(1)
 data = TensorDataset(torch.randn(50, 6, generator=chance), torch.randint(3, (50,), generator=chance))
 model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
@@ -63,11 +64,10 @@ autoaccum.fit(
     loss_reduction="mean",
     scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.9),
     checkpoint=FOLDER,
-    checkpoint_steps=4,
+    checkpoint_every=4,
     max_steps=WINDOWS,
     micro_batch=6,
     device="cpu",
-    seed=3,
 )
 """
 
@@ -162,8 +162,8 @@ class Pair:
 
         from long_runs import bits  # noqa: PLC0415 - as above
 
-        newest = max(self.checkpoints.glob("step-*.pt"))
-        content = torch.load(newest, weights_only=True)
+        newest = max(self.checkpoints.glob("step-*"))
+        content = torch.load(newest / "state.pt", weights_only=True)
         return bits(
             {key: content[key] for key in ("windows", "samples", "modules", "optimizer", "scheduler", "random")}
         )
@@ -250,7 +250,7 @@ def losses_of(pair: Pair, expected: Any) -> list[str]:
         found += [f"said {word!r}" for word in NEVER_SAID if word in text]
     if not found and pair.result() != expected:
         found.append("not the undisturbed run")
-    left = [path.name for path in pair.checkpoints.iterdir() if not path.name.endswith(".pt")]
+    left = [path.name for path in pair.checkpoints.iterdir() if not path.name.startswith("step-")]
     if left:
         found.append(f"left {', '.join(left)}")
     return found

@@ -30,11 +30,11 @@ def undisturbed():
 
 @pytest.mark.parametrize(("kind", "every"), [("call", 11), ("operator", 1)])
 def test_memory_that_runs_out_after_the_step_makes_no_update_twice(tmp_path, undisturbed, kind, every):
-    points = after_step.points_of(tmp_path / "counted", 3, kind, checkpoint_steps=2)
+    points = after_step.points_of(tmp_path / "counted", 3, kind, checkpoint_every=2)
 
     losses, ends = [], set()
     for point in range(1, points + 1, every):
-        found, end = after_step.judged(tmp_path / str(point), 3, point, kind, undisturbed, checkpoint_steps=2)
+        found, end = after_step.judged(tmp_path / str(point), 3, point, kind, undisturbed, checkpoint_every=2)
         losses += found
         ends.add(end)
 
@@ -46,7 +46,7 @@ def test_memory_that_stays_out_after_the_step_makes_no_update_twice(tmp_path, un
     losses = []
     for point in (1, 4, 9, 16):
         losses += after_step.judged(
-            tmp_path / str(point), 3, point, "call", undisturbed, lasts=True, checkpoint_steps=2
+            tmp_path / str(point), 3, point, "call", undisturbed, lasts=True, checkpoint_every=2
         )[0]
 
     assert not losses
@@ -91,7 +91,7 @@ class Failing(torch.optim.lr_scheduler.StepLR):
 
 
 def test_scheduler_without_memory_ends_training_with_the_update_named(tmp_path):
-    run = Run(checkpoint=tmp_path, checkpoint_steps=3, scheduler=Failing)
+    run = Run(checkpoint=tmp_path, checkpoint_every=3, scheduler=Failing, val_loader=None)
     stepped = []
     run.optimizer.register_step_post_hook(lambda *_: stepped.append(1))
 
@@ -102,7 +102,7 @@ def test_scheduler_without_memory_ends_training_with_the_update_named(tmp_path):
     assert caught.value.step == 6
     assert isinstance(caught.value.__cause__, MemoryError)
     assert not autoaccum.is_oom(caught.value)
-    assert checkpoints(tmp_path) == ["step-00000003.pt"]
+    assert checkpoints(tmp_path) == ["step-00000003"]
     assert "the last one is" in caught.value.__notes__[-1]
 
 
@@ -114,13 +114,13 @@ def test_scheduler_without_memory_at_the_end_of_an_epoch_ends_training_with_the_
             super().step(*arguments)
 
     changes = {"scheduler": lambda optimizer: Fails(optimizer, 4), "scheduler_interval": "epoch"}
-    run = Run(checkpoint=tmp_path, checkpoint_steps=3, **changes)
+    run = Run(checkpoint=tmp_path, checkpoint_every=3, **changes)
 
     with pytest.raises(UpdateCompleteError, match="update 5 is made, and not all that moves with it") as caught:
         run.fit()
 
     assert isinstance(caught.value.__cause__, MemoryError)
-    assert checkpoints(tmp_path) == ["step-00000003.pt"]
+    assert checkpoints(tmp_path) == ["step-00000003"]
 
 
 def test_rates_stay_as_the_update_was_made_with_where_its_scheduler_fails_in_the_first_window():
@@ -130,7 +130,7 @@ def test_rates_stay_as_the_update_was_made_with_where_its_scheduler_fails_in_the
 
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"device": "cpu", "progress": False, "cache": False, "lr_scaling": "linear", "base_batch": 2}
+    settings = {"device": "cpu", "progress": False, "lr_scaling": "linear", "base_batch": 2}
 
     with pytest.raises(UpdateCompleteError, match="update 1 is made"):
         autoaccum.fit(
@@ -146,7 +146,7 @@ def test_sigterm_beside_a_failing_scheduler_does_not_make_the_window_again(tmp_p
             os.kill(os.getpid(), signal.SIGTERM)
             super().fail()
 
-    run = Run(checkpoint=tmp_path, checkpoint_steps=3, scheduler=Interrupted)
+    run = Run(checkpoint=tmp_path, checkpoint_every=3, scheduler=Interrupted, val_loader=None)
     stepped, heard = [], []
     run.optimizer.register_step_post_hook(lambda *_: stepped.append(1))
     former = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
@@ -157,7 +157,7 @@ def test_sigterm_beside_a_failing_scheduler_does_not_make_the_window_again(tmp_p
         signal.signal(signal.SIGTERM, former)
 
     assert (len(stepped), heard) == (6, [1])
-    assert checkpoints(tmp_path) == ["step-00000003.pt"]
+    assert checkpoints(tmp_path) == ["step-00000003"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -204,7 +204,7 @@ def test_callback_that_fails_after_the_update_makes_no_other_one(error, expected
     with pytest.raises(expected) as caught:
         autoaccum.fit(
             model, batches_of(labelled(32), 8, 8, 8, 8), 8, optimizer=optimizer, device="cpu", callbacks=[Planned()],
-            memory="auto", progress=False, cache=False,
+            memory="auto", progress=False,
         )  # fmt: skip
 
     told = [str(caught.value), *getattr(caught.value, "__notes__", ())]
@@ -242,7 +242,7 @@ REAL = """
         autoaccum.fit(
             model, torch.utils.data.DataLoader(data, batch_size=8), 8, loss=nn.CrossEntropyLoss(), device="cpu",
             optimizer=optimizer, scheduler=scheduler, memory_limit="40MiB", micro_batch=4, callbacks=[Seen()],
-            checkpoint=sys.argv[1], checkpoint_steps=1, progress=False, cache=False, epochs=1,
+            checkpoint=sys.argv[1], checkpoint_every=1, progress=False, epochs=1,
         )
     except Exception as error:
         cause = error.__cause__
@@ -258,7 +258,7 @@ def test_scheduler_that_takes_more_than_a_real_limit_makes_no_update_twice(tmp_p
     )
 
     assert json.loads(done.stdout) == {"error": ["UpdateCompleteError", 3, True], "steps": 3, "seen": [1, 2]}
-    assert checkpoints(tmp_path)[-1] == "step-00000002.pt"
+    assert checkpoints(tmp_path)[-1] == "step-00000002"
 
 
 def test_the_sweep_itself_sees_a_window_that_is_made_again(tmp_path, undisturbed, monkeypatch):

@@ -85,7 +85,6 @@ ARGUMENTS = [
     ({"optimizer": over_another_model}, "2 of them not the model's"),
     ({"scheduler": 0.1}, "scheduler=0.1 has no step(), nor is it a function"),
     ({"scheduler_interval": "batch"}, "scheduler_interval='batch' is unknown; choose 'step' or 'epoch'"),
-    ({"seed": 1.5}, "seed=1.5 must be a whole number"),
     ({"progress": "loud"}, "'loud'"),
     ({"val_loader": 3}, "val_loader=3 cannot be iterated over; pass a DataLoader"),
     ({"val_loader": [], "metrics": "accuracy"}, "pass a callable of (outputs, targets) or a torchmetrics object"),

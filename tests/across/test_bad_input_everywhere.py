@@ -99,7 +99,7 @@ def test_metric_that_raises_is_found_before_the_first_update(folder):
     before = world.state()
 
     with pytest.raises(KeyError) as caught:
-        autoaccum.fit(**fit_arguments(world), val_loader=[world.batch], metrics=raising, seed=5)
+        autoaccum.fit(**fit_arguments(world), val_loader=[world.batch], metrics=raising)
 
     assert world.counted.windows == 0
     assert same(world.state(), before)

@@ -44,7 +44,7 @@ def by_evaluation(model, loss, batch, forward=None):
 
 
 def by_fit(model, loss, batch, forward=None):
-    autoaccum.fit(model, [batch], target_batch=8, loss=loss, forward=forward, device="cpu", progress=False, cache=False)
+    autoaccum.fit(model, [batch], target_batch=8, loss=loss, forward=forward, device="cpu", progress=False)
 
 
 def by_accumulator(model, loss, batch, forward=None):

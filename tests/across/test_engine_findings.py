@@ -121,9 +121,9 @@ def test_parameters_that_come_later_have_to_be_finite_in_checkpoints(tmp_path, c
 
     autoaccum.fit(
         model, [batch] * 5, 6, loss=functional.cross_entropy, optimizer=optimizer, callbacks=[Adds()],
-        checkpoint=tmp_path, checkpoint_steps=1, **QUIET,
+        checkpoint=tmp_path, checkpoint_every=1, **QUIET,
     )  # fmt: skip
-    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["step-00000002.pt", "step-00000003.pt"]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000003"]
     assert "step 4: no checkpoint is written, since it would hold NaN or infinity (1.bias)" in capsys.readouterr().err
 
 

@@ -1,7 +1,9 @@
 """`fit` finds the cut in its own first windows: no trial is thrown away, and nothing else is different."""
 
 import itertools
+import os
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -56,19 +58,20 @@ class Told(autoaccum.Callback):
         self.ooms.append(event)
 
 
-def fit(capacity, target=100, model=None, loader=None, **options):
+def fit(capacity, target=100, model=None, loader=None, *, cache=False, **options):
     model, told = model or Wide(), Told()
     model.optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     torch.manual_seed(7)
-    result = autoaccum.fit(
-        model,
-        loader or data(),
-        target,
-        optimizer=model.optimizer,
-        device="cpu" if capacity is None else autoaccum.Simulated(capacity),
-        callbacks=[told],
-        **{"progress": False, "cache": False, "loss": nn.CrossEntropyLoss()} | options,
-    )
+    with mock.patch.dict(os.environ, {} if cache else {"AUTOACCUM_CACHE_DIR": ""}):
+        result = autoaccum.fit(
+            model,
+            loader or data(),
+            target,
+            optimizer=model.optimizer,
+            device="cpu" if capacity is None else autoaccum.Simulated(capacity),
+            callbacks=[told],
+            **{"progress": False, "loss": nn.CrossEntropyLoss()} | options,
+        )
     return model, told, result
 
 
@@ -276,7 +279,7 @@ def test_batch_that_is_larger_than_any_before_is_cut_smaller_before_it_fails():
 
     assert told.ooms == []
     assert told.reports[2].micro_batches == (64,)
-    assert 16 <= max(told.reports[3].micro_batches) < 64
+    assert 8 <= max(told.reports[3].micro_batches) < 64  # memory may grow with the square of the length
     assert told.reports[4].micro_batches == (64,)
 
 

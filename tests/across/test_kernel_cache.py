@@ -20,7 +20,7 @@ model = nn.Sequential(
 )
 data = [(torch.randn(4, 8, 16, 16), torch.arange(4) % 3) for _ in range(2)]
 autoaccum.fit(
-    model, data, 8, micro_batch=4, val_loader=data, memory_limit="600MiB", device="cpu", progress=False, cache=False
+    model, data, 8, micro_batch=4, val_loader=data, memory_limit="600MiB", device="cpu", progress=False
 )
 
 

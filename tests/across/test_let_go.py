@@ -123,7 +123,6 @@ def test_fit_leaves_nothing_that_holds_the_model(tmp_path, monkeypatch, options)
         device=autoaccum.Simulated("24KiB"),
         epochs=2,
         progress=False,
-        cache=False,
         **options,
     )
 

@@ -131,7 +131,6 @@ def test_silent_fit_warns_and_keeps_what_it_said():
             optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
             micro_batch=4,
             device="cpu",
-            cache=False,
             progress=False,
             forward=form.forward,
             loss=form.loss,

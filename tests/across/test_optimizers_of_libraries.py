@@ -163,7 +163,7 @@ def test_resumed_run_ends_bit_for_bit_as_the_undisturbed_one(make, tmp_path):
     undisturbed, resumed = network(make), network(make)
     fit(make, undisturbed)
     with pytest.raises(KeyboardInterrupt):
-        fit(make, network(make), checkpoint=tmp_path, checkpoint_steps=1, callbacks=[Stop()])
+        fit(make, network(make), checkpoint=tmp_path, checkpoint_every=1, callbacks=[Stop()])
 
     result = fit(make, resumed, checkpoint=tmp_path)
 

@@ -12,7 +12,7 @@ from rank_training import assert_alike, far
 FAR = 1e-12
 
 
-@pytest.mark.parametrize("most", [2, pytest.param(10, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("most", [3, pytest.param(10, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(
     ("size", "loss", "optimizer", "clip"),
     [(2, "mean", "sgd", None), (4, "mean", "adam", 1.0), (2, "pair", "adam", None), (2, "several", "sgd", 0.5)],

@@ -201,55 +201,14 @@ def test_training_goes_on_from_its_checkpoint_bit_for_bit(crew, tmp_path, steps,
         assert one["losses"] == undisturbed[0]["losses"][steps:]
 
 
-def test_other_number_of_ranks_goes_on_from_a_checkpoint(crew, tmp_path):
+def test_other_number_of_ranks_goes_on_after_an_epoch(crew, tmp_path):
     run = {**RUN, "norm": False, "dropout": 0.0}
-    crew.run("sharded_training:train", size=3, checkpoint=tmp_path, **{**run, "epochs": None, "max_steps": 3})
+    crew.run("sharded_training:train", size=3, checkpoint=tmp_path, **{**run, "epochs": 1})
 
     found = crew.run("sharded_training:train", size=2, checkpoint=tmp_path, resume=True, **run)
 
     expected = alone(target_batch=12, micro_batch=12, epochs=2, data=run["data"], optimizer=run["optimizer"])
     assert far(found[0]["parameters"], expected["parameters"]) <= FAR
-
-
-@pytest.mark.parametrize("how", ["cut short", "another bit", "gone"])
-def test_checkpoint_whose_parts_are_damaged_is_passed_over_for_the_one_before(crew, tmp_path, how, undisturbed):
-    first = {**RUN, "epochs": None, "max_steps": 4, "checkpoint_steps": 2}
-    crew.run("sharded_training:train", size=2, checkpoint=tmp_path, **first)
-    newest = max(tmp_path.glob("*.shards"))
-    part = newest / "__1_0.distcp"
-    content = bytearray(part.read_bytes())
-    content[len(content) // 2] ^= 1
-    part.unlink() if how == "gone" else part.write_bytes(content[:-7] if how == "cut short" else content)
-
-    found = crew.run("sharded_training:train", size=2, checkpoint=tmp_path, resume=True, **RUN)
-
-    assert found[0]["resumed from"] == found[1]["resumed from"] == 2
-    assert all(map(torch.equal, found[0]["parameters"], undisturbed[0]["parameters"]))
-
-
-def test_folder_keeps_the_parts_of_the_two_newest_checkpoints_alone(crew, tmp_path):
-    crew.run("sharded_training:train", size=2, checkpoint=tmp_path, checkpoint_steps=1, **RUN)
-
-    assert sorted(path.name.split(".")[0] for path in tmp_path.glob("*.shards")) == ["step-00000007", "step-00000008"]
-    assert len(list(tmp_path.glob("*.pt"))) == 2
-
-
-def test_rank_that_cannot_make_the_folder_of_a_checkpoint_keeps_nobody_waiting(crew, tmp_path):
-    found = crew.answers("sharded_training:without_folder", size=2, checkpoint=tmp_path, **RUN)
-
-    assert isinstance(found[1], autoaccum.CheckpointError), found
-    assert isinstance(found[0], autoaccum.RankFailedError), found
-    assert "rank 1: CheckpointError" in str(found[0])
-
-
-def test_checkpoint_for_which_one_rank_has_no_room_is_told_and_attempts_leave_no_more_than_one_folder(crew, tmp_path):
-    for _ in range(2):
-        found = crew.answers("sharded_training:without_room", 1500, size=2, checkpoint=tmp_path, **RUN)
-
-        assert all(isinstance(one, autoaccum.CheckpointError) for one in found), found
-        assert "rank 1: [Errno 27] File too large" in str(found[0])
-
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 OF_SIZES = [f'{{"micro_batch": {size}}}' for size in ("-5", "0", "true", "1e400", "1" + "0" * 400, '"8"')]
@@ -265,19 +224,24 @@ def test_note_of_lack_of_memory_that_nothing_here_has_written_is_passed_over(tmp
     assert "ran out of memory before" not in capsys.readouterr().err
 
 
-def test_whole_models_and_spread_ones_do_not_take_each_others_checkpoints(crew, tmp_path):
-    run = {**RUN, "dropout": 0.0}
-    crew.run("sharded_training:train", size=2, checkpoint=tmp_path / "spread", **run)
-    whole = {**run, "norm": True}
-    del whole["dropout"]
-    crew.run("sharded_training:unsharded", size=2, checkpoint=tmp_path / "whole", **whole)
+@pytest.mark.parametrize(("before", "after"), [("train", "unsharded"), ("unsharded", "train")])
+def test_whole_models_and_spread_ones_go_on_from_each_others_checkpoints(crew, tmp_path, before, after):
+    run = {name: value for name, value in RUN.items() if name not in ("norm", "dropout")}
+    expected = crew.run("sharded_training:unsharded", size=2, **run)
+    crew.run(f"sharded_training:{before}", size=2, checkpoint=tmp_path, **{**run, "epochs": None, "max_steps": 3})
 
-    with pytest.raises(
-        autoaccum.CheckpointError, match="its parameters are spread over ranks there and whole on every"
-    ):
-        crew.run("sharded_training:unsharded", size=2, checkpoint=tmp_path / "spread", **whole)
-    with pytest.raises(autoaccum.CheckpointError, match="its parameters are whole on every rank there and spread over"):
-        crew.run("sharded_training:train", size=2, checkpoint=tmp_path / "whole", **run)
+    found = crew.run(f"sharded_training:{after}", size=2, checkpoint=tmp_path, resume=True, **run)
+
+    assert found[0]["resumed from"] == 3
+    assert far(found[0]["parameters"], expected[0]["parameters"]) <= FAR
+
+
+def test_rank_0_without_room_for_the_whole_state_tells_the_others(crew, tmp_path):
+    found = crew.answers("sharded_training:without_room", size=2, checkpoint=tmp_path, **RUN)
+
+    assert isinstance(found[0], MemoryError), found
+    assert isinstance(found[1], autoaccum.RankFailedError), found
+    assert "rank 0: MemoryError" in str(found[1])
 
 
 # --- what cannot be done ----------------------------------------------------------------------------------------------

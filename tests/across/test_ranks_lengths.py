@@ -43,4 +43,13 @@ def test_data_of_another_length_are_no_data_to_go_on_with(crew, tmp_path):
 
     for answer in answers:
         assert isinstance(answer, autoaccum.CheckpointError), answer
-        assert "in the middle of an epoch of 60 samples, and this loader's have 75" in str(answer)
+        assert "in the middle of an epoch with a loader of 9 batches per epoch, and this one has 11" in str(answer)
+
+
+@pytest.mark.parametrize("kind", ["as_mapping", "as_triples", "wider"])
+def test_batches_of_another_structure_on_one_rank_end_all_with_its_error(crew, kind):
+    answers = crew.answers("rank_lengths:unlike", kind, size=2)
+
+    assert isinstance(answers[1], RuntimeError if kind == "wider" else autoaccum.InvalidInputError), answers
+    assert isinstance(answers[0], autoaccum.RankFailedError), answers
+    assert f"rank 1: {type(answers[1]).__name__}" in str(answers[0])

@@ -162,7 +162,7 @@ def test_plan_that_had_shrunk_grows_back_where_training_goes_on_from_a_checkpoin
         model = Failing()
         model.arm(**where)
         windows = [window(seed) for seed in range(LATER + 2)]
-        options = {"device": "cpu", "micro_batch": 6, "progress": False, "cache": False, "checkpoint": tmp_path}
+        options = {"device": "cpu", "micro_batch": 6, "progress": False, "checkpoint": tmp_path}
         return autoaccum.fit(model, windows, SAMPLES, loss=nn.CrossEntropyLoss(), max_steps=steps, **options)
 
     shrunk = fit(2, forward=6)

@@ -39,7 +39,7 @@ def test_interrupt_in_a_window_leaves_the_result_of_the_windows_before(tmp_path,
     result = caught.value.result
     assert (result.steps, len(result.history), result.stopped) == (2, 2, "KeyboardInterrupt")
     assert result.last_loss == result.history[-1].loss
-    assert result.checkpoint == tmp_path / "step-00000002.pt"
+    assert result.checkpoint == tmp_path / "step-00000002"
     said = capsys.readouterr().err
     assert "interrupted after step 2" in said
     assert ("sys.last_value.result is the result so far" in said) == is_interactive

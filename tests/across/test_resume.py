@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import multiprocessing
+import shutil
 import subprocess
 import threading
 
@@ -171,7 +172,7 @@ def test_run_stopped_after_any_window_goes_on_as_if_nothing_had_happened(tmp_pat
     assert result.steps == STEPS
     assert result.samples == EPOCHS * SAMPLES
     assert [report.step for report in result.history] == list(range(step + 1, STEPS + 1))
-    assert result.checkpoint == tmp_path / f"step-{STEPS:08d}.pt"
+    assert result.checkpoint == tmp_path / f"step-{STEPS:08d}"
 
 
 def test_run_stopped_several_times_goes_on_as_if_nothing_had_happened(tmp_path):
@@ -180,7 +181,7 @@ def test_run_stopped_several_times_goes_on_as_if_nothing_had_happened(tmp_path):
 
 def test_writing_checkpoints_changes_nothing(tmp_path):
     whole = whole_run()
-    often = Run(checkpoint=tmp_path, checkpoint_steps=1)
+    often = Run(checkpoint=tmp_path, checkpoint_every=1)
 
     often.fit()
 
@@ -340,8 +341,8 @@ def test_random_numbers_that_callbacks_draw_between_windows_are_kept_too(tmp_pat
     whole = Run()
     whole.fit(Draws())
     with pytest.raises(StoppedError):
-        Run(checkpoint=tmp_path, checkpoint_steps=4).fit(Draws(), StopAt(8 + 1))  # the stop's own is beyond the last
-    (tmp_path / "step-00000009.pt").unlink()
+        Run(checkpoint=tmp_path, checkpoint_every=4).fit(Draws(), StopAt(8 + 1))  # the stop's own is beyond the last
+    shutil.rmtree(tmp_path / "step-00000009")
     last = Run(checkpoint=tmp_path)
 
     last.fit(Draws())

@@ -40,7 +40,7 @@ torch.manual_seed(0)
 data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(0, 2, (64,)))
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(), torch.nn.Linear(8, 2))
 loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
-autoaccum.fit(model, loader, 16, micro_batch=8, device="cpu", seed=1, epochs=20, checkpoint="checkpoints",
+autoaccum.fit(model, loader, 16, micro_batch=8, device="cpu", epochs=20, checkpoint="checkpoints",
               callbacks=[Waits()])
 torch.save(model.state_dict(), "end.pt")
 """

@@ -82,7 +82,6 @@ def test_memory_that_runs_out_changes_nothing_but_the_cut():
         device="cpu",
         progress=False,
         micro_batch=TARGET,
-        cache=False,
     )
 
     assert result.oom_events
@@ -129,7 +128,7 @@ def test_batches_that_keep_micro_batches_small_are_told_once(capsys):
 
 
 def test_training_resumes_in_the_middle_of_a_list(tmp_path):
-    arguments = {"target_batch": TARGET, "micro_batch": 3, "epochs": 2, "checkpoint_minutes": None}
+    arguments = {"target_batch": TARGET, "micro_batch": 3, "epochs": 2, "checkpoint_every": None}
     whole = split_training.train(0, 1, checkpoint=tmp_path / "whole", **arguments)
 
     split_training.train(0, 1, checkpoint=tmp_path / "parts", max_steps=4, **arguments)

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import autoaccum
-import rank_tokens
 from autoaccum.errors import DoesNotFitError, InvalidInputError
 from faults import FailAt
 from helpers import assert_bitwise
@@ -207,7 +206,7 @@ def test_labels_that_are_the_inputs_themselves_are_not_written_to(how, as_lists)
 @pytest.mark.parametrize("how", [{"target_tokens": TOKENS}, {"target_batch": 16}], ids=str)
 @pytest.mark.parametrize("micro_batch", ["auto", 5])
 def test_lack_of_memory_anywhere_leaves_the_update_as_it_is(how, micro_batch):
-    options = how | LISTS | {"micro_batch": micro_batch, "max_steps": 3, "cache": False}
+    options = how | LISTS | {"micro_batch": micro_batch, "max_steps": 3}
     undisturbed, _ = trained(lists(), **options)
     with FailAt() as counter:
         trained(lists(), **options)
@@ -305,21 +304,8 @@ def flat(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("micro_batch", ["auto", 5])
-@pytest.mark.parametrize("loader", ["in order", "shuffling"])
-def test_ranks_make_the_updates_of_one_process_from_a_target_in_tokens(crew, loader, micro_batch, size):
-    options = {"target_tokens": TOKENS, "micro_batch": micro_batch, "epochs": 2}
-    result, expected = rank_tokens.run(rank_tokens.loaders(SAMPLES, BATCH)[loader](), **options)
-
-    answers = crew.run("rank_tokens:train", SAMPLES, BATCH, size=size, loader=loader, **options)
-
-    for found in answers:
-        assert found["samples"] == [report.samples for report in result.history]
-        torch.testing.assert_close(found["parameters"], flat(expected), rtol=1e-12, atol=1e-12)
-
-
-def test_ranks_with_samples_of_their_own_each_come_nearest_to_their_part_of_the_target(crew):
+@pytest.mark.parametrize(("loader", "shard"), [("own", False), ("in order", True)])
+def test_ranks_each_come_nearest_to_their_part_of_the_target_in_batches_of_their_own_or_dealt_out(crew, loader, shard):
     each = texts(*lengths_of(SAMPLES))
     of_rank = [
         windows_by_tokens(
@@ -330,7 +316,7 @@ def test_ranks_with_samples_of_their_own_each_come_nearest_to_their_part_of_the_
     windows = [one + other for one, other in itertools.zip_longest(*of_rank, fillvalue=[])]
     expected = by_hand(windows)
 
-    answers = crew.run("rank_tokens:train", SAMPLES, BATCH, size=2, loader="own", target_tokens=90, shard=False)
+    answers = crew.run("rank_tokens:train", SAMPLES, BATCH, size=2, loader=loader, target_tokens=90, shard=shard)
 
     for found in answers:
         assert found["samples"] == list(map(len, windows))
@@ -341,42 +327,24 @@ def test_ranks_with_samples_of_their_own_each_come_nearest_to_their_part_of_the_
 def test_last_windows_that_are_too_short_are_left_out_on_all_ranks(crew, shard):
     options = {"target_tokens": TOKENS, "drop_last": True, "shard": shard, "micro_batch": 5}
     loader = "in order" if shard else "own, of unlike number"
-    whole, _ = rank_tokens.run(loader_of(SAMPLES, BATCH), target_tokens=TOKENS)
 
     one, other = crew.run("rank_tokens:train", SAMPLES, BATCH, size=2, loader=loader, **options)
 
     assert one["samples"] == other["samples"]
     assert torch.equal(one["parameters"], other["parameters"])
-    if shard:
-        assert one["samples"] == [report.samples for report in whole.history][:-1]
+    assert sum(one["samples"]) < SAMPLES
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_that_go_on_in_tokens_end_where_the_undisturbed_end(crew, ranks, tmp_path):
-    options = {"loader": "shuffling", "target_tokens": TOKENS, "micro_batch": 5, "dropout": 0.2}
-    undisturbed = crew.run("rank_tokens:train", SAMPLES, BATCH, size=2, max_steps=7, **options)
-    crew.run("rank_tokens:train", SAMPLES, BATCH, size=2, max_steps=3, checkpoint=tmp_path, **options)
+def test_ranks_that_go_on_in_tokens_end_where_the_undisturbed_end(crew, tmp_path):
+    options = {"size": 2, "loader": "shuffling", "target_tokens": TOKENS, "micro_batch": 5, "dropout": 0.2}
+    undisturbed = crew.run("rank_tokens:train", SAMPLES, BATCH, max_steps=7, **options)
+    crew.run("rank_tokens:train", SAMPLES, BATCH, max_steps=3, checkpoint=tmp_path, **options)
 
-    found = crew.run("rank_tokens:train", SAMPLES, BATCH, size=ranks, max_steps=7, checkpoint=tmp_path, **options)
+    found = crew.run("rank_tokens:train", SAMPLES, BATCH, max_steps=7, checkpoint=tmp_path, **options)
 
     assert all(one["resumed"] == 3 for one in found)
     assert found[0]["samples"] == undisturbed[0]["samples"][3:]
-    if ranks == 2:  # of another number, other masks are drawn
-        assert all(torch.equal(one["parameters"], undisturbed[0]["parameters"]) for one in found)
-
-
-def test_one_process_goes_on_with_a_training_of_ranks_in_tokens(crew, tmp_path):
-    options = {"target_tokens": TOKENS, "micro_batch": 5}
-    _, expected = rank_tokens.run(rank_tokens.loaders(SAMPLES, BATCH)["shuffling"](), max_steps=7, **options)
-    crew.run(
-        "rank_tokens:train", SAMPLES, BATCH, size=2, loader="shuffling", max_steps=3, checkpoint=tmp_path, **options
-    )
-
-    loader = rank_tokens.loaders(SAMPLES, BATCH)["shuffling"]()
-    result, found = rank_tokens.run(loader, max_steps=7, checkpoint=tmp_path, **options)
-
-    assert result.resumed_from == 3
-    assert_same(found, expected)
+    assert all(torch.equal(one["parameters"], undisturbed[0]["parameters"]) for one in found)
 
 
 def test_fewer_tokens_than_ranks_are_refused(crew):

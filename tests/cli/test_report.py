@@ -237,7 +237,7 @@ def test_a_file_that_cannot_be_written_after_all_does_not_cost_the_answer(invoke
     def full(*_):
         raise InvalidInputError("no space left")
 
-    monkeypatch.setattr(autoaccum.Report, "save_html", full)
+    monkeypatch.setattr(autoaccum.records.Report, "save_html", full)
 
     result = invoke(recipe, "--html", tmp_path / "report.html")
 

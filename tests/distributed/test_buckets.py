@@ -55,6 +55,15 @@ def test_only_what_is_wanted_is_sent_and_missing_tensors_are_zeros():
     assert torch.equal(torch.cat(sent), torch.tensor([1.0, 1, 0, 0, 0, 0]))
 
 
+def test_rank_that_holds_nothing_sends_zeros():
+    sent = []
+
+    failure = Buckets([torch.ones(2)]).exchange([None], lambda bucket: sent.append(bucket.clone()))
+
+    assert failure is None
+    assert torch.equal(sent[0], torch.zeros(2))
+
+
 def test_tensors_are_multiplied_before_they_are_sent():
     given = [torch.full((2,), 3.0)]
 

@@ -179,7 +179,6 @@ def test_model_that_checkpoints_by_itself_trains_bit_for_bit_as_without(use_reen
             micro_batch=4,
             memory=memory if enables else None,
             progress=False,
-            cache=False,
         )
         ends.append(list(model.parameters()))
 

@@ -42,7 +42,7 @@ def lines(capsys, word):
 
 
 def content(path):
-    return torch.load(path, weights_only=True)
+    return torch.load(path / "state.pt", weights_only=True)
 
 
 def is_finite(path):
@@ -59,9 +59,9 @@ def test_loss_that_is_not_finite_is_said_once_with_its_step_also_without_progres
 
 
 def test_last_finite_checkpoint_outlives_every_later_window(tmp_path, capsys):
-    result = fit(checkpoint=tmp_path, checkpoint_steps=1)
+    result = fit(checkpoint=tmp_path, checkpoint_every=1)
 
-    kept = sorted(tmp_path.glob("step-*.pt"))
+    kept = sorted(tmp_path.glob("step-*"))
     assert [content(path)["windows"] for path in kept] == [BAD - 2, BAD - 1]
     assert all(map(is_finite, kept))
     assert result.checkpoint == kept[-1]
@@ -71,7 +71,7 @@ def test_last_finite_checkpoint_outlives_every_later_window(tmp_path, capsys):
 
 
 def test_without_any_finite_checkpoint_the_refusal_says_so(tmp_path, capsys):
-    result = fit(checkpoint=tmp_path, checkpoint_minutes=None)
+    result = fit(checkpoint=tmp_path, checkpoint_every=None)
 
     assert result.checkpoint is None
     assert not list(tmp_path.glob("step-*"))
@@ -80,9 +80,9 @@ def test_without_any_finite_checkpoint_the_refusal_says_so(tmp_path, capsys):
 
 def test_stop_raises_in_the_window_itself_and_leaves_the_last_finite_checkpoint(tmp_path, capsys):
     with pytest.raises(autoaccum.NotFiniteError, match=f"step {BAD}: not finite: loss=nan"):
-        fit(on_nan="stop", checkpoint=tmp_path, checkpoint_steps=2)
+        fit(on_nan="stop", checkpoint=tmp_path, checkpoint_every=2)
 
-    (kept,) = tmp_path.glob("step-*.pt")
+    (kept,) = tmp_path.glob("step-*")
     assert content(kept)["windows"] == 2
     assert is_finite(kept)
     assert "is saved in" not in capsys.readouterr().err
@@ -164,7 +164,7 @@ def test_what_was_infinite_at_the_beginning_blocks_no_checkpoint_also_after_a_re
             Once(lambda: batches(windows=3, bad=0)),
             optimizer=lambda parameters: InfiniteState(parameters, lr=0.1),
             checkpoint=tmp_path,
-            checkpoint_steps=1,
+            checkpoint_every=1,
             epochs=epochs,
         )
 

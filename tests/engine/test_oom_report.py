@@ -45,11 +45,9 @@ def train(folder=None, *, steps=3, most=SAMPLES // 2, since=1, **options):
     device = autoaccum.Simulated(2**22)
     model = Model(device, most, since)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    settings = {"micro_batch": SAMPLES, "progress": False, "cache": False, "loss": nn.CrossEntropyLoss()} | options
+    settings = {"micro_batch": SAMPLES, "progress": False, "loss": nn.CrossEntropyLoss()} | options
     loader = [batch() for _ in range(steps)]
-    result = autoaccum.fit(
-        model, loader, SAMPLES, device=device, optimizer=optimizer, oom_report=folder, seed=0, **settings
-    )
+    result = autoaccum.fit(model, loader, SAMPLES, device=device, optimizer=optimizer, oom_report=folder, **settings)
     return model, result
 
 
@@ -94,7 +92,7 @@ def test_accumulator_writes_a_report(tmp_path):
     device = autoaccum.Simulated(2**22)
     model = Model(device)
     accumulator = autoaccum.Accumulator(
-        model, loss=nn.CrossEntropyLoss(), device=device, micro_batch=SAMPLES, cache=False, oom_report=tmp_path
+        model, loss=nn.CrossEntropyLoss(), device=device, micro_batch=SAMPLES, oom_report=tmp_path
     )
 
     accumulator.backward(batch())
@@ -200,7 +198,7 @@ model = nn.Sequential(nn.Linear(256, 64), nn.Linear(64, 16384), nn.Tanh(), nn.Li
 loader = [(torch.randn(512, 256), torch.randint(0, 2, (512,)))]
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 autoaccum.fit(model, loader, 512, loss=nn.CrossEntropyLoss(), optimizer=optimizer, device="cpu", micro_batch=512,
-              memory_limit="60MiB", precision="fp32", cache=False, progress="lines", oom_report={str(tmp_path)!r})
+              memory_limit="60MiB", precision="fp32", progress="lines", oom_report={str(tmp_path)!r})
 """
     done = subprocess.run(
         [*warm.python(), "-c", script],

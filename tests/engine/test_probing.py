@@ -312,7 +312,7 @@ def test_answer_holds_in_training_where_what_is_set_aside_is_a_large_part_of_the
     parts = [nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 64), nn.Linear(64, 4)]
     model = nn.Sequential(*parts)
     loader = [(torch.randn(1, 16), torch.randint(0, 4, (1,))) for _ in range(303)]
-    options = {"cache": False, "progress": False}
+    options = {"progress": False}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     result = autoaccum.fit(model, loader, 101, optimizer=optimizer, device=autoaccum.Simulated("66KiB"), **options)

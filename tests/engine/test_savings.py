@@ -38,11 +38,11 @@ def test_nothing_is_taken_where_samples_fit(capsys):
 
 def test_next_run_begins_with_what_was_needed(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path))
-    _, first = trained("3MiB", cache=True)
+    _, first = trained("3MiB", remembers=True)
     assert "not even one sample fits" in capsys.readouterr().err
 
     for _ in range(2):
-        model, second = trained("3MiB", cache=True, max_steps=4)
+        model, second = trained("3MiB", remembers=True, max_steps=4)
 
         assert second.memory == first.memory
         assert is_plain(model)
@@ -107,7 +107,6 @@ def tagged(capacity, windows, **options):
         loss=lambda outputs, batch: functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten()),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         device=autoaccum.Simulated(capacity),
-        cache=False,
         progress="lines",
         **options,
     )
@@ -133,7 +132,6 @@ def by_fit(model, memory, capacity, windows):
         loss=in_place,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         device=autoaccum.Simulated(capacity),
-        cache=False,
         progress="lines",
         precision="fp32",
         memory=memory,
@@ -171,7 +169,6 @@ def test_auto_leaves_out_what_the_loss_refuses(capsys):
             4,
             loss=in_place,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            cache=False,
             progress="lines",
             precision="fp32",
             loss_reduction="mean",
@@ -296,7 +293,6 @@ def fit(capacity, **options):
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, foreach=False),
         "loss": nn.CrossEntropyLoss(),
         "progress": "lines",
-        "cache": False,
     } | options
     result = autoaccum.fit(model, data(), 16, device=Simulated(capacity), **options)
     return model, result
@@ -611,7 +607,6 @@ def test_auto_leaves_out_what_refuses_and_nothing_else(capsys):
         device=Simulated("11MiB"),
         precision="fp32",
         memory="auto",
-        cache=False,
         progress="lines",
     )
 
@@ -666,7 +661,6 @@ def test_frozen_blocks_that_torchao_has_quantised_save_memory_like_others(memory
         micro_batch=4,
         memory=memory,
         progress=False,
-        cache=False,
     )
 
     torch.testing.assert_close(model.last.weight, expected.last.weight)

@@ -21,7 +21,7 @@ def trained(capacity, *, model=None, loader=None, **options):
     made = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)}
     made = {"loss": torch.nn.CrossEntropyLoss()} | made | options
     result = autoaccum.fit(
-        model, loader or data()[:2], 8, device=Simulated(capacity), micro_batch=1, cache=False, progress=False, **made
+        model, loader or data()[:2], 8, device=Simulated(capacity), micro_batch=1, progress=False, **made
     )
     return model, result
 
@@ -126,7 +126,7 @@ class Interrupting(Wide):
 def test_an_interrupt(tmp_path, call):
     model = Interrupting(call)
     with pytest.raises(KeyboardInterrupt):
-        trained(SCARCE, model=model, memory="auto", checkpoint=tmp_path, checkpoint_steps=1)
+        trained(SCARCE, model=model, memory="auto", checkpoint=tmp_path, checkpoint_every=1)
     assert is_plain(model)
 
     again = trained(SCARCE, memory="auto", checkpoint=tmp_path)

@@ -159,10 +159,9 @@ def test_host_limit_is_in_force_within_steps_alone():
     seen = run_checks("runner_is_limited_within_its_steps")["runner_is_limited_within_its_steps"]
 
     assert seen["step"] != seen["before"]
-    assert seen["second step"] == seen["step"]
+    assert seen["later step"] == seen["step"]
     assert seen["evaluation"] == seen["step"]
-    for place in ("loader", "callback", "between", "after"):
+    for place in ("loader", "between", "after"):
         assert seen[place] == seen["before"], place
-    assert seen["oom_events"] > 0
-    assert seen["settled"] == [1, 0]  # between steps, and once the runner is gone
-    assert seen["peak"] <= seen["limit"]
+    assert seen["largest"][0] == 128  # which takes more than the limit, and is kept
+    assert seen["largest"][-1] < 128

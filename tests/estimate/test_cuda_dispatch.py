@@ -3,7 +3,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from autoaccum._estimate.cuda_dispatch import CUBLAS_BYTES, CUBLAS_HOPPER_BYTES, attention, cublas_bytes, cuda_workspace
+from autoaccum._estimate.cuda_dispatch import CUBLAS_BYTES, CUBLAS_HOPPER_BYTES, attention, cublas_bytes
+from autoaccum._estimate.cuda_kernels import workspace
 from autoaccum._estimate.fake_backward import backward, loosened
 from autoaccum._estimate.gpus import known_cards
 from autoaccum._estimate.tracer import Ledger
@@ -17,7 +18,7 @@ class Operators(Ledger):
     """A ledger that also notes what operators ran."""
 
     def __init__(self):
-        super().__init__(1, "cuda", cuda_workspace)
+        super().__init__(1, "cuda", workspace)
         self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

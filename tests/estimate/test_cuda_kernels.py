@@ -1,11 +1,14 @@
 """What kernels take for themselves is asked of fakes on a card; the sizes are those of their sources."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from autoaccum._estimate.cuda_dispatch import cuda_workspace
+from autoaccum._estimate.cuda_dispatch import _layouts_of_cudnn as layouts_of_cudnn
+from autoaccum._estimate.cuda_kernels import workspace
 from autoaccum._estimate.fake_backward import backward, loosened
 from autoaccum._estimate.tracer import Ledger
 
@@ -19,7 +22,7 @@ def taken(function, *shape, dtype=torch.float32, turned=False):
     """Go forward and back through a function of one tensor; return what its kernels took for themselves."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         source = torch.empty(*(reversed(shape) if turned else shape), dtype=dtype, device="cuda:0", requires_grad=True)
-        with Ledger(1, "cuda", cuda_workspace) as ledger:
+        with Ledger(1, "cuda", workspace) as ledger:
             backward(loosened(function(source.t() if turned else source)))
     return [storage.size_bytes for storage in ledger.timeline.storages if storage.category.value == "workspace"]
 
@@ -40,45 +43,27 @@ def test_that_product_is_copied_where_the_gradient_comes_turned():
     assert taken(lambda x: (x.softmax(-1).mT @ x).square().sum(), 2, N, WIDE) == [2 * FLOATS, 2 * FLOATS]
 
 
-def test_going_back_through_log_softmax_takes_nothing():
-    assert taken(lambda x: x.log_softmax(-1).square().sum(), N, WIDE) == []
-
-
-@pytest.mark.parametrize(
-    ("function", "contiguous", "expected"),
-    [
-        (lambda x: x.log_softmax(-1), [], [FLOATS]),
-        (lambda x: x.softmax(-1), [FLOATS], [FLOATS, FLOATS]),  # back the product; forward a copy before it
-        (lambda x: functional.layer_norm(x, (WIDE,)), [], [FLOATS, FLOATS]),  # forward and back
-    ],
-    ids=["log_softmax", "softmax", "layer_norm"],
-)
-def test_what_is_not_contiguous_is_copied(function, contiguous, expected):
-    assert taken(lambda x: function(x).square().sum(), N, WIDE) == contiguous
-    assert taken(lambda x: function(x).square().sum(), N, WIDE, turned=True) == expected
-
-
-def embedded(tokens, rows, *, dtype=torch.float32, scaled=False):
+def convolved(inputs=64, outputs=128, kernel=3, *, stride=1, tensor_float=False, layout=torch.contiguous_format):
+    """Go forward and back through a convolution in float32; return what its kernels took for themselves."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        table = torch.empty(rows, WIDE, dtype=dtype, device="cuda:0", requires_grad=True)
-        indices = torch.zeros(tokens, dtype=torch.long, device="cuda:0")
-        with Ledger(1, "cuda", cuda_workspace) as ledger:
-            made = functional.embedding(indices, table, scale_grad_by_freq=scaled)
-            backward(loosened(made.square().sum()))
+        source = torch.empty(N, inputs, 28, 28, device="cuda:0", requires_grad=True).to(memory_format=layout)
+        weight = torch.empty(outputs, inputs, kernel, kernel, device="cuda:0", requires_grad=True)
+        with Ledger(1, "cuda", partial(workspace, tensor_float=tensor_float)) as ledger, layouts_of_cudnn():
+            backward(loosened(functional.conv2d(source, weight, stride=stride).square().sum()))
     return [storage.size_bytes for storage in ledger.timeline.storages if storage.category.value == "workspace"]
 
 
-def test_few_indices_of_an_embedding_are_not_sorted():
-    assert embedded(3072, 50) == []
+def test_filters_of_3_by_3_are_transformed_as_a_whole_forward_and_back():
+    """By Winograd's algorithm: 7 x 7 tiles of 26 x 26 results, each of 6 x 6 numbers."""
+    each = 36 * 4
+
+    assert convolved() == 2 * [each * (64 + 128) * N * 7 * 7, each * 64 * 128]
 
 
-@pytest.mark.parametrize(("rows", "met"), [(50, 50), (10_000, 4000)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_many_indices_of_an_embedding_are_sorted_and_added_up_in_parts(rows, met, dtype):
-    parts = 400 + met
-
-    assert embedded(4000, rows, dtype=dtype) == [(12_000 + 2 * met + parts) * 8, parts * WIDE * 4]
-
-
-def test_indices_are_sorted_too_where_their_frequency_is_asked_for():
-    assert len(embedded(10, 50, scaled=True)) == 2
+@pytest.mark.parametrize(
+    "options",
+    [{"kernel": 1}, {"kernel": 5}, {"stride": 2}, {"tensor_float": True}, {"layout": torch.channels_last}],
+    ids=str,
+)
+def test_other_convolutions_are_not(options):
+    assert convolved(**options) == []

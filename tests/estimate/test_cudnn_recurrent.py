@@ -56,17 +56,19 @@ def test_results_are_those_of_the_real_layer(name):
         assert fake.requires_grad
 
 
-@pytest.mark.parametrize(("kind", "reserve_bytes"), [(nn.LSTM, 736_000_000), (nn.GRU, 864_000_000)])
-def test_what_is_kept_for_the_backward_pass_is_as_published(kind, reserve_bytes):
-    """The sizes are published; that they are of 25,000 time steps is not, and their ratio does not depend on it."""
-    _, timeline = called(kind(123, 320, 4), 500, 50, 123)
+def test_an_lstm_takes_what_it_took_on_an_h200():
+    """benchmarks/results/gpu-h200-allocations.json.gz: 4 layers of 1024, 64 samples of 256 time steps, in float32."""
+    _, timeline = called(nn.LSTM(1024, 1024, 4), 256, 64, 1024)
 
-    assert reserve_bytes in [storage.size_bytes for storage in timeline.storages]
+    reserve, workspace = 1_543_504_128, 580_911_872
+    sizes = [storage.size_bytes for storage in timeline.storages]
+    assert min(abs(size - reserve) for size in sizes) <= 256
+    assert min(abs(size - workspace) for size in sizes) < workspace / 1000
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_no_real_step_is_needed_and_every_weight_gets_its_gradient(name, precision):
+def test_every_weight_gets_its_gradient(name, precision):
     kind, options = LAYERS[name]
 
     class Last(nn.Module):
@@ -82,7 +84,6 @@ def test_no_real_step_is_needed_and_every_weight_gets_its_gradient(name, precisi
     traced = trace_step(model, batch, loss=lambda outputs, _: outputs.mean(), kind="cuda", precision=precision)
 
     footprint = traced.estimate(CARD).footprints[-1]
-    assert not traced.real_step
     assert NOTE in traced.notes
     assert footprint.gradients_bytes == footprint.parameters_bytes
     assert footprint.optimizer_bytes == 2 * footprint.parameters_bytes
@@ -103,4 +104,4 @@ def test_a_further_sample_takes_what_its_time_steps_keep():
 
     # Four gates, the cell and the output.
     assert estimate.bytes_per_sample > 100 * 256 * 6 * 4
-    assert estimate.largest(2**30, 2**20) == pytest.approx(2**30 / estimate.bytes_per_sample, rel=0.05)
+    assert estimate.largest(2**30, 2**20) == pytest.approx(2**30 / estimate.bytes_per_sample, rel=0.15)

@@ -1,12 +1,8 @@
-"""Sizes of a step that were not traced: derived where that is exact, else traced, or extrapolated from a real step."""
+"""Sizes of a step that were not traced: derived where that is exact, else traced."""
 
 import pytest
-import torch
-from torch import nn
 
-from allocations import real_peak
 from autoaccum._estimate.allocation_trace import Category, Storage, Timeline
-from autoaccum._estimate.estimate import estimate_step
 from autoaccum._estimate.step_sizes import TracedSizes
 
 MIB = 2**20
@@ -55,36 +51,3 @@ def test_a_size_that_the_model_refuses_takes_what_the_next_power_of_two_takes():
         return step(size)
 
     assert TracedSizes(run, 2, 1000)(1) == step(2)
-
-
-class Loops(nn.Module):
-    """Reads values, and runs each sample by itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(64, 4096), nn.Linear(4096, 10)
-
-    def forward(self, x):
-        assert float(x.detach().abs().sum()) >= 0
-        return torch.stack([self.second(self.first(one).relu()) for one in x])
-
-
-class Quits(Loops):
-    """Reads values, and ends early."""
-
-    def forward(self, x):
-        hidden = self.first(x)
-        if hidden.detach().mean() > 1e9:
-            return hidden
-        return self.second(hidden.relu().expand(256, *hidden.shape).tanh().mean(0))
-
-
-@pytest.mark.parametrize("kind", [Loops, Quits])
-def test_a_real_step_of_few_samples_tells_what_one_of_many_takes(kind, two_threads):
-    model, batch = kind(), (torch.randn(16, 64), torch.randint(10, (16,)))
-
-    estimate = estimate_step(model, batch)
-
-    assert estimate.real_step
-    assert estimate.at(16).peak_bytes == pytest.approx(real_peak(model, batch), rel=0.03)
-    assert estimate.footprints[-1] == estimate.at(16)

@@ -3,7 +3,6 @@ import torch
 
 from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.tracer import Ledger
-from autoaccum._estimate.workspace import Workspace
 
 FLOATS = 4
 
@@ -72,15 +71,15 @@ def test_phases_are_noted_where_they_begin():
     del first, second
 
 
-def test_workspace_is_held_before_or_beside_the_results():
+def test_workspace_is_held_until_the_results_exist():
     def workspace_of(func, args, result):
-        return Workspace(steps=((1, 2), (3,)), beside=(7,)) if func is torch.ops.aten.mul.Tensor else None
+        return (7, 3) if func is torch.ops.aten.mul.Tensor else ()
 
     x = torch.ones(10)
     with Ledger(1, "cpu", workspace_of) as ledger:
         y = x * x
 
-    assert sizes(ledger) == [7, 1, 2, -1, -2, 3, -3, 40, -7]
+    assert sizes(ledger) == [7, 3, 40, -7, -3]
     del y
 
 

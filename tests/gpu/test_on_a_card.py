@@ -188,7 +188,6 @@ def test_report_of_lack_of_memory_holds_the_allocators_own_record(tmp_path):
         loss=nn.CrossEntropyLoss(),
         callbacks=[taken],
         progress=False,
-        cache=False,
         memory_limit="1GiB",
         oom_report=tmp_path,
     )

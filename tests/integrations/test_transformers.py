@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import pickle
 import re
 import subprocess
 
@@ -24,7 +25,7 @@ from autoaccum.integrations.transformers import windowed  # noqa: E402
 from faults import FailAt  # noqa: E402
 from folders import TESTS  # noqa: E402
 from torchrun import found_by_ranks  # noqa: E402
-from trainers import MODELS, collated, history, model_of, rows_of, trained, weights  # noqa: E402
+from trainers import MODELS, TEXT, WIDTH, collated, history, model_of, rows_of, trained, weights  # noqa: E402
 from warm import python  # noqa: E402
 
 pytestmark = [
@@ -534,30 +535,98 @@ def test_strategies_that_reduce_in_the_backward_pass_are_refused(tmp_path, monke
         trainer.train()
 
 
-def test_packed_rows_are_refused(tmp_path):
-    def packed(rows):
-        return {
-            "input_ids": torch.cat([row["input_ids"] for row in rows])[None],
-            "labels": torch.cat([row["labels"] for row in rows])[None],
-            "position_ids": torch.cat([torch.arange(len(row["labels"])) for row in rows])[None],
-        }
+def packed(rows):
+    return {
+        "input_ids": torch.cat([row["input_ids"] for row in rows])[None],
+        "labels": torch.cat([row["labels"] for row in rows])[None],
+        "position_ids": torch.cat([torch.arange(len(row["labels"])) for row in rows])[None],
+    }
 
+
+def test_packed_rows_of_an_unknown_collator_name_the_split(tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], per_device_train_batch_size=4)
     rows = rows_of("llama", 8)
     trainer = cut()(model=model_of("llama"), args=args, train_dataset=rows, data_collator=packed)
 
-    with pytest.raises(autoaccum.InvalidInputError, match="packing=False"):
+    with pytest.raises(autoaccum.InvalidInputError, match=r"split=autoaccum.PackedRows\(\)"):
         trainer.train()
 
 
-def test_version_outside_of_those_tried_is_warned_of(monkeypatch):
-    from autoaccum.integrations import _versions  # noqa: PLC0415
+# --- the class --------------------------------------------------------------------------------------------------------
 
-    monkeypatch.setattr(_versions.metadata, "version", lambda package: "99.0.1")
 
-    tried = "tried with (transformers|accelerate) .* and this is 99.0.1"
-    with pytest.warns(UserWarning, match=tried):
-        windowed(Trainer)
+class Written(windowed(Trainer, micro_batch=3)):
+    pass
+
+
+def test_class_can_be_pickled_and_prints_its_own_name():
+    made, written = (pickle.loads(pickle.dumps(kind)) for kind in (cut(OfSums, micro_batch=3), Written))  # noqa: S301
+
+    assert made.__mro__[2] is OfSums
+    assert made._autoaccum_options.micro_batch == 3
+    assert repr(made) == "<class 'autoaccum.integrations.transformers.WindowedOfSums'>"
+    assert written is Written
+    assert "Written" in repr(Written)
+
+
+def test_device_may_be_simulated(tmp_path):
+    device = autoaccum.Simulated("1GiB")
+
+    assert_same(trained(cut(device=device), tmp_path, samples=12), trained(Trainer, tmp_path, samples=12))
+
+
+# --- losses of several terms ------------------------------------------------------------------------------------------
+
+
+class Weighed(Trainer):
+    """Adds a penalty on weights, and the z-loss: a constant and a mean beside what is divided by all tokens."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        self.log({"cross_entropy": float(loss.detach())})
+        loss = loss + 0.01 * sum(parameter.square().mean() for parameter in model.parameters())
+        loss = loss + 0.01 * outputs.logits.logsumexp(-1).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+PLAIN = {"samples": 12, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
+
+
+@pytest.mark.parametrize("most", [6, 3, 1])
+def test_terms_beside_one_divided_by_all_tokens_have_their_own_weight(tmp_path, most):
+    whole = trained(Weighed, tmp_path, **PLAIN)
+    ours = trained(cut(Weighed, micro_batch=most), tmp_path, **PLAIN)
+
+    torch.testing.assert_close(weights(ours), weights(whole), rtol=0.0, atol=1e-12)
+    parts = {"per_device_train_batch_size": most, "gradient_accumulation_steps": 12 // most}
+    theirs = trained(Weighed, tmp_path, **PLAIN, **parts)
+    assert losses_of(ours) == pytest.approx(losses_of(theirs), rel=1e-3)  # the z-loss depends on padding
+    logged = [[entry["cross_entropy"] for entry in history(one) if "cross_entropy" in entry] for one in (ours, theirs)]
+    assert len(logged[0]) == len(logged[1]) == 12 // most  # none of samples that the loss was only checked on
+
+
+def losses_of(trainer):
+    return [entry["loss"] for entry in history(trainer) if "loss" in entry]
+
+
+def mixtral():
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    routers = {"output_router_logits": True, "router_aux_loss_coef": 0.01}
+    config = transformers.MixtralConfig(num_key_value_heads=1, **experts, **routers, **TEXT, **WIDTH)
+    return transformers.MixtralForCausalLM(config).double()
+
+
+@pytest.mark.filterwarnings("ignore::autoaccum.LossWarning")
+def test_mixture_of_experts_is_no_farther_from_whole_batches_than_accumulation(tmp_path):
+    whole = weights(trained(Trainer, tmp_path, model=mixtral(), **PLAIN))
+    ours = trained(cut(micro_batch=3), tmp_path, model=mixtral(), **PLAIN)
+    parts = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4}
+    theirs = trained(Trainer, tmp_path, model=mixtral(), **PLAIN, **parts)
+
+    off, theirs_off = [float((weights(one) - whole).norm()) for one in (ours, theirs)]
+    assert off < theirs_off / 4
+    assert losses_of(ours) == pytest.approx(losses_of(theirs), rel=1e-3)
 
 
 def test_sample_that_does_not_fit_is_advised_options_of_the_adapter_alone(tmp_path, monkeypatch):

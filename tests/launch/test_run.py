@@ -75,7 +75,7 @@ model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Lin
 data = torch.utils.data.TensorDataset(torch.randn(48, 3), torch.randn(48, 1))
 loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
 result = autoaccum.fit(model, loader, 8, micro_batch=4, device="cpu", progress=False, callbacks=[DiesOnce()],
-                       checkpoint=sys.argv[1], checkpoint_steps=1, seed=0)
+                       checkpoint=sys.argv[1], checkpoint_every=1)
 torch.save(model.state_dict(), sys.argv[1] + "/end.pt")
 print(result.resumed_from, result.steps)
 """

@@ -19,7 +19,7 @@ from pathlib import Path
 _MIB = 2**20
 
 
-def run_checks(*names):
+def run_checks(*names, **environment):
     """Run checks in one child process and return what each returned, or its traceback as a string."""
     import warm
 
@@ -30,7 +30,7 @@ def run_checks(*names):
         text=True,
         timeout=240,
         check=False,
-        env=os.environ | {"PYTHONPATH": str(source)},
+        env=os.environ | {"PYTHONPATH": str(source)} | environment,
     )
     assert done.returncode == 0, f"the child ended with {done.returncode}: {done.stderr[-2000:]}"
     return json.loads(done.stdout.splitlines()[-1])
@@ -92,37 +92,6 @@ def check_tighter_limit_of_the_process_stays_in_force(host, torch):
     return {"limit": limit, "free": free, "held": held}
 
 
-def check_room_that_an_earlier_training_left_in_the_heap_counts(host, torch):
-    from autoaccum._memory import _linux
-    from autoaccum._oom import is_oom
-
-    with host.limited(100 * _MIB):
-        pass  # from here on, blocks below 32 MiB are in the heap
-    held = [torch.ones(_MIB // 4) for _ in range(240)]
-    pins = held[::3]  # between two free blocks there is always one in use
-    del held
-    with host.limited(50 * _MIB):
-        pass
-    mapped = _linux.status_bytes("VmData")[0]
-    again = [torch.ones(_MIB // 4) for _ in range(60)]
-    mapped = _linux.status_bytes("VmData")[0] - mapped
-    del again
-    taken, ran_out = [], False
-    with host.limited(50 * _MIB):
-        used, anonymous = host.reading().used_bytes, _linux.status_bytes("RssAnon")[0]
-        try:
-            for _ in range(150):
-                taken.append(torch.ones(_MIB // 4))  # noqa: PERF401 - it fails half-way
-        except Exception as error:
-            ran_out = is_oom(error)
-        peak = host.peak_bytes()
-        resident = _linux.status_bytes("RssAnon")[0] - anonymous
-        count = len(taken)
-        taken.clear()
-    del pins
-    return {"used": used, "count": count, "ran_out": ran_out, "peak": peak, "resident": resident, "mapped": mapped}
-
-
 def check_process_at_its_own_limit_is_refused(host, torch):
     with host.limited(None):
         old = resource.getrlimit(resource.RLIMIT_DATA)
@@ -154,113 +123,11 @@ def _threads(torch, number):
         torch.set_num_threads(before)
 
 
-def check_twenty_failing_steps_leave_nothing_behind(host, torch):
-    from autoaccum._oom import is_oom, let_go
-
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 32, 3))
-    with host.limited(100 * _MIB):
-        failed = 0
-        used = []
-        for turn in range(20):
-            try:
-                model(torch.ones(32 + turn, 3, 96, 96)).sum().backward()
-            except Exception as exception:
-                failed += is_oom(exception)
-                let_go(exception)
-            model.zero_grad()
-            host.release()
-            used.append(host.reading().used_bytes)
-        model(torch.ones(4, 3, 96, 96)).sum().backward()
-    # The least of the last few: on a busy machine a thread may still be about to give back what it held.
-    return {"failed": failed, "left": min(used[-5:]) - used[0], "used_mib": [u >> 20 for u in used]}
-
-
-# Rows, inner side and columns. MKL has kernels of its own for AMD's processors; their largest buffers belong to other
-# products than those of the kernels for Intel's.
-_PRODUCTS = (
-    *((rows, 1024, 1024) for rows in (2, 8, 64, 256)),
-    (11, 2698, 1931),
-    (35, 3265, 2050),
-    (64, 512, 4096),
-    (256, 512, 4096),
-    (4096, 128, 2048),
-    (8192, 192, 96),
-)
-
-
-def check_matrix_products_of_many_sizes_leave_nothing_behind(host, torch):
-    from autoaccum._memory import _glibc, _mkl
-
-    def used_bytes(*, is_limited):
-        _glibc.Settled()  # else the heap keeps the products themselves
-        factors = [
-            (torch.ones(rows, inner, dtype=dtype), torch.ones(columns, inner, dtype=dtype).t())
-            for rows, inner, columns in _PRODUCTS
-            for dtype in (torch.float32, torch.float64)
-        ]
-        with host.limited(400 * _MIB if is_limited else None):
-            before = host.reading().used_bytes
-            for left, right in factors:
-                torch.mm(left, right)
-            kept = host.reading().used_bytes - before
-            host.trim()
-            return {"kept": kept, "trimmed": host.reading().used_bytes - before}
-
-    seen = {"has_mkl": _mkl._library() is not None}
-    for number in (torch.get_num_threads(), 4):
-        with _threads(torch, number):
-            seen[f"free, {number} threads"] = used_bytes(is_limited=False)
-            seen[f"limited, {number} threads"] = used_bytes(is_limited=True)
-    hold, _mkl.hold_buffers = _mkl.hold_buffers, lambda: None
-    host.trim()
-    try:
-        seen["limited, nothing held"] = used_bytes(is_limited=True)
-    finally:
-        _mkl.hold_buffers = hold
-    return seen
-
-
-def check_matrix_products_have_the_same_bits_where_a_limit_is_used_up(host, torch):
-    tried, other = 0, []
-    for number in (torch.get_num_threads(), 4):
-        with _threads(torch, number):
-            host.trim()
-            with host.limited(64 * _MIB):
-                for rows, inner, columns in _USED_UP:
-                    tried += 1
-                    if not _has_the_same_bits(host, torch, rows, inner, columns):
-                        other.append((number, rows, inner, columns))
-    return {"tried": tried, "other": other}
-
-
-_USED_UP = ((768, 16, 256), (8, 512, 1536), (12, 384, 3072), (64, 512, 4096), (512, 512, 512), (8192, 192, 96))
-
-
-def _has_the_same_bits(host, torch, rows, inner, columns):
-    left, right = torch.randn(inner, rows).t(), torch.randn(inner, columns)
-    under, free = torch.empty(rows, columns), torch.empty(rows, columns)
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (4096, hard))  # not a byte more; Linux takes 0 for none
-    try:
-        torch.mm(left, right, out=under)
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-    with host.lifted():
-        torch.mm(left, right, out=free)
-    return torch.equal(under, free)
-
-
 def check_random_state_is_untouched(host, torch):
     before = torch.get_rng_state()
     with host.limited(100 * _MIB):
         pass
     return bool(torch.equal(before, torch.get_rng_state()))
-
-
-def check_environment_is_as_before(host, torch):
-    before = dict(os.environ)
-    with host.limited(100 * _MIB):
-        return dict(os.environ) == before
 
 
 def check_peak_is_none_where_it_cannot_be_reset(host, torch):
@@ -305,22 +172,6 @@ def check_onednn_that_refuses_everything_is_told(host, torch):
     return {"said": said, "oom": oom}
 
 
-def check_onednn_that_refuses_everything_is_told_where_little_is_free(host, torch):
-    # Refused by hand: where memory really runs out inside native code, this process may end by it.
-    whole = torch.nn.functional.conv2d
-    with host.limited(64 * _MIB):
-        held = torch.empty(host.reading().free_bytes - 8 * _MIB, dtype=torch.uint8)
-        torch.nn.functional.conv2d = _refuse
-        try:
-            host.release()
-            said = "nothing"
-        except Exception as exception:
-            said = f"{type(exception).__name__}: {exception}"
-        torch.nn.functional.conv2d = whole
-        del held
-    return said
-
-
 def _refuse(*arguments):
     raise RuntimeError("could not create a primitive")
 
@@ -354,105 +205,6 @@ def check_second_thread_is_refused(host, torch):
     with Host().limited(100 * _MIB):
         seen["afterwards"] = "limited" if _soft() != before else "not limited"
     return {"before": before, "after": after, **seen}
-
-
-def check_limits_nest_and_end_in_any_order(host, torch):
-    from autoaccum._memory import Host, _glibc
-
-    before, seen, said, thresholds = _soft(), {}, [], []
-    libc = _glibc._libc()
-    mallopt = libc.mallopt
-
-    def set_option(which, value):
-        if which == _glibc._M_MMAP_THRESHOLD:
-            said.append(value)
-        return mallopt(which, value)
-
-    libc.mallopt = set_option
-
-    def look(name):
-        seen[name] = _soft()
-        thresholds.append(said[-1])
-
-    outer, inner = host.limited(200 * _MIB), Host().limited(100 * _MIB)
-    outer.__enter__()
-    look("outer")
-    with Host().limited(10_000 * _MIB):
-        look("wider")
-    inner.__enter__()
-    look("inner")
-    outer.__exit__(None, None, None)
-    look("outer_ended_first")
-    inner.__exit__(None, None, None)
-    look("after")
-    libc.mallopt = mallopt
-    return {"before": before, "thresholds": thresholds, **seen}
-
-
-def check_limit_within_a_lifted_one_holds(host, torch):
-    from autoaccum._memory import Host
-
-    before, seen, other = _soft(), {}, Host()
-    with host.limited(200 * _MIB):
-        seen["outer"] = _soft()
-        with host.lifted():
-            seen["lifted"] = _soft()
-            with other.limited(10_000 * _MIB):
-                seen["within"] = _soft()
-                seen["room"] = other.reading().limit_bytes
-            seen["lifted_again"] = _soft()
-        seen["lowered_again"] = _soft()
-    return {"before": before, **seen}
-
-
-def check_interrupt_at_every_line_leaves_no_limit(host, torch):
-    import threading
-
-    from autoaccum._memory import Host, _process
-    from autoaccum._memory import host as module
-
-    module._warm_up = lambda: None  # which takes milliseconds and sets nothing
-    files, before, tries, left = (module.__file__, _process.__file__), _soft(), 0, []
-    own = Host()
-    own.release = lambda: None
-    done = False
-    while not done:
-        interrupt = _Interrupt(tries, files)
-        sys.settrace(interrupt)
-        try:
-            with own.limited(200 * _MIB), own.lifted():
-                pass
-        except KeyboardInterrupt:
-            pass
-        sys.settrace(None)
-        done, tries = interrupt.where is None, tries + 1
-        own.is_limited = own._is_counted = False
-        # A trace function runs where no signal is delivered, too: between the end of a block and its lock's release.
-        _process.owner._lock = threading.RLock()
-        if _soft() != before or _process.owner._entered or module._ONEDNN_CACHE in os.environ:
-            left.append(interrupt.where)
-            _process.owner._forget()
-    return {"tries": tries, "left": left}
-
-
-class _Interrupt:
-    """Raises KeyboardInterrupt before one line of some files, as a signal would where none are held back."""
-
-    def __init__(self, number, files):
-        self._left, self._files = number, files
-        self.where = None
-
-    def __call__(self, frame, event, argument):
-        import signal
-
-        if frame.f_code.co_filename not in self._files or frame.f_code.co_name == "__del__":
-            return None  # Python drops what is raised in __del__
-        if event == "line" and self.where is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            if self._left == 0:
-                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-                raise KeyboardInterrupt
-            self._left -= 1
-        return self
 
 
 def check_limit_that_cannot_be_set_leaves_nothing(host, torch):
@@ -540,7 +292,6 @@ def check_processes_do_not_inherit_the_limit(host, torch):
 
 def check_runner_is_limited_within_its_steps(host, torch):
     import autoaccum
-    from autoaccum._memory import _glibc
 
     before, seen, limit = _soft(), {}, 24 * _MIB
 
@@ -552,10 +303,6 @@ def check_runner_is_limited_within_its_steps(host, torch):
         def forward(self, inputs):
             seen[seen["place"]] = _soft()
             return self.last(self.first(inputs).exp())
-
-    class Looks(autoaccum.Callback):
-        def on_oom(self, event, *, step):
-            seen["callback"] = _soft()
 
     def batches():
         seen["loader"] = _soft()
@@ -569,22 +316,16 @@ def check_runner_is_limited_within_its_steps(host, torch):
         autoaccum.plan(128, 128),
         device="cpu",
         memory_limit=limit,
-        callbacks=[Looks()],
         notices=_silent(),
     )
     seen["place"] = "step"
-    report = runner.step(batch)
+    largest = [max(runner.step(batch).micro_batches)]
     seen["between"] = _soft()
-    settled = len(_glibc.Settled._every)
-    seen["place"] = "second step"
-    runner.step(batch)
+    seen["place"] = "later step"
+    largest += [max(runner.step(batch).micro_batches) for _ in range(7)]
     seen["place"] = "evaluation"
     runner.evaluate(batches())
-    peak = report.peak_bytes
-    del runner
-    settled = settled, len(_glibc.Settled._every)
-    told = {"oom_events": report.oom_events, "peak": peak, "limit": limit, "settled": settled}
-    return {**seen, "before": before, "after": _soft(), **told}
+    return {**seen, "before": before, "after": _soft(), "largest": largest}
 
 
 def _silent():
@@ -593,35 +334,20 @@ def _silent():
     return Notices(silent=True)
 
 
-def check_fit_in_a_second_thread_and_in_a_callback(host, torch):
+def check_fit_in_two_threads(host, torch):
     import threading
 
     import autoaccum
     from autoaccum.errors import InvalidInputError
 
-    before, steps, refusals, nested = _soft(), [], [], []
-
-    def train(callbacks=()):
-        batches = [(torch.ones(4, 2), torch.ones(4, 1))] * 3
-        return autoaccum.fit(
-            torch.nn.Linear(2, 1),
-            batches,
-            4,
-            device="cpu",
-            micro_batch=4,
-            memory_limit="200MiB",
-            callbacks=list(callbacks),
-            progress=False,
-        ).steps
-
-    class Nests(autoaccum.Callback):
-        def on_step(self, report, *, epoch):
-            nested.append(train())
+    before, steps, refusals = _soft(), [], []
 
     def until_it_may():
         while True:
+            batches = [(torch.ones(4, 2), torch.ones(4, 1))] * 3
+            options = {"device": "cpu", "micro_batch": 4, "memory_limit": "200MiB", "progress": False}
             try:
-                steps.append(train([Nests()] if not nested else ()))
+                steps.append(autoaccum.fit(torch.nn.Linear(2, 1), batches, 4, **options).steps)
             except InvalidInputError as error:
                 refusals.append(str(error))
             else:
@@ -633,14 +359,47 @@ def check_fit_in_a_second_thread_and_in_a_callback(host, torch):
     for thread in threads:
         thread.join()
     said = refusals[0] if refusals else ""
-    return {
-        "before": before,
-        "after": _soft(),
-        "steps": steps,
-        "in_a_callback": nested[0],
-        "refusals": len(refusals),
-        "said": said,
-    }
+    return {"before": before, "after": _soft(), "steps": steps, "refusals": len(refusals), "said": said}
+
+
+def _convolutional(torch):
+    nn = torch.nn
+    body = nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+    return nn.Sequential(*body, nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4096, 10))
+
+
+def check_small_convolutional_net_trains(host, torch):
+    import autoaccum
+
+    loader = [(torch.randn(256, 1, 16, 16), torch.randint(10, (256,)))] * 2
+    options = {"device": "cpu", "memory_limit": f"{os.environ['MIB']}MiB", "progress": False}
+    result = autoaccum.fit(_convolutional(torch), loader, 256, **options)
+    sizes = [max(report.micro_batches) for report in result.history]
+    peak = max(report.peak_bytes for report in result.history)
+    return {"steps": result.steps, "largest": sizes[-1], "peak": peak}
+
+
+def check_limit_too_small_for_one_sample(host, torch):
+    import autoaccum
+    from autoaccum.errors import DoesNotFitError
+
+    model, updates = _convolutional(torch), []
+    loader = [(torch.randn(4, 1, 256, 256), torch.randint(10, (4,)))]
+    model[-1] = torch.nn.Linear(64 * 128 * 128, 10)
+    then = [parameter.clone() for parameter in model.parameters()]
+
+    class Counts(autoaccum.Callback):
+        def on_step(self, report, *, epoch):
+            updates.append(report)
+
+    options = {"device": "cpu", "memory_limit": "40MiB", "progress": False, "callbacks": [Counts()]}
+    try:
+        autoaccum.fit(model, loader, 4, **options)
+        said = "trained"
+    except DoesNotFitError as error:
+        said = f"DoesNotFitError: {error}"
+    is_as_before = all(map(torch.equal, then, model.parameters()))
+    return {"said": said, "updates": len(updates), "then": int(is_as_before)}
 
 
 def main(names):

@@ -18,19 +18,19 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a limit on the 
 def found():
     return run_checks(
         "random_state_is_untouched",
-        "environment_is_as_before",
         "exit_puts_the_limit_back",
         "lifted_puts_the_old_limit_in_force",
         "tighter_limit_of_the_process_stays_in_force",
-        "room_that_an_earlier_training_left_in_the_heap_counts",
         "process_at_its_own_limit_is_refused",
         "threads_started_under_a_limit_do_not_end_the_process",
         "onednn_that_refuses_everything_is_told",
-        "onednn_that_refuses_everything_is_told_where_little_is_free",
-        "matrix_products_of_many_sizes_leave_nothing_behind",
-        "matrix_products_have_the_same_bits_where_a_limit_is_used_up",
         "peak_is_none_where_it_cannot_be_reset",
         "system_without_limits_refuses_one_and_works_without",
+        "second_thread_is_refused",
+        "limit_that_cannot_be_set_leaves_nothing",
+        "processes_do_not_inherit_the_limit",
+        "fit_in_two_threads",
+        "hard_limit_that_was_lowered_meanwhile_stays",
     )
 
 
@@ -59,62 +59,12 @@ def test_tighter_limit_that_holds_anyway_stays_in_force_and_is_told(found):
     assert seen["free"] <= 301 * MIB
 
 
-def test_room_that_an_earlier_training_left_in_the_heap_is_not_used_beyond_the_limit(found):
-    seen = found["room_that_an_earlier_training_left_in_the_heap_counts"]
-
-    assert seen["ran_out"] is True
-    assert 40 <= seen["count"] <= 56  # without that, 100 and more
-    assert 40 * MIB <= seen["peak"] <= 50 * MIB
-    assert seen["resident"] <= 57 * MIB
-    assert seen["used"] < MIB
-    assert seen["mapped"] < 30 * MIB  # after a limit has ended, the heap has its room back
-
-
 def test_process_that_reached_its_own_limit_is_refused_with_the_remedy(found):
     said = found["process_at_its_own_limit_is_refused"]
 
     assert said.startswith("InvalidInputError")
     assert "100.0 MiB" in said
     assert "ulimit -d" in said
-
-
-def test_steps_that_fail_in_convolutions_leave_nothing_behind():
-    # In a process of its own, since oneDNN keeps a primitive for each size (0.5 to 1 MiB) where one ran before the
-    # first limit; and in another where oneDNN was lost, which is told.
-    for _ in range(4):
-        seen = run_checks("twenty_failing_steps_leave_nothing_behind")["twenty_failing_steps_leave_nothing_behind"]
-        if not (isinstance(seen, str) and "DeviceLostError" in seen):
-            break
-
-    assert seen["failed"] == 20
-    assert seen["left"] < 5 * MIB
-
-
-@pytest.mark.parametrize("threads", [2, 4])
-def test_matrix_products_leave_nothing_behind_once_it_is_given_back(found, threads):
-    seen = found["matrix_products_of_many_sizes_leave_nothing_behind"]
-    free = seen[f"free, {threads} threads"]
-
-    assert free["trimmed"] < MIB
-    if seen["has_mkl"]:
-        assert free["kept"] > 2 * MIB  # else there was nothing to give back
-
-
-@pytest.mark.parametrize("threads", [2, 4])
-def test_matrix_products_under_a_limit_take_nothing_of_it_for_their_buffers(found, threads):
-    seen = found["matrix_products_of_many_sizes_leave_nothing_behind"]
-    limited = seen[f"limited, {threads} threads"]
-
-    assert limited["kept"] < MIB
-    assert limited["trimmed"] < MIB
-    if seen["has_mkl"]:
-        assert seen["limited, nothing held"]["kept"] > 2 * MIB  # else they would have taken nothing anyway
-
-
-def test_matrix_products_have_the_same_bits_where_a_limit_is_used_up(found):
-    seen = found["matrix_products_have_the_same_bits_where_a_limit_is_used_up"]
-
-    assert seen == {"tried": 12, "other": []}
 
 
 def test_onednn_that_refuses_everything_is_a_lost_device_and_not_lack_of_memory(found):
@@ -126,8 +76,62 @@ def test_onednn_that_refuses_everything_is_a_lost_device_and_not_lack_of_memory(
     assert seen["oom"] is False
 
 
-def test_onednn_that_refuses_everything_is_told_also_where_little_is_free(found):
-    assert found["onednn_that_refuses_everything_is_told_where_little_is_free"].startswith("DeviceLostError")
+def test_limit_in_a_second_thread_is_refused_and_both_leave_the_process_as_it_was(found):
+    seen = found["second_thread_is_refused"]
+
+    assert "the thread 'first' already has a limit" in seen["refusal"]
+    assert seen["limited"] != seen["before"]
+    assert seen["after"] == seen["before"]
+    assert seen["afterwards"] == "limited"
+
+
+def test_limit_that_the_system_refuses_leaves_nothing_behind(found):
+    seen = found["limit_that_cannot_be_set_leaves_nothing"]
+
+    assert seen["said"] == "ValueError: refused"
+    assert seen["after"] == seen["before"]
+    assert seen["next"] == "limited"
+
+
+def test_hard_limit_that_was_lowered_under_a_limit_is_no_error_at_its_end(found):
+    seen = found["hard_limit_that_was_lowered_meanwhile_stays"]
+
+    assert seen["after"] == seen["hard"] == 2**40
+
+
+@pytest.mark.parametrize("how", ["fork in a step", "multiprocessing fork in a step", "callback", "loader"])
+def test_process_that_is_started_under_a_limit_gets_what_there_was_before(found, how):
+    seen = found["processes_do_not_inherit_the_limit"]
+
+    assert seen["limited"] != seen["before"]
+    assert seen[how] == seen["before"]
+
+
+def test_fits_in_two_threads_leave_no_limit(found):
+    seen = found["fit_in_two_threads"]
+
+    assert seen["steps"] == [3, 3]
+    assert seen["refusals"] == 0 or "one after the other" in seen["said"]
+    assert seen["after"] == seen["before"]
+
+
+@pytest.mark.parametrize("limit_mib", [12, 24, 40])
+def test_small_convolutional_net_trains_under_small_limits(limit_mib):
+    # In a process of its own: it once ended in most runs with a device that was lost inside native code.
+    seen = run_checks("small_convolutional_net_trains", MIB=str(limit_mib))["small_convolutional_net_trains"]
+
+    assert seen["steps"] == 2
+    assert seen["largest"] < 256
+    assert seen["peak"] < 2 * limit_mib * MIB
+
+
+def test_limit_that_is_too_small_for_one_sample_is_refused_with_one_that_would_do():
+    seen = run_checks("limit_too_small_for_one_sample")["limit_too_small_for_one_sample"]
+
+    assert seen["said"].startswith("DoesNotFitError")
+    assert "would do" in seen["said"]
+    assert seen["updates"] == 0
+    assert seen["then"] == 1
 
 
 def test_threads_are_started_before_the_limit(found):
@@ -136,10 +140,6 @@ def test_threads_are_started_before_the_limit(found):
 
 def test_warming_up_draws_no_random_numbers(found):
     assert found["random_state_is_untouched"] is True
-
-
-def test_environment_is_not_changed_for_the_user(found):
-    assert found["environment_is_as_before"] is True
 
 
 def test_peak_is_none_where_the_kernel_does_not_reset_it(found):

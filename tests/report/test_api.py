@@ -272,35 +272,6 @@ class Branching(nn.Linear):
 
 
 @pytest.mark.card_fakes
-def test_a_real_step_is_warned_of_and_its_reason_noted():
-    report = autoaccum.preflight(
-        Branching(64, 4), torch.zeros(2, 64), 8, loss=lambda outputs, _: outputs.mean(), gpus="l4", measure=False
-    )
-
-    (warning,) = report.warnings
-    assert "could not be traced on fake tensors" in warning
-    assert "on the CPU; whether it runs on a card is not checked" in warning
-    assert "without a device" not in warning
-    assert any("the model branches on values" in note for note in report.notes)
-
-
-@pytest.mark.card_fakes
-def test_a_function_makes_its_model_anew_where_it_branches_on_values():
-    made = []
-
-    def make():
-        made.append(Branching(64, 4))
-        return made[-1]
-
-    report = autoaccum.preflight(
-        make, torch.zeros(2, 64), 8, loss=lambda outputs, _: outputs.mean(), gpus=["l4", "t4"], measure=False
-    )
-
-    assert [next(model.parameters()).device.type for model in made] == ["meta", "cpu"]
-    assert any("the model branches on values" in note for note in report.notes)
-    assert [one.micro_batch for one in report.predicted] == [8, 8]
-
-
 def test_a_function_makes_its_model_without_memory_where_nothing_is_measured():
     made = []
 

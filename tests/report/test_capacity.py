@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import autoaccum
 from autoaccum._estimate.estimate import trace_step
 from autoaccum._estimate.gpus import with_display
 from autoaccum._report.capacity import Asked, predict
@@ -118,3 +119,27 @@ def test_what_a_display_uses_is_not_there():
     without, shared = (predict(ASKED, of, "fp32", estimate()) for of in (card(), with_display(card(), "1GiB")))
 
     assert shared.room_bytes == without.room_bytes - GIB
+
+
+class Fragmented(nn.Module):
+    """Fits any size once, as where an allocator's cache then lies in pieces; afterwards no more than 60 samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(4, 2), set()
+
+    def forward(self, features):
+        if len(features) > 60 and len(features) in self.seen:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        self.seen.add(len(features))
+        return self.layer(features)
+
+
+def test_size_that_fits_only_in_its_trial_is_reported_smaller_with_its_parts():
+    batch = torch.randn(8, 4), torch.randint(2, (8,))
+
+    report = autoaccum.preflight(Fragmented(), batch, 64, loss=nn.CrossEntropyLoss(), device="cpu")
+
+    assert report.measured.micro_batch == 57
+    assert report.measured.footprint.size == report.measured.plan.micro_batch == 32
+    assert any("64 was looked into" in warning for warning in report.warnings)

@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from autoaccum._estimate.footprint import Estimate
+from autoaccum._estimate.trace import Estimate
 from report_examples import DEVICE, GIB, MEASURED, MIB, footprint, predicted
 
 

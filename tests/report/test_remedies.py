@@ -305,7 +305,7 @@ def test_what_checkpointing_is_said_to_take_is_what_it_takes():
 
     result = autoaccum.fit(
         Language(), [(inputs, inputs)] * 32, 64, loss=loss, device=memory, precision="fp32", memory="checkpoint",
-        cache=False, progress=False,
+        progress=False,
     )  # fmt: skip
 
     assert report.measured.micro_batch < said.micro_batch

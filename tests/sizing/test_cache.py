@@ -17,7 +17,8 @@ from autoaccum._sizing import cache as cache_module
 from autoaccum._sizing.cache import Key, PlanCache, Remembered
 from autoaccum._system.notices import Notices
 
-FOUND = Remembered(48, bytes_per_sample=12345, fastest=32, memory=("checkpoint",))
+POINTS = {"fits": [[48, 10, 1]], "bytes": [[12345, 48, 10, 1]]}
+FOUND = Remembered(48, POINTS, fastest=32, memory=("checkpoint",))
 
 
 def named(name, target_batch=64):
@@ -82,8 +83,9 @@ def test_next_start_begins_with_the_size_found(folder):
         {"micro_batch": True},
         {"micro_batch": 10**9},
         {"micro_batch": -1},
-        {"bytes_per_sample": float("nan")},
-        {"bytes_per_sample": 10**30},
+        {"frontier": 3},
+        {"frontier": {"fits": [["a"], [0, 1], [2.0]], "fails": {}, "bytes": [[10**30, 1, 1], [5]]}},
+        {"frontier": {"fits": [[10**9, 10**9, 10**9]], "fails": [[1, 1, 1]], "bytes": [[1, 1, 1, 1]]}},
         {"fastest": 4.0},
         {"fastest": 65},
         {"memory": [1]},
@@ -270,9 +272,9 @@ for turn in range(1, 60):
     found = cache.find(key)
     if found is not None:
         hits += 1
-        assert found.bytes_per_sample == found.micro_batch * 7 and found.fastest == found.micro_batch, found
+        assert found.frontier["fits"] == [[found.micro_batch, 7]] and found.fastest == found.micro_batch, found
     size = turn * 10 + own
-    cache.keep(key, Remembered(size, size * 7, size))
+    cache.keep(key, Remembered(size, {"fits": [[size, 7]]}, size))
     if turn % 50 == 0:
         cache.forget(key)
 print(hits, *notices.texts)

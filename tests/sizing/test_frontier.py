@@ -35,7 +35,8 @@ def simulated(widths, window, memory, capacity):
             size = frontier.largest((width,), capacity * MIB, left)
             steps += 1
             if memory(size, width) <= capacity or size == 1:
-                frontier.note(size, (width,), int(memory(size, width) * MIB))
+                frontier.note(size, (width,))
+                frontier.measure(size, (width,), int(memory(size, width) * MIB))
                 left -= size
             else:
                 failures += 1
@@ -107,7 +108,8 @@ def test_state_that_nobody_can_have_written_is_left_out(state):
 
 def test_forgiven_failures_are_tried_again():
     frontier = Frontier()
-    frontier.note(2, (8,), 2 * 8 * MIB)
+    frontier.note(2, (8,))
+    frontier.measure(2, (8,), 2 * 8 * MIB)
     frontier.fail(8, (8,))
     assert frontier.largest((8,), 1000 * MIB, 64) == 7
 

@@ -42,12 +42,12 @@ def test_memory_that_was_held_for_a_while_does_not_count_for_ever(device):
     room.follow(autoaccum.plan(8, 4))
     device.held = 60
     device.window(30)
-    room.is_thrashing(reads_peak=True)
+    room.shortage(reads_peak=True)
     device.held = 10
 
     assert not room.is_free(20)  # windows seem to need 80, of which 70 are not in use now
     device.window(30)
-    room.is_thrashing(reads_peak=True)
+    room.shortage(reads_peak=True)
 
     assert room.is_free(20)
     assert room.peak_bytes == 90
@@ -58,7 +58,7 @@ def test_what_windows_need_counts_also_after_a_refusal(device):
     room.follow(autoaccum.plan(8, 4))
     for _ in range(3):
         device.window(60)
-        room.is_thrashing(reads_peak=True)
+        room.shortage(reads_peak=True)
 
         assert not room.is_free(40)
 

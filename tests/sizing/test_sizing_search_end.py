@@ -58,7 +58,6 @@ def test_no_memory_left_at_its_end_leaves_the_largest_that_fitted(memory):
         device=device,
         precision="fp32",
         memory=memory,
-        cache=False,
         progress=False,
         callbacks=[Tells(device)],
     )

@@ -289,6 +289,10 @@ def test_process_of_elsewhere_is_never_known_to_be_gone(other):
 # --- who has lost it --------------------------------------------------------------------------------------------------
 
 
+def contents_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_holder_that_was_suspended_finds_out_before_it_renames_and_touches_nothing(of_host, clock, tmp_path):
     owner = take(of_host("node1"), clock)
     storage = Storage(tmp_path)
@@ -297,20 +301,21 @@ def test_holder_that_was_suspended_finds_out_before_it_renames_and_touches_nothi
     other = Storage(tmp_path)
     other.guard = take(of_host("node2"), clock).check
     newer = other.write({"by": "node2"}, 4)
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    before = contents_of(tmp_path)
 
-    for act in (lambda: storage.write({"by": "node1"}, 4), storage.tidy, storage.remove_others):
+    for act in (lambda: storage.write({"by": "node1"}, 4), storage.tidy):
         with pytest.raises(CheckpointInUseError, match="in use by process 7 on node2, which has taken it over"):
             act()
 
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-    assert newer in before
+    assert contents_of(tmp_path) == before
+    assert newer / "state.pt" in before
     assert owner.is_lost
     owner.release()
     other.guard()
 
 
-def test_holder_suspended_between_its_last_look_and_the_rename_renames_nothing(of_host, clock, tmp_path):
+@pytest.mark.parametrize("step", [4, 5])
+def test_holder_suspended_between_its_last_look_and_the_rename_renames_nothing(of_host, clock, tmp_path, step):
     owner, storage, other = take(of_host("node1"), clock), Storage(tmp_path), Storage(tmp_path)
     storage.write({"by": "node1"}, 3)
 
@@ -319,7 +324,7 @@ def test_holder_suspended_between_its_last_look_and_the_rename_renames_nothing(o
         if other.newest is None:
             other.guard = take(of_host("node2"), clock).check
             other.tidy()
-            other.write({"by": "node2"}, 4)
+            other.write({"by": "node2"}, step)
 
     storage.guard = look_and_sleep
 
@@ -469,7 +474,7 @@ def test_folder_is_free_again_however_a_call_ends(tmp_path):
         Run(checkpoint=tmp_path).fit(StopAt(4))
 
     assert list(tmp_path.glob(".lease-*")) == []
-    assert checkpoints(tmp_path) == ["step-00000002.pt", "step-00000004.pt"]
+    assert checkpoints(tmp_path) == ["step-00000002", "step-00000004"]
 
 
 def test_fit_within_a_fit_on_the_same_folder_is_refused_and_the_outer_one_goes_on(tmp_path):
@@ -481,11 +486,11 @@ def test_fit_within_a_fit_on_the_same_folder_is_refused_and_the_outer_one_goes_o
 
     expected = Run(max_steps=4)
     expected.fit()
-    run = Run(checkpoint=tmp_path, checkpoint_steps=1, max_steps=4)
+    run = Run(checkpoint=tmp_path, checkpoint_every=1, max_steps=4)
     run.fit(Nested())
 
     assert run.result.steps == 4
-    assert checkpoints(tmp_path) == ["step-00000003.pt", "step-00000004.pt"]
+    assert checkpoints(tmp_path) == ["step-00000003", "step-00000004"]
 
 
 def test_run_that_has_lost_its_folder_ends_at_the_next_window_and_writes_nothing(tmp_path, of_host, clock, monkeypatch):
@@ -500,7 +505,7 @@ def test_run_that_has_lost_its_folder_ends_at_the_next_window_and_writes_nothing
                 take(of_host("node2"), clock)
                 made[0].is_lost = not made[0]._renewed()  # as its thread does every few seconds
 
-    run = Run(checkpoint=tmp_path, checkpoint_minutes=None, max_steps=9)
+    run = Run(checkpoint=tmp_path, checkpoint_every=None, max_steps=9)
     with pytest.raises(CheckpointInUseError, match="on node2, which has taken it over because"):
         run.fit(Lost())
 

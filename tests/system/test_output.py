@@ -41,7 +41,7 @@ def stderr(request, monkeypatch):
 def train(**options):
     torch.manual_seed(0)
     batches = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(3)]
-    return autoaccum.fit(nn.Linear(3, 2), batches, 4, micro_batch=4, device="cpu", cache=False, **options)
+    return autoaccum.fit(nn.Linear(3, 2), batches, 4, micro_batch=4, device="cpu", **options)
 
 
 @pytest.mark.parametrize("progress", [LineProgress(every_s=0), "bar", "auto"], ids=["lines", "bar", "auto"])

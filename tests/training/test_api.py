@@ -367,10 +367,12 @@ def test_old_gradients_are_dropped_and_said_once(capsys):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_seed_makes_two_runs_equal():
-    results = [
-        quiet_fit(classifier(), loader_of(*classification(), shuffle=True), 20, seed=3, micro_batch=7) for _ in range(2)
-    ]
+def test_manual_seed_makes_two_runs_equal():
+    def seeded():
+        torch.manual_seed(3)
+        return classifier()
+
+    results = [quiet_fit(seeded(), loader_of(*classification(), shuffle=True), 20, micro_batch=7) for _ in range(2)]
 
     assert losses(results[0]) == losses(results[1])
 
@@ -627,3 +629,45 @@ def test_batchnorm_rescale_gives_the_momentum_back():
 
     assert model[1].momentum == 0.1
     assert int(model[1].num_batches_tracked) == 4
+
+
+def test_target_larger_than_the_data_is_said(capfd):
+    loader = loader_of(*classification())
+    samples = len(loader.dataset)
+
+    for target in (samples, samples + 1):
+        autoaccum.fit(classifier(), loader, target, progress="lines", device="cpu")
+
+    assert capfd.readouterr().err.count(f"1 update per epoch of {samples} samples") == 1
+
+
+def test_history_holds_the_last_updates(monkeypatch):
+    monkeypatch.setattr("autoaccum._training.loop._HISTORY", 3)
+
+    result = quiet_fit(classifier(), loader_of(*classification()), 5)
+
+    assert [report.step for report in result.history] == [result.steps - 2, result.steps - 1, result.steps]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("sgd", torch.optim.SGD), ("adamw", torch.optim.AdamW)])
+def test_optimizer_by_name(name, kind):
+    made = []
+
+    def scheduler(optimizer):
+        made.append(optimizer)
+        return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+    quiet_fit(classifier(), loader_of(*classification()), 20, optimizer=name, scheduler=scheduler)
+
+    assert isinstance(made[0], kind)
+
+
+@pytest.mark.parametrize(("alias", "said"), [("no", None), ("bf16-mixed", "bf16"), ("16-mixed", "fp16")])
+def test_precision_has_the_names_of_other_frameworks(alias, said):
+    seen = []
+    model = classifier()
+    model.register_forward_hook(lambda _module, _inputs, outputs: seen.append(outputs.dtype))
+
+    quiet_fit(model, loader_of(*classification()), 20, precision=alias)
+
+    assert {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[said] in seen

@@ -1,8 +1,10 @@
-"""Checkpoint files: whole or not there, and never taken for whole when they are not."""
+"""Checkpoints are folders that are whole or not there, and never taken for whole when they are not."""
 
 import errno
+import json
 import os
 import pickle
+import random
 import shutil
 from pathlib import Path
 
@@ -11,18 +13,14 @@ import pytest
 import torch
 
 from autoaccum._system.notices import Notices
-from autoaccum._training.checkpoint_files import Storage, check_that_it_can_be_kept
+from autoaccum._training import checkpoint_files as module
+from autoaccum._training.checkpoint_files import Storage, check_that_it_can_be_kept, sha256_of
 from autoaccum.errors import CheckpointError, InvalidInputError
 
 
 @pytest.fixture
 def storage(tmp_path):
     return Storage(tmp_path / "run")
-
-
-@pytest.fixture
-def notices():
-    return Notices(silent=True)
 
 
 def content_of(step):
@@ -37,213 +35,176 @@ def is_content(found, step):
     return found.keys() == content_of(step).keys() and torch.equal(found["weights"], content_of(step)["weights"])
 
 
-def read(path):
-    found = Storage(path.parent).read_newest(Notices(silent=True))
-    assert found is not None
-    return found
+def read(storage):
+    return Storage(storage.folder).read_newest(Notices(silent=True))
 
 
-def test_what_was_written_is_read(storage, notices):
+def test_what_was_written_is_read_also_by_plain_torch(storage):
     path = storage.write(content_of(7), 7)
 
-    assert path.name == "step-00000007.pt"
-    assert storage.read_newest(notices)[0] == path
-    assert is_content(storage.read_newest(notices)[1], 7)
+    assert path.name == "step-00000007"
+    assert read(storage)[0] == path
+    assert is_content(read(storage)[1], 7)
+    assert is_content(torch.load(path / "state.pt", weights_only=True), 7)
 
 
-def test_plain_torch_can_load_a_file_without_running_code(storage):
-    path = storage.write(content_of(7), 7)
+def test_newest_two_and_that_with_the_lowest_validation_loss_are_kept(storage):
+    for step, loss in enumerate([3.0, 1.0, None, 2.0, 1.5, None], 1):
+        storage.write(content_of(step), step, val_loss=loss)
 
-    assert is_content(torch.load(path, weights_only=True), 7)
-
-
-def test_newest_two_are_kept(storage):
-    for step in (1, 2, 3, 4):
-        storage.write(content_of(step), step)
-
-    assert names(storage) == ["step-00000003.pt", "step-00000004.pt"]
-
-
-def test_same_step_again_takes_the_place_of_the_first_alone(storage, notices):
-    for step in (1, 2, 2):
-        storage.write(content_of(step), step)
-
-    assert names(storage) == ["step-00000001.pt", "step-00000002.pt"]
+    assert names(storage) == ["step-00000002", "step-00000005", "step-00000006"]
+    assert storage.best.name == "step-00000002"
+    again = Storage(storage.folder)
+    again.read_newest(Notices(silent=True))
+    assert (again.best, again.best_loss) == (storage.best, 1.0)
+    again.write(content_of(7), 7, val_loss=0.5)
+    assert names(storage) == ["step-00000006", "step-00000007"]
 
 
-def test_file_written_last_is_the_newest_even_with_a_smaller_step_and_a_clock_gone_back(storage, notices, monkeypatch):
-    storage.write(content_of(9), 9)
-    monkeypatch.setattr("autoaccum._training.checkpoint_files.time.time_ns", lambda: 5)
+def test_same_step_again_takes_the_place_of_the_first_alone(storage):
+    for step, value in ((1, 1), (2, 2), (2, 3)):
+        storage.write(content_of(value), step)
 
-    path = storage.write(content_of(3), 3)
+    assert names(storage) == ["step-00000001", "step-00000002"]
+    assert is_content(read(storage)[1], 3)
 
-    assert storage.read_newest(notices)[0] == path
+
+def test_same_step_that_cannot_be_replaced_stays(storage, monkeypatch):
+    storage.write(content_of(1), 1)
+    rename = Path.rename
+
+    def fails(path, target):
+        if path.name.endswith(".unfinished"):
+            raise OSError(errno.EIO, "gone")
+        return rename(path, target)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "rename", fails)
+        with pytest.raises(CheckpointError, match="gone"):
+            storage.write(content_of(2), 1)
+
+    assert names(storage) == ["step-00000001"]
+    assert is_content(read(storage)[1], 1)
 
 
-def test_new_run_replaces_the_files_of_an_old_one_only_when_its_first_is_whole(storage, tmp_path, monkeypatch):
+def test_what_a_kill_between_two_renames_left_is_put_right(storage):
+    path = storage.write(content_of(1), 1)
+    path.rename(storage.folder / ".step-00000001.0123.aside")
+    (storage.folder / ".step-00000001.4567.unfinished").mkdir()
+    shutil.copytree(storage.write(content_of(2), 2), storage.folder / ".step-00000002.0123.aside")
+
+    storage.tidy()
+
+    assert names(storage) == ["step-00000001", "step-00000002"]
+    assert is_content(read(storage)[1], 2)
+
+
+def test_new_run_moves_those_of_earlier_runs_aside_when_its_first_is_whole(storage, monkeypatch):
     for step in (8, 9):
         storage.write(content_of(step), step)
-    new = Storage(storage.folder)
+    new = Storage(storage.folder, replaces=True)
     with monkeypatch.context() as broken:
         broken.setattr("autoaccum._training.checkpoint_files.os.fsync", fails_with(errno.ENOSPC))
         with pytest.raises(CheckpointError):
             new.write(content_of(1), 1)
     before = names(storage)
 
-    new.write(content_of(1), 1)
+    for step in (1, 2, 3):
+        new.write(content_of(step), step)
+    Storage(storage.folder, replaces=True).write(content_of(1), 1)
 
-    assert before == ["step-00000008.pt", "step-00000009.pt"]
-    assert names(storage) == ["step-00000001.pt"]
+    assert before == ["step-00000008", "step-00000009"]
+    assert names(storage) == ["earlier-1", "earlier-2", "step-00000001"]
+    assert is_content(Storage(storage.folder / "earlier-1").read_newest(Notices(silent=True))[1], 9)
 
 
 def test_other_files_in_the_folder_are_left_alone(storage):
     (storage.folder / "notes.txt").write_text("mine")
-    (storage.folder / "step-1.pt").write_text("mine too")
+    (storage.folder / "step-1").write_text("mine too")
 
     for step in (1, 2, 3):
         storage.write(content_of(step), step)
     storage.tidy()
 
-    assert names(storage) == ["notes.txt", "step-00000002.pt", "step-00000003.pt", "step-1.pt"]
+    assert names(storage) == ["notes.txt", "step-00000002", "step-00000003", "step-1"]
 
 
-def test_what_a_killed_writer_left_is_removed(storage):
-    (storage.folder / "step-00000005.pt.unfinished").write_bytes(b"half")
-
-    storage.tidy()
-
-    assert names(storage) == []
-
-
-def test_file_that_somebody_removes_while_it_is_written_is_not_told_as_a_full_disk(storage):
+def test_folder_that_somebody_removes_while_it_is_written_is_not_told_as_a_full_disk(storage):
     storage.write(content_of(1), 1)
-    storage.guard = lambda: [path.unlink() for path in storage.folder.glob("*.unfinished")]
+    storage.guard = lambda: [shutil.rmtree(path) for path in storage.folder.glob(".*.unfinished")]
 
-    with pytest.raises(CheckpointError, match="its unfinished file was removed meanwhile"):
+    with pytest.raises(CheckpointError, match="a part of it was removed meanwhile"):
         storage.write(content_of(2), 2)
 
-    assert names(storage) == ["step-00000001.pt"]
-
-
-def test_folder_named_as_an_unfinished_file_is_left_alone_and_in_nobodys_way(storage):
-    (storage.folder / "step-00000005.pt.unfinished").mkdir()
-
-    storage.tidy()
-    storage.write(content_of(5), 5)
-
-    assert names(storage) == ["step-00000005.pt", "step-00000005.pt.unfinished"]
-
-
-def test_folder_in_the_place_of_a_checkpoint_is_told_as_one(storage):
-    (storage.folder / "step-00000005.pt").mkdir()
-
-    with pytest.raises(CheckpointError, match="since a folder has its name"):
-        storage.write(content_of(5), 5)
-
-
-def test_link_to_nothing_is_an_error_that_names_it(storage, notices):
-    written = storage.write(content_of(1), 1).stat().st_mtime_ns
-    link = storage.folder / "step-00000009.pt"
-    link.symlink_to("/nowhere")
-    # The file system's own clock may be some milliseconds behind, and the link would be the older one.
-    os.utime(link, ns=(written + 1_000_000, written + 1_000_000), follow_symlinks=False)
-
-    with pytest.raises(CheckpointError, match=r"step-00000009.pt cannot be read \(No such file"):
-        storage.read_newest(notices)
-
-
-def test_link_to_nothing_does_not_keep_the_next_from_being_written(storage):
-    (storage.folder / "step-00000009.pt").symlink_to("/nowhere")
-
-    storage.write(content_of(1), 1)
-
-    assert names(storage) == ["step-00000001.pt"]
+    assert names(storage) == ["step-00000001"]
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
 
 
-def damaged(path, data):
-    stat = path.stat()
-    path.write_bytes(data)
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-
-def test_file_cut_short_anywhere_is_never_taken(storage):
-    path = storage.write(content_of(1), 1)
+@pytest.mark.parametrize("name", ["state.pt", "manifest.json"])
+def test_cut_or_flipped_anywhere_is_never_taken_for_whole(storage, name):
+    path = storage.write(content_of(1), 1) / name
     whole = path.read_bytes()
+    drawn = random.Random(1)  # noqa: S311
 
-    for length in {*range(0, len(whole), 53), *range(len(whole) - 30, len(whole))}:
-        path.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match="is whole"):
-            read(path)
-
-
-def test_flipped_bit_anywhere_is_noticed_unless_it_changes_nothing(storage):
-    path = storage.write(content_of(1), 1)
-    whole = path.read_bytes()
-    noticed = 0
-
-    for place in range(0, len(whole), 11):
-        flipped = bytearray(whole)
-        flipped[place] ^= 1 << place % 8
-        path.write_bytes(flipped)
-        try:
-            found = read(path)[1]
-        except CheckpointError:
-            noticed += 1
+    for _ in range(100):
+        if drawn.random() < 0.5:
+            path.write_bytes(whole[: drawn.randrange(len(whole))])
         else:
-            assert is_content(found, 1), f"byte {place}"
-
-    assert noticed > len(whole) // 11 // 3
-
-
-def test_values_that_torch_would_load_wrongly_are_noticed(storage):
-    path = storage.write(content_of(1), 1)
-    weights = content_of(1)["weights"].numpy().tobytes()
-    damaged(path, path.read_bytes().replace(weights, weights[::-1]))
-    assert not is_content(torch.load(path, weights_only=True), 1)
-
-    with pytest.raises(CheckpointError, match="wrong checksum"):
-        read(path)
+            flipped = bytearray(whole)
+            flipped[drawn.randrange(len(whole))] ^= 1 << drawn.randrange(8)
+            path.write_bytes(flipped)
+        try:
+            found = read(storage)[1]
+        except CheckpointError:
+            continue
+        assert is_content(found, 1)  # a flipped bit in the manifest may say nothing of the files
 
 
 def test_one_before_is_taken_where_the_newest_is_damaged_and_it_is_said(storage):
     storage.write(content_of(1), 1)
-    newest = storage.write(content_of(2), 2)
-    damaged(newest, newest.read_bytes()[:-40])
+    (storage.write(content_of(2), 2) / "state.pt").unlink()
     notices = Notices(silent=True)
 
     path, content = Storage(storage.folder).read_newest(notices)
 
-    assert path.name == "step-00000001.pt"
+    assert path.name == "step-00000001"
     assert is_content(content, 1)
     assert len(notices.texts) == 1
-    assert "step-00000002.pt is cut short or damaged" in notices.texts[0]
+    assert "step-00000002 is cut short or damaged (state.pt is missing)" in notices.texts[0]
 
 
-def test_damaged_file_does_not_count_as_one_of_the_two_that_are_kept(storage, notices):
-    storage.write(content_of(1), 1)
-    newest = storage.write(content_of(2), 2)
-    damaged(newest, b"")
+def test_damaged_one_counts_neither_as_kept_nor_as_best(storage):
+    storage.write(content_of(1), 1, val_loss=2.0)
+    (storage.write(content_of(2), 2, val_loss=1.0) / "state.pt").write_bytes(b"")
     again = Storage(storage.folder)
-    again.read_newest(notices)
+    again.read_newest(Notices(silent=True))
 
     again.write(content_of(3), 3)
 
-    assert names(storage) == ["step-00000001.pt", "step-00000003.pt"]
+    assert names(storage) == ["step-00000001", "step-00000003"]
+    assert again.best_loss == 2.0
 
 
-def test_none_whole_is_an_error_that_names_them_and_what_to_do(storage, notices):
+def test_none_whole_is_an_error_that_names_them_and_what_to_do(storage):
     for step in (1, 2):
-        damaged(storage.write(content_of(step), step), b"not an archive")
+        (storage.write(content_of(step), step) / "manifest.json").write_text('{"format": 1, "sha256": {}}')
 
-    with pytest.raises(CheckpointError, match=r"none of the 2 .*step-00000002.pt: .*step-00000001.pt: .*resume=False"):
-        Storage(storage.folder).read_newest(notices)
+    with pytest.raises(CheckpointError, match=r"none of the 2 .*step-00000002: .*step-00000001: .*resume=False"):
+        read(storage)
 
 
-def test_no_file_at_all_is_no_error(storage, notices):
-    assert storage.read_newest(notices) is None
+def test_no_checkpoint_at_all_is_no_error(storage):
+    assert read(storage) is None
+
+
+def test_newer_format_is_refused_with_the_version_that_wrote_it(storage):
+    path = storage.write(content_of(1), 1) / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99, "autoaccum": "7.0"}))
+
+    with pytest.raises(CheckpointError, match=r"by autoaccum 7.0 in format 99, and this one, .*use that version"):
+        read(storage)
 
 
 # --- errors while writing ---------------------------------------------------------------------------------------------
@@ -260,41 +221,46 @@ def fails_with(number):
     "call",
     [
         "_training.checkpoint_files.os.fsync",
-        "_training.checkpoint_files.os.utime",
-        "_training.checkpoint_files._NotingFile.flush",
-        "_system.files._flush_folder",
+        "_training.checkpoint_files._HashingFile.flush",
+        "_system.files.flush_folder",
     ],
 )
-def test_failing_disk_is_told_and_the_one_before_stays(storage, notices, monkeypatch, call):
+def test_failing_disk_is_told_and_the_one_before_stays(storage, monkeypatch, call):
     storage.write(content_of(1), 1)
     with monkeypatch.context() as broken:
         broken.setattr(f"autoaccum.{call}", fails_with(errno.ENOSPC))
-        with pytest.raises(CheckpointError, match=r"step-00000002.pt could not be written \(No space left on device\)"):
+        with pytest.raises(CheckpointError, match=r"step-00000002 could not be written \(No space left on device\)"):
             storage.write(content_of(2), 2)
 
-    assert "step-00000001.pt" in names(storage)
-    assert not [name for name in names(storage) if "unfinished" in name]
+    assert names(storage) == ["step-00000001"]
 
 
 def test_full_disk_in_the_middle_of_the_file_is_told_by_its_own_words(storage, monkeypatch):
-    from autoaccum._training import checkpoint_files as module  # noqa: PLC0415
+    def fail(self, data):
+        self.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise self.error
 
-    written = []
-
-    class Full(module._NotingFile):
-        def write(self, data):
-            written.append(len(data))
-            if len(written) > 3:
-                self.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                raise self.error
-            return super().write(data)
-
-    monkeypatch.setattr(module, "_NotingFile", Full)
+    monkeypatch.setattr(module._HashingFile, "write", fail)
 
     with pytest.raises(CheckpointError, match="No space left on device"):
         storage.write(content_of(1), 1)
 
     assert names(storage) == []
+
+
+def test_file_system_that_cannot_flush_a_folder_is_no_error(storage, monkeypatch):
+    fsync = os.fsync
+
+    def of_files_alone(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):  # noqa: PTH112
+            raise OSError(errno.EINVAL, "not here")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files_alone)
+
+    storage.write(content_of(1), 1)
+
+    assert is_content(read(storage)[1], 1)
 
 
 def test_folder_that_is_gone_is_told_and_nothing_is_said_to_be_there_still(storage):
@@ -316,14 +282,22 @@ def test_interrupt_while_writing_leaves_nothing_half_done(storage, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         storage.write(content_of(2), 2)
 
-    assert names(storage) == ["step-00000001.pt"]
+    assert names(storage) == ["step-00000001"]
 
 
 class Own:
     """Something of a user's that only running code could rebuild."""
 
 
-@pytest.mark.parametrize("value", [Own(), lambda: 0, Path("x"), torch.nn.Linear(1, 1)], ids=lambda v: type(v).__name__)
+LOOP = []
+LOOP.append(LOOP)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Own(), lambda: 0, Path("x"), torch.nn.Linear(1, 1), np.array(["a", None]), LOOP],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_could_not_be_loaded_safely_is_refused_before_it_replaces_anything(storage, value):
     storage.write(content_of(1), 1)
 
@@ -332,21 +306,42 @@ def test_what_could_not_be_loaded_safely_is_refused_before_it_replaces_anything(
     with pytest.raises(CheckpointError, match="cannot be kept in a checkpoint"):
         check_that_it_can_be_kept({"scheduler": value})
 
-    assert names(storage) == ["step-00000001.pt"]
+    assert names(storage) == ["step-00000001"]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [np.float64(0.1), np.float32(0.1), np.int64(3), np.bool_(True), np.arange(3, dtype=np.uint32), 1 << 100, {1, 2}],
-    ids=repr,
-)
-def test_numbers_of_numpy_and_python_come_back_as_they_were(storage, notices, value):
+@pytest.mark.parametrize("value", [np.arange(3, dtype=np.uint32), 1 << 100, {1, 2}, (1, [2.5, None])], ids=repr)
+def test_values_of_python_and_arrays_come_back_as_they_were(storage, value):
     storage.write({"value": value}, 1)
 
-    found = storage.read_newest(notices)[1]["value"]
+    found = read(storage)[1]["value"]
 
     assert type(found) is type(value)
     assert pickle.dumps(found) == pickle.dumps(value)
+
+
+@pytest.mark.parametrize("value", [np.float64(0.1), np.float32(0.1), np.int64(3), np.bool_(True)], ids=repr)
+def test_numbers_of_numpy_come_back_as_those_of_python(storage, value):
+    storage.write({"value": value}, 1)
+
+    assert read(storage)[1]["value"] == value
+
+
+def test_pickle_that_would_run_code_is_refused(storage, tmp_path):
+    class Runs:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    path = storage.write(content_of(1), 1)
+    torch.save({"weights": Runs()}, path / "state.pt")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["sha256"]["state.pt"] = sha256_of(path / "state.pt")
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+    with pytest.raises(CheckpointError, match=r"cannot be loaded by torch .*mkdir.*can run code") as caught:
+        read(storage)
+
+    assert "weights_only" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("made", ["file", "file/below"])
@@ -360,4 +355,4 @@ def test_folder_that_cannot_be_one_is_refused_with_its_name(tmp_path, made):
 def test_folder_is_made_with_those_above_it(tmp_path):
     Storage(tmp_path / "a" / "b").write(content_of(1), 1)
 
-    assert (tmp_path / "a" / "b" / "step-00000001.pt").is_file()
+    assert (tmp_path / "a" / "b" / "step-00000001").is_dir()

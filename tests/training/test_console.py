@@ -515,7 +515,7 @@ def test_lines_say_which_step_is_saved(clock):
     file = io.StringIO()
     shown = LineProgress(every_s=0.0, file=file)
     shown.on_fit_start(epochs=None, max_steps=None, steps_per_epoch=None)
-    shown.on_checkpoint(Path("run/step-00000020.pt"), step=20)
+    shown.on_checkpoint(Path("run/step-00000020"), step=20)
     clock.now += 2.0
 
     shown.on_step(step_report(21), epoch=1)
@@ -527,7 +527,7 @@ def test_lines_count_on_from_a_checkpoint_and_forget_what_was_beyond_it(lines):
     shown, file = lines
     shown.on_step(step_report(33), epoch=3)
 
-    shown.on_resume(Path("run/step-00000020.pt"), step=20, epoch=2)
+    shown.on_resume(Path("run/step-00000020"), step=20, epoch=2)
     shown.on_epoch_end(2)
     shown._every_s = 0.0
     shown.on_step(step_report(21), epoch=2)
@@ -540,7 +540,7 @@ def test_lines_count_on_from_a_checkpoint_and_forget_what_was_beyond_it(lines):
 def test_bar_stands_where_a_checkpoint_was_taken(bar):
     shown, file = bar
 
-    shown.on_resume(Path("run/step-00000020.pt"), step=20, epoch=2)
+    shown.on_resume(Path("run/step-00000020"), step=20, epoch=2)
     shown._live.refresh()
 
     assert "20/45" in plain(file)
@@ -549,6 +549,6 @@ def test_bar_stands_where_a_checkpoint_was_taken(bar):
 def test_summary_names_the_checkpoint(lines):
     shown, file = lines
 
-    shown.on_fit_end(dataclasses.replace(fit_result(), checkpoint=Path("run/step-00000045.pt")))
+    shown.on_fit_end(dataclasses.replace(fit_result(), checkpoint=Path("run/step-00000045")))
 
-    assert file.getvalue().endswith(", checkpoint run/step-00000045.pt\n")
+    assert file.getvalue().endswith(", checkpoint run/step-00000045\n")

@@ -316,13 +316,13 @@ def test_without_tensorboard_the_remedy_is_named(monkeypatch, tmp_path):
 
 
 def test_checkpoints_and_going_on_from_one_are_logged(path, log):
-    log.on_checkpoint(Path("run/step-00000002.pt"), step=2)
+    log.on_checkpoint(Path("run/step-00000002"), step=2)
 
-    log.on_resume(Path("run/step-00000002.pt"), step=2, epoch=1)
+    log.on_resume(Path("run/step-00000002"), step=2, epoch=1)
 
     assert [without_time(event) for event in events(path)][1:] == [
-        {"event": "checkpoint", "step": 2, "path": "run/step-00000002.pt"},
-        {"event": "resume", "step": 2, "epoch": 1, "path": "run/step-00000002.pt"},
+        {"event": "checkpoint", "step": 2, "path": "run/step-00000002"},
+        {"event": "resume", "step": 2, "epoch": 1, "path": "run/step-00000002"},
     ]
 
 
@@ -342,7 +342,7 @@ def test_tensorboard_hides_what_was_beyond_the_checkpoint(tmp_path):
         killed.on_step(step_report(step, loss=float(step)), epoch=1)
     killed.on_fit_end(None)
     log = started(TensorBoardLog(tmp_path))
-    log.on_resume(Path("run/step-00000002.pt"), step=2, epoch=1)
+    log.on_resume(Path("run/step-00000002"), step=2, epoch=1)
     log.on_step(step_report(3, loss=30.0), epoch=1)
 
     log.on_fit_end(None)
@@ -356,7 +356,7 @@ def test_tensorboard_hides_it_within_a_call_that_goes_back_too(tmp_path, monkeyp
     log = started(TensorBoardLog(tmp_path))
     for step in (1, 2, 3):
         log.on_step(step_report(step, loss=float(step)), epoch=1)
-    log.on_resume(Path("run/step-00000001.pt"), step=1, epoch=1)
+    log.on_resume(Path("run/step-00000001"), step=1, epoch=1)
     log.on_step(step_report(2, loss=20.0), epoch=1)
 
     log.on_fit_end(None)

@@ -8,6 +8,7 @@ import torch
 
 import autoaccum
 from autoaccum._training.console import LineProgress
+from autoaccum.errors import InvalidInputError
 from long_runs import EPOCHS, STEPS_PER_EPOCH, Run
 
 
@@ -98,7 +99,7 @@ def test_stop_from_elsewhere_than_a_callback_is_an_error_like_others():
 
 
 def test_stop_at_an_evaluation_between_two_windows_evaluates_no_second_time():
-    result = Run(val_steps=3).fit(Asks("on_evaluation", raised, at=2))
+    result = Run(val_every=3).fit(Asks("on_evaluation", raised, at=2))
 
     assert (result.steps, len(result.evaluations)) == (6, 2)
 
@@ -164,3 +165,48 @@ def test_one_rank_that_asks_stops_all_after_the_same_window(crew, event, at, ste
     assert [(one["steps"], one["stopped"]) for one in found] == [(steps, "good enough")] * 2
     for one, other in zip(*(one["parameters"] for one in found), strict=True):
         assert torch.equal(one, other)
+
+
+class Improving:
+    """A metric that is as is wanted in each evaluation."""
+
+    def __init__(self, *values):
+        self.left = list(values)
+
+    def __call__(self, outputs, batch):
+        return self.left[0]
+
+
+class Next(autoaccum.Callback):
+    def __init__(self, metric):
+        self.metric = metric
+
+    def on_evaluation(self, evaluation, *, epoch, step):
+        self.metric.left.pop(0)
+
+
+def evaluated(*values, **stopping):
+    metric = Improving(*values)
+    early = autoaccum.EarlyStopping(monitor="mine", **stopping)
+    return Run(epochs=len(values)).fit(early, Next(metric), metrics={"mine": metric})
+
+
+def test_early_stopping_ends_where_nothing_has_improved_for_a_while():
+    result = evaluated(3.0, 2.0, 2.0, 2.5, 1.0, patience=2)
+
+    assert len(result.evaluations) == 4
+    assert result.stopped == "mine has not improved in 2 evaluations"
+
+
+def test_early_stopping_waits_for_higher_values_where_those_are_better():
+    assert len(evaluated(1.0, 2.0, 3.0, 2.0, 2.0, patience=1, mode="max").evaluations) == 4
+    assert evaluated(3.0, 2.0, 1.0, patience=1).stopped is None
+
+
+def test_early_stopping_without_what_it_waits_for_is_refused():
+    with pytest.raises(InvalidInputError, match="monitor='loos' is not among what is evaluated: 'loss'"):
+        Run().fit(autoaccum.EarlyStopping(monitor="loos"))
+    with pytest.raises(InvalidInputError, match="EarlyStopping waits for evaluations"):
+        Run(val_loader=None).fit(autoaccum.EarlyStopping())
+    with pytest.raises(InvalidInputError, match="patience must be at least 1, got 0"):
+        autoaccum.EarlyStopping(patience=0)

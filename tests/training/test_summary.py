@@ -87,7 +87,7 @@ def test_shares_that_show_are_told():
         ({"recomputation_s": 5.0}, "begin with micro_batch=34"),
         ({"search_s": 20.0}, "the next call of this job begins with its result"),
         ({"evaluation_s": 50.0}, "evaluate less often"),
-        ({"checkpoint_s": 20.0}, "write fewer (checkpoint_minutes=)"),
+        ({"checkpoint_s": 20.0}, "write fewer (checkpoint_every=)"),
     ],
 )
 def test_what_took_long_is_named_with_what_to_change(seconds, advice):

@@ -38,7 +38,7 @@ def shuffled():
 def test_evaluations_come_every_so_many_windows_and_at_the_end(every, steps):
     told = Evaluated()
 
-    result = Run(val_steps=every).fit(told)
+    result = Run(val_every=every).fit(told)
 
     assert told.steps == steps
     assert told.epochs == [(step - 1) // STEPS_PER_EPOCH + 1 for step in steps]
@@ -48,7 +48,7 @@ def test_evaluations_come_every_so_many_windows_and_at_the_end(every, steps):
 def test_end_is_evaluated_also_where_the_loader_has_nothing_more():
     told = Evaluated()
 
-    Run(val_steps=2, epochs=None, max_steps=100, loader=lambda: iter(list(DataLoader(Noisy(), batch_size=12)))).fit(
+    Run(val_every=2, epochs=None, max_steps=100, loader=lambda: iter(list(DataLoader(Noisy(), batch_size=12)))).fit(
         told
     )
 
@@ -56,7 +56,7 @@ def test_end_is_evaluated_also_where_the_loader_has_nothing_more():
 
 
 def test_evaluations_leave_the_training_as_it_is():
-    run = Run(val_steps=2)
+    run = Run(val_every=2)
     run.fit(val_loader=shuffled())
     without = Run()
     without.fit(val_loader=None)
@@ -71,19 +71,19 @@ def test_loader_that_shares_a_generator_with_the_training_is_left_as_it_is():
         run.fit(val_loader=DataLoader(Noisy(9), batch_size=4, shuffle=True, generator=generator), **options)
         return [run.samples.windows[step] for step in range(1, STEPS_PER_EPOCH + 1)]
 
-    assert trained(val_steps=2) == trained(val_steps=100)
+    assert trained(val_every=2) == trained(val_every=100)
 
 
 @pytest.fixture(scope="module")
 def evaluated_run():
-    run, told = Run(val_steps=4, scheduler=plateau), Evaluated()
+    run, told = Run(val_every=4, scheduler=plateau), Evaluated()
     run.fit(told)
     return run, told
 
 
 @pytest.mark.parametrize("stop", [1, 4, 5, 6, 10, 14])
 def test_resumed_run_evaluates_at_the_same_windows_and_ends_bit_for_bit_alike(tmp_path, stop, evaluated_run):
-    options = {"val_steps": 4, "scheduler": plateau}
+    options = {"val_every": 4, "scheduler": plateau}
     undisturbed, told = evaluated_run
 
     first, second = Evaluated(), Evaluated()
@@ -103,14 +103,14 @@ def test_run_that_failed_in_an_evaluation_repeats_it(tmp_path):
             if step == 8:
                 raise StoppedError
 
-    options = {"val_steps": 4, "scheduler": plateau}
+    options = {"val_every": 4, "scheduler": plateau}
     undisturbed = Run(**options)
     undisturbed.fit()
 
     with pytest.raises(StoppedError):
         Run(checkpoint=tmp_path, **options).fit(Fails())
     run, told = Run(checkpoint=tmp_path, **options), Evaluated()
-    result = run.fit(told, val_steps=4)
+    result = run.fit(told, val_every=4)
 
     assert result.resumed_from == 8
     assert told.steps == [8, 12, 15]
@@ -118,17 +118,17 @@ def test_run_that_failed_in_an_evaluation_repeats_it(tmp_path):
 
 
 def test_checkpoint_after_an_evaluation_holds_what_it_has_moved(tmp_path):
-    run = stopped_at(5, tmp_path, val_steps=5, scheduler=plateau, checkpoint_steps=5)
+    run = stopped_at(5, tmp_path, val_every=5, scheduler=plateau, checkpoint_every=5)
     assert run.optimizer.param_groups[0]["lr"] == 0.01  # on_step comes before the evaluation
 
     told = Evaluated()
-    Run(checkpoint=tmp_path, val_steps=5, scheduler=plateau).fit(told)
+    Run(checkpoint=tmp_path, val_every=5, scheduler=plateau).fit(told)
 
     assert told.steps == [5, 10, 15]
 
 
 def test_progress_says_after_which_step(capsys):
-    Run(val_steps=7, progress="lines").fit()
+    Run(val_every=7, progress="lines").fit()
 
     said = [
         line.partition(":")[2].strip() for line in capsys.readouterr().err.splitlines() if "evaluation after" in line
@@ -143,12 +143,12 @@ def test_progress_says_after_which_step(capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"val_steps": 0}, "val_steps must be at least 1"),
-        ({"val_steps": 1.5}, "val_steps must be a whole number"),
-        ({"val_steps": 2, "val_loader": None}, "val_steps=2 needs a val_loader="),
+        ({"val_every": 0}, "val_every must be at least 1"),
+        ({"val_every": 1.5}, "val_every must be a whole number"),
+        ({"val_every": 2, "val_loader": None}, "val_every=2 needs a val_loader="),
         (
-            {"epochs": 1, "val_steps": 2, "val_loader": iter([])},
-            "can be read only once, and val_steps=2 evaluates several times",
+            {"epochs": 1, "val_every": 2, "val_loader": iter([])},
+            "can be read only once, and val_every=2 evaluates several times",
         ),
     ],
 )
@@ -161,7 +161,7 @@ def test_loader_of_the_training_is_refused_in_the_middle_of_its_epoch():
     loader = DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1)), batch_size=4)
 
     with pytest.raises(InvalidInputError, match="val_loader= is the loader that the training is reading"):
-        autoaccum.fit(nn.Linear(2, 1), loader, 4, val_loader=loader, val_steps=1, device="cpu", progress=False)
+        autoaccum.fit(nn.Linear(2, 1), loader, 4, val_loader=loader, val_every=1, device="cpu", progress=False)
 
 
 def test_ranks_evaluate_at_the_same_windows(crew):

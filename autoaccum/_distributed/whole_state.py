@@ -1,0 +1,56 @@
+"""Gathers the state of a sharded model for a checkpoint, which then is that of a whole model, and shards it again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from autoaccum._distributed.process_group import gone, is_of_the_network
+from autoaccum._engine.dtensor import is_spread
+
+if TYPE_CHECKING:
+    from autoaccum._distributed.process_group import Ranks
+
+
+def gathered(ranks: Ranks, state: Any) -> Any:
+    """Return a state with whole tensors in place of sharded ones, on the host of rank 0; None in their place elsewhere.
+
+    All ranks call this together, with as many tensors in the same order.
+
+    Raises:
+        RankFailedError: Another rank is gone.
+        Exception: The host of rank 0 has no room for them; raised there once no other rank waits any more.
+    """
+    failures: list[Exception] = []
+
+    def whole(value: Any) -> Any:
+        if not is_spread(value):
+            return value
+        try:
+            found = value.full_tensor()
+        except RuntimeError as error:
+            raise (gone(error) if is_of_the_network(error) else error) from error
+        if ranks.rank or failures:
+            return None
+        try:
+            return found.cpu()
+        except Exception as error:  # noqa: BLE001 - the others wait for the next tensor
+            failures.append(error)
+        return None
+
+    found = tree_map(whole, state)
+    if failures:
+        raise failures[0]
+    return found
+
+
+def as_spread(value: Any, like: Any) -> Any:
+    """Return a tensor in the shards of another one of its shape; unchanged if that is not sharded."""
+    if not is_spread(like) or not isinstance(value, Tensor) or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - imports slowly, and is rarely needed
+
+    # Every rank has the whole tensor, so none is asked for it.
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -1,0 +1,227 @@
+"""Finds the largest micro-batches that fit, in the first windows of a training or by trials before it. Pure arithmetic.
+
+Any cut gives the same gradient, so the first windows of a run serve as trials. They begin with a few samples. The
+memory that those take gives a size that must fit if memory is linear in the size and not negative at 0, so a few
+micro-batches lead to the largest cut that fits. A size that only might fit is tried first in a window, where a failure
+costs nothing else. What is found was itself tried, with gradients in place.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from autoaccum._sizing.frontier import Point
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from autoaccum._sizing.frontier import Frontier, Widths
+
+# Small enough to fit almost anywhere. Not one sample: BatchNorm cannot train on a single value per channel. In a window
+# of many samples the first micro-batch may be larger, as long as it is a negligible part.
+_FIRST = 2
+_MOST_FIRST = 8
+_PART_OF_WINDOW = 32
+# The factor by which sizes grow within a window, where a failure costs what was computed before it.
+_GROWTH = 4
+# The same where a failure is not clean.
+_CAREFUL_GROWTH = 2
+# Trials end when the result is at least this fraction of the largest size that could fit.
+_PRECISION = 0.97
+# The search is repeated if this many times the size found by an earlier run surely fits.
+_MUCH_MORE = 1.5
+# The fraction of the free memory of which a failed size is tried again.
+_MUCH_LESS = 0.5
+# Windows and failures after which the search ends with its current result.
+_MOST_WINDOWS = 8
+_MOST_FAILURES = 3
+# If failures are clean, sizes are tried up to this factor above the memory that is free.
+_TOLERANCE = 1.03
+
+
+class Search:
+    """Finds the largest cut that fits.
+
+    Args:
+        frontier: What an earlier run has found, or nothing. Follows what is found.
+        begins_with: The size to begin with in the first window, which has fitted before; None begins small.
+        fails_cleanly: Whether sizes slightly above the predicted limit may be tried.
+
+    Attributes:
+        frontier: As the argument.
+        is_done: Whether the search has ended.
+        failures: How often memory ran out.
+    """
+
+    def __init__(self, frontier: Frontier, *, begins_with: int | None = None, fails_cleanly: bool = True) -> None:
+        self.frontier = frontier
+        self.is_done = False
+        self.failures = 0
+        self._begins_with = begins_with
+        self._has_tried_again = False
+        self._tolerance = _TOLERANCE if fails_cleanly else 1.0
+        self._growth = _GROWTH if fails_cleanly else _CAREFUL_GROWTH
+        self._windows = 0
+        self._first: Point | None = None  # of this window
+        self._last = 0
+        self._gradient_bytes = 0
+
+    # --- trials -------------------------------------------------------------------------------------------------------
+
+    def next_trial(self, widths: Widths, most: int, free_bytes: int | None) -> int | None:
+        """Return the size to try next; None if the largest that fitted is precise enough, or the only one.
+
+        Args:
+            widths: The widths of the samples.
+            most: The largest size of interest.
+            free_bytes: Bytes that a micro-batch may take; None if that is not known.
+        """
+        frontier = self.frontier
+        sure, too_many = frontier.surely(widths), frontier.too_many(widths)
+        if not sure:
+            return min(_FIRST, most) if too_many is None else too_many // 2 or None
+        if sure >= most or (too_many is not None and sure >= _PRECISION * (too_many - 1)):
+            return None
+        sizes = frontier.sizes(widths)
+        if sure < _MOST_FIRST or not sizes or free_bytes is None:
+            size = max(_GROWTH * sure, _MOST_FIRST) if too_many is None or sure < _FIRST else 0
+        else:
+            size = frontier.largest(widths, free_bytes, most)
+        if too_many is not None:
+            is_inside = sure + max(1, (too_many - sure) // _GROWTH) <= size < too_many
+            if is_inside and frontier.failures < _MOST_FAILURES:
+                return size
+            is_near = too_many <= _GROWTH * sure
+            return (sure + too_many) // 2 if is_near else max(sure + 1, math.isqrt(sure * too_many))
+        if sure < size:
+            return min(most, _closing(size) if _MOST_FIRST < size <= _GROWTH * sure else size)
+        line = frontier.line(widths)
+        if line is not None and free_bytes is not None and line.largest_within(free_bytes) >= sure:
+            return min(most, _closing(sure))
+        # More fits than the memory seems to have: twice the last step further.
+        return min(most, max(_closing(sure), sure + 2 * (sure - (sizes[-2] if len(sizes) > 1 else 0))))
+
+    # --- windows ------------------------------------------------------------------------------------------------------
+
+    def next_size(self, rest: int, widths: Widths, free_bytes: int, *, is_first: bool) -> int:
+        """Return the size of the next micro-batch.
+
+        Args:
+            rest: Samples that remain and can be joined.
+            widths: The widths of the widest of those.
+            free_bytes: Bytes free now.
+            is_first: Whether the micro-batch is the first of its window.
+        """
+        small = max(_FIRST, min(_MOST_FIRST, rest // _PART_OF_WINDOW))
+        if self._begins_with is not None:
+            known = self.frontier.surely(widths) or self._largest(widths, rest, free_bytes, first=small)
+            size = min(self._begins_with, known)
+        elif is_first and not self._windows:
+            size = self.frontier.largest(widths, 0, small) if self.failures else small
+        else:
+            size = self._largest(widths, rest, free_bytes, is_beside=not is_first, first=small)
+            if not self._windows:
+                size = min(size, self._growth * self._last)
+        if self._windows or self._begins_with is not None:
+            size = -(-rest // -(-rest // max(size, 1)))  # evenly, as planned
+        first = self._first
+        if first is not None and self._windows and first.widths == widths and size < first.samples - 1 and size < rest:
+            self.frontier.exclude(*first)  # together with gradients it could not be tried
+        size = min(max(size, min(_FIRST, self.frontier.largest(widths, free_bytes, rest))), rest)
+        if rest - size == 1 and size > 1:  # BatchNorm cannot train on the one that is left
+            return rest if size == _FIRST and not self.failures else size - 1
+        return size
+
+    def note(
+        self, size: int, widths: Widths, extra_bytes: int | None, *, is_first: bool, is_whole: bool, gradient_bytes: int
+    ) -> None:
+        """Record a micro-batch that fitted.
+
+        Args:
+            size: Its number of samples.
+            widths: Their widths.
+            extra_bytes: Its memory in addition to what was in use before; None if not measured.
+            is_first: Whether it was the first of its window, which allocates the gradients.
+            is_whole: Whether it was the whole window.
+            gradient_bytes: Bytes of the gradients.
+        """
+        self._gradient_bytes, self._last = gradient_bytes, size
+        if extra_bytes is not None:
+            self.frontier.measure(size, widths, extra_bytes, is_bound=is_first)
+        if is_first:
+            self._first = Point(size, widths)
+        if is_whole or not is_first:
+            self.frontier.note(size, widths)
+        first = self._first
+        if first is not None and not is_first and first == (size + 1, widths):
+            self.frontier.note(*first)  # the larger ones of an even cut come first
+
+    def fail(self, size: int, widths: Widths) -> bool:
+        """Record a micro-batch that ran out of memory; return whether there is a smaller one."""
+        if 1 < size <= 2 * _FIRST and not self._has_tried_again and not self.frontier.is_measured(widths):
+            # With so few samples, something else probably took the memory for a moment.
+            self._has_tried_again = True
+            return True
+        if self._begins_with is not None:  # what an earlier run has measured does not hold any more
+            self._begins_with = None
+            self.frontier.forget()
+        self.failures += 1
+        self.frontier.fail(size, widths)
+        self._first = None
+        return size > 1
+
+    def end_window(self, groups: Iterable[tuple[int, Widths]], free_bytes: int) -> None:
+        """Record the end of a window; the optimizer's state exists from the first one on.
+
+        Args:
+            groups: The samples of the window that can be joined, with the widths of their widest.
+            free_bytes: Bytes free between two windows, while no gradients exist.
+        """
+        self._windows += 1
+        confirms, self._begins_with, self._first = self._begins_with, None, None
+        if self._windows == 1 and all(self._seems_to_fit(one, free_bytes) for one in self.frontier.fails):
+            self.frontier.forgive()  # something else probably took the memory for a moment
+        wanted = [(Point(samples, widths), self._largest(widths, samples, free_bytes)) for samples, widths in groups]
+        if confirms is not None:
+            # Less memory may have been free when the earlier size was found.
+            known = [max(confirms, self.frontier.surely(group.widths)) for group, _ in wanted]
+            if all(size <= _MUCH_MORE * before for (_, size), before in zip(wanted, known, strict=True)):
+                self.is_done = True
+                return
+        if self._windows == 1:
+            self.frontier.fits.clear()  # they fitted before the optimizer's state existed
+        is_proven = all(
+            -(-group.samples // max(self.frontier.surely(group.widths), 1)) <= -(-group.samples // size)
+            for group, size in wanted
+        )
+        are_enough = self.failures >= _MOST_FAILURES and all(map(self._is_sure, wanted))
+        self.is_done = self._windows > 1 and (is_proven or are_enough or self._windows >= _MOST_WINDOWS)
+
+    def _seems_to_fit(self, failed: Point, free_bytes: int) -> bool:
+        """Whether a micro-batch has failed that takes much less than is free, by all that was measured."""
+        expected = self.frontier.expected_bytes(*failed)
+        return expected is not None and expected <= _MUCH_LESS * (free_bytes - self._gradient_bytes)
+
+    def _is_sure(self, wanted: tuple[Point, int]) -> bool:
+        return self.frontier.surely(wanted[0].widths) > 0
+
+    def _largest(
+        self, widths: Widths, most: int, free_bytes: int, *, is_beside: bool = False, first: int = _FIRST
+    ) -> int:
+        """Return the largest size that may fit beside the gradients.
+
+        Args:
+            widths: The widths of samples.
+            most: The most samples of interest.
+            free_bytes: Bytes free now.
+            is_beside: Whether the gradients exist.
+            first: The samples to begin with where nothing is known.
+        """
+        free = free_bytes if is_beside else (free_bytes - self._gradient_bytes) * self._tolerance
+        return self.frontier.largest(widths, max(0.0, free), most, first=first)
+
+
+def _closing(largest: int) -> int:
+    """Return the largest size whose failure would end the search."""
+    return int(largest / _PRECISION) + 1

@@ -1,0 +1,149 @@
+"""Calls a function that trains again, with smaller micro-batches and more accumulation, when memory runs out in it.
+
+For what no adapter can wrap: FSDP1, DeepSpeed, Megatron, any function. Ranks agree through the store of
+torch.distributed, so that no collective is added to those of the function.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import distributed
+
+from autoaccum._arguments import check_function, check_positive_int
+from autoaccum._memory import backend_for
+from autoaccum._memory.available_devices import find_accelerator
+from autoaccum._oom import first_line, is_device_lost, is_oom, is_too_large, let_go
+from autoaccum._system import launched
+from autoaccum._system.notices import Notices
+from autoaccum._system.reason_file import writes_reason
+from autoaccum.errors import DoesNotFitError, InvalidInputError, RankFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+# How an attempt has ended on a rank.
+_DONE, _RAN_OUT, _FAILED = "done", "ran out", "failed"
+# Between two looks at what other ranks have said.
+_LOOK_S = 0.05
+# Numbers the attempts of this process, which are the same on all ranks.
+_attempts = itertools.count()
+
+
+def find_executable_micro_batch(
+    *, target: int, micro_batch: int | None = None
+) -> Callable[[Callable[Concatenate[int, int, _P], _T]], Callable[_P, _T]]:
+    """Decorate a function that trains, to be called with the largest micro-batch that fits; the batch stays the same.
+
+        @autoaccum.find_executable_micro_batch(target=256)
+        def train(micro_batch, accumulation_steps, config):
+            loader = DataLoader(data, batch_size=micro_batch)
+            ...
+
+        train(config)
+
+    The function gets two numbers before its own arguments. Their product is this process's share of `target`. When
+    memory runs out in it, memory is released, and it is called again *from its beginning* with the next smaller divisor
+    of the share. What it did until then is done again, so it should create model, optimizer and loader itself, or load
+    its own checkpoint. A later call begins with the size that fitted.
+
+    On several ranks, all begin again when one of them runs out, once each has returned or run out. A rank that waits in
+    a collective for one that ran out ends by that collective's timeout; `autoaccum run` restarts such a job.
+
+    Args:
+        target: Samples of one optimizer step on all ranks together, a multiple of their number.
+        micro_batch: The largest size to try; None for the whole share.
+
+    Raises:
+        InvalidInputError: An argument cannot be used. When the function is called: `target` is no multiple of the
+            number of ranks.
+        DoesNotFitError: When the function is called: not even one sample at a time fits.
+        RankFailedError: When the function is called: it raised another error on another rank.
+    """
+    check_positive_int("target", target)
+    most = target if micro_batch is None else check_positive_int("micro_batch", micro_batch)
+    notices = Notices()
+
+    def decorate(function: Callable[Concatenate[int, int, _P], _T]) -> Callable[_P, _T]:
+        check_function("function", function, "micro_batch, accumulation_steps")
+
+        @functools.wraps(function)
+        @writes_reason
+        def restarted(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            nonlocal most
+            share, said = _share_of(target), ""
+            for size in _sizes(share, min(most, launched.max_micro_batch() or most)):
+                attempt = next(_attempts)
+                done: list[_T] = []
+                try:
+                    done.append(function(size, share // size, *args, **kwargs))
+                except Exception as error:
+                    if not (is_oom(error) or is_too_large(error)) or is_device_lost(error):
+                        _tell(attempt, _FAILED)
+                        raise
+                    said = first_line(error)
+                    let_go(error)
+                # The handler has ended: inside it the traceback would still pin the activations.
+                if not _ran_out_somewhere(attempt, _DONE if done else _RAN_OUT):
+                    most = size
+                    return done.pop()
+                said = "on another rank" if done else said
+                done.clear()
+                backend_for(find_accelerator() or torch.device("cpu")).release()
+                notices.say(f"micro_batch={size} does not fit ({said}); {function.__name__} is called again")
+            raise DoesNotFitError(
+                f"one sample at a time does not fit ({said}); try shorter samples, lower precision, activation "
+                "checkpointing or a smaller model"
+            )
+
+        return restarted
+
+    return decorate
+
+
+def _share_of(target: int) -> int:
+    ranks = launched.world_size()
+    if target % ranks:
+        raise InvalidInputError(
+            f"target={target} is no multiple of the {ranks} ranks, so they cannot have equal shares; choose a "
+            f"multiple, such as {target - target % ranks + ranks}"
+        )
+    return target // ranks
+
+
+def _sizes(share: int, most: int) -> list[int]:
+    """Return the divisors of a share from the largest that is at most `most`."""
+    return [size for size in range(min(share, most), 0, -1) if share % size == 0]
+
+
+def _tell(attempt: int, how: str) -> tuple[Any, list[str]]:
+    """Tell other ranks how an attempt has ended; return the store, and the key of each rank."""
+    if launched.world_size() == 1 or not distributed.is_initialized():
+        return None, []
+    store = distributed.distributed_c10d._get_default_store()
+    keys = [f"autoaccum/attempt-{attempt}/{rank}" for rank in range(distributed.get_world_size())]
+    store.set(keys[distributed.get_rank()], how)
+    return store, keys
+
+
+def _ran_out_somewhere(attempt: int, how: str) -> bool:
+    """Whether memory ran out on any rank, once each has ended the attempt.
+
+    Raises:
+        RankFailedError: One of them raised another error.
+    """
+    store, keys = _tell(attempt, how)
+    if store is None:
+        return how == _RAN_OUT
+    while not store.check(keys):  # as long as it takes: one rank may have more to do after the training
+        time.sleep(_LOOK_S)
+    said = [store.get(key).decode() for key in keys]
+    if _FAILED in said:
+        raise RankFailedError(f"the function raised an error on rank {said.index(_FAILED)}; that rank's log says which")
+    return _RAN_OUT in said

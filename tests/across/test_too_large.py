@@ -1,0 +1,110 @@
+"""A sample that does not fit even alone is an error, or left out: the window's mean then runs over the rest."""
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+
+LARGEST = 16
+
+
+class RunsOut(nn.Module):
+    """Has no memory for a sample wider than some, nor for many at once."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(1, 2, dtype=torch.float64)
+
+    def forward(self, inputs):
+        if self.training and inputs.shape[1] * len(inputs) > LARGEST:
+            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+        return self.layer(inputs.mean(1, keepdim=True))
+
+
+def loader_of(widths):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(1, width, generator=generator, dtype=torch.float64), torch.tensor([number % 2]))
+        for number, width in enumerate(widths)
+    ]
+
+
+def trained(widths, target=4, **options):
+    model = RunsOut()
+    result = autoaccum.fit(
+        model,
+        loader_of(widths),
+        target,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        **{"device": autoaccum.Simulated("1GiB"), "precision": "fp32", "progress": False} | options,
+    )
+    return model, result
+
+
+@pytest.mark.parametrize("micro_batch", ["auto", 2])
+@pytest.mark.parametrize("place", range(8))
+def test_sample_is_left_out_and_the_mean_runs_over_the_rest(place, micro_batch):
+    widths = [4, 4, 4, 4, 4, 4, 4, 4]
+    loader = loader_of(widths)
+    wide = (torch.randn(1, 40, dtype=torch.float64), torch.tensor([0]))
+
+    model = RunsOut()
+    result = autoaccum.fit(
+        model,
+        [*loader[:place], wide, *loader[place + 1 :]],
+        4,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        device=autoaccum.Simulated("1GiB"),
+        precision="fp32",
+        progress=False,
+        micro_batch=micro_batch,
+        on_too_large="skip",
+    )
+
+    expected = RunsOut()
+    for start in (0, 4):
+        kept = [loader[at] for at in range(start, start + 4) if at != place]
+        outputs = torch.cat([expected.layer(inputs.mean(1, keepdim=True)) for inputs, _ in kept])
+        loss = nn.functional.cross_entropy(outputs, torch.cat([target for _, target in kept]))
+        grads = torch.autograd.grad(loss, list(expected.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(expected.parameters(), grads, strict=True):
+                parameter.sub_(0.1 * gradient)
+    assert (result.steps, result.samples, result.skipped_samples) == (2, 7, 1)
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_window_with_nothing_left_makes_no_update(capfd):
+    _, result = trained([4, 4, 40, 40, 4, 4], target=2, on_too_large="skip", progress="lines")
+
+    assert (result.steps, result.samples, result.skipped_samples) == (2, 4, 2)
+    assert capfd.readouterr().err.count("a sample of shapes 40 of torch.float64 and") <= 1
+    assert "samples left out, since they do not fit alone: 2" in str(result)
+
+
+def test_nothing_that_fits_at_all_is_an_error_also_where_samples_are_left_out():
+    with pytest.raises(autoaccum.DoesNotFitError):
+        trained([40, 40], target=2, on_too_large="skip")
+
+
+def test_sample_is_an_error_by_default():
+    with pytest.raises(autoaccum.DoesNotFitError, match="40"):
+        trained([4, 4, 40, 4])
+
+
+def test_losses_over_a_window_keep_all_samples():
+    with pytest.raises(autoaccum.InvalidInputError, match="on_too_large='skip' leaves samples out of a window"):
+        trained([4, 4], on_too_large="skip", loss_scope="window")
+
+
+def test_checkpoints_count_what_was_trained(tmp_path):
+    _, whole = trained([4, 40, 4, 4, 4, 4, 40, 4], on_too_large="skip")
+    trained([4, 40, 4, 4, 4, 4, 40, 4], on_too_large="skip", checkpoint=tmp_path, max_steps=1)
+    _, rest = trained([4, 40, 4, 4, 4, 4, 40, 4], on_too_large="skip", checkpoint=tmp_path)
+
+    assert (rest.resumed_from, rest.steps, rest.samples) == (1, whole.steps, whole.samples)

@@ -1,0 +1,54 @@
+"""What ranks send each other in a window, and what becomes of a rank that does not answer."""
+
+import pytest
+
+import autoaccum
+from rank_training import assert_alike
+
+# "My part is done", and "ready to step"; gradients in one bucket, and losses.
+STEADY = ["all_gather", "all_gather", "all_reduce", "all_reduce"]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shard", [False, True])
+def test_steady_window_takes_two_messages_beside_the_gradients_and_losses(crew, shard, drop_last):
+    for calls in crew.run("rank_messages:counted", 6, size=2, shard=shard, drop_last=drop_last):
+        assert calls == STEADY
+
+
+def test_clipped_window_takes_the_norm_in_addition(crew):
+    for calls in crew.run("rank_messages:counted", 6, size=2, shard=True, clip_grad_norm=1.0):
+        assert calls == [*STEADY, "broadcast"]
+
+
+def test_group_between_hosts_is_made_once_for_all_calls(crew):
+    assert crew.run("rank_messages:groups", size=2) == [1, 1]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_rank_that_is_killed_ends_the_others(crew, size):
+    answers = crew.answers("rank_messages:not_answering", 1, "killed", size=size)
+
+    assert "exit code -9" in str(answers.pop(1))
+    for answer in answers:
+        assert isinstance(answer, autoaccum.RankFailedError), answer
+
+
+def test_rank_that_answers_too_late_ends_with_all_others(crew):
+    for answer in crew.answers("rank_messages:not_answering", 1, "asleep", wait_s=3, size=2):
+        assert isinstance(answer, autoaccum.RankFailedError), answer
+
+
+def test_rank_that_is_stopped_for_a_while_is_waited_for(crew):
+    expected = crew.run("rank_messages:not_answering", 1, "", size=2)
+
+    found = crew.run("rank_messages:not_answering", 1, "stopped", size=2)
+
+    assert_alike([*found, *expected])
+
+
+def test_rank_that_cannot_send_says_why_and_does_not_accuse_another(crew):
+    answers = crew.answers("rank_messages:one_cannot_send", wait_s=3, size=2)
+
+    assert all(isinstance(answer, autoaccum.RankFailedError) for answer in answers), answers
+    assert "rank 1 could not exchange data with the others (Invalid scalar type)" in str(answers[1])

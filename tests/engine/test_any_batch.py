@@ -1,0 +1,128 @@
+"""A function of one batch takes batches of any size, and gives what it would have given for all of it."""
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum._system.notices import Notices
+
+SILENT = Notices(silent=True)
+
+
+def limited(most, function):
+    """The function, which runs out of memory above a size, and the sizes that it was called with."""
+    sizes = []
+
+    def of(batch, *args, **kwargs):
+        sizes.append(len(batch if isinstance(batch, torch.Tensor) else batch["x"]))
+        if sizes[-1] > most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return function(batch, *args, **kwargs)
+
+    return of, sizes
+
+
+def batched(function, **options):
+    return autoaccum.batched(function, **({"device": "cpu", "notices": SILENT} | options))
+
+
+def test_results_are_those_of_the_whole_batch_in_its_order():
+    model, inputs = nn.Linear(3, 2), torch.randn(10, 3)
+    of, sizes = limited(4, model)
+
+    torch.testing.assert_close(batched(of)(inputs), model(inputs))
+
+    assert sizes == [10, 5, 4, 4, 2]
+
+
+def test_size_is_remembered_and_grows_back():
+    of, sizes = limited(4, lambda batch: batch)
+    run = batched(of, device=autoaccum.Simulated("1MiB"))  # on which a failure costs nothing
+    run(torch.zeros(8))
+    sizes.clear()
+
+    for _ in range(40):
+        run(torch.zeros(8))
+
+    assert sizes[:2] == [4, 4]
+    assert 8 in sizes
+
+
+def test_results_may_be_nested_and_hold_lists():
+    of, _ = limited(2, lambda batch: {"y": batch["x"] + 1, "text": [str(int(x)) for x in batch["x"]], "cache": None})
+
+    found = batched(of)({"x": torch.arange(5)})
+
+    assert found["y"].tolist() == [1, 2, 3, 4, 5]
+    assert found["text"] == ["0", "1", "2", "3", "4"]
+    assert found["cache"] is None
+
+
+def test_other_arguments_are_passed_to_each_part():
+    of, _ = limited(2, lambda batch, factor, *, plus: batch * factor + plus)
+
+    assert batched(of)(torch.arange(3), 2, plus=1).tolist() == [1, 3, 5]
+
+
+def test_join_takes_the_results_of_all_parts():
+    of, _ = limited(2, lambda batch: batch.sum())
+
+    assert batched(of, join=sum)(torch.arange(5)) == 10
+
+
+def test_random_state_is_that_of_parts_that_did_not_fail():
+    of, _ = limited(2, lambda batch: batch + torch.rand(len(batch)))
+    torch.manual_seed(0)
+    found = batched(of)(torch.zeros(4))
+    torch.manual_seed(0)
+
+    assert torch.equal(found, torch.cat([torch.rand(2), torch.rand(2)]))
+
+
+def test_gradients_are_off():
+    assert not batched(nn.Linear(2, 2))(torch.ones(3, 2)).requires_grad
+
+
+def test_micro_batch_is_the_most_at_once():
+    of, sizes = limited(9, lambda batch: batch)
+
+    batched(of, micro_batch=3)(torch.zeros(7))
+
+    assert sizes == [3, 3, 1]
+
+
+def test_generated_sequences_of_unlike_length_name_join():
+    of, _ = limited(1, lambda batch: torch.zeros(1, int(batch[0])))
+
+    with pytest.raises(autoaccum.InvalidInputError, match=r"\(1, 2\), \(1, 3\).*join="):
+        batched(of)(torch.tensor([2, 3]))
+
+
+def test_result_without_a_row_for_each_sample_is_refused_even_where_all_fits():
+    with pytest.raises(autoaccum.InvalidInputError, match=r"one row for each of them.*join="):
+        batched(torch.mean)(torch.zeros(3))
+
+
+def test_sample_that_does_not_fit_alone_is_named():
+    of, _ = limited(0, lambda batch: batch)
+
+    with pytest.raises(autoaccum.DoesNotFitError, match="sample"):
+        batched(of)(torch.zeros(2))
+
+
+def test_batch_that_cannot_be_cut_is_refused():
+    with pytest.raises(autoaccum.InvalidInputError, match="cannot be counted or cut"):
+        batched(lambda batch: batch)(["text"])
+
+
+def test_simulated_device_counts():
+    run = batched(lambda batch: batch.repeat(1, 1000).sum(1), device=autoaccum.Simulated("100KiB"))
+
+    assert run(torch.ones(40, 1)).tolist() == [1000.0] * 40
+
+
+@pytest.mark.parametrize("options", [{"join": 1}, {"split": 1}, {"micro_batch": 0}, {"device": "tpx"}], ids=str)
+def test_wrong_argument_is_refused(options):
+    with pytest.raises(autoaccum.InvalidInputError, match=next(iter(options))):
+        batched(torch.relu, **options)

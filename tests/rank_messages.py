@@ -1,0 +1,99 @@
+"""Trainings of ranks that count what the ranks send each other, or in which one of them does not answer."""
+
+import os
+import signal
+import subprocess
+import time
+from unittest import mock
+
+from torch import distributed
+
+import autoaccum
+import rank_training
+
+KINDS = ("all_gather", "all_reduce", "broadcast")
+
+
+class Counting(autoaccum.Callback):
+    """Notes after each window how often the network was used so far."""
+
+    def __init__(self):
+        self.calls, self.after = [], []
+
+    def on_step(self, report, *, epoch):
+        self.after.append(len(self.calls))
+
+    def of_window(self, number):
+        """Return what was called in a window, counted from 1."""
+        return sorted(self.calls[self.after[number - 2] : self.after[number - 1]])
+
+
+def counted(rank, size, window, **arguments):
+    """Return the collective operations of one window."""
+    counting = Counting()
+
+    def noted(kind):
+        real = getattr(distributed, kind)
+
+        def called(*given, **named):
+            counting.calls.append(kind)
+            return real(*given, **named)
+
+        return mock.patch.object(distributed, kind, called)
+
+    with noted(KINDS[0]), noted(KINDS[1]), noted(KINDS[2]):
+        rank_training.train(rank, size, target_batch=8, micro_batch=2, callbacks=[counting], **arguments)
+    return counting.of_window(window)
+
+
+def groups(rank, size):
+    """Train twice with a group that has no network between hosts; return how many further groups were made."""
+    real, made = distributed.new_group, []
+
+    def new_group(*given, **named):
+        made.append(named)
+        return real(*given, **named)
+
+    with (
+        mock.patch.object(distributed, "get_backend_config", return_value="cuda:nccl"),
+        mock.patch.object(distributed, "new_group", new_group),
+    ):
+        for _ in range(2):
+            rank_training.train(rank, size, target_batch=16, micro_batch=4, shard=True)
+    return len(made)
+
+
+class NotAnswering(autoaccum.Callback):
+    """After the second window this process ends, stops for a second, or sleeps."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def on_step(self, report, *, epoch):
+        if report.step == 2 and self.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if report.step == 2 and self.how == "stopped":
+            subprocess.Popen(["/bin/sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if report.step == 2 and self.how == "asleep":
+            time.sleep(8)
+
+
+def not_answering(rank, size, who, how, **arguments):
+    callbacks = [NotAnswering(how)] if rank == who else []
+    return rank_training.train(
+        rank, size, target_batch=12, micro_batch=2, shard=True, epochs=2, callbacks=callbacks, **arguments
+    )
+
+
+def one_cannot_send(rank, size, **arguments):
+    """Train where rank 1 cannot send a gradient, for a reason of its own."""
+    real = distributed.all_reduce
+
+    def all_reduce(*given, **named):
+        if rank == 1:
+            raise RuntimeError("Invalid scalar type")
+        return real(*given, **named)
+
+    with mock.patch.object(distributed, "all_reduce", all_reduce):
+        return rank_training.train(rank, size, target_batch=16, micro_batch=4, shard=True, **arguments)
