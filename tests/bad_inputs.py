@@ -674,6 +674,12 @@ CALLS = {
     ),
     "StopTraining": Call(autoaccum.StopTraining, autoaccum.StopTraining, lambda _: {},
                          {"reason": lambda value: isinstance(value, str)}),
+    "EarlyStopping": Call(
+        autoaccum.EarlyStopping,
+        autoaccum.EarlyStopping,
+        lambda _: {},
+        {"patience": whole(), "monitor": lambda value: isinstance(value, str), "mode": choice("min", "max")},
+    ),
     "is_oom": Call(autoaccum.is_oom, autoaccum.is_oom, lambda _: {"exception": ValueError()},
                    {"exception": lambda value: isinstance(value, BaseException)}),
     "join_ranks": Call(autoaccum.join_ranks, autoaccum.join_ranks, lambda _: {}, {"device": device},
@@ -693,18 +699,8 @@ CALLS = {
 # What the library makes and users read, or derive from: nothing is asked of it.
 READ_ONLY = {
     "Job",  # what it holds, fit and preflight check
-    "BackwardReport",
     "Callback",
-    "Evaluation",
-    "FitResult",
-    "TimeSpent",
-    "MemoryEvent",
-    "MemoryReading",
-    "ProbeResult",
-    "Report",
     "Split",
-    "StepReport",
-    "Trial",
 } | {name for name in autoaccum.__all__ if name.endswith(("Error", "Warning"))}
 
 

@@ -7,6 +7,7 @@ import kept_bytecode  # noqa: F401 - first, since what follows is large
 import functools
 import gc
 import itertools
+import logging
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ import torch
 from hypothesis import settings
 
 import sharing_out
+from autoaccum._system.output import write_line
 from crew import Crew
 
 try:
@@ -117,6 +119,23 @@ def put_back(state):
             del hooks[key]
     if _stance() != state["stance of the compiler"]:
         torch.compiler.set_stance(state["stance of the compiler"])
+
+
+class _ToStderr(logging.Handler):
+    """Writes to the stderr of the time, as the package does where nobody handles its lines: pytest always does."""
+
+    def emit(self, record):
+        write_line(f"autoaccum: {record.getMessage()}")
+
+
+@pytest.fixture(autouse=True)
+def lines_on_stderr():
+    logger, handler = logging.getLogger("autoaccum"), _ToStderr()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -200,7 +200,7 @@ class Track:
                 f"the checkpoint was made with a loader that has {len(position.generators)} random generators of its "
                 f"own, and this one has {len(self._generators)}; pass the same loader"
             )
-        if not position.batches:
+        if position.start is None:  # the epoch has not begun
             if position.loader_state is not None:
                 # Makes the loader apply the state. The epoch is started by another iterator, since this one has drawn
                 # random numbers for an epoch that turns out to be finished.
@@ -233,7 +233,7 @@ class Track:
     def _load(self, position: Position, begin: Callable[[], object]) -> None:
         """Give the loader its state, if it has one, and begin."""
         if not self._keeps_state:
-            if position.batches:
+            if position.start is not None:
                 begin()
             return
         with _refusals_told(self._loader):

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-from dataclasses import dataclass
 from itertools import compress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -55,8 +54,7 @@ _TRIES = 4
 _STATISTICS = ("running_mean", "running_var")
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A rank's message about its part of a window, once that is done.
 
     Attributes:
@@ -79,10 +77,6 @@ class Part:
     larger: int | None = None
     variance: float | None = None
     is_stale: bool = False
-
-    def packed(self) -> tuple[Any, ...]:
-        """Return only the values, which are short to send."""
-        return tuple(getattr(self, name) for name in self.__slots__)
 
 
 class DataParallel(Peers):
@@ -238,20 +232,18 @@ class DataParallel(Peers):
         """
         updates, memory = self._updates, self._step.memory
         assert updates is not None
-        before = updates.made
-        try:
-            return updates.commit()
-        except Exception as error:
-            if updates.made != before or not is_oom(error) or is_device_lost(error):
-                raise
-            let_go(error)
-        memory.release()
-        try:
-            return updates.commit()
-        except Exception as error:
-            if updates.made != before or not is_oom(error) or is_device_lost(error):
-                raise
-            raise whole_does_not_fit(self._step, first_line(error), Phase.OPTIMIZER, tries=2) from error
+        before, has_failed = updates.made, False
+        while True:
+            try:
+                return updates.commit()
+            except Exception as error:
+                if updates.made != before or not is_oom(error) or is_device_lost(error):
+                    raise
+                if has_failed:
+                    raise whole_does_not_fit(self._step, first_line(error), Phase.OPTIMIZER, tries=2) from error
+                let_go(error)
+            has_failed = True
+            memory.release()
 
     def agree(self, given: PartResult, work: Work) -> bool:
         """Confirm that all ranks have completed their parts; return False if some have to repeat theirs.
@@ -285,7 +277,7 @@ class DataParallel(Peers):
 
     def _hear(self, mine: Part) -> None:
         """Exchange the messages about parts."""
-        self.parts = [Part(*said) for said in self.ranks.exchange("window", mine.packed())]
+        self.parts = [Part(*said) for said in self.ranks.exchange("window", tuple(mine))]
         for rank, part in enumerate(self.parts):
             if part.flags is not None:
                 self._flags[rank] = np.unpackbits(np.frombuffer(part.flags, dtype=np.uint8)).astype(bool)

@@ -31,7 +31,6 @@ from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.loss_weights import OF_SAMPLES, Factors
 from autoaccum._loss.terms import in_full
 from autoaccum._oom import first_line, is_oom, is_too_large
-from autoaccum._sizing.fsdp_growth import Growth
 from autoaccum._sizing.planner import balanced
 from autoaccum.errors import InvalidInputError, StartAgainError
 
@@ -48,6 +47,9 @@ if TYPE_CHECKING:
 _NOTHING = Factors(scale=0.0)
 # BatchNorm refuses to train on a single value per channel.
 _LEAST = 2
+# A failure would end the process, so sizes grow by steps and never near the limit, as a prediction says little about
+# rounding and fragmentation: the fraction of memory to fill, and the factor from one window to the next.
+_FILLED, _AT_MOST = 0.85, 2
 # The size that did not fit, if a micro-batch was being processed, and the reason.
 _Lack = tuple[int | None, str]
 
@@ -72,7 +74,7 @@ class ShardedDataParallel(DataParallel):
         super().__init__(ranks, step, **said)
         self._training = step
         self._mark = Savepoint(step.objective.modules, step.memory.device, step.objective.functions)
-        self._growth = None if grows_to is None else Growth(grows_to)
+        self._grows_to = grows_to
         self._larger: int | None = None
         self._least = least_size(step.objective.modules)
         self._passes = 0  # of the current attempt, on the rank with the most
@@ -106,7 +108,7 @@ class ShardedDataParallel(DataParallel):
         self._larger = None
         self._passes = max(self.ranks.exchange("passes", len(sizing.cut(0)) if self._window.samples else 0))
         memory = self._step.memory
-        if self._growth is not None and self._training.optimizer.state:
+        if self._grows_to is not None and self._training.optimizer.state:
             memory.reset_peak()
             self._held_bytes = memory.peak_bytes()
 
@@ -325,11 +327,13 @@ class ShardedDataParallel(DataParallel):
         return provisional / sum(weights)
 
     def _wished_size(self) -> int:
-        """Return the size that this rank requests for the next window."""
+        """Return the size that this rank requests for the next window, by the memory of this one."""
         memory, size = self._step.memory, self._sizing.plan.micro_batch
         peak = memory.peak_bytes()
-        if self._growth is None or self._held_bytes is None or peak is None:
+        if self._grows_to is None or self._held_bytes is None or peak is None:
             return size
-        self._growth.note(size, held_bytes=self._held_bytes, peak_bytes=peak)
         reading = memory.reading()
-        return self._growth.next_size(size, reading.used_bytes + reading.free_bytes)
+        free = _FILLED * (reading.used_bytes + reading.free_bytes) - self._held_bytes
+        # In proportion to the samples: the fixed cost of a window counts as theirs, which errs on the safe side.
+        larger = int(size * free / max(peak - self._held_bytes, 1))
+        return max(size, min(larger, _AT_MOST * size, self._grows_to))

@@ -14,7 +14,7 @@ import pickle
 import struct
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
     from autoaccum._memory.base import MemoryBackend
 
-# Topic, whether the rank has failed, its moment, length of the value: all in one message if the value is short enough,
-# as those of every window are.
-_HEAD = struct.Struct("=16s?qI")
-_Head = tuple[bytes, bool, int, int]
+# The length of what is said, and what is said if it is short enough, as in every window; else that follows by itself.
+_LENGTH = struct.Struct("=I")
 _MESSAGE_BYTES = 512
-_INLINE_BYTES = _MESSAGE_BYTES - _HEAD.size
+_INLINE_BYTES = _MESSAGE_BYTES - _LENGTH.size
+# What a message is about that stands in place of any other.
+_FAILURE = "failure"
 # Poll immediately at first, then less and less often: other ranks may share this one's cores.
 _LOOK_FIRST_S, _LOOK_LAST_S = 2e-5, 1e-3
 
@@ -97,13 +97,26 @@ class Ranks:
         """Send a value, and return every rank's value, in rank order.
 
         Args:
-            topic: What the message is about, at most 16 ASCII characters; must be the same on every rank.
+            topic: What the message is about; must be the same on every rank.
             value: Anything that can be pickled.
 
         Raises:
             RankFailedError: Another rank has failed, is gone or sends another topic.
         """
-        return self._exchange(topic, _written(value), failed=False)
+        said = pickle.dumps((topic, self.moment, value), pickle.HIGHEST_PROTOCOL)
+        with self._told():
+            heard = [pickle.loads(one) for one in self._heard(said)]  # noqa: S301 - of this training's own processes
+        topics, moments, values = zip(*heard, strict=True)
+        if _FAILURE in topics:
+            self.stood_together = len(set(moments)) == 1 and -1 not in moments
+            who = "; ".join(f"rank {rank}: {values[rank]}" for rank in range(self.size) if topics[rank] == _FAILURE)
+            raise RankFailedError(f"this training cannot continue, since another of its processes has failed ({who})")
+        if len(set(topics)) > 1:
+            who = ", ".join(f"rank {rank} at {name!r}" for rank, name in enumerate(topics))
+            raise RankFailedError(
+                f"the processes of this training are out of step ({who}); start all of them with the same arguments"
+            )
+        return list(values)
 
     def exchange_tensors(self, topic: str, value: Any) -> list[Any]:
         """Like `exchange`, for values that contain tensors on the host."""
@@ -116,11 +129,8 @@ class Ranks:
         if self._has_failed or self.is_in_pass:
             return
         self._has_failed = True
-        try:
-            text = f"{type(error).__name__}: {first_line(error)}"
-            self._exchange("failure", pickle.dumps(text), failed=True)
-        except RankFailedError:
-            pass
+        with suppress(RankFailedError):
+            self.exchange(_FAILURE, f"{type(error).__name__}: {first_line(error)}")
 
     def add_up(self, tensor: Tensor) -> None:
         """Replace a tensor on the device by the sum over all ranks, bit-identical on each.
@@ -141,46 +151,19 @@ class Ranks:
         with self._told():
             self._wait(distributed.broadcast(as_bytes, source, group=self._tensors, async_op=True))
 
-    def _exchange(self, topic: str, said: bytes, *, failed: bool) -> list[Any]:
-        message = _HEAD.pack(topic.encode(), failed, self.moment, len(said)) + said[:_INLINE_BYTES]
+    def _heard(self, said: bytes) -> list[bytes]:
+        """Return what every rank says."""
+        message = _LENGTH.pack(len(said)) + said[:_INLINE_BYTES]
         self._sent[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        try:
-            return self._heard(said)
-        except MemoryError as error:
-            raise self._out_of_memory(error) from error
-
-    def _heard(self, said: bytes) -> list[Any]:
-        with self._told():
-            self._wait(distributed.all_gather(self._received, self._sent, group=self.hosts, async_op=True))
-            heads: list[_Head] = [_HEAD.unpack(one[: _HEAD.size].numpy().tobytes()) for one in self._received]
-            longest = max(length for *_, length in heads)
-            texts = self._inline(heads) if longest <= _INLINE_BYTES else self._gather(said, longest, heads)
-        failures = {rank: text for rank, (text, head) in enumerate(zip(texts, heads, strict=True)) if head[1]}
-        if failures:
-            moments = {moment for _, _, moment, _ in heads}
-            self.stood_together = len(moments) == 1 and -1 not in moments
-            who = "; ".join(f"rank {rank}: {pickle.loads(text)}" for rank, text in failures.items())  # noqa: S301
-            raise RankFailedError(f"this training cannot continue, since another of its processes has failed ({who})")
-        topics = [name.rstrip(b"\0").decode() for name, *_ in heads]
-        if len(set(topics)) > 1:
-            who = ", ".join(f"rank {rank} at {name!r}" for rank, name in enumerate(topics))
-            raise RankFailedError(
-                f"the processes of this training are out of step ({who}); start all of them with the same arguments"
-            )
-        return [pickle.loads(text) for text in texts]  # noqa: S301 - sent by this training's own processes
-
-    def _inline(self, heads: list[_Head]) -> list[bytes]:
-        return [
-            one[_HEAD.size : _HEAD.size + length].numpy().tobytes()
-            for one, (*_, length) in zip(self._received, heads, strict=True)
-        ]
-
-    def _gather(self, said: bytes, longest: int, heads: list[_Head]) -> list[bytes]:
-        sent = torch.zeros(longest, dtype=torch.uint8)
-        sent[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        received = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        self._wait(distributed.all_gather(received, sent, group=self.hosts, async_op=True))
-        return [one[:length].numpy().tobytes() for one, (*_, length) in zip(received, heads, strict=True)]
+        received, start = self._received, _LENGTH.size
+        self._wait(distributed.all_gather(received, self._sent, group=self.hosts, async_op=True))
+        lengths = [_LENGTH.unpack(one[: _LENGTH.size].numpy().tobytes())[0] for one in received]
+        if (longest := max(lengths)) > _INLINE_BYTES:
+            sent, start = torch.zeros(longest, dtype=torch.uint8), 0
+            sent[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+            received = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+            self._wait(distributed.all_gather(received, sent, group=self.hosts, async_op=True))
+        return [one[start : start + length].numpy().tobytes() for one, length in zip(received, lengths, strict=True)]
 
     def _wait(self, work: Any) -> None:
         """Wait in Python, so that signals are handled; work on a GPU waits in its own stream instead."""
@@ -300,10 +283,6 @@ def _destroy_at_exit() -> None:
     has_failed = hasattr(sys, "last_value") or _failures
     if not has_failed and distributed.is_initialized():
         distributed.destroy_process_group()
-
-
-def _written(value: Any) -> bytes:
-    return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
 
 
 def _set_up(device: torch.device) -> None:

@@ -54,7 +54,7 @@ def check_is_module(model: object) -> None:
 def _chosen(model: nn.Module, notices: Notices) -> torch.device:
     at_home = next(model.parameters(), torch.empty(0)).device
     chosen = at_home if at_home.type not in ("cpu", "meta") else _own_accelerator() or torch.device("cpu")
-    notices.say(f"device: {chosen} (device=None)")
+    notices.say(f"device: {chosen}")
     return chosen
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum._arguments import check_positive_int
-from autoaccum._data.batches import Window, count
+from autoaccum._data.batches import count, repeating
 from autoaccum._data.sample_sizes import by_size
 from autoaccum._engine import devices
 from autoaccum._engine.assembly import assemble
@@ -174,7 +174,7 @@ def _search(
     running = Trials(step, batch, whole, max_micro_batch)
     trials: list[Trial] = []
     frontier = Frontier() if frontier is None else frontier
-    search, widths = Search(frontier), Window([batch], step.objective.split).widths()[0][0][1]
+    search, widths = Search(frontier), repeating(batch, 1, step.objective.split).widths()[0][0][1]
     if begins_with is None or begins_with > max_micro_batch:
         frontier.forget()
         begins_with = None

@@ -220,11 +220,11 @@ class Frontier:
         if line is not None:
             predicted = line.largest_within(free_bytes)
         elif (each := self._bytes_of_sample(widths)) is not None:
+            if not seen:
+                return int(_OF_OTHERS * free_bytes / each)
             predicted = int(free_bytes / each)
         else:
             return None
-        if not seen:
-            return int(_OF_OTHERS * predicted)
         measured = max(seen)
         near = next((part for factor, part in _BELIEVED if predicted <= factor * measured), _BELIEVED[-1][1])
         return min(int(near * predicted), _BELIEVED[-1][0] * measured)

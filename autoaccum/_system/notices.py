@@ -1,33 +1,33 @@
-"""Prints each choice made on the user's behalf once, to stderr; stdout is for results."""
+"""Logs each choice made on the user's behalf once, under "autoaccum"; stdout is for results."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from autoaccum._arguments import shown
-from autoaccum._system.output import write_line
+from autoaccum._system.output import log
 from autoaccum.errors import InvalidInputError
 
 
 @dataclass
 class Notices:
-    """Prints each notice once during the object's life, which is one call of `fit` or one `Runner`.
+    """Logs each notice once during the object's life, which is one call of `fit` or one `Runner`.
 
     Args:
-        silent: Whether to collect notices without printing them.
+        silent: Whether to collect notices without logging them.
     """
 
     silent: bool = False
     _said: dict[str, str] = field(default_factory=dict)
 
     def say(self, text: str, *, key: str | None = None) -> None:
-        """Print `text` unless a notice with the same `key` (by default the text itself) was printed before."""
+        """Log `text` unless a notice with the same `key` (by default the text itself) was logged before."""
         key = text if key is None else key
         if key in self._said:
             return
         self._said[key] = text
         if not self.silent:
-            write_line(f"autoaccum: {text}")
+            log(text)
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -42,4 +42,4 @@ def check_notices(notices: object) -> None:
         InvalidInputError: It is neither `Notices` nor None.
     """
     if notices is not None and not isinstance(notices, Notices):
-        raise InvalidInputError(f"notices={shown(notices)} is unknown; leave it out, or pass None for stderr")
+        raise InvalidInputError(f"notices={shown(notices)} is unknown; leave it out, or pass None")

@@ -1,4 +1,4 @@
-"""Writes lines to stderr, and drops those that cannot be written: output errors never end a training.
+"""Logs lines under "autoaccum", or writes them to stderr; output errors never end a training.
 
 The reader of a pipe may have exited, the disk of a log may be full, or stderr closed.
 """
@@ -6,9 +6,20 @@ The reader of a pipe may have exited, the disk of a log may be full, or stderr c
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from typing import Any, TextIO
+
+_LOGGER = logging.getLogger("autoaccum")
+
+
+def log(text: str) -> None:
+    """Log a line under "autoaccum" at INFO; where nobody handles it, write it to stderr, as logging does warnings."""
+    if _LOGGER.hasHandlers():
+        _LOGGER.info("%s", text)
+    elif (_LOGGER.level or logging.INFO) <= logging.INFO and not _LOGGER.disabled:
+        write_line(f"autoaccum: {text}")
 
 
 def write_line(text: str, file: TextIO | None = None) -> bool:

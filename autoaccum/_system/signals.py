@@ -1,7 +1,7 @@
 """Delays signals while they would do harm: inside an update, or before a checkpoint is written.
 
-`held` is for short blocks, `Watch` for a whole training. Python runs handlers in the main thread only, so in other
-threads both do nothing.
+`held` is for short blocks, `wrapped` and `Watch` for a whole training. Python runs handlers in the main thread only, so
+in other threads they do nothing.
 """
 
 from __future__ import annotations
@@ -25,51 +25,107 @@ _HELD = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, n
 
 def can_be_handled() -> bool:
     """Whether this thread is the one in which Python runs handlers."""
-    return threading.current_thread() is threading.main_thread()
+    return threading.get_ident() == threading.main_thread().ident
 
 
-class held:  # noqa: N801 - it is used like a function: `with held():`
-    """Hold back signals until the block has ended, then deliver them to their handlers.
+# How many blocks hold signals back now, those that came meanwhile, and the handlers that are wrapped.
+_depth = 0
+_arrived: list[int] = []
+_wrapped: dict[int, Any] = {}
 
-    A signal without a Python handler (with the default action, which ends the process) cannot be held and is left
+
+def _arrive(number: int, frame: FrameType | None) -> None:
+    """Keep a signal while a block holds it back; else pass it to its handler."""
+    if _depth:
+        _arrived.append(number)
+    else:
+        _wrapped[number](number, frame)
+
+
+def _forget_holding() -> None:
+    """In a forked process nothing is held back: the blocks are its parent's."""
+    global _depth  # noqa: PLW0603 - as the handlers themselves
+    _depth = 0
+    _arrived.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_holding)
+
+
+class wrapped:  # noqa: N801 - used like a function
+    """Wrap the handlers for the length of a call, so that each `held` in it only counts.
+
+    A signal without a Python handler (with the default action, which ends the process) cannot be held back and is left
     alone.
     """
 
-    __slots__ = ("_arrived", "_handlers")
+    __slots__ = ("_numbers",)
 
     def __init__(self) -> None:
-        self._handlers: list[tuple[int, Any]] = []
-        self._arrived: list[int] = []
+        self._numbers: list[int] = []
 
     def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
+        if can_be_handled():
+            self._wrap()
+
+    def _wrap(self) -> None:
         try:
             for number in _HELD:
                 handler = _signal.getsignal(number)
-                if callable(handler):
-                    self._handlers.append((number, handler))
-                    _signal.signal(number, self._keep)
+                if handler is not _arrive and callable(handler):
+                    _wrapped[number] = handler
+                    self._numbers.append(number)
+                    _signal.signal(number, _arrive)
         except BaseException:  # the handler of one that is not held yet
-            self.__exit__()
+            self._unwrap()
             raise
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._handlers:
-            _signal.signal(number, handler)
-        if self._arrived:
-            self._deliver()
+        self._unwrap()
 
-    def _deliver(self) -> None:
-        """Deliver every signal that arrived, in order, even if handlers raise (KeyboardInterrupt)."""
-        if self._arrived:
+    def _unwrap(self) -> None:
+        for number in self._numbers:
+            now = _signal.signal(number, _wrapped[number])
+            if now is not _arrive:  # the block has set another, which stays
+                _signal.signal(number, now)
+
+
+class held(wrapped):  # noqa: N801 - it is used like a function: `with held():`
+    """Hold back signals until the block has ended, then deliver them to their handlers, in order."""
+
+    __slots__ = ("_counts",)
+
+    def __enter__(self) -> None:
+        global _depth  # noqa: PLW0603 - as the handlers themselves
+        self._counts = can_be_handled()
+        if self._counts:
+            _depth += 1
             try:
-                signal.raise_signal(self._arrived.pop(0))
-            finally:
-                self._deliver()
+                self._wrap()
+            except BaseException:
+                _depth -= 1
+                raise
 
-    def _keep(self, number: int, _frame: FrameType | None) -> None:
-        self._arrived.append(number)
+    def __exit__(self, *_: object) -> None:
+        global _depth  # noqa: PLW0603 - as above
+        if not self._counts:
+            return
+        try:
+            self._unwrap()
+        finally:
+            _depth -= 1
+            if _arrived and not _depth:
+                _deliver()
+
+
+def _deliver() -> None:
+    """Deliver every signal that arrived, in order, even if handlers raise (KeyboardInterrupt)."""
+    if _arrived:
+        try:
+            signal.raise_signal(_arrived.pop(0))
+        finally:
+            _deliver()
 
 
 class Terminated(BaseException):

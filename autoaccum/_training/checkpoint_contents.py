@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
     from autoaccum._training.lr_schedule import Schedule
 
+# Of a moment.
+_COUNTS = ("windows", "samples", "evaluated", "last_val_loss")
 # Keys named in an error: enough to see what is the matter.
 _NAMED = 3
 
@@ -138,12 +140,7 @@ class Contents:
         """Whether there are tensors of which this rank holds a part only."""
         return is_sharded(self._step.objective.modules)
 
-    def take(
-        self,
-        moment: Moment,
-        kept: Kept,
-        ranks: Sequence[Mapping[str, Any]] | None = None,
-    ) -> dict[str, Any]:
+    def take(self, moment: Moment, kept: Kept, ranks: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Return everything, tensors not copied: it is to be written before training goes on.
 
         Args:
@@ -158,10 +155,7 @@ class Contents:
             "ranks": None if ranks is None else list(ranks),
             "target_batch": self._target_batch,
             "counts": self._counts,
-            "windows": moment.windows,
-            "samples": moment.samples,
-            "evaluated": moment.evaluated,
-            "last_val_loss": moment.last_val_loss,
+            **{name: getattr(moment, name) for name in _COUNTS},
             "stopped": None if moment.stopped is None else asdict(moment.stopped),
             "modules": [_module_state(module) for module in self._step.objective.modules],
             "optimizer": {"type": _type_name(optimizer), "state": state, "parameters": self._parameter_names()},
@@ -239,13 +233,10 @@ class Contents:
             )
         stopped = content["stopped"]
         return Moment(
-            content["windows"],
-            content["samples"],
-            position,
-            random,
-            None if stopped is None else Stopped(**stopped),
-            content["evaluated"],
-            content["last_val_loss"],
+            position=position,
+            random=random,
+            stopped=None if stopped is None else Stopped(**stopped),
+            **{name: content[name] for name in _COUNTS},
         )
 
     def kept(self, content: Mapping[str, Any]) -> Kept:
@@ -313,9 +304,8 @@ class Contents:
             yield "scheduler", found
         if content["precision"] != (here := self._step.precision.name):
             yield "precision", f"it was made in {content['precision']}, and this call has {here}"
-        elif (content["scaler"] is None) != (self._step.precision.scaler is None):
-            had, has = ("no" if one is None else "a" for one in (content["scaler"], self._step.precision.scaler))
-            yield "precision", f"it was made with {had} gradient scaler, and there is {has} one here"
+        elif (content["scaler"] is None) != (self._step.precision.scaler is None):  # on a device that needs none
+            yield "precision", "one of both has a gradient scaler"
         if len(content["random"][-1]) != len(self._random.taken[-1]):
             yield "model", "its modules hold another number of random generators"
         theirs = content["target_batch"], content["counts"]

@@ -66,21 +66,6 @@ class CheckpointManager:
         self._finiteness = finiteness
         self.spent_s = 0.0
 
-    def find(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return the path and content of the checkpoint to resume from; None for a fresh start.
-
-        Takes the lease on the folder, which this training holds until `end`.
-
-        Raises:
-            CheckpointInUseError: Another process trains with this folder.
-            CheckpointError: None can be read; or there is none, and `resume=True` requires one.
-        """
-        return self._world.find(self.saver, self._notices)
-
-    def end(self) -> None:
-        """Release the lease on the folder."""
-        self.saver.release_folder()
-
     def check(self) -> None:
         """Check that a checkpoint can be written and read, before the first one is due.
 

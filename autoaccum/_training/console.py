@@ -1,7 +1,7 @@
-"""Shows the progress of `fit` on stderr: a live bar on a terminal, plain lines anywhere else.
+"""Shows the progress of `fit`: a live bar where stderr is a terminal, anywhere else lines, through `logging`.
 
-Reading a loss waits for the device, so it is read only when it is drawn: a few times a second on a terminal, every ten
-seconds in lines. Neither callback starts a thread, since the host backend limits the process and may fork it.
+Reading a loss waits for the device, so it is read only when it is drawn: a few times a second on a terminal, once a
+minute in lines. Neither callback starts a thread, since the host backend limits the process and may fork it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autoaccum._engine.noise_scale import rounded
 from autoaccum._memory.limits import format_bytes
 from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.planner import format_cut
-from autoaccum._system.output import Dropping, is_terminal, write_line
+from autoaccum._system.output import Dropping, is_terminal, log, write_line
 from autoaccum._training.summary import advice_on, cut_at_end, cut_of, of_capacity, rows_of
 from autoaccum.errors import InvalidInputError
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 # Five pictures a second look alive, and cost the device at most five waits a second.
 _BAR_EVERY_S = 0.2
 _MEMORY_WIDTH = 20
-# A log file of an hour's run stays readable: 360 lines.
-_LINE_EVERY_S = 10.0
+# A log file of a day's run stays readable: 1,440 lines.
+_LINE_EVERY_S = 60.0
 
 
 def progress_for(
@@ -95,7 +95,7 @@ class OtherRank(Callback):
         if self._silent:
             return
         what = "" if event.size is None else f" of {event.size} samples"
-        write_line(f"autoaccum: rank {self._rank}: out of memory in step {step}, {event.phase}{what}: {event.message}")
+        log(f"rank {self._rank}: out of memory in step {step}, {event.phase}{what}: {event.message}")
 
 
 class _Tally:
@@ -125,6 +125,8 @@ class _Tally:
         self._rates_change = False
         self._cut: tuple[int, ...] = ()  # of the largest window: a short last one says nothing about the plan
         self._fitted = 0
+        self._told: tuple[str, ...] = ()  # by the last line
+        self.is_searching = False
         self._resumed_step = 0
         # Samples; of windows of as many tokens, which hold unlike numbers of them, updates.
         self._speed = 0.0
@@ -176,6 +178,7 @@ class _Tally:
 
     def trial(self, trial: Trial) -> str:
         """Such as "trial of 50: fits, peak 512 MiB, 0.12 s"."""
+        self.is_searching = True
         if trial.fits:
             self._fitted = max(self._fitted, trial.size)
         # What fitted in the first window may not fit once the optimizer has made its state.
@@ -184,27 +187,32 @@ class _Tally:
         return f"trial of {trial.size}: {verdict}{peak}, {_three_digits(trial.elapsed_s)} s"
 
     def figures(self, *, in_bar: bool = False) -> str:
-        """Such as "loss 0.412, 141 samples/s, 12 min left, cut 34+33+33, peak 512 MiB of 600 MiB, 0 oom".
+        """Such as "loss 0.412, 141 samples/s, 12 min left, cut 34+33+33, peak 512 MiB of 600 MiB, 1 oom".
 
         With a target in tokens: "3.1 updates/s", and "in 7 micro-batches of 1 to 9 samples" of the last window.
 
-        Waits for the device. The bar shows the time left and the peak by itself (`in_bar`). The learning rate, of the
-        first group, stands behind the loss once any has changed.
+        Waits for the device. The bar shows the time left and the peak by itself (`in_bar`), and the cut always; lines
+        name cut, peak and failures only where they have changed since the last one. The learning rate, of the first
+        group, stands behind the loss once any has changed.
 
         Behind that stand ", noise scale 2,100" once it is measured, and ", saved at step 20" where there are
         checkpoints.
         """
         assert self.report is not None, "figures are drawn after a step"
+        facts = [_cut_by_length(self._cut) if self._in_tokens else f"cut {format_cut(self._cut)}"]
+        if not in_bar and self.peak_bytes is not None:
+            facts.append(f"peak {of_capacity(self.peak_bytes, self.capacity_bytes)}")
+        if self.oom_events or in_bar:
+            facts.append(f"{self.oom_events} oom")
+        if not in_bar:
+            facts, self._told = [fact for fact in facts if fact not in self._told], tuple(facts)
         parts = [
             f"loss {self.report.loss:.4g}" + (" (update skipped)" if self.report.skipped else ""),
             *self._rate(self.report.learning_rates),
             f"{_three_digits(self._per_s())} {'updates' if self._in_tokens else 'samples'}/s",
             *([] if in_bar else self._time_left()),
-            _cut_by_length(self._cut) if self._in_tokens else f"cut {format_cut(self._cut)}",
+            *facts,
         ]
-        if not in_bar and self.peak_bytes is not None:
-            parts.append(f"peak {of_capacity(self.peak_bytes, self.capacity_bytes)}")
-        parts.append(f"{self.oom_events} oom")
         if self.noise_scale is not None:
             parts.append(f"noise scale {rounded(self.noise_scale)}")
         if self.saved_step is not None:
@@ -219,7 +227,7 @@ class _Tally:
     def _time_left(self) -> list[str]:
         assert self.report is not None, "figures are drawn after a step"
         speed, target = self._per_s(), 1 if self._in_tokens else sum(self._cut)
-        if self.total_steps is None or not speed or self.steps >= self.total_steps:
+        if self.is_searching or self.total_steps is None or not speed or self.steps >= self.total_steps:
             return []
         return [f"{_rounded_time((self.total_steps - self.steps) * target / speed)} left"]
 
@@ -266,14 +274,14 @@ class _Progress(Callback):
 
 
 class LineProgress(_Progress):
-    """Progress as plain lines on stderr: for log files, pipes and notebooks.
+    """Progress as plain lines, logged under "autoaccum": for log files, pipes and notebooks.
 
     One line for each trial, plan, epoch, evaluation and for memory that ran out; between them a step line now
     and then. No escape codes.
 
     Args:
         every_s: At most one step line in so many seconds.
-        file: Where to write; None: `sys.stderr` as it is at the time.
+        file: Where to write instead; None: to the log.
         capacity_bytes: What the training may take on its device; None if unknown.
         counts: What the target is counted in: "samples" or "tokens".
     """
@@ -302,6 +310,7 @@ class LineProgress(_Progress):
 
     def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
         """Write a line: the cut and where it came from."""
+        self._tally.is_searching = False
         facts = "; ".join(f"{name} {value}" for name, value in _plan_facts(plan, probe, self._counts))
         self._write(f"plan from step {step}: {facts}")
         if probe is not None:
@@ -347,7 +356,10 @@ class LineProgress(_Progress):
         self._last_line = time.monotonic()
 
     def _write(self, text: str) -> None:
-        write_line(f"autoaccum: {text}", self._file)
+        if self._file is None:
+            log(text)
+        else:
+            write_line(f"autoaccum: {text}", self._file)
 
 
 class RichProgress(_Progress):

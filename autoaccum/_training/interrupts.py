@@ -223,9 +223,7 @@ class Interrupts:
         else:
             why = "SIGTERM" if isinstance(error, signals.Terminated) else type(error).__name__
             if is_saved:
-                self._notices.say(
-                    f"{why} ends the call; step {step} is saved in {saver.newest}, and the same call resumes"
-                )
+                self._notices.say(f"after {why}, step {step} is saved in {saver.newest}; the same call resumes there")
 
     def _is_damaged(self, error: BaseException) -> bool:
         """Whether the state in memory is not the last whole moment: no checkpoint may hold half an update."""

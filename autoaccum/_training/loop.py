@@ -169,7 +169,7 @@ class Training:
             started: Start of the call, from `time.perf_counter`.
         """
         # Outermost, so that a SIGTERM ends the process only after the callbacks were notified.
-        with self._interrupts.watching():
+        with self._interrupts.watching(), signals.wrapped():
             try:
                 self._tell_start()
                 with devices.failures_told(self._step.memory, "what ranks send each other"):
@@ -227,7 +227,7 @@ class Training:
         ends = [self._progress.close, self._lifecycle.end]
         ends += [partial(callback.on_fit_end, result) for callback in self._callbacks]
         if self._checkpoints is not None:
-            ends.append(self._checkpoints.end)
+            ends.append(self._checkpoints.saver.release_folder)
         first = error
         for end in ends:
             try:
@@ -317,7 +317,7 @@ class Training:
                 self._notices.say(text)
 
     def _found(self) -> tuple[Path, dict[str, Any]] | None:
-        return None if self._checkpoints is None else self._checkpoints.find()
+        return None if self._checkpoints is None else self._world.find(self._checkpoints.saver, self._notices)
 
     def _resume(self, path: Path, content: dict[str, Any]) -> Cutting:
         """Resume from a checkpoint of an earlier call of `fit`; return how windows are cut."""

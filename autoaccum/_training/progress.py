@@ -317,7 +317,7 @@ class TrainingProgress:
             except BaseException:
                 self._set_random(before)
                 raise
-            if position.batches:
+            if position.start is not None:  # of several ranks, one may have drawn nothing in an epoch that has begun
                 self._has_begun = True
                 self._windows = self._windows_of(batches, skip=position.used)
         self.put_random_state_back()

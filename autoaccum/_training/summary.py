@@ -91,8 +91,6 @@ def advice_on(result: FitResult, peak_bytes: int | None, capacity_bytes: int | N
         yield "the loader is waited for: more num_workers=, persistent_workers=True, or cheaper transforms"
     if spent.recomputation_s > _MUCH_RECOMPUTED * whole:
         yield f"memory ran out {result.oom_events} times: begin with micro_batch={max(sizes)}, which fits"
-    if spent.search_s > _MUCH * whole and result.resumed_from is None:
-        yield "the search took long; the next call of this job begins with its result"
     if spent.evaluation_s > _MUCH * 3 * whole:
         yield "evaluations take much of the time: evaluate less often (val_every=), or on fewer samples"
     if spent.checkpoint_s > _MUCH * whole:

@@ -12,12 +12,11 @@ from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.step_limit import Outside, StepLimit
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
-from autoaccum.integrations._held_logs import HeldLogs
-from autoaccum.integrations._joined_parts import Weights, joined
+from autoaccum.integrations._joined_parts import joined
+from autoaccum.integrations._lightning_logs import HeldLogs
 
 if TYPE_CHECKING:
     from autoaccum._engine.options import Options
-    from autoaccum._loss.objective import Objective
     from autoaccum._records import MemoryEvent
 
 # Each with the precision plugin's context for it.
@@ -37,9 +36,6 @@ class Evaluating:
         trainer: The trainer, with its module on its device.
         module: Its module.
         options: What the callback was made with.
-
-    Attributes:
-        objective: How the training's loss is weighted, once that is known.
     """
 
     def __init__(self, trainer: Any, module: Any, options: Options) -> None:
@@ -51,7 +47,6 @@ class Evaluating:
         self._limit = StepLimit(self._memory, options.limit_bytes(self._memory))
         self._events = Events([Outside(callback, self._memory) for callback in options.callbacks], notices)
         self._parts: dict[tuple[str, tuple[Any, ...]], PartsThatFit] = {}
-        self.objective: Objective | None = None
 
     @writes_reason
     def run(self, name: str, batch: Any, *further: Any) -> Any:
@@ -75,10 +70,9 @@ class Evaluating:
                 return getattr(self._module, name)(cut, *further), logged
 
         with self._limit.in_force(), logs.holding():
-            done, sizes, window = parts.of_batch(batch, self._split, step)
-        weights = Weights(sizes, window, self.objective)
-        logs.log([logged for _, logged in done], weights)
-        return joined([output for output, _ in done], weights)
+            done, sizes, _ = parts.of_batch(batch, self._split, step)
+        logs.log([logged for _, logged in done], sizes)
+        return joined([output for output, _ in done], sizes)
 
     def _parts_of(self, name: str, loader: tuple[Any, ...]) -> PartsThatFit:
         """Return the parts of a step's batches; of each loader, by its number, where there are several."""

@@ -45,19 +45,8 @@ def refuse_training(trainer: Any, module: Any) -> None:
             f"{type(module).__name__} sets automatic_optimization = False, and Windowed takes the place of automatic "
             f"optimization's closure; call {_BY_HAND} in training_step, in place of manual_backward"
         )
-    if trainer.accumulate_grad_batches != 1:
-        raise InvalidInputError(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches}: with Windowed, the loader's batch is the "
-            "batch of an update; multiply the loader's batch_size by it, and leave it out"
-        )
     for callback in trainer.callbacks:
         kind = type(callback).__name__
-        if kind == "GradientAccumulationScheduler":
-            raise InvalidInputError(
-                f"{kind} accumulates over several of the loader's batches, and with Windowed the loader's batch is the "
-                "batch of an update; leave it out, and let the loader give larger batches, or write the loop with "
-                "autoaccum.Accumulator"
-            )
         if kind == "BatchSizeFinder":
             raise InvalidInputError(
                 f"{kind} changes the loader's batch size, which Windowed keeps as the batch of an update; leave it out"

@@ -12,18 +12,21 @@ from torch import Tensor
 from autoaccum._data.batches import Window
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
-from autoaccum.integrations._held_logs import HeldLogs
-from autoaccum.integrations._joined_parts import Weights, joined, mean
-from autoaccum.integrations._own_autocast import tell_of_autocast
+from autoaccum.integrations._framework_backward import divide_gradients, tell_of_autocast
+from autoaccum.integrations._joined_parts import joined
+from autoaccum.integrations._lightning_logs import HeldLogs
 
 if TYPE_CHECKING:
     from autoaccum._engine.options import Options
-    from autoaccum._loss.objective import Objective
     from autoaccum._records import BackwardReport
 
 _LOSS = "loss"
 # Lightning's names of precisions in which its plugin enters autocast, and the accumulator's.
 _PRECISIONS = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
+
+
+class _SkippedError(Exception):
+    """`training_step` returned None, by which Lightning skips a batch."""
 
 
 class Step:
@@ -35,7 +38,7 @@ class Step:
     """
 
     def __init__(self, trainer: Any, module: Any) -> None:
-        self._precision = trainer.precision_plugin
+        self._trainer = trainer
         self._module = module
         self._further: tuple[Any, ...] = ()
         self._logs: HeldLogs | None = None
@@ -57,12 +60,14 @@ class Step:
         """Return the loss of a micro-batch, and what else is wanted of it."""
         assert self._logs is not None
         logged = self._logs.begin_part()
-        with self._precision.train_step_context():
+        with self._trainer.precision_plugin.train_step_context():
             found = self._module.training_step(batch, *self._further)
         if found is None:
+            if self._trainer.world_size == 1:
+                raise _SkippedError
             raise InvalidInputError(
-                "training_step returned None, by which Lightning skips a batch; a part of a batch cannot be skipped. "
-                "Return a loss of 0 (as in 0.0 * outputs.sum()), or leave such batches out of the loader"
+                "training_step returned None, by which Lightning skips a batch on one device alone; return a loss of 0 "
+                "(as in 0.0 * outputs.sum()), or leave such batches out of the loader"
             )
         extra = {key: value for key, value in found.items() if key != _LOSS} if isinstance(found, dict) else None
         loss = found.get(_LOSS) if isinstance(found, dict) else found
@@ -71,7 +76,7 @@ class Step:
                 f"training_step returned {type(found).__name__ if extra is None else 'a dictionary'} without a loss "
                 "that is a tensor; return the loss, or a dictionary with it as 'loss'"
             )
-        return {_LOSS: loss, "outputs": {_LOSS: loss, "logged": logged, "extra": extra}}
+        return {_LOSS: loss, "outputs": {"logged": logged, "extra": extra}}
 
 
 class Training:
@@ -91,6 +96,7 @@ class Training:
         self._trainer = trainer
         self._step = Step(trainer, module)
         self._is_in_closure = False
+        self._split = options.split
         self.report: BackwardReport | None = None
         device = trainer.strategy.root_device if options.device is None else options.device
         self.accumulator = Accumulator._of(
@@ -100,13 +106,8 @@ class Training:
             closure=self._step,
             scale=getattr(trainer.precision_plugin, "scaler", None),
         )
-        if (name := _PRECISIONS.get(str(trainer.precision_plugin.precision))) is not None:
-            tell_of_autocast(self.accumulator, name)
-
-    @property
-    def objective(self) -> Objective:
-        """How the loss is weighted."""
-        return self.accumulator._step.objective
+        tell_of_autocast(self.accumulator, _PRECISIONS.get(str(trainer.precision_plugin.precision)))
+        divide_gradients(self.accumulator, lambda: trainer.accumulate_grad_batches)
 
     def make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
         """Return what the optimizer calls for a batch, as `_AutomaticOptimization._make_closure` does."""
@@ -136,6 +137,8 @@ class Training:
             result = step()
         finally:
             self._is_in_closure = False
+        if result.closure_loss is None:
+            return result
         plugin, module = self._trainer.precision_plugin, self._trainer.lightning_module
         plugin.post_backward(plugin.pre_backward(result.closure_loss, module), module)
         return result
@@ -148,25 +151,15 @@ class Training:
         batch, *further = [*args, *kwargs.values()]
         logs = HeldLogs(self._trainer)
         self._step.begin(logs, tuple(further))
-        window = Window.of_checked([batch], self.objective.split)
         try:
             with logs.holding():
-                report = self.accumulator.backward(window, keep="outputs")
+                report = self.accumulator.backward(Window.of_checked([batch], self._split), keep="outputs")
+        except _SkippedError:
+            return None
         finally:
             self._step.end()
         self.report = report
-        parts = report.outputs
-        losses = [part[_LOSS] for part in parts]
-        weights = Weights(report.micro_batches, window, self.objective)
-        loss = self._loss_of(report, losses, weights)
-        logs.log([part["logged"] for part in parts], weights, losses, loss)
-        extra = [part["extra"] for part in parts]
-        return loss if extra[0] is None else {_LOSS: loss, **joined(extra, weights)}
-
-    def _loss_of(self, report: BackwardReport, losses: list[Tensor], weights: Weights) -> Tensor:
-        """Return the loss of this process's batch, as Lightning reports it."""
-        if len(losses) == 1:
-            return losses[0]
-        if self._trainer.world_size == 1:
-            return torch.as_tensor(report.device_losses[_LOSS].value, dtype=losses[0].dtype, device=losses[0].device)
-        return torch.stack(losses).sum() if weights.is_sum else mean(losses, weights.of_loss)
+        logs.log([part["logged"] for part in report.outputs], report.micro_batches)
+        loss = torch.as_tensor(report.device_losses[_LOSS].value, device=self._trainer.strategy.root_device)
+        extra = [part["extra"] for part in report.outputs]
+        return loss if extra[0] is None else {_LOSS: loss, **joined(extra, report.micro_batches)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,10 @@ from autoaccum._engine.options import Options
 from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.closures import Closure
+from autoaccum._loss.loss_weights import Common
+from autoaccum._loss.terms import Form
 from autoaccum._system.reason_file import writes_reason
-from autoaccum.integrations._joined_parts import Weights, mean
+from autoaccum.integrations._joined_parts import mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,12 +31,14 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
     from autoaccum._engine.forward_backward import GradientStep
+    from autoaccum._loss.loss_weights import LossWeights
     from autoaccum._system.notices import Notices
     from autoaccum.integrations._trainer_logs import Held, TrainerLogs
 
 # What a trainer's `prediction_step` returns: the loss, the outputs and the labels, each None if there is none.
 _Predicted = tuple[Any, Any, Any]
 _IGNORED = -100  # labels
+_LOSS = "loss"
 
 
 class EvaluationInParts:
@@ -100,7 +105,7 @@ class EvaluationInParts:
         loss = None
         if losses[0] is not None:
             weights = self._weights.of(window, sizes)
-            loss = torch.stack(losses).sum() if weights.is_sum else mean(losses, weights.of_loss)
+            loss = torch.stack(losses).sum() if weights is None else mean(losses, weights)
         return loss, _concatenated(outputs), _concatenated(labels)
 
     def _over_all_ranks(self, loss: Any, inputs: Mapping[str, Any]) -> Any:
@@ -153,12 +158,12 @@ class _LossWeights:
         self._step: GradientStep | None = None
         self._model: nn.Module | None = None
 
-    def of(self, window: Window, sizes: Sequence[int]) -> Weights:
-        """Return what the losses of parts of a window weigh in its own."""
+    def of(self, window: Window, sizes: Sequence[int]) -> list[float] | None:
+        """Return what the losses of parts of a window weigh in its own; None if they add up to it."""
         step = self._step_of(self._trainer.model)
         step.objective.begin_window()
         check_losses(step, window, self._mark)
-        return Weights(sizes, window, step.objective)
+        return _weights(sizes, window, step.objective.weights)
 
     def _step_of(self, model: nn.Module) -> GradientStep:
         if self._step is None or self._model is not model:
@@ -182,6 +187,27 @@ class _LossWeights:
             # As in `prediction_step`: the count may differ from what the loss runs over.
             given = {"num_items_in_batch": _items_of(trainer, batch)} if _counts_tokens(trainer) else {}
             return trainer.compute_loss(self._model, dict(batch), **given)
+
+
+def _weights(sizes: Sequence[int], window: Window, known: LossWeights) -> list[float] | None:
+    """Return what each part of a batch weighs in its mean loss; None if the losses add up.
+
+    Args:
+        sizes: The samples of each part.
+        window: The batch.
+        known: How its loss is weighted.
+    """
+    if _adds_up(known):
+        return None
+    starts = itertools.accumulate(sizes[:-1], initial=0)
+    parts = [window.part(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    return [float(known.of_samples(_LOSS, part)[1]) for part in parts]
+
+
+def _adds_up(known: LossWeights) -> bool:
+    """Whether the loss of a batch is the sum of its parts' losses, be it divided by a number that the batch carries."""
+    forms = known.forms.get(_LOSS, ())
+    return known.common is Common.SUM or (bool(forms) and all(form.form is Form.SUM for form in forms))
 
 
 def _concatenated(parts: Sequence[Any]) -> Any:

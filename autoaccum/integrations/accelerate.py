@@ -3,14 +3,19 @@
     from autoaccum.integrations.accelerate import windowed
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    backward = windowed(accelerator, model, loss=loss)
+
+    def loss_of(batch):  # what the loop did with a batch, up to its loss
+        return model(**batch).loss
+
+    backward = windowed(accelerator, model, closure=loss_of)
     for batch in loader:
-        report = backward(batch)  # in place of model(...), loss(...) and accelerator.backward(...)
+        report = backward(batch)  # in place of loss_of(batch) and accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
-The loader's batch is the batch of an update, of this process. Everything else stays Accelerate's.
+The loader's batch is the batch of an update, of this process, or one of `gradient_accumulation_steps` within
+`accelerator.accumulate(model)`. Everything else stays Accelerate's.
 """
 
 from __future__ import annotations
@@ -26,8 +31,7 @@ from autoaccum._arguments import shown
 from autoaccum._engine.options import Options
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
-from autoaccum.integrations._own_autocast import tell_of_autocast
-from autoaccum.integrations._versions import warn_if_untried
+from autoaccum.integrations._framework_backward import divide_gradients, tell_of_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -44,15 +48,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Windowed", "windowed"]
 
-# The oldest and the newest version that the tests of this adapter ran with.
-TRIED = "1.10", "1.15"
 _REFUSED = {
     "DEEPSPEED": "DeepSpeed",
     "FSDP": "FSDP",
     "MEGATRON_LM": "Megatron-LM",
     "XLA": "XLA",
 }
-_HALVES = {"bf16": "bf16", "fp16": "fp16"}
+_HALVES = ("bf16", "fp16")
 
 
 class Windowed:
@@ -71,9 +73,7 @@ class Windowed:
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, options: Options, closure: Callable[[Any], Any] | None = None
     ) -> None:
-        warn_if_untried("accelerate", *TRIED)
         _refuse(accelerator, model)
-        self._accelerator = accelerator
         self._parallel = model if isinstance(model, DistributedDataParallel) else None
         device = accelerator.device if options.device is None else options.device
         with self._outside_of_parallel():
@@ -84,8 +84,9 @@ class Windowed:
                 closure=closure,
                 scale=accelerator.scaler,
             )
-        if (name := _HALVES.get(accelerator.mixed_precision)) is not None:
-            tell_of_autocast(self.accumulator, name)
+        half = accelerator.mixed_precision
+        tell_of_autocast(self.accumulator, half if half in _HALVES else None)
+        divide_gradients(self.accumulator, lambda: accelerator.gradient_accumulation_steps)
 
     def __call__(self, batch: Any, *, keep: str | None = None) -> BackwardReport:
         """Add the gradient of a batch to `.grad`, reduced over all processes.
@@ -98,10 +99,9 @@ class Windowed:
             What was done. `loss` is that of the batches of all processes.
 
         Raises:
-            InvalidInputError: The accelerator accumulates itself, or the batch or the loss cannot be used.
+            InvalidInputError: The batch or the loss cannot be used.
             AutoaccumError: As for `autoaccum.Accumulator.backward`.
         """
-        _refuse_accumulation(self._accelerator)
         with self._outside_of_parallel():
             return self.accumulator.backward(batch, keep=keep)
 
@@ -139,13 +139,14 @@ def windowed(
 ) -> Windowed:
     """Return a function of a batch that adds its gradient to `.grad`, whatever fits at once.
 
-        backward = windowed(accelerator, model, loss=nn.CrossEntropyLoss())
+        backward = windowed(accelerator, model, closure=lambda batch: model(**batch).loss)
         for batch in loader:
             report = backward(batch)
             optimizer.step()
             optimizer.zero_grad()
 
-    Precision and the gradient scaler are the accelerator's. In several processes, gradients are reduced once a batch,
+    Precision, the gradient scaler and `gradient_accumulation_steps`, by which gradients are divided, are the
+    accelerator's. In several processes, gradients are reduced once a batch,
     weighted by what the loss runs over in all of them.
 
     Args:
@@ -168,8 +169,8 @@ def windowed(
         notices: As for `Accumulator`.
 
     Raises:
-        InvalidInputError: An argument cannot be used, the model is not prepared, the accelerator accumulates itself,
-            or it trains in a way that this does not hold for.
+        InvalidInputError: An argument cannot be used, the model is not prepared, or the accelerator trains in a way
+            that this does not hold for.
         DoesNotFitError: The model itself does not fit on the device.
     """
     return Windowed(accelerator, model, Options.of(windowed, locals()), closure)
@@ -183,19 +184,9 @@ def _refuse(accelerator: Accelerator, model: nn.Module) -> None:
             "holds for one process and for data parallel ones (DistributedDataParallel). FSDP2 models train with "
             "autoaccum.fit (docs/several-gpus.md)"
         )
-    _refuse_accumulation(accelerator)
     inside = model.module if isinstance(model, DistributedDataParallel) else model
     if not any(prepared in (model, inside) for prepared in accelerator._models):
         raise InvalidInputError(
             f"model={shown(model)} is not among the models that this accelerator has prepared; pass what "
             "accelerator.prepare(model, ...) returned"
-        )
-
-
-def _refuse_accumulation(accelerator: Accelerator) -> None:
-    steps = accelerator.gradient_accumulation_steps
-    if steps != 1:
-        raise InvalidInputError(
-            f"gradient_accumulation_steps={steps}: with windowed, the loader's batch is the batch of an update; "
-            "multiply the loader's batch_size by it, and leave it out"
         )

@@ -15,18 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 try:
     import lightning.pytorch as pl
-
-    _PACKAGE = "lightning"
 except ImportError:  # the package's older name, of the same interface
     import pytorch_lightning as pl  # type: ignore[no-redef]
-
-    _PACKAGE = "pytorch_lightning"
 
 from autoaccum._engine.options import Options
 from autoaccum.integrations._lightning_evaluation import STEPS, Evaluating
 from autoaccum.integrations._lightning_refusals import refuse_strategy, refuse_training
 from autoaccum.integrations._lightning_training import Training
-from autoaccum.integrations._versions import warn_if_untried
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,20 +34,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Windowed"]
 
-# The oldest and the newest version that the tests of this adapter ran with.
-TRIED = "2.4", "2.6"
-
 
 class Windowed(pl.Callback):
     """A callback with which each of the loader's batches is run in micro-batches that fit.
 
         trainer = Trainer(callbacks=[Windowed(memory_limit="2GiB")])
 
-    The loader's batch is the batch of an update. `training_step` is called for each micro-batch, again after memory has
-    run out, and for the few samples that its loss is checked on, so it must not change anything but the state of
-    modules, metrics and random numbers. What it logs is held back, and logged once for the whole batch.
-    Callbacks and hooks run once a batch. Where `validation_step`, `test_step` or `predict_step` runs out of memory, it
-    is run on parts of the batch, and its logs and outputs are joined.
+    The loader's batch is the batch of an update, or one of `accumulate_grad_batches`. `training_step` is called for
+    each micro-batch, again after memory has run out, and for the few samples that its loss is checked on, so it must
+    not change anything but the state of modules, metrics and random numbers. A batch is skipped if it returns None for
+    any part of it. What it logs is held back, and logged once for the whole batch, means over samples; of a metric
+    logged with `on_step=True`, the value of the last micro-batch. Callbacks and hooks run once a batch. Where
+    `validation_step`, `test_step` or `predict_step` runs out of memory, it is run on parts of the batch, and its logs
+    and outputs are joined.
 
     Args:
         memory_limit: As for `Accumulator`.
@@ -87,7 +81,6 @@ class Windowed(pl.Callback):
         notices: Notices | None = None,
     ) -> None:
         super().__init__()
-        warn_if_untried(_PACKAGE, *TRIED)
         self._options = Options.of(Windowed, locals())
         self._training: Training | None = None
         self._evaluating: Evaluating | None = None
@@ -135,8 +128,6 @@ class Windowed(pl.Callback):
         if "validation_step" in vars(trainer.strategy):
             return
         self._evaluating = Evaluating(trainer, module, self._options)
-        if self._training is not None and self._training.objective.model is module:
-            self._evaluating.objective = self._training.objective
         for name in STEPS:
             setattr(trainer.strategy, name, partial(self._evaluating.run, name))
 

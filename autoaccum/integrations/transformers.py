@@ -20,7 +20,7 @@ from autoaccum._engine.options import Options
 from autoaccum._system.notices import Notices
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
-from autoaccum.integrations._own_autocast import tell_of_autocast
+from autoaccum.integrations._framework_backward import tell_of_autocast
 from autoaccum.integrations._paired_rows import PairedRows
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts, own_tokens
 from autoaccum.integrations._trainer_logs import TrainerLogs
@@ -263,8 +263,8 @@ class Windows:
             options = replace(self._options, device=self._options.device or self._trainer.args.device)
             # The model casts by itself.
             self._accumulator = Accumulator._of(model, options, closure=self._loss, scale=accelerator.scaler)
-            if accelerator.mixed_precision in _HALVES:
-                tell_of_autocast(self._accumulator, accelerator.mixed_precision)
+            half = accelerator.mixed_precision
+            tell_of_autocast(self._accumulator, half if half in _HALVES else None)
         return self._accumulator
 
     def _over_all_ranks(self, items: Any) -> Any:

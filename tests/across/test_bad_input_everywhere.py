@@ -86,7 +86,7 @@ def test_bad_option_is_refused_by_name_and_leaves_nothing(case, folder):
 def train(folder, *, val_loader, **arguments):
     """Train a world's model for an epoch; return the world and the result."""
     world = World(folder)
-    asked = fit_arguments(world) | {"seed": 3} | arguments
+    asked = fit_arguments(world) | arguments
     return world, autoaccum.fit(**asked, val_loader=val_loader(world))
 
 

@@ -1,9 +1,11 @@
 """A run that goes on with other processes: the same samples in the same order, or an error that says why."""
 
 import pytest
+import torch
 
 import autoaccum
 import rank_resharding
+import rank_training
 from rank_training import assert_alike, far
 
 FAR = 1e-12
@@ -39,6 +41,17 @@ def test_run_goes_on_after_an_epoch_with_any_number_of_processes(crew, tmp_path,
     assert_alike(found)
     assert found[0]["steps"] == expected[0]["steps"]
     assert far(found[0]["parameters"], expected[0]["parameters"]) <= FAR
+
+
+def test_run_goes_on_within_an_epoch_in_which_one_rank_has_no_samples(crew, tmp_path):
+    options = {"size": 2, "data": rank_training.vectors(12), "target_batch": 8, "micro_batch": 2}
+    expected = crew.run("rank_training:with_own_samples", [12, 0], **options)
+    crew.run("rank_training:with_own_samples", [12, 0], checkpoint=str(tmp_path), max_steps=1, **options)
+
+    found = crew.run("rank_training:with_own_samples", [12, 0], checkpoint=str(tmp_path), **options)
+
+    assert_alike(found)
+    assert all(map(torch.equal, found[0]["parameters"], expected[0]["parameters"]))
 
 
 def test_run_between_epochs_goes_on_with_the_generators_of_its_loader(crew, tmp_path):

@@ -313,20 +313,28 @@ def test_ranks_of_which_one_runs_out_end_with_the_same_parameters_as_whole_batch
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(whole), rtol=0, atol=1e-12)
 
 
+# --- accumulated batches, and the loop's own loss ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [None, 5])
+def test_batches_that_the_accelerator_accumulates_are_added_up(most):
+    plain, other = (
+        Loop(is_plain=True, gradient_accumulation_steps=2).epoch(),
+        Loop(most=most, gradient_accumulation_steps=2),
+    )
+
+    assert_same(plain, other.epoch())
+
+
+def test_closure_is_what_the_loop_did_with_a_batch():
+    plain, other = Loop(is_plain=True).epoch(), Loop(most=5)
+    own = lambda batch: cross_entropy(other.model(batch[0]), batch[1])  # noqa: E731
+    other.backward = windowed(other.accelerator, other.model, closure=own, **options())
+
+    assert_same(plain, other.epoch())
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
-
-
-def test_an_accelerator_that_accumulates_is_refused():
-    with pytest.raises(autoaccum.errors.InvalidInputError, match="gradient_accumulation_steps=2"):
-        Loop(gradient_accumulation_steps=2)
-
-
-def test_an_accelerator_that_begins_to_accumulate_is_refused():
-    loop = Loop()
-    loop.accelerator.gradient_accumulation_steps = 4
-
-    with pytest.raises(autoaccum.errors.InvalidInputError, match="gradient_accumulation_steps=4"):
-        loop.epoch()
 
 
 def test_a_model_that_is_not_prepared_is_refused():

@@ -5,20 +5,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from autoaccum._data.batches import Window
-from autoaccum._loss.batch_counts import LABELS
-from autoaccum._loss.objective import Objective
-from autoaccum._loss.terms import Form, TermForm
-from autoaccum._system.notices import Notices
-from autoaccum.integrations._joined_parts import Weights, joined, mean
+from autoaccum.integrations._joined_parts import joined, mean
 
 
 class Pair(NamedTuple):
     inputs: torch.Tensor
     name: str
-
-
-SIZES = Weights([2, 1], None, None)
 
 
 @pytest.mark.parametrize(
@@ -39,28 +31,10 @@ SIZES = Weights([2, 1], None, None)
     ],
 )
 def test_rows_are_put_together_and_numbers_averaged(values, whole):
-    found = joined(values, SIZES)
+    found = joined(values, [2, 1])
 
     assert type(found) is type(whole)
     assert str(found) == str(whole)
-
-
-def weights_of(form, sizes=(2, 1)):
-    batch = torch.zeros(3, 1), torch.tensor([1, -100, 2])
-    objective = Objective(torch.nn.Linear(1, 1), None, forward=None, loss_reduction=None, notices=Notices(silent=True))
-    objective.weights.learn({"loss": [form]})
-    return Weights(sizes, Window([batch]), objective)
-
-
-def test_parts_weigh_the_targets_that_count():
-    weights = weights_of(TermForm(Form.MEAN, counts={(LABELS, "[1]"): 1.0}))
-
-    assert weights.of_loss == weights.usual == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("number", [None, ("items",)], ids=["alone", "divided by a number of the batch"])
-def test_a_sum_is_added_up(number):
-    assert weights_of(TermForm(Form.SUM, number=number)).is_sum
 
 
 def test_a_mean_over_nothing_does_not_count():

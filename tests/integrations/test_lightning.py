@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
@@ -169,20 +169,12 @@ def rows(folder):
         return list(csv.DictReader(file))
 
 
-class ByClass(Classifier):
-    """Its loss is divided by no count of the batch."""
-
-    def training_step(self, batch, batch_idx):
-        outputs = self(batch[0])
-        self.run_out(batch[0])
-        loss = functional.cross_entropy(outputs, batch[1], torch.arange(1.0, CLASSES + 1, dtype=torch.float64))
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
+OF_PARTS = ("right", "accuracy_step", "MulticlassPrecision_step", "MulticlassRecall_step")
 
 
-def without_means_of_parts(row):
-    """Leave out the maximum over means, since that of the parts' means is not that of the whole's."""
-    return {name: value for name, value in row.items() if name != "right"}
+def without_values_of_parts(row):
+    """Leave out the maximum over means, and metrics of a step: that of parts is not that of the whole."""
+    return {name: value for name, value in row.items() if name not in OF_PARTS}
 
 
 def assert_same_log(plain, other):
@@ -247,17 +239,66 @@ def test_fixed_micro_batch_is_used():
     assert callback.plan.micro_batch == 3
 
 
-@pytest.mark.parametrize(("kind", "data"), [(Classifier, vectors), (Language, sentences), (ByClass, vectors)])
-def test_logs_are_those_of_whole_batches_field_by_field(kind, data, tmp_path):
-    fitted(kind(), data(), folder=tmp_path / "plain", epochs=2, validates=kind is Classifier)
+def test_logs_are_those_of_whole_batches_field_by_field(tmp_path):
+    fitted(Classifier(), vectors(), folder=tmp_path / "plain", epochs=2, validates=True)
 
-    fitted(kind(most=5), data(), windowed(), folder=tmp_path / "windowed", epochs=2, validates=kind is Classifier)
+    fitted(Classifier(most=5), vectors(), windowed(), folder=tmp_path / "windowed", epochs=2, validates=True)
 
-    plain, other = rows(tmp_path / "plain"), rows(tmp_path / "windowed")
-    if kind is Classifier:
-        plain, other = ([without_means_of_parts(row) for row in one] for one in (plain, other))
+    plain, other = ([without_values_of_parts(row) for row in rows(tmp_path / name)] for name in ("plain", "windowed"))
     assert_same_log(plain, other)
-    assert {"loss_step", "accuracy_epoch", "validation accuracy"} <= plain[0].keys() or kind is not Classifier
+    assert {"loss_step", "accuracy_epoch", "validation accuracy"} <= plain[0].keys()
+
+
+class Constant(Classifier):
+    """Gives all its logs one batch size, and one to a logger itself."""
+
+    def training_step(self, batch, batch_idx):
+        loss = functional.cross_entropy(self(batch[0]), batch[1])
+        self.run_out(batch[0])
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=7)
+        if self.logger is not None:
+            self.logger.log_metrics({"own": float(batch_idx)}, step=batch_idx)
+        return loss
+
+
+def test_a_batch_size_that_is_constant_is_that_of_the_batch():
+    """Else epochs' means would weigh batches by their number of parts."""
+    plain, other = (fitted(Constant(most), vectors(), *some) for most, some in ((None, []), (5, [windowed()])))
+
+    mean, expected = (float(one.callback_metrics["loss"]) for one in (other, plain))
+    assert mean == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_a_logger_is_given_in_a_step_is_of_parts_that_count(tmp_path):
+    callback = windowed(micro_batch=6)
+    fitted(Constant(), vectors(), callback, folder=tmp_path)
+
+    logged = [row["own"] for row in rows(tmp_path) if row.get("own")]
+    assert logged == ["0.0", "0.0", "1.0", "1.0", "2.0"]
+
+
+@pytest.mark.parametrize("batches", [2, 3])
+def test_batches_that_lightning_accumulates_are_added_up(batches):
+    plain, other = Classifier(), Classifier(most=5)
+    one = fitted(plain, vectors(), accumulate_grad_batches=batches, epochs=2)
+    two = fitted(other, vectors(), windowed(), accumulate_grad_batches=batches, epochs=2)
+
+    assert two.global_step == one.global_step
+    assert_close(plain, other)
+    assert float(two.callback_metrics["loss_epoch"]) == pytest.approx(float(one.callback_metrics["loss_epoch"]))
+
+
+class Skipping(Classifier):
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+def test_batch_is_skipped_where_the_step_returns_none():
+    plain, other = Skipping(), Skipping(most=5)
+    one, two = fitted(plain, vectors()), fitted(other, vectors(), windowed())
+
+    assert two.global_step == one.global_step
+    assert_close(plain, other)
 
 
 class Recorder(pl.Callback):
@@ -358,7 +399,7 @@ def faulty(point, tmp_path, on):
 def test_out_of_memory_at_any_operator_changes_neither_parameters_nor_logs(on, runs, tmp_path):
     plain = Classifier()
     fitted(plain, vectors(), folder=tmp_path / "plain", validates=True)
-    expected = [without_means_of_parts(row) for row in rows(tmp_path / "plain")]
+    expected = [without_values_of_parts(row) for row in rows(tmp_path / "plain")]
     _, _, faults = faulty(0, tmp_path, on)
     operators, hits = faults.mode.count, 0
     points = range(1, operators + 1, max(1, operators // runs))
@@ -368,7 +409,7 @@ def test_out_of_memory_at_any_operator_changes_neither_parameters_nor_logs(on, r
         hits += faults.mode.hits
         assert trainer.global_step == 3
         assert_close(plain, module)
-        assert_same_log(expected, [without_means_of_parts(row) for row in rows(tmp_path / f"{point}")])
+        assert_same_log(expected, [without_values_of_parts(row) for row in rows(tmp_path / f"{point}")])
 
     assert hits == len(points)
 
@@ -690,11 +731,6 @@ class Fetching(Classifier):
         return self.body(next(dataloader_iter)[0][0]).mean()
 
 
-class Skipping(Classifier):
-    def training_step(self, batch, batch_idx):
-        return None
-
-
 class Lossless(Classifier):
     def training_step(self, batch, batch_idx):
         return {"error": self.body(batch[0]).mean()}
@@ -706,10 +742,7 @@ class Lossless(Classifier):
         (Manual, [], {}, "autoaccum.Accumulator"),
         (OwnBackward, [], {}, "autoaccum.Accumulator"),
         (Fetching, [], {}, "dataloader_iter"),
-        (Skipping, [], {}, "returned None"),
         (Lossless, [], {}, "'loss'"),
-        (Classifier, [], {"accumulate_grad_batches": 2}, "batch_size"),
-        (Classifier, [GradientAccumulationScheduler({0: 2})], {}, "autoaccum.Accumulator"),
     ],
 )
 def test_what_micro_batches_cannot_be_a_part_of_is_refused(module, callbacks, options, text):

@@ -384,15 +384,15 @@ def check_limit_too_small_for_one_sample(host, torch):
     from autoaccum.errors import DoesNotFitError
 
     model, updates = _convolutional(torch), []
-    loader = [(torch.randn(4, 1, 256, 256), torch.randint(10, (4,)))]
-    model[-1] = torch.nn.Linear(64 * 128 * 128, 10)
+    loader = [(torch.randn(4, 1, 64, 64), torch.randint(10, (4,)))]
+    model[-1] = torch.nn.Linear(64 * 32 * 32, 10)
     then = [parameter.clone() for parameter in model.parameters()]
 
     class Counts(autoaccum.Callback):
         def on_step(self, report, *, epoch):
             updates.append(report)
 
-    options = {"device": "cpu", "memory_limit": "40MiB", "progress": False, "callbacks": [Counts()]}
+    options = {"device": "cpu", "memory_limit": "6MiB", "progress": False, "callbacks": [Counts()]}
     try:
         autoaccum.fit(model, loader, 4, **options)
         said = "trained"

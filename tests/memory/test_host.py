@@ -24,13 +24,14 @@ def found():
         "process_at_its_own_limit_is_refused",
         "threads_started_under_a_limit_do_not_end_the_process",
         "onednn_that_refuses_everything_is_told",
-        "peak_is_none_where_it_cannot_be_reset",
-        "system_without_limits_refuses_one_and_works_without",
         "second_thread_is_refused",
         "limit_that_cannot_be_set_leaves_nothing",
         "processes_do_not_inherit_the_limit",
         "fit_in_two_threads",
         "hard_limit_that_was_lowered_meanwhile_stays",
+        # These leave the process as it is on another system.
+        "peak_is_none_where_it_cannot_be_reset",
+        "system_without_limits_refuses_one_and_works_without",
     )
 
 
@@ -115,7 +116,7 @@ def test_fits_in_two_threads_leave_no_limit(found):
     assert seen["after"] == seen["before"]
 
 
-@pytest.mark.parametrize("limit_mib", [12, 24, 40])
+@pytest.mark.parametrize("limit_mib", [20, 40])
 def test_small_convolutional_net_trains_under_small_limits(limit_mib):
     # In a process of its own: it once ended in most runs with a device that was lost inside native code.
     seen = run_checks("small_convolutional_net_trains", MIB=str(limit_mib))["small_convolutional_net_trains"]

@@ -232,7 +232,9 @@ devices = st.one_of(
 
 
 @given(bytes_of=devices, max_size=MAX_SIZES, told_limit=st.integers(1, 3 * LIMIT), counts=st.booleans())
-def test_answer_of_trials_is_within_three_percent_whatever_was_told_of_the_memory(bytes_of, max_size, told_limit, counts):
+def test_answer_of_trials_is_within_three_percent_whatever_was_told_of_the_memory(
+    bytes_of, max_size, told_limit, counts
+):
     tried = trials(bytes_of, max_size, told_limit=told_limit, counts=counts)
 
     found = answer(tried)

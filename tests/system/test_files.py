@@ -6,6 +6,7 @@ import stat
 
 import pytest
 
+import autoaccum
 from autoaccum._system import files, reason_file
 from autoaccum._system.files import beside, check_place
 from autoaccum._system.launched import REASON_FILE
@@ -75,6 +76,18 @@ def test_note_of_lack_of_memory_that_is_a_pipe_is_passed_over_and_replaced(tmp_p
     assert saver.cap(Notices(silent=True)) is None
     saver.note_lack(10, "too large")
     assert saver.cap(Notices(silent=True)) == 7
+
+
+def test_note_of_lack_of_memory_is_forgotten_once_a_checkpoint_was_written(tmp_path):
+    loader = [(torch.ones(4, 2), torch.ones(4, 1))] * 3
+    options = {"device": "cpu", "micro_batch": 4, "progress": False, "checkpoint": tmp_path}
+    saver = Saver(Storage(tmp_path), every_steps=None, every_s=None, resume="auto")
+    saver.note_lack(2, "too large")
+
+    result = autoaccum.fit(torch.nn.Linear(2, 1), loader, 4, **options)
+
+    assert max(result.history[-1].micro_batches) == 1
+    assert saver.cap(Notices(silent=True)) is None
 
 
 def test_report_is_written_beside_its_place_under_a_name_that_nobody_can_guess(tmp_path, precious):

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from autoaccum._system.signals import Terminated, Watch, held
+from autoaccum._system.signals import Terminated, Watch, held, wrapped
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
@@ -95,6 +95,40 @@ def test_error_of_the_block_is_the_context_of_the_late_interrupt():
         raise ValueError
 
     assert isinstance(caught.value.__context__, ValueError)
+
+
+def test_wrapped_handlers_are_called_at_once_outside_of_a_block_and_after_it(sigterm_raises):
+    done = []
+
+    with wrapped():
+        with pytest.raises(Stop):
+            signal.raise_signal(signal.SIGTERM)
+        for _ in range(2):
+            with pytest.raises(Stop), held():  # noqa: PT012 - as above
+                signal.raise_signal(signal.SIGTERM)
+                done.append("the rest of the block")
+
+    assert done == ["the rest of the block"] * 2
+
+
+def test_handler_that_is_set_inside_is_held_back_too_and_stays():
+    done = []
+
+    def stop(number, frame):
+        raise Stop
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with wrapped():
+            signal.signal(signal.SIGTERM, stop)
+            with pytest.raises(Stop), held():  # noqa: PT012 - as above
+                signal.raise_signal(signal.SIGTERM)
+                done.append("the rest of the block")
+        assert signal.getsignal(signal.SIGTERM) is stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    assert done == ["the rest of the block"]
 
 
 def test_inner_block_hands_its_interrupt_to_the_outer_one():

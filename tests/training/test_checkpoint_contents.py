@@ -615,16 +615,22 @@ def test_handlers_are_those_from_before_however_the_call_ends(tmp_path, fails):
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
 
 
-def test_without_checkpoints_no_handler_is_changed():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+def test_without_checkpoints_signals_keep_their_default_action():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     inside = []
 
-    def look():
-        inside.extend(signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
-
-    Run().fit(At(1, look))
+    Run().fit(At(1, lambda: inside.extend(signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1))))
 
     assert inside == before
+
+
+def test_handler_that_a_callback_sets_stays(handlers):
+    def mine(*_):
+        pass
+
+    Run().fit(At(1, lambda: handlers(signal.SIGUSR2, mine)))
+
+    assert signal.getsignal(signal.SIGUSR2) is mine
 
 
 def test_ignored_signals_stay_ignored(tmp_path, handlers, undisturbed):

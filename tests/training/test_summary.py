@@ -85,7 +85,6 @@ def test_shares_that_show_are_told():
     [
         ({"data_s": 20.0}, "the loader is waited for"),
         ({"recomputation_s": 5.0}, "begin with micro_batch=34"),
-        ({"search_s": 20.0}, "the next call of this job begins with its result"),
         ({"evaluation_s": 50.0}, "evaluate less often"),
         ({"checkpoint_s": 20.0}, "write fewer (checkpoint_every=)"),
     ],
