@@ -96,19 +96,17 @@ def readme_table(found):
     lines = [
         ("", "autoaccum", "Lightning `BatchSizeFinder`", f"{ACCELERATE}, {TRANSFORMERS}", "accumulation by hand"),
         ("---",) * 5,
-        ("answer, of the largest that fits", ours, binary, accelerate, "a guess"),
-        ("steps thrown away", "0 (trials are training steps)", of("lightning-binsearch")[1],
+        ("size found, of the largest that fits", ours, binary, accelerate, "a guess"),
+        ("steps thrown away", "0", of("lightning-binsearch")[1],
          f"{of('accelerate')[1]}, training restarts", "0"),
         ("keeps your batch size", "yes", "no", "no", "yes"),
         ("gradient of the whole batch", "exact", "of another batch", "of another batch",
-         "with equal micro-batches and no padding"),
+         "if parts are equal"),
         ("survives running out of memory later", "yes", "no", "restarts", "no"),
     ]  # fmt: skip
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    measured = (
-        f"Measured on {len(found)} models ([how](docs/benchmarks.md)); an answer above 100% runs out of memory later."
-    )
-    return f"{table}\n\n{measured}"
+    notes = "Trials of `fit` are training steps. A size above 100% may fail later."
+    return f"{table}\n\n{len(found)} models ([how](docs/benchmarks.md)). {notes}"
 
 
 def cut_text(cut):

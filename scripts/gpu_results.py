@@ -166,7 +166,7 @@ def _tables(record: dict[str, Any]) -> str:
         rows = part["rows"] + (parts.get("finders", {}).get("rows", []) if name == "probe" else [])
         # Other finders are in the table of the probe, whose truth they share.
         if not (name == "finders" and "probe" in parts) and (text := made.get(name, _plain)(rows)):
-            about = f" ({part['made']})" if "made" in part else ""
+            about = f" ({part['made'].split(', ')[-1]})" if "made" in part else ""
             texts.append(f"### {part['title']}{about}\n\n{text}")
     return "\n\n".join([*texts, f"### What failed, and what was skipped\n\n{_failed(parts)}"])
 

@@ -59,10 +59,12 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return markdown.replace("git clone ADDRESS", f"git clone {address}") if address else markdown
 
 
-def on_post_page(output: str, config: Any, **_: Any) -> str:
-    """Show the version beside the name."""
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Show the version beside the name, and make links of pages that docstrings name."""
     version, _ = project()
     name = config.site_name
+    if page.url == "reference/":
+        output = re.sub(r"docs/([\w-]+)\.md", r'<a href="../\1/">\1</a>', output)
     return re.sub(
         rf'(<span class="md-ellipsis">\s*{name})(\s*</span>)', rf"\1 <small>{version}</small>\2", output, count=1
     )

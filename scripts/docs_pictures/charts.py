@@ -48,7 +48,7 @@ def memory_by_size(report: dict[str, Any], target_batch: int) -> str:
     chart = alt.layer(
         alt.Chart(alt.Data(values=line)).mark_line(color=LIGHT["quiet"], strokeDash=[5, 4]).encode(x, y),
         alt.Chart(alt.Data(values=[{"peak": limit}])).mark_rule(color=LIGHT["red"], strokeWidth=2).encode(y="peak:Q"),
-        _label(26, 10, "line through those that fit", LIGHT["quiet"], x="size", y="peak"),
+        _label(12, 22, "line through trials", LIGHT["quiet"], x="size", y="peak", angle=325, fontSize=13),
         _label(2, limit, f"limit {limit:.0f} MiB", LIGHT["red"], dy=-8),
         alt.Chart(alt.Data(values=[{"size": cut}]))
         .mark_rule(color=LIGHT["green"], strokeDash=[2, 3])
@@ -137,8 +137,7 @@ def timeline(trace: dict[str, Any]) -> str:
     top = peak["mib"] * 1.45
     x = alt.X("ms:Q", title="milliseconds", scale=alt.Scale(domain=[0, last], nice=False))
     y = alt.Y("mib:Q", title="held by tensors (MiB)", scale=alt.Scale(domain=[0, top], nice=False))
-    passes, step = spans[:-1], spans[-1]
-    middle = [{"ms": (span["start"] + span["end"]) / 2, "mib": top, "label": span["what"]} for span in passes]
+    passes = spans[:-1]
     over = [
         {"ms": (first["start"] + second["end"]) / 2, "mib": top, "label": f"{size} samples"}
         for first, second, size in zip(passes[::2], passes[1::2], cut, strict=True)
@@ -151,21 +150,14 @@ def timeline(trace: dict[str, Any]) -> str:
             x2="end:Q",
             y=alt.Y("bottom:Q", title="held by tensors (MiB)"),
             y2="top:Q",
-            color=alt.Color("what:N", scale=colours, legend=None),
+            color=alt.Color("what:N", scale=colours, title=None, legend=alt.Legend(symbolType="square")),
         ),
         alt.Chart(alt.Data(values=trace["points"]))
         .mark_area(interpolate="step-after", line={"color": LIGHT["data"]}, color=LIGHT["data"], opacity=0.45)
         .encode(x, y),
-        *(
-            alt.Chart(alt.Data(values=rows))
-            .mark_text(fontSize=12, fontWeight=weight, color=LIGHT["text"], dy=dy)
-            .encode(x, y, text="label:N")
-            for rows, weight, dy in ((over, 600, 12), (middle, 400, 30))
-        ),
-        _label(
-            step["end"], top, "optimizer step \u25b8", LIGHT["green"],
-            x="ms", y="mib", align="right", dx=-2, dy=48, fontSize=12,
-        ),
+        alt.Chart(alt.Data(values=over))
+        .mark_text(fontSize=13, fontWeight=600, color=LIGHT["text"], dy=14)
+        .encode(x, y, text="label:N"),
         alt.Chart(alt.Data(values=[peak])).mark_point(color=LIGHT["text"], size=90, strokeWidth=2).encode(x, y),
         _label(peak["ms"], peak["mib"], f"peak {peak['mib']:.0f} MiB", LIGHT["text"], dx=8, dy=-12, x="ms", y="mib"),
     )  # fmt: skip

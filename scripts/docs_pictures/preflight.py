@@ -59,7 +59,7 @@ def run() -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"
         report.save_html(page)
-        browse(page.as_uri(), IMAGES / "report.png", "900,1240", Path(folder) / "home")
+        browse(page.as_uri(), IMAGES / "report.png", "900,1090", Path(folder) / "home")
 
 
 if __name__ == "__main__":

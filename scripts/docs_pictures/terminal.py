@@ -49,7 +49,8 @@ def _screen() -> str:
             time.sleep(0.2)
         taken = subprocess.run([*tmux, "capture-pane", "-e", "-p"], check=True, capture_output=True, text=True)  # noqa: S603
         subprocess.run([*tmux, "kill-server"], check=True)  # noqa: S603
-    return f"$ python trains.py\n{taken.stdout.rstrip()}"
+    shown = taken.stdout.partition("done: ")[0].rpartition("\n")[0]  # a summary follows
+    return f"$ python trains.py\n{shown}"
 
 
 def picture(screen: str) -> str:

@@ -81,6 +81,7 @@ def _step(place: Path, printed: dict[str, str], script: str, *options: str, expe
     said = done.stdout.replace(f"{place}/", "") + ("Killed\n" if done.returncode == KILLED else "")
     if done.returncode == 1:  # the traceback leads through PyTorch
         said = f"Traceback (most recent call last):\n  ...\n{said.strip().splitlines()[-1]}"
+    said = "".join(line for line in said.splitlines(keepends=True) if not re.search(r"epoch \d/\d, step", line))
     if "\nMemory of a step" in said:
         said = f"{said.partition(chr(10) + 'Memory of a step')[0].rstrip()}\n..."
     printed[" ".join(["$ python", f"{script}.py", *options])] = said

@@ -125,7 +125,7 @@ def test_later_folder_replaces_parts_that_it_did_not_skip(root, folder):
     assert "made" not in kept["parts"]["lost"]
     assert kept["parts"]["predictions"]["rows"]
     assert kept["parts"]["survival"]["rows"] != later["parts"]["survival"]["rows"]
-    assert "### Predicted memory against the real (2026-11-26, driver" in page
+    assert "### Predicted memory against the real (PyTorch 2.11.0)" in page
     assert "## NVIDIA H200, 2026-12-01" in page
     # Allocations are those of the predictions that are kept.
     assert (root / "benchmarks" / "results" / "gpu-h200-allocations.json.gz").read_bytes() == b"first"
