@@ -663,6 +663,27 @@ CALLS = {
         {"collate": callable, "weight": or_none(function)},
         {"collate": [lambda _: of_none, lambda _: of_three], "weight": [lambda _: of_three, lambda _: of_none]},
     ),
+    "PackedRows": Call(autoaccum.PackedRows, autoaccum.PackedRows, lambda _: {}, {}),
+    "batched": Call(
+        autoaccum.batched,
+        autoaccum.batched,
+        lambda _: {"function": of_one},
+        {
+            "function": callable,
+            "split": or_none(nothing),
+            "join": or_none(callable),
+            "device": device,
+            "micro_batch": or_none(whole()),
+            "notices": or_none(nothing),
+        },
+        {"function": [lambda _: of_none], "split": SPLITS[:1], "device": DEVICES},
+    ),
+    "find_executable_micro_batch": Call(
+        autoaccum.find_executable_micro_batch,
+        autoaccum.find_executable_micro_batch,
+        lambda _: {"target": 4},
+        {"target": whole(), "micro_batch": or_none(whole())},
+    ),
     "StopTraining": Call(autoaccum.StopTraining, autoaccum.StopTraining, lambda _: {},
                          {"reason": lambda value: isinstance(value, str)}),
     "EarlyStopping": Call(
