@@ -663,7 +663,6 @@ CALLS = {
         {"collate": callable, "weight": or_none(function)},
         {"collate": [lambda _: of_none, lambda _: of_three], "weight": [lambda _: of_three, lambda _: of_none]},
     ),
-    "PackedRows": Call(autoaccum.PackedRows, autoaccum.PackedRows, lambda _: {}, {}),
     "batched": Call(
         autoaccum.batched,
         autoaccum.batched,
@@ -712,6 +711,7 @@ CALLS = {
 READ_ONLY = {
     "Job",  # what it holds, fit and preflight check
     "Callback",
+    "PackedRows",  # takes no argument
     "Split",
 } | {name for name in autoaccum.__all__ if name.endswith(("Error", "Warning"))}
 

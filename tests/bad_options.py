@@ -25,11 +25,10 @@ BAD = {
         "device": ["gpu", "cuda:99"],
         "precision": ["fp8"],
         "max_micro_batch": COUNTS,
-        "length": ["0", "x", "a=b", "7"],
         "require_micro_batch": COUNTS[:4],
-        "time": ["soon", "0h", "9" * 5000 + "h"],
         "require_free": ["lots", "50%", "0"],
         "html": BELOW_A_FILE,
+        "snapshot": BELOW_A_FILE,
     },
     "run": {
         "target_batch": COUNTS,
@@ -53,6 +52,7 @@ BAD = {
 }
 # Switches apart: what sbatch itself judges, and what is any text.
 LEFT_OUT = {
+    "report": {"arguments"},
     "run": {"command"},
     "slurm": {"command", "time", "mem", "partition", "account", "array", "job_name", "preflight"},
 }
