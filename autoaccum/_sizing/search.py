@@ -244,7 +244,13 @@ class Search:
             first: The samples to begin with where nothing is known.
         """
         free = free_bytes if is_beside else (free_bytes - self._gradient_bytes) * self._tolerance
-        return self.frontier.largest(widths, max(0.0, free), most, first=first)
+        size = self.frontier.largest(widths, max(0.0, free), most, first=first)
+        sizes = self.frontier.sizes(widths)
+        if len(sizes) == 1 and size <= sizes[0] < min(
+            _MOST_FIRST, most, (self.frontier.too_many(widths) or most + 1) - 1
+        ):
+            return sizes[0] + 1  # for few samples, fixed costs may dominate; one more shows
+        return size
 
 
 def _closing(largest: int) -> int:
