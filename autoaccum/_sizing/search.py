@@ -65,6 +65,7 @@ class Search:
         self._windows = 0
         self._first: Point | None = None  # of this window
         self._last = 0
+        self._rest = 0  # the samples that it was cut from
         self._gradient_bytes = 0
 
     # --- trials -------------------------------------------------------------------------------------------------------
@@ -141,6 +142,8 @@ class Search:
             free_bytes: Bytes free now.
             is_first: Whether the micro-batch is the first of its window.
         """
+        if is_first:
+            self._rest = rest
         small = max(_FIRST, min(_MOST_FIRST, rest // _PART_OF_WINDOW))
         if self._begins_with is not None:
             known = self.frontier.surely(widths) or self._largest(widths, rest, free_bytes, first=small)
@@ -182,8 +185,13 @@ class Search:
         if is_whole or not is_first:
             self.frontier.note(size, widths)
         first = self._first
-        if first is not None and not is_first and first == (size + 1, widths):
-            self.frontier.note(*first)  # the larger ones of an even cut come first
+        if first is not None and not is_first and first == (size + 1, widths) and self._is_of_even_cut(first.samples):
+            self.frontier.note(*first)
+
+    def _is_of_even_cut(self, first: int) -> bool:
+        """Whether a micro-batch with one sample less is the second of an even cut, whose larger ones come first."""
+        steps = -(-self._rest // first)
+        return steps > 1 and first > -(-(self._rest - first) // (steps - 1))
 
     def fail(self, size: int, widths: Widths) -> bool:
         """Record a micro-batch that ran out of memory; return whether there is a smaller one."""
@@ -247,7 +255,12 @@ class Search:
             first: The samples to begin with where nothing is known.
         """
         free = free_bytes if is_beside else (free_bytes - self._gradient_bytes) * self._tolerance
-        return self.frontier.largest(widths, max(0.0, free), most, first=first)
+        size = self.frontier.largest(widths, max(0.0, free), most, first=first)
+        sizes = self.frontier.sizes(widths)
+        one_more = sizes[0] + 1 if len(sizes) == 1 and sizes[0] <= _MOST_FIRST else 0
+        if size < one_more <= most and one_more < (self.frontier.too_many(widths) or most + 1):
+            return one_more  # for few samples, fixed costs may dominate; one more shows
+        return size
 
 
 def _closing(largest: int) -> int:
