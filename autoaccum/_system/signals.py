@@ -28,18 +28,27 @@ def can_be_handled() -> bool:
     return threading.get_ident() == threading.main_thread().ident
 
 
-# How many blocks hold signals back now, those that came meanwhile, and the handlers that are wrapped.
+# How many blocks hold signals back now, and those that came meanwhile.
 _depth = 0
 _arrived: list[int] = []
-_wrapped: dict[int, Any] = {}
 
 
-def _arrive(number: int, frame: FrameType | None) -> None:
-    """Keep a signal while a block holds it back; else pass it to its handler."""
-    if _depth:
-        _arrived.append(number)
-    else:
-        _wrapped[number](number, frame)
+class _Wrapper:
+    """Keeps a signal while a block holds it back; else passes it to its handler.
+
+    One for each handler: code inside a block may put a handler of its own before one of these.
+    """
+
+    __slots__ = ("handler",)
+
+    def __init__(self, handler: Any) -> None:
+        self.handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if _depth:
+            _arrived.append(number)
+        else:
+            self.handler(number, frame)
 
 
 def _forget_holding() -> None:
@@ -60,10 +69,10 @@ class wrapped:  # noqa: N801 - used like a function
     alone.
     """
 
-    __slots__ = ("_numbers",)
+    __slots__ = ("_wrappers",)
 
     def __init__(self) -> None:
-        self._numbers: list[int] = []
+        self._wrappers: list[tuple[int, _Wrapper]] = []
 
     def __enter__(self) -> None:
         if can_be_handled():
@@ -73,10 +82,10 @@ class wrapped:  # noqa: N801 - used like a function
         try:
             for number in _HELD:
                 handler = _signal.getsignal(number)
-                if handler is not _arrive and callable(handler):
-                    _wrapped[number] = handler
-                    self._numbers.append(number)
-                    _signal.signal(number, _arrive)
+                if type(handler) is not _Wrapper and callable(handler):
+                    wrapper = _Wrapper(handler)
+                    self._wrappers.append((number, wrapper))
+                    _signal.signal(number, wrapper)
         except BaseException:  # the handler of one that is not held yet
             self._unwrap()
             raise
@@ -85,9 +94,9 @@ class wrapped:  # noqa: N801 - used like a function
         self._unwrap()
 
     def _unwrap(self) -> None:
-        for number in self._numbers:
-            now = _signal.signal(number, _wrapped[number])
-            if now is not _arrive:  # the block has set another, which stays
+        for number, wrapper in self._wrappers:
+            now = _signal.signal(number, wrapper.handler)
+            if now is not wrapper:  # the block has set another, which stays
                 _signal.signal(number, now)
 
 

@@ -131,6 +131,27 @@ def test_handler_that_is_set_inside_is_held_back_too_and_stays():
     assert done == ["the rest of the block"]
 
 
+def test_handler_that_passes_signals_on_to_the_one_before_it_is_called_once(sigterm_raises):
+    # As torch's DataLoader sets one for SIGCHLD.
+    seen = []
+    own = signal.getsignal(signal.SIGTERM)
+
+    with wrapped():
+        former = signal.getsignal(signal.SIGTERM)
+
+        def chained(number, frame):
+            seen.append(number)
+            former(number, frame)
+
+        signal.signal(signal.SIGTERM, chained)
+        with pytest.raises(Stop), held():  # noqa: PT012 - as above
+            signal.raise_signal(signal.SIGTERM)
+            assert seen == []
+        signal.signal(signal.SIGTERM, own)
+
+    assert seen == [signal.SIGTERM]
+
+
 def test_inner_block_hands_its_interrupt_to_the_outer_one():
     done = []
 
