@@ -171,7 +171,7 @@ class Host(MemoryBackend):
         """
         gc.collect()
         self.trim()
-        if self.is_soft and _can_map(_CONVOLUTION_ROOM_BYTES):
+        if next(process_limits(), None) is not None and _can_map(_CONVOLUTION_ROOM_BYTES):
             self._check_onednn()
 
     def trim(self) -> None:
@@ -226,7 +226,7 @@ class Host(MemoryBackend):
                 raise
             raise DeviceLostError(
                 f"oneDNN can no longer compute in this thread ({first_line(error)!r} although memory is free), because "
-                f"it hit the limit of {format_bytes(self.limit_bytes or 0)}; continue in a new process (or thread), "
+                "it hit the limit of the process; continue in a new process (or thread), "
                 "and start there with smaller micro-batches"
             ) from error
 
