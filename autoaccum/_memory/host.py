@@ -116,7 +116,7 @@ class Host(MemoryBackend):
         if limit_bytes is not None:
             free = _machine_free()
             beyond = max(2 * limit_bytes, limit_bytes + _LEAST_BEYOND_BYTES)
-            self._hard_bytes = _data() + min(beyond, free - free // _RESERVE)
+            self._hard_bytes = _data_bytes() + min(beyond, free - free // _RESERVE)
         yield
 
     @contextmanager
@@ -126,7 +126,7 @@ class Host(MemoryBackend):
             return
         others = [bound for name, bound, _ in process_limits() if name == "RLIMIT_DATA"]
         with of_process.at(self._hard_bytes, f"a limit of {format_bytes(limit_bytes)} on the {self.name}"):
-            self.limit_bytes = min([limit_bytes, *(max(0, bound - _data()) for bound in others)])
+            self.limit_bytes = min([limit_bytes, *(max(0, bound - _data_bytes()) for bound in others)])
             self.is_soft = True
             try:
                 yield
@@ -264,7 +264,7 @@ def _anonymous() -> int:
     return int(psutil.Process().memory_info().rss) if anonymous is None else anonymous[0]
 
 
-def _data() -> int:
+def _data_bytes() -> int:
     """Return what RLIMIT_DATA counts; 0 if the system does not report it."""
     data = _linux.status_bytes("VmData")
     return 0 if data is None else data[0]
