@@ -196,9 +196,15 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "glibc": " ".join(platform.libc_ver()),
         "python": platform.python_version(),
-        "cost": [run_timing(name, arguments.rounds) for name in arguments.tasks],
-        "trainings": [run_training(limit_mib) for limit_mib in SMALL_LIMITS_MIB],
+        "cost": [],
+        "trainings": [],
     }
+    for name in arguments.tasks:
+        results["cost"].append(run_timing(name, arguments.rounds))
+        print(results["cost"][-1], file=sys.stderr)
+    for limit_mib in SMALL_LIMITS_MIB:
+        results["trainings"].append(run_training(limit_mib))
+        print(results["trainings"][-1], file=sys.stderr)
     if arguments.out:
         arguments.out.write_text(json.dumps(results, indent=2) + "\n")
     print(table(results))

@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import resource
 import subprocess
 import sys
 from collections import Counter
@@ -61,8 +62,11 @@ def tally_of(case, every=1):
 
 
 def under_limit(case, limit_bytes):
-    """Train a case under a limit on this process; return what it left behind, pickled."""
-    return pickle.dumps(play(case, memory_limit=limit_bytes))
+    """Train a case under a limit on this process, at which allocations fail; return what it left behind, pickled."""
+    data = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+    bound = int(data.split()[1]) * 1024 + limit_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (bound, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    return pickle.dumps(play(case))
 
 
 def judged(case, limit_bytes, played):

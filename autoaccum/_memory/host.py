@@ -116,7 +116,7 @@ class Host(MemoryBackend):
         if limit_bytes is not None:
             free = _machine_free()
             beyond = max(2 * limit_bytes, limit_bytes + _LEAST_BEYOND_BYTES)
-            self._hard_bytes = _data() + min(beyond, free - free // _RESERVE)
+            self._hard_bytes = _data_bytes() + min(beyond, free - free // _RESERVE)
         yield
 
     @contextmanager
@@ -126,7 +126,7 @@ class Host(MemoryBackend):
             return
         others = [bound for name, bound, _ in process_limits() if name == "RLIMIT_DATA"]
         with of_process.at(self._hard_bytes, f"a limit of {format_bytes(limit_bytes)} on the {self.name}"):
-            self.limit_bytes = min([limit_bytes, *(max(0, bound - _data()) for bound in others)])
+            self.limit_bytes = min([limit_bytes, *(max(0, bound - _data_bytes()) for bound in others)])
             self.is_soft = True
             try:
                 yield
@@ -171,7 +171,7 @@ class Host(MemoryBackend):
         """
         gc.collect()
         self.trim()
-        if self.is_soft and _can_map(_CONVOLUTION_ROOM_BYTES):
+        if next(process_limits(), None) is not None and _can_map(_CONVOLUTION_ROOM_BYTES):
             self._check_onednn()
 
     def trim(self) -> None:
@@ -226,7 +226,7 @@ class Host(MemoryBackend):
                 raise
             raise DeviceLostError(
                 f"oneDNN can no longer compute in this thread ({first_line(error)!r} although memory is free), because "
-                f"it hit the limit of {format_bytes(self.limit_bytes or 0)}; continue in a new process (or thread), "
+                "it hit the limit of the process; continue in a new process (or thread), "
                 "and start there with smaller micro-batches"
             ) from error
 
@@ -264,7 +264,7 @@ def _anonymous() -> int:
     return int(psutil.Process().memory_info().rss) if anonymous is None else anonymous[0]
 
 
-def _data() -> int:
+def _data_bytes() -> int:
     """Return what RLIMIT_DATA counts; 0 if the system does not report it."""
     data = _linux.status_bytes("VmData")
     return 0 if data is None else data[0]
