@@ -60,11 +60,6 @@ def first_batches(loader: Iterable[Any], most: int, for_s: float = _LISTENED_S) 
         return batches
 
 
-def first_of(loader: Iterable[Any]) -> Any | None:
-    """Return a loader's first batch; None if it is an iterator or has no batch."""
-    return next(iter(first_batches(loader, 1)), None)
-
-
 def samples_of(loader: Any, samples: int) -> int | None:
     """Return the samples of an epoch; None if the loader has no length.
 

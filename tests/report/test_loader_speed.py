@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from autoaccum._report.loader_speed import first_of, listen_to, samples_of
+from autoaccum._report.loader_speed import first_batches, listen_to, samples_of
 
 DATA = TensorDataset(torch.arange(40.0).reshape(20, 2), torch.arange(20))
 
@@ -124,7 +124,7 @@ def test_the_first_batch_can_be_had_without_a_trace():
     loader = DataLoader(DATA, batch_size=4, shuffle=True)
     before = torch.get_rng_state()
 
-    first = first_of(loader)
+    (first,) = first_batches(loader, 1)
 
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(first[0], next(iter(loader))[0])
@@ -132,4 +132,4 @@ def test_the_first_batch_can_be_had_without_a_trace():
 
 @pytest.mark.parametrize("loader", [iter([1, 2]), []])
 def test_what_can_be_had_once_or_never_gives_no_first_batch(loader):
-    assert first_of(loader) is None
+    assert first_batches(loader, 1) == []
