@@ -62,7 +62,7 @@ def cut(widths, batch, *, model=None, device="15GiB", **options):
         batch,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         device=autoaccum.Simulated(device),
-        **{"loss": nn.CrossEntropyLoss(), "progress": False, "cache": False} | options,
+        **{"loss": nn.CrossEntropyLoss(), "progress": False} | options,
     )
 
 
@@ -162,7 +162,6 @@ def test_lists_are_cut_by_the_width_of_their_longest_sample():
         split=autoaccum.ListOfSamples(collate),
         device=autoaccum.Simulated(40 * MIB),
         progress=False,
-        cache=False,
     )
 
     window = seen[-1:]
@@ -196,7 +195,7 @@ def test_cost_of_a_split_replaces_the_widths():
 
     loader = [[{"cost": cost} for _ in range(16)] for cost in [4, 4, 4, 32, 32, 4, 4]]
     result = autoaccum.fit(
-        Bears(), loader, 16, loss_reduction="mean", split=Costly(collate), device="cpu", progress=False, cache=False
+        Bears(), loader, 16, loss_reduction="mean", split=Costly(collate), device="cpu", progress=False
     )
 
     costly, cheap = result.history[3:5], result.history[5:]
