@@ -1,29 +1,20 @@
-"""Measures the effect of a real limit on the host on a process that repeatedly exceeds it.
+"""Measures what a memory limit on the host costs, and whether training survives one.
 
-For a convolutional net (ResNet-18 at 96 px) and a small GPT, each case in its own process:
+* The time of an update under `memory_limit` over that of the same update without, for a convolutional net, ResNet-18 at
+  96 px and a small GPT: the median of pairs. Each kind has a process of its own; the two answer in turn, in changing
+  order, so that the machine's drift affects both.
+* How trainings of the convolutional net end under limits that few of its samples fit into, each in a process of its
+  own, and how far their windows were above the limit.
 
-* `--failures` training steps of random sizes that do not fit (fewer if the time is up), in three ways to meet the
-  limit: `default` (RLIMIT_DATA alone, the allocator as glibc leaves it), `settled` (the host backend, but
-  every step starts and fails inside native code) and `asked` (the host backend with `ensure` before each step, by a
-  line through two small sizes, so that most are rejected before they start, as in the library);
-* then whether the process lives, what memory stays allocated, and whether the largest size found first still fits;
-* and the extra time of a step in a settled process over an unsettled one, with two processes in turn.
-
-    python benchmarks/host_limit.py [--failures 300] [--out benchmarks/results/host_limit-NAME.json]
-
-A child that dies is reported with its signal.
+    python benchmarks/host_limit.py [--rounds 40] [--out benchmarks/results/host_limit-NAME.json]
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import json
+import os
 import platform
-import random
-import re
-import resource
 import signal
 import statistics
 import subprocess
@@ -36,21 +27,14 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from autoaccum._memory import Host, format_bytes
-from autoaccum._oom import first_line, is_oom, let_go
-from autoaccum.errors import DeviceLostError
+import autoaccum
 
 MIB = 2**20
-# Small, so that 300 failing steps take minutes: a step fails after it has filled the limit.
-LIMIT_BYTES = {"resnet18": 300 * MIB, "gpt": 200 * MIB}
-CEILING = {"resnet18": 200, "gpt": 150}
-STEP_SIZE = {"resnet18": 24, "gpt": 16}
-# Seconds after which a way ends with its failures so far.
-MODES = {"default": 40, "settled": 120, "asked": 240}
-# The library's margin on a prediction: the line is fitted to resident memory, and the limit counts address space.
-MARGIN = 1.05
-MARGIN_BYTES = 16 * MIB
-EXIT_LOST = 75
+TASKS = ("convolutional", "resnet18", "gpt")
+# Samples of a micro-batch, of which a window has two, and a limit that they stay well below.
+SIZES = {"convolutional": 64, "resnet18": 16, "gpt": 8}
+LIMIT_BYTES = 4096 * MIB
+SMALL_LIMITS_MIB = (10, 15, 20, 25, 30, 35, 40)
 
 
 class Block(nn.Module):
@@ -64,12 +48,10 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the network."""
+        """Run the block."""
         n, t, c = x.shape
-        q, k, v = (
-            part.view(n, t, self.heads, c // self.heads).transpose(1, 2)
-            for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        )
+        parts = self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        q, k, v = (part.view(n, t, self.heads, c // self.heads).transpose(1, 2) for part in parts)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(n, t, c))
         return x + self.mlp(self.norm2(x))
@@ -90,153 +72,53 @@ class Gpt(nn.Module):
         return self.head(self.norm(self.blocks(x))).transpose(1, 2)
 
 
-class Task:
-    """A model and one real training step of any size, gradients included."""
+def model_and_batch(name: str, samples: int) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    if name == "gpt":
+        tokens = torch.randint(2000, (samples, 128))
+        return Gpt(), (tokens, tokens.roll(-1, 1))
+    targets = torch.randint(10, (samples,))
+    if name == "resnet18":
+        from torchvision.models import resnet18  # noqa: PLC0415 - only this task needs it
 
-    def __init__(self, name: str) -> None:
-        torch.manual_seed(0)
-        self.name = name
-        if name == "resnet18":
-            from torchvision.models import resnet18  # noqa: PLC0415 - only this task needs it
-
-            self.model = resnet18(num_classes=10)
-        else:
-            self.model = Gpt()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
-
-    def step(self, size: int) -> None:
-        """Forward, backward and update with this many samples."""
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.name == "resnet18":
-            inputs, targets = torch.randn(size, 3, 96, 96), torch.randint(10, (size,))
-        else:
-            inputs = torch.randint(2000, (size, 128))
-            targets = inputs.roll(-1, 1)
-        nn.functional.cross_entropy(self.model(inputs), targets).backward()
-        self.optimizer.step()
+        return resnet18(num_classes=10), (torch.randn(samples, 3, 96, 96), targets)
+    body = nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+    model = nn.Sequential(*body, nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4096, 10))
+    return model, (torch.randn(samples, 1, 16, 16), targets)
 
 
 # --- children -------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def limited_by_default(host: Host, limit_bytes: int):
-    """Set RLIMIT_DATA like the host backend, with threads started, but leave the allocator alone."""
-    with host.limited(None):
-        held = vm_data()
-        before = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (held + limit_bytes, before[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_DATA, before)
+def time_child(name: str, limit_bytes: str) -> None:
+    """Answer each line on stdin with the seconds of one update."""
+    size = SIZES[name]
+    model, batch = model_and_batch(name, 2 * size)
+    runner = autoaccum.Runner(
+        model,
+        lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
+        autoaccum.plan(2 * size, size),
+        loss=nn.CrossEntropyLoss(),
+        device="cpu",
+        memory_limit=int(limit_bytes) or None,
+    )
+    for _ in range(5):  # windows 1, 2 and 4 take the careful path
+        runner.step(batch)
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        began_s = time.perf_counter()
+        runner.step(batch)
+        print(time.perf_counter() - began_s, flush=True)
 
 
-def vm_data() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmData:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("no VmData in /proc/self/status")
-
-
-def attempt(task: Task, host: Host, size: int, extra_bytes: int = 0) -> str | None:
-    """Make one step; return None if it fits, otherwise the first line of the error."""
-    said = None
-    started = False
-    try:
-        host.ensure(extra_bytes)
-        started = True
-        task.step(size)
-    except Exception as exception:
-        if not is_oom(exception):
-            raise
-        said = first_line(exception)
-        let_go(exception)
-    task.optimizer.zero_grad(set_to_none=True)
-    if said is not None and started:
-        host.release()
-    return said
-
-
-def fail_child(name: str, mode: str, failures: int, seed: int) -> None:
-    task, host = Task(name), Host()
-    limit = LIMIT_BYTES[name]
-    context = limited_by_default(host, limit) if mode == "default" else host.limited(limit)
-    with context:
-        peaks = {}
-        for size in (4, 16):
-            attempt(task, host, size)
-            host.release()
-            host.reset_peak()
-            attempt(task, host, size)
-            peaks[size] = host.peak_bytes()
-        slope = (peaks[16] - peaks[4]) / 12
-
-        def extra(size: int) -> int:
-            if mode != "asked":
-                return 0
-            now = host.reading().used_bytes
-            return int(max(0, peaks[4] + slope * (size - 4)) * MARGIN + MARGIN_BYTES) - now
-
-        host.release()
-        # Measured before the search for the largest size, whose failures may also leave memory allocated.
-        held_before = vm_data()
-        largest, refused = 16, CEILING[name]
-        while refused - largest > 1:
-            middle = (largest + refused) // 2
-            if attempt(task, host, middle, extra(middle)) is None:
-                largest = middle
-            else:
-                refused = middle
-        host.release()
-        rng = random.Random(seed)  # noqa: S311 - sizes, not secrets
-        said: dict[str, int] = {}
-        failed = fitted = 0
-        began_s = time.monotonic()
-        while failed < failures and time.monotonic() - began_s < MODES[mode]:
-            # Every 25th step fits, as after a re-plan.
-            size = largest // 2 if (failed + fitted) % 25 == 24 else rng.randint(largest + 1, 4 * largest)
-            message = attempt(task, host, size, extra(size))
-            if message is None:
-                fitted += 1
-            else:
-                failed += 1
-                kind = re.sub(r"[\d.]+", "#", message)[:80]
-                said[kind] = said.get(kind, 0) + 1
-            print(json.dumps({"failed": failed, "fitted": fitted}), flush=True)
-        gc.collect()
-        host.release()
-        left = vm_data() - held_before
-        again = attempt(task, host, largest, extra(largest))
-        print(
-            json.dumps(
-                {
-                    "failed": failed,
-                    "fitted": fitted,
-                    "largest": largest,
-                    "largest_still_fits": again is None,
-                    "left_bytes": left,
-                    "left_share": left / limit,
-                    "messages": said,
-                    "elapsed_s": time.monotonic() - began_s,
-                }
-            ),
-            flush=True,
-        )
-
-
-def time_child(name: str, settled: str) -> None:
-    """Answer each line on stdin with the seconds of one step."""
-    task, host = Task(name), Host()
-    context = host.limited(8 * 2**30) if settled == "settled" else host.limited(None)
-    with context:
-        for _ in range(3):
-            task.step(STEP_SIZE[name])
-        print("ready", flush=True)
-        for _ in sys.stdin:
-            began_s = time.perf_counter()
-            task.step(STEP_SIZE[name])
-            print(time.perf_counter() - began_s, flush=True)
+def train_child(limit_mib: str) -> None:
+    """Train the convolutional net for 8 windows of 256; print the sizes and peaks of the last."""
+    model, batch = model_and_batch("convolutional", 256)
+    options = {"loss": nn.CrossEntropyLoss(), "device": "cpu", "memory_limit": f"{limit_mib}MiB", "progress": False}
+    result = autoaccum.fit(model, [batch] * 8, 256, **options)
+    last = result.history[-1]
+    peak = (last.peak_bytes or 0) / MIB
+    print(json.dumps({"micro_batch": max(last.micro_batches), "peak_mib": peak, "oom_events": result.oom_events}))
 
 
 # --- parent ---------------------------------------------------------------------------------------------------------
@@ -249,30 +131,12 @@ def child(*arguments: object) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=os.environ | {"AUTOACCUM_CACHE_DIR": ""},
     )
-
-
-def run_failures(name: str, mode: str, failures: int, seed: int) -> dict:
-    process = child("fail", name, mode, failures, seed)
-    out, err = process.communicate()
-    last = json.loads(out.strip().splitlines()[-1]) if out.strip() else {}
-    code = process.returncode
-    ended = (
-        "lives"
-        if code == 0
-        else "oneDNN lost"
-        if code == EXIT_LOST
-        else signal.Signals(-code).name
-        if code < 0
-        else f"exit code {code}"
-    )
-    tail = "" if code == 0 else "\n".join(err.strip().splitlines()[-3:])
-    return {"task": name, "mode": mode, "limit_bytes": LIMIT_BYTES[name], "ended": ended, "stderr": tail, **last}
 
 
 def run_timing(name: str, rounds: int) -> dict:
-    """Time steps of both processes in turn and in changing order, so that the machine's drift affects both."""
-    processes = {which: child("time", name, which) for which in ("settled", "unsettled")}
+    processes = {which: child("time", name, limit) for which, limit in (("limited", LIMIT_BYTES), ("free", 0))}
     for process in processes.values():
         process.stdout.readline()
 
@@ -283,77 +147,58 @@ def run_timing(name: str, rounds: int) -> dict:
 
     ratios = []
     for turn in range(rounds):
-        order = ("settled", "unsettled") if turn % 2 else ("unsettled", "settled")
+        order = ("limited", "free") if turn % 2 else ("free", "limited")
         took = {which: ask(which) for which in order}
-        ratios.append(took["settled"] / took["unsettled"])
+        ratios.append(took["limited"] / took["free"])
     for process in processes.values():
         process.communicate()
     low, middle, high = statistics.quantiles(ratios, n=4)
     return {"task": name, "rounds": rounds, "ratio": middle, "ratio_quartiles": [low, high]}
 
 
-def cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
+def run_training(limit_mib: int) -> dict:
+    process = child("train", limit_mib)
+    out, err = process.communicate()
+    if process.returncode == 0:
+        return {"limit_mib": limit_mib, "ended": "trained", **json.loads(out.splitlines()[-1])}
+    said = err.strip().splitlines()[-1][:200] if err.strip() else ""
+    ended = signal.Signals(-process.returncode).name if process.returncode < 0 else said
+    return {"limit_mib": limit_mib, "ended": ended}
 
 
 def table(results: dict) -> str:
-    lines = [
-        "| model | limit | way | failures | process | left behind | largest size | still fits | seconds |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in results["failures"]:
-        done = "left_bytes" in row
-        left = f"{format_bytes(row['left_bytes'])} ({row['left_share']:.1%})" if done else "-"
-        lines.append(
-            f"| {row['task']} | {format_bytes(row['limit_bytes'])} | {row['mode']} | {row.get('failed', 0)} | "
-            f"{row['ended']} | {left} | {row.get('largest', '-')} | "
-            f"{('yes' if row['largest_still_fits'] else 'no') if done else '-'} | {row.get('elapsed_s', 0):.0f} |"
-        )
-    lines += ["", "| model | settled step / unsettled step | quartiles |", "|---|---|---|"]
+    lines = ["| model | update under a limit / without | quartiles |", "|---|---|---|"]
     for row in results["cost"]:
         low, high = row["ratio_quartiles"]
         lines.append(f"| {row['task']} | {row['ratio']:.3f} | {low:.3f} to {high:.3f} |")
+    lines += ["", "| limit, MiB | ended | micro-batch | peak, MiB | ran out |", "|---|---|---|---|---|"]
+    for row in results["trainings"]:
+        peak = f"{row['peak_mib']:.1f}" if "peak_mib" in row else "-"
+        more = row.get("micro_batch", "-"), peak, row.get("oom_events", "-")
+        lines.append(f"| {row['limit_mib']} | {row['ended']} | {' | '.join(map(str, more))} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--failures", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--modes", nargs="+", default=tuple(MODES), choices=tuple(MODES))
-    parser.add_argument("--tasks", nargs="+", default=tuple(LIMIT_BYTES), choices=tuple(LIMIT_BYTES))
+    parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         kind, *rest = arguments.child
-        if kind == "fail":
-            try:
-                fail_child(rest[0], rest[1], int(rest[2]), int(rest[3]))
-            except DeviceLostError:
-                sys.exit(EXIT_LOST)
-        else:
-            time_child(*rest)
+        (time_child if kind == "time" else train_child)(*rest)
         return
-    results: dict = {
+    results = {
         "torch": torch.__version__,
-        "cpu": cpu_model(),
+        "cpu": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "glibc": " ".join(platform.libc_ver()),
         "python": platform.python_version(),
-        "failures": [],
-        "cost": [],
+        "cost": [run_timing(name, arguments.rounds) for name in arguments.tasks],
+        "trainings": [run_training(limit_mib) for limit_mib in SMALL_LIMITS_MIB],
     }
-    for name in arguments.tasks:
-        for mode in arguments.modes:
-            results["failures"].append(run_failures(name, mode, arguments.failures, arguments.seed))
-            print(json.dumps(results["failures"][-1]), file=sys.stderr)
-        if arguments.rounds:
-            results["cost"].append(run_timing(name, arguments.rounds))
     if arguments.out:
         arguments.out.write_text(json.dumps(results, indent=2) + "\n")
     print(table(results))

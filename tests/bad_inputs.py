@@ -611,13 +611,7 @@ CALLS = {
             "ranks": whole(1, 4),
             "fsdp": lambda value: value is False,
             "loader": or_none(iterable),
-            "length": or_none(nothing),
-            "epochs": or_none(whole()),
-            "max_steps": or_none(whole()),
-            "time_limit": or_none(lambda value: size(value) or positive(value)),
             "measure": or_none(is_bool),
-            "on_trial": function,
-            "on_part": function,
         },
         STEP_ALSO
         | {
@@ -626,11 +620,8 @@ CALLS = {
             "gpus": [lambda _: "no such card", lambda _: ["h100-80gb", "nope"], lambda _: [3]],
             "device_memory": [lambda _: "50%", lambda _: "1MiB", lambda _: "9" * 400],
             "display": [lambda _: "50%", lambda _: "much", lambda _: "9" * 400],
-            "on_trial": [lambda _: of_none],
-            "on_part": [lambda _: of_none],
-            "time_limit": [lambda _: "soon", lambda _: "9" * 5000 + "h", lambda _: "0h"],
         },
-        [lambda _: {"measure": False}, lambda _: {"length": 7}, lambda _: {"length": {"nope": 3}}],
+        [lambda _: {"measure": False}],
         says={"gpus": ("gpus", "card")},
     ),
     "ChunkedLoss": Call(

@@ -6,7 +6,10 @@ import subprocess
 import time
 from unittest import mock
 
+import torch
 from torch import distributed
+from torch.nn import functional
+from torch.utils.data import DataLoader
 
 import autoaccum
 import rank_training
@@ -97,3 +100,35 @@ def one_cannot_send(rank, size, **arguments):
 
     with mock.patch.object(distributed, "all_reduce", all_reduce):
         return rank_training.train(rank, size, target_batch=16, micro_batch=4, shard=True, **arguments)
+
+
+class Lacking:
+    """A loss without memory for its third call on rank 0."""
+
+    def __init__(self, rank):
+        self.rank, self.calls = rank, 0
+
+    def __call__(self, outputs, targets):
+        self.calls += outputs.requires_grad
+        if self.rank == 0 and self.calls == 3:
+            self.calls += 1
+            raise torch.OutOfMemoryError("CUDA out of memory: for this test")
+        return functional.cross_entropy(outputs, targets)
+
+
+def lacking_once(rank, size, sizes):
+    """Train on simulated devices of these sizes; memory runs out once, on rank 0 alone; return the cuts."""
+    model = rank_training.net()
+    result = autoaccum.fit(
+        model,
+        DataLoader(rank_training.vectors(96), batch_size=16),
+        16,
+        loss=Lacking(rank),
+        loss_reduction="mean",
+        micro_batch=8,
+        optimizer=rank_training.sgd,
+        shard=True,
+        device=autoaccum.Simulated(sizes[rank]),
+        progress=False,
+    )
+    return [report.micro_batches for report in result.history]

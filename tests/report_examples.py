@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from autoaccum._estimate.gpus import Card
 from autoaccum._estimate.moments import AliveMemory, ModuleMemory, Moment, StepMemory
-from autoaccum._estimate.trace import Estimate, Footprint
+from autoaccum._estimate.trace import Footprint
 from autoaccum._records import Neighbour, Plan, Trial
 from autoaccum._report import Remedy, Report
 from autoaccum._report.records import DeviceFacts, HostFacts, LoaderFacts, Measured, Pace, Predicted, Subject
@@ -35,18 +35,7 @@ def footprint(size, *, fixed=200 * MIB, each=40 * MIB, phase="backward"):
     return Footprint(size=size, phase=phase, peak_bytes=peak, reserved_bytes=peak + 20 * MIB, **parts)
 
 
-class OnALine(Estimate):
-    """An estimate without a traced step."""
-
-    def at(self, size, room_bytes=None):
-        return footprint(size)
-
-    def fits(self, size, room_bytes):
-        return self.at(size).reserved_bytes <= room_bytes
-
-
-def estimate():
-    return OnALine(tuple(map(footprint, (1, 2, 128, 256))), ("counted in bf16.",), 0.0, None, None)
+SIZES = (1, 2, 128, 256)
 
 
 def card(name="l4", total=22 * GIB):
@@ -54,12 +43,21 @@ def card(name="l4", total=22 * GIB):
 
 
 def predicted(name="l4", total=22 * GIB, micro_batch=256, sizes=(256,)):
-    plan = Plan(256, sizes) if sizes else None
-    of = card(name, total)
-    more = micro_batch > 0 and estimate().fits(micro_batch + 1, of.free_bytes)
-    taken = footprint(max(sizes, default=1))
+    of, taken = card(name, total), footprint(max(sizes, default=1))
+    more = micro_batch > 0 and footprint(micro_batch + 1).reserved_bytes <= of.free_bytes
     return Predicted(
-        of, "bf16", estimate(), of.free_bytes, micro_batch, plan, taken, is_capped=more, safe_micro_batch=micro_batch
+        of,
+        "bf16",
+        0.1,
+        of.free_bytes,
+        micro_batch,
+        micro_batch,
+        Plan(256, sizes) if sizes else None,
+        taken,
+        curve=tuple((size, footprint(size).reserved_bytes) for size in SIZES),
+        bytes_per_sample=40 * MIB,
+        is_capped=more,
+        notes=("counted in bf16.",),
     )
 
 
@@ -90,7 +88,6 @@ MEASURED = Measured(
     fixed_bytes=220 * MIB,
     bytes_per_sample=40 * MIB,
     footprint=footprint(128),
-    activation_bytes_per_sample=39 * MIB,
     pace=Pace(0.6, 0.02, 1.22, 209.8, 50_000, 238.3),
 )
 REPORT = Report(

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import inspect
 import json
-import os
+import logging
 import re
 import sys
 import traceback
@@ -24,29 +24,26 @@ from torch import nn
 from autoaccum._cli.exit_codes import ExitCode, complain, print_result
 from autoaccum._data.nesting import shapes_of
 from autoaccum._estimate.gpus import card_named, custom_card, with_display
-from autoaccum._launch.recipe import RecipeError, load_recipe, raises_told
+from autoaccum._launch.recipe import RecipeError, raises_told
+from autoaccum._launch.script import load_job
 from autoaccum._memory.limits import format_bytes, parse_size
 from autoaccum._oom import first_line, is_oom
 from autoaccum._report.api import preflight
-from autoaccum._report.durations import left_by_slurm, seconds_in
 from autoaccum._report.records import TIGHT
 from autoaccum._report.table import plain_text
 from autoaccum._system.files import check_place
 from autoaccum._system.output import is_terminal, write_line
 from autoaccum._system.own_code import raised_here
-from autoaccum._training.console import LineProgress
 from autoaccum.errors import AutoaccumError, DeviceMissingError, InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from rich.console import RenderableType
 
     from autoaccum._launch.job import Job
     from autoaccum._report import Report
 
-# No sequence is longer, and `int` raises its own error for numbers of thousands of digits.
-_MOST_DIGITS = 12
 # CUDA's error if another process has exclusive use of a card.
 _BUSY = "busy or unavailable"
 
@@ -56,7 +53,8 @@ _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 
 
 @click.command("report", context_settings={"max_content_width": 100})
-@click.argument("recipe", metavar="RECIPE.py[:FUNCTION]")
+@click.argument("recipe", metavar="FILE.py[:FUNCTION]")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGUMENTS]")
 @click.option("--target-batch", **_NUMBER, help="Samples per optimizer step.")
 @click.option("--target-tokens", **_NUMBER, help="Tokens per optimizer step, in place of samples.")
 @click.option("--memory-limit", **_SIZE, help="Memory limit: 600MiB, bytes, or a fraction such as 0.5.")
@@ -69,11 +67,10 @@ _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 @click.option("--ranks", **_NUMBER, default=1, help="Processes that train together, each with its share of the batch.")
 @click.option("--fsdp", is_flag=True, help="Predict for a model that is sharded over the ranks.")
 @click.option("--max-micro-batch", **_NUMBER, help="The largest micro-batch of interest.")
-@click.option("--length", multiple=True, metavar="[NAME=]N", help="Sequence length, by name if a batch holds several.")
-@click.option("--time", metavar="TIME", help="Time limit, such as 12h; default: what is left of the Slurm job.")
 @click.option("--no-measure", is_flag=True, help="Only predict, whatever device there is.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON document.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write the report as a page.")
+@click.option("--snapshot", type=click.Path(path_type=Path), metavar="FILE", help="Also write each allocation.")
 @click.option("--require-micro-batch", **_NUMBER, help="Exit with 6 if the largest safe micro-batch is below N.")
 @click.option("--optimistic", is_flag=True, help="Exit by the sizes that are predicted to fit, not by the safe ones.")
 @click.option("--require-free", **_SIZE, help="Exit with 7 if the device has less memory free, such as 20GiB.")
@@ -83,6 +80,7 @@ def report_command(
     context: click.Context,
     /,
     recipe: str,
+    arguments: tuple[str, ...],
     *,
     gpus: tuple[str, ...],
     device_memory: str | None,
@@ -90,11 +88,10 @@ def report_command(
     ranks: int,
     fsdp: bool,
     max_micro_batch: int | None,
-    length: tuple[str, ...],
-    time: str | None,
     no_measure: bool,
     as_json: bool,
     html: Path | None,
+    snapshot: Path | None,
     require_micro_batch: int | None,
     optimistic: bool,
     require_free: str | None,
@@ -103,27 +100,27 @@ def report_command(
 ) -> None:
     """Report whether and how a training fits: measured here, or predicted for GPUs.
 
-    The recipe is a Python file with a function (by default job) that returns an autoaccum.Job.
+    FILE.py is a training script, which is run up to its first call of autoaccum.fit, Runner.step or
+    Accumulator.backward (with what follows -- as its arguments), or has a function (by default job) that returns an
+    autoaccum.Job.
     """
     given: dict[str, Any] = {
         name: list(value) if name == "memory" else value for name, value in options.items() if value not in (None, ())
     }
     with _missing_as_exit_code(context):
-        lengths = _lengths(length)
-        limit_s = left_by_slurm(os.environ) if time is None else seconds_in(time, name="--time")
         measures = not no_measure and _is_to_measure(given.get("device"), gpus, device_memory)
         free_bytes = None if require_free is None else parse_size(require_free, name="--require-free")
         _check_required(require_micro_batch, max_micro_batch)
         _check_gpus(gpus, device_memory, display, no_measure=no_measure)
-        if html is not None:
-            check_place(html, "--html")  # before any slow work
+        for path, option in ((html, "--html"), (snapshot, "--snapshot")):
+            if path is not None:
+                check_place(path, option)  # before any slow work
+        if snapshot is not None and not gpus and device_memory is None:
+            raise InvalidInputError("--snapshot is of a prediction; name a GPU (--gpu h100-80gb), or --device-memory")
         with contextlib.redirect_stdout(sys.stderr):
-            job = load_recipe(recipe).with_arguments(given)
+            job = load_job(recipe, arguments).with_arguments(given)
             most = _most(job, max_micro_batch, require_micro_batch)
-            with (
-                _in_words_of_options([*given, "length", "max_micro_batch", "ranks", "fsdp"]),
-                _status(quiet=quiet) as on_part,
-            ):
+            with _in_words_of_options([*given, "max_micro_batch", "ranks", "fsdp"]), _progress(quiet=quiet):
                 made = _report_of(
                     job,
                     gpus=gpus,
@@ -132,11 +129,7 @@ def report_command(
                     ranks=ranks,
                     fsdp=fsdp,
                     max_micro_batch=most,
-                    length=lengths,
-                    time_limit=limit_s,
-                    on_part=on_part,
                     measure=None if measures else False,
-                    on_trial=(lambda _: None) if quiet else LineProgress().on_trial,
                 )
         made = dataclasses.replace(
             made,
@@ -148,6 +141,8 @@ def report_command(
         _print(made.to_dict() if as_json else made)
         if html is not None:
             made.save_html(html)
+        if snapshot is not None:
+            made.save_snapshot(snapshot)
         code, why = verdict(made, require_free_bytes=free_bytes)
         if why:
             complain(why)
@@ -171,7 +166,7 @@ def verdict(report: Report, *, require_free_bytes: int | None) -> tuple[ExitCode
         return ExitCode.DOES_NOT_FIT, "does not fit on every device requested"
     tight = [one for one in report.predicted if one.verdict == TIGHT]
     if tight and not report.is_optimistic:
-        names = ", ".join(f"{one.card.name} (by {one.estimate.uncertainty:.1%})" for one in tight)
+        names = ", ".join(f"{one.card.name} (by {one.uncertainty:.1%})" for one in tight)
         why = f"predicted to fit, but within the uncertainty of the prediction: {names}; --optimistic accepts that"
         return ExitCode.DOES_NOT_FIT, why
     if report.short:
@@ -245,21 +240,6 @@ def _most(job: Job, asked: int | None, required: int | None) -> int | None:
     return max(required, job.samples_of_target(_first_batch(job)))
 
 
-def _lengths(given: Sequence[str]) -> int | dict[str, int] | None:
-    """Return lengths as `preflight` takes them: one number, or numbers by name."""
-    by_name: dict[str, int] = {}
-    for text in given:
-        name, _, number = text.rpartition("=")
-        is_length = number.isascii() and number.isdigit() and len(number) <= _MOST_DIGITS and int(number) >= 1
-        if not is_length or (not name and len(given) > 1):
-            raise InvalidInputError(
-                f"--length {text} is not a length; pass one number (--length 512), or numbers by the names of the "
-                "batch's sequences (--length input_ids=512 --length labels=64)"
-            )
-        by_name[name] = int(number)
-    return by_name.get("", by_name or None)
-
-
 def _first_batch(job: Job) -> Any:
     try:
         batches = iter(job.get("loader"))
@@ -308,13 +288,25 @@ def _check_required(required: int | None, most: int | None) -> None:
 
 
 @contextlib.contextmanager
-def _status(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows the current part on a terminal, and nothing elsewhere."""
-    if quiet or not is_terminal(sys.stderr):
-        yield lambda _: None
+def _progress(*, quiet: bool) -> Iterator[None]:
+    """Write what is being done, and each trial, to stderr."""
+    log, handler = logging.getLogger("autoaccum.report"), _ToStderr()
+    if quiet:
+        yield
         return
-    with Console(stderr=True).status("") as status:
-        yield status.update
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+
+
+class _ToStderr(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        write_line(f"autoaccum: {record.getMessage()}")
 
 
 def _print(result: RenderableType | dict[str, Any]) -> None:

@@ -67,6 +67,7 @@ class Part(NamedTuple):
         larger: Micro-batch size that it requests from the next window on, if ranks agree on sizes; None for no request.
         is_stale: Whether the weights that parts were given beforehand do not hold by what it knows of the losses now.
         variance: The variance of its gradients, if noise was measured.
+        failed: What ran out of memory on it since its last message: samples and widths.
     """
 
     samples: int
@@ -77,6 +78,7 @@ class Part(NamedTuple):
     larger: int | None = None
     variance: float | None = None
     is_stale: bool = False
+    failed: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 class DataParallel(Peers):
@@ -124,6 +126,8 @@ class DataParallel(Peers):
         self._known_before = b""
         self._begun: Window | None = None
         self._windows = 0
+        own = (step.memory.name, step.memory.reading().total_bytes, step.options.memory_limit)
+        self._are_like = [one == own for one in ranks.exchange("devices", own)]
         # The first collective allocates GPU memory for all later ones: better now than next to a window's activations.
         ranks.add_up(self._norm)
 
@@ -263,10 +267,15 @@ class DataParallel(Peers):
             wishes=self._wishes(),
             variance=None if given.spread is None else given.spread.variance,
             is_stale=shares != (self.share is not None) or (shares and known != self._known_before),
+            failed=tuple(self._sizing.failed),
         )
+        self._sizing.failed.clear()
         # New for every window, since the last one's values are read later; and allocated before the others wait for it.
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         self._hear(mine)
+        for part, is_like in zip(self.parts, self._are_like, strict=True):
+            if part.failed and is_like:  # else every rank would find it out by failing, and the others wait each time
+                work.adopt(part.failed)
         if len({part.known for part in self.parts}) == 1 and not any(part.is_stale for part in self.parts):
             return True
         self._learn_from_others()

@@ -17,7 +17,7 @@ from autoaccum.errors import InvalidInputError, SavingRefusedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# The most tokens computed at once: more take more memory, and are no faster (benchmarks/chunked_loss.py).
+# The most tokens computed at once: more take more memory, and are no faster (benchmarks/results/chunked_loss.json).
 CHUNK = 1024
 # Fewer tokens than four chunks are computed in four parts, but of no fewer than these: kernels become small, and the
 # head's weight is read for each.

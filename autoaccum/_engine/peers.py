@@ -14,7 +14,7 @@ from autoaccum._engine.gradients import WindowResult
 from autoaccum._loss.reported import means
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import nn
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.gradients import Losses, PartResult
     from autoaccum._engine.optimizer_step import Updates
     from autoaccum._loss.loss_weights import Slot
+    from autoaccum._sizing.frontier import Widths
     from autoaccum._sizing.sizing import Sizing
 
     BeforeUpdate = Callable[[Losses, int], None]
@@ -49,6 +50,9 @@ class Work(Protocol):
 
     def start_over(self, share: SharedWeights | None = None) -> None:
         """Restore everything to its state before the window."""
+
+    def adopt(self, failed: Iterable[tuple[int, Widths]]) -> None:
+        """Make micro-batches smaller that ran out of memory, of so many samples of these widths, on a like process."""
 
 
 class Talk(Protocol):

@@ -174,12 +174,12 @@ def _search(
     running = Trials(step, batch, whole, max_micro_batch)
     trials: list[Trial] = []
     frontier = Frontier() if frontier is None else frontier
-    search, widths = Search(frontier), repeating(batch, 1, step.objective.split).widths()[0][0][1]
     if begins_with is None or begins_with > max_micro_batch:
         frontier.forget()
         begins_with = None
-    size = begins_with or search.next_trial(widths, max_micro_batch, None)
-    while size is not None:
+    search = Search(frontier, begins_with=begins_with)
+    ((_, widths),) = repeating(batch, 1, step.objective.split).widths()[0]
+    while (size := search.next_trial(widths, max_micro_batch, running.free_bytes)) is not None:
         line = frontier.line(widths)
         try:
             trials.append(running.run(size, expected_bytes=0 if line is None else int(line.at(size))))
@@ -190,18 +190,8 @@ def _search(
             reason = f"one sample alone is refused: {error}"
             raise sample_does_not_fit(step, reason, sample=running.sample()) from error
         on_trial(trials[-1])
-        if trials[-1].fits:
-            frontier.note(size, widths)
-            if (extra := running.extra_bytes(size)) is not None:
-                frontier.measure(size, widths, max(1, extra))
-            if begins_with is not None:
-                break
-        else:
-            if begins_with is not None:
-                frontier.forget()
-                begins_with = None
-            frontier.fail(size, widths)
-        size = search.next_trial(widths, max_micro_batch, running.free_bytes)
+        fits = trials[-1].fits
+        search.tried(size, widths, running.extra_bytes(size) if fits else None, fits=fits)
     answer = max((trial.size for trial in trials if trial.fits), default=None)
     if answer is None:
         lack = running.lack

@@ -160,6 +160,11 @@ class SteadyPath:
                 return None
         return KnownWindow(batch, known.structure, kinds, is_split=known.is_split)
 
+    def cut_anew(self) -> None:
+        """Ask again for the sizes of micro-batches: some have failed, here or elsewhere."""
+        for known in self._known.values():
+            known.plan = None
+
     def void(self) -> None:
         """Take the careful path with the next window, whatever its structure."""
         self._state = None
@@ -192,7 +197,7 @@ class SteadyPath:
 
     # --- a window -----------------------------------------------------------------------------------------------------
 
-    def run(self, window: Window, at: Progress) -> PartResult:  # noqa: C901, PLR0915 - calls would cost on this path
+    def run(self, window: Window, at: Progress) -> PartResult:  # noqa: C901, PLR0912, PLR0915 - calls would cost on this path
         """Run a window from its start.
 
         Args:

@@ -37,7 +37,7 @@ from autoaccum._system import signals
 from autoaccum.errors import DoesNotFitError, StateDamagedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import nn
 
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.peers import GradientPeers, SharedWeights
     from autoaccum._records import MemoryEvent, Plan
+    from autoaccum._sizing.frontier import Widths
     from autoaccum._sizing.sizing import Sizing
     from autoaccum._system.notices import Notices
 
@@ -396,6 +397,7 @@ class Engine:
         if damage := self._damage():
             raise StateDamagedError(f"memory ran out after {damage}, and begin with smaller micro-batches")
         self._ran_out, self._sizes_are_fixed = True, False
+        self.steady.cut_anew()
         if lack.size is None or not self._sizing.is_learning:  # trials are expected to fail
             self.lacks.append(lack)
             self._events.ran_out(lack)
@@ -408,6 +410,12 @@ class Engine:
                 refused.where = self._window, self._sizing.start
             raise refused
         self._room.follow(self._sizing.plan)
+
+    def adopt(self, failed: Iterable[tuple[int, Widths]]) -> None:
+        """Make micro-batches smaller that ran out of memory on another process with as much memory."""
+        if self._sizing.adopt(failed):
+            self._sizes_are_fixed = False
+            self.steady.cut_anew()
 
     def _damage(self) -> str:
         """Return what the failed window has written that cannot be restored, in words; "" for nothing."""

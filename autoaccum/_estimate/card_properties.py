@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._estimate.replaced import replaced
+from autoaccum._estimate.own_thread import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

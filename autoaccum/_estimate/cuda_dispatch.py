@@ -19,7 +19,7 @@ from autoaccum._estimate.card_properties import CardAnswers
 from autoaccum._estimate.cuda_kernels import LAST, runs_channels_last
 from autoaccum._estimate.cudnn_recurrent import is_recurrent, recurrent
 from autoaccum._estimate.fake_backward import backward, backward_from, functions_heard
-from autoaccum._estimate.replaced import replaced
+from autoaccum._estimate.own_thread import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -82,7 +82,7 @@ def attention(
             attn_mask = attn_mask.to(to)
     head = query.shape[-1]
     refused = query.dim() != 4 or head != value.shape[-1] or (enable_gqa and attn_mask is not None)  # noqa: PLR2004 - (N, heads, length, head)
-    # check_last_dim_stride_equals_1_dense there: T5's mask is a turned table of biases.
+    # check_last_dim_stride_equals_1_dense there: no fused kernel takes a turned mask.
     if refused or any(part is not None and part.stride(-1) != 1 for part in (query, key, value, attn_mask)):
         return _products(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if attn_mask is None and query.dtype in _HALVES and head <= _FLASH_HEAD:

@@ -36,7 +36,7 @@ from autoaccum._estimate.card_properties import CardAnswers
 from autoaccum._estimate.cuda_kernels import workspace
 from autoaccum._estimate.fake import Stage, batch_like, built_on_meta, drops_layers, keep_every_layer, why_stuck
 from autoaccum._estimate.fake_step import FakePrecision, LooseObjective, Rehearsal
-from autoaccum._estimate.replaced import ONE_AT_A_TIME
+from autoaccum._estimate.own_thread import ONE_AT_A_TIME
 from autoaccum._estimate.step_sizes import TracedSizes
 from autoaccum._estimate.trace import Traced
 from autoaccum._estimate.uncertainty import margin_for

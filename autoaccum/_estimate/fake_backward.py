@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import get_gradient_edge
 
-from autoaccum._estimate.replaced import replaced
+from autoaccum._estimate.own_thread import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -40,8 +40,8 @@ def load_recipe(recipe: str) -> Job:
         InvalidInputError: There is no such file or function, or it did not return a Job.
         RecipeError: It raised or exited.
     """
-    path, name = _split(recipe)
-    with _importable(path.parent):  # for the call too: the function may import its neighbours
+    path, name = parts_of(recipe)
+    with importable(path.parent):  # for the call too: the function may import its neighbours
         with raises_told(f"the recipe {str(path)!r}"):
             module = _imported(path)
         function = _function(module, name, path)
@@ -74,7 +74,12 @@ def raises_told(what: str) -> Iterator[None]:
         raise RecipeError(f"{what} raised {type(error).__name__}: {error}; correct the recipe") from error
 
 
-def _split(recipe: str) -> tuple[Path, str]:
+def parts_of(recipe: str) -> tuple[Path, str]:
+    """Return the file and the name of the function of "RECIPE.py:function".
+
+    Raises:
+        InvalidInputError: There is no such file, or the name is none.
+    """
     path, name = Path(recipe), DEFAULT_FUNCTION
     before, colon, after = recipe.rpartition(":")
     if colon and not path.exists():
@@ -90,7 +95,8 @@ def _split(recipe: str) -> tuple[Path, str]:
 
 
 @contextlib.contextmanager
-def _importable(folder: Path) -> Iterator[None]:
+def importable(folder: Path) -> Iterator[None]:
+    """Let a file of the user's import its neighbours while entered."""
     sys.path.insert(0, str(folder))
     try:
         yield

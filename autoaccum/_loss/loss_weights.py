@@ -273,8 +273,9 @@ class LossWeights:
             what = "is" if forms[0].is_read else "cannot be read from its graph, and is"
             raise InvalidInputError(
                 f"loss {name!r} {what} neither a mean nor a sum over samples: micro-batches do not give the gradient "
-                "of the whole batch. Return a (sum, weight) pair; pass loss_scope='window' if the loss compares "
-                "samples; or loss_reduction='mean' to average micro-batches all the same"
+                "of the whole batch. Return a (sum, weight) pair; pass loss_scope='window' to fit, Runner or "
+                "Accumulator if the loss compares samples; or loss_reduction='mean' to average micro-batches all the "
+                "same"
             )
         for number in doubtful:
             term = f"{forms[number].name!r}" if forms[number].name else f"term {number + 1} of {len(forms)}"

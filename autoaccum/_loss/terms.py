@@ -275,8 +275,8 @@ def compares_samples(name: str) -> InvalidInputError:
     return InvalidInputError(
         f"loss {name!r} gives samples other losses together than in two parts, as weights divided by their batch mean "
         "do: micro-batches do not give the gradient of the whole batch. Return a (sum, weight) pair of "
-        "what each sample adds; pass loss_scope='window' if the loss compares samples; or loss_reduction='mean' to "
-        "average micro-batches all the same"
+        "what each sample adds; pass loss_scope='window' to fit, Runner or Accumulator if the loss compares samples; "
+        "or loss_reduction='mean' to average micro-batches all the same"
     )
 
 

@@ -6,6 +6,7 @@ bit for bit as before; only the model's device may change, if something is measu
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -14,18 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from autoaccum._arguments import (
-    check_bool,
-    check_call,
-    check_function,
-    check_positive_int,
-    check_positive_number,
-    shown,
-)
+from autoaccum._arguments import check_bool, check_call, check_positive_int, shown
 from autoaccum._data.batches import count
 from autoaccum._data.loaders import check_loader
+from autoaccum._data.nesting import tensors_in
 from autoaccum._data.sample_sizes import by_size
-from autoaccum._data.splits import is_first
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble, check_shapes
 from autoaccum._engine.batchnorm import BatchNorms
@@ -34,24 +28,22 @@ from autoaccum._engine.options import Options
 from autoaccum._engine.precision import own_half_type
 from autoaccum._engine.saving_names import check_memory
 from autoaccum._engine.savings import Savings
-from autoaccum._estimate.estimate import trace_step
+from autoaccum._estimate.estimate import NotTracedError, trace_step
 from autoaccum._estimate.fake import built_on_meta
 from autoaccum._estimate.gpus import DISPLAY_MIB, card_named, custom_card, display_bytes, with_display
 from autoaccum._estimate.moments import condensed
+from autoaccum._estimate.ranks import in_buckets, sharding
 from autoaccum._loss.objective import Objective
 from autoaccum._memory.host import Host
 from autoaccum._oom import let_go
 from autoaccum._report import Report
 from autoaccum._report.capacity import Asked, measure_on, predict
-from autoaccum._report.durations import seconds_in
 from autoaccum._report.loader_speed import first_batches, listen_to, samples_of
-from autoaccum._report.many_ranks import ManyRanks
 from autoaccum._report.records import HostFacts, Subject
 from autoaccum._report.remedies import Place, Remedies, are_due, computes_bf16
 from autoaccum._report.savings import names_in, saving, together
-from autoaccum._report.sequence_lengths import may_vary, of_length
-from autoaccum._report.wording import format_seconds
 from autoaccum._system.notices import Notices
+from autoaccum._system.own_code import raised_here
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -66,11 +58,11 @@ if TYPE_CHECKING:
     from autoaccum._estimate.moments import StepMemory
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
-    from autoaccum._records import Trial
-    from autoaccum._report.records import Lengths, LoaderFacts, Measured, Predicted, Remedy
+    from autoaccum._report.records import LoaderFacts, Measured, Predicted, Remedy
 
 
-# Batches of a loader whose sequence lengths are read.
+_LOG = logging.getLogger("autoaccum.report")
+# Batches of a loader of which the largest counts.
 _LOOKED_AT = 8
 
 
@@ -97,13 +89,7 @@ def preflight(
     ranks: int = 1,
     fsdp: bool = False,
     loader: Iterable[Any] | None = None,
-    length: int | Mapping[str, int] | None = None,
-    epochs: int | None = None,
-    max_steps: int | None = None,
-    time_limit: float | str | None = None,
     measure: bool | None = None,
-    on_trial: Callable[[Trial], None] = lambda _: None,
-    on_part: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Report whether and how a job can be trained: measured on a device at hand, predicted for others.
 
@@ -134,18 +120,10 @@ def preflight(
         ranks: The processes that train together, each with a device and its share of `target_batch`. Predictions count
             the buckets through which gradients are sent.
         fsdp: Whether the model is sharded over the ranks by `fully_shard`, each repeated block and then the whole.
-        loader: The loader; its speed is measured by iterating over it briefly.
-        length: The sequence length; batches are cut or padded to it. If the sequences of a batch differ in length, a
-            mapping by their names in the batch: `{"input_ids": 512, "labels": 64}`. None keeps the batch's length, or
-            the longest in the loader's first batches if those differ.
-        epochs: As for `fit`; with this or `max_steps` the report estimates the time of the whole training.
-        max_steps: As for `fit`.
-        time_limit: The time allowed for the whole training, in seconds or as "12h" or "1-12:00:00"; the report warns if
-            training takes longer.
+        loader: The loader; its speed is measured by iterating over it briefly. If its first batches differ in size, the
+            report is of the largest of them, in place of `batch`.
         measure: Whether to measure on a device at hand. None measures, unless cards are given and there is neither
             `device` nor an accelerator.
-        on_trial: Called after each trial.
-        on_part: Called with a short description before each slow part.
 
     Returns:
         The report. That nothing fits is a result, not an error.
@@ -156,59 +134,53 @@ def preflight(
     """
     check_positive_int("target_batch", target_batch)
     options = Options.of(preflight, locals())
-    group = ManyRanks(ranks, target_batch, fsdp)
-    most = group.share if max_micro_batch is None else check_positive_int("max_micro_batch", max_micro_batch)
-    _check_ways(measure, loader, split, on_trial, on_part)
-    limit_s = _limit_s(epochs, max_steps, time_limit)
-    batch, lengths = _at_length(batch, loader, length, split)
-    batch = by_size(batch, split)  # as training takes them
+    share = _share(ranks, target_batch, fsdp)
+    most = share if max_micro_batch is None else check_positive_int("max_micro_batch", max_micro_batch)
+    if measure is not None:
+        check_bool("measure", measure)
+    if loader is not None:
+        check_loader("loader", loader, split)
+    count(batch, split)
+    notices = Notices(silent=True)
+    # As training takes them: the largest first.
+    batch = by_size(_largest_of(batch, loader, notices), split)
     cards = _cards(gpus, device_memory, display)
     measures = _measures(measure, cards, device)
-    notices = Notices(silent=True)
     limits_cards = not (measures and _is_host(device))
-    about_cards = _about_room(cards, memory_limit, display, limits_cards=limits_cards)
-    for note in (*about_cards, *group.notes):
-        notices.say(note)
+    _say_of_room(notices, cards, memory_limit, display, limits_cards=limits_cards)
+    _say_of_ranks(notices, ranks, share, fsdp)
     adapt = saving(names_in(memory, notices))
     made = _made(model, notices, on_meta=not measures)
-    asked = Asked(batch, group.share, most, memory_limit, loss_scope)
-
+    asked = Asked(batch, share, most, memory_limit, loss_scope)
+    of_cards = asked if limits_cards else replace(asked, memory_limit=None)
+    on_rank = _rank_of(made, ranks, fsdp)
     way: dict[str, Any] = {"loss": loss, "forward": forward, "loss_reduction": loss_reduction, "split": split}
-
-    def predicted_for(made: nn.Module) -> tuple[Objective, torch.optim.Optimizer, tuple[Predicted, ...]]:
-        objective = Objective(made, notices=notices, **way)
-        chosen = optimizers.resolve(optimizer, objective.modules, notices)
-        of_cards = asked if limits_cards else replace(asked, memory_limit=None)
-        tracing = {"optimizer": chosen, "adapt": adapt, **way}
-        predicted = _predicted(of_cards, cards, made, precision, on_part, group.changed(made), **tracing)
-        return objective, chosen, predicted
-
-    objective, chosen, predicted = predicted_for(made)
+    objective = Objective(made, notices=notices, **way)
+    chosen = optimizers.resolve(optimizer, objective.modules, notices)
+    way |= {"optimizer": chosen, "adapt": adapt}
+    warnings: list[str] = []
+    predicted: list[Predicted] = []
+    timelines: dict[str, Timeline] = {}
+    try:
+        for one, timeline in _predicted(of_cards, cards, made, precision, on_rank, way):
+            predicted.append(one)
+            timelines[one.card.name] = timeline
+    except NotTracedError as error:
+        if not measures:
+            raise
+        warnings.append(f"not predicted for {', '.join(card.name for card in cards)}: {error}")
     measured: Measured | None = None
-    warnings: tuple[str, ...] = ()
     if measures:
         backend = devices.resolve(device, made, notices)
-        ways = (
-            partial(assemble, made, replace(options, optimizer=chosen), memory=backend, notices=notices),
-            partial(_traced, asked, made, {"optimizer": chosen, "adapt": adapt, **way}),
-        )
-        measured, warnings = _measured(asked, backend, *ways, on_trial, on_part, memory, notices)
-    remedies_on, remedies, of_remedies = _remedies(
-        asked,
-        measured,
-        predicted,
-        made,
-        chosen,
-        on_part,
-        {**way, "adapt": adapt},
-        group.changed(made),
-    )
+        put_together = partial(assemble, made, replace(options, optimizer=chosen), memory=backend, notices=notices)
+        measured, told = _measured(asked, backend, put_together, memory, notices)
+        warnings += told
+        measured = replace(measured, step_memory=_traced(asked, made, way, measured))
+    remedies_on, remedies, of_remedies = _remedies(asked, measured, predicted, made, way, on_rank)
     facts = None
-    if measured is not None:
-        if loader is not None:
-            on_part("timing the loader")
-            measured, facts = _with_loader(loader, measured, count(batch, split), split)
-        measured = _to_the_end(measured, group.share, epochs, max_steps, limit_s)
+    if measured is not None and loader is not None:
+        _LOG.info("timing the loader")
+        measured, facts = _with_loader(loader, measured, count(batch, split), split)
     return Report(
         subject=replace(
             _subject(made, chosen, asked),
@@ -218,35 +190,74 @@ def preflight(
             is_sharded=fsdp,
         ),
         measured=measured,
-        predicted=predicted,
+        predicted=tuple(predicted),
         host=_host(),
         loader=facts,
         remedies=remedies,
         remedies_on=remedies_on,
-        lengths=lengths,
         warnings=(
-            *_length_warnings(lengths),
             *warnings,
             *_plan_warnings(objective.modules, batchnorm, measured, predicted, facts),
-            *_time_warnings(measured, limit_s),
             *of_remedies,
         ),
-        notes=tuple(dict.fromkeys([*notices.texts, *(note for one in predicted for note in one.estimate.notes)])),
+        notes=tuple(dict.fromkeys([*notices.texts, *(note for one in predicted for note in one.notes)])),
+        timelines=timelines,
     )
+
+
+def _share(ranks: int, target_batch: int, fsdp: bool) -> int:
+    """Check the arguments `ranks` and `fsdp`, and return the samples per update on one rank."""
+    check_positive_int("ranks", ranks)
+    check_bool("fsdp", fsdp)
+    if ranks > target_batch:
+        raise InvalidInputError(
+            f"ranks={ranks}: a target batch of {target_batch} has not one sample for each; use fewer ranks, or a "
+            "larger target batch"
+        )
+    if fsdp and ranks == 1:
+        raise InvalidInputError("fsdp=True: nothing is sharded over one rank; pass ranks=, such as ranks=8")
+    return -(-target_batch // ranks)
+
+
+def _rank_of(model: nn.Module, ranks: int, fsdp: bool) -> Callable[[Timeline], Timeline]:
+    """Return what makes the step of one rank from that of a process that trains alone."""
+    if ranks == 1:
+        return lambda timeline: timeline
+    return sharding(model, ranks) if fsdp else in_buckets
+
+
+def _say_of_ranks(notices: Notices, ranks: int, share: int, fsdp: bool) -> None:
+    if ranks > 1:
+        how = "each holds the whole model, and buckets of gradients"
+        if fsdp:
+            how = "fully_shard of each repeated block and of the model, which was not confirmed on GPUs"
+        notices.say(
+            f"ranks: {share} samples on each of {ranks}; {how}; the network library's own memory is not counted"
+        )
+
+
+def _largest_of(batch: Any, loader: Iterable[Any] | None, notices: Notices) -> Any:
+    """Return the batch with the most numbers of a loader's first, whose sequences may differ in length."""
+    several = [] if loader is None else first_batches(loader, _LOOKED_AT)
+    sizes = [sum(tensor.numel() for tensor in tensors_in(one)) for one in several]
+    if not sizes or min(sizes) == max(sizes):
+        return batch
+    notices.say(
+        f"batches: the first {len(sizes)} of the loader differ in size; the report is of the largest, and a larger one "
+        "takes more"
+    )
+    return several[sizes.index(max(sizes))]
 
 
 def _measured(
     asked: Asked,
     backend: MemoryBackend,
     put_together: Callable[[], TrainingStep],
-    trace: Callable[[Measured], StepMemory | None],
-    on_trial: Callable[[Trial], None],
-    on_part: Callable[[str], None],
     memory: str | Sequence[str] | None,
     notices: Notices,
 ) -> tuple[Measured, tuple[str, ...]]:
     """Measure steps that save memory as asked, and put the model back as it was."""
-    on_part(f"measuring on {backend.name}")
+    _LOG.info("measuring on %s", backend.name)
     names = names_in(memory, notices)
     check_memory(names, backend)
     with ExitStack() as saved:
@@ -257,89 +268,45 @@ def _measured(
             saved.enter_context(kept.in_force())
             return step
 
-        measured, warnings = measure_on(asked, backend, saving_memory, on_trial)
-    on_part("tracing a step")
-    return replace(measured, step_memory=trace(measured)), warnings
+        return measure_on(asked, backend, saving_memory)
 
 
-def _traced(asked: Asked, model: nn.Module, what: Mapping[str, Any], measured: Measured) -> StepMemory | None:
+def _traced(asked: Asked, model: nn.Module, way: Mapping[str, Any], measured: Measured) -> StepMemory | None:
     """Trace the step that was measured, to see who holds its memory; None if that cannot be done on fake tensors."""
     kind = measured.device.device.partition(":")[0]
     # A loss over the whole window runs every micro-batch twice, which a trace does not.
     if kind not in ("cpu", "cuda") or asked.loss_scope != "micro_batch":
         return None
+    _LOG.info("tracing a step")
     size = 1 if measured.plan is None else measured.plan.micro_batch
-    how: dict[str, Any] = {
-        "kind": kind,
-        "precision": measured.precision or "fp32",
-        "sizes": [size],
-        "most": size,
-    }
+    how: dict[str, Any] = {"kind": kind, "precision": measured.precision or "fp32", "sizes": [size], "most": size}
     try:
-        tensor_float = computes_bf16(measured.device.device)
-        traced = trace_step(model, asked.batch, tensor_float=tensor_float, **how, **what)
+        traced = trace_step(model, asked.batch, tensor_float=computes_bf16(measured.device.device), **how, **way)
         return condensed(traced.step_of(size))
-    except Exception as error:  # noqa: BLE001 - it ran for real, and the report does not fail for lack of a picture
+    except Exception as error:
+        # It ran for real, and the report does not fail for lack of a picture.
+        if raised_here(error) and not isinstance(error, InvalidInputError):
+            raise
         let_go(error)
         return None
 
 
-def _at_length(
-    batch: Any, loader: Iterable[Any] | None, length: int | Mapping[str, int] | None, split: Split | None
-) -> tuple[Any, Lengths | None]:
-    """Return the batch at the length that the report holds for, and the lengths seen; None without sequences."""
-    count(batch, split)
-    if is_first(split):
-        further = [] if loader is None or not may_vary(batch) else first_batches(loader, _LOOKED_AT)
-        return of_length(batch, further, length)
-    if length is not None:
-        raise InvalidInputError(
-            f"length={shown(length)} cuts or pads tensors whose first dimension is the samples, and with "
-            f"split={shown(split)} they are not so; pass a batch of that length"
-        )
-    return batch, None
-
-
-def _about_room(
-    cards: Sequence[Card], memory_limit: float | str | None, display: int | str | None, *, limits_cards: bool
-) -> Iterator[str]:
-    """Yield what is assumed of the cards' memory."""
+def _say_of_room(
+    notices: Notices,
+    cards: Sequence[Card],
+    memory_limit: float | str | None,
+    display: int | str | None,
+    *,
+    limits_cards: bool,
+) -> None:
+    """Say what is assumed of the cards' memory."""
     if memory_limit is not None and cards and not limits_cards:
-        yield f"memory_limit={memory_limit!r}: the CPU's, on which is measured; the cards are not limited"
+        notices.say(f"memory_limit={memory_limit!r}: the CPU's, on which is measured; the cards are not limited")
     if display is None and (with_outputs := [card.name for card in cards if card.has_outputs]):
-        yield (
+        notices.say(
             f"display: none is assumed on {', '.join(with_outputs)}; one took {DISPLAY_MIB[0]} to {DISPLAY_MIB[1]} MiB "
             "of RTX 4090s (--display SIZE, in Python display=)"
         )
-
-
-def _check_ways(measure: object, loader: object, split: Split | None, on_trial: object, on_part: object) -> None:
-    if measure is not None:
-        check_bool("measure", measure)
-    if loader is not None:
-        check_loader("loader", loader, split)
-    check_function("on_trial", on_trial, "trial")
-    check_function("on_part", on_part, "text")
-
-
-def _limit_s(epochs: int | None, max_steps: int | None, time_limit: float | str | None) -> float | None:
-    """Check the length of the training and its time limit; return the limit in seconds."""
-    for name, number in (("epochs", epochs), ("max_steps", max_steps)):
-        if number is not None:
-            check_positive_int(name, number)
-    if time_limit is None:
-        return None
-    if isinstance(time_limit, str):
-        return seconds_in(time_limit, name="time_limit")
-    return check_positive_number("time_limit", time_limit)
-
-
-def _length_warnings(lengths: Lengths | None) -> list[str]:
-    if lengths is None or not lengths.varies or lengths.is_asked:
-        return []
-    seen = f"{lengths.batches} batches hold sequences of length {lengths.shortest} to {lengths.longest}"
-    holds = f"this report holds for length {lengths.used}, the longest seen"
-    return [f"{seen}: {holds}; pass the longest length expected (--length, in Python length=)"]
 
 
 def _is_host(device: object) -> bool:
@@ -392,28 +359,26 @@ def _predicted(
     cards: Sequence[Card],
     model: nn.Module,
     precision: str,
-    on_part: Callable[[str], None],
     on_rank: Callable[[Timeline], Timeline],
-    **what: Any,
-) -> tuple[Predicted, ...]:
-    """Trace the step once for each precision the cards would use, with and without TF32.
+    way: dict[str, Any],
+) -> Iterator[tuple[Predicted, Timeline]]:
+    """Trace the step once for each precision the cards would use, with and without TF32; yield what fits on each.
 
     Cards of which the model asks what they answer differently each have a trace of their own.
     """
     traced: dict[tuple[str, bool], list[Traced]] = {}
-    predicted = []
     for card in cards:
         name = _precision_on(card, model, precision)
-        on_part(f"predicting for {card.name} in {name}")
+        _LOG.info("predicting for %s in %s", card.name, name)
         known = traced.setdefault((name, card.tensor_float), [])
         fitting = next((one for one in known if one.holds_for(card)), None)
         if fitting is None:
-            options = what | {"precision": name, "tensor_float": card.tensor_float, "card": card}
-            step = trace_step(model, asked.batch, kind="cuda", most=asked.most, **options)
-            fitting = step.changed(on_rank)
+            options = {"precision": name, "tensor_float": card.tensor_float, "card": card, "most": asked.most}
+            fitting = trace_step(model, asked.batch, kind="cuda", **way | options).changed(on_rank)
             known.append(fitting)
-        predicted.append(predict(asked, card, name, fitting.estimate(card)))
-    return tuple(predicted)
+        estimate = fitting.estimate(card)
+        found = predict(asked, card, name, estimate)
+        yield found, estimate.timeline(found.footprint.size)
 
 
 def _remedies(
@@ -421,62 +386,80 @@ def _remedies(
     measured: Measured | None,
     predicted: Sequence[Predicted],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    on_part: Callable[[str], None],
     way: Mapping[str, Any],
     on_rank: Callable[[Timeline], Timeline],
 ) -> tuple[str | None, tuple[Remedy, ...], tuple[str, ...]]:
     """Return the first device that needs a smaller step, the remedies for it, and warnings."""
     if asked.loss_scope != "micro_batch":
         return None, (), ()
-    on_part("looking for remedies")
-    places: list[tuple[str, Place]] = []
-    if measured is not None and are_due(measured.micro_batch, asked.target_batch):
-        device = measured.device
-        place = Place(
-            kind="cuda" if device.device.startswith("cuda") else "cpu",
-            card=None,
-            room_bytes=device.room_bytes,
-            unlimited_bytes=None if device.limit_bytes is None else max(device.free_bytes, device.room_bytes),
-            holds_model=device.holds_model,
-            precision=measured.precision or "fp32",
-            half=computes_bf16(device.device),
-            failed=1 if measured.micro_batch == 0 else measured.smallest_failed,
-        )
-        places.append((device.name, place))
-    for one in predicted:
-        if are_due(one.safe_micro_batch, asked.target_batch):
-            is_limited = one.room_bytes < one.card.free_bytes
-            place = Place(
-                kind="cuda",
-                card=one.card,
-                room_bytes=one.room_bytes,
-                unlimited_bytes=one.card.free_bytes if is_limited else None,
-                holds_model=True,
-                precision=one.precision,
-                half=one.card.bf16,
-            )
-            places.append((one.card.name, place))
+    places = list(_places(asked, measured, predicted))
     if not places:
         return None, (), ()
     (name, place), *further = places
+    if place.kind not in ("cpu", "cuda"):
+        return None, (), (f"what would help on {name}: not predicted for {place.kind}",)
+    _LOG.info("looking for what would help on %s", name)
 
     def trace(**options: Any) -> Traced:
         adapt = together([way["adapt"], options.get("adapt")])  # beside what is in force already
-        step = trace_step(**{"model": model, "optimizer": optimizer, **way} | options | {"adapt": adapt})
+        step = trace_step(**{"model": model} | dict(way) | options | {"adapt": adapt})
         return step if place.card is None else step.changed(on_rank)
 
-    cards = [one.card for one in predicted]
-    remedies = Remedies(asked, place, trace, model, optimizer, cards).all()
+    try:
+        tried = Remedies(asked, place, trace, model, way["optimizer"], [one.card for one in predicted])
+        remedies = tried.all()
+    except NotTracedError as error:  # it was measured
+        return None, (), (f"what would help on {name}: {error}",)
     warnings = []
     if not remedies:
         warnings.append(f"what would help on {name}: none of the changes tried")
+    if tried.failed:
+        warnings.append(f"what would help on {name}: the model fails with {', '.join(tried.failed)}")
     if further:
         others = " and ".join(other for other, _ in further)
         warnings.append(
             f"remedies are listed only for {name}, the first that needs them; for {others} run a report without it"
         )
     return name, remedies, tuple(warnings)
+
+
+def _places(asked: Asked, measured: Measured | None, predicted: Sequence[Predicted]) -> Iterator[tuple[str, Place]]:
+    """Yield the devices that need a smaller step."""
+
+    def are_due_on(found: Measured | Predicted, largest: int) -> bool:
+        held = None if found.step_memory is None else found.step_memory.at_peak.bytes_by_kind
+        return are_due(largest, asked.target_batch, held)
+
+    if measured is not None and are_due_on(measured, measured.micro_batch):
+        device = measured.device
+        yield (
+            device.name,
+            Place(
+                kind=device.device.partition(":")[0],
+                card=None,
+                room_bytes=device.room_bytes,
+                unlimited_bytes=None if device.limit_bytes is None else max(device.free_bytes, device.room_bytes),
+                holds_model=device.holds_model,
+                precision=measured.precision or "fp32",
+                half=computes_bf16(device.device),
+                failed=1 if measured.micro_batch == 0 else measured.smallest_failed,
+            ),
+        )
+    for one in predicted:
+        if are_due_on(one, one.safe_micro_batch):
+            is_limited = one.room_bytes < one.card.free_bytes
+            yield (
+                one.card.name,
+                Place(
+                    kind="cuda",
+                    card=one.card,
+                    room_bytes=one.room_bytes,
+                    unlimited_bytes=one.card.free_bytes if is_limited else None,
+                    holds_model=True,
+                    precision=one.precision,
+                    half=one.card.bf16,
+                ),
+            )
 
 
 def _precision_on(card: Card, model: nn.Module, asked: str) -> str:
@@ -504,36 +487,6 @@ def _with_loader(
         in_turns = heard is not None and not heard.workers
         epoch_s = trains_s + loads_s if in_turns else max(trains_s, loads_s)
     return replace(measured, pace=replace(pace, epoch_samples=samples, epoch_s=epoch_s)), heard
-
-
-def _to_the_end(
-    measured: Measured, target_batch: int, epochs: int | None, max_steps: int | None, limit_s: float | None
-) -> Measured:
-    """Estimate the time of the whole training, which epochs or steps end."""
-    pace = measured.pace
-    if pace is None:
-        return measured
-    whole = []
-    if epochs is not None and pace.epoch_s is not None:
-        whole.append(epochs * pace.epoch_s)
-    if max_steps is not None:
-        with_loader = pace.epoch_s is not None and pace.epoch_samples
-        sample_s = pace.epoch_s / pace.epoch_samples if with_loader else 1 / pace.samples_per_s  # type: ignore[operator]
-        whole.append(max_steps * target_batch * sample_s)
-    return replace(measured, pace=replace(pace, training_s=min(whole, default=None), limit_s=limit_s))
-
-
-def _time_warnings(measured: Measured | None, limit_s: float | None) -> list[str]:
-    if limit_s is None:
-        return []
-    pace = None if measured is None else measured.pace
-    if pace is None or pace.training_s is None:
-        why = "nothing was timed" if pace is None else "its length is unknown (epochs=, max_steps=)"
-        return [f"cannot estimate whether training finishes within {format_seconds(limit_s)}: {why}"]
-    if pace.training_s <= limit_s:
-        return []
-    taken = f"the whole training takes {format_seconds(pace.training_s)} of {format_seconds(limit_s)} allowed"
-    return [f"{taken}: train fewer epochs or steps, allow more time, or continue in another job (checkpoint=)"]
 
 
 def _plan_warnings(

@@ -6,6 +6,7 @@ Predicting runs nothing: an `Estimate` of the step gives the memory of each size
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from autoaccum._report.records import DeviceFacts, Measured, Predicted
 from autoaccum._sizing.planner import plan
 from autoaccum.errors import DoesNotFitError
 
+_LOG = logging.getLogger("autoaccum.report")
 # Of a size that fitted in a trial and not in the rehearsal.
 _LESS = 0.9
 
@@ -58,10 +60,7 @@ class Asked:
 
 
 def measure_on(
-    asked: Asked,
-    memory: MemoryBackend,
-    put_together: Callable[[], TrainingStep],
-    on_trial: Callable[[Trial], None],
+    asked: Asked, memory: MemoryBackend, put_together: Callable[[], TrainingStep]
 ) -> tuple[Measured, tuple[str, ...]]:
     """Measure what fits on a device, and rehearse the plan there.
 
@@ -69,7 +68,6 @@ def measure_on(
         asked: The question.
         memory: The device.
         put_together: Makes the training step and moves the model to the device.
-        on_trial: Called after each trial.
 
     Returns:
         The findings, and warnings. If nothing fits, the findings give the reason.
@@ -83,7 +81,7 @@ def measure_on(
 
     def note(trial: Trial) -> None:
         trials.append(trial)
-        on_trial(trial)
+        _LOG.info("%d samples %s", trial.size, "fit" if trial.fits else "do not fit")
 
     step: TrainingStep | None = None
     try:
@@ -127,8 +125,7 @@ def _rehearsed(
         seen = rehearse(step, asked.batch, chosen, limit_bytes)
     if seen is None:
         return measured, (f"{told[0]}; leave more room (memory_limit=)",)
-    activations = seen.activation_bytes_per_sample
-    measured = replace(measured, footprint=seen.footprint, activation_bytes_per_sample=activations, pace=seen.pace)
+    measured = replace(measured, footprint=seen.footprint, pace=seen.pace)
     return measured, told + seen.warnings
 
 
@@ -165,16 +162,21 @@ def predict(asked: Asked, card: Card, precision: str, estimate: Estimate) -> Pre
     safe = min(largest, estimate.largest(safe_bytes, asked.most))
     chosen = _planned(asked, estimate, safe, safe_bytes) or _planned(asked, estimate, largest, room)
     size = estimate.footprints[0].size if chosen is None else chosen.micro_batch
+    footprint = estimate.at(size, room)
+    known = (*estimate.footprints, footprint)
     return Predicted(
         card,
         precision,
-        estimate,
+        estimate.uncertainty,
         room,
         largest,
+        safe,
         chosen,
-        estimate.at(size, room),
-        is_capped=largest == asked.most and estimate.reserved_bytes(largest) + estimate.bytes_per_sample <= room,
-        safe_micro_batch=safe,
+        footprint,
+        curve=tuple(sorted({one.size: one.reserved_bytes for one in known}.items())),
+        bytes_per_sample=estimate.bytes_per_sample,
+        is_capped=0 < largest == asked.most and estimate.reserved_bytes(largest) + estimate.bytes_per_sample <= room,
+        notes=estimate.notes,
         step_memory=estimate.step_memory(size),
     )
 
@@ -182,10 +184,18 @@ def predict(asked: Asked, card: Card, precision: str, estimate: Estimate) -> Pre
 def _planned(asked: Asked, estimate: Estimate, largest: int, room_bytes: int) -> Plan | None:
     """Return the cut in micro-batches of at most `largest` whose own step fits; None if none does.
 
-    A step of fewer samples may fit where the largest does not, and the reverse: fragments of the cache differ.
+    A step of fewer samples may not fit where the largest does: fragments of the cache differ.
     """
-    for size in range(largest, 0, -1):
-        chosen = asked.plan(size)
-        if estimate.fits(chosen.micro_batch, room_bytes):
-            return chosen
-    return None
+    if largest == 0:
+        return None
+    chosen = asked.plan(largest)
+    if estimate.fits(chosen.micro_batch, room_bytes):
+        return chosen
+    fitting, too_large = 0, largest
+    while too_large - fitting > 1:
+        middle = (fitting + too_large) // 2
+        if estimate.fits(asked.plan(middle).micro_batch, room_bytes):
+            fitting = middle
+        else:
+            too_large = middle
+    return asked.plan(fitting) if fitting else None

@@ -1,155 +1,259 @@
-"""Draws charts of Altair as SVG that needs no script, and as files of other formats.
+"""The report's pictures, as HTML and SVG without a script: they follow the width of the screen, and its light or dark.
 
-Vega-Lite runs inside vl-convert. Both are an extra (`pip install altair vl-convert-python`), imported only here, in
- `_report/charts.py`. Marks with a text of `said` show it where the pointer rests; the style of
-`style_of` sets the colours of dark screens.
+Areas and lines are SVG that is stretched; words are HTML above it, so that they are never distorted. A word never
+crosses the border of what it names: it is cut off there, and the whole is shown where the pointer rests and in the list
+below. Colours of kinds are told apart by colour-blind people too (Okabe and Ito 2008, https://jfly.uni-koeln.de/color/).
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
 from html import escape
-from typing import TYPE_CHECKING, Any, NamedTuple
-from xml.etree import ElementTree as ET
+from typing import TYPE_CHECKING
 
-import vl_convert
+from autoaccum._estimate.moments import KINDS
+from autoaccum._memory.limits import format_bytes
+from autoaccum._report.wording import places_of
 
 if TYPE_CHECKING:
-    import altair as alt
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-# Colours of marks are told apart by colour-blind people too (Okabe and Ito 2008, https://jfly.uni-koeln.de/color/);
-# those of lines and words are darker, to be read on white.
-LIGHT = {
-    "ground": "#ffffff",
-    "text": "#1c1e21",
-    "quiet": "#5f656d",
-    "faint": "#dcdfe3",
-    "band": "#f2f4f6",
-    "good": "#17794a",
-    "care": "#8a5a00",
-    "bad": "#b3261e",
-    "line0": "#0071b1",
-    "line1": "#b94f00",
-    "line2": "#007a59",
-    "line3": "#b0478a",
-    "line4": "#35729a",
-    "line5": "#8f6300",
-}
-DARK = {
-    "ground": "#15181c",
-    "text": "#e6e8eb",
-    "quiet": "#a0a7b0",
-    "faint": "#343a42",
-    "band": "#1e2329",
-    "good": "#5cc691",
-    "care": "#e5b95c",
-    "bad": "#f28b82",
-    "line0": "#56b4e9",
-    "line1": "#f0883e",
-    "line2": "#3fc89d",
-    "line3": "#e08fc0",
-    "line4": "#8ecae6",
-    "line5": "#e6b422",
-}
-LINES = 6
-# The same on light and dark screens, each with what is readable on it.
-KIND_COLOURS = {
-    "parameters": "#0072b2",
-    "buffers": "#999999",
-    "gradients": "#d55e00",
-    "optimizer": "#009e73",
-    "inputs": "#f0e442",
-    "activations": "#56b4e9",
-    "loss": "#cc79a7",
-    "workspace": "#e69f00",
-    "temporary": "#5c5c5c",
-    "reserved, unused": "#c3c8ce",
-}
-ON_KIND = {kind: "#fefefe" if kind in ("parameters", "temporary") else "#101010" for kind in KIND_COLOURS}
-# Words are as wide in browsers as vl-convert measures them.
-_FONT = "Arial, Liberation Sans, Helvetica, sans-serif"
-_SVG = "http://www.w3.org/2000/svg"
-# Begins the texts that are shown where the pointer rests; Vega describes further marks in words of its own.
-_SAID = "\u2063"
+    from autoaccum._estimate.moments import ModuleMemory, StepMemory
+    from autoaccum._report.records import Findings
+    from autoaccum._report.wording import Place
+
+_UNUSED = "reserved, unused"
+# A module that is not drawn by itself holds less than this share; deeper modules count to those around them.
+_LEAST, _LEVELS = 0.006, 4
+_LOSS, _MODEL = "(loss)", "(model)"
+# Of all that is held, from which on a picture by module shows modules by colour, as all are of one kind.
+_ONE_KIND = 0.9
+# Smaller shares have no room for a label: of the width of a bar, and of the height of the tree.
+_NAMED_IN_BAR, _NAMED_IN_TREE = 0.05, 0.04
+_COLOURS = 8  # of modules and of lines, in html_page.css
+_ANSWERS = {"fits": "fits", "tight": "tight", "does not fit": "fails"}
 
 
-class Drawing(NamedTuple):
-    """A picture.
-
-    Attributes:
-        title: What it is of.
-        caption: How to read it.
-        description: What it shows, for those who do not see it.
-        svg: The picture as an `svg` element.
-    """
-
-    title: str
-    caption: str
-    description: str
-    svg: str
-
-
-def said(text: str) -> str:
-    """Return a description of a mark that is shown where the pointer rests."""
-    return _SAID + clean(text)
+def pictures_of(report: Findings) -> Iterator[str]:
+    """Yield every picture that there is something to show in, in reading order."""
+    places = places_of(report)
+    yield _figure("Where it fits", "".join(map(_fitting, places)), "The plan's step, of all memory that it may use.")
+    if held := [(place, kinds) for place in places if (kinds := _kinds_of(place))]:
+        yield _by_kind(held)
+    traced = next(((place, step) for place in places if (step := place.found.step_memory) is not None), None)
+    if traced is not None:
+        place, step = traced
+        where = f"{place.name}, {step.size} sample{'' if step.size == 1 else 's'}"
+        yield _by_module(step, where)
+        yield _over_the_step(step, where)
+    if lines := [place for place in places if place.found.curve]:
+        yield _over_the_size(lines)
 
 
-def clean(text: str) -> str:
-    """Return a text without characters that XML refuses."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
+def _figure(title: str, body: str, caption: str, legend: Iterable[tuple[str, str]] = ()) -> str:
+    items = "".join(f'<li><i class="{style}"></i>{escape(text)}</li>' for style, text in legend)
+    listed = f'<ul class="legend">{items}</ul>' if items else ""
+    return f"<figure><h2>{escape(title)}</h2>\n{body}\n{listed}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
-def drawn(chart: alt.LayerChart | alt.FacetChart, title: str, caption: str, description: str) -> Drawing:
-    """Draw a chart."""
-    quiet, text = LIGHT["quiet"], LIGHT["text"]
-    styled: Any = (
-        chart.configure(background=LIGHT["ground"], font=_FONT, padding=4)
-        .configure_view(stroke=None)
-        .configure_axis(
-            labelColor=quiet, titleColor=quiet, gridColor=LIGHT["faint"], domainColor=LIGHT["faint"],
-            tickColor=LIGHT["faint"], labelFontSize=12, titleFontSize=12, titleFontWeight="normal", titlePadding=8,
-            labelLimit=0,
-        )
-        .configure_legend(
-            labelColor=text, titleColor=quiet, labelFontSize=12, titleFontSize=12, titleFontWeight="normal",
-            labelLimit=0, symbolOpacity=1, orient="bottom", columnPadding=16,
-        )
-        .configure_text(fontSize=12, color=text)
-    )  # fmt: skip
-    specification: dict[str, Any] = styled.to_dict(validate=False)
-    svg = _with_titles(vl_convert.vegalite_to_svg(specification), f"{title}. {description}")
-    return Drawing(title, caption, description, svg)
+def _box(style: str, share: float, text: str, told: str) -> str:
+    """Return a part of a bar, as wide as its share."""
+    label = escape(text) if share >= _NAMED_IN_BAR else ""
+    return f'<span class="{style}" style="width:{share:.3%}" title="{escape(told)}">{label}</span>'
 
 
-def style_of(selector: str = "svg") -> str:
-    """Return the CSS that gives pictures their dark colours on dark screens; prints stay light."""
-    rules = " ".join(
-        f'{selector} [{attribute}="{colour}"] {{ {attribute}: {DARK[name]}; }}'
-        for name, colour in LIGHT.items()
-        for attribute in ("fill", "stroke")
+def _fitting(place: Place) -> str:
+    found, answer = place.found, _ANSWERS[place.verdict.answer]
+    peak = found.peak_bytes or 0
+    whole = max(peak, place.room_bytes, 1)
+    left = found.headroom_bytes
+    told = f"a step takes {format_bytes(peak)} of {format_bytes(place.room_bytes)}"
+    room = "" if left is None else f"{format_bytes(abs(left))} {'left' if left >= 0 else 'too little'}"
+    return (
+        f'<p class="name {answer}"><b>{escape(place.name)} {escape(place.verdict.answer)}</b> {escape(room)}</p>'
+        f'<div class="bar {answer}">{_box("answer", peak / whole, told, told)}'
+        f'<em style="left:{place.room_bytes / whole:.3%}"></em></div>'
     )
-    return f"@media screen and (prefers-color-scheme: dark) {{ {rules} }}"
 
 
-def alone(drawing: Drawing) -> str:
-    """Return the picture as a document of its own, light or dark."""
-    head, rest = drawing.svg.split(">", 1)
-    told = f"<title>{escape(drawing.title)}</title><desc>{escape(drawing.description)}</desc>"
-    return f"{head}>{told}<style>{style_of()}</style>{rest}\n"
+def _kinds_of(place: Place) -> dict[str, int]:
+    """Return what the step of the plan holds at its peak, by kind: as traced, or else as counted by part."""
+    footprint, step = place.found.footprint, place.found.step_memory
+    if step is not None:
+        held = dict(step.at_peak.bytes_by_kind)
+    elif footprint is not None:
+        held = {kind: getattr(footprint, f"{kind}_bytes", 0) for kind in KINDS}
+    else:
+        return {}
+    # The host's allocator is not known: what a process has there beside tensors is much else.
+    if footprint is not None and place.is_card:
+        held[_UNUSED] = max(0, footprint.reserved_bytes - sum(held.values()))
+    return {kind: size for kind, size in held.items() if size}
 
 
-def _with_titles(svg: str, label: str) -> str:
-    """Return Vega's picture with one label for all of it, and the texts of its marks as titles."""
-    ET.register_namespace("", _SVG)
-    root = ET.fromstring(svg)  # noqa: S314 - Vega made it
-    for element in root.iter():
-        label_of_mark = element.attrib.pop("aria-label", "")
-        for name in ("role", "aria-roledescription", "aria-hidden"):
-            element.attrib.pop(name, None)
-        if element.tag == f"{{{_SVG}}}text" and "stroke" in element.attrib:
-            element.set("paint-order", "stroke")
-        if label_of_mark.startswith(_SAID):
-            title = ET.Element(f"{{{_SVG}}}title")
-            title.text = label_of_mark.removeprefix(_SAID)
-            element.insert(0, title)
-    root.attrib |= {"role": "img", "aria-label": clean(label)}
-    return ET.tostring(root, encoding="unicode")
+def _by_kind(held: Sequence[tuple[Place, Mapping[str, int]]]) -> str:
+    most = max(sum(kinds.values()) for _, kinds in held)
+    rows = []
+    for place, kinds in held:
+        whole = sum(kinds.values())
+        boxes = "".join(
+            _box(_style(kind), size / most, kind, f"{kind}: {format_bytes(size)}, {size / whole:.0%}")
+            for kind, size in kinds.items()
+        )
+        rows.append(
+            f'<p class="name"><b>{escape(place.name)}</b> {format_bytes(whole)}</p><div class="bar">{boxes}</div>'
+        )
+    of_first = held[0][1]
+    alone = len(held) == 1
+    legend = [
+        (_style(kind), f"{kind} {format_bytes(of_first[kind])}" if alone else kind)
+        for kind in dict.fromkeys(kind for _, kinds in held for kind in kinds)
+    ]
+    caption = (
+        "The peak of a step of the plan's largest micro-batch. Activations are what the forward pass keeps for the "
+        "backward pass."
+    )
+    return _figure("What takes the memory, by kind", "".join(rows), caption, legend)
+
+
+def _style(kind: str) -> str:
+    return f"k-{kind.partition(',')[0]}"
+
+
+@dataclass
+class _Node:
+    """A module with all modules inside it."""
+
+    path: str
+    held: Counter[str] = field(default_factory=Counter)
+    inside: dict[str, _Node] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.held.values())
+
+
+def _tree_of(modules: Sequence[ModuleMemory]) -> _Node:
+    top = _Node("")
+    for one in modules:
+        parts = one.module.split(".") if one.module else ["outside modules"]
+        if one.module and parts[0] not in (_LOSS, _MODEL):
+            parts = [_MODEL, *parts]
+        node = top
+        node.held.update(one.bytes_by_kind)
+        for part in parts[: _LEVELS + 1]:
+            path = f"{node.path}.{part}" if node.path not in ("", _MODEL) else part
+            node = node.inside.setdefault(part, _Node(path))
+            node.held.update(one.bytes_by_kind)
+    return top
+
+
+def _cells(node: _Node, level: int, start: int, colour: int | None, whole: int) -> Iterator[str]:
+    """Yield the modules inside one, each followed by what is inside it; a module's own memory comes last."""
+    for number, inside in enumerate(sorted(node.inside.values(), key=lambda one: -one.bytes)):
+        shown = inside
+        while len(shown.inside) == 1 and (only := next(iter(shown.inside.values()))).held == shown.held:
+            shown = only  # a container of one module says nothing of its own
+        if shown.bytes < _LEAST * whole:
+            continue
+        main = max(shown.held, key=lambda kind: shown.held[kind])
+        # Where all is of one kind, the modules of the second level have colours.
+        own = colour if colour is None or level != 1 else number % _COLOURS
+        style = _style(main) if own is None else f"c{own}"
+        share = shown.bytes / whole
+        by_kind = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in shown.held.items())
+        told = escape(f"{shown.path}: {format_bytes(shown.bytes)}, {share:.0%} ({by_kind})")
+        label = escape(f"{shown.path.removeprefix(f'{node.path}.').strip('()')} {format_bytes(shown.bytes)}")
+        place = f"left:{level / (_LEVELS + 1):.2%};top:{start / whole:.3%};height:{share:.3%}"
+        yield f'<span class="{style}" style="{place}" title="{told}">{label if share >= _NAMED_IN_TREE else ""}</span>'
+        yield from _cells(shown, level + 1, start, own, whole)
+        start += shown.bytes
+
+
+def _by_module(step: StepMemory, where: str) -> str:
+    top = _tree_of(step.modules)
+    whole = max(1, top.bytes)
+    is_one_kind = max(top.held.values(), default=0) >= _ONE_KIND * whole
+    cells = "".join(_cells(top, 0, 0, 0 if is_one_kind else None, whole))
+    legend = [] if is_one_kind else [(_style(kind), kind) for kind in KINDS if top.held.get(kind)]
+    caption = (
+        "From left to right, modules and the modules inside them. A module is as high as what it holds at the peak; "
+        f"its colour {'tells it from its neighbours' if is_one_kind else 'is what most of that is'}."
+    )
+    return _figure(f"What takes the memory, by module: {where}", f'<div class="tree">{cells}</div>', caption, legend)
+
+
+def _over_the_step(step: StepMemory, where: str) -> str:
+    moments, peak = step.moments, step.at_peak
+    top, last = max(1, peak.held_bytes), max(1, moments[-1].event)
+    kinds = [kind for kind in KINDS if any(kind in one.bytes_by_kind for one in moments)]
+    below = [0] * len(moments)
+    areas = []
+    ends = [*(one.event for one in moments[1:]), last]
+    for kind in kinds:
+        above = [low + one.bytes_by_kind.get(kind, 0) for low, one in zip(below, moments, strict=True)]
+        # Steps: what is held stays until the next moment.
+        over = [point for one, end, y in zip(moments, ends, above, strict=True) for point in ((one.event, y), (end, y))]
+        under = [
+            point for one, end, y in zip(moments, ends, below, strict=True) for point in ((one.event, y), (end, y))
+        ]
+        areas.append(f'<polygon class="{_style(kind)}" points="{_points([*over, *under[::-1]], last, top)}"/>')
+        below = above
+    starts = {one.phase if one.phase != "before" else "forward": one.event for one in reversed(moments)}
+    marks = "".join(
+        f'<b style="left:{event / last:.2%}">{escape(phase)}</b>'
+        for phase, event in sorted(starts.items(), key=_second)
+    )
+    at = peak.event / last
+    side = f"left:{at:.2%}" if at < 0.5 else f"right:{1 - at:.2%}"  # noqa: PLR2004 - the half with more room
+    told = f"peak {format_bytes(peak.held_bytes)}, in {peak.phase}"
+    legend = [(_style(kind), f"{kind} {format_bytes(peak.bytes_by_kind.get(kind, 0))} at the peak") for kind in kinds]
+    body = (
+        f'<div class="plot">{_svg("".join(areas))}<em style="left:{at:.2%}"></em>'
+        f'<strong style="{side}">{escape(told)}</strong>{marks}</div>'
+    )
+    caption = "From left to right, one allocation or free after the other. What is alive at the peak is listed below."
+    return _figure(f"The memory of one step, over the step: {where}", body, caption, legend)
+
+
+def _second(pair: tuple[str, int]) -> int:
+    return pair[1]
+
+
+def _over_the_size(places: Sequence[Place]) -> str:
+    """Draw memory over the micro-batch in each place, with its limit and its plan."""
+    most = max(size for place in places for size, _ in place.found.curve)
+    highest = max(held for place in places for _, held in place.found.curve)
+    # A limit far above everything would flatten the rest.
+    shown = [place.room_bytes for place in places if place.room_bytes <= 3 * highest]
+    top = int(max([highest, *shown]) * 1.05) or 1
+    shapes, marks, legend = [], [], []
+    for number, place in enumerate(places):
+        style, found = f"c{number % _COLOURS}", place.found
+        dashed = " dashed" if place.is_predicted else ""
+        shapes.append(f'<polyline class="{style}{dashed}" points="{_points(found.curve, most, top)}"/>')
+        limit = f"limit {format_bytes(place.room_bytes)}"
+        if place.room_bytes <= top:
+            ends = [(0, place.room_bytes), (most, place.room_bytes)]
+            shapes.append(f'<polyline class="{style} limit" points="{_points(ends, most, top)}"/>')
+        told = f"{place.name}, {'predicted' if place.is_predicted else 'measured'}: {limit}"
+        if found.plan is not None and (peak := found.peak_bytes) is not None:
+            size = found.plan.micro_batch
+            point = f"left:{min(1.0, size / most):.2%};bottom:{peak / top:.2%}"
+            told += f"; the plan's {size} take {format_bytes(peak)}"
+            marks.append(f'<i class="{style}" style="{point}" title="{escape(told)}"></i>')
+        legend.append((style, told))
+    scale = f'<small class="top">{format_bytes(top)}</small><small class="end">{most} samples</small>'
+    caption = "Dotted lines are limits, dots the plans, dashed lines predicted."
+    body = f'<div class="plot">{_svg("".join(shapes))}{"".join(marks)}{scale}</div>'
+    return _figure("Memory over the micro-batch", body, caption, legend)
+
+
+def _points(points: Iterable[tuple[float, float]], width: float, height: float) -> str:
+    """Return points of a drawing of 1000 x 1000 whose origin is at the bottom left."""
+    return " ".join(f"{1000 * x / width:.1f},{1000 - 1000 * y / height:.1f}" for x, y in points)
+
+
+def _svg(shapes: str) -> str:
+    return f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" aria-hidden="true">{shapes}</svg>'

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autoaccum._data.batches import Window, count
 from autoaccum._data.nesting import plain_parts
@@ -29,6 +29,8 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import nn
+
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._records import Plan
 
@@ -44,13 +46,11 @@ class Rehearsal:
 
     Attributes:
         footprint: The memory by part, including the model; None if the device does not count peaks.
-        activation_bytes_per_sample: Memory kept from forward for backward, per sample; None if unknown.
         pace: The time of an update.
         warnings: What may go wrong.
     """
 
     footprint: Footprint | None
-    activation_bytes_per_sample: int | None
     pace: Pace
     warnings: tuple[str, ...]
 
@@ -67,39 +67,34 @@ def rehearse(step: TrainingStep, batch: Any, plan: Plan, limit_bytes: int | None
     Returns:
         The findings; None if memory ran out, which the trials should rule out.
     """
-    for looks_inside in (True, False):
-        snapshot = Snapshot(
-            step.objective.modules, step.optimizer, step.memory.device, step.precision.scaler, step.objective.functions
-        )
-        step.clear_gradients()
-        try:
-            with step.memory.limited(limit_bytes):
-                return _Stage(step, batch, plan, looks_inside=looks_inside).play()
-        except Exception as error:
-            # Some of torch's transforms (torch.func) refuse to run under hooks on saved tensors.
-            if is_oom(error) or is_too_large(error):
-                let_go(error)
-            elif not looks_inside:
-                raise
-        finally:
-            with signals.held():
-                step.abandon()
-                snapshot.restore()
-                step.memory.release()
-    return None
+    snapshot = Snapshot(
+        step.objective.modules, step.optimizer, step.memory.device, step.precision.scaler, step.objective.functions
+    )
+    step.clear_gradients()
+    try:
+        with step.memory.limited(limit_bytes):
+            return _Stage(step, batch, plan).play()
+    except Exception as error:
+        if not (is_oom(error) or is_too_large(error)):
+            raise
+        let_go(error)
+        return None
+    finally:
+        with signals.held():
+            step.abandon()
+            snapshot.restore()
+            step.memory.release()
 
 
 class _Stage:
     """One rehearsal, under the limit and with a snapshot of the state."""
 
-    def __init__(self, step: TrainingStep, batch: Any, plan: Plan, *, looks_inside: bool) -> None:
+    def __init__(self, step: TrainingStep, batch: Any, plan: Plan) -> None:
         self._step = step
         self._batch = batch
         self._plan = plan
-        self._looks_inside = looks_inside
         self._trials = Trials(step, batch)
         self._warnings: list[str] = []
-        self._peak: int | None = None
 
     def play(self) -> Rehearsal:
         step, size = self._step, self._plan.micro_batch
@@ -108,31 +103,14 @@ class _Stage:
         self._run(min(size, 2))
         state_bytes = _state_bytes(step.optimizer)
         step.memory.release()
-        smaller = max(size // 2, min(size, 2))  # not one sample, which BatchNorm refuses
-        kept_of_smaller = self._try(smaller)
-        kept = self._try(size)
-        peak, growing = self._peak, self._trials.growing_bytes.get(size)
+        peak = self._run(size)
+        growing = self._trials.growing_bytes.get(size)
         pace, allocated = self._timed(size, peak)
-        activations_each = None
-        if kept is not None and kept_of_smaller is not None:
-            apart = size - smaller
-            activations_each = (kept - kept_of_smaller) // apart if apart else kept // size
-        footprint = None
-        if peak is not None:
-            footprint = self._footprint(size, peak, growing or peak, allocated, kept or 0)
+        footprint = None if peak is None else self._footprint(size, peak, growing or peak, allocated)
         self._warn_of_state(state_bytes)
         self._warn_of_fragmentation(footprint, step.memory.alloc_retries() - retries)
         self._warn_of_loss()
-        return Rehearsal(footprint, activations_each, pace, tuple(self._warnings))
-
-    def _try(self, size: int) -> int | None:
-        """Try a size; return the memory kept from forward for backward, None if hooks cannot measure it."""
-        if not self._looks_inside:
-            self._peak = self._run(size)
-            return None
-        with _Kept(self._step) as kept:
-            self._peak = self._run(size)
-        return kept.bytes
+        return Rehearsal(footprint, pace, tuple(self._warnings))
 
     def _run(self, size: int) -> int | None:
         trial = self._trials.run(size)
@@ -163,7 +141,7 @@ class _Stage:
         update_s = min(seconds) * self._plan.target_batch / size + optimizer_s
         return Pace(min(seconds), optimizer_s, update_s, self._plan.target_batch / update_s), allocated
 
-    def _footprint(self, size: int, peak: int, growing: int, allocated: int | None, kept: int) -> Footprint:
+    def _footprint(self, size: int, peak: int, growing: int, allocated: int | None) -> Footprint:
         step = self._step
         on_card = step.memory.device.type != "cpu"
         tensors = [*step.parameters, *_buffers(step.objective.modules)]
@@ -177,8 +155,8 @@ class _Stage:
         in_update = peak > growing
         highest = reserved if allocated is None else min(allocated, reserved)
         rest = highest - parameters - buffers - gradients - state - inputs
-        # Backward frees some activations before it makes the last gradient; none are left in an update.
-        activations = 0 if in_update else max(0, min(kept, rest))
+        # All that grows with the samples, but in an update, where no activations are left.
+        activations = 0 if in_update else max(0, rest)
         temporary = max(0, rest - activations)
         highest = parameters + buffers + gradients + state + inputs + activations + temporary
         return Footprint(
@@ -240,60 +218,6 @@ class _Stage:
             let_go(error)
             return
         self._warnings += step.objective.weights.warnings
-
-
-class _Kept:
-    """Measures the memory kept from forward for backward on the device, except parameters, buffers and model inputs.
-
-    Attributes:
-        bytes: The peak of it.
-    """
-
-    def __init__(self, step: TrainingStep) -> None:
-        self.bytes = 0
-        self._step = step
-        self._device_type = step.memory.device.type
-        self._known: set[int] = set()
-        self._kept: dict[int, int] = {}
-        self._is_backward = False
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, self._give)
-        self._before_forward: Any = None
-
-    def __enter__(self) -> Self:
-        own = [*self._step.parameters, *_buffers(self._step.objective.modules)]
-        self._known = {_storage(tensor) for tensor in own}
-        model = self._step.objective.model
-        self._before_forward = model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._hooks.__exit__(*exception)
-        self._before_forward.remove()
-
-    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = torch.utils._pytree.tree_leaves((args, kwargs))
-        self._known.update(_storage(one) for one in given if isinstance(one, Tensor))
-
-    def _keep(self, tensor: Tensor) -> Tensor:
-        if self._is_backward:  # another forward pass has begun
-            self._kept.clear()
-            self._is_backward = False
-        storage = _storage(tensor)
-        if storage and storage not in self._known and tensor.device.type == self._device_type:
-            self._kept[storage] = tensor.untyped_storage().nbytes()
-        return tensor.detach()  # see `offloading.py`
-
-    def _give(self, tensor: Tensor) -> Tensor:
-        if not self._is_backward:
-            self.bytes = max(self.bytes, sum(self._kept.values()))
-            self._is_backward = True
-        return tensor
-
-
-def _storage(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory; 0 if its layout has no plain storage."""
-    return 0 if tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()
 
 
 def _buffers(modules: Sequence[nn.Module]) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """The data of a pre-flight report: frozen records, with the unit of each quantity in its name.
 
-`_report/api.py` fills them; each output format (table, JSON, picture, page) reads them.
+`_report/api.py` fills them; each output format (table, JSON, page) reads them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autoaccum._estimate.gpus import Card
     from autoaccum._estimate.moments import StepMemory
-    from autoaccum._estimate.trace import Estimate, Footprint
+    from autoaccum._estimate.trace import Footprint
     from autoaccum._records import Neighbour, Plan, Trial
 
 
@@ -115,8 +115,6 @@ class Pace:
         samples_per_s: The same in samples per second.
         epoch_samples: Samples in the loader; None if unknown.
         epoch_s: Seconds for an epoch, including the loader if it was timed; None if its length is unknown.
-        training_s: Seconds for the whole training, likewise; None if its length is unknown.
-        limit_s: Seconds allowed for it; None if there is no limit.
     """
 
     micro_batch_s: float
@@ -125,8 +123,6 @@ class Pace:
     samples_per_s: float
     epoch_samples: int | None = None
     epoch_s: float | None = None
-    training_s: float | None = None
-    limit_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,27 +144,6 @@ class LoaderFacts:
     samples_per_s: float | None
     workers: int | None
     feeds: bool | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """The sequence lengths of a loader's batches, and the length the report applies to.
-
-    Attributes:
-        shortest: The shortest length in the batches seen.
-        longest: The longest.
-        batches: The number of batches seen.
-        used: The length measured and predicted.
-        is_asked: Whether the user asked for it; otherwise it is the longest seen.
-        varies: Whether batches differ in length.
-    """
-
-    shortest: int
-    longest: int
-    batches: int
-    used: int
-    is_asked: bool
-    varies: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +169,6 @@ class Measured:
         bytes_per_sample: Bytes per extra sample, from the same fit.
         footprint: The memory by part of a step of the plan's largest micro-batch, including the model; None if
             unknown.
-        activation_bytes_per_sample: Memory kept from forward for backward, per sample; None if unknown.
         pace: The speed of training; None if it was not timed.
         step_memory: How the memory of a step goes by: of the plan's largest micro-batch, or of one sample if nothing
             fits. It is traced, not measured; None if the step cannot be traced.
@@ -209,9 +183,13 @@ class Measured:
     fixed_bytes: int | None = None
     bytes_per_sample: int | None = None
     footprint: Footprint | None = None
-    activation_bytes_per_sample: int | None = None
     pace: Pace | None = None
     step_memory: StepMemory | None = None
+
+    @property
+    def curve(self) -> tuple[tuple[int, int], ...]:
+        """Sizes and the memory of their steps, ascending, as measured."""
+        return tuple(sorted((one.size, one.peak_bytes) for one in self.trials if one.peak_bytes is not None))
 
     @property
     def is_capped(self) -> bool:
@@ -242,33 +220,39 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """The predictions for a card, which need not be present.
+    """The predictions for a GPU, which need not be present.
 
     Attributes:
-        card: The card.
+        card: The GPU.
         precision: The precision of the forward pass.
-        estimate: The predicted memory of steps.
-        room_bytes: The memory a step may use: all that a process alone on the card can reserve, or the limit.
+        uncertainty: A step may take this share more than predicted.
+        room_bytes: The memory a step may use: all that a process alone on the GPU can reserve, or the limit.
         micro_batch: The largest that would fit; 0 if not even one sample would.
+        safe_micro_batch: The largest that would fit even if it takes more than predicted, by `uncertainty`; 0 if not
+            even one sample would.
         plan: How the target batch would be cut, in micro-batches that are safe, or if none is, in those that would fit;
             None if nothing would fit.
         footprint: The memory by part of a step of the plan's largest micro-batch; if nothing would fit, of the
             smallest size traced.
+        curve: Sizes and the memory that the allocator reserves for their steps, ascending.
+        bytes_per_sample: Memory of tensors per additional sample.
         is_capped: Whether larger micro-batches are predicted to fit too.
-        safe_micro_batch: The largest that would fit even if it takes more than predicted, by the uncertainty of
-            `estimate`; 0 if not even one sample would.
-        step_memory: How the memory of the step in `footprint` goes by; None if it was not traced.
+        notes: Limitations of the prediction, each a sentence.
+        step_memory: How the memory of the step in `footprint` goes by.
     """
 
     card: Card
     precision: str
-    estimate: Estimate
+    uncertainty: float
     room_bytes: int
     micro_batch: int
+    safe_micro_batch: int
     plan: Plan | None
     footprint: Footprint
+    curve: tuple[tuple[int, int], ...] = ()
+    bytes_per_sample: int = 0
     is_capped: bool = False
-    safe_micro_batch: int = 0
+    notes: tuple[str, ...] = ()
     step_memory: StepMemory | None = None
 
     @property
@@ -288,14 +272,6 @@ class Predicted:
         """The memory left at the peak; negative if nothing fits."""
         return self.room_bytes - self.footprint.reserved_bytes
 
-    @property
-    def activation_bytes_per_sample(self) -> int | None:
-        """Memory kept from forward for backward, per sample, from the last two sizes; None if there is only one."""
-        if len(self.estimate.footprints) == 1:
-            return None
-        low, high = self.estimate.footprints[-2:]
-        return max(0, high.activations_bytes - low.activations_bytes) // (high.size - low.size)
-
 
 @dataclass(frozen=True)
 class Findings:
@@ -310,7 +286,6 @@ class Findings:
     notes: tuple[str, ...] = ()
     remedies: tuple[Remedy, ...] = ()
     remedies_on: str | None = None
-    lengths: Lengths | None = None
     required_micro_batch: int | None = None
     is_optimistic: bool = False
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import pickle
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._report import document, page, table
+from autoaccum._estimate.snapshot import snapshot_of
+from autoaccum._report import page, table
 from autoaccum._report.records import Findings
 from autoaccum._system.files import beside
+from autoaccum._system.own_distribution import __version__
+from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from os import PathLike
 
     from rich.console import RenderableType
+
+    from autoaccum._estimate.allocation_trace import Timeline
+
+_VERSION = 2
 
 
 @dataclass(frozen=True, repr=False)
@@ -24,27 +34,37 @@ class Report(Findings):
     Attributes:
         subject: The job to train.
         measured: Measurements on the device at hand; None if nothing was measured.
-        predicted: Predictions, one for each card.
+        predicted: Predictions, one for each GPU.
         host: The host's memory.
         loader: The speed of the loader; None if it was not timed.
         warnings: What may go wrong.
         notes: Choices made by default, and the assumptions of the predictions.
         remedies: Changes that would reduce the memory of a step.
         remedies_on: The device that the remedies are for.
-        lengths: The sequence length the report applies to; None without sequences.
         required_micro_batch: The micro-batch that must fit everywhere; None if any will do.
         is_optimistic: Whether that is held against the largest size that is predicted to fit, not the safe one.
+        timelines: Every allocation of the plan's step on each GPU, by its name, for `save_snapshot`.
     """
 
+    timelines: Mapping[str, Timeline] = field(default_factory=dict, compare=False)
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON types, which docs/report.md describes."""
-        return document.document_of(self)
+        """Return the report as JSON types, by the names of its attributes; docs/report.md describes them.
+
+        Within a `version` keys are only added. NaN and infinity become None.
+        """
+        whole: dict[str, Any] = _plain(asdict(replace(self, timelines={})))
+        del whole["timelines"]
+        for one, record in zip(self.predicted, whole["predicted"], strict=True):
+            record |= {"verdict": one.verdict, "peak_bytes": one.peak_bytes, "headroom_bytes": one.headroom_bytes}
+        if self.measured is not None:
+            peaks = {"peak_bytes": self.measured.peak_bytes, "headroom_bytes": self.measured.headroom_bytes}
+            whole["measured"] |= {"fits": self.measured.plan is not None, **peaks}
+        answers = {"fits": self.fits, "micro_batch": self.micro_batch, "safe_micro_batch": self.safe_micro_batch}
+        return {"version": _VERSION, "autoaccum": __version__, **answers, **whole}
 
     def to_html(self) -> str:
-        """Return the report as one self-contained page: pictures and tables, in the reader's light or dark setting.
-
-        Pictures require `pip install altair vl-convert-python`; without it, the page has its tables, and says so.
-        """
+        """Return the report as one self-contained page: pictures and tables, in the reader's light or dark setting."""
         return page.page_of(self)
 
     def save_html(self, path: str | PathLike[str]) -> None:
@@ -56,6 +76,25 @@ class Report(Findings):
         with beside(path) as unfinished:
             unfinished.write_text(self.to_html(), encoding="utf-8")
 
+    def save_snapshot(self, path: str | PathLike[str], gpu: str | None = None) -> None:
+        """Write every predicted allocation of a step in the format of PyTorch's memory viewer.
+
+        Open it at https://pytorch.org/memory_viz, or with `python -m torch.cuda._memory_viz trace_plot`.
+
+        Args:
+            path: The file.
+            gpu: The GPU; None for the first of the report.
+
+        Raises:
+            InvalidInputError: The report has no prediction, or none for this GPU; or as for `save_html`.
+        """
+        if gpu not in self.timelines and (gpu is not None or not self.timelines):
+            names = ", ".join(self.timelines) or "none; name a GPU (gpus=, --gpu)"
+            raise InvalidInputError(f"a snapshot is of a prediction, and this report has: {names}")
+        timeline = self.timelines[gpu or next(iter(self.timelines))]
+        with beside(path) as unfinished:
+            unfinished.write_bytes(pickle.dumps(snapshot_of(timeline)))
+
     def __str__(self) -> str:
         return table.text_of(self)
 
@@ -66,3 +105,12 @@ class Report(Findings):
 
     def _repr_html_(self) -> str:
         return page.fragment_of(self)
+
+
+def _plain(value: Any) -> Any:
+    """Return a record's value as JSON has it."""
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from autoaccum._estimate.trace import Footprint
     from autoaccum._records import Plan
-    from autoaccum._report.records import Findings, HostFacts, Lengths, LoaderFacts, Measured, Pace
+    from autoaccum._report.records import Findings, HostFacts, LoaderFacts, Measured
 
 MEASURED = "measured"
 # Unknown, or not applicable.
@@ -48,14 +48,12 @@ class Section:
         header: Names of the columns; empty for rows of a name and its value.
         rows: One text for each column.
         below: For each row, the lines below it, each a name and a text; empty if no row has any.
-        sorts_by: For each row, the numbers of its columns, None where there is none; empty if the order is the point.
     """
 
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     below: tuple[tuple[tuple[str, str], ...], ...] = ()
-    sorts_by: tuple[tuple[float | None, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +94,9 @@ class Place(NamedTuple):
     is_card: bool
 
     @property
-    def pace(self) -> Pace | None:
-        """The speed of training; None if it was not timed."""
-        return None if isinstance(self.found, Predicted) else self.found.pace
+    def is_predicted(self) -> bool:
+        """Whether nothing was measured there."""
+        return isinstance(self.found, Predicted)
 
 
 def places_of(report: Findings) -> list[Place]:
@@ -142,30 +140,41 @@ def _prediction(one: Predicted) -> str:
     text = f"{_in_words(one, one.plan)}, predicted"
     if one.verdict == TIGHT:
         left = format_bytes(one.headroom_bytes)
-        return f"{text}; it may take {one.estimate.uncertainty:.1%} more, and {left} are left"
+        return f"{text}; it may take {one.uncertainty:.1%} more, and {left} are left"
     return text
 
 
 def headline_of(report: Findings) -> tuple[str, str, str]:
-    """Return the answer for all places together, the same as text, and the largest micro-batch and plan behind it.
+    """Return the answer for all places together, the same as text, and the plan behind it.
 
-    It is that of the worst place.
+    It is that of the worst place: "Fits on l4: 64 = 4 x 16, 4.1 GiB left."
     """
     places = places_of(report)
     answer = max((one.verdict.answer for one in places), key=[FITS, TIGHT, DOES_NOT_FIT].index)
     worst = [one for one in places if one.verdict.answer == answer]
-    all_of_them = f"on {'any' if answer == DOES_NOT_FIT else 'all'} of {len(places)} devices"
-    on = "on" if worst[0].is_card else "in"  # host memory
-    where = all_of_them if len(worst) == len(places) > 1 else f"{on} {', '.join(one.name for one in worst)}"
     least = min(worst, key=lambda one: report.counts(one.found) or one.found.micro_batch)
-    text = least.verdict.text
-    if least.found.plan is not None:
-        size = report.counts(least.found) or least.found.micro_batch
-        more = " or more" if least.found.is_capped and size == least.found.micro_batch else ""
-        below = "; " if size == least.found.plan.micro_batch or more else ", below which the plan cuts evenly: "
-        text = f"largest micro-batch {size}{more}{below}{text}"
-    text = f"{least.name} holds least: {text}" if len(worst) > 1 else f"{text[0].upper()}{text[1:]}"
-    return answer, f"{answer[0].upper()}{answer[1:]} {where}", text
+    names = f"all {len(places)} devices" if len(worst) == len(places) > 1 else ", ".join(one.name for one in worst)
+    if answer == DOES_NOT_FIT and len(worst) == len(places) > 1:
+        names = f"any of {len(places)} devices"
+    on = "on" if least.is_card or len(worst) > 1 else "in"  # host memory
+    found = least.found
+    if found.plan is None or answer == DOES_NOT_FIT:
+        return answer, f"{answer[0].upper()}{answer[1:]} {on} {names}.", f"{least.name}: {least.verdict.text}"
+    left = "" if found.headroom_bytes is None else f", {format_bytes(found.headroom_bytes)} left"
+    told = f"{answer[0].upper()}{answer[1:]} {on} {names}: {_equation(found.plan)}{left}."
+    size = report.counts(found) or found.micro_batch
+    more = " or more" if found.is_capped and size == found.micro_batch else ""
+    least_of = f" on {least.name}, which holds least" if len(worst) > 1 else ""
+    return answer, told, f"Largest micro-batch {size}{more}{least_of}."
+
+
+def _equation(plan: Plan) -> str:
+    """Return a plan as "64 = 4 x 16", or "64 at once"."""
+    sizes = plan.micro_batches
+    if len(sizes) == 1:
+        return f"{sizes[0]} at once"
+    several = {size: sizes.count(size) for size in dict.fromkeys(sizes)}
+    return f"{sum(sizes)} = {' + '.join(f'{number} x {size}' for size, number in several.items())}"
 
 
 def alive_of(report: Findings) -> Section:
@@ -184,8 +193,7 @@ def alive_of(report: Findings) -> Section:
         rows.append(("all others", NONE, NONE, NONE, format_bytes(rest), f"{rest / whole:.0%}"))
     title = f"Alive at the peak on {traced.name}: {format_bytes(step.at_peak.held_bytes)}, in {step.at_peak.phase}"
     header = ("kind", "module", "made by", "tensors", "bytes", "share")
-    numbers = tuple((None, None, None, one.tensors, one.held_bytes, one.held_bytes) for one in step.alive)
-    return Section(title, header, tuple(rows), sorts_by=numbers if rest <= 0 else (*numbers, (None,) * 6))
+    return Section(title, header, tuple(rows))
 
 
 def sections_of(report: Findings) -> list[Section]:
@@ -206,7 +214,7 @@ def sections_of(report: Findings) -> list[Section]:
 
 def notes_of(report: Findings) -> list[tuple[str, tuple[str, ...]]]:
     """Return the report's notes, under two titles."""
-    known = {note for one in report.predicted for note in one.estimate.notes}
+    known = {note for one in report.predicted for note in one.notes}
     chosen = tuple(note for note in report.notes if note not in known)
     about = tuple(note for note in report.notes if note in known)
     return [("Chosen by default", chosen), ("About the predictions", about)]
@@ -280,17 +288,6 @@ def _job(report: Findings) -> Iterator[tuple[str, str]]:
     if subject.memory_limit is not None:
         cards = ", on the cards below too" if report.predicted and subject.limits_cards else ""
         yield "memory limit", f"{subject.memory_limit}{cards}"
-    if report.lengths is not None:
-        yield "length", _length(report.lengths)
-
-
-def _length(lengths: Lengths) -> str:
-    seen = str(lengths.longest) if not lengths.varies else f"{lengths.shortest} to {lengths.longest}"
-    batches = f"{lengths.batches} batch{'es' if lengths.batches > 1 else ''}"
-    if lengths.used == lengths.longest and not lengths.varies:
-        return f"{lengths.used}, as in the {'batch' if lengths.batches == 1 else batches} seen"
-    which = ", as requested" if lengths.is_asked else ", the longest"
-    return f"{lengths.used}{which}; {batches} seen: {seen}"
 
 
 def _device(measured: Measured | None, host: HostFacts) -> Iterator[tuple[str, str]]:
@@ -330,11 +327,9 @@ def _memory_sections(report: Findings) -> list[Section]:
     columns = []
     if (measured := report.measured) is not None and measured.footprint is not None:
         without_model = None if measured.device.holds_model else measured.peak_bytes
-        each, kept = measured.bytes_per_sample, measured.activation_bytes_per_sample
-        columns.append(_Column(MEASURED, measured.footprint, measured.precision, each, kept, without_model))
-    for one in report.predicted:
-        each, kept = one.estimate.bytes_per_sample, one.activation_bytes_per_sample
-        columns.append(_Column(one.card.name, one.footprint, one.precision, each, kept))
+        each = measured.bytes_per_sample
+        columns.append(_Column(MEASURED, measured.footprint, measured.precision, each, without_model))
+    columns += [_Column(one.card.name, one.footprint, one.precision, one.bytes_per_sample) for one in report.predicted]
     groups: list[list[_Column]] = []
     left = 0
     for column in columns:
@@ -354,7 +349,6 @@ class _Column(NamedTuple):
     footprint: Footprint
     precision: str | None
     bytes_per_sample: int | None
-    activations_each: int | None
     without_model: int | None = None
 
 
@@ -374,7 +368,6 @@ def _memory_table(columns: Sequence[_Column]) -> Section:
         rows.append(row("reserved", lambda one: format_bytes(one.reserved_bytes)))
     rows += known("excluding model", lambda column: column.without_model)
     rows += known("per extra sample", lambda column: column.bytes_per_sample)
-    rows += known("its activations", lambda column: column.activations_each)
     return Section("Memory of a step", ("", *(column.name for column in columns)), tuple(rows))
 
 
@@ -400,9 +393,6 @@ def _times(report: Findings) -> Iterator[tuple[str, str]]:
         yield "training", format_speed(pace.samples_per_s)
         if pace.epoch_s is not None and pace.epoch_samples is not None:
             yield "an epoch", f"{format_seconds(pace.epoch_s)} for {pace.epoch_samples:,} samples"
-        if pace.training_s is not None:
-            limit = "" if pace.limit_s is None else f"; {format_seconds(pace.limit_s)} allowed"
-            yield "whole training", f"{format_seconds(pace.training_s)}{limit}"
     if report.loader is not None:
         yield "loader", _loader(report.loader)
 
@@ -430,11 +420,10 @@ def _remedies(report: Findings) -> Section:
         for one in report.remedies
     )
     below = tuple((("cost", one.cost), ("how", one.description)) for one in report.remedies)
-    sorts_by = tuple((None, one.peak_bytes, one.micro_batch, one.safe_micro_batch) for one in report.remedies)
     where = "" if report.remedies_on is None else f" on {report.remedies_on}"
     # The smallest size traced is one sample, or two where a model refuses one.
     columns = ("", "peak, 1 or 2 samples", "largest", "safe")
-    return Section(f"What would help{where}", columns, rows, below, sorts_by)
+    return Section(f"What would help{where}", columns, rows, below)
 
 
 def _at_most(micro_batch: int | None, most: int) -> str:

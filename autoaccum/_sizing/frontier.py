@@ -189,7 +189,7 @@ class Frontier:
         line = self.line(widths)
         if line is not None:
             return max(0.0, line.at(samples))
-        each = self._bytes_of_sample(widths)
+        each = self._bytes_of_sample(widths, with_bounds=False)
         return None if each is None else each * samples
 
     def largest(self, widths: Widths, free_bytes: float, most: int, *, first: int = 2) -> int:
@@ -229,25 +229,21 @@ class Frontier:
         near = next((part for factor, part in _BELIEVED if predicted <= factor * measured), _BELIEVED[-1][1])
         return min(int(near * predicted), _BELIEVED[-1][0] * measured)
 
-    def _bytes_of_sample(self, widths: Widths) -> float | None:
+    def _bytes_of_sample(self, widths: Widths, *, with_bounds: bool = True) -> float | None:
         """Return the bytes that a sample takes: those of the nearest range, by the slope to the next."""
         seen = self._of_widths.get(widths)
         if seen:
             return seen[max(seen)] / max(seen)
-        if not self._of_range:
+        ranges = [one for one in self._of_range.values() if with_bounds or not one.is_bound]
+        if not ranges:
             return None
         width = sum(widths)
-        nearest, *others = sorted(self._of_range.values(), key=lambda one: abs(math.log(one.width / width)))
-        is_beyond = width > max(one.width for one in self._of_range.values())
+        nearest, *others = sorted(ranges, key=lambda one: abs(math.log(one.width / width)))
+        is_beyond = width > max(one.width for one in ranges)
         if is_beyond or not others:
             exponent = _MOST if width > nearest.width else _LEAST
-        else:
-            other = others[0]
-            slope = (
-                math.log(other.bytes / nearest.bytes) / math.log(other.width / nearest.width)
-                if other.width != nearest.width
-                else _MOST
-            )
+        else:  # ranges differ in width
+            slope = math.log(others[0].bytes / nearest.bytes) / math.log(others[0].width / nearest.width)
             exponent = min(_MOST, max(_LEAST, slope))
         return float(nearest.bytes * (width / nearest.width) ** exponent)
 

@@ -79,28 +79,56 @@ class Search:
         """
         frontier = self.frontier
         sure, too_many = frontier.surely(widths), frontier.too_many(widths)
+        if self._begins_with is not None and not self.is_done:
+            return self._begins_with
         if not sure:
             return min(_FIRST, most) if too_many is None else too_many // 2 or None
-        if sure >= most or (too_many is not None and sure >= _PRECISION * (too_many - 1)):
+        if self.is_done or sure >= most or (too_many is not None and sure >= _PRECISION * (too_many - 1)):
             return None
         sizes = frontier.sizes(widths)
-        if sure < _MOST_FIRST or not sizes or free_bytes is None:
-            size = max(_GROWTH * sure, _MOST_FIRST) if too_many is None or sure < _FIRST else 0
-        else:
-            size = frontier.largest(widths, free_bytes, most)
+        is_known = free_bytes is not None and bool(sizes) and sure >= _MOST_FIRST
+        size = frontier.largest(widths, free_bytes or 0, most) if is_known else sure
         if too_many is not None:
-            is_inside = sure + max(1, (too_many - sure) // _GROWTH) <= size < too_many
-            if is_inside and frontier.failures < _MOST_FAILURES:
-                return size
-            is_near = too_many <= _GROWTH * sure
-            return (sure + too_many) // 2 if is_near else max(sure + 1, math.isqrt(sure * too_many))
-        if sure < size:
-            return min(most, _closing(size) if _MOST_FIRST < size <= _GROWTH * sure else size)
-        line = frontier.line(widths)
-        if line is not None and free_bytes is not None and line.largest_within(free_bytes) >= sure:
-            return min(most, _closing(sure))
-        # More fits than the memory seems to have: twice the last step further.
-        return min(most, max(_closing(sure), sure + 2 * (sure - (sizes[-2] if len(sizes) > 1 else 0))))
+            return self._between(sure, too_many, size)
+        if not is_known:
+            size = max(_GROWTH * sure, _MOST_FIRST)
+        elif size > sure:
+            size = _closing(size) if size <= _GROWTH * sure else size
+        else:
+            size = _closing(sure)
+            line = frontier.line(widths)
+            if line is None or line.largest_within(free_bytes or 0) < sure:
+                # More fits than the memory seems to have: twice the last step further.
+                size = max(size, sure + 2 * (sure - (sizes[-2] if len(sizes) > 1 else 0)))
+        return min(most, size)
+
+    def tried(self, size: int, widths: Widths, extra_bytes: int | None, *, fits: bool) -> None:
+        """Record a trial.
+
+        Args:
+            size: Its number of samples.
+            widths: Their widths.
+            extra_bytes: Its memory beside what was in use before; None if that is not known.
+            fits: Whether it did not run out of memory.
+        """
+        confirms = self._begins_with is not None
+        if fits:
+            self.frontier.note(size, widths)
+            self.is_done = confirms
+            if extra_bytes is not None:
+                self.frontier.measure(size, widths, max(1, extra_bytes))
+            return
+        if confirms:  # what an earlier run has measured does not hold any more
+            self.frontier.forget()
+            self._begins_with = None
+        self.frontier.fail(size, widths)
+
+    def _between(self, sure: int, too_many: int, predicted: int) -> int:
+        """Return a size between one that fits and one that does not: the predicted one, if that is well inside."""
+        is_inside = sure + max(1, (too_many - sure) // _GROWTH) <= predicted < too_many
+        if is_inside and self.frontier.failures < _MOST_FAILURES:
+            return predicted
+        return (sure + too_many) // 2 if too_many <= _GROWTH * sure else max(sure + 1, math.isqrt(sure * too_many))
 
     # --- windows ------------------------------------------------------------------------------------------------------
 

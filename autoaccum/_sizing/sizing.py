@@ -129,6 +129,7 @@ class Sizing:
         fastest: The plan chosen by autotuning; None before.
         start: The index in the window of the current micro-batch's first sample.
         measures: Whether `enter` and `leave` must be called for micro-batches of the current window.
+        failed: What ran out of memory in this window, trials left out: samples and widths, for other processes.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class Sizing:
         self.measures = False
         self.plan = self.set_plan = plan
         self.peak_bytes: int | None = None
+        self.failed: list[tuple[int, Widths]] = []
         self._memory = memory
         self._parameters = parameters
         self._wanted = wanted
@@ -218,6 +220,7 @@ class Sizing:
         self._ended: float | None = None
         self.start = 0
         self._alone.clear()
+        self.failed.clear()
         self.peak_bytes = None
         self._groups, self._sizes = window.widths(), None
         if self._widths is None:
@@ -328,7 +331,18 @@ class Sizing:
             return wait_for_memory(tries, may_wait=may_wait)
         if self._learning is not None:
             return self._learning.fail(size, widths)
+        self.failed.append((most, widths))
         return self._shrink(most, widths)
+
+    def adopt(self, failed: Iterable[tuple[int, Widths]]) -> bool:
+        """Take over what ran out of memory on another process with as much of it; return whether sizes change here."""
+        if self.is_learning:
+            return False
+        shrunk = False
+        for size, widths in failed:
+            if size > 1 and self._limit(widths, size) >= size:
+                shrunk |= self._shrink(size, widths)
+        return shrunk
 
     def shrink(self) -> bool:
         """Switch to smaller sizes before memory runs out; return whether there are any."""

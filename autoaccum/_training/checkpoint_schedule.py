@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.loader_state import Position
     from autoaccum._system.notices import Notices
-    from autoaccum._training.checkpoint_contents import Moment
+    from autoaccum._training.checkpoint_contents import Moment, Stopped
 
 # The default of `checkpoint_every`.
 EVERY = "10min"
@@ -52,7 +52,7 @@ class Saver:
         self._every = every
         self._resume = resume
         self._lease = Lease(storage.folder)
-        self._saved: Position | None = None
+        self._saved: tuple[Position, Stopped | None] | None = None
         self._saved_at = time.monotonic()
 
     @property
@@ -159,11 +159,11 @@ class Saver:
 
     def has(self, moment: Moment) -> bool:
         """Whether the newest checkpoint was taken at this moment."""
-        return self._saved is moment.position
+        return self._saved is not None and self._saved[0] is moment.position and self._saved[1] == moment.stopped
 
     def note(self, moment: Moment) -> None:
         """Note that the newest checkpoint was taken at this moment."""
-        self._saved, self._saved_at = moment.position, time.monotonic()
+        self._saved, self._saved_at = (moment.position, moment.stopped), time.monotonic()
 
     def took(self, path: Path, moment: Moment) -> None:
         """Note that another process of this run has written the checkpoint of this moment."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autoaccum._data.batches import Window
+from autoaccum._data.batches import Window, count
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
 from autoaccum.integrations._framework_backward import divide_gradients, tell_of_autocast
@@ -17,6 +17,9 @@ from autoaccum.integrations._joined_parts import joined
 from autoaccum.integrations._lightning_logs import HeldLogs
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from autoaccum._data.pieces import Split
     from autoaccum._engine.options import Options
     from autoaccum._records import BackwardReport
 
@@ -35,13 +38,21 @@ class Step:
     Args:
         trainer: The trainer.
         module: Its module.
+        split: As for `Accumulator`.
+
+    Attributes:
+        parts: Of each call for the batch, what was logged and its number of samples.
+        returns_more: Whether the module returns more than a loss, as far as is known.
     """
 
-    def __init__(self, trainer: Any, module: Any) -> None:
+    def __init__(self, trainer: Any, module: Any, split: Split | None) -> None:
         self._trainer = trainer
         self._module = module
         self._further: tuple[Any, ...] = ()
         self._logs: HeldLogs | None = None
+        self._split = split
+        self.parts: list[tuple[Sequence[Any], int]] = []
+        self.returns_more = self._keeps = True
 
     def begin(self, logs: HeldLogs, further: tuple[Any, ...]) -> None:
         """Begin a batch.
@@ -51,12 +62,14 @@ class Step:
             further: What `training_step` gets besides the batch.
         """
         self._logs, self._further = logs, further
+        self.parts.clear()
+        self._keeps = self.returns_more
 
     def end(self) -> None:
         """Let go of the batch."""
         self._logs, self._further = None, ()
 
-    def __call__(self, batch: Any) -> dict[str, Any]:
+    def __call__(self, batch: Any) -> Any:
         """Return the loss of a micro-batch, and what else is wanted of it."""
         assert self._logs is not None
         logged = self._logs.begin_part()
@@ -71,12 +84,15 @@ class Step:
             )
         extra = {key: value for key, value in found.items() if key != _LOSS} if isinstance(found, dict) else None
         loss = found.get(_LOSS) if isinstance(found, dict) else found
-        if not isinstance(loss, Tensor):
+        is_pair = isinstance(loss, tuple) and len(loss) == 2  # noqa: PLR2004 - (sum, weight)
+        if not isinstance(loss, Tensor) and not is_pair:
             raise InvalidInputError(
                 f"training_step returned {type(found).__name__ if extra is None else 'a dictionary'} without a loss "
-                "that is a tensor; return the loss, or a dictionary with it as 'loss'"
+                "that is a tensor; return the loss, a (sum, weight) pair, or a dictionary with it as 'loss'"
             )
-        return {_LOSS: loss, "outputs": {"logged": logged, "extra": extra}}
+        self.parts.append((logged, count(batch, self._split) if logged else 0))
+        self.returns_more = extra is not None
+        return {_LOSS: loss, "outputs": extra or {}} if self._keeps else loss
 
 
 class Training:
@@ -94,7 +110,7 @@ class Training:
 
     def __init__(self, trainer: Any, module: Any, options: Options) -> None:
         self._trainer = trainer
-        self._step = Step(trainer, module)
+        self._step = Step(trainer, module, options.split)
         self._is_in_closure = False
         self._split = options.split
         self.report: BackwardReport | None = None
@@ -153,13 +169,28 @@ class Training:
         self._step.begin(logs, tuple(further))
         try:
             with logs.holding():
-                report = self.accumulator.backward(Window.of_checked([batch], self._split), keep="outputs")
+                keep = "outputs" if self._step.returns_more else None
+                report = self.accumulator.backward(self._window(batch), keep=keep)
         except _SkippedError:
             return None
         finally:
             self._step.end()
         self.report = report
-        logs.log([part["logged"] for part in report.outputs], report.micro_batches)
+        # Those before are of samples that the loss was checked on, and of attempts that failed.
+        logged, sizes = zip(*self._step.parts[-len(report.micro_batches) :], strict=True)
+        logs.log(logged, sizes)
         loss = torch.as_tensor(report.device_losses[_LOSS].value, device=self._trainer.strategy.root_device)
-        extra = [part["extra"] for part in report.outputs]
-        return loss if extra[0] is None else {_LOSS: loss, **joined(extra, report.micro_batches)}
+        more = joined(report.outputs, report.micro_batches) if report.outputs else {}
+        return {_LOSS: loss, **more} if more else loss
+
+    def _window(self, batch: Any) -> Window:
+        try:
+            return Window.of_checked([batch], self._split)
+        except InvalidInputError as error:
+            loader = self._trainer.train_dataloader
+            if not isinstance(loader, dict | list | tuple):
+                raise
+            raise InvalidInputError(
+                f"a batch is made of those of {len(loader)} loaders (CombinedLoader), which have no samples in common "
+                "that could be cut together; give all of them the same batch_size, or pass split="
+            ) from error

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from transformers import Trainer
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -42,15 +40,11 @@ class TrainerLogs:
 
     Args:
         trainer: A Transformers `Trainer`, whose class may keep metrics of its own.
-
-    Attributes:
-        are_kept: Whether its `compute_loss` may log anything.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._kept = [name for name in _METRICS if isinstance(getattr(trainer, name, None), dict)]
-        self.are_kept = type(trainer).compute_loss is not Trainer.compute_loss or trainer.compute_loss_func is not None
         self._is_one_of_several = trainer.accelerator.num_processes > 1
 
     @contextmanager

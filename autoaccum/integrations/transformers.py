@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from autoaccum._data.pieces import Split
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import BackwardReport, Plan
+    from autoaccum.integrations._trainer_logs import Held
 
 _TrainerType = TypeVar("_TrainerType", bound=type[Trainer])
 
@@ -151,6 +152,7 @@ class Windows:
             self._split = _split_of(trainer.data_collator)
         self._options = replace(options, split=self._split, notices=self._notices, precision="fp32")
         self._logs = TrainerLogs(trainer)
+        self._held: list[Held] = []  # of calls for this window
         self._model: nn.Module | None = None
         self._accumulator: Accumulator | None = None
         self._evaluation: EvaluationInParts | None = None
@@ -201,9 +203,10 @@ class Windows:
         counts, self._counts = self._counts, []
         self._items = self._over_all_ranks(None if any(one is None for one in counts) else sum(counts))
         accumulator = self._accumulator_of(_inner(model))
-        keep = "outputs" if self._logs.are_kept else None
-        report = accumulator.backward(Window(batches, self._split), keep=keep)
-        self._logs.append(report.outputs)
+        self._held.clear()
+        report = accumulator.backward(Window(batches, self._split))
+        # Those before are of samples that the loss was checked on, and of attempts that failed.
+        self._logs.append(self._held[-len(report.micro_batches) :])
         self.last_backward = report
         return torch.tensor(report.loss, device=trainer.args.device)
 
@@ -220,14 +223,15 @@ class Windows:
 
     # --- a micro-batch ------------------------------------------------------------------------------------------------
 
-    def _loss(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _loss(self, batch: Mapping[str, Any]) -> Any:
         """Return the loss of a micro-batch, as the trainer computes it."""
         trainer = self._trainer
         with self._logs.held() as held, own_tokens(trainer.args), trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(self._model, batch, num_items_in_batch=self._items)
         if self._generates and not self._is_scaled():
             loss = loss / trainer.current_gradient_accumulation_steps
-        return {"loss": loss, "outputs": held} if self._logs.are_kept else {"loss": loss}
+        self._held.append(held)
+        return loss
 
     def _is_scaled(self) -> bool:
         """Whether the trainer does not divide losses by the number of accumulated batches, as `Trainer` decides it."""

@@ -201,19 +201,6 @@ def test_report_counts_by_the_split():
     assert report.predicted[0].micro_batch == TARGET
 
 
-def test_report_refuses_a_length_for_samples_of_any_form():
-    with pytest.raises(InvalidInputError, match=r"length=9.*split="):
-        autoaccum.preflight(
-            split_training.net(),
-            split_training.rows(8),
-            TARGET,
-            loss=split_training.mean,
-            forward=split_training.forward,
-            split=split_training.split(),
-            length=9,
-        )
-
-
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 

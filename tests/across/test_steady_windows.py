@@ -373,3 +373,31 @@ def test_a_steady_window_with_a_scaler_registers_no_hooks():
 
     assert not runner.step(data()).skipped
     assert torch.utils.hooks.RemovableHandle.next_id == before
+
+
+class OfWideTexts(nn.Module):
+    """Has no memory for more than `most` texts of nine tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedded, self.last, self.most = nn.Embedding(50, 4), nn.Linear(4, 1), 100
+
+    def forward(self, tokens):
+        if tokens.shape[1] == 9 and len(tokens) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory: for this test")
+        return self.last(self.embedded(tokens).mean(1)).squeeze(1)
+
+
+def test_steady_window_of_another_width_than_the_first_gets_smaller_when_memory_runs_out():
+    model = OfWideTexts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    device = autoaccum.Simulated("1GiB")
+    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(16, 8), loss=nn.MSELoss(), device=device)
+    narrow, wide = [(torch.randint(50, (16, tokens)), torch.randn(16)) for tokens in (5, 9)]
+    for _ in range(12):
+        runner.step(narrow)
+        runner.step(wide)
+
+    model.most = 4
+
+    assert runner.step(wide).micro_batches == (4, 4, 4, 4)

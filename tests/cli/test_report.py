@@ -118,7 +118,7 @@ def test_the_table_is_the_result_and_all_else_goes_to_stderr(invoke, recipe):
     assert result.stdout.startswith("Pre-flight report: Sequential, target batch 64\n")
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "the recipe says hello" in result.stderr
-    assert "trial of 2: fits" in result.stderr
+    assert "autoaccum: 2 samples fit" in result.stderr
 
 
 def test_quiet_shows_no_trials_on_the_way(invoke, recipe):
@@ -128,16 +128,75 @@ def test_quiet_shows_no_trials_on_the_way(invoke, recipe):
 def test_json_is_one_document(invoke, recipe):
     document = json.loads(invoke(recipe, "--json").stdout)
 
-    assert document["schema_version"] == 1
+    assert document["version"] == 2
     assert document["subject"]["recipe"] == recipe
     assert document["measured"]["trials"][0]["fits"] is True
 
 
 def test_files_are_written_beside_the_result(invoke, recipe, tmp_path):
-    result = invoke(recipe, "--html", tmp_path / "report.html")
+    result = invoke(recipe, "--gpu", "l4", "--html", tmp_path / "report.html", "--snapshot", tmp_path / "step.pickle")
 
     assert result.exit_code == 0
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    assert (tmp_path / "step.pickle").stat().st_size > 0
+
+
+SCRIPT = """
+import sys
+import torch
+import autoaccum
+from autoaccum import fit
+
+def main(samples):
+    data = [(torch.randn(samples, 8), torch.randint(0, 2, (samples,))) for _ in range(4)]
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4096), torch.nn.Tanh(), torch.nn.Linear(4096, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = torch.nn.CrossEntropyLoss()
+    CALL
+    raise AssertionError("nothing is trained")
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
+"""
+CALLS = {
+    "fit": "fit(model, data, 64, loss=loss, optimizer=optimizer, max_steps=3)",
+    "Runner": "autoaccum.Runner(model, optimizer, autoaccum.plan(64, 8), loss=loss).step(autoaccum.Window(data[:2]))",
+    "Accumulator": "autoaccum.Accumulator(model, loss=loss).backward(data[0])",
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_training_script_is_run_up_to_its_first_call_that_trains(invoke, tmp_path, name):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.replace("CALL", CALLS[name]))
+
+    result = invoke(path, "--gpu", "l4", "--no-measure", "--json", "--", "16")
+
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)["subject"]
+    assert (found["model"], found["parameters"]) == ("Sequential", 8 * 4096 + 4096 + 2 * 4096 + 2)
+    assert found["target_batch"] == {"fit": 64, "Runner": 64, "Accumulator": 16}[name]
+    assert found["optimizer"] == ("AdamW" if name == "Accumulator" else "SGD")
+    assert autoaccum.fit.__module__ == "autoaccum._training.api"
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ("return", "ended without a call of autoaccum.fit, Runner.step or Accumulator.backward"),
+        ("raise LookupError('no data')", "train.py' raised LookupError: no data"),
+        ("sys.exit(0)", "train.py' exited by sys.exit(0)"),
+        ("fit(model, data)", "there is no target"),
+    ],
+)
+def test_a_script_that_trains_nothing_is_bad_input(invoke, tmp_path, call, told):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.replace("CALL", call))
+
+    result = invoke(path, "--gpu", "l4", "--no-measure", "--", "16")
+
+    assert (result.exit_code, result.stdout) == (ExitCode.BAD_INPUT, "")
+    assert told in result.stderr.replace("\n", " ")
 
 
 @pytest.mark.parametrize(
@@ -162,18 +221,6 @@ def test_options_reach_preflight(invoke, recipe, given, options, name, value):
     invoke(recipe, *options)
 
     assert given[name] == value
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
-@pytest.mark.parametrize(("given", "length"), [(["128"], 128), (["ids=128", "labels=8"], {"ids": 128, "labels": 8})])
-def test_lengths_are_one_number_or_numbers_by_name(given, length):
-    assert report._lengths(given) == length
-
-
-@pytest.mark.parametrize("given", [["long"], ["0"], ["-3"], ["ids="], ["128", "64"], ["ids=128", "64"]])
-def test_a_length_that_is_none_is_refused(given):
-    with pytest.raises(InvalidInputError, match="--length input_ids=512"):
-        report._lengths(given)
 
 
 @pytest.mark.parametrize("options", [[], ["--gpu", "t4", "--no-measure"]])
@@ -245,15 +292,6 @@ def test_a_file_that_cannot_be_written_after_all_does_not_cost_the_answer(invoke
     assert result.stdout.startswith("Pre-flight report")
 
 
-def test_the_time_that_slurm_leaves_is_taken_where_none_is_given(invoke, recipe, given, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "17")
-
-    invoke(recipe)
-    assert given["time_limit"] == 0
-    invoke(recipe, "--time", "12h")
-    assert given["time_limit"] == 43200
-
-
 def test_a_jobs_own_micro_batch_is_the_largest_of_interest(invoke, recipe, given):
     invoke(f"{recipe}:fixed")
 
@@ -309,8 +347,7 @@ def test_what_is_required_decides_in_this_order_device_fit_size(report, micro_ba
 def tightened(safe):
     """A report on one card that 256 samples are predicted to fit, and of which `safe` safely do."""
     one = PREDICTED_ONLY.predicted[0]
-    estimate = replace(one.estimate, uncertainty=0.1)
-    return replace(PREDICTED_ONLY, predicted=(replace(one, safe_micro_batch=safe, estimate=estimate),))
+    return replace(PREDICTED_ONLY, predicted=(replace(one, safe_micro_batch=safe, uncertainty=0.1),))
 
 
 @pytest.mark.parametrize(
@@ -381,9 +418,7 @@ def test_error_of_the_loader_is_the_loaders_whatever_it_says(recipe, invoke):
         (["{recipe}", "--require-micro-batch", "0"], "--require-micro-batch 0 must be 1 or more"),
         (["{recipe}", "--require-micro-batch", "-3"], "--require-micro-batch -3 must be 1 or more"),
         (["{recipe}", "--require-micro-batch", "9", "--max-micro-batch", "8"], "exceeds --max-micro-batch 8"),
-        (["{recipe}", "--time", "soon"], "--time='soon' is not a time"),
-        (["{recipe}", "--length", "long"], "--length long is not a length"),
-        (["{recipe}", "--length", "512"], "--length 512: the batch holds no sequences"),
+        (["{recipe}", "--snapshot", "step.pickle"], "--snapshot is of a prediction; name a GPU"),
         (["{recipe}", "--device", "gpu"], "--device 'gpu' is not a device"),
         (["{recipe}", "--memory-limit", "1e"], "--memory-limit '1e'"),
         (["{recipe}", "--device-memory", "1MiB"], "--device-memory '1MiB' is too small"),

@@ -52,3 +52,11 @@ def test_rank_that_cannot_send_says_why_and_does_not_accuse_another(crew):
 
     assert all(isinstance(answer, autoaccum.RankFailedError) for answer in answers), answers
     assert "rank 1 could not exchange data with the others (Invalid scalar type)" in str(answers[1])
+
+
+def test_what_ran_out_of_memory_on_one_rank_is_not_tried_by_those_with_as_much(crew):
+    found = crew.run("rank_messages:lacking_once", ["1GiB", "1GiB", "2GiB"], size=3)
+
+    assert [len(cut) for cut in found[0][:4]] == [1, 1, 2, 2]
+    assert [len(cut) for cut in found[1][:4]] == [1, 1, 1, 2]
+    assert [len(cut) for cut in found[2][:4]] == [1, 1, 1, 1]

@@ -731,6 +731,32 @@ class Fetching(Classifier):
         return self.body(next(dataloader_iter)[0][0]).mean()
 
 
+class Pairs(Classifier):
+    """Returns the sum and the weight of a loss, which is a mean weighted by classes."""
+
+    def training_step(self, batch, batch_idx):
+        weights = torch.arange(1.0, CLASSES + 1, dtype=torch.float64)
+        loss = functional.cross_entropy(self(batch[0]), batch[1], weights, reduction="sum")
+        return loss, weights[batch[1]].sum()
+
+
+def test_a_pair_of_sum_and_weight_may_be_returned():
+    one, two = Pairs(), Pairs()
+    fitted(one, vectors(), windowed(micro_batch=12))
+    fitted(two, vectors(), windowed(micro_batch=5))
+
+    assert_close(one, two)
+
+
+def test_batches_of_several_loaders_of_unlike_size_are_named():
+    loaders = {"a": DataLoader(vectors(), batch_size=12), "b": DataLoader(vectors(), batch_size=6)}
+    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(max_epochs=1, callbacks=[windowed()], enable_model_summary=False, **options)
+
+    with pytest.raises(autoaccum.InvalidInputError, match=r"2 loaders \(CombinedLoader\).*same batch_size.*split="):
+        trainer.fit(Classifier(), loaders)
+
+
 class Lossless(Classifier):
     def training_step(self, batch, batch_idx):
         return {"error": self.body(batch[0]).mean()}

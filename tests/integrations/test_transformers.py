@@ -589,6 +589,21 @@ class Weighed(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class OfPairs(Trainer):
+    """Returns losses by name, as sums and weights."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        logits, labels = model(input_ids=inputs["input_ids"]).logits, inputs["labels"]
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return {"tokens": (loss, (labels != -100).sum()), "rows": (logits[:, 0].square().sum(), len(labels))}
+
+
+def test_losses_may_be_returned_by_name_as_pairs(tmp_path):
+    one, two = (trained(cut(OfPairs, micro_batch=most), tmp_path, **PLAIN) for most in (12, 5))
+
+    torch.testing.assert_close(weights(one), weights(two), rtol=0.0, atol=1e-12)
+
+
 PLAIN = {"samples": 12, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
 
 

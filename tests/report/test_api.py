@@ -1,11 +1,15 @@
 """The report from end to end: what is measured on simulated devices and the host, and what is refused."""
 
 import copy
+import json
+import pickle
 import random
+from itertools import accumulate
 
 import pytest
 import torch
 from torch import nn
+from torch.cuda import _memory_viz
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
@@ -149,61 +153,6 @@ def test_a_loss_over_the_whole_window_is_tried_as_such():
     assert measured.pace is None
 
 
-def test_the_whole_training_is_timed():
-    loader = [batch_of() for _ in range(4)]
-
-    pace = report_on(loader=loader, epochs=3).measured.pace
-    by_steps = report_on(max_steps=10).measured.pace
-
-    assert pace.training_s == pytest.approx(3 * pace.epoch_s)
-    assert by_steps.training_s == pytest.approx(10 * 64 / by_steps.samples_per_s)
-    assert report_on(loader=loader).measured.pace.training_s is None
-
-
-def test_what_ends_first_ends_the_training():
-    loader = [batch_of() for _ in range(4)]
-
-    pace = report_on(loader=loader, epochs=1000, max_steps=1).measured.pace
-
-    assert pace.training_s == pytest.approx(64 * pace.epoch_s / 32)
-
-
-def test_a_training_that_takes_too_long_is_warned_of():
-    slow = report_on(max_steps=10**9, time_limit="12h")
-    quick = report_on(max_steps=1, time_limit="12h")
-    untimed = report_on(device=None, gpus="l4", measure=False, max_steps=1, time_limit="12h")
-    endless = report_on(time_limit=60.0)
-
-    assert any("of 12 h 0 min allowed" in warning for warning in slow.warnings)
-    assert "12 h 0 min" in str(slow)
-    assert not any("12 h" in warning for warning in quick.warnings)
-    assert any("nothing was timed" in warning for warning in untimed.warnings)
-    assert any("epochs=" in warning for warning in endless.warnings)
-
-
-def test_parts_that_take_their_time_are_told_beforehand():
-    told = []
-
-    report_on(gpus=["l4", "t4"], loader=[batch_of()], on_part=told.append)
-
-    assert [text.split()[0] for text in told] == [
-        "predicting",
-        "predicting",
-        "measuring",
-        "tracing",
-        "looking",
-        "timing",
-    ]
-
-
-def test_trials_are_told_on_the_way():
-    told = []
-
-    measured = report_on(on_trial=told.append).measured
-
-    assert tuple(told) == measured.trials
-
-
 def test_a_card_by_two_names_is_told_once():
     report = report_on(device=None, gpus=["RTX 3060", "t4", "NVIDIA GeForce RTX 3060"], measure=False)
 
@@ -246,6 +195,16 @@ def test_who_holds_memory_at_the_peak_is_traced_for_the_plan(kind):
     assert sum(held_by(step).values()) == step.at_peak.held_bytes
 
 
+def test_what_takes_its_time_is_logged(caplog):
+    with caplog.at_level("INFO", "autoaccum.report"):
+        trials = report_on(gpus=["l4"], loader=[batch_of()], target=512).measured.trials
+
+    assert [text.split()[0] for text in caplog.messages if not text[0].isdigit()] == [
+        "predicting", "measuring", "tracing", "looking", "timing",
+    ]  # fmt: skip
+    assert len([text for text in caplog.messages if text[0].isdigit()]) == len(trials)
+
+
 def test_where_nothing_fits_the_trace_is_of_one_sample():
     measured = report_on("40KiB").measured
 
@@ -257,18 +216,64 @@ def test_a_step_that_runs_only_for_real_is_reported_without_a_trace():
     def loss(outputs, targets):
         return nn.functional.cross_entropy(outputs, targets) * (1.0 if outputs.sum().item() > 0 else 2.0)
 
-    measured = report_on(loss=loss).measured
+    report = report_on(loss=loss, gpus="l4")
 
-    assert measured.plan is not None
-    assert measured.step_memory is None
+    assert report.measured.plan is not None
+    assert report.measured.step_memory is None
+    assert report.predicted == ()
+    assert report.warnings[0].startswith("not predicted for l4: the model cannot be traced without values: it branches")
+    with pytest.raises(InvalidInputError, match="branches on values"):
+        report_on(loss=loss, gpus="l4", measure=False, device=None)
 
 
-class Branching(nn.Linear):
-    """Reads a value."""
+def test_the_largest_of_a_loaders_first_batches_counts():
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(50, 64), nn.Linear(64, 50)
 
-    def forward(self, inputs):
-        outputs = super().forward(inputs)
-        return outputs * 2 if outputs.sum() > 0 else outputs
+        def forward(self, tokens):
+            return self.head(self.embed(tokens)).mT
+
+    short, long = (torch.zeros(4, length, dtype=torch.long) for length in (10, 300))
+    options = {"loss": nn.functional.cross_entropy, "gpus": "l4", "measure": False}
+
+    mixed = autoaccum.preflight(Tokens(), (short, short), 8, loader=[(short, short), (long, long)], **options)
+    whole = autoaccum.preflight(Tokens(), (long, long), 8, **options)
+
+    assert mixed.predicted[0].footprint == whole.predicted[0].footprint
+    assert any("differ in size" in note for note in mixed.notes)
+    assert not any("differ in size" in note for note in whole.notes)
+
+
+@pytest.mark.card_fakes
+def test_a_snapshot_opens_in_the_memory_viewer_of_torch(tmp_path):
+    report = report_on(device=None, gpus=["l4", "t4"], measure=False)
+
+    report.save_snapshot(tmp_path / "step.pickle", "t4")
+
+    snapshot = pickle.loads((tmp_path / "step.pickle").read_bytes())  # noqa: S301 - our own
+    entries = snapshot["device_traces"][0]
+    live = list(accumulate(one["size"] * {"alloc": 1, "free_completed": -1}.get(one["action"], 0) for one in entries))
+    step = report.predicted[1].step_memory
+    assert max(live) == step.at_peak.held_bytes
+    assert "<html" in _memory_viz.trace_plot(snapshot).lower()
+    with pytest.raises(InvalidInputError, match="this report has: l4, t4"):
+        report.save_snapshot(tmp_path / "other.pickle", "h100")
+
+
+@pytest.mark.card_fakes
+def test_json_is_the_report_by_its_attributes():
+    report = report_on(gpus=["l4"], optimizer=torch.optim.Adam)
+
+    found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+
+    assert found["version"] == 2
+    assert found["fits"] is report.fits
+    assert found["predicted"][0]["verdict"] == report.predicted[0].verdict
+    assert found["predicted"][0]["plan"]["micro_batches"] == list(report.predicted[0].plan.micro_batches)
+    assert found["measured"]["step_memory"]["peak"] == report.measured.step_memory.peak
+    assert found["measured"]["trials"][0]["fits"] is True
 
 
 @pytest.mark.card_fakes
@@ -377,7 +382,7 @@ def test_ranks_take_more_with_buckets_and_less_with_shards():
 
     alone, buckets, sharded = of(), of(ranks=8), of(ranks=8, fsdp=True)
 
-    footprints = [one.estimate.footprints[0] for one in (alone, buckets, sharded)]
+    footprints = [one.footprint for one in (alone, buckets, sharded)]
     assert footprints[0].peak_bytes < footprints[1].peak_bytes
     assert footprints[2].parameters_bytes == pytest.approx(footprints[0].parameters_bytes / 8, rel=0.1)
 

@@ -7,10 +7,28 @@ from torch import nn
 import autoaccum
 from autoaccum._estimate.estimate import trace_step
 from autoaccum._estimate.gpus import with_display
+from autoaccum._estimate.trace import Estimate
 from autoaccum._report.capacity import Asked, predict
-from report_examples import GIB, MIB, card, estimate, footprint
+from report_examples import GIB, MIB, SIZES, card, footprint
 
 ASKED = Asked(None, 256, 256, None, "micro_batch")
+
+
+class OnALine(Estimate):
+    """An estimate without a traced step."""
+
+    def at(self, size, room_bytes=None):
+        return footprint(size)
+
+    def fits(self, size, room_bytes):
+        return self.at(size).reserved_bytes <= room_bytes
+
+    def step_memory(self, size):
+        return None
+
+
+def estimate():
+    return OnALine(tuple(map(footprint, SIZES)), ("counted in bf16.",), 0.0, None, None)
 
 
 def test_a_large_card_takes_the_target_at_once():
@@ -143,3 +161,18 @@ def test_size_that_fits_only_in_its_trial_is_reported_smaller_with_its_parts():
     assert report.measured.micro_batch == 57
     assert report.measured.footprint.size == report.measured.plan.micro_batch == 32
     assert any("64 was looked into" in warning for warning in report.warnings)
+
+
+def test_where_the_plans_own_size_does_not_fit_few_others_are_asked_about():
+    asked = []
+
+    class Ragged(OnALine):
+        def fits(self, size, room_bytes):
+            asked.append(size)
+            return size <= 1000 or size == 4095
+
+    known = Ragged((footprint(1),), (), 0.0, None, None)
+    found = predict(replace(ASKED, target_batch=8190, most=8190), card(), "fp32", known)
+
+    assert 900 < found.plan.micro_batch <= 1000
+    assert len(asked) < 100

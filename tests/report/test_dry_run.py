@@ -46,15 +46,6 @@ def test_parts_are_what_tensors_take_and_add_up():
     assert sum(getattr(found, f"{part}_bytes") for part in PARTS) == found.peak_bytes
 
 
-def test_activations_are_what_autograd_keeps():
-    model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Tanh(), nn.Linear(32, 4, bias=False))
-
-    found = rehearsed(model, (torch.randn(8, 16), torch.randn(8, 4)))
-
-    # Tanh and the second layer keep the same 32 numbers, the loss 4 outputs; targets come with the batch.
-    assert found.activation_bytes_per_sample in ((32 + 4) * 4, (32 + 4 + 4) * 4)
-
-
 def test_a_peak_in_the_update_is_told():
     found = rehearsed(nn.Linear(256, 256), (torch.randn(2, 256), torch.randn(2, 256)), target=2, most=2).footprint
 
@@ -115,16 +106,6 @@ def test_a_loss_that_cannot_be_found_out_is_warned_of():
 
 def test_a_loss_that_is_known_is_not():
     assert rehearsed(classifier(), labelled(8), loss=nn.CrossEntropyLoss()).warnings == ()
-
-
-def test_what_refuses_to_be_looked_into_is_rehearsed_all_the_same():
-    class Transformed(nn.Linear):
-        def forward(self, inputs):
-            return super().forward(inputs) * torch.func.grad(lambda x: (x * x).sum())(torch.ones(1)).detach()
-
-    found = rehearsed(Transformed(4, 3), (torch.randn(4, 4), torch.randn(4, 3)), target=4)
-
-    assert (found.footprint.size, found.activation_bytes_per_sample) == (4, None)
 
 
 def test_where_memory_does_not_suffice_after_all_nothing_is_said():

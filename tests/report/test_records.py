@@ -1,7 +1,6 @@
 from dataclasses import replace
 
-from autoaccum._estimate.trace import Estimate
-from report_examples import DEVICE, GIB, MEASURED, MIB, footprint, predicted
+from report_examples import DEVICE, GIB, MEASURED, MIB, predicted
 
 
 def test_on_a_card_the_peak_counts_the_model():
@@ -35,16 +34,6 @@ def test_a_prediction_that_does_not_fit_has_less_than_no_headroom():
     assert predicted(total=GIB, micro_batch=0, sizes=(256,)).headroom_bytes < 0
 
 
-def test_activations_of_a_further_sample_are_on_the_line_too():
-    assert predicted().activation_bytes_per_sample == 39 * MIB
-
-
 def test_a_larger_size_that_failed_is_the_cap_itself():
     assert not MEASURED.is_capped
     assert replace(MEASURED, trials=MEASURED.trials[:3], micro_batch=128).is_capped
-
-
-def test_of_one_size_alone_no_further_sample_is_told():
-    only = replace(predicted(), estimate=Estimate((footprint(8),)))
-
-    assert only.activation_bytes_per_sample is None

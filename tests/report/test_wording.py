@@ -3,12 +3,12 @@ from dataclasses import replace
 import pytest
 
 from autoaccum._records import Plan
-from autoaccum._report.records import Lengths
 from autoaccum._report.wording import (
     are_numbers,
     format_count,
     format_seconds,
     format_speed,
+    headline_of,
     notes_of,
     sections_of,
     verdicts_of,
@@ -231,20 +231,20 @@ def test_a_memory_limit_is_told_once_and_that_it_holds_for_cards_too():
     assert "memory limit" not in facts(REPORT, "Job")
 
 
-def test_how_long_the_whole_training_takes_stands_beside_what_it_may_take():
-    pace = replace(MEASURED.pace, training_s=7530.0, limit_s=43200.0)
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ((256,), "Fits on l4: 256 at once, 11.1 GiB left."),
+        ((64,) * 4, "Fits on l4: 256 = 4 x 64, 18.6 GiB left."),
+        ((86, 85, 85), "Fits on l4: 256 = 1 x 86 + 2 x 85, 17.8 GiB left."),
+    ],
+)
+def test_the_headline_is_a_sentence_for_a_stranger(sizes, told):
+    report = replace(PREDICTED_ONLY, predicted=(predicted(sizes=sizes),))
 
-    told = facts(replace(REPORT, measured=replace(MEASURED, pace=pace)), "Time")
-
-    assert told["whole training"] == "2 h 6 min; 12 h 0 min allowed"
+    assert headline_of(report)[1] == told
 
 
-def test_the_length_for_which_all_is_said_is_told():
-    seen = Lengths(37, 512, 8, 512, is_asked=False, varies=True)
-
-    def told(lengths):
-        return facts(replace(REPORT, lengths=lengths), "Job")["length"]
-
-    assert told(seen) == "512, the longest; 8 batches seen: 37 to 512"
-    assert told(replace(seen, used=1024, is_asked=True)) == "1024, as requested; 8 batches seen: 37 to 512"
-    assert told(Lengths(64, 64, 1, 64, is_asked=False, varies=False)) == "64, as in the batch seen"
+def test_the_headline_is_that_of_the_worst_place():
+    assert headline_of(REPORT)[1].startswith("Fits on all 3 devices: 256 = 2 x 128, ")
+    assert headline_of(replace(REPORT, predicted=NOTHING_FITS.predicted))[1] == "Does not fit on tiny."

@@ -1,4 +1,4 @@
-"""What fits is found in the first windows or by trials: few failures, nothing that was not tried, the largest in the end."""
+"""What fits is found in the first windows or by trials: few failures, nothing untried, the largest in the end."""
 
 from dataclasses import dataclass, field
 
@@ -199,12 +199,7 @@ def trials(bytes_of, max_size, *, told_limit=LIMIT, counts=True):
         assert 1 <= size <= max_size
         assert size not in tried, "a size was tried twice"
         tried[size] = bytes_of(size) <= LIMIT
-        if tried[size]:
-            search.frontier.note(size, WIDTHS)
-            if counts:
-                search.frontier.measure(size, WIDTHS, int(bytes_of(size)))
-        else:
-            search.frontier.fail(size, WIDTHS)
+        search.tried(size, WIDTHS, int(bytes_of(size)) if counts and tried[size] else None, fits=tried[size])
     return tried
 
 
@@ -232,9 +227,7 @@ devices = st.one_of(
 
 
 @given(bytes_of=devices, max_size=MAX_SIZES, told_limit=st.integers(1, 3 * LIMIT), counts=st.booleans())
-def test_answer_of_trials_is_within_three_percent_whatever_was_told_of_the_memory(
-    bytes_of, max_size, told_limit, counts
-):
+def test_answer_of_trials_is_within_three_percent_whatever_was_told(bytes_of, max_size, told_limit, counts):
     tried = trials(bytes_of, max_size, told_limit=told_limit, counts=counts)
 
     found = answer(tried)

@@ -5,6 +5,7 @@ import shutil
 import stat
 
 import pytest
+import torch
 
 import autoaccum
 from autoaccum._system import files, reason_file
@@ -81,7 +82,7 @@ def test_note_of_lack_of_memory_that_is_a_pipe_is_passed_over_and_replaced(tmp_p
 def test_note_of_lack_of_memory_is_forgotten_once_a_checkpoint_was_written(tmp_path):
     loader = [(torch.ones(4, 2), torch.ones(4, 1))] * 3
     options = {"device": "cpu", "micro_batch": 4, "progress": False, "checkpoint": tmp_path}
-    saver = Saver(Storage(tmp_path), every_steps=None, every_s=None, resume="auto")
+    saver = Saver(Storage(tmp_path), every=None, resume="auto")
     saver.note_lack(2, "too large")
 
     result = autoaccum.fit(torch.nn.Linear(2, 1), loader, 4, **options)

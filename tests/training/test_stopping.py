@@ -148,7 +148,7 @@ def test_progress_and_logs_say_why(tmp_path):
 
     Run(progress=LineProgress(file=out)).fit(Asks("on_step", raised, at=2), autoaccum.JSONLinesLog(log))
 
-    assert out.getvalue().splitlines()[-1].endswith(", stopped: good enough")
+    assert any(line.endswith(", stopped: good enough") for line in out.getvalue().splitlines())
     assert json.loads(log.read_text().splitlines()[-1])["stopped"] == "good enough"
 
 
@@ -210,3 +210,15 @@ def test_early_stopping_without_what_it_waits_for_is_refused():
         Run(val_loader=None).fit(autoaccum.EarlyStopping())
     with pytest.raises(InvalidInputError, match="patience must be at least 1, got 0"):
         autoaccum.EarlyStopping(patience=0)
+
+
+def test_early_stop_at_the_lowest_loss_so_far_is_kept_too(tmp_path):
+    def stopped():
+        metric = Improving(1.0, 2.0, 3.0)
+        early = autoaccum.EarlyStopping(patience=1, monitor="mine")
+        return Run(checkpoint=tmp_path).fit(early, Next(metric), metrics={"mine": metric})
+
+    first, again = stopped(), stopped()
+
+    assert first.checkpoint == first.best_checkpoint
+    assert (again.resumed_from, again.steps, again.stopped) == (first.steps, first.steps, first.stopped)

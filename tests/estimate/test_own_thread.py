@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from autoaccum._estimate.estimate import estimate_step
 from autoaccum._estimate.gpus import card_named
-from autoaccum._estimate.replaced import replaced
+from autoaccum._estimate.own_thread import replaced
 
 
 class Attends(nn.Module):
