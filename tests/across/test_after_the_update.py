@@ -221,7 +221,7 @@ REAL = """
     class Greedy(torch.optim.lr_scheduler.StepLR):
         def step(self, *arguments):
             if self.last_epoch == 2:
-                self.table = torch.ones(64 * 2**20 // 4)
+                self.table = torch.ones(512 * 2**20 // 4)  # the hard limit is 256 MiB above the soft one
             super().step(*arguments)
 
     torch.manual_seed(0)
