@@ -133,9 +133,12 @@ def lines_on_stderr():
     logger, handler = logging.getLogger("autoaccum"), _ToStderr()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    report = logging.getLogger("autoaccum.report")  # of which nothing is shown unless somebody asks
+    report.setLevel(logging.WARNING)
     yield
     logger.removeHandler(handler)
     logger.setLevel(logging.NOTSET)
+    report.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session", autouse=True)

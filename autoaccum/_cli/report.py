@@ -291,17 +291,16 @@ def _check_required(required: int | None, most: int | None) -> None:
 def _progress(*, quiet: bool) -> Iterator[None]:
     """Write what is being done, and each trial, to stderr."""
     log, handler = logging.getLogger("autoaccum.report"), _ToStderr()
-    if quiet:
-        yield
-        return
-    before = log.level
+    before = log.level, log.propagate
     log.addHandler(handler)
-    log.setLevel(logging.INFO)
+    log.setLevel(logging.WARNING if quiet else logging.INFO)
+    log.propagate = False
     try:
         yield
     finally:
         log.removeHandler(handler)
-        log.setLevel(before)
+        log.setLevel(before[0])
+        log.propagate = before[1]
 
 
 class _ToStderr(logging.Handler):

@@ -207,18 +207,22 @@ class Search:
         self._first = None
         return size > 1
 
-    def end_window(self, groups: Iterable[tuple[int, Widths]], free_bytes: int) -> None:
+    def end_window(self, groups: Iterable[tuple[int, Widths]], free_bytes: int, *, most: int | None = None) -> None:
         """Record the end of a window; the optimizer's state exists from the first one on.
 
         Args:
             groups: The samples of the window that can be joined, with the widths of their widest.
             free_bytes: Bytes free between two windows, while no gradients exist.
+            most: The most samples allowed in a micro-batch; None for no cap.
         """
         self._windows += 1
         confirms, self._begins_with, self._first = self._begins_with, None, None
         if self._windows == 1 and all(self._seems_to_fit(one, free_bytes) for one in self.frontier.fails):
             self.frontier.forgive()  # something else probably took the memory for a moment
-        wanted = [(Point(samples, widths), self._largest(widths, samples, free_bytes)) for samples, widths in groups]
+        wanted = [
+            (Point(samples, widths), self._largest(widths, min(samples, most or samples), free_bytes))
+            for samples, widths in groups
+        ]
         if confirms is not None:
             # Less memory may have been free when the earlier size was found.
             known = [max(confirms, self.frontier.surely(group.widths)) for group, _ in wanted]

@@ -359,7 +359,7 @@ class Sizing:
         if self._learning is not None:
             self._memory.trim()
             groups = [(sum(samples for samples, _ in runs), _widest(runs)) for runs in self._groups]
-            self._learning.end_window(groups, self._memory.reading().free_bytes)
+            self._learning.end_window(groups, self._memory.reading().free_bytes, most=self._wanted.most)
             # A size that fitted before the optimizer's state existed may not fit with it.
             self._before_state = self._before_state or len(self._trials)
             if self._learning.is_done:

@@ -148,13 +148,16 @@ def test_pages_that_the_code_names_are_there():
 
 def words(page):
     """Words and numbers, without the bars of tables."""
-    return sum(bool(re.search(r"\w", word)) for word in page.read_text().split())
+    prose = re.sub(
+        r"<!-- gpu: begin -->.*<!-- gpu: end -->", "", page.read_text(), flags=re.DOTALL
+    )  # written by a program
+    return sum(bool(re.search(r"\w", word)) for word in prose.split())
 
 
 def test_documentation_is_short():
     assert words(README) <= 500
     assert sum(words(page) for page in PAGES if page.parent.name == "docs") <= 16_500
-    assert sum(words(page) for page in PAGES if page.parent.name == "dev") <= 5_500
+    assert sum(words(page) for page in PAGES if page.parent.name == "dev") <= 5_000
 
 
 @pytest.fixture

@@ -195,9 +195,9 @@ import torch, autoaccum
 from torch import nn
 torch.set_num_threads(1)
 model = nn.Sequential(nn.Linear(256, 64), nn.Linear(64, 16384), nn.Tanh(), nn.Linear(16384, 2))
-loader = [(torch.randn(512, 256), torch.randint(0, 2, (512,)))]
+loader = [(torch.randn(8192, 256), torch.randint(0, 2, (8192,)))]
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-autoaccum.fit(model, loader, 512, loss=nn.CrossEntropyLoss(), optimizer=optimizer, device="cpu", micro_batch=512,
+autoaccum.fit(model, loader, 8192, loss=nn.CrossEntropyLoss(), optimizer=optimizer, device="cpu", micro_batch=8192,
               memory_limit="60MiB", precision="fp32", progress="lines", oom_report={str(tmp_path)!r})
 """
     done = subprocess.run(
@@ -212,7 +212,7 @@ autoaccum.fit(model, loader, 512, loss=nn.CrossEntropyLoss(), optimizer=optimize
     assert done.returncode == 0, done.stderr[-2000:]
     (text,) = texts(tmp_path)
     assert "limit_bytes=62914560" in text
-    assert "(512, 16384) torch.float32 other" in text
+    assert "(8192, 256) torch.float32 other" in text
 
 
 def test_folder_that_is_a_file_is_refused_before_anything_else(tmp_path):

@@ -56,8 +56,8 @@ def test_tighter_limit_that_holds_anyway_stays_in_force_and_is_told(found):
     seen = found["tighter_limit_of_the_process_stays_in_force"]
 
     # What the heap gives back when the limit begins (some pages, by malloc_trim) is room too.
-    assert 0 < seen["limit"] <= 301 * MIB
-    assert seen["free"] <= 301 * MIB
+    assert 0 < seen["limit"] <= 304 * MIB
+    assert seen["free"] <= 304 * MIB
 
 
 def test_process_that_reached_its_own_limit_is_refused_with_the_remedy(found):

@@ -83,7 +83,7 @@ def test_what_is_required_and_does_not_fit_is_red_and_names_the_card():
 
 def test_what_is_tight_is_neither_green_nor_red():
     one = PREDICTED_ONLY.predicted[0]
-    uncertain = replace(one, safe_micro_batch=0, estimate=replace(one.estimate, uncertainty=0.141))
+    uncertain = replace(one, safe_micro_batch=0, uncertainty=0.141)
 
     text = str(replace(PREDICTED_ONLY, predicted=(uncertain,)))
 

@@ -234,9 +234,9 @@ def test_a_memory_limit_is_told_once_and_that_it_holds_for_cards_too():
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
-        ((256,), "Fits on l4: 256 at once, 11.1 GiB left."),
-        ((64,) * 4, "Fits on l4: 256 = 4 x 64, 18.6 GiB left."),
-        ((86, 85, 85), "Fits on l4: 256 = 1 x 86 + 2 x 85, 17.8 GiB left."),
+        ((256,), "Fits on l4: 256 at once, 11.3 GiB left."),
+        ((64,) * 4, "Fits on l4: 256 = 4 x 64, 18.8 GiB left."),
+        ((86, 85, 85), "Fits on l4: 256 = 1 x 86 + 2 x 85, 18.0 GiB left."),
     ],
 )
 def test_the_headline_is_a_sentence_for_a_stranger(sizes, told):
