@@ -111,15 +111,15 @@ def check_iterable(name: str, value: object) -> None:
         )
 
 
-def check_function(name: str, value: object, parameters: str) -> None:
-    """Reject a value that cannot be called with the given parameters, such as "outputs, targets"."""
+def check_function(name: str, value: object, parameters: str, *, takes_more: bool = False) -> None:
+    """Reject a value that cannot be called with the given parameters, such as "outputs, targets", or also with more."""
     if isinstance(value, type):
         raise InvalidInputError(
             f"{name}={shown(value)} is a class, and a call would only create an object; pass one: {value.__name__}()"
         )
     if not callable(value):
         raise InvalidInputError(f"{name}={shown(value)} cannot be called; pass a callable of ({parameters})")
-    check_call(name, value, parameters)
+    check_call(name, value, parameters, takes_more=takes_more)
 
 
 def check_one_batch(called: str, others: tuple[object, ...]) -> None:
@@ -131,15 +131,15 @@ def check_one_batch(called: str, others: tuple[object, ...]) -> None:
         )
 
 
-def check_call(name: str, function: Callable[..., Any], parameters: str) -> None:
-    """Reject a function (or a class) that cannot take this many positional arguments."""
+def check_call(name: str, function: Callable[..., Any], parameters: str, *, takes_more: bool = False) -> None:
+    """Reject a function (or a class) that cannot take this many positional arguments, or so many and others."""
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # a builtin without a signature
         return
     count = len(parameters.split(", ")) if parameters else 0
     try:
-        signature.bind(*[None] * count)
+        (signature.bind_partial if takes_more else signature.bind)(*[None] * count)
     except TypeError as error:
         called = f"with ({parameters})" if parameters else "without arguments"
         kind = f"{function.__name__}()" if isinstance(function, type) else shown(function)

@@ -112,7 +112,7 @@ class EarlyStopping(Callback):
 
     def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:  # noqa: ARG002 - as the base has it
         """Ask to stop if there was no improvement for too long."""
-        known = {"loss": evaluation.loss, **evaluation.metrics}
+        known = {**evaluation.metrics, "loss": evaluation.loss}
         if self._monitor not in known:
             raise InvalidInputError(
                 f"monitor={self._monitor!r} is not among what is evaluated: {', '.join(map(repr, known))}; pass one of "

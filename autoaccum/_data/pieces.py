@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     Dims = int | None | Sequence["Dims"] | Mapping[Any, "Dims"]
 
 _SHORTENED = 80
+# A split counts the cost of samples in any unit, so that parts of one count, too.
+_PARTS_OF_COST = 1_000_000
 
 
 @runtime_checkable
@@ -151,7 +153,13 @@ class Piece:
         """How large a sample is, in one number: the elements of its largest tensor, or what the split says."""
         cost = getattr(self._split, "cost", None)
         if cost is not None:
-            return (max(1, round(cost(self.raw(index, index + 1)))),)
+            found = cost(self.raw(index, index + 1))
+            number = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
+            if not isinstance(number, int | float) or not 0 <= number < math.inf:
+                raise InvalidInputError(
+                    f"split={type(self._split).__name__}: cost returned {shown(found)}; return a number from 0"
+                )
+            return (max(1, round(number * _PARTS_OF_COST)),)
         if isinstance(self.batch, list | tuple) and len(self.batch) == self.samples:
             return (max(1, elements_of(self.batch[index])),)
         return (max(1, sum(map(Tensor.numel, self.tensors())) // max(self.samples, 1)),)

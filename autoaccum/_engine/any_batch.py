@@ -68,7 +68,7 @@ def batched(
             have no row for each sample.
         DoesNotFitError: When the function is called: not even one sample fits.
     """
-    check_function("function", function, "batch")
+    check_function("function", function, "batch", takes_more=True)
     check_split(split)
     check_notices(notices)
     if join is not None:
@@ -90,6 +90,8 @@ def batched(
 
         with limit.in_force(), torch.no_grad():
             done = [(result, size) for size, result in parts.of(window, one)]
+            if not window.samples:
+                done = [(function(batch, *args, **kwargs), 0)]
         return _joined(done) if join is None else join([result for result, _ in done])
 
     return of_any

@@ -7,6 +7,7 @@ stay so: a mask of -inf in a buffer is not damage.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -124,6 +125,7 @@ class Finiteness:
         self._notices.say(
             f"WARNING: {text}; training goes on (on_nan='warn'), and checkpoints are written only of finite parameters",
             key="not finite",
+            level=logging.WARNING,
         )
 
     # --- what a checkpoint holds --------------------------------------------------------------------------------------
@@ -153,6 +155,7 @@ class Finiteness:
         self._notices.say(
             f"WARNING: step {step}: no checkpoint is written, since it would hold NaN or infinity ({listed}); {kept}",
             key=f"refused {newest}",
+            level=logging.WARNING,
         )
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:

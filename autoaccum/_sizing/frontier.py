@@ -291,5 +291,5 @@ def _rows(found: object) -> list[list[int]]:
     return [
         row
         for row in rows
-        if isinstance(row, list) and row and all(type(one) is int and 0 < one < 1 << 62 for one in row)
+        if isinstance(row, list) and len(row) > 1 and all(type(one) is int and 0 < one < 1 << 62 for one in row)
     ]

@@ -158,6 +158,7 @@ class Sizing:
         self._groups: list[Runs] = []
         self._sizes: tuple[int, ...] | None = None  # of the current window
         self._held_bytes: int | None = None
+        self._counts_elements = True  # and not what a split says of its samples
         self._can_measure = True
         self._learning: Search | None = None
         self._is_to_learn = wanted.learns
@@ -223,6 +224,7 @@ class Sizing:
         self.failed.clear()
         self.peak_bytes = None
         self._groups, self._sizes = window.widths(), None
+        self._counts_elements = not hasattr(window.split, "cost")
         if self._widths is None:
             self._meet(_widest(itertools.chain.from_iterable(self._groups)))
         if self._is_to_learn:
@@ -259,6 +261,8 @@ class Sizing:
         else:
             expected = _CERTAIN * (self.frontier.expected_bytes(size, widths) or 0.0)
         if self._learning is not None or self._is_measuring:
+            if self._memory.is_soft:
+                self._memory.trim()  # or what the heap keeps of other sizes would count
             self._memory.reset_peak()
             self._held_bytes = self._memory.peak_bytes()
             self._entered = time.perf_counter()
@@ -278,7 +282,8 @@ class Sizing:
         elapsed_s = time.perf_counter() - self._entered
         widths, peak = self._widths_of(size), self._memory.peak_bytes()
         # While a micro-batch computes, the next one is being copied to the card.
-        ahead = 4 * sum(widths) * size if self._memory.device.type == "cuda" else 0
+        is_ahead = self._memory.device.type == "cuda" and self._counts_elements
+        ahead = 4 * sum(widths) * size if is_ahead else 0
         extra = None if peak is None or self._held_bytes is None else max(1, peak - self._held_bytes) + ahead
         is_whole = size == sum(samples for runs in self._groups for samples, _ in runs)
         if self._learning is None:
@@ -498,7 +503,10 @@ class Sizing:
         self._learning = None
         widths = self._widths = _widest(itertools.chain.from_iterable(self._groups))
         frontier, line = self.frontier, self.frontier.line(widths)
-        sure = max(1, frontier.surely(widths))
+        sure = frontier.surely(widths)
+        if not sure:  # samples as wide were in first micro-batches alone, the last of which has just fitted
+            sure = max(1, min(sizes[0], (frontier.too_many(widths) or sizes[0] + 1) - 1))
+            frontier.note(sure, widths)
         begun_with = None if learning.failures else self._wanted.begins_with
         largest = max(sizes) if begun_with is not None and begun_with >= max(sizes) else sure
         self.probe = ProbeResult(

@@ -57,14 +57,14 @@ def open_regular(path: Path, *, follows: bool = False) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def read(path: Path, most_bytes: int) -> bytes:
-    """Return the content of a regular file.
+def read(path: Path, most_bytes: int, *, follows: bool = False) -> bytes:
+    """Return the content of a regular file, also by a link to it if `follows`.
 
     Raises:
         NotRegularError: It is not a regular file, or holds more than `most_bytes`.
         OSError: The file cannot be read.
     """
-    with open_regular(path) as file:
+    with open_regular(path, follows=follows) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise NotRegularError(f"it holds more than {most_bytes} bytes")

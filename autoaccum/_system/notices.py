@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 from autoaccum._arguments import shown
@@ -20,14 +21,14 @@ class Notices:
     silent: bool = False
     _said: dict[str, str] = field(default_factory=dict)
 
-    def say(self, text: str, *, key: str | None = None) -> None:
+    def say(self, text: str, *, key: str | None = None, level: int = logging.INFO) -> None:
         """Log `text` unless a notice with the same `key` (by default the text itself) was logged before."""
         key = text if key is None else key
         if key in self._said:
             return
         self._said[key] = text
         if not self.silent:
-            log(text)
+            log(text, level)
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -14,11 +14,12 @@ from typing import Any, TextIO
 _LOGGER = logging.getLogger("autoaccum")
 
 
-def log(text: str) -> None:
-    """Log a line under "autoaccum" at INFO; where nobody handles it, write it to stderr, as logging does warnings."""
+def log(text: str, level: int = logging.INFO) -> None:
+    """Log a line under "autoaccum"; where nobody handles it, write it to stderr, as logging does warnings."""
     if _LOGGER.hasHandlers():
-        _LOGGER.info("%s", text)
-    elif (_LOGGER.level or logging.INFO) <= logging.INFO and not _LOGGER.disabled:
+        with contextlib.suppress(Exception):  # of a user's handler: a line that is lost ends no training
+            _LOGGER.log(level, "%s", text)
+    elif (_LOGGER.level or logging.INFO) <= level > _LOGGER.manager.disable and not _LOGGER.disabled:
         write_line(f"autoaccum: {text}")
 
 

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import io
 import json
+import logging
 import os
 import pickle
 import re
@@ -121,7 +122,8 @@ class Storage:
                 content = _read(path)
             except _DamagedError as error:
                 damaged.append(f"{path.name}: {error}")
-                notices.say(f"checkpoint {path} is cut short or damaged ({error}); the one before it is looked for")
+                said = f"checkpoint {path} is cut short or damaged ({error}); the one before it is looked for"
+                notices.say(said, level=logging.WARNING)
                 continue
             self._whole, self.newest = [path], path
             self._look_for_best()
@@ -143,7 +145,7 @@ class Storage:
     def _look_for_best(self) -> None:
         """Find the best among the newest and those before it: what is newer was damaged."""
         found = self.found()
-        for path in found[found.index(self._whole[0]) :]:
+        for path in reversed(found[found.index(self._whole[0]) :]):  # of equals the earliest, as without a resume
             with contextlib.suppress(_DamagedError, CheckpointError):
                 self._note_loss(path, manifest_of(path)["val_loss"])
 
@@ -272,16 +274,24 @@ def manifest_of(path: Path) -> dict[str, Any]:
         CheckpointError: It is of a newer autoaccum.
     """
     try:
-        manifest = json.loads(files.read(path / MANIFEST, _MOST_MANIFEST_BYTES))
+        manifest = json.loads(files.read(path / MANIFEST, _MOST_MANIFEST_BYTES, follows=True))
         if manifest["format"] > FORMAT:
             raise CheckpointError(
                 f"the checkpoint {path} was written by autoaccum {manifest['autoaccum']} in format "
                 f"{manifest['format']}, and this one, {__version__}, reads formats up to {FORMAT}; use that version "
                 "or a newer one, or pass resume=False to start from scratch"
             )
-        if STATE not in manifest["sha256"] or "val_loss" not in manifest:
+        sums, loss = manifest["sha256"], manifest["val_loss"]
+        if type(sums) is not dict or STATE not in sums or not isinstance(loss, int | float | None):
             raise _DamagedError(f"{MANIFEST} does not list {STATE}")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except OSError as error:
+        if isinstance(error, FileNotFoundError | NotADirectoryError | files.NotRegularError):
+            raise _DamagedError(f"{MANIFEST} is missing, or no file") from error
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be read ({error.strerror or error}); see to that, or pass another folder as "
+            "checkpoint="
+        ) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _DamagedError(f"{MANIFEST} is missing or damaged, or it is of another program") from error
     return dict(manifest)
 
@@ -323,6 +333,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # the checksums are right, but not the archive around them
         raise _DamagedError(first_line(error)) from error
+    if type(content) is not dict:
+        raise _DamagedError("it is of another program")
     return _walked(content, _unpacked)  # type: ignore[no-any-return]
 
 

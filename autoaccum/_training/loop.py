@@ -27,6 +27,7 @@ from autoaccum._training.plan_lifecycle import PlanLifecycle
 from autoaccum._training.progress import TrainingProgress
 from autoaccum._training.stopping import Stoppable, StopRequest
 from autoaccum._training.validation import Validation
+from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -342,6 +343,7 @@ class Training:
         if not progress.is_over:
             self._evaluate_if_due()  # where a run was interrupted in that evaluation
         while not progress.is_over:
+            begun = progress.moment
             window = self._next_window()
             if progress.has_nothing(window):
                 self._notices.say(
@@ -355,6 +357,11 @@ class Training:
                 # Release the window before loading the next one, so that memory holds only one of them.
                 window = None
                 window = self._next_window()
+            if progress.moment.windows == begun.windows and not begun.position.batches and not progress.is_over:
+                raise DoesNotFitError(
+                    f"no sample of epoch {begun.position.epoch} fits any more after step {begun.windows}, and all were "
+                    "left out (on_too_large='skip'); see what else takes the memory"
+                )
             self._end_epoch()
             self._stop_if_asked()
         self._finiteness.finish()

@@ -71,7 +71,7 @@ def find_executable_micro_batch(
     notices = Notices()
 
     def decorate(function: Callable[Concatenate[int, int, _P], _T]) -> Callable[_P, _T]:
-        check_function("function", function, "micro_batch, accumulation_steps")
+        check_function("function", function, "micro_batch, accumulation_steps", takes_more=True)
 
         @functools.wraps(function)
         @writes_reason
@@ -83,8 +83,9 @@ def find_executable_micro_batch(
                 done: list[_T] = []
                 try:
                     done.append(function(size, share // size, *args, **kwargs))
-                except Exception as error:
-                    if not (is_oom(error) or is_too_large(error)) or is_device_lost(error):
+                except BaseException as error:
+                    ran_out = isinstance(error, Exception) and (is_oom(error) or is_too_large(error))
+                    if not ran_out or is_device_lost(error):
                         _tell(attempt, _FAILED)
                         raise
                     said = first_line(error)

@@ -44,7 +44,7 @@ def memory_by_size(report: dict[str, Any], target_batch: int) -> str:
     kinds = alt.Scale(domain=["fits", "does not fit"], range=[LIGHT["blue"], LIGHT["red"]])
     shapes = alt.Scale(domain=["fits", "does not fit"], range=["circle", "cross"])
     trials = alt.Chart(alt.Data(values=points))
-    cut = measured["plan"]["micro_batch"]
+    cut = max(measured["plan"]["micro_batches"])
     chart = alt.layer(
         alt.Chart(alt.Data(values=line)).mark_line(color=LIGHT["quiet"], strokeDash=[5, 4]).encode(x, y),
         alt.Chart(alt.Data(values=[{"peak": limit}])).mark_rule(color=LIGHT["red"], strokeWidth=2).encode(y="peak:Q"),

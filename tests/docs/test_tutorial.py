@@ -28,11 +28,11 @@ def test_page_shows_every_script_and_what_it_printed():
 
 def test_outputs_show_what_the_page_says_of_them():
     assert "can't allocate memory" in PRINTED["dies.py"].splitlines()[-1]
-    assert "86+85+85" in PRINTED["trains.py"]
+    assert re.search(r"plan from step \d: target batch 256; cut [\dx+]+", PRINTED["trains.py"])
     assert PRINTED["resumes.py --power-cut"].splitlines()[-1] == "Killed"
     assert "6 steps are done" in PRINTED["resumes.py"]
     assert LAST_LOSS.search(PRINTED["trains.py"])[1] == LAST_LOSS.search(PRINTED["resumes.py"])[1]
-    assert "256 in 3 micro-batches, 86+85+85, measured" in PRINTED["reports.py"]
+    assert re.search(r"256 in \d micro-batches, [\dx+]+, measured", PRINTED["reports.py"])
 
 
 def test_no_path_of_the_machine_is_in_the_page():

@@ -269,8 +269,8 @@ def test_loop_that_dies_of_a_real_limit_ends_with_windowed(tmp_path):
             torch.manual_seed(0)
             accelerator = Accelerator(cpu=True)
             model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(20)])
-            data = torch.utils.data.TensorDataset(torch.randn(40_000, 64), torch.randn(40_000, 64))
-            loader = torch.utils.data.DataLoader(data, batch_size=20_000)
+            data = torch.utils.data.TensorDataset(torch.randn(160_000, 64), torch.randn(160_000, 64))
+            loader = torch.utils.data.DataLoader(data, batch_size=80_000)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
             backward, steps = backward_by(accelerator, model), 0

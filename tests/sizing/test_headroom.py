@@ -87,4 +87,4 @@ def test_sizes_grow_back_after_the_process_has_released_what_it_held():
     )
 
     sizes = [max(report.micro_batches) for report in result.history]
-    assert sizes[8] < sizes[4] == sizes[-1]
+    assert sizes[8] < sizes[4] == sizes[-1], sizes
