@@ -34,6 +34,10 @@ class _ReachedError(BaseException):
         self.job = job
 
 
+class _AdapterError(BaseException):
+    """The script trains by an adapter, whose trainer is no job."""
+
+
 def load_job(recipe: str, arguments: Sequence[str] = ()) -> Job:
     """Return the job of a recipe, or of a script.
 
@@ -71,6 +75,11 @@ def job_of_script(path: Path, arguments: Sequence[str]) -> Job:
             runpy.run_path(str(path), run_name="__main__")
     except _ReachedError as reached:
         return reached.job
+    except _AdapterError:
+        raise InvalidInputError(
+            f"the script {str(path)!r} trains by an adapter of autoaccum.integrations, which a report cannot read; "
+            "write a function job() that returns autoaccum.Job(model, loader, target_batch, ...)"
+        ) from None
     finally:
         sys.argv = given
     raise InvalidInputError(
@@ -82,14 +91,20 @@ def job_of_script(path: Path, arguments: Sequence[str]) -> Job:
 @contextlib.contextmanager
 def _ends_in_calls() -> Iterator[None]:
     stands_for: dict[str, Any] = {"fit": _fit, "Runner": _Runner, "Accumulator": _Accumulator}
-    before = {name: getattr(autoaccum, name) for name in stands_for}
+    before, backward = {name: getattr(autoaccum, name) for name in stands_for}, Accumulator.backward
     try:
         for name, other in stands_for.items():
             setattr(autoaccum, name, other)
+        Accumulator.backward = _backward_of_an_adapter  # type: ignore[method-assign]
         yield
     finally:
+        Accumulator.backward = backward  # type: ignore[method-assign]
         for name, own in before.items():
             setattr(autoaccum, name, own)
+
+
+def _backward_of_an_adapter(*_: Any, **__: Any) -> NoReturn:
+    raise _AdapterError
 
 
 def _fit(*args: Any, **kwargs: Any) -> NoReturn:

@@ -126,7 +126,7 @@ class Storage:
                 notices.say(said, level=logging.WARNING)
                 continue
             self._whole, self.newest = [path], path
-            self._look_for_best()
+            self._look_for_best(notices)
             return path, content
         if damaged:
             raise CheckpointError(
@@ -142,12 +142,18 @@ class Storage:
                 return path, _read(path)
         return None
 
-    def _look_for_best(self) -> None:
+    def _look_for_best(self, notices: Notices) -> None:
         """Find the best among the newest and those before it: what is newer was damaged."""
         found = self.found()
         for path in reversed(found[found.index(self._whole[0]) :]):  # of equals the earliest, as without a resume
-            with contextlib.suppress(_DamagedError, CheckpointError):
-                self._note_loss(path, manifest_of(path)["val_loss"])
+            try:
+                loss = manifest_of(path)["val_loss"]
+                if loss is not None and path != self._whole[0]:
+                    _check(path)
+            except (_DamagedError, CheckpointError) as error:
+                notices.say(f"checkpoint {path} is not taken for the best one: {error}", level=logging.WARNING)
+                continue
+            self._note_loss(path, loss)
 
     def _note_loss(self, path: Path, loss: float | None) -> None:
         if path == self.best and self.best_loss != loss:
@@ -305,8 +311,13 @@ def _write_manifest(folder: Path, step: int, val_loss: float | None, checksum: s
     files.flush_folder(folder)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint."""
+def _check(path: Path) -> None:
+    """Compare the files of a checkpoint with their checksums.
+
+    Raises:
+        _DamagedError: One is another.
+        CheckpointError: One cannot be read.
+    """
     for name, expected in manifest_of(path)["sha256"].items():
         try:
             is_right = sha256_of(path / name) == expected
@@ -321,6 +332,11 @@ def _read(path: Path) -> dict[str, Any]:
             ) from error
         if not is_right:
             raise _DamagedError(f"wrong checksum of {name}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint."""
+    _check(path)
     try:
         content = _load(path / STATE)
     except pickle.UnpicklingError as error:

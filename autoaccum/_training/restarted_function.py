@@ -62,7 +62,7 @@ def find_executable_micro_batch(
 
     Raises:
         InvalidInputError: An argument cannot be used. When the function is called: `target` is no multiple of the
-            number of ranks.
+            number of ranks, or `torch.distributed` is not set up, which it must be until the function has returned.
         DoesNotFitError: When the function is called: not even one sample at a time fits.
         RankFailedError: When the function is called: it raised another error on another rank.
     """
@@ -114,6 +114,11 @@ def _share_of(target: int) -> int:
         raise InvalidInputError(
             f"target={target} is no multiple of the {ranks} ranks, so they cannot have equal shares; choose a "
             f"multiple, such as {target - target % ranks + ranks}"
+        )
+    if ranks > 1 and not distributed.is_initialized():
+        raise InvalidInputError(
+            "torch.distributed is not set up, by which ranks agree on a size; call init_process_group() before the "
+            "decorated function, not in it"
         )
     return target // ranks
 

@@ -81,6 +81,16 @@ def test_equal_losses_leave_the_best_checkpoint_where_it_was_after_a_resume(tmp_
     assert second.best_checkpoint == first.best_checkpoint
 
 
+def test_best_checkpoint_that_is_damaged_is_not_the_best(tmp_path):
+    options = {"val_loader": [(torch.randn(4, 4), torch.tensor([0, 1, 0, 1]))], "val_every": 1}
+    first = train(tmp_path, max_steps=6, optimizer="sgd", **options)
+    (first.best_checkpoint / "state.pt").write_bytes(b"")
+
+    second = train(tmp_path, max_steps=7, optimizer="sgd", **options)
+
+    assert second.best_checkpoint != first.best_checkpoint
+
+
 def test_nan_is_a_warning_for_whoever_handles_the_lines(caplog):
     windows = [(torch.randn(4, 4), torch.randint(2, (4,))) for _ in range(4)]
     windows[2] = (windows[2][0] * float("nan"), windows[2][1])

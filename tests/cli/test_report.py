@@ -187,6 +187,12 @@ def test_a_training_script_is_run_up_to_its_first_call_that_trains(invoke, tmp_p
         ("raise LookupError('no data')", "train.py' raised LookupError: no data"),
         ("sys.exit(0)", "train.py' exited by sys.exit(0)"),
         ("fit(model, data)", "there is no target"),
+        (
+            """from accelerate import Accelerator; from autoaccum.integrations.accelerate import windowed
+    accelerator = Accelerator(cpu=True)
+    windowed(accelerator, accelerator.prepare(model), loss=loss)(data[0])""",
+            "trains by an adapter of autoaccum.integrations",
+        ),
     ],
 )
 def test_a_script_that_trains_nothing_is_bad_input(invoke, tmp_path, call, told):
