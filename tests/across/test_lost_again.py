@@ -83,10 +83,13 @@ def test_equal_losses_leave_the_best_checkpoint_where_it_was_after_a_resume(tmp_
 
 def test_best_checkpoint_that_is_damaged_is_not_the_best(tmp_path):
     options = {"val_loader": [(torch.randn(4, 4), torch.tensor([0, 1, 0, 1]))], "val_every": 1}
-    first = train(tmp_path, max_steps=6, optimizer="sgd", **options)
+    options["optimizer"] = lambda parameters: torch.optim.SGD(
+        parameters, lr=0.1, maximize=True
+    )  # the first is the best
+    first = train(tmp_path, max_steps=6, **options)
     (first.best_checkpoint / "state.pt").write_bytes(b"")
 
-    second = train(tmp_path, max_steps=7, optimizer="sgd", **options)
+    second = train(tmp_path, max_steps=7, **options)
 
     assert second.best_checkpoint != first.best_checkpoint
 
