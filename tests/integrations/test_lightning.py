@@ -435,7 +435,7 @@ def test_trainer_that_dies_of_a_real_limit_ends_with_windowed(tmp_path):
                 return loss
 
             def validation_step(self, batch):
-                many = self.body(batch[0]).repeat(1, 25)
+                many = self.body(batch[0]).repeat(1, 100)
                 self.log("validation", many.square().mean())
 
             def configure_optimizers(self):
