@@ -7,6 +7,7 @@ import textwrap
 import numpy as np
 import pytest
 import torch
+import torchvision
 from torch import nn
 
 import autoaccum
@@ -353,3 +354,18 @@ def test_of_a_list_of_samples_the_largest_are_tried_first():
     find(Pooled(1, 1), samples, "1GiB", split=split, max_micro_batch=2, optimizer=sgd)
 
     assert set(widths[-2:]) == {9}
+
+
+@pytest.mark.slow
+def test_images_are_found_within_three_percent_in_six_trials():
+    model = torchvision.models.resnet18(num_classes=10)
+    batch = torch.randn(4, 3, 96, 96), torch.randint(10, (4,))
+
+    found = autoaccum.find_micro_batch(
+        model, batch, loss=nn.CrossEntropyLoss(), device=autoaccum.Simulated("700MiB"), precision="fp32",
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), max_micro_batch=256,
+    )  # fmt: skip
+
+    smallest_failed = min(trial.size for trial in found.trials if not trial.fits)
+    assert found.micro_batch >= 0.97 * (smallest_failed - 1)
+    assert len(found.trials) <= 6
