@@ -1,15 +1,12 @@
 """Promises that were broken once: a size of 1 for good, endless epochs, a lost newest checkpoint, a silent warning."""
 
-import errno
 import logging
-import os
 
 import pytest
 import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._training import checkpoint_files
 
 
 def test_widest_samples_that_always_run_first_do_not_end_the_search_at_one():
@@ -55,20 +52,6 @@ def train(folder, **options):
     return autoaccum.fit(
         nn.Linear(4, 2), loader, 4, device="cpu", checkpoint=folder, checkpoint_every=1, progress=False, **options
     )
-
-
-def test_manifest_that_cannot_be_read_for_now_costs_no_checkpoint(tmp_path, monkeypatch):
-    train(tmp_path, max_steps=2)
-
-    def stale(path, *_, **__):
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(checkpoint_files.files, "read", stale)
-        with pytest.raises(autoaccum.CheckpointError, match="cannot be read"):
-            train(tmp_path, max_steps=4)
-
-    assert train(tmp_path, max_steps=4).resumed_from == 2
 
 
 def test_equal_losses_leave_the_best_checkpoint_where_it_was_after_a_resume(tmp_path):

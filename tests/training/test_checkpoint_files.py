@@ -356,3 +356,19 @@ def test_folder_is_made_with_those_above_it(tmp_path):
     Storage(tmp_path / "a" / "b").write(content_of(1), 1)
 
     assert (tmp_path / "a" / "b" / "step-00000001").is_dir()
+
+
+def test_manifest_that_cannot_be_read_for_now_is_no_damage(tmp_path, monkeypatch):
+    storage = Storage(tmp_path)
+    for step in (1, 2):
+        storage.write({"x": step}, step)
+
+    def stale(*_, **__):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.files, "read", stale)
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            Storage(tmp_path).read_newest(Notices(silent=True))
+
+    assert Storage(tmp_path).read_newest(Notices(silent=True))[1] == {"x": 2}
