@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from attacks.row import Row
 
 BEGIN, END = "<!-- attack: begin -->", "<!-- attack: end -->"
-ATTACKS: tuple[str, ...] = ("kills", "two_processes", "after_step", "checkpoints", "output", "bad_input")
+ATTACKS: tuple[str, ...] = ("kills", "two_processes", "after_step", "checkpoints", "output", "bad_input", "pairs")
 
 
 def main() -> int:

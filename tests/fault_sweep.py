@@ -253,7 +253,7 @@ class Sweep:
             self._judge_untouched(played, window, where)
         elif played.error is not None:
             self._wrong(where, f"raised {played.error!r}")
-        elif not fault.hits - _asked(fault) <= played.events[window] <= fault.hits:
+        elif not bool(fault.hits - _asked(fault)) <= played.events[window] <= fault.hits:
             self._wrong(where, f"{played.events[window]} events are told of {fault.hits}")
         elif not 0 <= played.recomputed[window] <= fault.hits * 2 * SAMPLES:
             self._wrong(where, f"{played.recomputed[window]} samples are told to be done again")

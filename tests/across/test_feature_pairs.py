@@ -1,0 +1,22 @@
+"""Two features of `fit` at once give what a plain loop gives, or are refused: a part of scripts/attack.py's "pairs"."""
+
+import pytest
+
+import feature_pairs
+
+SHARES = [pytest.param(19, id="some pairs"), pytest.param(1, id="all pairs", marks=pytest.mark.sweep)]
+
+
+@pytest.mark.parametrize("every", SHARES)
+@pytest.mark.parametrize("name", feature_pairs.MODELS)
+def test_pair_of_features_trains_as_a_plain_loop_or_is_refused(name, every, crew, tmp_path):
+    wrong, trained = [], 0
+    chosen = feature_pairs.pairs(name)[feature_pairs.MODELS.index(name) :: every]
+
+    for number, features in enumerate(chosen):
+        outcomes = feature_pairs.outcomes_of(crew, name, features, str(tmp_path / str(number)))
+        trained += not outcomes[0].error
+        wrong += [f"{' and '.join(features)}: {one}" for one in feature_pairs.judged(name, features, outcomes)]
+
+    assert wrong == []
+    assert trained > len(chosen) // 2
