@@ -23,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from bench import keep, machine
+from measuring import keep, machine
 
 from allocations import real_peak
 from autoaccum._estimate.estimate import estimate_step

@@ -1,8 +1,8 @@
-"""Part B: updates per second of `autoaccum.fit`, compared with hand-written loops and two other libraries.
+"""Updates a second of `autoaccum.fit`, compared with hand-written loops and two other libraries.
 
 All train the same model on the same window, each in its own process under the same limit, with the allocator settled in
-the same way. They alternate, a few windows each, in changing order, so that a slow moment of the machine affects all;
-the others wait. `fit` runs as a user calls it, chooses its own cut, and makes `settle` updates before timing starts.
+the same way. They alternate, in changing order, so that a slow moment of the machine affects all; the others wait.
+`fit` runs as a user calls it, chooses its own cut, and makes `settle` updates before timing starts.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from dataclasses import replace
 import isolated
 import torch
 from finders import limited
-from workloads import MIB, WORKLOADS
+from measuring import quartiles
+from workloads import MIB, WORKLOADS, cut
 
-from autoaccum._memory import Host
 from autoaccum._oom import is_oom, let_go
 from autoaccum._sizing.planner import balanced
 
 # Smaller than for the finders, because many updates are made; windows only have to be cut.
-SMALLER = {"resnet18": (140, 96), "mobilenet": (64, 48), "gpt": (50, 24), "encoder": (40, 16)}
+SMALLER = {"resnet18": (140, 96), "gpt": (50, 24), "encoder": (40, 16)}
 COMPARED = {
     "hand-same": "by hand, the same cut",
     "hand-best": "by hand, the best cut of the sweep",
-    "hand-plain": "by hand, the same cut, allocator left alone",
     "lightning": "Lightning, the same cut",
     "accelerate": "Accelerate, the same cut",
 }
@@ -46,36 +45,37 @@ def workload_of(name):
 
 
 class Turns:
-    """Runs blocks of windows on the parent's request, for a loop that only reports completed windows."""
+    """Runs windows on the parent's request, for a loop that only reports completed windows."""
 
-    def __init__(self, connection, before, block, rounds):
-        self._connection, self._left, self._block = connection, before, block
-        self.total = before + block * rounds
+    def __init__(self, connection, before, rounds):
+        self._connection, self._left = connection, before
+        self.total = before + rounds
         self._began_s = None
 
     def window_done(self, said=None):
-        """Count a window; at the end of a block send its seconds, and wait for the next request."""
+        """Count a window; send its seconds, and wait for the next request."""
         self._left -= 1
-        if self._left:
+        if self._left > 0:
             return
         took_s = None if self._began_s is None else time.perf_counter() - self._began_s
         isolated.tell(self._connection, {"seconds": took_s, "said": said})
         self._connection.recv()
-        self._left, self._began_s = self._block, time.perf_counter()
+        self._began_s = time.perf_counter()
 
 
-def contend(connection, name, how, cut, before, block, rounds):
+def contend(connection, name, how, sizes, before, rounds):
     """Train in one of the ways, in turns."""
     workload = workload_of(name)
     model, optimizer = workload.made()
     window = workload.batch(workload.target)
-    turns = Turns(connection, before, block, rounds)
+    turns = Turns(connection, before, rounds)
     if how == "fit":
         return by_fit(workload, model, optimizer, window, turns)
+    parts = cut(window, sizes)
     if how == "lightning":
-        return by_lightning(workload, model, optimizer, window, cut, turns)
-    with limited(workload.limit_bytes) if how == "hand-plain" else Host().limited(workload.limit_bytes):
-        (by_accelerate if how == "accelerate" else by_hand)(workload, model, optimizer, window, cut, turns)
+        return by_lightning(workload, model, optimizer, parts, turns)
+    with limited(workload):
+        (by_accelerate if how == "accelerate" else by_hand)(workload, model, optimizer, parts, turns)
     return None
 
 
@@ -97,7 +97,7 @@ def by_fit(workload, model, optimizer, window, turns):
         model,
         [window] * turns.total,
         workload.target,
-        loss=workload.loss,
+        loss=workload.criterion,
         optimizer=optimizer,
         device="cpu",
         precision="fp32",
@@ -106,34 +106,20 @@ def by_fit(workload, model, optimizer, window, turns):
         callbacks=[Pausing()],
         progress=False,
     )
-    return {"cut": result.plan.micro_batches, "oom_events": result.oom_events, "plans": len(result.plans)}
+    return {"cut": result.plan.micro_batches, "oom_events": result.oom_events}
 
 
-def by_hand(workload, model, optimizer, window, cut, turns):
-    """The usual hand-written loop, with its mean corrected for micro-batches of different sizes."""
-    inputs, targets = window
+def by_hand(workload, model, optimizer, parts, turns):
     for _ in range(turns.total):
-        update_by_hand(workload, model, optimizer, inputs, targets, cut)
+        workload.update(model, optimizer, parts)
         turns.window_done()
-
-
-def update_by_hand(workload, model, optimizer, inputs, targets, cut):
-    optimizer.zero_grad()
-    begin = 0
-    for size in cut:
-        part = slice(begin, begin + size)
-        loss = workload.loss(model(inputs[part]), targets[part]) * (size / workload.target)
-        loss.backward()
-        begin += size
-    optimizer.step()
 
 
 class MicroBatches(torch.utils.data.Dataset):
     """The window's micro-batches, repeated."""
 
-    def __init__(self, window, cut, windows):
-        self._parts = list(zip(*(part.split(cut) for part in window), strict=True))
-        self._length = windows * len(cut)
+    def __init__(self, parts, windows):
+        self._parts, self._length = parts, windows * len(parts)
 
     def __len__(self):
         return self._length
@@ -142,22 +128,21 @@ class MicroBatches(torch.utils.data.Dataset):
         return self._parts[index % len(self._parts)]
 
 
-def by_accelerate(workload, model, optimizer, window, cut, turns):
+def by_accelerate(workload, model, optimizer, parts, turns):
     from accelerate import Accelerator  # noqa: PLC0415 - as above
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(cut))
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(parts))
     model, optimizer = accelerator.prepare(model, optimizer)
-    loader = torch.utils.data.DataLoader(MicroBatches(window, list(cut), turns.total), batch_size=None)
-    for inputs, targets in loader:
+    for batch in torch.utils.data.DataLoader(MicroBatches(parts, turns.total), batch_size=None):
         with accelerator.accumulate(model):
-            accelerator.backward(workload.loss(model(inputs), targets))
+            accelerator.backward(workload.loss(model, batch))
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
             turns.window_done()
 
 
-def by_lightning(workload, model, optimizer, window, cut, turns):
+def by_lightning(workload, model, optimizer, parts, turns):
     import lightning.pytorch as lightning  # noqa: PLC0415 - as above
 
     class Module(lightning.LightningModule):
@@ -166,56 +151,54 @@ def by_lightning(workload, model, optimizer, window, cut, turns):
             self.model = model
 
         def training_step(self, batch, _index):
-            return workload.loss(self.model(batch[0]), batch[1])
+            return workload.loss(self.model, batch)
 
         def configure_optimizers(self):
             return optimizer
 
     class Pausing(lightning.Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):  # noqa: ARG002 - as the base has it
-            if (batch_idx + 1) % len(cut) == 0:
+            if (batch_idx + 1) % len(parts) == 0:
                 turns.window_done()
 
-    loader = torch.utils.data.DataLoader(MicroBatches(window, list(cut), turns.total), batch_size=None)
+    loader = torch.utils.data.DataLoader(MicroBatches(parts, turns.total), batch_size=None)
     with tempfile.TemporaryDirectory() as folder:
+        quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
         trainer = lightning.Trainer(
             accelerator="cpu",
             devices=1,
             max_steps=turns.total,
-            accumulate_grad_batches=len(cut),
+            accumulate_grad_batches=len(parts),
             callbacks=[Pausing()],
             default_root_dir=folder,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **dict.fromkeys(quiet, False),
         )
         module = Module()
-        with Host().limited(workload.limit_bytes):
+        with limited(workload):
             trainer.fit(module, loader)
 
 
-def sweep(_connection, name, cuts, rounds):
+def sweep(_connection, name, cuts):
     """Time a window of each cut, in turn; cuts that do not fit have no time."""
     workload = workload_of(name)
     model, optimizer = workload.made()
-    inputs, targets = workload.batch(workload.target)
-    took = {cut: [] for cut in cuts}
-    with Host().limited(workload.limit_bytes):
-        for turn in range(rounds + 1):
-            for cut in list(took) if turn % 2 else list(took)[::-1]:
+    window = workload.batch(workload.target)
+    took = {sizes: [] for sizes in cuts}
+    with limited(workload):
+        for turn in range(SWEEP_ROUNDS + 1):
+            for sizes in list(took) if turn % 2 else list(took)[::-1]:
                 began_s = time.perf_counter()
                 try:
-                    update_by_hand(workload, model, optimizer, inputs, targets, cut)
+                    workload.update(model, optimizer, cut(window, sizes))
                 except Exception as error:
                     if not is_oom(error):
                         raise
                     let_go(error)
-                    del took[cut]
+                    del took[sizes]
                     continue
                 if turn:  # the first warms up
-                    took[cut].append(time.perf_counter() - began_s)
-    return {cut: statistics.median(seconds) for cut, seconds in took.items()}
+                    took[sizes].append(time.perf_counter() - began_s)
+    return {sizes: statistics.median(seconds) for sizes, seconds in took.items()}
 
 
 # --- in the parent --------------------------------------------------------------------------------------------------
@@ -225,49 +208,39 @@ def cuts_of(target, largest):
     """Return balanced cuts from the fewest micro-batches on, each with about 1.5 times as many."""
     found, parts = [], -(-target // largest)
     while parts <= target and len(found) < MOST_CUTS:
-        cut = balanced(target, -(-target // parts))
-        if cut not in found:
-            found.append(cut)
+        sizes = balanced(target, -(-target // parts))
+        if sizes not in found:
+            found.append(sizes)
         parts = max(parts + 1, int(parts * 1.5))
     return found
 
 
-def quartiles(values):
-    low, middle, high = statistics.quantiles(values, n=4)
-    return {"median": middle, "quartiles": [low, high]}
-
-
-def measure(name, *, settle, block, rounds, say):  # noqa: C901 - one conversation
+def measure(name, *, settle, rounds, say):  # noqa: C901 - one conversation
     workload = workload_of(name)
     children, gone = {}, {}
+
+    def hear(how):
+        try:
+            return children[how].receive(TIMEOUT_S)[1]
+        except isolated.GoneError as error:
+            if how == "fit":
+                raise
+            gone[how] = str(error)
+            say(f"{name}, {how}: {error}")
+            return None
+
     try:
-        children["fit"] = isolated.Child(contend, name, "fit", None, settle, block, rounds)
-        said = children["fit"].receive(TIMEOUT_S)[1]["said"]
+        children["fit"] = isolated.Child(contend, name, "fit", None, settle, rounds)
+        said = hear("fit")["said"]
         same = tuple(said["cut"])
-        largest = said["largest"] or max(same)
-        _, swept, why = isolated.call(
-            sweep, name, cuts_of(workload.target, max(largest, *same)), SWEEP_ROUNDS, timeout_s=TIMEOUT_S
-        )
+        cuts = cuts_of(workload.target, max(said["largest"], *same))
+        _, swept, why = isolated.call(sweep, name, cuts, timeout_s=TIMEOUT_S)
         best = min(swept, key=swept.get) if swept else same
         say(f"{name}: fit cuts {same}; sweep {swept or why}")
         for how in COMPARED:
-            children[how] = isolated.Child(
-                contend, name, how, best if how == "hand-best" else same, WARM_UP, block, rounds
-            )
-        seconds = {how: [] for how in children}
-
-        def hear(how):
-            try:
-                return children[how].receive(TIMEOUT_S)
-            except isolated.GoneError as error:
-                if how == "fit":
-                    raise
-                gone[how] = str(error)
-                say(f"{name}, {how}: {error}")
-                return None
-
-        for how in COMPARED:
+            children[how] = isolated.Child(contend, name, how, best if how == "hand-best" else same, WARM_UP, rounds)
             hear(how)
+        seconds = {how: [] for how in children}
         for turn in range(rounds):
             # Each comes before and after each other one in turn.
             order = [how for how in children if how not in gone]
@@ -275,10 +248,10 @@ def measure(name, *, settle, block, rounds, say):  # noqa: C901 - one conversati
             for how in order if turn % 2 else order[::-1]:
                 children[how].send("go")
                 heard = hear(how)
-                if heard is not None:
-                    seconds[how].append(heard[1]["seconds"])
+                if heard is not None and "seconds" in heard:
+                    seconds[how].append(heard["seconds"])
         children["fit"].send("end")
-        ended = children["fit"].receive(TIMEOUT_S)[1]
+        ended = hear("fit")
     except isolated.GoneError as error:
         say(f"{name}: {error}")
         return {"workload": name, "ended": str(error), "ratios": {}}
@@ -293,14 +266,14 @@ def measure(name, *, settle, block, rounds, say):  # noqa: C901 - one conversati
         "cut_at_the_end": ended["cut"],
         "oom_events": ended["oom_events"],
         "best_cut": best,
-        "sweep_seconds": [[list(cut), took] for cut, took in (swept or {}).items()],
-        "fit_seconds_per_update": statistics.median(seconds["fit"]) / block,
+        "sweep_seconds": [[list(sizes), took] for sizes, took in (swept or {}).items()],
         "ratios": {},
         "gone": gone,
     }
     for how in COMPARED:
-        pairs = list(zip(seconds["fit"], seconds[how], strict=False))
-        if how not in gone and len(pairs) > 1:
-            row["ratios"][how] = quartiles([theirs / ours for ours, theirs in pairs])
+        ratios = [theirs / ours for ours, theirs in zip(seconds["fit"], seconds[how], strict=False)]
+        if how not in gone and len(ratios) > 1:
+            low, median, high = quartiles(ratios)
+            row["ratios"][how] = {"median": median, "quartiles": [low, high]}
     say(f"{name}: {row['ratios']} {gone}")
     return row
