@@ -63,12 +63,12 @@ def run(options, results, say, out):
     quick = options.quick
     chosen = options.workloads or (["gpt", "mlp"] if quick else list(WORKLOADS))
     timed = options.workloads or (["gpt"] if quick else throughput.SMALLER)
-    settle, rounds, repeats = (10, 4, 2) if quick else (60, 12, 5)
+    rounds, repeats = (2, 2) if quick else (12, 5)
     parts = {
         "finders": (chosen, lambda name: finders.measure(name, options.finders, say)),
         "throughput": (
             [name for name in timed if name in throughput.SMALLER],
-            lambda name: throughput.measure(name, settle=settle, rounds=rounds, say=say),
+            lambda name: throughput.measure(name, rounds=rounds, say=say),
         ),
         "first-update": (chosen, lambda name: to_first_update(name, repeats, say)),
     }

@@ -3,9 +3,9 @@
     python benchmarks/margins.py
 
 It reads results/published.json (the segments of a process on its card, by `published.py`) and results/allocated.csv
-(what tensors hold at most, or the allocator's segments; predicted at the commit that docs/dev/estimates.md names), prints
-the table of the latter, and takes, of the trainings of one kind and precision, the share by which 95 % of them exceed
-the prediction at most. Segments and tensors count apart, since segments include what the allocator leaves unused, and
+(what tensors hold at most, or the allocator's segments; predicted at the commit that docs/dev/estimates.md names), and
+prints the table of the latter. A margin is the share by which 95 % of the trainings of one kind and precision exceed
+their prediction at most. Segments and tensors count apart, since segments include what the allocator leaves unused, and
 the larger share counts. Where fewer than 20 trainings have one precision, those of all precisions count together.
 """
 

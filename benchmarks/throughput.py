@@ -1,12 +1,13 @@
-"""Updates a second of `autoaccum.fit`, compared with hand-written loops and two other libraries.
+"""Seconds of an update of `autoaccum.fit`, compared with loops written by hand and two other libraries.
 
 All train the same model on the same window, each in its own process under the same limit, with the allocator settled in
-the same way. They alternate, in changing order, so that a slow moment of the machine affects all; the others wait.
-`fit` runs as a user calls it, chooses its own cut, and makes `settle` updates before timing starts.
+the same way. They take turns, in changing order, so that a slow moment of the machine affects all; a turn is the median
+of its updates. `fit` runs as a user calls it and chooses its own cut; updates before the last `UPDATES` warm up.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import tempfile
@@ -19,7 +20,6 @@ from finders import limited
 from measuring import quartiles
 from workloads import MIB, WORKLOADS, cut
 
-from autoaccum._oom import is_oom, let_go
 from autoaccum._sizing.planner import balanced
 
 # Smaller than for the finders, because many updates are made; windows only have to be cut.
@@ -30,9 +30,7 @@ COMPARED = {
     "lightning": "Lightning, the same cut",
     "accelerate": "Accelerate, the same cut",
 }
-WARM_UP = 3
-TIMEOUT_S = 600
-SWEEP_ROUNDS = 4
+UPDATES, WARM_UP, SETTLE = 8, 3, 60
 MOST_CUTS = 4
 
 
@@ -44,105 +42,70 @@ def workload_of(name):
 # --- in the child ---------------------------------------------------------------------------------------------------
 
 
-class Turns:
-    """Runs windows on the parent's request, for a loop that only reports completed windows."""
-
-    def __init__(self, connection, before, rounds):
-        self._connection, self._left = connection, before
-        self.total = before + rounds
-        self._began_s = None
-
-    def window_done(self, said=None):
-        """Count a window; send its seconds, and wait for the next request."""
-        self._left -= 1
-        if self._left > 0:
-            return
-        took_s = None if self._began_s is None else time.perf_counter() - self._began_s
-        isolated.tell(self._connection, {"seconds": took_s, "said": said})
-        self._connection.recv()
-        self._began_s = time.perf_counter()
-
-
-def contend(connection, name, how, sizes, before, rounds):
-    """Train in one of the ways, in turns."""
+def train(_connection, name, how, sizes=None):
+    """Train in one of the ways; return the median seconds of the last updates, and the cut."""
     workload = workload_of(name)
     model, optimizer = workload.made()
     window = workload.batch(workload.target)
-    turns = Turns(connection, before, rounds)
-    if how == "fit":
-        return by_fit(workload, model, optimizer, window, turns)
-    parts = cut(window, sizes)
-    if how == "lightning":
-        return by_lightning(workload, model, optimizer, parts, turns)
-    with limited(workload):
-        (by_accelerate if how == "accelerate" else by_hand)(workload, model, optimizer, parts, turns)
-    return None
+    ended_s = []
+    way = {"fit": by_fit, "lightning": by_lightning, "accelerate": by_accelerate}.get(how, by_hand)
+    parts = window if sizes is None else cut(window, sizes)
+    found = way(workload, model, optimizer, parts, lambda: ended_s.append(time.perf_counter()))
+    took = [after - before for before, after in itertools.pairwise(ended_s)]
+    return {"seconds": statistics.median(took[-UPDATES:])} | (found or {})
 
 
-def by_fit(workload, model, optimizer, window, turns):
+def by_fit(workload, model, optimizer, window, update_ends):
     import autoaccum  # noqa: PLC0415 - each process needs its own library only
 
-    class Pausing(autoaccum.Callback):
-        def __init__(self):
-            self.largest = 0
-
-        def on_trial(self, trial):
-            self.largest = max(self.largest, trial.size if trial.fits else 0)
-
+    class Ends(autoaccum.Callback):
         def on_step(self, report, *, epoch):  # noqa: ARG002 - as the base has it
-            turns.window_done({"cut": report.micro_batches, "largest": self.largest})
+            update_ends()
 
     os.environ["AUTOACCUM_CACHE_DIR"] = ""  # nothing is remembered
     result = autoaccum.fit(
         model,
-        [window] * turns.total,
+        [window] * (SETTLE + UPDATES),
         workload.target,
         loss=workload.criterion,
         optimizer=optimizer,
         device="cpu",
         precision="fp32",
         memory_limit=workload.limit_bytes,
-        max_steps=turns.total,
-        callbacks=[Pausing()],
+        callbacks=[Ends()],
         progress=False,
     )
     return {"cut": result.plan.micro_batches, "oom_events": result.oom_events}
 
 
-def by_hand(workload, model, optimizer, parts, turns):
-    for _ in range(turns.total):
-        workload.update(model, optimizer, parts)
-        turns.window_done()
+def by_hand(workload, model, optimizer, parts, update_ends):
+    with limited(workload):
+        for _ in range(WARM_UP + UPDATES):
+            workload.update(model, optimizer, parts)
+            update_ends()
 
 
-class MicroBatches(torch.utils.data.Dataset):
-    """The window's micro-batches, repeated."""
-
-    def __init__(self, parts, windows):
-        self._parts, self._length = parts, windows * len(parts)
-
-    def __len__(self):
-        return self._length
-
-    def __getitem__(self, index):
-        return self._parts[index % len(self._parts)]
+def loader_of(parts):
+    repeated = [part for _ in range(WARM_UP + UPDATES) for part in parts]
+    return torch.utils.data.DataLoader(repeated, batch_size=None)
 
 
-def by_accelerate(workload, model, optimizer, parts, turns):
+def by_accelerate(workload, model, optimizer, parts, update_ends):
     from accelerate import Accelerator  # noqa: PLC0415 - as above
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(parts))
     model, optimizer = accelerator.prepare(model, optimizer)
-    for batch in torch.utils.data.DataLoader(MicroBatches(parts, turns.total), batch_size=None):
-        with accelerator.accumulate(model):
-            accelerator.backward(workload.loss(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
-        if accelerator.sync_gradients:
-            turns.window_done()
+    with limited(workload):
+        for batch in loader_of(parts):
+            with accelerator.accumulate(model):
+                accelerator.backward(workload.loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                update_ends()
 
 
-def by_lightning(workload, model, optimizer, parts, turns):
+def by_lightning(workload, model, optimizer, parts, update_ends):
     import lightning.pytorch as lightning  # noqa: PLC0415 - as above
 
     class Module(lightning.LightningModule):
@@ -156,123 +119,66 @@ def by_lightning(workload, model, optimizer, parts, turns):
         def configure_optimizers(self):
             return optimizer
 
-    class Pausing(lightning.Callback):
+    class Ends(lightning.Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):  # noqa: ARG002 - as the base has it
             if (batch_idx + 1) % len(parts) == 0:
-                turns.window_done()
+                update_ends()
 
-    loader = torch.utils.data.DataLoader(MicroBatches(parts, turns.total), batch_size=None)
     with tempfile.TemporaryDirectory() as folder:
         quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
         trainer = lightning.Trainer(
             accelerator="cpu",
             devices=1,
-            max_steps=turns.total,
+            max_epochs=1,
             accumulate_grad_batches=len(parts),
-            callbacks=[Pausing()],
+            callbacks=[Ends()],
             default_root_dir=folder,
             **dict.fromkeys(quiet, False),
         )
-        module = Module()
+        module, loader = Module(), loader_of(parts)
         with limited(workload):
             trainer.fit(module, loader)
-
-
-def sweep(_connection, name, cuts):
-    """Time a window of each cut, in turn; cuts that do not fit have no time."""
-    workload = workload_of(name)
-    model, optimizer = workload.made()
-    window = workload.batch(workload.target)
-    took = {sizes: [] for sizes in cuts}
-    with limited(workload):
-        for turn in range(SWEEP_ROUNDS + 1):
-            for sizes in list(took) if turn % 2 else list(took)[::-1]:
-                began_s = time.perf_counter()
-                try:
-                    workload.update(model, optimizer, cut(window, sizes))
-                except Exception as error:
-                    if not is_oom(error):
-                        raise
-                    let_go(error)
-                    del took[sizes]
-                    continue
-                if turn:  # the first warms up
-                    took[sizes].append(time.perf_counter() - began_s)
-    return {sizes: statistics.median(seconds) for sizes, seconds in took.items()}
 
 
 # --- in the parent --------------------------------------------------------------------------------------------------
 
 
-def cuts_of(target, largest):
-    """Return balanced cuts from the fewest micro-batches on, each with about 1.5 times as many."""
-    found, parts = [], -(-target // largest)
-    while parts <= target and len(found) < MOST_CUTS:
-        sizes = balanced(target, -(-target // parts))
-        if sizes not in found:
-            found.append(sizes)
-        parts = max(parts + 1, int(parts * 1.5))
-    return found
+def cuts_of(target, chosen):
+    """Return the chosen cut, and balanced ones with about 1.5 times as many micro-batches each."""
+    found, parts = [chosen], len(chosen)
+    while len(found) < MOST_CUTS and parts < target:
+        parts = min(target, max(parts + 1, int(parts * 1.5)))
+        found.append(balanced(target, -(-target // parts)))
+    return list(dict.fromkeys(found))
 
 
-def measure(name, *, settle, rounds, say):  # noqa: C901 - one conversation
+def measure(name, *, rounds, say):
     workload = workload_of(name)
-    children, gone = {}, {}
 
-    def hear(how):
-        try:
-            return children[how].receive(TIMEOUT_S)[1]
-        except isolated.GoneError as error:
-            if how == "fit":
-                raise
-            gone[how] = str(error)
-            say(f"{name}, {how}: {error}")
-            return None
+    def ask(how, sizes=None):
+        return isolated.call(train, name, how, sizes, timeout_s=600)[1:]
 
-    try:
-        children["fit"] = isolated.Child(contend, name, "fit", None, settle, rounds)
-        said = hear("fit")["said"]
-        same = tuple(said["cut"])
-        cuts = cuts_of(workload.target, max(said["largest"], *same))
-        _, swept, why = isolated.call(sweep, name, cuts, timeout_s=TIMEOUT_S)
-        best = min(swept, key=swept.get) if swept else same
-        say(f"{name}: fit cuts {same}; sweep {swept or why}")
-        for how in COMPARED:
-            children[how] = isolated.Child(contend, name, how, best if how == "hand-best" else same, WARM_UP, rounds)
-            hear(how)
-        seconds = {how: [] for how in children}
-        for turn in range(rounds):
-            # Each comes before and after each other one in turn.
-            order = [how for how in children if how not in gone]
-            order = order[turn % len(order) :] + order[: turn % len(order)]
-            for how in order if turn % 2 else order[::-1]:
-                children[how].send("go")
-                heard = hear(how)
-                if heard is not None and "seconds" in heard:
-                    seconds[how].append(heard["seconds"])
-        children["fit"].send("end")
-        ended = hear("fit")
-    except isolated.GoneError as error:
-        say(f"{name}: {error}")
-        return {"workload": name, "ended": str(error), "ratios": {}}
-    finally:
-        for child in children.values():
-            child.end()
-    row = {
-        "workload": name,
-        "limit_bytes": workload.limit_bytes,
-        "target": workload.target,
-        "cut": same,
-        "cut_at_the_end": ended["cut"],
-        "oom_events": ended["oom_events"],
-        "best_cut": best,
-        "sweep_seconds": [[list(sizes), took] for sizes, took in (swept or {}).items()],
-        "ratios": {},
-        "gone": gone,
-    }
+    first, why = ask("fit")
+    if first is None:
+        return {"workload": name, "ended": why, "ratios": {}}
+    same = tuple(first["cut"])
+    swept = {sizes: found["seconds"] for sizes in cuts_of(workload.target, same) if (found := ask("hand", sizes)[0])}
+    best = min(swept, key=swept.get) if swept else same
+    say(f"{name}: fit cuts {same}; sweep {swept}")
+    ways = {"fit": None} | {how: best if how == "hand-best" else same for how in COMPARED}
+    seconds, gone = {how: [] for how in ways}, {}
+    for turn in range(rounds):
+        for how in list(ways)[:: 1 if turn % 2 else -1]:
+            found, why = (None, gone[how]) if how in gone else ask(how, ways[how])
+            if found is None:
+                gone[how] = why
+            else:
+                seconds[how].append(found["seconds"])
+    row = {"workload": name, "limit_bytes": workload.limit_bytes, "target": workload.target, "cut": same}
+    row |= {"best_cut": best, "oom_events": first["oom_events"], "ratios": {}, "gone": gone}
     for how in COMPARED:
         ratios = [theirs / ours for ours, theirs in zip(seconds["fit"], seconds[how], strict=False)]
-        if how not in gone and len(ratios) > 1:
+        if how not in gone and "fit" not in gone and len(ratios) > 1:
             low, median, high = quartiles(ratios)
             row["ratios"][how] = {"median": median, "quartiles": [low, high]}
     say(f"{name}: {row['ratios']} {gone}")

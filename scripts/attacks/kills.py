@@ -23,7 +23,7 @@ TESTS = Path(__file__).parents[2] / "tests"
 OF_ONE, OF_RANKS = 70, 30
 RANKS = (0, 1)
 MOST_WINDOWS = 5  # after which a life is ended
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 RANK = """
 import json, os, sys
 from datetime import timedelta
