@@ -79,7 +79,7 @@ def cross_entropy(outputs, targets):
 
 
 def options(**further):
-    return {"device": autoaccum.Simulated("1GiB"), "cache": False, "notices": Notices(silent=True)} | further
+    return {"device": autoaccum.Simulated("1GiB"), "notices": Notices(silent=True)} | further
 
 
 class Loop:
