@@ -22,7 +22,6 @@ from autoaccum._system.notices import Notices
 from autoaccum.integrations.lightning import Windowed
 from faults import FailAt
 from small_samples import BATCH, CLASSES, WORDS, vectors, words_and_labels
-from trainers import MODELS, SINGLE, collated, model_of, rows_of
 from warm import python
 
 pytestmark = [
@@ -33,6 +32,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:pytorch_lightning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:pytorch_lightning"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch):
+    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", "")
 
 
 class Classifier(pl.LightningModule):
@@ -105,15 +109,6 @@ class Classifier(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class Images(Classifier):
-    def __init__(self, most=None):
-        super().__init__(most)
-        self.body = nn.Sequential(nn.Conv1d(1, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(12, CLASSES)).double()
-
-    def forward(self, inputs):
-        return super().forward(inputs[:, None])
-
-
 class Language(pl.LightningModule):
     """A small model of the next word; labels of -100 are ragged."""
 
@@ -153,7 +148,7 @@ def windowed(**options):
     return Windowed(**(settings | options))
 
 
-def fitted(module, data, *callbacks, folder=None, validates=False, epochs=1, checkpoint=None, collate=None, **options):
+def fitted(module, data, *callbacks, folder=None, validates=False, epochs=1, checkpoint=None, **options):
     settings = {
         "accelerator": "cpu",
         "max_epochs": epochs,
@@ -165,7 +160,7 @@ def fitted(module, data, *callbacks, folder=None, validates=False, epochs=1, che
         "num_sanity_val_steps": 0,
     }
     trainer = pl.Trainer(callbacks=list(callbacks), **(settings | options))
-    loader = DataLoader(data, batch_size=BATCH, collate_fn=collate)
+    loader = DataLoader(data, batch_size=BATCH)
     trainer.fit(module, loader, loader if validates else None, ckpt_path=checkpoint)
     return trainer
 
@@ -197,7 +192,7 @@ def assert_same_log(plain, other):
 # --- parameters and logs ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "data"), [(Classifier, vectors), (Images, vectors), (Language, sentences)])
+@pytest.mark.parametrize(("kind", "data"), [(Classifier, vectors), (Language, sentences)])
 def test_parameters_after_three_updates_are_those_of_whole_batches(kind, data):
     plain, other = kind(), kind(most=5)
     fitted(plain, data())
@@ -207,35 +202,6 @@ def test_parameters_after_three_updates_are_those_of_whole_batches(kind, data):
 
     assert trainer.global_step == 3
     assert_close(plain, other)
-
-
-class OfTransformers(pl.LightningModule):
-    """A model of Transformers, whose loss is its own."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.model = model_of(name)
-
-    def training_step(self, batch):
-        loss = self.model(**batch).loss
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models_of_transformers_end_with_the_parameters_of_whole_batches(name):
-    plain, other = OfTransformers(name), OfTransformers(name)
-
-    plain_trainer = fitted(plain, rows_of(name, 26), collate=collated)
-    trainer = fitted(other, rows_of(name, 26), windowed(micro_batch=5), collate=collated)
-
-    assert trainer.global_step == 3
-    assert_close(plain, other, 1e-8 if name in SINGLE else 1e-12)
-    losses = [float(one.callback_metrics["loss"]) for one in (trainer, plain_trainer)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_fixed_micro_batch_is_used():
@@ -474,6 +440,23 @@ def test_trainer_that_dies_of_a_real_limit_ends_with_windowed(tmp_path):
     assert "evaluate" in done.stderr
 
 
+class Lacks(autoaccum.Callback):
+    def __init__(self):
+        self.count = 0
+
+    def on_oom(self, event, *, step):
+        self.count += 1
+
+
+def test_size_that_was_found_is_remembered_for_the_next_start(monkeypatch, tmp_path):
+    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path))
+    first, second = Lacks(), Lacks()
+    for lacks in (first, second):
+        fitted(Classifier(most=5), vectors(), windowed(callbacks=[lacks]), epochs=4)
+
+    assert first.count > second.count == 0
+
+
 # --- what stays Lightning's -------------------------------------------------------------------------------------------
 
 
@@ -680,17 +663,6 @@ def test_module_of_the_packages_older_name_trains_in_parts():
     assert_close(plain, other)
 
 
-def test_validate_alone_runs_in_parts():
-    plain, other = Classifier(), Classifier(most=5)
-    loader = DataLoader(vectors(), batch_size=BATCH)
-    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-
-    expected = pl.Trainer(**options).validate(plain, loader, verbose=False)
-    found = pl.Trainer(callbacks=[windowed()], **options).validate(other, loader, verbose=False)
-
-    assert found == [pytest.approx(expected[0])]
-
-
 class Changed(pl.Callback):
     """Sees what a trainer and its parts hold while it trains that they did not hold before."""
 
@@ -802,16 +774,6 @@ class Lossless(Classifier):
 def test_what_micro_batches_cannot_be_a_part_of_is_refused(module, callbacks, options, text):
     with pytest.raises(autoaccum.errors.InvalidInputError, match=text):
         fitted(module(), vectors(), windowed(), *callbacks, **options)
-
-
-@pytest.mark.parametrize(
-    "option",
-    [{"micro_batch": 0}, {"memory": "best"}, {"loss_reduction": "max"}, {"split": 1}, {"memory_limit": "much"}],
-    ids=str,
-)
-def test_wrong_option_is_refused_where_it_is_written(option):
-    with pytest.raises(autoaccum.errors.InvalidInputError, match=next(iter(option))):
-        Windowed(**option)
 
 
 def test_what_cannot_save_memory_in_the_module_is_refused():
