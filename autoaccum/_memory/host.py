@@ -249,7 +249,7 @@ class Host(MemoryBackend):
         """Return the memory of the machine, or the tightest limit of its control groups."""
         return self.reading().total_bytes
 
-    def _measure(self, measures: bool, limit_bytes: int) -> None:  # noqa: FBT001 - an assignment with an effect
+    def _measure(self, measures: bool, limit_bytes: int) -> None:
         """Let freed blocks leave the process at once, or let the heap keep them as it would without a limit."""
         if measures is self._is_measuring:
             return
