@@ -169,8 +169,6 @@ class Engine:
     def _begin(self, window: Window, on_change: Callable[[], None], *, measures_noise: bool) -> None:
         """Choose the path of a window, and its micro-batches."""
         step, sizing = self._step, self._sizing
-        if step.memory.is_soft:  # what loaders, callbacks and evaluations took is not the window's
-            step.memory.reset_peak()
         self._window, self._measures_noise = window, measures_noise
         self.at, self._given, self._share = Progress(), None, None
         self._is_saved = self._is_restored = False
@@ -180,6 +178,11 @@ class Engine:
         self._ran_out_before, self._ran_out = self._ran_out_before or self._ran_out, False
         self._has_gradients = torch.is_grad_enabled()
         self._is_steady = self._is_admitted(window)
+        if step.memory.is_soft:
+            if self._is_steady:
+                step.memory.stop_measuring()
+            else:  # what loaders, callbacks and evaluations took is not the window's
+                step.memory.reset_peak()
         if not self._is_steady:
             step.objective.begin_window()
         elif step.objective.weights.has_left:
