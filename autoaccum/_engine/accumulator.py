@@ -121,7 +121,7 @@ class GradientAccumulator:
             reduced, outputs = engine.run(
                 window,
                 self._finish,
-                is_decided=lambda: self._is_added,
+                is_final=lambda: self._is_added,
                 on_change=self._on_change,
             )
             elapsed_s = time.perf_counter() - started
@@ -139,13 +139,13 @@ class GradientAccumulator:
             raise
         finally:
             self._earlier, self._parameters = [], []
-            if engine.lacks:
+            if engine.oom_events:
                 current.entry.forget()
         current.entry.keep(current.sizing.probe, current.sizing.fastest)
         return BackwardReport(
             samples=reduced.samples,
             micro_batches=engine.at.sizes,
-            oom_events=len(engine.lacks),
+            oom_events=len(engine.oom_events),
             elapsed_s=elapsed_s,
             peak_bytes=engine.peak_bytes,
             recomputed_samples=engine.at.recomputed,

@@ -7,7 +7,7 @@ know: losses that are pairs, vectors or several, sizes that are searched for, mo
 from __future__ import annotations
 
 from bisect import bisect_right
-from contextlib import closing, nullcontext
+from contextlib import closing
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -182,11 +182,8 @@ class CarefulPath:
             return
         samples = common or window
         at.size = None if step.objective.tries_several else 1  # if that does not fit, nothing does
-        mark, objective, watch = self._before_trying, step.objective, step.time_first
-        with nullcontext() if watch is None else watch.watching(lambda: objective.samples):
-            objective.check(samples, sizes, step.transfer.place, mark, step.precision.autocast, step.parameters)
-        if watch is not None and watch.is_done:
-            step.time_first = None
+        place, autocast = step.transfer.place, step.precision.autocast
+        step.objective.check(samples, sizes, place, self._before_trying, autocast, step.parameters)
         at.size, at.is_checked = None, True
 
     def _weigh(self, window: Window, sizes: tuple[int, ...], share: SharedWeights | None) -> list[Factors]:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from autoaccum._engine.lack_of_memory import Witness
     from autoaccum._engine.options import Options
     from autoaccum._engine.precision import Precision
-    from autoaccum._engine.time_first import TimeFirst
     from autoaccum._loss.loss_weights import Factors
     from autoaccum._loss.objective import Objective, Source
     from autoaccum._loss.terms import Term
@@ -74,12 +73,10 @@ class GradientStep:
         options: The options of the call that this is for.
 
     Attributes:
-        parameters: Every parameter of the objective's modules, as of the last `look`.
-        sources_left: Losses with their own forward passes that the current micro-batch has yet to run.
+        parameters: Every parameter of the objective's modules, as of the last `refresh`.
         stage: Records the current phase.
         witness: Called on the first lack of memory, before anything is freed; None if not requested.
         passes: Notified of each pass; None if the model does not communicate in passes.
-        time_first: Watches the first passes; None afterwards.
         scale: Multiplies a loss before its backward pass; None for no scaling.
         watch: Checks gradients before and after each backward pass; None for no check.
         keeps_outputs: Whether to keep the outputs of micro-batches.
@@ -91,10 +88,8 @@ class GradientStep:
         self.memory = memory
         self.options = options
         self.transfer = Transfer(memory.device)
-        self.sources_left = 0
         self.witness: Witness | None = None
         self.passes: Passes | None = None
-        self.time_first: TimeFirst | None = None
         self.scale: Callable[[Tensor], Tensor] | None = None if precision.scaler is None else precision.scaler.scale
         self.watch: GradientChecks | None = None
         self.keeps_outputs = False
@@ -109,8 +104,8 @@ class GradientStep:
         """The current phase."""
         return self.stage.phase
 
-    def look(self) -> bool:
-        """Look for the current parameters; return whether they, or which of them are trained, have changed."""
+    def refresh(self) -> bool:
+        """Look up the current parameters; return whether they, or which of them are trained, have changed."""
         if self.is_sharded:
             return False
         before, were_trained = self.parameters, self._are_trained
@@ -134,7 +129,7 @@ class GradientStep:
             parameter.grad = None
 
     def gradients_of_new(self) -> list[nn.Parameter]:
-        """Return the parameters with a gradient that the model did not have at the last `look`."""
+        """Return the parameters with a gradient that the model did not have at the last `refresh`."""
         known = set(self.parameters)
         return [parameter for parameter in self._found() if parameter.grad is not None and parameter not in known]
 
@@ -170,17 +165,9 @@ class GradientStep:
         Raises:
             InvalidInputError: The result is not a loss, or has no graph.
         """
-        if self.time_first is not None:
-            watch, self.time_first = self.time_first, None
-            with watch.watching(lambda: samples):
-                self.accumulate(batch, samples, factors, into)
-            self.time_first = None if watch.is_done else watch
-            return
         if self.passes is not None:
             self.passes.begin_pass()
-        self.sources_left = len(self.objective.sources)
         for source in self.objective.sources:
-            self.sources_left -= 1
             self._run(source, batch, samples, factors, into)
         if self.passes is not None:
             self.passes.end_pass()
@@ -254,7 +241,7 @@ class TrainingStep(GradientStep):
         options: As for `GradientStep`.
 
     Attributes:
-        parameters: Every parameter of the modules and of the optimizer, as of the last `look`.
+        parameters: Every parameter of the modules and of the optimizer, as of the last `refresh`.
         updates: Makes updates from the gradients accumulated here.
     """
 

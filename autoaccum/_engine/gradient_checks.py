@@ -149,7 +149,7 @@ def refuse_hooks(parameters: Sequence[nn.Parameter]) -> None:
         )
 
 
-def tell_of_hooks(parameters: Sequence[nn.Parameter], notices: Notices) -> None:
+def warn_of_hooks(parameters: Sequence[nn.Parameter], notices: Notices) -> None:
     """Say if parameters have hooks on their gradients, in a window of several micro-batches."""
     if found := len(hooked(parameters)):
         notices.say(

@@ -167,7 +167,7 @@ class WindowRunner:
                 reduced, skipped = self._engine.run(
                     part,
                     self._finish,
-                    is_decided=self._is_made,
+                    is_final=self._is_made,
                     on_change=self._on_change,
                     measures_noise=measures,
                 )
@@ -234,7 +234,7 @@ class WindowRunner:
             step=self._events.windows,
             samples=reduced.samples,
             micro_batches=engine.at.sizes,
-            oom_events=len(engine.lacks),
+            oom_events=len(engine.oom_events),
             elapsed_s=elapsed_s,
             peak_bytes=engine.peak_bytes,
             skipped=skipped,
