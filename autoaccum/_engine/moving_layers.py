@@ -35,8 +35,8 @@ def warn_of_moving_layers(
     if names:
         notices.say(
             f"forward() moves {first_of(names)}: once for each micro-batch, {micro_batches} times in this update "
-            "instead of once, and later micro-batches meet other values than the first. For the whole batch's gradient, "
-            "collect in forward() what moves them, and move them once an update, from a callback's on_step "
+            "instead of once, and later micro-batches meet other values than the first. For the whole batch's "
+            "gradient, collect in forward() what moves them, and move them once an update, from a callback's on_step "
             "(docs/losses.md)",
             key="moving layers",
         )

@@ -12,7 +12,7 @@ from autoaccum._arguments import check_bool, check_choice, check_path, check_pos
 from autoaccum._callbacks import check_callbacks
 from autoaccum._data.splits import check_split
 from autoaccum._engine.precision import ALIASES, PRECISIONS
-from autoaccum._engine.saving_names import check_memory
+from autoaccum._engine.savings import check_memory
 from autoaccum._loss.objective import check_loss_reduction
 from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from torch.utils.checkpoint import CheckpointError
 
+from autoaccum._arguments import is_one_of, shown
 from autoaccum._engine.checkpointing import blocks_of, checkpointed, is_checkpointed_already
 from autoaccum._engine.chunked_head import chunked, find_heads
 from autoaccum._engine.offloading import offloaded
 from autoaccum._engine.replaced_forward import are_compiled, is_compiled, is_replaced
-from autoaccum._engine.saving_names import AUTO, CHECKPOINT, CHUNKED, OFFLOAD, SAVINGS
 from autoaccum.errors import DoesNotFitError, InvalidInputError, SavingRefusedError
 
 if TYPE_CHECKING:
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
 
+CHUNKED, CHECKPOINT, OFFLOAD = "chunked_loss", "checkpoint", "offload"
+# From the cheapest on.
+SAVINGS = (CHUNKED, CHECKPOINT, OFFLOAD)
+# Takes these one after the other where not even one sample fits.
+AUTO = "auto"
 # What another rung may avoid: not one sample fits, or the model or its loss does not bear what is in force.
 AVOIDABLE = (DoesNotFitError, SavingRefusedError, CheckpointError)
 # What is in force together, by names of `memory`.
@@ -141,6 +146,52 @@ class Savings:
         if name == CHECKPOINT and is_checkpointed_already(self._modules):
             return "the model checkpoints its blocks already"
         return _lack_of(name, self._modules)
+
+
+# --- the argument `memory` --------------------------------------------------------------------------------------------
+
+
+def check_memory(memory: Sequence[str] | str | None, backend: MemoryBackend) -> tuple[str, ...]:
+    """Return the names from `fit`'s argument `memory`, in order.
+
+    Raises:
+        InvalidInputError: A name is unknown, or has no effect here.
+    """
+    names = _names(memory)
+    if AUTO in names and len(names) > 1:
+        raise InvalidInputError(f"memory={shown(memory)}: 'auto' takes all of them in turn; pass it alone")
+    for name in names:
+        if not _is_known(name):
+            raise InvalidInputError(
+                f"memory={shown(name)} is unknown; choose from {', '.join(map(repr, (AUTO, *SAVINGS)))} or "
+                "'checkpoint:NAME' with the name or the class of the blocks"
+            )
+    if OFFLOAD in names and backend.is_host:
+        raise InvalidInputError(
+            f"memory='offload' moves activations to host memory, and on {backend.name} they already are there; choose "
+            "'checkpoint'"
+        )
+    kinds = [name.partition(":")[0] for name in names]
+    if twice := [name for name, kind in zip(names, kinds, strict=True) if kinds.count(kind) > 1]:
+        raise InvalidInputError(
+            f"memory={shown(memory)}: {' and '.join(map(repr, twice))} say the same twice, or two things; keep one"
+        )
+    return names
+
+
+def _is_known(name: object) -> bool:
+    if not isinstance(name, str):
+        return False
+    kind, colon, rest = name.partition(":")
+    return (kind == CHECKPOINT and bool(rest)) if colon else is_one_of(name, (AUTO, *SAVINGS))
+
+
+def _names(given: Sequence[str] | str | None) -> tuple[str, ...]:
+    if given is None or isinstance(given, str):
+        return () if given is None else (given,)
+    if not isinstance(given, list | tuple):
+        raise InvalidInputError(f"memory={shown(given)} is neither a name nor a list of names, such as ['checkpoint']")
+    return tuple(given)
 
 
 def check_place(name: str, modules: Sequence[nn.Module]) -> None:

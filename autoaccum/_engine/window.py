@@ -125,7 +125,7 @@ class Engine:
             takes_whole=self._takes_whole,
             noise=noise,
         )
-        self.is_due = self.has_lost_parameters = False
+        self._is_steady = self.is_due = self.has_lost_parameters = False
         self.oom_events: list[MemoryEvent] = []
         self.at = Progress()
         self._warnings_reported = 0
