@@ -77,10 +77,6 @@ def assemble_without_optimizer(
         notices: Reports choices.
         further: Modules beside the model that the loss uses.
         scale: The user's own scaler, or a function that scales a loss; None for no scaling.
-
-    Raises:
-        InvalidInputError: As for `assemble`.
-        DoesNotFitError: As for `assemble`.
     """
     check_model(model)
     with devices.failures_told(memory, "what a gradient needs in addition to the model"):

@@ -36,20 +36,7 @@ if TYPE_CHECKING:
 
 
 class CarefulPath:
-    """Runs the micro-batches of windows, and leaves their gradient in `.grad`. Catches nothing.
-
-    Args:
-        step: The training step.
-        sizing: Cuts the windows.
-        savepoint: Taken before each window.
-        norms: The step's BatchNorm layers.
-        peers: The processes of the training.
-        takes_whole: Whether the loss is computed over the whole window at once.
-        noise: The gradient noise scale that windows are measured for; None without `noise_scale`.
-
-    Raises:
-        InvalidInputError: The loss cannot be computed that way.
-    """
+    """Runs the micro-batches of windows, and leaves their gradient in `.grad`. Catches nothing."""
 
     def __init__(
         self,
@@ -74,10 +61,10 @@ class CarefulPath:
     def run(
         self, window: Window, at: Progress, share: SharedWeights | None, *, is_first: bool, measures_noise: bool
     ) -> PartResult:
-        """Run a window from its start.
+        """Run a window, or this process's part of it, from its start.
 
         Args:
-            window: The window, or this process's part of it.
+            window: The window.
             at: Follows the micro-batches.
             share: What is known in advance about the weight of the other parts.
             is_first: Whether to check what only a pass with a graph can show.

@@ -58,23 +58,15 @@ class Passes(Protocol):
     def evaluation_pass(self, size: int) -> AbstractContextManager[None]:
         """Wait until all are ready for a forward pass of an evaluation, which ranks without data join too.
 
-        Args:
-            size: Samples of the pass, for the error if it fails while others wait for it.
+        The number of samples is for the error if the pass fails while others wait for it.
         """
 
 
 class GradientStep:
     """A model, an objective and a precision on one device: everything needed to compute a gradient.
 
-    Args:
-        objective: How a batch becomes loss terms.
-        precision: Precision of the forward pass.
-        memory: The device.
-        options: The options of the call that this is for.
-
     Attributes:
         parameters: Every parameter of the objective's modules, as of the last `refresh`.
-        stage: Records the current phase.
         witness: Called on the first lack of memory, before anything is freed; None if not requested.
         passes: Notified of each pass; None if the model does not communicate in passes.
         scale: Multiplies a loss before its backward pass; None for no scaling.
@@ -152,15 +144,9 @@ class GradientStep:
         return list(map(_GRADIENT, self.parameters)) != [None] * len(self.parameters)
 
     def accumulate(self, batch: Any, samples: int, factors: Factors, into: PartResult) -> None:
-        """Run one micro-batch forward and backward, adding to the gradients.
+        """Run one micro-batch, on the device, forward and backward, adding to the gradients and to `into`.
 
         Several losses with their own forward passes run one after the other, so that only one graph is alive at a time.
-
-        Args:
-            batch: The micro-batch, on the device.
-            samples: Its number of samples.
-            factors: Factors for its losses.
-            into: Where its results are added.
 
         Raises:
             InvalidInputError: The result is not a loss, or has no graph.
@@ -231,17 +217,9 @@ class GradientStep:
 
 
 class TrainingStep(GradientStep):
-    """Everything needed to compute a gradient, and an optimizer.
-
-    Args:
-        objective: As for `GradientStep`.
-        optimizer: Created from the parameters of the objective's modules.
-        precision: As for `GradientStep`.
-        memory: As for `GradientStep`.
-        options: As for `GradientStep`.
+    """A gradient step with an optimizer, whose parameters are among `parameters`.
 
     Attributes:
-        parameters: Every parameter of the modules and of the optimizer, as of the last `refresh`.
         updates: Makes updates from the gradients accumulated here.
     """
 

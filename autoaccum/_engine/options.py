@@ -78,12 +78,7 @@ class Options:
 
     @classmethod
     def of(cls, entry: Callable[..., Any], given: Mapping[str, Any]) -> Self:
-        """Return the options of a call.
-
-        Args:
-            entry: The function or class that was called.
-            given: Its arguments by name; others are left aside.
-        """
+        """Return the options of a call of a function or class, of its arguments by name; others are left aside."""
         return cls(names=_taken_by(entry), **{name: given[name] for name in SHARED if name in given})
 
     def __post_init__(self) -> None:

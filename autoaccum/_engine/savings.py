@@ -40,18 +40,12 @@ Rung = tuple[str, ...]
 class Savings:
     """Saves memory in steps, between `apply` and `remove`. Ranks climb each by itself.
 
-    Args:
-        modules: The modules of the steps.
-        names: What saves memory, in order; or "auto".
-        memory: The device.
-        notices: Reports what is done.
-
     Attributes:
         is_auto: Whether to climb.
-        names: What saves memory in the next step.
+        names: What saves memory in the next step, in order.
 
     Raises:
-        InvalidInputError: One of them has no place in the model.
+        InvalidInputError: A name has no place in the model.
     """
 
     def __init__(
@@ -104,10 +98,9 @@ class Savings:
             self.remove()
 
     def climb(self, error: Exception) -> bool:
-        """Save memory in another way from the next `apply` on; return whether there is one that may avoid an error.
+        """Save memory in another way from the next `apply` on; return whether one may avoid an error of `AVOIDABLE`.
 
-        Args:
-            error: One of `AVOIDABLE`. What is refused is left out from then on.
+        What the model or its loss refuses is left out from then on.
         """
         before = self.names
         if self.is_auto:
@@ -157,7 +150,9 @@ def check_memory(memory: Sequence[str] | str | None, backend: MemoryBackend) -> 
     Raises:
         InvalidInputError: A name is unknown, or has no effect here.
     """
-    names = _names(memory)
+    names = () if memory is None else (memory,) if isinstance(memory, str) else memory
+    if not isinstance(names, list | tuple):
+        raise InvalidInputError(f"memory={shown(memory)} is neither a name nor a list of names, such as ['checkpoint']")
     if AUTO in names and len(names) > 1:
         raise InvalidInputError(f"memory={shown(memory)}: 'auto' takes all of them in turn; pass it alone")
     for name in names:
@@ -176,7 +171,7 @@ def check_memory(memory: Sequence[str] | str | None, backend: MemoryBackend) -> 
         raise InvalidInputError(
             f"memory={shown(memory)}: {' and '.join(map(repr, twice))} say the same twice, or two things; keep one"
         )
-    return names
+    return tuple(names)
 
 
 def _is_known(name: object) -> bool:
@@ -184,14 +179,6 @@ def _is_known(name: object) -> bool:
         return False
     kind, colon, rest = name.partition(":")
     return (kind == CHECKPOINT and bool(rest)) if colon else is_one_of(name, (AUTO, *SAVINGS))
-
-
-def _names(given: Sequence[str] | str | None) -> tuple[str, ...]:
-    if given is None or isinstance(given, str):
-        return () if given is None else (given,)
-    if not isinstance(given, list | tuple):
-        raise InvalidInputError(f"memory={shown(given)} is neither a name nor a list of names, such as ['checkpoint']")
-    return tuple(given)
 
 
 def check_place(name: str, modules: Sequence[nn.Module]) -> None:
@@ -205,13 +192,7 @@ def check_place(name: str, modules: Sequence[nn.Module]) -> None:
 
 
 def saving(name: str, modules: Sequence[nn.Module], memory: MemoryBackend) -> AbstractContextManager[str]:
-    """Return a context in which modules save memory, which gives what is done in words.
-
-    Args:
-        name: As `memory` has it, without "auto".
-        modules: The modules.
-        memory: The device.
-    """
+    """Return a context in which modules save memory, by a name of `memory`; it gives what is done in words."""
     kind, _, rest = name.partition(":")
     if kind == CHUNKED:
         return chunked(modules)

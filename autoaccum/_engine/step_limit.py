@@ -23,13 +23,6 @@ if TYPE_CHECKING:
 class StepLimit:
     """The limit of one runner, counted from now on, or the capacity of a simulated device.
 
-    Args:
-        memory: The memory backend.
-        limit_bytes: The limit, as the backend counts; None for none other than the device's own capacity.
-
-    Attributes:
-        enforces: Whether `in_force` does anything.
-
     Raises:
         InvalidInputError: The limit cannot be set.
         DoesNotFitError: Memory ran out while preparing for the limit.
