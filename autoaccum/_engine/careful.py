@@ -75,49 +75,45 @@ class CarefulPath:
         """
         if self._whole is not None:
             return self._run_whole(self._whole, window, at, is_first=is_first)
-        step, first = self._step, None
-        given = PartResult(window.samples)
+        step, sizing, given = self._step, self._sizing, PartResult(window.samples)
+        noise = self._noise if measures_noise else None
         factors: list[Factors] = []
-        while at.done < window.samples:
+        first_norm: Tensor | None = None
+        while at.done < window.samples:  # once, but where each micro-batch decides the size of the next
             step.stage.phase, at.size = Phase.WEIGH, None
-            sizes = self._cut(at.done, measures_noise=measures_noise)
+            sizes, before = sizing.cut(at.done), len(factors)
+            if noise is not None:
+                sizes = self._cut_to_measure(noise, sizes)
             starts = tuple(accumulate(sizes[:-1], initial=at.done))
-            at.sizes = (*at.sizes[: len(factors)], *sizes)
+            at.sizes = (*at.sizes[:before], *sizes)
             if not factors:
                 self._check_losses(window, at, sizes, is_first=is_first)
-            before = len(factors)
-            factors = [*factors, *self._weigh(window, at.sizes, share)[before:]]
-            if self._norms.is_there and not self._sizing.is_learning:
+            factors += self._weigh(window, at.sizes, share)[before:]
+            if self._norms.is_there and not sizing.is_learning:
                 self._norms.announce(at.sizes)  # only for sizes that will be used again
-            if self._sizing.is_learning and step.objective.weights.common is not Common.NOTHING:
-                order: Sequence[int] = [0]  # its measurement decides the next size
-            else:
-                order = range(len(sizes)) if measures_noise else self._order(window, starts, sizes)
+            order = range(len(sizes)) if noise is not None else self._order(window, starts, sizes)
             feed = step.transfer.feed(window, [sizes[place] for place in order], [starts[place] for place in order])
             with closing(feed):
                 for place in order:
-                    at.size, self._sizing.start, factor = sizes[place], starts[place], factors[before + place]
+                    at.size, sizing.start = sizes[place], starts[place]
                     step.objective.weights.start = starts[place]
-                    self._one(feed, window, at.size, factor, given)
-                    if measures_noise and first is None:
-                        first = self._squared_norm()
+                    self._one(feed, window, at.size, factors[before + place], given)
+                    if noise is not None and first_norm is None:
+                        first_norm = self._squared_norm()
                     at.done += at.size
-            if self._sizing.is_learning:
+            if sizing.is_learning:
                 del factors[before + len(order) :]
         at.size = None
         given.weight, given.provisional = self._weight(given, window, share)
-        given.spread = self._spread(first, window, at.sizes, factors, given)
+        given.spread = self._spread(first_norm, window, at.sizes, factors, given)
         return given
 
     # --- micro-batches ------------------------------------------------------------------------------------------------
 
-    def _cut(self, done: int, *, measures_noise: bool) -> tuple[int, ...]:
-        """Return the sizes of the micro-batches that are left, in the order of their samples."""
-        sizes = self._sizing.cut(done)
-        return self._cut_to_measure(self._noise, sizes) if measures_noise and self._noise is not None else sizes
-
     def _order(self, window: Window, starts: Sequence[int], sizes: Sequence[int]) -> Sequence[int]:
         """Return the order in which micro-batches run: the costliest first, so that they fail before much is done."""
+        if self._sizing.is_learning and self._step.objective.weights.common is not Common.NOTHING:
+            return [0]  # its measurement decides the next size
         if len(window.groups()) == 1:
             return range(len(sizes))
         bounds, bytes_each = list(accumulate(window.groups())), window.sample_bytes()

@@ -18,7 +18,6 @@ from autoaccum._engine import chunked_loss
 from autoaccum._memory import Simulated
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError, SavingRefusedError
-from faults import FailAt
 
 V, D, N, T = 50, 16, 4, 10
 GIVEN = torch.Generator().manual_seed(0)
@@ -81,15 +80,6 @@ def test_loss_and_gradients_are_those_of_whole_logits(name, head):
     found = gradients(ChunkedLoss(model.head, **options)(model(TOKENS), labels), model)
 
     torch.testing.assert_close(found, gradients(of_whole(model, options, labels), model), rtol=1e-12, atol=1e-14)
-
-
-def test_tied_head_has_the_gradient_of_both_uses():
-    model = Language(nn.Linear(D, V, bias=False)).double()
-    model.head.weight = model.tokens.weight
-
-    found = gradients(ChunkedLoss(model.head)(model(TOKENS), LABELS), model)
-
-    torch.testing.assert_close(found, gradients(of_whole(model, {}, LABELS), model), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("way", ["fp32", "bf16", "autocast"])
@@ -202,32 +192,6 @@ def test_window_of_micro_batches_of_unlike_counts_has_the_gradient_of_all(name, 
     torch.testing.assert_close(found, expected, **({"rtol": 1e-5, "atol": 1e-6} if name == "kernel" else {}))
 
 
-@pytest.mark.parametrize("point", [3, 40, 90, 140])
-def test_memory_that_runs_out_at_any_operator_changes_nothing_but_rounding(point):
-    model = Language().double()
-    runner = autoaccum.Runner(
-        model,
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        autoaccum.plan(N, 2),
-        loss=ChunkedLoss(model.head),
-        device="cpu",
-        precision="fp32",
-        notices=Notices(silent=True),
-    )
-    for _ in range(4):  # in the first windows the loss is looked into
-        runner.step((TOKENS, LABELS))
-    undisturbed = copy.deepcopy(model)
-    loss = of_whole(undisturbed, {}, LABELS)
-    gradient = torch.autograd.grad(loss, list(undisturbed.parameters()))
-
-    with FailAt(point) as faults:
-        report = runner.step((TOKENS, LABELS))
-
-    assert faults.hits == 1 == report.oom_events
-    for one, other, change in zip(model.parameters(), undisturbed.parameters(), gradient, strict=True):
-        torch.testing.assert_close(one, other - change)
-
-
 def test_logits_are_never_whole():
     vocabulary, peaks = 20_000, []
     for is_chunked in (False, True):
@@ -269,13 +233,6 @@ def test_labels_that_are_no_classes_of_the_tokens_are_refused(labels, said):
 
     with pytest.raises(InvalidInputError, match=said):
         ChunkedLoss(model.head)(model(TOKENS), labels)
-
-
-def test_what_is_no_head_is_refused():
-    with pytest.raises(InvalidInputError, match="the module that makes logits"):
-        ChunkedLoss(torch.ones(V, D))
-    with pytest.raises(InvalidInputError, match="reduction='average'"):
-        ChunkedLoss(nn.Linear(D, V), reduction="average")
 
 
 # --- Liger's kernel ---------------------------------------------------------------------------------------------------
