@@ -262,7 +262,6 @@ class GradientAccumulator:
             self._events,
             self._notices,
             peers=self._peers,
-            elsewhere="outside of Accumulator.backward()",
             owns_gradients=False,
         )
         return _SizedEngine(sizing, engine, entry)

@@ -32,7 +32,7 @@ from autoaccum._engine.noise_scale import NoiseScale, shuffled
 from autoaccum._engine.options import Options
 from autoaccum._engine.peers import Alone
 from autoaccum._engine.savings import AVOIDABLE, Savings
-from autoaccum._engine.step_limit import Outside, StepLimit, drawn
+from autoaccum._engine.step_limit import LimitLifted, StepLimit, drawn
 from autoaccum._engine.window import Engine
 from autoaccum._loss.closures import used_by
 from autoaccum._loss.terms import not_finite
@@ -222,7 +222,7 @@ class WindowRunner:
         self._step.clear_gradients()
         if _oom.is_device_lost(error):
             raise devices.lost(self._step.memory, error) from error
-        said = update_complete.told(error, self._number, has_moved=self._has_moved)
+        said = update_complete.wrapped(error, self._number, has_moved=self._has_moved)
         if said is error:
             return
         try:
@@ -338,7 +338,7 @@ class Runner(WindowRunner):
         self._savings = Savings(step.objective.modules, savings, backend, notices)
         if self._savings.is_auto:
             self._savings.begin()
-        events = Events([Outside(callback, backend) for callback in callbacks], notices)
+        events = Events([LimitLifted(callback, backend) for callback in callbacks], notices)
         sizing = Sizing(backend, lambda: step.parameters, Cutting.of(plan), SizingOptions(), events)
         noise = None if options.noise_every is None else NoiseScale(options.noise_every, notices)
         super().__init__(step, sizing, events, notices, noise=noise)

@@ -51,7 +51,7 @@ class StepLimit:
         return self._memory.enforced(self._limit_bytes)
 
 
-class Outside(Callback):
+class LimitLifted(Callback):
     """Passes every event on to a callback, with the limit lifted meanwhile."""
 
     def __init__(self, callback: Callback, memory: MemoryBackend) -> None:
@@ -60,7 +60,7 @@ class Outside(Callback):
 
 
 def _passing(event: str) -> Callable[..., object]:
-    def passing(self: Outside, *arguments: Any, **keywords: Any) -> object:
+    def passing(self: LimitLifted, *arguments: Any, **keywords: Any) -> object:
         with self._memory.lifted():
             return getattr(self._callback, event)(*arguments, **keywords)
 
@@ -68,7 +68,7 @@ def _passing(event: str) -> Callable[..., object]:
 
 
 for _event in [name for name in vars(Callback) if name.startswith("on_")]:
-    setattr(Outside, _event, _passing(_event))
+    setattr(LimitLifted, _event, _passing(_event))
 
 
 def drawn(loader: Iterable[Any], memory: MemoryBackend) -> Iterator[Any]:

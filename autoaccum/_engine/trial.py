@@ -137,7 +137,7 @@ class Trials:
         else:
             self._whole.rehearse(self._window, size)
         self.growing_bytes[size] = self._step.memory.peak_bytes()
-        with standing_still(self._step.optimizer):
+        with without_updates(self._step.optimizer):
             self._step.updates.make()
 
     def one_micro_batch(self, size: int) -> None:
@@ -149,7 +149,7 @@ class Trials:
 
 
 @contextmanager
-def standing_still(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def without_updates(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let the optimizer do all its work without changing the parameters: trials that drift can diverge.
 
     The user's hooks on it (such as an average of the weights) are disabled: they are not part of the step, and would

@@ -9,7 +9,7 @@ from autoaccum._oom import first_line, is_oom
 from autoaccum.errors import UpdateCompleteError
 
 
-def told(error: BaseException, step: int, *, has_moved: bool) -> BaseException:
+def wrapped(error: BaseException, step: int, *, has_moved: bool) -> BaseException:
     """Return the exception to raise for an error that came after an update; the error itself if it can stay as it is.
 
     Interrupts pass through unchanged, and so do callback errors once everything that moves with the update (the

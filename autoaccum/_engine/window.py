@@ -77,7 +77,6 @@ class Engine:
         notices: Reports choices made on the user's behalf.
         peers: The processes that make the windows together.
         noise: The gradient noise scale to measure; None without `noise_scale`.
-        elsewhere: Where the user may change gradients, for messages.
         owns_gradients: Whether gradients between windows are this engine's, so that the loss may reach parameters of
             others, whose gradients are dropped.
 
@@ -98,7 +97,6 @@ class Engine:
         *,
         peers: GradientPeers,
         noise: NoiseScale | None = None,
-        elsewhere: str = "between windows",
         owns_gradients: bool = True,
     ) -> None:
         modules, device = step.objective.modules, step.memory.device
@@ -107,7 +105,6 @@ class Engine:
         self._events = events
         self._notices = notices
         self._peers = peers
-        self._elsewhere = elsewhere
         self._owns_gradients = owns_gradients
         self._takes_whole = step.options.loss_scope == "window"
         self._room = Headroom(step.memory)
@@ -265,7 +262,7 @@ class Engine:
         """Run the micro-batches on the careful path, with all checks if they are due."""
         step, checks, is_due = self._step, None, self.is_due
         if is_due and step.passes is None:  # sharded gradients are not in `.grad` before they are reduced
-            checks = GradientChecks(step.parameters, self._elsewhere, refuses_strangers=not self._owns_gradients)
+            checks = GradientChecks(step.parameters, owns_gradients=self._owns_gradients)
         step.watch = checks
         try:
             with self._time_first.watching():
