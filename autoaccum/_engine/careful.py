@@ -224,21 +224,19 @@ class CarefulPath:
                 "BatchNorm computes its statistics from each micro-batch, so the noise scale that is measured depends "
                 "on the micro-batch's size too"
             )
-        if len(sizes) > 1:
-            return sizes
-        (size,) = sizes
-        if size == 1:
-            noise.say("a window of one sample cannot be cut in two, so it tells nothing about noise", hinders=True)
-            return sizes
-        if self._norms.is_there:
+        size, is_whole = sizes[0], len(sizes) == 1
+        if is_whole and size > 1 and not self._norms.is_there:
+            noise.say(f"windows fit at once, so one in {noise.every} is cut in two to be measured")
+            return size - size // 2, size // 2
+        if is_whole:
             noise.say(
-                "windows fit at once, and are not cut in two to be measured, since BatchNorm would then compute its "
-                "statistics from halves; smaller micro-batches make it measurable",
+                "a window of one sample cannot be cut in two, so it tells nothing about noise"
+                if size == 1
+                else "windows fit at once, and are not cut in two to be measured, since BatchNorm would then compute "
+                "its statistics from halves; smaller micro-batches make it measurable",
                 hinders=True,
             )
-            return sizes
-        noise.say(f"windows fit at once, so one in {noise.every} is cut in two to be measured")
-        return size - size // 2, size // 2
+        return sizes
 
     def _squared_norm(self) -> Tensor:
         return squared_norm((parameter.grad for parameter in self._step.parameters), self._step.memory.device)

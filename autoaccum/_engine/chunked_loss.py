@@ -72,8 +72,8 @@ class ChunkedLoss(nn.Module):
         if type(label_smoothing) not in (int, float) or not 0 <= label_smoothing <= 1:
             raise InvalidInputError(f"label_smoothing={shown(label_smoothing)} must be a number from 0 to 1")
         self.head = head
-        self.register_buffer("weight", weight, persistent=False)
         self.weight: Tensor | None
+        self.register_buffer("weight", weight, persistent=False)
         self.ignore_index = ignore_index
         self.reduction = reduction
         self.label_smoothing = label_smoothing
@@ -117,20 +117,10 @@ def chunked_cross_entropy(
     reduction: str,
     label_smoothing: float,
 ) -> Tensor:
-    """Return the cross entropy as `ChunkedLoss` does, which describes the other arguments.
+    """Return the cross entropy as `ChunkedLoss` does, of logits that `make` makes of some tokens.
 
-    Args:
-        make: Makes the logits of some tokens.
-        head: The layer that does.
-        hidden: See there.
-        labels: See there.
-        held: The layer's parameters with which the logits are to be made.
-        is_alone: Whether the layer alone makes them, so that kernels may take its weight.
-        asked: What to call this in an error.
-        weight: See there.
-        ignore_index: See there.
-        reduction: See there.
-        label_smoothing: See there.
+    The layer `head` does so with the parameters in `held`; if it `is_alone`, kernels may take its weight. `asked` is
+    what to call this in an error.
     """
     if labels.is_floating_point() or labels.shape != hidden.shape[:-1]:
         raise InvalidInputError(
