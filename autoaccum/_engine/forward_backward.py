@@ -22,7 +22,7 @@ from autoaccum._loss.objective import no_gradient
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from autoaccum._engine.gradient_checks import GradientChecks
@@ -74,6 +74,8 @@ class GradientStep:
         keeps_outputs: Whether to keep the outputs of micro-batches.
     """
 
+    optimizer: torch.optim.Optimizer | None = None
+
     def __init__(self, objective: Objective, precision: Precision, memory: MemoryBackend, options: Options) -> None:
         self.objective = objective
         self.precision = precision
@@ -105,11 +107,6 @@ class GradientStep:
         self._are_trained = [parameter.requires_grad for parameter in self.parameters]
         is_same = len(before) == len(self.parameters) and all(map(is_, before, self.parameters))
         return not is_same or were_trained != self._are_trained
-
-    @property
-    def groups(self) -> Sequence[dict[str, Any]]:
-        """The optimizer's groups of parameters; none without one."""
-        return ()
 
     def _found(self) -> list[nn.Parameter]:
         own = (parameter for module in self.objective.modules for parameter in module.parameters())
@@ -223,6 +220,8 @@ class TrainingStep(GradientStep):
         updates: Makes updates from the gradients accumulated here.
     """
 
+    optimizer: torch.optim.Optimizer
+
     def __init__(
         self,
         objective: Objective,
@@ -238,11 +237,6 @@ class TrainingStep(GradientStep):
 
     def _found(self) -> list[nn.Parameter]:
         return list(dict.fromkeys([*super()._found(), *self.held()]))
-
-    @property
-    def groups(self) -> Sequence[dict[str, Any]]:
-        """The optimizer's groups of parameters."""
-        return self.optimizer.param_groups
 
     def held(self) -> list[nn.Parameter]:
         """Return the parameters that the optimizer holds."""

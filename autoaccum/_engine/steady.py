@@ -168,8 +168,9 @@ class SteadyPath:
 
     def _now_in_force(self) -> tuple[Any, ...]:
         step = self._step
+        groups = () if step.optimizer is None else step.optimizer.param_groups
         return (
-            [list(map(id, group["params"])) for group in step.groups],
+            [list(map(id, group["params"])) for group in groups],
             self._objective.model.training,
             self._objective.settings(),
             torch.is_autocast_enabled(step.memory.device.type),

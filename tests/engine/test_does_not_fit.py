@@ -54,12 +54,6 @@ def said_of(step, **what):
 # --- the sample -------------------------------------------------------------------------------------------------------
 
 
-def test_sample_of_a_pair_has_its_shapes_without_the_samples():
-    window = Window([(torch.zeros(4, 3, 224, 224), torch.zeros(4))])
-
-    assert sample_of(window, 2) == "a sample of shapes (3, 224, 224) and ()"
-
-
 def test_sample_that_a_split_collates_has_the_shapes_that_it_has_then():
     samples = [(torch.zeros(3, size), size) for size in (5, 7)]
     split = autoaccum.ListOfSamples(lambda some: (torch.stack([one for one, _ in some]), [size for _, size in some]))

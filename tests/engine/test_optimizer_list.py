@@ -9,8 +9,8 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 import autoaccum
 from autoaccum._engine.optimizer_list import OptimizerList
-from autoaccum.errors import InvalidInputError, StateDamagedError
-from helpers import assert_bitwise, batches_of, labelled, state_of
+from autoaccum.errors import InvalidInputError
+from helpers import batches_of, labelled
 from long_runs import Run, stopped_at
 
 DATA = labelled(32)
@@ -72,37 +72,6 @@ def test_scheduler_moves_all_or_the_one_that_it_was_made_from():
     assert [part.param_groups[0]["lr"] for part in of_both] == [0.1 / 16, 0.05 / 16]
     assert [part.param_groups[0]["lr"] for part in of_one] == [0.1, 0.05 / 16]
     assert result.history[1].learning_rates == (0.1, 0.025)
-
-
-def test_memory_that_runs_out_in_the_second_of_the_first_steps_undoes_the_first():
-    model, expected = a_model(), a_model()
-    fit(expected, parts_of(expected))
-    parts, failures = parts_of(model), [1]
-
-    def lack(*_):
-        if failures:
-            failures.pop()
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    parts[1].register_step_pre_hook(lack)
-    result = fit(model, parts)
-
-    assert result.oom_events == 1
-    assert_bitwise(state_of(model), state_of(expected))
-
-
-def test_failure_between_two_later_steps_is_damage():
-    model = a_model()
-    parts, steps = parts_of(model), []
-
-    def fail(*_):
-        steps.append(1)
-        if len(steps) == 3:
-            raise ZeroDivisionError
-
-    parts[1].register_step_pre_hook(fail)
-    with pytest.raises(StateDamagedError):
-        fit(model, parts)
 
 
 def test_group_that_is_added_to_one_of_them_is_stepped():

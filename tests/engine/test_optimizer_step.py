@@ -63,17 +63,6 @@ def test_temporaries_are_asked_for_before_every_step_but_the_first_of_an_optimiz
     assert [asked // BYTES for asked in memory.asked] == [transient] * 4 * bool(transient)
 
 
-def test_parameters_that_begin_to_train_later_are_measured_again():
-    model, memory = nn.Sequential(one_parameter(), one_parameter()), Asked()
-    updates = updates_of(model, torch.optim.Adam(model.parameters(), lr=0.1, foreach=True), memory)
-    for step in range(4):
-        model[0].weight.grad = torch.ones(SIZE, SIZE)
-        model[1].weight.grad = torch.ones(SIZE, SIZE) if step >= 2 else None
-        updates.make()
-
-    assert [asked // BYTES for asked in memory.asked] == [1, 2]
-
-
 def test_layers_that_are_dropped_at_random_are_measured_no_more_than_once_each():
     model, memory = nn.Sequential(*(one_parameter() for _ in range(4))), Asked()
     updates = updates_of(model, torch.optim.Adam(model.parameters(), lr=0.1, foreach=True), memory)

@@ -81,12 +81,6 @@ def test_nothing_to_train_is_refused_with_the_remedy(modules, text, notices):
         resolve(None, modules, notices)
 
 
-@pytest.mark.parametrize("wrong", [1e-3, [], ["adam"], lambda parameters: None, lambda parameters: parameters])
-def test_what_is_no_optimizer_is_refused(wrong, model, notices):
-    with pytest.raises(InvalidInputError, match=r"neither a torch\.optim\.Optimizer, nor a list"):
-        resolve(wrong, [model], notices)
-
-
 class SAM(torch.optim.SGD):
     def first_step(self, zero_grad=False): ...
 

@@ -11,7 +11,6 @@ from torch.nn import functional
 from autoaccum._data.random_state import RandomState
 from autoaccum._engine.optimizer_copy import Snapshot
 from autoaccum._engine.savepoint import Savepoint
-from autoaccum._loss.modes import evaluation_mode
 from helpers import CPU, assert_bitwise, classifier, labelled, state_of
 
 LARGE = 70_000  # elements; a buffer of this size is copied only when it was written
@@ -281,21 +280,3 @@ def test_settings_of_the_groups_are_put_back(model):
 
 
 # --- modes -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_each_submodule_gets_the_mode_it_had(fails, model):
-    model[1].eval()
-    loss = nn.Sequential(nn.Dropout()).eval()
-    before = [part.training for module in (model, loss) for part in module.modules()]
-
-    try:
-        with evaluation_mode([model, loss]):
-            inside = [part.training for module in (model, loss) for part in module.modules()]
-            if fails:
-                raise ValueError  # noqa: TRY301
-    except ValueError:
-        pass
-
-    assert not any(inside)
-    assert [part.training for module in (model, loss) for part in module.modules()] == before
