@@ -19,7 +19,7 @@ from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.noise_scale import spread_of, squared_norm
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.window_loss import WholeWindow
-from autoaccum._loss.loss_weights import Common
+from autoaccum._loss.loss_forms import Common
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence

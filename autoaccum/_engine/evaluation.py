@@ -21,7 +21,7 @@ from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.window_loss import WindowLoss
-from autoaccum._loss.loss_weights import Common
+from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.modes import evaluation_mode
 from autoaccum._loss.terms import Form, in_full, is_pair
 from autoaccum._oom import is_oom, is_too_large, let_go

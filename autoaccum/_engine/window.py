@@ -182,8 +182,6 @@ class Engine:
         self._is_steady = self._is_admitted(window)
         if not self._is_steady:
             step.objective.begin_window()
-        elif step.objective.weights.has_left:
-            step.objective.weights.look_back()
         if self.is_due:
             self._look(on_change)
         self._versions_of_data = window.versions()
@@ -363,8 +361,6 @@ class Engine:
             if not self._owns_gradients and not self.is_due:
                 self._dropped = self._step.gradients_of_new()
             self._step.abandon()
-            self._step.objective.put_back_modes()
-            self._step.objective.weights.forget_window()
             if self._is_saved:
                 self._savepoint.restore()
                 self._is_restored = True

@@ -67,19 +67,6 @@ def counts_of(window: Window, start: int, stop: int, wanted: frozenset[Count]) -
     return found
 
 
-def counted_at_once(batch: Any, count: Count) -> float | None:
-    """Return how many elements, or labels on the host, the targets of a flat batch have; None for any other count."""
-    way, name = count
-    if batch is None or name != TARGETS or len(batch) != len(("inputs", "targets")):
-        return None
-    targets = batch[1]
-    if way == ELEMENTS:
-        return float(targets.numel())
-    if way != LABELS or not targets.is_cpu or targets.is_floating_point() or targets.dtype is torch.bool:
-        return None
-    return float(targets.numel() - _ignored(targets.numpy()))
-
-
 def _is_mask(tensor: Tensor) -> bool:
     """Whether integers are a mask, of 0 and 1."""
     array = _as_array(tensor)

@@ -41,6 +41,7 @@ _LOOKED_AT = 64
 # The relative difference that rounding may cause, by the lowest precision of the passes.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-3}
 _OF_GPU, _OF_HALF = 5e-3, 4e-2  # with TensorFloat-32, and in half precision
+_HALVES = {torch.float16, torch.bfloat16}
 # Relative differences of weights, which are counts, or sums in single precision.
 _SAME_WEIGHT = 1e-5
 # A gradient is multiplied by one pattern of signs, over and over: a prime length meets every row and column.
@@ -174,27 +175,24 @@ def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter], *, keep: bool) 
     # By the engine: `torch.autograd.grad` leaves modes of functions, and blocks that the model checkpoints would be
     # computed again with their dropout.
     run = functools.partial(_engine_run_backward, (loss,), (scale,), keep, False, allow_unreachable=True)
-    if not _is_checkpointed_the_old_way(loss):
+    if not any(node.name() == "CheckpointFunctionBackward" for node in _nodes_of(loss)):
         return list(run(tuple(parameters), accumulate_grad=False))
-    run((), accumulate_grad=True)  # such blocks need a whole backward pass
+    run((), accumulate_grad=True)  # blocks that are checkpointed with reentry need a whole backward pass
     found = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     return found
 
 
-def _is_checkpointed_the_old_way(loss: Tensor) -> bool:
-    """Whether a loss comes from blocks that are checkpointed with reentry."""
+def _nodes_of(loss: Tensor) -> Iterator[Any]:
+    """Return the nodes of the graph of a loss, each once."""
     seen, left = set(), [loss.grad_fn]
     while left:
         node = left.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        left += [further for further, _ in node.next_functions]
-    return False
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            left += [one for one, _ in node.next_functions]
 
 
 def _projected(gradients: Sequence[Tensor | None]) -> Tensor:
@@ -225,25 +223,13 @@ def _projected(gradients: Sequence[Tensor | None]) -> Tensor:
 def tolerance_of(loss: Tensor, *, casts: bool, dtypes: Iterator[torch.dtype]) -> float:
     """Return the relative difference that rounding may cause in values and gradients."""
     used = {loss.dtype, *(dtype for dtype in dtypes if dtype.is_floating_point)}
-    if casts or any(dtype.itemsize < _FOUR_BYTES for dtype in used) or _casts_itself(loss):
+    # Also where a model or a closure enters autocast by itself.
+    made = (one.dtype for node in _nodes_of(loss) for one in node._input_metadata)
+    if casts or any(dtype.itemsize < _FOUR_BYTES for dtype in used) or not _HALVES.isdisjoint(made):
         return _OF_HALF
     if loss.device.type != "cpu" and torch.float32 in used:
         return _OF_GPU
     return max(_TOLERANCES.get(dtype, _OF_HALF) for dtype in used)
-
-
-def _casts_itself(loss: Tensor) -> bool:
-    """Whether something was computed in half precision, as where a model or a closure enters autocast by itself."""
-    seen, left = set(), [loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if any(one.dtype in (torch.float16, torch.bfloat16) for one in node._input_metadata):
-            return True
-        left += [one for one, _ in node.next_functions]
-    return False
 
 
 # --- what runs show ---------------------------------------------------------------------------------------------------
@@ -375,7 +361,7 @@ class _Compared:
         whole, *parts = self._runs
         if (
             self._is_random
-            or any(term.is_bent for term in self._terms)
+            or any(term.is_nonlinear for term in self._terms)
             or not all(float(one.norm()) for one in self._gradients[1:])
         ):
             return unknown  # their agreement says nothing

@@ -30,7 +30,7 @@ class Entries:
         on_reported: Called with each name that turns out to be a metric.
     """
 
-    def __init__(self, notices: Notices, on_reported: Callable[[str], None]) -> None:
+    def __init__(self, notices: Notices, on_reported: Callable[[str], object]) -> None:
         self._notices = notices
         self._on_reported = on_reported
         self._roles: dict[str, bool] = {}  # whether each name is a loss

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from autoaccum._arguments import check_function, is_one_of, shown
 from autoaccum._data.nesting import map_tensors
-from autoaccum._data.numbers import number_at
+from autoaccum._data.numbers import number_at, spelled
 from autoaccum._data.pieces import weigher_of
 from autoaccum._data.splits import ByDefault, check_split
 from autoaccum._loss import calling_conventions, divisor
@@ -26,8 +26,9 @@ from autoaccum._loss.closures import Closure
 from autoaccum._loss.divisor import carries_numbers
 from autoaccum._loss.loss_check import MOST_SAMPLES
 from autoaccum._loss.loss_entries import TOTAL, Entries
-from autoaccum._loss.loss_weights import Common, LossWeights, scale_text
-from autoaccum._loss.modes import Modes, eager
+from autoaccum._loss.loss_forms import Common
+from autoaccum._loss.loss_weights import LossWeights
+from autoaccum._loss.modes import run_eagerly
 from autoaccum._loss.terms import ELEMENTWISE, Form, Term, describe, is_pair, kind_of, of_torch, reported_term, term_of
 from autoaccum._loss.trial_losses import TrialLosses
 from autoaccum.errors import InvalidInputError
@@ -119,7 +120,6 @@ class Objective:
         self.samples = 0
         self.weights = LossWeights(_said_by(loss_reduction, split), repr(split))
         self._most = MOST_SAMPLES  # samples of the next check
-        self._nodes: dict[Any, str] = {}  # names of reported values, while losses are checked
         self._losses: Sequence[Any] = loss if isinstance(loss, list | tuple) else [loss]
         is_list = self._losses is loss
         self.sources = _sources(self._losses) if is_list else [Source(Objective._forward_and_loss)]
@@ -130,8 +130,7 @@ class Objective:
         # Whether a pass gives outputs beside the loss: the model's, or those that a closure returns.
         self.gives_outputs = not is_list or isinstance(self._losses[0], Closure)
         self.takes_pairs = self._forward is None and self.takes_outputs
-        self._modes: Modes | None = None  # as they were, while something is tried in evaluation mode
-        self._entries = Entries(notices, self.weights.forget)
+        self._entries = Entries(notices, lambda name: self.weights.forms.pop(name, None))
         self._loss_reduction = loss_reduction
         self._settings: Any = None
         self._read_settings()
@@ -220,7 +219,7 @@ class Objective:
         weights = self.weights
         if weights.knows_all or (len(sizes) == 1 and not is_part and not carries_numbers(window)):
             return False
-        return is_due or not weights.is_checked or bool(weights.is_ambiguous(window, sizes))
+        return is_due or not weights.is_checked or bool(weights.ambiguous(window, sizes))
 
     def check(
         self,
@@ -247,30 +246,25 @@ class Objective:
             InvalidInputError: A loss cannot be put together from micro-batches.
         """
         most, self._most = self._most, self._most // 2
-        weights, telling = self.weights, self.weights.is_ambiguous(window, sizes)
+        weights, telling = self.weights, self.weights.ambiguous(window, sizes)
         kind = next((parameter.device.type for parameter in parameters), "cpu")
         casts = not isinstance(autocast(), nullcontext) or torch.is_autocast_enabled(kind)
         passes, parameters = list(map(self._pass, self.sources)), [one for one in parameters if one.requires_grad]
         casts = casts or self.casts_itself
-        trial = TrialLosses(
-            passes, self.modules, weights, self._nodes, place, mark, autocast, casts=casts, parameters=parameters
-        )
-        self._modes = Modes(self.modules)
-        eager.take()
+        trial = TrialLosses(passes, self.modules, weights, place, mark, autocast, casts=casts, parameters=parameters)
         mark.take()
         try:
-            forms = trial.forms(window, most, telling) if most > 1 else None
-            is_checked = forms is not None
-            forms = trial.unchecked(window) if forms is None else forms
+            with run_eagerly():
+                forms = trial.forms(window, most, telling) if most > 1 else None
+                is_checked = forms is not None
+                forms = trial.unchecked(window) if forms is None else forms
         finally:
             mark.restore()
-            self.put_back_modes()
-            self._nodes.clear()
         forms = {name: [self._without_scale(form, window) for form in of_name] for name, of_name in forms.items()}
         weights.learn(forms, is_checked=is_checked)
         weights.is_checked = trial.is_complete
         self._most = most  # which fit
-        if telling and weights.is_ambiguous(window, sizes, only_unread=True):
+        if telling and weights.ambiguous(window, sizes, only_unread=True):
             raise InvalidInputError(
                 f"what the loss is divided by could be {' or '.join(sorted(map(in_words, telling)))}, which differ in "
                 "this window; return a (sum, weight) pair, or pass loss_reduction="
@@ -290,27 +284,20 @@ class Objective:
             return form
         self.weights.is_scaled = True
         if len({number_at(span.piece.batch, path) for span in window.spans}) > 1:
-            self.weights.warn(scale_text(path))
+            self.weights.warn(
+                f"{spelled(path)} differs between the loader's batches and divides the loss; it is taken for a scale "
+                "and not for a count, since it counts nothing in its batch"
+            )
         return replace(form, number=None)
-
-    def put_back_modes(self) -> None:
-        """Restore the modules' modes and the compiler if something was tried in evaluation mode and never ended.
-
-        An interrupt can come between a block's end and the code that restores what the block changed.
-        """
-        eager.put_back()
-        if self._modes is not None:
-            self._modes.put_back()
-            self._modes = None
 
     def begin_window(self) -> None:
         """Read the settings of a `torch.nn` loss, which may change from one window to the next.
 
         Raises:
-            InvalidInputError: They contradict `loss_reduction`, or a loss was weighted wrongly in the window before.
+            InvalidInputError: They contradict `loss_reduction`.
         """
         self._read_settings()
-        self.weights.look_back()
+        self.weights.begin_window()
 
     def settings(self) -> tuple[Any, ...]:
         """Return the settings of a loss of torch, and how losses weigh samples, to be compared with later ones."""
@@ -368,8 +355,6 @@ class Objective:
         for name, value in raw.items():
             if name in added or value is None:
                 continue
-            if self._modes is not None and isinstance(value, Tensor) and value.grad_fn is not None:
-                self._nodes[value.grad_fn] = name
             reported = reported_term(name, value, samples, summed=summed)
             if reported is not None:
                 terms.append(reported)

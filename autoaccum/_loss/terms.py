@@ -44,7 +44,6 @@ class TermForm:
         counts: Counts of the batch that are proportional to what it is divided by, and what it is for each.
         may_be_clamped: Whether a divisor that is 1 would be news.
         is_clamped: Whether it was 1 where nothing counts.
-        name: The reported value that it is computed from, if that is known.
         number: Of a sum: where the batch carries the number that it is divided by; None if it is no such number.
     """
 
@@ -55,7 +54,6 @@ class TermForm:
     counts: Mapping[Count, float] = field(default_factory=dict)
     may_be_clamped: bool = False
     is_clamped: bool = False
-    name: str = ""
     number: Path | None = None
 
     @property

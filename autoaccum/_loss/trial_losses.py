@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 # Runs a pass: returns the terms of a number of samples.
 _Pass = Callable[[Any, int], "list[Term]"]
-# How far from a term the value is looked for that it is computed from.
-_STEPS = 8
 # The least relative difference between (sum, weight) pairs that is none.
 _SAME_PAIR = 1e-4
 
@@ -47,7 +45,6 @@ class TrialLosses:
         passes: The forward passes of a batch.
         modules: The modules that they run.
         weights: What is known of how losses weigh samples.
-        names: Names of reported values by their nodes of the graph, as passes note them.
         place: Moves a batch to the device.
         mark: Taken before; restored before each pass.
         autocast: Returns the context that the model runs in.
@@ -60,7 +57,6 @@ class TrialLosses:
     passes: Sequence[_Pass]
     modules: Sequence[nn.Module]
     weights: LossWeights
-    names: Mapping[Any, str]
     place: Callable[[Any], Any]
     mark: Mark
     autocast: Callable[[], AbstractContextManager[object]]
@@ -115,8 +111,7 @@ class TrialLosses:
                 if says and (forms[0].form is Form.UNCONFIRMED or not forms[0].is_read):
                     raise compares_samples(name)
                 continue
-            terms = zip(forms, run.terms, strict=False)
-            found[name] = [replace(form, name=self._name_of(term)) for form, term in terms]
+            found[name] = forms
 
     def _try_again(
         self, source: _Pass, sample: Window, apart: Mapping[str, tuple[float, float]], room: float
@@ -154,16 +149,6 @@ class TrialLosses:
                 for term in self._numbers(self._terms(source, window.cut(0, 1), 1)):
                     found[term.name] = [_supposed(one) for one in read(term.value)]
         return {} if self.weights.is_trusted else found
-
-    def _name_of(self, term: ReadTerm) -> str:
-        """Return the name of the reported value that a term is computed from; "" if there is none."""
-        node, names = term.node, self.names
-        for _ in range(_STEPS if names else 0):
-            if node is None or node in names:
-                return names.get(node, "")
-            inputs = [one for one, _ in node.next_functions if one is not None]
-            node = inputs[0] if len(inputs) == 1 else None
-        return ""
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
