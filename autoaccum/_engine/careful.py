@@ -184,7 +184,7 @@ class CarefulPath:
         at.size = None if step.objective.tries_several else 1  # if that does not fit, nothing does
         mark, objective, watch = self._before_trying, step.objective, step.time_first
         with nullcontext() if watch is None else watch.watching(lambda: objective.samples):
-            objective.check(samples, sizes, step.transfer.place, mark, step.precision.autocast, step.parameters)
+            objective.check(samples, step.transfer.place, mark, step.precision.autocast, step.parameters)
         if watch is not None and watch.is_done:
             step.time_first = None
         at.size, at.is_checked = None, True

@@ -301,7 +301,7 @@ def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
     for _ in range(_TRIES_TO_WEIGH):
         try:
             with torch.inference_mode(False):
-                objective.check(window, halves, step.transfer.place, mark, step.precision.autocast, step.parameters)
+                objective.check(window, step.transfer.place, mark, step.precision.autocast, step.parameters)
                 objective.weights.tell_supposed()
         except Exception as error:
             lack = resolvable_lack(error, Phase.WEIGH, None, step.witness)

@@ -22,15 +22,15 @@ _MOST_DIMS = 2
 _MOST_ELEMENTS = 2**16
 
 LABELS = f"labels that are not {IGNORED}"
-_SUM, _SHIFTED_SUM = "the sum", "the sum, shifted by one"
+SUM, _SHIFTED_SUM = "the sum", "the sum, shifted by one"
 _ZEROS, _SHIFTED_ZEROS = "the number of 0", "the number of 0, shifted by one"
-_OF_MASKS = (_SUM, _SHIFTED_SUM, _ZEROS, _SHIFTED_ZEROS)
+_OF_MASKS = (SUM, _SHIFTED_SUM, _ZEROS, _SHIFTED_ZEROS)
 SHIFTED = f"{LABELS}, shifted by one"
 _SHIFTED = (SHIFTED, _SHIFTED_SUM, _SHIFTED_ZEROS)
 _WAYS: dict[str, Callable[[Any], Any]] = {
     LABELS: lambda one: one.size - _ignored(one),
     SHIFTED: lambda one: one[..., 1:].size - _ignored(one[..., 1:]),
-    _SUM: lambda one: one.sum(dtype="float64"),
+    SUM: lambda one: one.sum(dtype="float64"),
     _SHIFTED_SUM: lambda one: one[..., 1:].sum(dtype="float64"),
     "the number above 0": lambda one: (one > 0).sum(),
     _ZEROS: lambda one: (one == 0).sum(),

@@ -112,20 +112,6 @@ class LossWeights(LossForms):
 
     # --- before a window ----------------------------------------------------------------------------------------------
 
-    def ambiguous(self, window: Window, sizes: Sequence[int], *, only_unread: bool = False) -> frozenset[Count]:
-        """Return counts which fitted all samples so far, of which only some can be right in this window."""
-        for form in self._counted():
-            if only_unread and form.is_read:
-                continue  # the graph will tell
-            if len(form.counts) > 1 and len(sizes) > 1:
-                counted = _counts(window, sizes, frozenset(form.counts))
-                totals = {count: sum(one[count] for one in counted) or 1.0 for count in form.counts}
-                shares = [[one[count] / total for one in counted] for count, total in totals.items()]
-                pairs = [pair for one in shares for pair in zip(one, shares[0], strict=True)]
-                if any(abs(mine - its) > _SAME_COUNT for mine, its in pairs):
-                    return frozenset(form.counts)
-        return frozenset()
-
     def totals(self, window: Window) -> dict[Slot, float]:
         """Return what each term with a divisor of its own is divided by in a window, as the batch counts it."""
         found: dict[Slot, float] = {OF_SAMPLES: float(window.samples)}
@@ -200,8 +186,9 @@ class LossWeights(LossForms):
                 )
             return divisor.of_micro_batches(number, window, sizes)
         if unread := self._counted():
-            count = min(unread[0].counts)
-            return [one[count] for one in _counts(window, sizes, frozenset([count]))]
+            counted = _counts(window, sizes, frozenset(unread[0].counts))
+            _refuse_ambiguous(counted)
+            return [one[min(one)] for one in counted]
         return [None] * len(sizes)
 
     def _weigh_each_term(
@@ -524,6 +511,18 @@ def _count(form: TermForm, window: Window) -> float:
     """Return the count that a term is divided by in a window."""
     count = min(form.counts)
     return counts_of(window, 0, window.samples, frozenset([count]))[count]
+
+
+def _refuse_ambiguous(counted: Sequence[Mapping[Count, float]]) -> None:
+    """Reject counts of micro-batches which weighed all samples so far alike, and do not weigh these alike."""
+    totals = {count: sum(one[count] for one in counted) or 1.0 for count in counted[0]}
+    first = min(totals)
+    pairs = [(one[count] / totals[count], one[first] / totals[first]) for one in counted for count in totals]
+    if any(abs(share - its) > _SAME_COUNT for share, its in pairs):
+        raise InvalidInputError(
+            f"what the loss is divided by could be {' or '.join(sorted(map(in_words, totals)))}, which differ in this "
+            "window; return a (sum, weight) pair, or pass loss_reduction="
+        )
 
 
 def _expected(form: TermForm, window: Window, *, rounds: bool = False) -> float:

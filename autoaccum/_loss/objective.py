@@ -21,7 +21,6 @@ from autoaccum._data.numbers import number_at, spelled
 from autoaccum._data.pieces import weigher_of
 from autoaccum._data.splits import ByDefault, check_split
 from autoaccum._loss import calling_conventions, divisor
-from autoaccum._loss.batch_counts import in_words
 from autoaccum._loss.closures import Closure
 from autoaccum._loss.divisor import carries_numbers
 from autoaccum._loss.loss_check import MOST_SAMPLES
@@ -219,12 +218,11 @@ class Objective:
         weights = self.weights
         if weights.knows_all or (len(sizes) == 1 and not is_part and not carries_numbers(window)):
             return False
-        return is_due or not weights.is_checked or bool(weights.ambiguous(window, sizes))
+        return is_due or not weights.is_checked
 
     def check(
         self,
         window: Window,
-        sizes: Sequence[int],
         place: Callable[[Any], Any],
         mark: Mark,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
@@ -236,7 +234,6 @@ class Objective:
 
         Args:
             window: The window.
-            sizes: The micro-batch sizes.
             place: Moves a batch to the device.
             mark: Taken and restored here.
             autocast: Returns the context that the model runs in.
@@ -246,7 +243,7 @@ class Objective:
             InvalidInputError: A loss cannot be put together from micro-batches.
         """
         most, self._most = self._most, self._most // 2
-        weights, telling = self.weights, self.weights.ambiguous(window, sizes)
+        weights = self.weights
         kind = next((parameter.device.type for parameter in parameters), "cpu")
         casts = not isinstance(autocast(), nullcontext) or torch.is_autocast_enabled(kind)
         passes, parameters = list(map(self._pass, self.sources)), [one for one in parameters if one.requires_grad]
@@ -255,7 +252,7 @@ class Objective:
         mark.take()
         try:
             with run_eagerly():
-                forms = trial.forms(window, most, telling) if most > 1 else None
+                forms = trial.forms(window, most) if most > 1 else None
                 is_checked = forms is not None
                 forms = trial.unchecked(window) if forms is None else forms
         finally:
@@ -264,11 +261,6 @@ class Objective:
         weights.learn(forms, is_checked=is_checked)
         weights.is_checked = trial.is_complete
         self._most = most  # which fit
-        if telling and weights.ambiguous(window, sizes, only_unread=True):
-            raise InvalidInputError(
-                f"what the loss is divided by could be {' or '.join(sorted(map(in_words, telling)))}, which differ in "
-                "this window; return a (sum, weight) pair, or pass loss_reduction="
-            )
 
     def _pass(self, source: Source) -> Callable[[Any, int], list[Term]]:
         return lambda batch, samples: self.terms(source, batch, samples)[0]
