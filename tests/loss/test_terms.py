@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._loss.terms import ELEMENTWISE, of_torch, weight_of_pair
+from autoaccum._loss.terms import of_torch, weight_of_pair
 from autoaccum.errors import InvalidInputError
 
 
@@ -72,12 +72,6 @@ def hooked():
 )
 def test_loss_that_may_compute_what_it_likes_is_not_read(loss):
     assert of_torch(loss) is None
-
-
-@pytest.mark.parametrize("make", [one for one in ELEMENTWISE if isinstance(one, type)])
-def test_loss_that_torch_would_broadcast_is_refused(make):
-    with pytest.raises(InvalidInputError, match="compares element by element, but the outputs have shape"):
-        update(make(), torch.rand(4, 1), torch.ones(4), (2, 2))
 
 
 # --- pairs -----------------------------------------------------------------------------------------------------------
