@@ -6,7 +6,6 @@ the batch itself or an item of a tuple (inputs, targets). It has no samples, so 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,16 +19,6 @@ Path = tuple[Any, ...]
 # Transformers' name for the number of targets that count in a batch.
 ITEMS = "num_items_in_batch"
 
-# Words in the name of a number that counts something. A loss that is divided by such a number is a mean; a loss that is
-# divided by another one (a temperature) is scaled.
-_COUNTS = frozenset(
-    [
-        *("num", "n", "nr", "no", "number", "count", "counts", "counted", "total", "sum", "size", "len", "length"),
-        *("items", "tokens", "samples", "boxes", "targets", "labels", "valid"),
-        *("denominator", "denom", "divisor", "norm", "normalizer", "normaliser"),
-    ]
-)
-
 
 def numbers_in(batch: Any) -> dict[Path, float]:
     """Return the numbers of a batch, each by its path; synchronises with their device."""
@@ -42,26 +31,6 @@ def numbers_in(batch: Any) -> dict[Path, float]:
         elif _is_number(item):
             found[(at,)] = float(item)
     return found
-
-
-def number_at(batch: Any, path: Path) -> float:
-    """Return the number at a path that `numbers_in` returned for a batch of the same form.
-
-    Raises:
-        LookupError: The batch has none there.
-    """
-    for key in path:
-        batch = batch[key]
-    if not _is_number(batch):
-        raise KeyError(path)
-    return float(batch)
-
-
-def is_count(path: Path) -> bool:
-    """Whether the name of a number says that it counts something."""
-    if not isinstance(path[-1], str):
-        return False
-    return not _COUNTS.isdisjoint(re.split(r"[^a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", path[-1]).lower()))
 
 
 def spelled(path: Path) -> str:

@@ -55,7 +55,6 @@ class LossForms:
         is_checked: Whether losses were tried on several samples, or on one where no two can be.
         is_trusted: Whether the loss is one of torch, which needs no check.
         is_new: Whether losses were checked for this window, so that what is read in it is known.
-        is_scaled: Whether batches carry a scale of the loss, which may differ between them.
         are_apart: Whether divisors that were proportional turned out not to be.
         warnings: Warnings of gradients that may be wrong.
     """
@@ -63,7 +62,7 @@ class LossForms:
     def __init__(self, asked: Common | None) -> None:
         self.said = self._asked = asked
         self.forms: dict[str, tuple[TermForm, ...]] = {}
-        self.is_checked = self.is_trusted = self.is_new = self.is_scaled = self.are_apart = False
+        self.is_checked = self.is_trusted = self.is_new = self.are_apart = False
         self.warnings: list[str] = []
         self._is_supposed = False
 
@@ -84,7 +83,7 @@ class LossForms:
             return Common.SUM if self.said is Common.SUM else Common.SAMPLES
         if self.said is not None and form.form is not Form.PAIR:
             return self.said
-        return Common.DIVISOR if form.number is not None else _COMMON[form.form]
+        return _COMMON[form.form]
 
     def _all_forms(self) -> list[TermForm]:
         return [form for forms in self.forms.values() for form in forms]
@@ -110,9 +109,8 @@ class LossForms:
 
     @property
     def _number(self) -> Path | None:
-        """Where each batch carries the number that all losses are divided by; None if there is none."""
-        numbers = {form.number for form in self._all_forms()}
-        return numbers.pop() if len(numbers) == 1 else None
+        """Where each batch carries the number that a sum is divided by; None if there is none."""
+        return next((form.number for form in self._all_forms() if form.number is not None), None)
 
     def _counted(self) -> list[TermForm]:
         """Return the means whose weights are counted in the batch."""

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from autoaccum._data.numbers import spelled
-from autoaccum._loss import divisor
+from autoaccum._data.numbers import numbers_in, spelled
 from autoaccum._loss.batch_counts import ELEMENTS, SAMPLES, TARGETS, counts_of, in_words
-from autoaccum._loss.divisor import carries_numbers
 from autoaccum._loss.graph_reader import ReadTerm, read, weight_at_once
 from autoaccum._loss.loss_check import stopped
 from autoaccum._loss.loss_forms import Common, LossForms
@@ -89,14 +87,12 @@ class LossWeights(LossForms):
         split: The split, for a message.
 
     Attributes:
-        divided_by: What the sums of this window are divided by together, where each loader batch carries a number.
         window: The window that is being computed, and the first sample of the current micro-batch in it.
         start: See `window`.
     """
 
     def __init__(self, asked: Common | None, split: str = "") -> None:
         super().__init__(asked)
-        self.divided_by: float | None = None
         self.window: Window | None = None
         self.start = 0
         self._split = split
@@ -139,7 +135,13 @@ class LossWeights(LossForms):
             InvalidInputError: Nothing that a loss counts is in the window.
         """
         common = self.common
-        if len(sizes) == 1 and not is_part and not (self._number is not None and carries_numbers(window)):
+        if (number := self._number) is not None and (is_part or window.carries_numbers()):
+            raise InvalidInputError(
+                f"the loss is a sum divided by {spelled(number)}, a number of a batch of the loader, and the window is "
+                "no such batch; return a (sum, weight) pair whose weight counts what the micro-batch holds, or, if the "
+                "number is that of the whole window or a scale, pass loss_reduction='sum'"
+            )
+        if len(sizes) == 1 and not is_part:
             return [Factors(alone=True)]
         self._added.clear()
         if common is Common.SUM:
@@ -174,17 +176,7 @@ class LossWeights(LossForms):
         self._adds_up = True
 
     def _weights_beforehand(self, window: Window, sizes: Sequence[int]) -> Sequence[float | None]:
-        """Return what a loss is divided by where its graph does not say it: a number, or a count, of the batch."""
-        self.divided_by = None
-        if (number := self._number) is not None:
-            self.divided_by, is_counted = divisor.of_window(number, window)
-            if not is_counted:
-                self.warn(
-                    f"{spelled(number)} of a batch, which the loss is divided by, is no count of the batch, and a "
-                    "window holds a part of that batch: the part is given its share by samples; a target batch that is "
-                    "a multiple of the loader's batch size avoids it"
-                )
-            return divisor.of_micro_batches(number, window, sizes)
+        """Return what a loss is divided by where its graph does not say it: a count of the batch."""
         if unread := self._counted():
             counted = _counts(window, sizes, frozenset(unread[0].counts))
             _refuse_ambiguous(counted)
@@ -253,15 +245,17 @@ class LossWeights(LossForms):
             window: The samples.
             loss: The loss, if its graph may say it; otherwise their counts do, or their number.
         """
+        form = self.forms[name][0] if name in self.forms else None
+        if form is not None and form.number is not None:
+            span = window.spans[0]
+            number = numbers_in(span.piece.batch)[form.number]
+            return number, number * span.samples / span.piece.samples
         if self.common is not Common.DIVISOR:
             total = self.of_part(window)
             return (1.0, float(window.samples)) if total is None else (total, total)
-        if (number := self._number) is not None:
-            return divisor.of_micro_batches(number, window, [window.samples])[0], divisor.of_window(number, window)[0]
         if loss is not None and loss.requires_grad:
             weight = self.weight_of(name, loss, window.samples, trains=False)
             return weight, weight
-        form = self.forms[name][0] if name in self.forms else None
         if form is not None and form.counts:
             counted = _count(form, window)
             return counted, counted
@@ -281,10 +275,9 @@ class LossWeights(LossForms):
         if isinstance(total, Tensor) and total.device.type != "cpu":
             # It may be an integer, which would round a quotient to single precision.
             return in_full(total)
-        on_host = float(total if self.divided_by is None else self.divided_by)
-        if not may_be_nothing and not on_host:
+        if not may_be_nothing and not float(total):
             raise nothing_counts(f"what loss {name!r} is divided by is 0", len(found))
-        return on_host
+        return float(total)
 
     # --- after a forward pass -----------------------------------------------------------------------------------------
 
@@ -463,7 +456,7 @@ class LossWeights(LossForms):
         self._see(name, found)
         weights = [term.weight for term in found]
         first = self._added.setdefault(name, weights)
-        if first is not weights and not self.is_scaled and not all(map(_are_equal, first, weights)):
+        if first is not weights and not all(map(_are_equal, first, weights)):
             self.warn(
                 f"loss {name!r} was a sum, divided by one number, when it was checked, and is divided by different "
                 "numbers in the micro-batches of a window, which are added all the same: its gradient may differ from "
@@ -535,7 +528,7 @@ def _expected(form: TermForm, window: Window, *, rounds: bool = False) -> float:
     if SAMPLES in form.counts:
         return window.samples * form.counts[SAMPLES]
     counts = [count for count in form.counts if count[0] == ELEMENTS or window.is_on(_HOST)]
-    if not counts and form.form is Form.MEAN and form.per_sample is None:
+    if not counts and window.is_nested and form.form is Form.MEAN and form.per_sample is None:
         counts = [(ELEMENTS, TARGETS)]  # without waiting for the device
     stop = window.samples if window.is_nested else 1  # what a split makes takes memory
     for count in counts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +17,10 @@ from torch.nn import functional
 
 from autoaccum._arguments import check_function, is_one_of, shown
 from autoaccum._data.nesting import map_tensors
-from autoaccum._data.numbers import number_at, spelled
 from autoaccum._data.pieces import weigher_of
 from autoaccum._data.splits import ByDefault, check_split
-from autoaccum._loss import calling_conventions, divisor
+from autoaccum._loss import calling_conventions
 from autoaccum._loss.closures import Closure
-from autoaccum._loss.divisor import carries_numbers
 from autoaccum._loss.loss_check import MOST_SAMPLES
 from autoaccum._loss.loss_entries import TOTAL, Entries
 from autoaccum._loss.loss_forms import Common
@@ -216,7 +214,7 @@ class Objective:
             is_due: Whether the window is due for all checks.
         """
         weights = self.weights
-        if weights.knows_all or (len(sizes) == 1 and not is_part and not carries_numbers(window)):
+        if weights.knows_all or (len(sizes) == 1 and not is_part and not window.carries_numbers()):
             return False
         return is_due or not weights.is_checked
 
@@ -257,7 +255,6 @@ class Objective:
                 forms = trial.unchecked(window) if forms is None else forms
         finally:
             mark.restore()
-        forms = {name: [self._without_scale(form, window) for form in of_name] for name, of_name in forms.items()}
         weights.learn(forms, is_checked=is_checked)
         weights.is_checked = trial.is_complete
         self._most = most  # which fit
@@ -268,19 +265,6 @@ class Objective:
     def check_anew(self) -> None:
         """Try as many samples as possible in the next check, since more memory may be there."""
         self._most, self.weights.is_checked = MOST_SAMPLES, False
-
-    def _without_scale(self, form: TermForm, window: Window) -> TermForm:
-        """Return a form without the number of the batch that divides it, if that is a scale and counts nothing."""
-        path = form.number
-        if path is None or divisor.is_count_at(path, window):
-            return form
-        self.weights.is_scaled = True
-        if len({number_at(span.piece.batch, path) for span in window.spans}) > 1:
-            self.weights.warn(
-                f"{spelled(path)} differs between the loader's batches and divides the loss; it is taken for a scale "
-                "and not for a count, since it counts nothing in its batch"
-            )
-        return replace(form, number=None)
 
     def begin_window(self) -> None:
         """Read the settings of a `torch.nn` loss, which may change from one window to the next.
