@@ -16,8 +16,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, overload
 
 from autoaccum._arguments import shown
-from autoaccum._data.nesting import holds_tensor, shapes_of
-from autoaccum._data.numbers import numbers_in
+from autoaccum._data.nesting import holds_tensor, numbers_in, shapes_of
 from autoaccum._data.pieces import NestedPiece, Span
 from autoaccum._data.splits import FIRST, Along, ByDefault, check_split, is_default, piece_of
 from autoaccum.errors import InvalidInputError

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from autoaccum._data.batches import Window, repeated
 from autoaccum._data.nesting import copied, map_tensors, without_graphs
-from autoaccum._data.numbers import ITEMS
 from autoaccum._data.random_state import RandomState
 from autoaccum._data.splits import FIRST, Along
 from autoaccum._engine.forward_backward import check_weight
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
 # Tolerance between the second forward pass and the first, relative to the first: kernels that add in another order stay
 # far below, another dropout mask or other noise goes far beyond.
 _SAME = 1e-2
+_ITEMS = "num_items_in_batch"  # Transformers' name for the number of targets that count in a batch
 # Factors for a loss computed over a whole window.
 _ALL_AT_ONCE = Factors(alone=True)
 
@@ -127,7 +127,7 @@ class WindowLoss:
             return self._step.transfer.place(copied(found[0]) if len(found) == 1 else _join(found, samples, what))
 
         def item(name: Any) -> Any:
-            if name == ITEMS and window.carries_numbers():
+            if name == _ITEMS and window.carries_numbers():
                 raise InvalidInputError(
                     f"the loss reads {name!r}, which counts a batch of the loader, and the window is no such batch; "
                     "count in the loss what the window holds"

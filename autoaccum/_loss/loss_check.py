@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-from autoaccum._data.numbers import numbers_in
+from autoaccum._data.nesting import numbers_in
 from autoaccum._loss.batch_counts import SUM, counts_in
 from autoaccum._loss.graph_reader import ReadTerm, read
 from autoaccum._loss.terms import Form, TermForm
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoaccum._data.batches import Window
-    from autoaccum._data.numbers import Path
+    from autoaccum._data.nesting import Path
     from autoaccum._loss.batch_counts import Count
     from autoaccum._loss.terms import Term
 

@@ -63,8 +63,8 @@ class Entries:
             others = [name for name in raw if name != total]
             self._report(others)
             # `objective` rejects entries that are not numbers.
-            told = [name for name in others if not isinstance(raw[name], str | None)]
-            self._say(told, f"the entry {total!r} is the total", key=f"parts of {total}")
+            numbers = [name for name in others if not isinstance(raw[name], str | None)]
+            self._say(numbers, f"the entry {total!r} is the total", key=f"parts of {total}")
             return {total}
         if len(raw) == 1:
             return set(raw)

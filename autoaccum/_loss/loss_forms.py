@@ -17,7 +17,7 @@ from autoaccum.errors import InvalidInputError, LossWarning
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from autoaccum._data.numbers import Path
+    from autoaccum._data.nesting import Path
     from autoaccum._loss.terms import Term
 
 # The most divisors of their own that may meet in one gradient.

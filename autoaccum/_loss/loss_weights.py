@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from autoaccum._data.numbers import numbers_in, spelled
+from autoaccum._data.nesting import numbers_in
 from autoaccum._loss.batch_counts import ELEMENTS, SAMPLES, TARGETS, counts_of, in_words
 from autoaccum._loss.graph_reader import ReadTerm, read, weight_at_once
 from autoaccum._loss.loss_check import stopped
@@ -136,8 +136,9 @@ class LossWeights(LossForms):
         """
         common = self.common
         if (number := self._number) is not None and (is_part or window.carries_numbers()):
+            called = repr(number[-1]) if isinstance(number[-1], str) else f"item {number[-1]}"
             raise InvalidInputError(
-                f"the loss is a sum divided by {spelled(number)}, a number of a batch of the loader, and the window is "
+                f"the loss is a sum divided by {called}, a number of a batch of the loader, and the window is "
                 "no such batch; return a (sum, weight) pair whose weight counts what the micro-batch holds, or, if the "
                 "number is that of the whole window or a scale, pass loss_reduction='sum'"
             )

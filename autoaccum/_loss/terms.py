@@ -17,7 +17,7 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from autoaccum._data.numbers import Path
+    from autoaccum._data.nesting import Path
     from autoaccum._loss.batch_counts import Count
 
 

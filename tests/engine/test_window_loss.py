@@ -587,4 +587,10 @@ def test_count_of_a_batch_in_a_window_of_several_is_refused(size):
     pieces = [{"input": inputs[at : at + 4], "label": targets[at : at + 4], "num_items_in_batch": 4} for at in (0, 4)]
 
     with pytest.raises(InvalidInputError, match="'num_items_in_batch', which counts a batch of the loader"):
-        run(nn.Linear(6, 5).double(), loss, pieces, size, forward=lambda model, batch: model(batch["input"]))
+        run(
+            nn.Linear(6, 5).double(),
+            loss,
+            autoaccum.Window(pieces),
+            size,
+            forward=lambda model, batch: model(batch["input"]),
+        )
