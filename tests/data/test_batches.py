@@ -16,7 +16,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
 import autoaccum
-from autoaccum._data.batches import Window, as_window, count, repeated
+from autoaccum._data.batches import Window, as_window, count
 from autoaccum._data.nesting import map_tensors
 from autoaccum._data.pieces import NestedPiece as Piece
 from autoaccum._data.regrouping import stream, windows
@@ -330,25 +330,6 @@ def test_window_without_samples_is_refused(nothing, message):
 
 
 # --- samples over again, samples picked ------------------------------------------------------------------------------
-
-
-def test_millions_of_samples_are_joined_from_few_parts():
-    samples, parts = 3 * 1_000_000 + 2, []
-
-    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, arguments=(), options=None):
-            if function is torch.ops.aten.cat.default:
-                parts.append(len(arguments[0]))
-            return function(*arguments, **(options or {}))
-
-    with Counting():
-        many = repeated((torch.arange(3.0), [0, 1, 2]), samples)
-
-    assert torch.equal(many[0], torch.arange(samples) % 3)
-    assert many[1][-5:] == [0, 1, 2, 0, 1]
-    assert max(parts) <= 1002
-    window = Window([torch.arange(2.0), torch.arange(2.0, 5.0)])
-    assert torch.equal(repeated(window, 5 * 4000 + 3), torch.arange(5 * 4000 + 3) % 5)
 
 
 def test_dataset_in_place_of_a_loader_is_refused_unless_it_yields_batches_itself():

@@ -293,17 +293,6 @@ def test_evaluation_adds_what_training_adds(loss, trained, model, batch):
     assert dict(found.losses) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("sizes", [(12,), (5, 4, 3), (7, 5)])
-def test_evaluation_of_a_sum_reports_a_plain_number_a_sample_however_it_is_cut(sizes, model, batch):
-    step = training_step(model, summed, torch.optim.SGD(model.parameters(), lr=0.0))
-    runner_of(step, autoaccum.plan(12, 5)).step(as_window(batch))
-    expected = {name: value / 12 for name, value in exact(summed, model, batch).items()}
-
-    found = Evaluator(step).run(batches_of(batch, *sizes))
-
-    assert dict(found.losses) == pytest.approx(expected, rel=1e-12)
-
-
 @pytest.mark.parametrize("form", ["total", "parts"])
 def test_evaluation_before_any_training_asks_the_model(form, model, batch):
     wrapped = WithOwnLoss(model, form)

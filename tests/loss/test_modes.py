@@ -78,21 +78,6 @@ def test_term_that_is_a_gradient_alone_is_refused():
         step(Gate(balance="gradient only").double(), [with_aux], (X.double(), PAIR[1]))
 
 
-def test_weight_of_a_term_that_is_adapted_by_gradients_is_told():
-    """The weight of VQGAN's adversarial term: a ratio of gradient norms at the last layer."""
-
-    def adapted(model, batch):
-        outputs = model(batch[0])
-        own, other = functional.cross_entropy(outputs, batch[1]), outputs.square().mean()
-        sizes = [torch.autograd.grad(term, model[-1].weight, retain_graph=True)[0].norm() for term in (own, other)]
-        return own + other * (sizes[0] / (sizes[1] + 1e-4)).detach()
-
-    model = nn.Sequential(nn.Linear(IN, HIDDEN), nn.Tanh(), nn.Dropout(0.5), nn.Linear(HIDDEN, 3))
-
-    with pytest.warns(autoaccum.LossWarning, match="term 2 of 2 is neither a mean nor a sum"):
-        step(model, [adapted])
-
-
 def test_model_that_mixes_samples_in_training_mode_is_refused():
     class Centred(nn.Sequential):
         def forward(self, inputs):
