@@ -30,7 +30,7 @@ from autoaccum._engine.peers import Peers
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.steady import is_number_due
 from autoaccum._loss.loss_check import MOST_SAMPLES
-from autoaccum._loss.loss_weights import Common
+from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.reported import LOSS, WEIGHT, means
 from autoaccum._loss.terms import in_full
 from autoaccum._oom import first_line, is_device_lost, is_oom, let_go

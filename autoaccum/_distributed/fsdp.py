@@ -295,7 +295,7 @@ class ShardedDataParallel(DataParallel):
             self.begin_pass()
             step.stage.phase = Phase.WEIGH
             # Backward passes of shards would reduce gradients: the values and weights of the samples have to do.
-            objective.check(asked, sizes, step.transfer.place, self._mark, step.precision.autocast)
+            objective.check(asked, step.transfer.place, self._mark, step.precision.autocast)
             self.end_pass()
 
     def _share_of(self, window: Window) -> Share:

@@ -198,11 +198,8 @@ class Engine:
         is_admitted = bool(window.samples) and self.steady.admits(window)
         self.is_due = bool(window.samples) and not is_admitted and self.steady.is_due
         self._is_steady = is_admitted and not (self._measures_noise or self._norms.rescales)
-        objective = self._step.objective
         if not self._is_steady:
-            objective.begin_window()
-        elif objective.weights.has_left:
-            objective.weights.look_back()
+            self._step.objective.begin_window()
 
     def _refresh(self) -> None:
         """Look up the model's current parameters and layers."""
@@ -355,8 +352,6 @@ class Engine:
             if not self._owns_gradients and not self.is_due:
                 self._dropped = step.gradients_of_new()
             step.abandon()
-            step.objective.put_back_modes()
-            step.objective.weights.forget_window()
             if self._is_saved:
                 self._savepoint.restore()
             if self._is_steady:  # which does not keep it up to date

@@ -19,7 +19,7 @@ from autoaccum._engine.options import Options
 from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.closures import Closure
-from autoaccum._loss.loss_weights import Common
+from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.terms import Form
 from autoaccum._system.reason_file import writes_reason
 from autoaccum.integrations._joined_parts import mean
