@@ -124,6 +124,15 @@ class Ranks:
         torch.save(value, kept)  # pickle alone cannot load a tensor of bytes
         return [torch.load(io.BytesIO(one), weights_only=False) for one in self.exchange(topic, kept.getvalue())]
 
+    def first_says(self, topic: str, value: Any = None) -> Any:
+        """Return rank 0's value, which may be large; the value on other ranks is not used."""
+        said = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if self.rank == 0 else b""
+        length = self.exchange(topic, len(said))[0]
+        message = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else torch.empty(length, dtype=torch.uint8)
+        with self._told():
+            self._wait(distributed.broadcast(message, 0, group=self.hosts, async_op=True))
+        return pickle.loads(message.numpy().tobytes())  # noqa: S301 - of this training's own processes
+
     def fail(self, error: BaseException) -> None:
         """Report this rank's failure in place of the next message; at most once, and not if the others are gone."""
         if self._has_failed or self.is_in_pass:
