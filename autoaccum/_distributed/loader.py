@@ -1,7 +1,7 @@
 """Gives each rank its part of a DataLoader over a map-style dataset, which every rank has.
 
-Rank 0 draws the order of an epoch as a single process would and sends it to all. Each rank then loads its part alone: of
-every window in training, whole batches in turn in evaluation and where a target counts tokens.
+Rank 0 draws the order of an epoch as a single process would, and sends it to all. Each rank then loads its part alone:
+of every window in training, whole batches in turn in evaluation and where a target counts tokens.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class DealtLoader:
         torch.empty((), dtype=torch.int64).random_(generator=generator)
         if self._ranks.rank == 0:
             order = [list(batch) for batch in self.batch_sampler]
-        self._own[:] = self._dealt(self._ranks.first_says("order", order))
+        self._own[:] = self._dealt(self._ranks.from_rank_0("order", order))
         state = generator.get_state()
         batches = iter(self._part)  # which draws a seed once more
         generator.set_state(state)

@@ -36,7 +36,9 @@ def test_order_of_its_own_on_every_rank_is_that_of_rank_0(crew):
 def test_sampler_that_has_divided_the_data_is_refused_where_each_rank_is_to_take_its_part(crew, name):
     answers = crew.answers("rank_lengths:divided", name, size=2)
 
-    assert_refused(answers, "shard=True splits the samples of every rank's loader, but this one's OwnOrder already does")
+    assert_refused(
+        answers, "shard=True splits the samples of every rank's loader, but this one's OwnOrder already does"
+    )
 
 
 def test_data_of_another_length_are_no_data_to_go_on_with(crew, tmp_path):
