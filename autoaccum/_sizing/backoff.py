@@ -140,8 +140,7 @@ class Backoffs:
 
     def limit(self, widths: Widths, most: int) -> int:
         """Return the most samples of these widths to use now, at most `most`."""
-        sizes = (one.size for failed, one in self._by_widths.items() if are_within(failed, widths))
-        return min(most, *sizes) if self._by_widths else most
+        return min([most, *(one.size for failed, one in self._by_widths.items() if are_within(failed, widths))])
 
     def fail(self, widths: Widths, size: int, *, target_batch: int, largest: int) -> bool:
         """Record that so many samples ran out of memory; return whether there is a smaller size.
