@@ -1,4 +1,4 @@
-"""Whatever fails on one of several unlike ranks: none hangs, and all have the same parameters or say what has failed."""
+"""Whatever fails on one of several unlike ranks: none hangs, and all have the same parameters or say what failed."""
 
 import pytest
 
