@@ -6,19 +6,24 @@ one rank, its old contents are sent nevertheless, and no other rank is left wait
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from torch import Tensor
 
+    # Starts to replace a bucket's contents by the result; returns a function that waits for it.
+    Send = Callable[[Tensor], Callable[[], None]]
+
 # The default of DistributedDataParallel (bucket_cap_mb=25): large enough for the bandwidth of a network.
 BUCKET_BYTES = 25 * 2**20
+# Of half the size each: one is filled or read while the other is under way.
+_BUFFERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,30 +35,35 @@ class _Piece:
     end: int
     is_whole: bool
 
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.end - self.begin
+
     def of(self, tensor: Tensor) -> Tensor:
         """Return these elements of a real tensor, which must be contiguous if they are not all."""
         return tensor if self.is_whole else tensor.view(-1)[self.begin : self.end]
 
 
 class Buckets:
-    """Sends tensors of fixed shapes, a bucket at a time.
+    """Sends tensors of fixed shapes in buckets.
 
     Args:
         like: Tensors with the shapes, types and device of those that will be sent.
-        bucket_bytes: Maximum size of a bucket.
+        total_bytes: Maximum size of the two buckets that are under way at once.
     """
 
-    def __init__(self, like: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._bucket_bytes = bucket_bytes
+    def __init__(self, like: Sequence[Tensor], total_bytes: int = BUCKET_BYTES) -> None:
+        self._bucket_bytes = total_bytes // _BUFFERS
         by_type: dict[torch.dtype, list[tuple[int, int]]] = defaultdict(list)
         for index, tensor in enumerate(map(_real, like)):
             by_type[tensor.dtype].append((index, tensor.numel()))
         self._buckets: list[tuple[Tensor, list[_Piece]]] = []
         for dtype, sizes in by_type.items():
             chunks = _chunks(sizes, self._most(dtype))
-            largest = max((sum(piece.end - piece.begin for piece in chunk) for chunk in chunks), default=0)
-            buffer = torch.zeros(largest, dtype=dtype, device=like[0].device)  # for one after the other
-            self._buckets += [(buffer, chunk) for chunk in chunks]
+            largest = max((sum(piece.size for piece in chunk) for chunk in chunks), default=0)
+            buffers = [torch.zeros(largest, dtype=dtype, device=like[0].device) for _ in chunks[:_BUFFERS]]
+            self._buckets += [(buffers[turn % _BUFFERS], chunk) for turn, chunk in enumerate(chunks)]
 
     def make_sendable(self, tensor: Tensor | None) -> Tensor | None:
         """Return a tensor in a form that can be sent: one that is sent in pieces must be contiguous."""
@@ -61,57 +71,73 @@ class Buckets:
             return tensor
         return tensor.contiguous()
 
-    @torch.no_grad()
-    def exchange(
+    def begin(
         self,
         tensors: Sequence[Tensor | None],
-        send: Callable[[Tensor], None],
+        send: Send,
         *,
         factor: float | Tensor = 1.0,
         wanted: Sequence[bool] | None = None,
-    ) -> Exception | None:
-        """Send tensors and copy the results back, in place.
+    ) -> Callable[[], Exception | None]:
+        """Begin to send tensors, and to copy the results back, in place.
 
         Args:
             tensors: In the order of `like`. None sends zeros.
-            send: Replaces a bucket's contents with the result.
+            send: Sends a bucket.
             factor: Multiplied with the tensors before they are sent.
             wanted: Which of them are sent, the same on every rank; None for all.
 
         Returns:
-            The first failure on this rank, after which the contents of the tensors are undefined; None on success.
-
-        Raises:
-            RankFailedError: From `send`.
+            A function that completes it and returns the first failure on this rank, after which the contents of the
+            tensors are undefined; None on success. It raises what `send` raises.
         """
-        failure: Exception | None = None
-        for buffer, all_pieces in self._buckets:
-            pieces = [piece for piece in all_pieces if wanted is None or wanted[piece.index]]
-            if not pieces:
-                continue
-            sizes = [piece.end - piece.begin for piece in pieces]
-            bucket = buffer[: sum(sizes)]
-            held: list[tuple[Tensor, Tensor]] = []
+        steps = self._steps(tensors, send, factor, wanted)
+        next(steps)
+
+        def finish() -> Exception | None:
             try:
-                for piece, room in zip(pieces, torch.split(bucket, sizes), strict=True):
-                    tensor = tensors[piece.index]
-                    if tensor is None:
-                        room.zero_()
-                    else:
-                        part = piece.of(_real(tensor))
-                        held.append((part, room.view(part.shape)))
-                if held:
-                    torch._foreach_copy_([room for _, room in held], [part for part, _ in held])
-                if not isinstance(factor, float) or factor != 1.0:
-                    bucket.mul_(factor)
-            except Exception as error:  # noqa: BLE001 - the others wait for this bucket, whatever its contents
-                failure = failure or error
-            send(bucket)
-            if failure is None and held:
+                next(steps)
+            except StopIteration as ended:
+                found: Exception | None = ended.value
+                return found
+            raise AssertionError
+
+        return finish
+
+    @torch.no_grad()
+    def _steps(
+        self, tensors: Sequence[Tensor | None], send: Send, factor: float | Tensor, wanted: Sequence[bool] | None
+    ) -> Generator[None, None, Exception | None]:
+        """Send all buckets, in two steps: until the first has to be waited for, and the rest."""
+        failure: Exception | None = None
+        under_way: deque[tuple[Callable[[], None], list[Tensor], list[Tensor]]] = deque()
+        chosen = [
+            (buffer, pieces)
+            for buffer, all_pieces in self._buckets
+            if (pieces := [piece for piece in all_pieces if wanted is None or wanted[piece.index]])
+        ]
+        for number in range(len(chosen) + _BUFFERS):
+            if number == min(len(chosen), _BUFFERS):
+                yield
+            if under_way and (number >= len(chosen) or len(under_way) == _BUFFERS):
+                wait, parts, rooms = under_way.popleft()
+                wait()
                 try:
-                    torch._foreach_copy_([part for part, _ in held], [room for _, room in held])
+                    if failure is None and parts:
+                        torch._foreach_copy_(parts, rooms)
                 except Exception as error:  # noqa: BLE001 - the others also wait for the next bucket
                     failure = error
+            if number < len(chosen):
+                buffer, pieces = chosen[number]
+                bucket = buffer[: sum(piece.size for piece in pieces)]
+                parts, rooms = [], []
+                try:
+                    parts, rooms = _fill(bucket, pieces, tensors)
+                    if not isinstance(factor, float) or factor != 1.0:
+                        bucket.mul_(factor)
+                except Exception as error:  # noqa: BLE001 - the others wait for this bucket, whatever its contents
+                    failure = failure or error
+                under_way.append((send(bucket), parts, rooms))
         return failure
 
     def _most(self, dtype: torch.dtype) -> int:
@@ -133,6 +159,24 @@ def _chunks(sizes: Sequence[tuple[int, int]], most: int) -> list[list[_Piece]]:
             chunks[-1].append(_Piece(index, 0, size, is_whole=True))
             room -= size
     return chunks
+
+
+def _fill(
+    bucket: Tensor, pieces: Sequence[_Piece], tensors: Sequence[Tensor | None]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Copy pieces of tensors into a bucket; return the pieces that exist, and where they lie in the bucket."""
+    parts, rooms = [], []
+    for piece, room in zip(pieces, torch.split(bucket, [piece.size for piece in pieces]), strict=True):
+        tensor = tensors[piece.index]
+        if tensor is None:
+            room.zero_()
+        else:
+            part = piece.of(_real(tensor))
+            parts.append(part)
+            rooms.append(room.view(part.shape))
+    if parts:
+        torch._foreach_copy_(rooms, parts)
+    return parts, rooms
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from autoaccum._oom import first_line, is_device_lost, is_oom, let_go
 from autoaccum.errors import InvalidInputError, StartAgainError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import GradientStep
@@ -129,7 +129,7 @@ class DataParallel(Peers):
         own = (step.memory.name, step.memory.reading().total_bytes, step.options.memory_limit)
         self._are_like = [one == own for one in ranks.exchange("devices", own)]
         # The first collective allocates GPU memory for all later ones: better now than next to a window's activations.
-        ranks.all_reduce(self._norm)
+        ranks.all_reduce(self._norm)()
 
     @property
     def samples(self) -> int:
@@ -330,22 +330,31 @@ class DataParallel(Peers):
         factor = self._factor(given, outcome)
         wanted = self._wanted()
         outcome.run(lambda: self._make_gradients(wanted))
-        gradients = [parameter.grad for parameter in self._trained]
-        outcome.note(self._gradients.exchange(gradients, self.ranks.all_reduce, factor=factor, wanted=wanted))
         outcome.run(lambda: self._fill_losses(given, factor))
-        self.ranks.all_reduce(self._values)
-        outcome.note(self._exchange_buffers())
+        gradients = [parameter.grad for parameter in self._trained]
+        with self._step.memory.lifted():  # also for the network's threads, while buckets are filled
+            finish = self._begin_small()
+            outcome.note(self._gradients.begin(gradients, self.ranks.all_reduce, factor=factor, wanted=wanted)())
+            finish(outcome)
         outcome.run(lambda: self._read_values(outcome))
         outcome.spread = outcome.run(self._spread)
         self._unscale_and_clip(outcome)
         return outcome
 
-    def _exchange_buffers(self) -> Exception | None:
-        """Make the buffers equal on all ranks; return this rank's failure, if any."""
+    def _begin_small(self) -> Callable[[Outcome], None]:
+        """Begin to exchange losses and buffers; return what completes it."""
         samples = [part.samples for part in self.parts]
         source = next(rank for rank, own in enumerate(samples) if own)
-        written = self._flags[source][len(self._trained) :].tolist()
-        return self._buffers.exchange(self.ranks, source, written, samples[self.ranks.rank] / sum(samples))
+        written = self._flags[source][len(self._trained) :].tolist()  # and some bits more
+        wait = self.ranks.all_reduce(self._values)
+        buffers = self._buffers.begin_exchange(self.ranks, source, written, samples[self.ranks.rank] / sum(samples))
+
+        def finish(outcome: Outcome) -> None:
+            wait()
+            for one in buffers:
+                outcome.note(one())
+
+        return finish
 
     def _spread(self) -> Spread | None:
         """Return how far the gradients of parts are from the window's, if noise was measured: the ranks' mean."""
@@ -367,7 +376,7 @@ class DataParallel(Peers):
         if norm is not None:
             outcome.run(lambda: self._norm.fill_(norm))
         # Other kinds of devices, or other numbers of threads, may sum in another order.
-        self.ranks.broadcast(self._norm, 0)
+        self.ranks.broadcast(self._norm, 0)()
         if norm is not None:
             outcome.run(lambda: updates.clip(norm.copy_(self._norm)))
         outcome.norm = norm
@@ -413,7 +422,7 @@ class DataParallel(Peers):
             return 1.0
         if any(part.samples and part.weight is None for part in self.parts):
             outcome.run(lambda: self._weight.fill_(given.weight or 0.0))
-            self.ranks.all_reduce(self._weight)
+            self.ranks.all_reduce(self._weight)()
             factor = outcome.run(lambda: self._provisional_part(given))
             return 1.0 if factor is None else factor
         total = sum(part.weight or 0.0 for part in self.parts)
@@ -568,10 +577,11 @@ class _SharedBuffers:
             for name, buffer in part._buffers.items()
             if buffer is not None and buffer.device.type == device
         ]
-        at_first = [part._buffers[name] for part, name in self._owners]
-        self._forms = [(buffer.shape, buffer.dtype) for buffer in at_first if buffer is not None]
+        at_first: list[Any] = [part._buffers[name] for part, name in self._owners]
+        self._forms = [(buffer.shape, buffer.dtype) for buffer in at_first]
         self._averaged = [isinstance(part, _BatchNorm) and name in _STATISTICS for part, name in self._owners]
-        self._buckets = Buckets([buffer for buffer in at_first if buffer is not None]) if at_first else None
+        self._means = Buckets(self._of(at_first, averaged=True))
+        self._others = Buckets(self._of(at_first, averaged=False))
         self._before: list[tuple[Tensor | None, int]] = []
 
     def begin(self) -> None:
@@ -596,8 +606,10 @@ class _SharedBuffers:
             for buffer, form in zip(found, self._forms, strict=True)
         ]
 
-    def exchange(self, ranks: Ranks, source: int, written: Sequence[bool], factor: float) -> Exception | None:
-        """Make the buffers equal on all ranks; return this rank's failure, if any.
+    def begin_exchange(
+        self, ranks: Ranks, source: int, written: Sequence[bool], factor: float
+    ) -> list[Callable[[], Exception | None]]:
+        """Begin to make the buffers equal on all ranks; return what completes it, as `Buckets.begin`.
 
         Args:
             ranks: All ranks.
@@ -605,9 +617,14 @@ class _SharedBuffers:
             written: Which were written there.
             factor: This rank's share of the running statistics.
         """
-        if self._buckets is None:
-            return None
-        means = [one and averaged for one, averaged in zip(written, self._averaged, strict=False)]
-        others = [one and not averaged for one, averaged in zip(written, self._averaged, strict=False)]
-        failure = self._buckets.exchange(self._now(), ranks.all_reduce, factor=factor, wanted=means)
-        return self._buckets.exchange(self._now(), lambda one: ranks.broadcast(one, source), wanted=others) or failure
+        now = self._now()
+        lists = [(self._of(now, averaged=one), self._of(written, averaged=one)) for one in (True, False)]
+        (means, which), (others, which_others) = lists
+        return [
+            self._means.begin(means, ranks.all_reduce, factor=factor, wanted=which),
+            self._others.begin(others, lambda bucket: ranks.broadcast(bucket, source), wanted=which_others),
+        ]
+
+    def _of(self, values: Iterable[_T], *, averaged: bool) -> list[_T]:
+        """Return the values of buffers that are averaged, or of the others."""
+        return [value for value, one in zip(values, self._averaged, strict=False) if one is averaged]

@@ -111,8 +111,7 @@ class ShardedDataParallel(DataParallel):
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         correction = self._correction()
         outcome.run(lambda: self._fill_losses(given, correction / self.ranks.size))
-        self.ranks.all_reduce(self._values)
-        outcome.note(self._exchange_buffers())
+        self._begin_small()(outcome)
         if correction != 1.0:
             gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
             outcome.run(lambda: torch._foreach_mul_(gradients, correction))
