@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -34,11 +34,6 @@ class _Piece:
     begin: int
     end: int
     is_whole: bool
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return self.end - self.begin
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return these elements of a real tensor, which must be contiguous if they are not all."""
@@ -61,7 +56,7 @@ class Buckets:
         self._buckets: list[tuple[Tensor, list[_Piece]]] = []
         for dtype, sizes in by_type.items():
             chunks = _chunks(sizes, self._most(dtype))
-            largest = max((sum(piece.size for piece in chunk) for chunk in chunks), default=0)
+            largest = max((sum(piece.end - piece.begin for piece in chunk) for chunk in chunks), default=0)
             buffers = [torch.zeros(largest, dtype=dtype, device=like[0].device) for _ in chunks[:_BUFFERS]]
             self._buckets += [(buffers[turn % _BUFFERS], chunk) for turn, chunk in enumerate(chunks)]
 
@@ -91,57 +86,67 @@ class Buckets:
             A function that completes it and returns the first failure on this rank, after which the contents of the
             tensors are undefined; None on success. It raises what `send` raises.
         """
-        steps = self._steps(tensors, send, factor, wanted)
-        next(steps)
-
-        def finish() -> Exception | None:
-            try:
-                next(steps)
-            except StopIteration as ended:
-                found: Exception | None = ended.value
-                return found
-            raise AssertionError
-
-        return finish
-
-    @torch.no_grad()
-    def _steps(
-        self, tensors: Sequence[Tensor | None], send: Send, factor: float | Tensor, wanted: Sequence[bool] | None
-    ) -> Generator[None, None, Exception | None]:
-        """Send all buckets, in two steps: until the first has to be waited for, and the rest."""
-        failure: Exception | None = None
-        under_way: deque[tuple[Callable[[], None], list[Tensor], list[Tensor]]] = deque()
+        exchange = _Exchange(tensors, send, factor)
         chosen = [
             (buffer, pieces)
             for buffer, all_pieces in self._buckets
             if (pieces := [piece for piece in all_pieces if wanted is None or wanted[piece.index]])
         ]
-        for number in range(len(chosen) + _BUFFERS):
-            if number == min(len(chosen), _BUFFERS):
-                yield
-            if under_way and (number >= len(chosen) or len(under_way) == _BUFFERS):
-                wait, parts, rooms = under_way.popleft()
-                wait()
-                try:
-                    if failure is None and parts:
-                        torch._foreach_copy_(parts, rooms)
-                except Exception as error:  # noqa: BLE001 - the others also wait for the next bucket
-                    failure = error
-            if number < len(chosen):
-                buffer, pieces = chosen[number]
-                bucket = buffer[: sum(piece.size for piece in pieces)]
-                parts, rooms = [], []
-                try:
-                    parts, rooms = _fill(bucket, pieces, tensors)
-                    if not isinstance(factor, float) or factor != 1.0:
-                        bucket.mul_(factor)
-                except Exception as error:  # noqa: BLE001 - the others wait for this bucket, whatever its contents
-                    failure = failure or error
-                under_way.append((send(bucket), parts, rooms))
-        return failure
+        for bucket in chosen[:_BUFFERS]:
+            exchange.start(*bucket)
+
+        def finish() -> Exception | None:
+            for bucket in chosen[_BUFFERS:]:
+                exchange.complete()
+                exchange.start(*bucket)
+            while exchange.under_way:
+                exchange.complete()
+            return exchange.failure
+
+        return finish
 
     def _most(self, dtype: torch.dtype) -> int:
         return max(1, self._bucket_bytes // dtype.itemsize)
+
+
+class _Exchange:
+    """Fills, sends and reads one bucket after the other."""
+
+    def __init__(self, tensors: Sequence[Tensor | None], send: Send, factor: float | Tensor) -> None:
+        self.failure: Exception | None = None
+        # What waits for each, tensors, and where they lie in the bucket.
+        self.under_way: deque[tuple[Callable[[], None], list[Tensor], list[Tensor]]] = deque()
+        self._tensors, self._send, self._factor = tensors, send, factor
+
+    @torch.no_grad()
+    def start(self, buffer: Tensor, pieces: Sequence[_Piece]) -> None:
+        sizes = [piece.end - piece.begin for piece in pieces]
+        bucket, parts, rooms = buffer[: sum(sizes)], [], []
+        try:
+            for piece, room in zip(pieces, torch.split(bucket, sizes), strict=True):
+                tensor = self._tensors[piece.index]
+                if tensor is None:
+                    room.zero_()
+                else:
+                    parts.append(piece.of(_real(tensor)))
+                    rooms.append(room.view(parts[-1].shape))
+            if parts:
+                torch._foreach_copy_(rooms, parts)
+            if not isinstance(self._factor, float) or self._factor != 1.0:
+                bucket.mul_(self._factor)
+        except Exception as error:  # noqa: BLE001 - the others wait for this bucket, whatever its contents
+            self.failure = self.failure or error
+        self.under_way.append((self._send(bucket), parts, rooms))
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        wait, parts, rooms = self.under_way.popleft()
+        wait()
+        if self.failure is None and parts:
+            try:
+                torch._foreach_copy_(parts, rooms)
+            except Exception as error:  # noqa: BLE001 - the others also wait for the next bucket
+                self.failure = error
 
 
 def _chunks(sizes: Sequence[tuple[int, int]], most: int) -> list[list[_Piece]]:
@@ -159,24 +164,6 @@ def _chunks(sizes: Sequence[tuple[int, int]], most: int) -> list[list[_Piece]]:
             chunks[-1].append(_Piece(index, 0, size, is_whole=True))
             room -= size
     return chunks
-
-
-def _fill(
-    bucket: Tensor, pieces: Sequence[_Piece], tensors: Sequence[Tensor | None]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Copy pieces of tensors into a bucket; return the pieces that exist, and where they lie in the bucket."""
-    parts, rooms = [], []
-    for piece, room in zip(pieces, torch.split(bucket, [piece.size for piece in pieces]), strict=True):
-        tensor = tensors[piece.index]
-        if tensor is None:
-            room.zero_()
-        else:
-            part = piece.of(_real(tensor))
-            parts.append(part)
-            rooms.append(room.view(part.shape))
-    if parts:
-        torch._foreach_copy_(rooms, parts)
-    return parts, rooms
 
 
 def _real(tensor: Tensor) -> Tensor:
