@@ -10,7 +10,7 @@ import torch
 
 from autoaccum._arguments import check_choice, check_function, check_one_batch
 from autoaccum._data.batches import as_window
-from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
+from autoaccum._distributed.consistency import broadcast_weights, check_alike, refuse_unsupported_layers
 from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._distributed.process_group import Ranks, join_ranks
 from autoaccum._engine import devices
@@ -328,7 +328,7 @@ def _ranks(step: GradientStep) -> Ranks | None:
         return None
     if torch.distributed.get_world_size() == 1:
         return None
-    refuse_what_talks(step.objective.modules)
+    refuse_unsupported_layers(step.objective.modules)
     if any(map(_sums_in_backward, step.objective.modules)):
         raise InvalidInputError(
             "the closure or the loss calls a model in DistributedDataParallel, which would sum gradients over ranks in "
@@ -341,7 +341,7 @@ def _ranks(step: GradientStep) -> Ranks | None:
         )
     ranks = Ranks(memory)
     check_alike(ranks, step, {"batchnorm": step.options.batchnorm})
-    begin_alike(ranks, step)
+    broadcast_weights(ranks, step)
     return ranks
 
 

@@ -174,7 +174,7 @@ class Training:
             try:
                 self._tell_start()
                 with devices.failures_told(self._step.memory, "what ranks send each other"):
-                    self._world.begin(self._step, self._interrupts.wishes, self._finding.grows_to)
+                    self._world.begin(self._step, self._interrupts.requests, self._finding.grows_to)
                 self._lifecycle.save_memory()
                 begins_with, probed = self._begin()
                 with ExitStack() as limit:
