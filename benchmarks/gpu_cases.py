@@ -735,23 +735,20 @@ def _head(_connection, tokens, features, classes, device):
     head = nn.Linear(features, classes, bias=False, device=device)
     hidden = torch.randn(tokens, features, device=device, requires_grad=True)
     labels, loss = torch.randint(classes, (tokens,), device=device), autoaccum.ChunkedLoss(head)
-    chosen = chunked_loss._kernel_for
+    chosen = chunked_loss.has_kernel
 
     def whole(rows, targets):
         return functional.cross_entropy(head(rows).float(), targets)
 
-    def run(kernel=None):
-        chunked_loss._kernel_for = chosen if kernel == "chosen" else lambda *_: kernel
-        compute = whole if kernel == "whole" else loss
+    def run(way):
+        chunked_loss.has_kernel = chosen if way == "chosen" else lambda *_: way == "Liger"
+        compute = whole if way == "whole" else loss
         with torch.autocast(device, torch.bfloat16):
             compute(hidden, labels).backward()
         head.weight.grad = hidden.grad = None
 
-    def liger(rows, targets, ignored):
-        return chunked_loss.by_liger(rows.bfloat16(), head.weight.bfloat16(), None, targets, ignored)
-
-    ways = {"whole logits": "whole", "chunks": None, "as chosen": "chosen"}
-    ways |= {"Liger": liger} if device == "cuda" and chunked_loss._of_liger() else {}
+    ways = {"whole logits": "whole", "chunks": "chunks", "as chosen": "chosen"}
+    ways |= {"Liger": "Liger"} if device == "cuda" and chunked_loss._of_liger() else {}
     times = in_turn({way: functools.partial(run, kernel) for way, kernel in ways.items()}, 5, device=device)
     return {way: statistics.median(values) for way, values in times.items()}
 

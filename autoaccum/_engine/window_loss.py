@@ -57,9 +57,6 @@ _ALL_AT_ONCE = Factors(alone=True)
 class WindowLoss:
     """A loss over the whole window, for outputs that are computed part by part.
 
-    Args:
-        step: The training step. It is only read.
-
     Raises:
         InvalidInputError: The loss does not take outputs.
     """
@@ -167,11 +164,7 @@ class _Items(Mapping[Any, Any]):
 
 
 class WholeWindow:
-    """Accumulates the gradient of a loss over whole windows.
-
-    Args:
-        step: The training step.
-        mark: Taken by the caller at the beginning of each window.
+    """Accumulates the gradient of a loss over whole windows; the caller takes `mark` before each of them.
 
     Raises:
         InvalidInputError: The loss does not take outputs.

@@ -261,8 +261,6 @@ class Sizing:
         else:
             expected = _CERTAIN * (self.frontier.expected_bytes(size, widths) or 0.0)
         if self._learning is not None or self._is_measuring:
-            if self._memory.is_soft:
-                self._memory.trim()  # or what the heap keeps of other sizes would count
             self._memory.reset_peak()
             self._held_bytes = self._memory.peak_bytes()
             self._entered = time.perf_counter()

@@ -19,7 +19,7 @@ from autoaccum._engine.assembly import assemble_without_optimizer
 from autoaccum._engine.events import Events
 from autoaccum._engine.options import Options
 from autoaccum._engine.savings import AVOIDABLE, Savings
-from autoaccum._engine.step_limit import Outside, StepLimit
+from autoaccum._engine.step_limit import LimitLifted, StepLimit
 from autoaccum._loss.closures import Closure, modules_used_by
 from autoaccum._oom import is_oom, let_go
 from autoaccum._sizing.cache import PlanCache
@@ -174,7 +174,7 @@ class Accumulator:
         measures = options.micro_batch == "auto" and options.loss_scope == "micro_batch"
         self._accumulating = GradientAccumulator(
             step,
-            Events([Outside(callback, backend) for callback in options.callbacks], notices),
+            Events([LimitLifted(callback, backend) for callback in options.callbacks], notices),
             notices,
             peers=None if ranks is None else lambda: DataParallel(ranks, step),
             entry_of=_entries(step, limit_bytes, names, closure, notices) if options.cache and measures else None,

@@ -95,7 +95,7 @@ class Interrupts:
                     # The interrupt waited for the update to end, so what failed after the update is in its context.
                     # No whole moment in memory is left to continue from.
                     behind = _behind(error, Exception) or MemoryError("the random state could not be read")
-                    raise update_complete.told(
+                    raise update_complete.wrapped(
                         behind, self._lifecycle.current.windows_done, has_moved=False
                     ) from behind
             except StateDamagedError as error:

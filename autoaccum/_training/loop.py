@@ -16,7 +16,7 @@ from autoaccum._engine import devices
 from autoaccum._engine.finiteness import Finiteness
 from autoaccum._engine.forward_backward import drop_old_gradients
 from autoaccum._engine.optimizer_list import name_of
-from autoaccum._engine.step_limit import Outside
+from autoaccum._engine.step_limit import LimitLifted
 from autoaccum._oom import first_line
 from autoaccum._records import SAMPLES, FitResult, TimeSpent
 from autoaccum._system import signals
@@ -115,7 +115,7 @@ class Training:
         self._lifecycle = PlanLifecycle(
             step,
             self._progress,
-            [Stoppable(Outside(callback, step.memory), self._request) for callback in callbacks],
+            [Stoppable(LimitLifted(callback, step.memory), self._request) for callback in callbacks],
             notices,
             finding=finding,
             savings=savings,

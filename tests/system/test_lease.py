@@ -58,9 +58,9 @@ def of_host(tmp_path, monkeypatch):
 
     def make(host, folder=tmp_path):
         with monkeypatch.context() as context:
-            context.setattr(ProcessIdentity, "own", lambda: ProcessIdentity(host, 7, "boot", 1, 1))
+            context.setattr(ProcessIdentity, "own", lambda: ProcessIdentity(host, 7, "boot/1", 1))
             made.append(Lease(folder))
-        monkeypatch.setattr(lease_module.Lease, "_is_held_here", lambda *_: False)
+        monkeypatch.setattr(lease_module, "_held", set())  # they are no calls of this process
         return made[-1]
 
     yield make
@@ -183,7 +183,7 @@ def holder_here(folder):
 
 def identity_of(pid):
     own = ProcessIdentity.own()
-    return ProcessIdentity(own.host, pid, own.boot, own.namespace, lease_module._state_and_start(pid)[1])
+    return ProcessIdentity(own.host, pid, own.where, lease_module._state_and_start(pid)[1])
 
 
 def fields_of(identity):
@@ -276,10 +276,10 @@ def test_number_that_another_process_has_by_now_is_one_of_a_process_that_is_gone
     own = ProcessIdentity.own()
 
     assert not own.is_gone()
-    assert ProcessIdentity(own.host, own.pid, own.boot, own.namespace, own.start - 1).is_gone()
+    assert ProcessIdentity(own.host, own.pid, own.where, own.start - 1).is_gone()
 
 
-@pytest.mark.parametrize("other", [{"boot": "x"}, {"namespace": 1}, {"boot": "", "namespace": 0}, {"start": 0}])
+@pytest.mark.parametrize("other", [{"where": "x/1"}, {"where": ""}, {"start": 0}])
 def test_process_of_elsewhere_is_never_known_to_be_gone(other):
     fields = fields_of(ProcessIdentity.own()) | {"pid": 2**31 - 1} | other
 
