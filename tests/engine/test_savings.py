@@ -212,7 +212,6 @@ def test_accumulators_auto_takes_the_loss_in_chunks_first():
         Tagger(),
         loss=lambda outputs, batch: functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten()),
         device=autoaccum.Simulated("30MiB"),
-        cache=False,
         memory="auto",
     )
 
@@ -399,7 +398,6 @@ def accumulated(memory, capacity="1GiB", micro_batch=2):
         device=Simulated(capacity),
         memory=memory,
         micro_batch=micro_batch,
-        cache=False,
     )
     seed()
     reports = []
