@@ -163,6 +163,7 @@ class Sizing:
         self._backoffs = Backoffs()
         self._limits: dict[Widths, int] = {}  # as memory has them, until more is known
         self._alone: Counter[int] = Counter()  # how often this window's samples failed alone, by their indices
+        self._too_large: set[Widths] = set()  # of samples that failed alone also after waiting
         self._windows = 0
         self._is_measuring = False
         self._times_after = wanted.times_after
@@ -327,7 +328,10 @@ class Sizing:
         if most == 1:
             # No smaller size is left, but something else may have taken the memory for a moment.
             tries, self._alone[self.start] = self._alone[self.start], self._alone[self.start] + 1
-            return wait_for_memory(tries, may_wait=may_wait)
+            is_worth_it = wait_for_memory(tries, may_wait=may_wait and widths not in self._too_large)
+            if not is_worth_it:
+                self._too_large.add(widths)
+            return is_worth_it
         if self._learning is not None:
             return self._learning.fail(size, widths)
         self.failed.append((most, widths))

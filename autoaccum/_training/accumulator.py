@@ -73,8 +73,7 @@ class Accumulator:
         memory_limit: As for `fit`. It is in force within `backward`. On the host, it counts from when the accumulator
             is created.
         memory: As for `fit`. It is in force within `backward`; the model's forward passes elsewhere are as they were.
-        micro_batch: The most samples at once; "auto" finds it.
-        cache: As for `fit`.
+        micro_batch: The most samples at once; "auto" finds it, and remembers it as `fit` does.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
         loss_scope: As for `fit`.
@@ -112,7 +111,6 @@ class Accumulator:
         memory_limit: float | str | None = None,
         memory: str | Sequence[str] | None = None,
         micro_batch: int | str = "auto",
-        cache: bool = True,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         loss_reduction: str | None = None,
         loss_scope: str = "micro_batch",

@@ -27,7 +27,7 @@ from autoaccum._sizing.cache import PlanCache
 from autoaccum._system.launched import MAX_MICRO_BATCH, max_micro_batch, own_rank
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
-from autoaccum._training.checkpoint_schedule import EVERY, check_saving, saver_for
+from autoaccum._training.checkpoints import EVERY, check_saving, checkpoints_for
 from autoaccum._training.console import OtherRank, progress_for
 from autoaccum._training.first_plan import Finding
 from autoaccum._training.loop import Training
@@ -248,8 +248,8 @@ def fit(
     with Untouched(backend.device, folders, (loader, val_loader)) as untouched, joined(backend) as ranks:
         step = assemble(model, options, memory=backend, notices=notices, is_one_of_several=ranks is not None)
         untouched.keep_rates(step.optimizer, scheduler)
-        saver = saver_for(checkpoint, checkpoint_every, resume)
-        earlier = None if saver is None else saver.cap(notices)
+        checkpoints = checkpoints_for(checkpoint, checkpoint_every, resume)
+        earlier = None if checkpoints is None else checkpoints.cap(notices)
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
         grows_from = None
         if ranks is not None:
@@ -268,7 +268,7 @@ def fit(
                 "memory": savings,
                 "lr_scaling": lr_scaling,
                 "base_batch": base_batch,
-                "checkpoint": saver is not None,
+                "checkpoint": checkpoints is not None,
                 "val_loader": val_loader is not None,
             }
             if on_too_large == "skip":
@@ -324,7 +324,7 @@ def fit(
             metrics=metrics,
             callbacks=(shown, *callbacks),
             notices=notices,
-            saver=saver,
+            checkpoints=checkpoints,
             noise=None if options.noise_every is None else NoiseScale(options.noise_every, notices),
             savings=Savings(step.objective.modules, savings, backend, notices),
             world=world,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoint_contents import Contents, Kept, Moment
-    from autoaccum._training.checkpoint_schedule import Saver
+    from autoaccum._training.checkpoints import Checkpoints
 
 # What a process may request after a window, as bits.
 SAVE, END, STOP = 1, 2, 4
@@ -222,7 +222,7 @@ class Coordinator:
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def find(self, saver: Saver, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
+    def find(self, saver: Checkpoints, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
         """Take the lease on the checkpoint folder and return the checkpoint to resume from; None if there is none.
 
         Raises:
@@ -234,7 +234,7 @@ class Coordinator:
         self._check_that_all_found(found)
         return found
 
-    def _take_folder(self, saver: Saver, notices: Notices) -> None:
+    def _take_folder(self, saver: Checkpoints, notices: Notices) -> None:
         """Take the lease on the checkpoint folder: rank 0 holds it for all."""
         if not self.decides:
             while (said := self.of_all("folder", None)[0]) is None:
@@ -261,7 +261,7 @@ class Coordinator:
                     "ranks can see"
                 )
 
-    def write(self, saver: Saver, contents: Contents, moment: Moment, kept: Kept) -> Path:
+    def write(self, saver: Checkpoints, contents: Contents, moment: Moment, kept: Kept) -> Path:
         """Write a checkpoint of a moment, on rank 0, and return its path."""
         if self.ranks is None:
             return saver.write(contents.take(moment, kept), moment)

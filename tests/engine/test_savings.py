@@ -265,7 +265,6 @@ def accumulated(memory, capacity="1GiB", micro_batch=2):
         device=Simulated(capacity),
         memory=memory,
         micro_batch=micro_batch,
-        cache=False,
     )
     seed()
     reports = []
