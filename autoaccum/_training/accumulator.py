@@ -10,7 +10,7 @@ import torch
 
 from autoaccum._arguments import check_choice, check_function, check_one_batch
 from autoaccum._data.batches import as_window
-from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
+from autoaccum._distributed.consistency import broadcast_weights, check_alike, refuse_unsupported_layers
 from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._distributed.process_group import Ranks, join_ranks
 from autoaccum._engine import devices
@@ -19,7 +19,7 @@ from autoaccum._engine.assembly import assemble_without_optimizer
 from autoaccum._engine.events import Events
 from autoaccum._engine.options import Options
 from autoaccum._engine.savings import AVOIDABLE, Savings
-from autoaccum._engine.step_limit import Outside, StepLimit
+from autoaccum._engine.step_limit import LimitLifted, StepLimit
 from autoaccum._loss.closures import Closure, modules_used_by
 from autoaccum._oom import is_oom, let_go
 from autoaccum._sizing.cache import PlanCache
@@ -73,8 +73,7 @@ class Accumulator:
         memory_limit: As for `fit`. It is in force within `backward`. On the host, it counts from when the accumulator
             is created.
         memory: As for `fit`. It is in force within `backward`; the model's forward passes elsewhere are as they were.
-        micro_batch: The most samples at once; "auto" finds it.
-        cache: As for `fit`.
+        micro_batch: The most samples at once; "auto" finds it, and remembers it as `fit` does.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
         loss_scope: As for `fit`.
@@ -112,7 +111,6 @@ class Accumulator:
         memory_limit: float | str | None = None,
         memory: str | Sequence[str] | None = None,
         micro_batch: int | str = "auto",
-        cache: bool = True,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         loss_reduction: str | None = None,
         loss_scope: str = "micro_batch",
@@ -174,7 +172,7 @@ class Accumulator:
         measures = options.micro_batch == "auto" and options.loss_scope == "micro_batch"
         self._accumulating = GradientAccumulator(
             step,
-            Events([Outside(callback, backend) for callback in options.callbacks], notices),
+            Events([LimitLifted(callback, backend) for callback in options.callbacks], notices),
             notices,
             peers=None if ranks is None else lambda: DataParallel(ranks, step),
             entry_of=_entries(step, limit_bytes, names, closure, notices) if options.cache and measures else None,
@@ -328,7 +326,7 @@ def _ranks(step: GradientStep) -> Ranks | None:
         return None
     if torch.distributed.get_world_size() == 1:
         return None
-    refuse_what_talks(step.objective.modules)
+    refuse_unsupported_layers(step.objective.modules)
     if any(map(_sums_in_backward, step.objective.modules)):
         raise InvalidInputError(
             "the closure or the loss calls a model in DistributedDataParallel, which would sum gradients over ranks in "
@@ -341,7 +339,7 @@ def _ranks(step: GradientStep) -> Ranks | None:
         )
     ranks = Ranks(memory)
     check_alike(ranks, step, {"batchnorm": step.options.batchnorm})
-    begin_alike(ranks, step)
+    broadcast_weights(ranks, step)
     return ranks
 
 

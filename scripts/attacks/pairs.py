@@ -15,9 +15,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests"))
 
-from attacks.row import Row
-
 import feature_pairs
+from attacks import Row
 from crew import Crew
 
 
