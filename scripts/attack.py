@@ -1,5 +1,4 @@
-"""Attacks autoaccum: kills, two processes on one folder, out-of-memory errors at odd moments, bad
-input, features in pairs.
+"""Attacks autoaccum: kills, two processes on one folder, failures after the step, bad input, features in pairs.
 
 Each module of scripts/attacks is one kind of attack; its function `attack(folder, seed, share)` returns rows.
 """
