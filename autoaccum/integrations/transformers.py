@@ -107,8 +107,9 @@ def windowed(
     # The innermost class comes last before `Trainer`, so that what TRL's trainers do around a training step stays.
     bases = (_Outermost, _Innermost) if trainer is Trainer else (_Outermost, trainer, _Innermost)
     names = {"__doc__": trainer.__doc__, "__module__": __name__, "_autoaccum_options": options}
-    kind = _picklable(type(trainer))
-    return kind(f"Windowed{trainer.__name__}", bases, names)  # type: ignore[return-value]
+    metaclass: Any = type(trainer)
+    kind = _picklable(metaclass)
+    return kind(f"Windowed{trainer.__name__}", bases, names)  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -167,6 +168,7 @@ class Windows:
         Raises:
             InvalidInputError: The gradient cannot be computed this way.
         """
+        self.is_computed = False
         self._pending.clear()
         self._counts.clear()
         _check(self._trainer)
