@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from autoaccum._data.nesting import holds_tensor
+from autoaccum._data.nesting import leaves_of, map_leaves
 from autoaccum._loss.terms import in_full
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -26,49 +28,36 @@ def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 def joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Return the value for a batch of what a function returned for each of its parts.
 
-    Tensors and lists with a row for each sample are put together, tensors of one number and floats are averaged over
-    samples, numbers of samples added up, mappings and tuples joined entry by entry. None, text and numbers that are
-    equal for all parts stay as they are. Of anything else, a list with the value of each part is returned.
+    Values are joined leaf by leaf: tensors and lists with a row for each sample are put together, tensors of one
+    number and floats are averaged over samples, numbers of samples added up. None, text and numbers that are equal for
+    all parts stay as they are. Of anything else, a list with the value of each part is returned.
 
     Args:
         values: What was returned for each part.
         sizes: The samples of each part.
     """
-    first, alike = values[0], len({type(value) for value in values}) == 1
     if len(values) == 1:
-        return first
-    if not alike:
+        return values[0]
+    leaves = [leaves_of(value) for value in values]
+    if any([path for path, _ in found] != [path for path, _ in leaves[0]] for found in leaves):
         return list(values)
-    if isinstance(first, Mapping) and all(value.keys() == first.keys() for value in values):
-        return {key: joined([value[key] for value in values], sizes) for key in first}
-    if isinstance(first, list | tuple):
-        return _joined_sequences(values, sizes)
-    return _joined_tensors(values, sizes) if isinstance(first, Tensor) else _joined_others(values, sizes)
+    columns = zip(*([leaf for _, leaf in found] for found in leaves), strict=True)
+    whole = iter([_joined_leaf(column, sizes) for column in columns])
+    return map_leaves(lambda _: next(whole), values[0])
 
 
-def _joined_sequences(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    first = values[0]
-    if isinstance(first, list) and not holds_tensor(first) and [*map(len, values)] == [*sizes]:
-        return [*chain.from_iterable(values)]
-    if len({len(value) for value in values}) > 1:
-        return list(values)
-    entries = [joined(entry, sizes) for entry in zip(*values, strict=True)]
-    return first._make(entries) if hasattr(first, "_make") else type(first)(entries)
-
-
-def _joined_others(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    first = values[0]
-    if isinstance(first, float):
-        return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
-    if isinstance(first, int) and [*values] == [*sizes]:
+def _joined_leaf(column: Sequence[Any], sizes: Sequence[int]) -> Any:
+    first = column[0]
+    if all(isinstance(leaf, Tensor) for leaf in column):
+        if not any(leaf.dim() for leaf in column):
+            return mean(column, sizes)
+        is_of_rows = [*sizes] == [len(leaf) if leaf.dim() else 0 for leaf in column]
+        return torch.cat([*column]) if is_of_rows and len({leaf.shape[1:] for leaf in column}) == 1 else [*column]
+    if all(isinstance(leaf, list) for leaf in column) and [*map(len, column)] == [*sizes]:
+        return [*chain.from_iterable(column)]
+    if all(isinstance(leaf, float) for leaf in column):
+        return sum(leaf * size for leaf, size in zip(column, sizes, strict=True)) / sum(sizes)
+    if all(type(leaf) is int for leaf in column) and [*column] == [*sizes]:
         return sum(sizes)
-    is_shared = isinstance(first, str | int | None) and all(value == first for value in values)
-    return first if is_shared else list(values)
-
-
-def _joined_tensors(values: Sequence[Tensor], sizes: Sequence[int]) -> Any:
-    if not any(value.dim() for value in values):
-        return mean(values, sizes)
-    lengths = [len(value) if value.dim() else 0 for value in values]
-    is_of_rows = lengths == [*sizes] and len({value.shape[1:] for value in values}) == 1
-    return torch.cat(list(values)) if is_of_rows else list(values)
+    is_shared = isinstance(first, str | int | None) and all(leaf == first for leaf in column)
+    return first if is_shared else [*column]

@@ -108,7 +108,7 @@ def windowed(
     bases = (_Outermost, _Innermost) if trainer is Trainer else (_Outermost, trainer, _Innermost)
     names = {"__doc__": trainer.__doc__, "__module__": __name__, "_autoaccum_options": options}
     metaclass: Any = type(trainer)
-    kind: Any = _picklable(metaclass)
+    kind = _picklable(metaclass)
     return kind(f"Windowed{trainer.__name__}", bases, names)  # type: ignore[no-any-return]
 
 
@@ -168,6 +168,7 @@ class Windows:
         Raises:
             InvalidInputError: The gradient cannot be computed this way.
         """
+        self.is_computed = False
         self._pending.clear()
         self._counts.clear()
         _check(self._trainer)

@@ -53,14 +53,6 @@ class Classifier(pl.LightningModule):
                 torchmetrics.Recall("multiclass", num_classes=CLASSES, average="macro"),
             ]
         )
-        self.needing_all = nn.ModuleDict(
-            {
-                "highest logit": torchmetrics.MaxMetric(),
-                "lowest logit": torchmetrics.MinMetric(),
-                "correlation": torchmetrics.PearsonCorrCoef(),
-                "two samples": torchmetrics.R2Score(),
-            }
-        )
         self.of_validation = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
         self.most = most
 
@@ -76,9 +68,6 @@ class Classifier(pl.LightningModule):
         outputs = self(inputs)
         self.accuracy(outputs, targets)
         self.several(outputs, targets)
-        for name, metric in self.needing_all.items():
-            metric(outputs[:, 0]) if name.endswith("logit") else metric(outputs[:, 0], inputs[:, 0])
-            self.log(name, metric, on_step=True, on_epoch=True)
         self.run_out(inputs)  # after metrics have counted
         loss = functional.cross_entropy(outputs, targets)
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
@@ -107,6 +96,29 @@ class Classifier(pl.LightningModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Judged(Classifier):
+    """Has metrics whose value for a batch is no mean over its parts, some of which need two samples."""
+
+    def __init__(self, most=None):
+        super().__init__(most)
+        self.needing_all = nn.ModuleDict(
+            {
+                "highest logit": torchmetrics.MaxMetric(),
+                "lowest logit": torchmetrics.MinMetric(),
+                "correlation": torchmetrics.PearsonCorrCoef(),
+                "two samples": torchmetrics.R2Score(),
+            }
+        )
+
+    def training_step(self, batch, batch_idx):
+        inputs = batch[0]
+        outputs = self(inputs)[:, 0].detach()
+        for name, metric in self.needing_all.items():
+            metric(outputs) if name.endswith("logit") else metric(outputs, inputs[:, 0])
+            self.log(name, metric, on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
 
 
 class Language(pl.LightningModule):
@@ -214,9 +226,9 @@ def test_fixed_micro_batch_is_used():
 
 
 def test_logs_are_those_of_whole_batches_field_by_field(tmp_path):
-    fitted(Classifier(), vectors(), folder=tmp_path / "plain", epochs=2, validates=True)
+    fitted(Judged(), vectors(), folder=tmp_path / "plain", epochs=2, validates=True)
 
-    fitted(Classifier(most=5), vectors(), windowed(), folder=tmp_path / "windowed", epochs=2, validates=True)
+    fitted(Judged(most=5), vectors(), windowed(), folder=tmp_path / "windowed", epochs=2, validates=True)
 
     plain, other = ([without_values_of_parts(row) for row in rows(tmp_path / name)] for name in ("plain", "windowed"))
     assert_same_log(plain, other)
@@ -363,7 +375,7 @@ class Faults(pl.Callback):
 
 def faulty(point, tmp_path, on):
     callback = windowed(micro_batch=6)
-    module, faults = Classifier(), Faults(point, on, callback)
+    module, faults = Judged(), Faults(point, on, callback)
     trainer = fitted(module, vectors(), callback, faults, folder=tmp_path / f"{point}", validates=True)
     return module, trainer, faults
 
@@ -371,7 +383,7 @@ def faulty(point, tmp_path, on):
 @pytest.mark.parametrize("on", ["train", "validation"])
 @pytest.mark.parametrize("runs", [2, pytest.param(60, marks=pytest.mark.sweep)])
 def test_out_of_memory_at_any_operator_changes_neither_parameters_nor_logs(on, runs, tmp_path):
-    plain = Classifier()
+    plain = Judged()
     fitted(plain, vectors(), folder=tmp_path / "plain", validates=True)
     expected = [without_values_of_parts(row) for row in rows(tmp_path / "plain")]
     _, _, faults = faulty(0, tmp_path, on)
@@ -440,21 +452,25 @@ def test_trainer_that_dies_of_a_real_limit_ends_with_windowed(tmp_path):
     assert "evaluate" in done.stderr
 
 
-class Lacks(autoaccum.Callback):
-    def __init__(self):
-        self.count = 0
+class Sizes(pl.Callback):
+    def __init__(self, callback):
+        self.callback, self.found = callback, []
 
-    def on_oom(self, event, *, step):
-        self.count += 1
+    def on_train_batch_end(self, *_):
+        self.found.append(self.callback.report.micro_batches)
 
 
 def test_size_that_was_found_is_remembered_for_the_next_start(monkeypatch, tmp_path):
     monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path))
-    first, second = Lacks(), Lacks()
-    for lacks in (first, second):
-        fitted(Classifier(most=5), vectors(), windowed(callbacks=[lacks]), epochs=4)
+    starts = []
+    for _ in range(2):
+        callback = windowed(device=autoaccum.Simulated("1600KiB"))
+        starts.append(Sizes(callback))
+        fitted(Classifier(width=4000), vectors(), callback, starts[-1], epochs=2)
 
-    assert first.count > second.count == 0
+    first, second = (sizes.found for sizes in starts)
+    assert len(first[0]) > 1  # the search
+    assert second[0] == first[-2]
 
 
 # --- what stays Lightning's -------------------------------------------------------------------------------------------
@@ -683,12 +699,13 @@ class Changed(pl.Callback):
 
 
 def test_only_public_names_are_replaced_and_given_back():
-    changed = Changed()
+    plain, changed = Changed(), Changed()
+    fitted(Classifier(), vectors(), plain, validates=True, epochs=2)
     trainer = fitted(Classifier(), vectors(), changed, windowed(), validates=True, epochs=2)
 
-    assert {"training_step", "backward", "validation_step"} <= changed.names
-    assert not [name for name in changed.names if name.startswith("_")]
-    assert not changed.names & {*vars(trainer.strategy)}
+    replaced = changed.names - plain.names
+    assert replaced == {"training_step", "backward", "validation_step", "test_step", "predict_step"}
+    assert not replaced & {*vars(trainer.strategy)}
 
 
 def test_trainer_is_as_before_after_an_error():
