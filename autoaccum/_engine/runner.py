@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autoaccum import _oom
@@ -65,6 +66,17 @@ if TYPE_CHECKING:
 _SETTABLE = ("plan", "optimizer")
 
 
+@dataclass(slots=True)
+class _Now:
+    """The current window: a record of its own, since setting an attribute of a `Runner` is checked."""
+
+    number: int  # of its update
+    made_before: int  # updates made before it
+    is_at_work: bool = False  # it has begun and not ended
+    has_moved: bool = False  # as has everything that moves with its update
+    rates: tuple[DeviceScalar | None, ...] = ()  # the learning rates of its update, by group
+
+
 class WindowRunner:
     """Makes one update from each window.
 
@@ -107,10 +119,7 @@ class WindowRunner:
         self._engine = Engine(step, sizing, events, notices, peers=self._peers, noise=noise)
         # A loss that is not finite is an error only in the first window: later it may result from the training itself.
         self._checks_finite = events.windows == 0
-        # Of the current window: its number, the updates made before it, whether it has begun and not ended, and whether
-        # everything that moves with its update has moved.
-        self._number, self._made_before = events.windows + 1, step.updates.made
-        self._is_at_work = self._has_moved = False
+        self._now = _Now(events.windows + 1, step.updates.made)
         drop_old_gradients(step, notices)
 
     def step(self, part: Window) -> StepReport | None:
@@ -127,22 +136,22 @@ class WindowRunner:
             AutoaccumError: As for `Runner.step`.
         """
         started = time.perf_counter()
-        step, noise = self._step, self._noise
-        self._made_before, self._number, self._has_moved = step.updates.made, self._events.windows + 1, False
-        measures = noise is not None and noise.is_due(self._number) and self._sizing.is_settled
+        step, noise, now = self._step, self._noise, self._now
+        now.number, now.made_before, now.has_moved = self._events.windows + 1, step.updates.made, False
+        measures = noise is not None and noise.is_due(now.number) and self._sizing.is_settled
         if measures:
-            part = shuffled(part, self._number)
+            part = shuffled(part, now.number)
         elif self._sorts:
             part = largest_first(part)
         try:
             drop_old_gradients(step, self._notices)
-            self._is_at_work = True
+            now.is_at_work = True
             try:
                 reduced, skipped = self._engine.run(
                     part, self._finish, is_final=self._is_made, on_change=self._on_change, measures_noise=measures
                 )
             finally:
-                self._is_at_work = False
+                now.is_at_work = False
                 step.updates.drop_reservation()
             if skipped is None:
                 return None
@@ -183,14 +192,14 @@ class WindowRunner:
 
     def _update(self) -> bool:
         """Step the optimizer, and move everything that moves with it."""
-        self._rates = optimizers.learning_rates(self._step.optimizer)
+        self._now.rates = optimizers.learning_rates(self._step.optimizer)
         with signals.held():  # inside the optimizer an interrupt would leave half an update
             skipped = self._peers.commit()
-            self._events.windows = self._number
+            self._events.windows = self._now.number
             self._step.clear_gradients()
             if self._update_made is not None:
                 self._update_made(skipped=skipped)
-            self._has_moved = True
+            self._now.has_moved = True
         return skipped
 
     def _report(self, reduced: WindowResult, elapsed_s: float, *, skipped: bool) -> StepReport:
@@ -210,7 +219,7 @@ class WindowRunner:
             recomputed_samples=engine.at.recomputed,
             device_losses={name: DeviceScalar(parts) for name, parts in reduced.losses.items()},
             device_reported={name: DeviceScalar(value) for name, value in reduced.reported.items()},
-            device_learning_rates=self._rates,
+            device_learning_rates=self._now.rates,
             device_grad_norm=None if reduced.grad_norm is None else DeviceScalar(reduced.grad_norm),
             noise_scale=noise,
             warnings=engine.warnings(),
@@ -218,11 +227,11 @@ class WindowRunner:
 
     def _raise_as_update_complete(self, error: BaseException) -> None:
         """Raise a failure after the update as an error which states that the update is made, unless it already does."""
-        self._events.windows = self._number  # only an assignment: whatever else fails, this window counts as done
+        self._events.windows = self._now.number  # only an assignment: whatever else fails, this window counts as done
         self._step.clear_gradients()
         if _oom.is_device_lost(error):
             raise devices.lost(self._step.memory, error) from error
-        said = update_complete.wrapped(error, self._number, has_moved=self._has_moved)
+        said = update_complete.wrapped(error, self._now.number, has_moved=self._now.has_moved)
         if said is error:
             return
         try:
@@ -245,7 +254,7 @@ class WindowRunner:
 
     def _is_made(self) -> bool:
         """Whether the update of the current window is made."""
-        return self._step.updates.made != self._made_before
+        return self._step.updates.made != self._now.made_before
 
     @property
     def is_past_return(self) -> bool:
@@ -369,8 +378,8 @@ class Runner(WindowRunner):
     def optimizer(
         self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | str
     ) -> None:
-        if optimizer is None or self._is_at_work:
-            why = "within a window" if self._is_at_work else "to None"
+        if optimizer is None or self._now.is_at_work:
+            why = "within a window" if self._now.is_at_work else "to None"
             raise InvalidInputError(f"runner.optimizer cannot be set {why}; set an optimizer between two windows")
         self._step.use(optimizers.resolve(optimizer, self._step.objective.modules, self._notices))
 

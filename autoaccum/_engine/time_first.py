@@ -59,7 +59,7 @@ class TimeFirst:
         if self._is_seen:
             self._watched = []
         if self._finding:
-            self._notices.say(self._finding)
+            self._notices.say(self._finding, key="time first")
 
     def _see(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = args[0] if args else kwargs.get("input", kwargs.get("query"))

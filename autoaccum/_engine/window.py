@@ -247,16 +247,13 @@ class Engine:
         """Return the results of all micro-batches, which are run unless only what follows them has failed."""
         if self._given is None:
             if not self._is_saved:
-                self._save()
+                self._step.stage.phase = Phase.SAVE
+                copies_all, with_host_random = self.is_due and self.steady.is_first(), self._windows_are_long
+                self._savepoint.take(copies_all=copies_all, is_thorough=self.is_due, with_host_random=with_host_random)
+                self._is_saved = True
             run = self.steady.run if self._is_steady else self._run_carefully
             self._given = run(self._window, self.at)
         return self._given
-
-    def _save(self) -> None:
-        self._step.stage.phase = Phase.SAVE
-        is_first = self.is_due and self.steady.is_first()
-        self._savepoint.take(copies_all=is_first, is_thorough=self.is_due, with_host_random=self._windows_are_long)
-        self._is_saved = True
 
     def _run_carefully(self, window: Window, at: Progress) -> PartResult:
         """Run the micro-batches on the careful path, with all checks if they are due."""

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import autoaccum
 from autoaccum._system.notices import Notices
@@ -149,3 +150,17 @@ def test_number_of_layers_what_differs_and_what_to_do_are_said_once():
 )
 def test_nothing_is_said_where_nothing_differs(layers, sizes):
     assert said(nn.Linear(3, 3).double(), *layers, sizes=sizes) == []
+
+
+def test_checkpointed_forward_pass_finds_the_same_momentum_the_second_time():
+    class Checkpointed(nn.Sequential):
+        def forward(self, inputs):
+            return checkpoint(super().forward, inputs.requires_grad_(), use_reentrant=False)
+
+    norm, inputs = layer(), torch.zeros(12, 3, dtype=torch.float64)
+    before = norm.running_mean.clone()
+
+    train(Checkpointed(norm), inputs, (6, 6))
+
+    # Moved twice by each, as in any loop: torch's checkpointing does not put statistics back.
+    torch.testing.assert_close(norm.running_mean, before * (1 - MOMENTUM) ** 2, rtol=1e-12, atol=0)

@@ -239,37 +239,23 @@ LOSS = nn.CrossEntropyLoss()
 NAMES = ["checkpoint", "checkpoint:Feed", "offload", ["checkpoint", "offload"]]
 
 
-def stepped(memory, capacity="1GiB", micro_batch=2):
+def stepped(model, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    return autoaccum.Runner(model, optimizer, autoaccum.plan(8, options.pop("micro_batch")), **options).step
+
+
+def accumulated(model, **options):
+    return autoaccum.Accumulator(model, cache=False, **options).backward
+
+
+def worked(entry, memory, capacity="1GiB", micro_batch=2):
+    """Return a model and the reports on two of its windows."""
     model = Wide()
-    runner = autoaccum.Runner(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1, foreach=False),
-        autoaccum.plan(8, micro_batch),
-        loss=nn.CrossEntropyLoss(),
-        device=Simulated(capacity),
-        memory=memory,
-    )
+    work = entry(model, loss=LOSS, device=Simulated(capacity), memory=memory, micro_batch=micro_batch)
     seed()
     reports = []
     for batch in data()[:2]:
-        reports.append(runner.step(batch))
-        assert is_plain(model)
-    return model, reports
-
-
-def accumulated(memory, capacity="1GiB", micro_batch=2):
-    model = Wide()
-    accumulator = autoaccum.Accumulator(
-        model,
-        loss=nn.CrossEntropyLoss(),
-        device=Simulated(capacity),
-        memory=memory,
-        micro_batch=micro_batch,
-    )
-    seed()
-    reports = []
-    for batch in data()[:2]:
-        reports.append(accumulator.backward(batch))
+        reports.append(work(batch))
         assert is_plain(model)
     return model, reports
 
@@ -278,46 +264,46 @@ def tensors(model):
     return [tensor for one in model.parameters() for tensor in (one, one.grad) if tensor is not None]
 
 
-@pytest.mark.parametrize("work", [stepped, accumulated])
+@pytest.mark.parametrize("entry", [stepped, accumulated])
 @pytest.mark.parametrize("memory", NAMES, ids=str)
-def test_updates_are_bitwise_those_without(work, memory):
-    (model, reports), (expected, plain) = work(memory), work(None)
+def test_updates_are_bitwise_those_without(entry, memory):
+    (model, reports), (expected, plain) = worked(entry, memory), worked(entry, None)
 
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(tensors(model), tensors(expected), strict=True))
     assert [report.loss for report in reports] == [report.loss for report in plain]
 
 
-@pytest.mark.parametrize("work", [stepped, accumulated])
-def test_one_sample_fits_that_does_not_without(work):
+@pytest.mark.parametrize("entry", [stepped, accumulated])
+def test_one_sample_fits_that_does_not_without(entry):
     with pytest.raises(autoaccum.DoesNotFitError):
-        work(None, "2MiB", 1)
+        worked(entry, None, "2MiB", 1)
 
-    _, reports = work("checkpoint", "2MiB", 1)
+    _, reports = worked(entry, "checkpoint", "2MiB", 1)
 
     assert [report.micro_batches for report in reports] == [(1,) * 8] * 2
 
 
-@pytest.mark.parametrize("work", [stepped, accumulated])
-def test_auto_saves_memory_once_not_one_sample_fits(work, capsys):
-    (model, reports), (expected, _) = work("auto", "2MiB", 1), work(None, "1GiB", 1)
+@pytest.mark.parametrize("entry", [stepped, accumulated])
+def test_auto_saves_memory_once_not_one_sample_fits(entry, capsys):
+    (model, reports), (expected, _) = worked(entry, "auto", "2MiB", 1), worked(entry, None, "1GiB", 1)
 
     assert [report.micro_batches for report in reports] == [(1,) * 8] * 2
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(tensors(model), tensors(expected), strict=True))
     assert "not even one sample fits; from now on activation checkpointing of" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("work", [stepped, accumulated])
-def test_auto_changes_nothing_where_batches_fit(work, capsys):
-    (model, _), (expected, _) = work("auto"), work(None)
+@pytest.mark.parametrize("entry", [stepped, accumulated])
+def test_auto_changes_nothing_where_batches_fit(entry, capsys):
+    (model, _), (expected, _) = worked(entry, "auto"), worked(entry, None)
 
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(tensors(model), tensors(expected), strict=True))
     assert "memory=" not in capsys.readouterr().err
 
 
 def test_error_where_nothing_helps_names_what_is_in_force():
-    for work in (stepped, accumulated):
+    for entry in (stepped, accumulated):
         with pytest.raises(autoaccum.DoesNotFitError) as caught:
-            work("auto", "800KiB", 1)
+            worked(entry, "auto", "800KiB", 1)
         (note,) = caught.value.__notes__
         assert note.startswith("autoaccum: in force already: activation checkpointing of 4 Feed blocks; what backward")
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
 import autoaccum
@@ -480,3 +481,20 @@ def test_count_of_a_batch_in_a_window_of_several_is_refused(size):
             size,
             forward=lambda model, batch: model(batch["input"]),
         )
+
+
+def test_forward_pass_that_checkpointing_repeats_moves_nothing():
+    class Checkpointed(Tower):
+        def forward(self, inputs):
+            return checkpoint(super().forward, inputs, use_reentrant=False)
+
+    ours, theirs, batch = Checkpointed().double(), Tower().double(), plain()
+    theirs.load_state_dict(ours.state_dict())
+    accumulating = accumulator(ours, supervised, 7)
+
+    seed()
+    accumulating.backward(batch)
+    seed()
+    all_graphs_alive(theirs, supervised, batch, (7, 6))
+
+    assert_bitwise(dict(ours.named_buffers()), dict(theirs.named_buffers()))
