@@ -351,7 +351,7 @@ class LossWeights(LossForms):
         if forms is None or first.weight is None or (len(forms) != len(found) and not self.is_trusted):
             raise _changed(name, forms, found)
         # The gradient of a division by 0 is NaN, even times 0.
-        if len(found) > 1 or first.divisor is not None:
+        if len(forms) > 1 or any(one.divisor is not None for one in found):
             _wait(found)
         if trains and not self.is_trusted:
             self._see(name, found)
@@ -440,7 +440,7 @@ class LossWeights(LossForms):
         Raises:
             NotCheckedError: They are not proportional, as they were when they were checked.
         """
-        if not _is_same(weight, expected):
+        if abs(weight - expected) > _SAME_WEIGHT * abs(expected):  # not so for NaN
             self.are_apart = True
             self._refuse_what_is_not_counted()
             raise NotCheckedError(_changed(name, None, ()).said, is_known=True)
