@@ -361,17 +361,17 @@ class LossWeights(LossForms):
                 self._compare_with(name, one.weight, unit * ((form.per_sample or 1.0) / own))
         if isinstance(first.weight, Tensor):
             return first.weight
-        weight = self._unclamped(name, loss, first, samples)
+        weight = self._unclamped(name, loss, first, samples, window=self.window if trains else None)
         if math.isnan(weight):
             raise InvalidInputError(f"loss {name!r} divides by NaN; look for NaN among the weights")
         return 0.0 if math.isinf(weight) else weight  # what is multiplied by 0 is not there
 
-    def _unclamped(self, name: str, loss: Tensor, term: ReadTerm, samples: int) -> float:
+    def _unclamped(self, name: str, loss: Tensor, term: ReadTerm, samples: int, *, window: Window | None) -> float:
         """Return what a loss is divided by: 0 in place of max(1, 0); warn where it is more than what is counted."""
-        form, window, weight = self.forms[name][0], self.window, float(term.weight)
+        form, weight = self.forms[name][0], float(term.weight)
         of_samples = samples * form.counts.get(SAMPLES, 0.0)
         is_one = form.may_be_clamped and term.divisor == 1.0 and not _is_same(weight, of_samples)
-        if not is_one and (not self.is_new or self.is_trusted or not form.counts):
+        if not is_one and (window is None or not self.is_new or self.is_trusted or not form.counts):
             return weight
         numbers: list[float] = []
         if window is not None and window.is_on(_HOST):
