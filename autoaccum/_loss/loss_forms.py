@@ -155,10 +155,11 @@ class LossForms:
             InvalidInputError: Losses cannot be put together from micro-batches.
         """
         self.is_checked = self.is_new = True
+        found = {name: forms for name, forms in found.items() if is_checked or name not in self.forms}
         for name, forms in found.items():
-            if is_checked or name not in self.forms:
-                self.forms[name] = _both(forms, self.forms.get(name, ())) or tuple(forms)
-                self._refuse_or_warn(name, forms)
+            self.forms[name] = _both(forms, self.forms.get(name, ())) or tuple(forms)
+        for name, forms in found.items():
+            self._refuse_or_warn(name, forms)
         self._is_supposed = bool(found) and not is_checked
         self._refuse_what_is_not_counted()
 

@@ -351,7 +351,7 @@ class LossWeights(LossForms):
         if forms is None or first.weight is None or (len(forms) != len(found) and not self.is_trusted):
             raise _changed(name, forms, found)
         # The gradient of a division by 0 is NaN, even times 0.
-        if len(found) > 1 or first.divisor is not None:
+        if len(forms) > 1 or any(one.divisor is not None for one in found):
             _wait(found)
         if trains and not self.is_trusted:
             self._see(name, found)
@@ -361,17 +361,17 @@ class LossWeights(LossForms):
                 self._compare_with(name, one.weight, unit * ((form.per_sample or 1.0) / own))
         if isinstance(first.weight, Tensor):
             return first.weight
-        weight = self._unclamped(name, loss, first, samples)
+        weight = self._unclamped(name, loss, first, samples, window=self.window if trains else None)
         if math.isnan(weight):
             raise InvalidInputError(f"loss {name!r} divides by NaN; look for NaN among the weights")
         return 0.0 if math.isinf(weight) else weight  # what is multiplied by 0 is not there
 
-    def _unclamped(self, name: str, loss: Tensor, term: ReadTerm, samples: int) -> float:
+    def _unclamped(self, name: str, loss: Tensor, term: ReadTerm, samples: int, *, window: Window | None) -> float:
         """Return what a loss is divided by: 0 in place of max(1, 0); warn where it is more than what is counted."""
-        form, window, weight = self.forms[name][0], self.window, float(term.weight)
+        form, weight = self.forms[name][0], float(term.weight)
         of_samples = samples * form.counts.get(SAMPLES, 0.0)
         is_one = form.may_be_clamped and term.divisor == 1.0 and not _is_same(weight, of_samples)
-        if not is_one and (not self.is_new or self.is_trusted or not form.counts):
+        if not is_one and (window is None or not self.is_new or self.is_trusted or not form.counts):
             return weight
         numbers: list[float] = []
         if window is not None and window.is_on(_HOST):
@@ -440,7 +440,7 @@ class LossWeights(LossForms):
         Raises:
             NotCheckedError: They are not proportional, as they were when they were checked.
         """
-        if not _is_same(weight, expected):
+        if abs(weight - expected) > _SAME_WEIGHT * abs(expected):  # not so for NaN
             self.are_apart = True
             self._refuse_what_is_not_counted()
             raise NotCheckedError(_changed(name, None, ()).said, is_known=True)

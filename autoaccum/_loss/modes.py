@@ -13,6 +13,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
+from autoaccum._system import signals
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -45,8 +47,9 @@ def _modes_kept(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
     try:
         yield parts
     finally:
-        for part, training in zip(parts, modes, strict=True):
-            part.training = training
+        with signals.held():
+            for part, training in zip(parts, modes, strict=True):
+                part.training = training
 
 
 @contextmanager

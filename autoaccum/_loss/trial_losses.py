@@ -107,7 +107,9 @@ class TrialLosses:
                 forms = forms_of(run, parts, again.get(name), self.tolerance, moves=moves)
             if not run.is_stated:
                 found[name] = forms
-            elif forms[0].form is not Form.MEAN or forms[0].is_clamped:
+                continue
+            is_finite = all(bool(one.gradients.isfinite().all()) for one in (run, *parts) if one.weights[0])
+            if is_finite and (forms[0].form is not Form.MEAN or forms[0].is_clamped):
                 raise no_mean(name, *((one.value, one.weights[0] or 0.0) for one in (run, *parts)))
 
     def unchecked(self, window: Window) -> dict[str, list[TermForm]]:
