@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 def check_alike(ranks: Ranks, step: GradientStep, arguments: Mapping[str, Any]) -> None:
     """Reject ranks whose model, optimizer or arguments differ, and say which differ.
 
-    Args:
-        ranks: All ranks.
-        step: This rank's training step.
-        arguments: The arguments of `fit` that must be the same, by name.
-
     Raises:
         InvalidInputError: They differ. Raised on every rank.
     """

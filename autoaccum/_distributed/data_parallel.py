@@ -155,12 +155,7 @@ class DataParallel(Peers):
             )
 
     def begin(self, window: Window, sizing: Sizing) -> Share | None:
-        """Begin a window; return the combined weights of its parts if they are needed before the parts are computed.
-
-        Args:
-            window: This rank's part.
-            sizing: Cuts this rank's part.
-        """
+        """Begin a window; return the combined weights of its parts if they are needed before the parts are computed."""
         self._window, self._sizing, self.is_decided = window, sizing, False
         self._buffers.begin()
         if self._begun is window:
@@ -314,9 +309,6 @@ class DataParallel(Peers):
 
         If anything fails on this rank alone, it still sends everything that the others wait for; what it holds
         afterwards is undefined. Everything that is sent was allocated before, so it cannot be missing.
-
-        Args:
-            given: The results of this rank's part.
 
         Returns:
             The outcome, which the others have yet to be informed of.

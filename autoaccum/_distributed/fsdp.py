@@ -134,11 +134,6 @@ class ShardedDataParallel(DataParallel):
     def failed(self, error: Exception, work: Work, number: int) -> None:
         """Decide what a failure means: all restart the window, or all end.
 
-        Args:
-            error: What failed here, or what another rank reported.
-            work: The micro-batches of the window.
-            number: The number of the update.
-
         Raises:
             StartAgainError: Memory ran out within a pass.
             DoesNotFitError: Memory ran out within a pass with the smallest micro-batch.
@@ -206,9 +201,6 @@ class ShardedDataParallel(DataParallel):
         """Wait until all ranks are ready for the next forward pass of an evaluation.
 
         Outside of a pass no rank waits for this one, which can try a smaller cut.
-
-        Args:
-            size: Samples of the pass.
 
         Raises:
             StartAgainError: As for `failed`.

@@ -41,11 +41,6 @@ def equal_shares(samples: int, ranks: int) -> list[int]:
 class DealtLoader:
     """Deals out the batches of a loader: of n ranks, each gets every n-th batch.
 
-    Args:
-        name: The argument that the loader was, for messages.
-        loader: A loader over all of the data, on every rank.
-        ranks: All ranks, which this constructor communicates with.
-
     Attributes:
         generator: The generator of `loader`. Its state, and those of the samplers' generators, belong to a position.
         sampler: The sampler of `loader`, which is notified of epochs.
@@ -97,14 +92,7 @@ class DealtLoader:
 
 
 class ShardedLoader(DealtLoader):
-    """Loads this rank's part of every window, in batches that never span two windows.
-
-    Args:
-        loader: As for `DealtLoader`.
-        ranks: As for `DealtLoader`.
-        target_batch: Samples per window, over all ranks.
-        drop_last: As for `fit`.
-    """
+    """Loads this rank's part of every window, in batches that never span two windows."""
 
     def __init__(self, loader: DataLoader[Any], ranks: Ranks, target_batch: int, *, drop_last: bool) -> None:
         super().__init__("loader", loader, ranks)

@@ -60,9 +60,6 @@ _hosts: list[Any] = []
 class Ranks:
     """The processes of one training, including this one.
 
-    Args:
-        memory: The device that this process computes on.
-
     Attributes:
         rank: Number of this process, from 0.
         size: Number of processes.

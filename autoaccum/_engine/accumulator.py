@@ -16,7 +16,7 @@ from autoaccum._engine.phases import Phase
 from autoaccum._engine.steady import NotSteadyError
 from autoaccum._engine.window import Engine
 from autoaccum._records import BackwardReport, DeviceScalar
-from autoaccum._sizing.cache_entry import CacheEntry
+from autoaccum._sizing.cache import CacheEntry
 from autoaccum._sizing.planner import plan
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system import signals

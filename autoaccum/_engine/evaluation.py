@@ -206,11 +206,6 @@ class Evaluator:
         """Run a micro-batch; return its sums, without losses that are taken over the whole batch, outputs and targets.
 
         Last come the outputs to keep for such losses, as they were before metrics, which may write into them.
-
-        Args:
-            window: The batch.
-            start: The first sample.
-            size: The samples.
         """
         step, part, sums = self._step, window.part(start, start + size), _Sums()
         cut = window.cut(start, start + size)
@@ -284,11 +279,6 @@ class Evaluator:
 
 def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
     """Try the losses on a few samples, and on fewer if memory runs out, where it is not known how they weigh them.
-
-    Args:
-        step: Whose losses.
-        window: The samples.
-        mark: Saves and restores what passes change.
 
     Raises:
         DoesNotFitError: Not even one sample fits.

@@ -122,13 +122,7 @@ class PartsThatFit:
     def attempt(
         self, function: Callable[[], _T], window: Window | None = None, size: int | None = None
     ) -> _T | MemoryEvent:
-        """Call a function; if memory runs out in it, restore everything and return what happened.
-
-        Args:
-            function: What to do.
-            window: Samples that it reads; None if that is not known.
-            size: How many of them; None if that cannot be changed.
-        """
+        """Call a function; if memory runs out in it, restore everything and return what happened."""
         versions, is_saved, is_first = _versions_in(window), False, not self._knows_what_moves
         try:
             self._savepoint.take(copies_all=is_first, is_thorough=is_first)

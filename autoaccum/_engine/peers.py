@@ -119,12 +119,7 @@ class Peers(GradientPeers):
 
 
 class Alone(Peers):
-    """The only process of a training.
-
-    Args:
-        step: The training step.
-        updates: Makes its updates; None where gradients are only added up.
-    """
+    """The only process of a training."""
 
     def __init__(self, step: GradientStep, updates: Updates | None = None) -> None:
         self._step = step

@@ -143,14 +143,7 @@ class Backoffs:
         return min([most, *(one.size for failed, one in self._by_widths.items() if are_within(failed, widths))])
 
     def fail(self, widths: Widths, size: int, *, target_batch: int, largest: int) -> bool:
-        """Record that so many samples ran out of memory; return whether there is a smaller size.
-
-        Args:
-            widths: Their widths.
-            size: Their number.
-            target_batch: As for `Backoff`.
-            largest: As for `Backoff`.
-        """
+        """Record that so many samples ran out of memory; return whether there is a smaller size."""
         if widths not in self._by_widths:
             self.begin(widths, target_batch, max(size, largest))
         return self._by_widths[widths].fail(size) is not None
@@ -163,11 +156,7 @@ class Backoffs:
         return backoff
 
     def succeed(self, present: Iterable[Widths]) -> Iterator[tuple[Widths, Backoff, int]]:
-        """Record a window without failures; yield backoffs for which it is time to try a larger size, and that size.
-
-        Args:
-            present: The widths of its samples.
-        """
+        """Record a window without failures; yield backoffs for which it is time to try a larger size, and that size."""
         present = set(present)
         for failed, backoff in list(self._by_widths.items()):
             if any(are_within(failed, widths) for widths in present):

@@ -218,6 +218,8 @@ class Frontier:
         elif size >= failed:
             is_last = self.failures > len(_AFTER_FAILURES)
             size = sure if is_last and sure else int(failed * _AFTER_FAILURES[min(self.failures or 1, 3) - 1])
+        else:
+            size = min(size, int(failed * _AFTER_FAILURES[0]))
         return max(1, min(max(sure, size), most))
 
     def _predicted(self, widths: Widths, free_bytes: float) -> int | None:

@@ -101,12 +101,7 @@ def balanced(samples: int, max_micro_batch: int) -> tuple[int, ...]:
 
 
 def shrink(samples: int, failed_size: int) -> int | None:
-    """Return the largest micro-batch to try after `failed_size` ran out of memory; None after a single sample.
-
-    Args:
-        samples: Samples in the window, which sizes are chosen to cut evenly.
-        failed_size: The size that failed, at least 1.
-    """
+    """Return the largest micro-batch to try after `failed_size` ran out of memory; None after a single sample."""
     if failed_size == 1:
         return None
     steps = -(-samples // failed_size)

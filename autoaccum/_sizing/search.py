@@ -104,14 +104,7 @@ class Search:
         return min(most, size)
 
     def tried(self, size: int, widths: Widths, extra_bytes: int | None, *, fits: bool) -> None:
-        """Record a trial.
-
-        Args:
-            size: Its number of samples.
-            widths: Their widths.
-            extra_bytes: Its memory beside what was in use before; None if that is not known.
-            fits: Whether it did not run out of memory.
-        """
+        """Record a trial."""
         confirms = self._begins_with is not None
         if fits:
             self.frontier.note(size, widths)
@@ -134,14 +127,7 @@ class Search:
     # --- windows ------------------------------------------------------------------------------------------------------
 
     def next_size(self, rest: int, widths: Widths, free_bytes: int, *, is_first: bool) -> int:
-        """Return the size of the next micro-batch.
-
-        Args:
-            rest: Samples that remain and can be joined.
-            widths: The widths of the widest of those.
-            free_bytes: Bytes free now.
-            is_first: Whether the micro-batch is the first of its window.
-        """
+        """Return the size of the next micro-batch."""
         if is_first:
             self._rest = rest
         small = max(_FIRST, min(_MOST_FIRST, rest // _PART_OF_WINDOW))
@@ -249,15 +235,7 @@ class Search:
     def _largest(
         self, widths: Widths, most: int, free_bytes: int, *, is_beside: bool = False, first: int = _FIRST
     ) -> int:
-        """Return the largest size that may fit beside the gradients.
-
-        Args:
-            widths: The widths of samples.
-            most: The most samples of interest.
-            free_bytes: Bytes free now.
-            is_beside: Whether the gradients exist.
-            first: The samples to begin with where nothing is known.
-        """
+        """Return the largest size that may fit beside the gradients, which exist already if `is_beside`."""
         free = free_bytes if is_beside else (free_bytes - self._gradient_bytes) * self._tolerance
         size = self.frontier.largest(widths, max(0.0, free), most, first=first)
         sizes = self.frontier.sizes(widths)

@@ -108,13 +108,6 @@ class Watcher(Protocol):
 class Sizing:
     """Cuts the windows of one run, based on the outcome of earlier ones.
 
-    Args:
-        memory: The device.
-        parameters: Returns the parameters that are currently trained.
-        cutting: How windows are cut initially.
-        wanted: Requirements for the cut.
-        watcher: Receives trials and plans.
-
     Attributes:
         plan: The current plan, for samples as wide as those that it was made for.
         set_plan: The plan that sizes grow back to.
@@ -315,9 +308,7 @@ class Sizing:
     def fail(self, size: int, *, may_wait: bool = False) -> bool:
         """Switch to smaller sizes after a micro-batch ran out of memory; return whether to try again.
 
-        Args:
-            size: Its samples.
-            may_wait: Whether single samples have fitted before.
+        It may wait for memory where single samples have fitted before.
         """
         widths = self._widths_of(size)
         if self._learning is not None:
@@ -352,13 +343,7 @@ class Sizing:
         return self._learning is None and self._widths is not None and self._shrink(self.plan.micro_batch, self._widths)
 
     def end(self, sizes: Sequence[int], *, is_clean: bool, has_room: Callable[[int], bool]) -> None:
-        """Record that a window has become an update, and choose the sizes of the next.
-
-        Args:
-            sizes: Its micro-batches.
-            is_clean: Whether it never ran out of memory.
-            has_room: Tells whether this many bytes more than before are available.
-        """
+        """Record that a window has become an update, and choose the sizes of the next."""
         if self._learning is not None:
             self._memory.trim()
             groups = [(sum(samples for samples, _ in runs), _widest(runs)) for runs in self._groups]

@@ -22,8 +22,7 @@ from autoaccum._engine.savings import AVOIDABLE, Savings
 from autoaccum._engine.step_limit import LimitLifted, StepLimit
 from autoaccum._loss.closures import Closure, modules_used_by
 from autoaccum._oom import is_oom, let_go
-from autoaccum._sizing.cache import PlanCache
-from autoaccum._sizing.cache_entry import CacheEntry
+from autoaccum._sizing.cache import CacheEntry, PlanCache
 from autoaccum._sizing.job_key import key_of
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason

@@ -8,7 +8,7 @@ from autoaccum._data.sample_sizes import largest_first
 from autoaccum._engine.probing import probe
 from autoaccum._engine.replaced_forward import are_compiled
 from autoaccum._records import SAMPLES, TOKENS
-from autoaccum._sizing.cache_entry import CacheEntry
+from autoaccum._sizing.cache import CacheEntry
 from autoaccum._sizing.job_key import key_of
 from autoaccum._sizing.planner import planned
 from autoaccum._sizing.sizing import SizingOptions

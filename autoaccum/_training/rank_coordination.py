@@ -39,16 +39,6 @@ _SHARED, _OWN = "windows", "own"
 class Coordinator:
     """The processes of one training, seen from one of them.
 
-    Args:
-        ranks: All ranks; None for a single process.
-        loader: As for `fit`.
-        target: Number of samples per window, or of tokens, over all ranks.
-        drop_last: As for `fit`.
-        shard: As for `fit`.
-        split: As for `fit`.
-        in_tokens: Whether the target is in tokens.
-        notices: Reports choices made for the user.
-
     Attributes:
         ranks: As the argument.
         loader: The loader that this process reads.
@@ -125,14 +115,7 @@ class Coordinator:
         return None if self.ranks is None else Window.of_spans((), None)
 
     def begin(self, step: TrainingStep, requests: Callable[[int], int], grows_to: int | None) -> None:
-        """Prepare to make windows.
-
-        Args:
-            step: This process's training step.
-            requests: Returns what this process requests after a window, given how many windows ahead that window is.
-            grows_to: The largest micro-batch to grow to, for a model that is sharded across ranks; None if sizes do not
-                grow.
-        """
+        """Prepare to make windows; `requests` takes how many windows ahead the window is that it is asked for."""
         if self.ranks is None:
             return
         said: dict[str, Any] = {
@@ -157,12 +140,7 @@ class Coordinator:
         return DealtLoader("val_loader", val_loader, self.ranks)  # type: ignore[arg-type]
 
     def windows(self, batches: Track, skip: int) -> Iterator[Window]:
-        """Return this process's parts of an epoch's windows.
-
-        Args:
-            batches: The epoch's remaining batches.
-            skip: Number of samples of the first batch that were used already.
-        """
+        """Return this process's parts of an epoch's windows."""
         if isinstance(self.loader, ShardedLoader):
             return stream(batches, self.loader.shares_left(), skip=skip, split=self.split)
         if self._in_tokens:
