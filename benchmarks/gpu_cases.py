@@ -740,16 +740,15 @@ def _head(_connection, tokens, features, classes, device):
     def whole(rows, targets):
         return functional.cross_entropy(head(rows).float(), targets)
 
-    def run(way):
-        chunked_loss.has_kernel = chosen if way == "chosen" else lambda *_: way == "Liger"
-        compute = whole if way == "whole" else loss
+    def run(compute, has_kernel):
+        chunked_loss.has_kernel = has_kernel
         with torch.autocast(device, torch.bfloat16):
             compute(hidden, labels).backward()
         head.weight.grad = hidden.grad = None
 
-    ways = {"whole logits": "whole", "chunks": "chunks", "as chosen": "chosen"}
-    ways |= {"Liger": "Liger"} if device == "cuda" and chunked_loss._of_liger() else {}
-    times = in_turn({way: functools.partial(run, kernel) for way, kernel in ways.items()}, 5, device=device)
+    ways = {"whole logits": (whole, chosen), "chunks": (loss, lambda *_: False), "as chosen": (loss, chosen)}
+    ways |= {"Liger": (loss, lambda *_: True)} if device == "cuda" and chunked_loss._of_liger() else {}
+    times = in_turn({way: functools.partial(run, *of) for way, of in ways.items()}, 5, device=device)
     return {way: statistics.median(values) for way, values in times.items()}
 
 
