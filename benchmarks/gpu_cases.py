@@ -164,7 +164,7 @@ def _pytest(findings, *where):
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         # Warnings are no errors: nobody has run the suite with this combination of versions.
-        options = ["-v", "--timeout=60", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
+        options = ["-v", f"--timeout={60 if findings.on_gpu else 300}", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
         code += f"import sys, pytest; sys.exit(pytest.main({[*options, f'--junitxml={report}', *where]!r}))"
         try:
             limit_s = max(5.0, findings.left_s() - 3)
