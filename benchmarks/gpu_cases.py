@@ -164,7 +164,8 @@ def _pytest(findings, *where):
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         # Warnings are no errors: nobody has run the suite with this combination of versions.
-        options = ["-v", f"--timeout={60 if findings.on_gpu else 300}", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
+        patience_s = 60 if findings.on_gpu else 300
+        options = ["-v", f"--timeout={patience_s}", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
         code += f"import sys, pytest; sys.exit(pytest.main({[*options, f'--junitxml={report}', *where]!r}))"
         try:
             limit_s = max(5.0, findings.left_s() - 3)
