@@ -1,7 +1,7 @@
 """The answers of finders of the largest batch, the steps they take, and whether they restore the state.
 
-Every finder runs on every workload in its own process, under the same limit: on the CPU with glibc's allocator settled
-as by autoaccum, on a GPU as a share of its memory. Its answer is compared with the truth: a bracket in which each size
+Every finder runs on every workload in its own process, under the same limit: on the CPU of the process, on a GPU as a
+share of its memory. Its answer is compared with the truth: a bracket in which each size
 trains in its own process, two updates of which the second has two micro-batches, so that gradients and optimizer state
 exist when the last begins.
 """
@@ -9,12 +9,15 @@ exist when the last begins.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import math
 import random
+import resource
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import isolated
 import numpy as np
@@ -34,6 +37,7 @@ FINDERS = {
 ALL = WORKLOADS | GPU_WORKLOADS
 STEPS = 2
 TIMEOUT_S = 180
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 
 # --- in the child ---------------------------------------------------------------------------------------------------
@@ -41,16 +45,31 @@ TIMEOUT_S = 180
 
 @contextlib.contextmanager
 def limited(workload):
-    """Limit the memory of this process."""
-    if workload.device == "cpu":
-        with Host().limited(workload.limit_bytes):
+    """Limit the memory of this process: that of the GPU, or of the host beyond what it holds now.
+
+    On the host an allocation beyond the limit fails, where that of `fit` is soft. glibc's thresholds are fixed, so that
+    freed blocks leave the process.
+    """
+    if workload.device == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(workload.limit_bytes / total)
+        try:
             yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
         return
-    torch.cuda.set_per_process_memory_fraction(workload.limit_bytes / torch.cuda.get_device_properties(0).total_memory)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    with Host().limited(None):  # with threads started
+        libc = ctypes.CDLL(None)
+        for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            libc.mallopt(option, 128 * 1024)
+        status = Path("/proc/self/status").read_text().splitlines()
+        held = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (held + workload.limit_bytes, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def state_of(model, optimizer):

@@ -164,7 +164,8 @@ def _pytest(findings, *where):
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         # Warnings are no errors: nobody has run the suite with this combination of versions.
-        options = ["-v", "--timeout=60", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
+        patience_s = 60 if findings.on_gpu else 300
+        options = ["-v", f"--timeout={patience_s}", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
         code += f"import sys, pytest; sys.exit(pytest.main({[*options, f'--junitxml={report}', *where]!r}))"
         try:
             limit_s = max(5.0, findings.left_s() - 3)
@@ -740,16 +741,15 @@ def _head(_connection, tokens, features, classes, device):
     def whole(rows, targets):
         return functional.cross_entropy(head(rows).float(), targets)
 
-    def run(way):
-        chunked_loss.has_kernel = chosen if way == "chosen" else lambda *_: way == "Liger"
-        compute = whole if way == "whole" else loss
+    def run(compute, has_kernel):
+        chunked_loss.has_kernel = has_kernel
         with torch.autocast(device, torch.bfloat16):
             compute(hidden, labels).backward()
         head.weight.grad = hidden.grad = None
 
-    ways = {"whole logits": "whole", "chunks": "chunks", "as chosen": "chosen"}
-    ways |= {"Liger": "Liger"} if device == "cuda" and chunked_loss._of_liger() else {}
-    times = in_turn({way: functools.partial(run, kernel) for way, kernel in ways.items()}, 5, device=device)
+    ways = {"whole logits": (whole, chosen), "chunks": (loss, lambda *_: False), "as chosen": (loss, chosen)}
+    ways |= {"Liger": (loss, lambda *_: True)} if device == "cuda" and chunked_loss._of_liger() else {}
+    times = in_turn({way: functools.partial(run, *of) for way, of in ways.items()}, 5, device=device)
     return {way: statistics.median(values) for way, values in times.items()}
 
 

@@ -46,9 +46,10 @@ def call(function, *arguments, timeout_s):
             if kind == "raised":
                 return told, None, value
             told.append(value)
-        return told, None, f"no answer within {timeout_s:.0f} s"
     except (EOFError, OSError):
         return told, None, _how_it_ended(process, log)
+    else:
+        return told, None, f"no answer within {timeout_s:.0f} s"
     finally:
         if process.is_alive():
             process.kill()

@@ -114,14 +114,6 @@ def markdown(rows):
         exact = sum(abs(row["ours_bytes"] - row["real_bytes"]) <= EXACT_BYTES for row in ended)
         told = f"Of the {len(ended)} runs with text that ended, {exact} are predicted to within 2 MiB of what was seen."
         lines += ["", told]
-    by_model = {}
-    for row in kinds["images"]:
-        if not row["ran_out"]:
-            by_model.setdefault((row["model"], row["card"]), []).append(error_of(row, "ours"))
-    if by_model:
-        lines += ["", "| images: model | card | runs | median of the errors |", "|---|---|---|---|"]
-        for (model, card), errors in sorted(by_model.items()):
-            lines.append(f"| {model} | {card} | {len(errors)} | {statistics.median(errors):+.1%} |")
     return "\n".join(lines)
 
 

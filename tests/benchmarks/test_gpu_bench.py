@@ -195,8 +195,8 @@ def test_without_a_gpu_every_part_but_the_machine_is_skipped(run, part):
 def test_signals_keep_what_was_found_and_end_what_runs(part, tmp_path, signals):
     pid = tmp_path / "pid"
     part("machine", "tell()")
-    part("survival", f"tell(False); (here / 'pid').write_text(str(os.getpid())){HANG}")
-    options = ["--device", "cpu", "--parts", "survival", "--program", tmp_path / "program.py", "--out", tmp_path]
+    part("transfer", f"tell(False); (here / 'pid').write_text(str(os.getpid())){HANG}")
+    options = ["--device", "cpu", "--parts", "transfer", "--program", tmp_path / "program.py", "--out", tmp_path]
     with subprocess.Popen(
         [sys.executable, BENCHMARKS / "gpu.py", *options], env=os.environ | {"TMPDIR": str(tmp_path)}
     ) as process:
@@ -209,7 +209,7 @@ def test_signals_keep_what_was_found_and_end_what_runs(part, tmp_path, signals):
 
     parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert (process.returncode, parts["machine"]["status"]) == (128 + signals[0], "done")
-    assert parts["survival"]["rows"][0]["found"] == "its result"
+    assert parts["transfer"]["rows"][0]["found"] == "its result"
     wait_for_end(pid.read_text())
 
 

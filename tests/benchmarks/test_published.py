@@ -65,5 +65,4 @@ def test_table_tells_every_predictor_of_each_kind():
     assert "| images | autoaccum | 1 | 1.00% | 100% | 0 | -1.0% | -1.0% | 1 of 1 | 0 of 1 |" in table
     assert "| images | xMem | 1 | 10.00% | 0% | 0 | +10.0% | +10.0% | 1 of 1 | 1 of 1 |" in table
     assert "| images | DNNMem | 1 | 30.00% | 0% | 0 | +30.0% | +30.0% | - | - |" in table
-    assert "| VGG16 | t4 | 1 | -1.0% |" in table
     assert "SchedTune" not in table
