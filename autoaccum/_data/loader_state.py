@@ -211,12 +211,12 @@ class Track:
                 # Makes the loader apply the state. The epoch is started by another iterator, since this one has drawn
                 # random numbers for an epoch that turns out to be finished.
                 self._load(position, lambda: iter(self._loader))
-            with _refusals_told(self._loader):
+            with _refusals_explained(self._loader):
                 set_states(self._generators, position.generators)
             return self
         self._check_that_it_is_the_same(position)
         self._set(position.start)
-        with _refusals_told(self._loader):
+        with _refusals_explained(self._loader):
             set_states(self._generators, position.generators)
         self._load(position, lambda: self.begin(position.epoch))  # some apply the state here
         self._start, self._start_generators = position.start, position.generators
@@ -242,7 +242,7 @@ class Track:
             if position.start is not None:
                 begin()
             return
-        with _refusals_told(self._loader):
+        with _refusals_explained(self._loader):
             self._loader.load_state_dict(copy.deepcopy(position.loader_state))
             begin()
 
@@ -293,7 +293,7 @@ class Track:
 
 
 @contextmanager
-def _refusals_told(loader: Any) -> Iterator[None]:
+def _refusals_explained(loader: Any) -> Iterator[None]:
     try:
         yield
     except CheckpointError:

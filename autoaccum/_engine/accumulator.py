@@ -45,13 +45,7 @@ _BATCHES_BEFORE_TIMING = 10
 
 @dataclass(frozen=True, slots=True)
 class _SizedEngine:
-    """What cuts and runs batches, up to one that is larger than any that fitted.
-
-    Attributes:
-        sizing: Cuts the batches.
-        engine: Computes their gradients.
-        entry: What the cache holds of them.
-    """
+    """Cuts and runs batches, up to one that is larger than any that fitted; `entry` is what the cache holds."""
 
     sizing: Sizing
     engine: Engine
@@ -100,14 +94,7 @@ class GradientAccumulator:
         return None if self._current is None else self._current.sizing.plan
 
     def add(self, window: Window) -> BackwardReport:
-        """Add the gradient of a window to `.grad`.
-
-        Args:
-            window: The window, or this process's part of it.
-
-        Raises:
-            AutoaccumError: As for `Accumulator.backward`.
-        """
+        """Add the gradient of a window, or of this process's part of it, to `.grad`."""
         started = time.perf_counter()
         step = self._step
         self._earlier, self._parameters = list(map(_GRADIENT, step.parameters)), step.parameters
@@ -121,7 +108,7 @@ class GradientAccumulator:
             reduced, outputs = engine.run(
                 window,
                 self._finish,
-                is_decided=lambda: self._is_added,
+                is_final=lambda: self._is_added,
                 on_change=self._on_change,
             )
             elapsed_s = time.perf_counter() - started
@@ -139,13 +126,13 @@ class GradientAccumulator:
             raise
         finally:
             self._earlier, self._parameters = [], []
-            if engine.lacks:
+            if engine.oom_events:
                 current.entry.forget()
         current.entry.keep(current.sizing.probe, current.sizing.fastest)
         return BackwardReport(
             samples=reduced.samples,
             micro_batches=engine.at.sizes,
-            oom_events=len(engine.lacks),
+            oom_events=len(engine.oom_events),
             elapsed_s=elapsed_s,
             peak_bytes=engine.peak_bytes,
             recomputed_samples=engine.at.recomputed,
@@ -166,11 +153,7 @@ class GradientAccumulator:
         self._rung, self._current = rung, None
 
     def look_up(self, window: Window) -> Rung:
-        """Look up what the cache holds of a batch that is about to be added, as long as modules are as the user's.
-
-        Returns:
-            What memory="auto" saved memory by in an earlier run.
-        """
+        """Return what memory="auto" needed in an earlier run; call it before a batch, with modules as the user's."""
         if self._current is None or _is_outgrown(self._current.sizing, window):
             self._looked_up = self._entry_of(window)
         return () if self._looked_up is None else self._looked_up.saves
@@ -279,7 +262,6 @@ class GradientAccumulator:
             self._events,
             self._notices,
             peers=self._peers,
-            elsewhere="outside of Accumulator.backward()",
             owns_gradients=False,
         )
         return _SizedEngine(sizing, engine, entry)

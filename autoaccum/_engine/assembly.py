@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from autoaccum._data.splits import is_default
 from autoaccum._engine import devices, optimizers, precision
 from autoaccum._engine.dtensor import refuse_sharded
 from autoaccum._engine.forward_backward import GradientStep, TrainingStep
 from autoaccum._engine.oom_report import OomReport
-from autoaccum._engine.time_first import TimeFirst
 from autoaccum._loss.objective import Objective
 from autoaccum._loss.terms import describe
 from autoaccum._memory.limits import format_bytes
@@ -57,7 +55,7 @@ def assemble(
         )
     _move(objective.modules, optimizer, memory)
     step = TrainingStep(objective, optimizer, how, memory, options)
-    _watch(step, notices)
+    _report_oom(step, notices)
     return step
 
 
@@ -79,10 +77,6 @@ def assemble_without_optimizer(
         notices: Reports choices.
         further: Modules beside the model that the loss uses.
         scale: The user's own scaler, or a function that scales a loss; None for no scaling.
-
-    Raises:
-        InvalidInputError: As for `assemble`.
-        DoesNotFitError: As for `assemble`.
     """
     check_model(model)
     with devices.failures_told(memory, "what a gradient needs in addition to the model"):
@@ -93,7 +87,7 @@ def assemble_without_optimizer(
     step = GradientStep(objective, how, memory, options)
     if scale is not None:
         step.scale = scale.scale if isinstance(scale, torch.amp.GradScaler) else _checked(scale)
-    _watch(step, notices)
+    _report_oom(step, notices)
     return step
 
 
@@ -124,10 +118,7 @@ def _checked(scale: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return scaled
 
 
-def _watch(step: GradientStep, notices: Notices) -> None:
-    watch = TimeFirst(step.objective.modules, notices)
-    if is_default(step.objective.split) and not watch.is_done:
-        step.time_first = watch
+def _report_oom(step: GradientStep, notices: Notices) -> None:
     if (folder := step.options.report_folder) is not None:
         step.witness = OomReport(folder, step, notices).see
 

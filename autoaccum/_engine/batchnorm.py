@@ -27,10 +27,6 @@ class BatchNorms:
         mode: "keep": running statistics move by the layer's momentum with every micro-batch, and so decay faster
             than with the whole batch; "rescale": over a window they decay as much as in one update.
         notices: Reports that micro-batches are normalised separately.
-
-    Attributes:
-        rescales: Whether the mode is "rescale".
-        is_there: Whether the modules contain such layers.
     """
 
     def __init__(self, modules: Iterable[nn.Module], mode: str, notices: Notices) -> None:
@@ -71,15 +67,12 @@ class BatchNorms:
         )
 
     def rescale(self, share: float) -> None:
-        """Set the momentum for a micro-batch, from `m` to `1 - (1 - m) ** share`.
+        """Set the momentum for a micro-batch, a share of the window's samples, from `m` to `1 - (1 - m) ** share`.
 
         The old running statistics are multiplied by `(1 - m) ** share`. The shares of a window add up to 1, so together
         its micro-batches multiply them by `1 - m`, as one update with the whole batch does. Layers that average over
-        all batches (momentum=None), have no running statistics or are in evaluation mode are left alone.
-
-        Args:
-            share: The micro-batch's fraction of the window's samples. It holds until the next call, so that a forward
-                pass repeated by activation checkpointing sees it too.
+        all batches (momentum=None), have no running statistics or are in evaluation mode are left alone. The momentum
+        holds until the next call, so that a forward pass repeated by activation checkpointing sees it too.
         """
         if not self.rescales:
             return

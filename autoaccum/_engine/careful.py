@@ -7,7 +7,7 @@ know: losses that are pairs, vectors or several, sizes that are searched for, mo
 from __future__ import annotations
 
 from bisect import bisect_right
-from contextlib import closing, nullcontext
+from contextlib import closing
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.noise_scale import spread_of, squared_norm
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.window_loss import WholeWindow
-from autoaccum._loss.loss_weights import Common
+from autoaccum._loss.loss_forms import Common
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -36,20 +36,7 @@ if TYPE_CHECKING:
 
 
 class CarefulPath:
-    """Runs the micro-batches of windows, and leaves their gradient in `.grad`. Catches nothing.
-
-    Args:
-        step: The training step.
-        sizing: Cuts the windows.
-        savepoint: Taken before each window.
-        norms: The step's BatchNorm layers.
-        peers: The processes of the training.
-        takes_whole: Whether the loss is computed over the whole window at once.
-        noise: The gradient noise scale that windows are measured for; None without `noise_scale`.
-
-    Raises:
-        InvalidInputError: The loss cannot be computed that way.
-    """
+    """Runs the micro-batches of windows, and leaves their gradient in `.grad`. Catches nothing."""
 
     def __init__(
         self,
@@ -74,10 +61,10 @@ class CarefulPath:
     def run(
         self, window: Window, at: Progress, share: SharedWeights | None, *, is_first: bool, measures_noise: bool
     ) -> PartResult:
-        """Run a window from its start.
+        """Run a window, or this process's part of it, from its start.
 
         Args:
-            window: The window, or this process's part of it.
+            window: The window.
             at: Follows the micro-batches.
             share: What is known in advance about the weight of the other parts.
             is_first: Whether to check what only a pass with a graph can show.
@@ -88,49 +75,45 @@ class CarefulPath:
         """
         if self._whole is not None:
             return self._run_whole(self._whole, window, at, is_first=is_first)
-        step, first = self._step, None
-        given = PartResult(window.samples)
+        step, sizing, given = self._step, self._sizing, PartResult(window.samples)
+        noise = self._noise if measures_noise else None
         factors: list[Factors] = []
-        while at.done < window.samples:
+        first_norm: Tensor | None = None
+        while at.done < window.samples:  # once, but where each micro-batch decides the size of the next
             step.stage.phase, at.size = Phase.WEIGH, None
-            sizes = self._cut(at.done, measures_noise=measures_noise)
+            sizes, before = sizing.cut(at.done), len(factors)
+            if noise is not None:
+                sizes = self._cut_to_measure(noise, sizes)
             starts = tuple(accumulate(sizes[:-1], initial=at.done))
-            at.sizes = (*at.sizes[: len(factors)], *sizes)
+            at.sizes = (*at.sizes[:before], *sizes)
             if not factors:
                 self._check_losses(window, at, sizes, is_first=is_first)
-            before = len(factors)
-            factors = [*factors, *self._weigh(window, at.sizes, share)[before:]]
-            if self._norms.is_there and not self._sizing.is_learning:
+            factors += self._weigh(window, at.sizes, share)[before:]
+            if self._norms.is_there and not sizing.is_learning:
                 self._norms.announce(at.sizes)  # only for sizes that will be used again
-            if self._sizing.is_learning and step.objective.weights.common is not Common.NOTHING:
-                order: Sequence[int] = [0]  # its measurement decides the next size
-            else:
-                order = range(len(sizes)) if measures_noise else self._order(window, starts, sizes)
+            order = range(len(sizes)) if noise is not None else self._order(window, starts, sizes)
             feed = step.transfer.feed(window, [sizes[place] for place in order], [starts[place] for place in order])
             with closing(feed):
                 for place in order:
-                    at.size, self._sizing.start, factor = sizes[place], starts[place], factors[before + place]
+                    at.size, sizing.start = sizes[place], starts[place]
                     step.objective.weights.start = starts[place]
-                    self._one(feed, window, at.size, factor, given)
-                    if measures_noise and first is None:
-                        first = self._squared_norm()
+                    self._one(feed, window, at.size, factors[before + place], given)
+                    if noise is not None and first_norm is None:
+                        first_norm = self._squared_norm()
                     at.done += at.size
-            if self._sizing.is_learning:
+            if sizing.is_learning:
                 del factors[before + len(order) :]
         at.size = None
         given.weight, given.provisional = self._weight(given, window, share)
-        given.spread = self._spread(first, window, at.sizes, factors, given)
+        given.spread = self._spread(first_norm, window, at.sizes, factors, given)
         return given
 
     # --- micro-batches ------------------------------------------------------------------------------------------------
 
-    def _cut(self, done: int, *, measures_noise: bool) -> tuple[int, ...]:
-        """Return the sizes of the micro-batches that are left, in the order of their samples."""
-        sizes = self._sizing.cut(done)
-        return self._cut_to_measure(self._noise, sizes) if measures_noise and self._noise is not None else sizes
-
     def _order(self, window: Window, starts: Sequence[int], sizes: Sequence[int]) -> Sequence[int]:
         """Return the order in which micro-batches run: the costliest first, so that they fail before much is done."""
+        if self._sizing.is_learning and self._step.objective.weights.common is not Common.NOTHING:
+            return [0]  # its measurement decides the next size
         if len(window.groups()) == 1:
             return range(len(sizes))
         bounds, bytes_each = list(accumulate(window.groups())), window.sample_bytes()
@@ -182,11 +165,8 @@ class CarefulPath:
             return
         samples = common or window
         at.size = None if step.objective.tries_several else 1  # if that does not fit, nothing does
-        mark, objective, watch = self._before_trying, step.objective, step.time_first
-        with nullcontext() if watch is None else watch.watching(lambda: objective.samples):
-            objective.check(samples, sizes, step.transfer.place, mark, step.precision.autocast, step.parameters)
-        if watch is not None and watch.is_done:
-            step.time_first = None
+        place, autocast = step.transfer.place, step.precision.autocast
+        step.objective.check(samples, place, self._before_trying, autocast, step.parameters)
         at.size, at.is_checked = None, True
 
     def _weigh(self, window: Window, sizes: tuple[int, ...], share: SharedWeights | None) -> list[Factors]:
@@ -244,21 +224,19 @@ class CarefulPath:
                 "BatchNorm computes its statistics from each micro-batch, so the noise scale that is measured depends "
                 "on the micro-batch's size too"
             )
-        if len(sizes) > 1:
-            return sizes
-        (size,) = sizes
-        if size == 1:
-            noise.say("a window of one sample cannot be cut in two, so it tells nothing about noise", hinders=True)
-            return sizes
-        if self._norms.is_there:
+        size, is_whole = sizes[0], len(sizes) == 1
+        if is_whole and size > 1 and not self._norms.is_there:
+            noise.say(f"windows fit at once, so one in {noise.every} is cut in two to be measured")
+            return size - size // 2, size // 2
+        if is_whole:
             noise.say(
-                "windows fit at once, and are not cut in two to be measured, since BatchNorm would then compute its "
-                "statistics from halves; smaller micro-batches make it measurable",
+                "a window of one sample cannot be cut in two, so it tells nothing about noise"
+                if size == 1
+                else "windows fit at once, and are not cut in two to be measured, since BatchNorm would then compute "
+                "its statistics from halves; smaller micro-batches make it measurable",
                 hinders=True,
             )
-            return sizes
-        noise.say(f"windows fit at once, so one in {noise.every} is cut in two to be measured")
-        return size - size // 2, size // 2
+        return sizes
 
     def _squared_norm(self) -> Tensor:
         return squared_norm((parameter.grad for parameter in self._step.parameters), self._step.memory.device)

@@ -33,11 +33,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 @contextmanager
 def checkpointed(modules: Sequence[nn.Module], name: str | None = None) -> Iterator[str]:
-    """Keep only the inputs of blocks, and recompute the rest in the backward pass.
-
-    Args:
-        modules: The modules of the step.
-        name: As for `blocks_of`.
+    """Keep only the inputs of blocks (`blocks_of`), and recompute the rest in the backward pass.
 
     Yields:
         What is done, such as "activation checkpointing of 33 Bottleneck blocks"; empty if there is no block.
@@ -56,12 +52,10 @@ def checkpointed(modules: Sequence[nn.Module], name: str | None = None) -> Itera
 
 
 def blocks_of(modules: Sequence[nn.Module], name: str | None = None) -> list[nn.Module]:
-    """Return the blocks to checkpoint.
+    """Return the blocks to checkpoint: those of a name, or those that the model stacks.
 
-    Args:
-        modules: The modules of the step.
-        name: What blocks are called in their model, alone or as a list of them, also where others (DDP, PEFT, a
-            compiled module) are around it; or their class. None for those that the model stacks.
+    A name is what blocks are called in their model, alone or as a list of them, also where others (DDP, PEFT, a
+    compiled module) are around it; or their class.
     """
     if name is None:
         found = [block for module in modules for block in repeated_blocks(module)]

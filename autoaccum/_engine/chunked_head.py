@@ -83,12 +83,7 @@ class UnmadeLogits(Tensor):
 
     @staticmethod
     def of(recipe: _Recipe, form: Tensor) -> UnmadeLogits:
-        """Return what stands for logits.
-
-        Args:
-            recipe: How they would be made.
-            form: A tensor on the meta device of their shape and type.
-        """
+        """Return what stands for logits; `form` has their shape and type, and is on the meta device."""
         device = recipe.hidden.device
         made: Any = Tensor._make_wrapper_subclass(UnmadeLogits, form.shape, dtype=form.dtype, device=device)
         made._recipe = recipe

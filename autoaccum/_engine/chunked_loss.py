@@ -30,9 +30,8 @@ class ChunkedLoss(nn.Module):
         loss = autoaccum.ChunkedLoss(model.lm_head)
         loss(hidden, labels)  # nn.CrossEntropyLoss()(model.lm_head(hidden).flatten(0, -2), labels.flatten())
 
-    The logits are computed once more in the backward pass, unless Liger (on CUDA, where it is installed) or PyTorch
-    (2.15 and later, in float32 on accelerators) has a kernel for it. The loss is in float32 at least. What is kept for
-    the backward pass is the hidden states alone.
+    The logits are computed once more in the backward pass, unless Liger is installed, which has a kernel for CUDA. The
+    loss is in float32 at least. What is kept for the backward pass is the hidden states alone.
 
     Args:
         head: Makes logits, shape (..., classes), of hidden states, shape (..., features), for each token by itself. It
@@ -73,8 +72,8 @@ class ChunkedLoss(nn.Module):
         if type(label_smoothing) not in (int, float) or not 0 <= label_smoothing <= 1:
             raise InvalidInputError(f"label_smoothing={shown(label_smoothing)} must be a number from 0 to 1")
         self.head = head
-        self.register_buffer("weight", weight, persistent=False)
         self.weight: Tensor | None
+        self.register_buffer("weight", weight, persistent=False)
         self.ignore_index = ignore_index
         self.reduction = reduction
         self.label_smoothing = label_smoothing
@@ -118,20 +117,10 @@ def chunked_cross_entropy(
     reduction: str,
     label_smoothing: float,
 ) -> Tensor:
-    """Return the cross entropy as `ChunkedLoss` does, which describes the other arguments.
+    """Return the cross entropy as `ChunkedLoss` does, of logits that `make` makes of some tokens.
 
-    Args:
-        make: Makes the logits of some tokens.
-        head: The layer that does.
-        hidden: See there.
-        labels: See there.
-        held: The layer's parameters with which the logits are to be made.
-        is_alone: Whether the layer alone makes them, so that kernels may take its weight.
-        asked: What to call this in an error.
-        weight: See there.
-        ignore_index: See there.
-        reduction: See there.
-        label_smoothing: See there.
+    The layer `head` does so with the parameters in `held`; if it `is_alone`, kernels may take its weight. `asked` is
+    what to call this in an error.
     """
     if labels.is_floating_point() or labels.shape != hidden.shape[:-1]:
         raise InvalidInputError(
@@ -142,9 +131,9 @@ def chunked_cross_entropy(
     rows, classes = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
     counts = classes != ignore_index
     is_plain = is_alone and weight is None and not label_smoothing and reduction != "none" and torch.is_grad_enabled()
-    if is_plain and (kernel := _kernel_for(head, rows)) is not None:
+    if is_plain and has_kernel(head, rows):
         # The second number makes it a sum over elements, which says what a mean over micro-batches is divided by.
-        summed = functional.pad(kernel(rows, classes, ignore_index).reshape(1), (0, 1)).sum()
+        summed = functional.pad(by_liger(head, rows, classes, ignore_index).reshape(1), (0, 1)).sum()
         return summed if reduction == "sum" else summed / counts.sum()
 
     def losses_of(rows: Tensor, classes: Tensor) -> Tensor:
@@ -182,66 +171,43 @@ def _check_held(head: nn.Module, held: Sequence[Tensor], asked: str) -> None:
         )
 
 
-# --- kernels of libraries ---------------------------------------------------------------------------------------------
-
-# They compute gradients in the forward pass already, so logits are computed once. They are left alone on the CPU, where
-# PyTorch's takes about as long as chunks; in float16, since those gradients come before the loss is scaled, and
-# vanish; and PyTorch's in bfloat16, in which it would return the loss, with three digits. Liger's takes so few tokens
-# at a time that their logits have the size of all hidden states; of fewer than 256, it is slower than chunks
-# (benchmarks/gpu.py, "saving").
-# (hidden states (N, D), weight (V, D), bias (V,) or None, classes (N,), class to ignore) -> sum over the others.
-if TYPE_CHECKING:
-    Kernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, int], Tensor]
+# --- Liger's kernel ---------------------------------------------------------------------------------------------------
 
 
-def _kernel_for(head: nn.Module, hidden: Tensor) -> Callable[[Tensor, Tensor, int], Tensor] | None:
-    """Return what sums the cross entropies of (hidden states, classes, class to ignore); None where no kernel does."""
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    kernel = kernel_for(device, dtype)
-    if kernel is None or type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
-        return None
-    if kernel is by_liger and hidden.numel() < _LEAST * head.out_features:
-        return None
+def has_kernel(head: Any, hidden: Tensor) -> bool:
+    """Whether Liger's kernel takes a head and hidden states, and is better than chunks.
 
-    def summed(hidden: Tensor, classes: Tensor, ignore_index: int) -> Tensor:
-        with torch.autocast(device, enabled=False):
-            bias = None if head.bias is None else head.bias.to(dtype)
-            return kernel(hidden.to(dtype), head.weight.to(dtype), bias, classes, ignore_index)
-
-    return summed
+    It computes gradients in the forward pass already, so logits are computed once. In float16 these gradients, which
+    come before the loss is scaled, would vanish. The kernel takes so few tokens at a time that their logits have the
+    size of all hidden states; of fewer than 256, it is slower than chunks (benchmarks/gpu.py, "saving").
+    """
+    if hidden.device.type != "cuda" or _dtype_of(hidden) not in (torch.float32, torch.bfloat16) or _of_liger() is None:
+        return False
+    is_plain = type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
+    return is_plain and bool(hidden.numel() >= _LEAST * head.out_features)
 
 
-def kernel_for(device: str, dtype: torch.dtype) -> Kernel | None:
-    """Return the kernel for a kind of device and the type of logits; None if there is none better than chunks."""
-    if device == "cuda" and dtype in (torch.float32, torch.bfloat16) and _of_liger() is not None:
-        return by_liger
-    is_for_torch = device != "cpu" and dtype is torch.float32
-    return by_torch if is_for_torch and hasattr(functional, "linear_cross_entropy") else None
-
-
-def by_torch(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor, ignore_index: int) -> Tensor:
-    """Return the sum by PyTorch's kernel; without options, it would hold all logits."""
-    summed: Tensor = functional.linear_cross_entropy(
-        hidden,
-        weight,
-        classes,
-        linear_bias=bias,
-        reduction="sum",
-        ignore_index=ignore_index,
-        options=nn.LinearCrossEntropyOptions(acc_policy="accurate"),
-    )
-    return summed
-
-
-def by_liger(hidden: Tensor, weight: Tensor, bias: Tensor | None, classes: Tensor, ignore_index: int) -> Tensor:
-    """Return the sum by Liger's kernel, with the weight's gradient added up in float32."""
-    function = _of_liger()
+def by_liger(head: Any, hidden: Tensor, classes: Tensor, ignore_index: int) -> Tensor:
+    """Return the sum of the cross entropies of hidden states (N, D), with the weight's gradient added up in float32."""
+    function, dtype = _of_liger(), _dtype_of(hidden)
     assert function is not None
-    summed: Tensor = function(
-        hidden, weight, classes, bias, ignore_index=ignore_index, reduction="sum", accum_dtype=torch.float32
-    )
+    with torch.autocast(hidden.device.type, enabled=False):
+        summed: Tensor = function(
+            hidden.to(dtype),
+            head.weight.to(dtype),
+            classes,
+            None if head.bias is None else head.bias.to(dtype),
+            ignore_index=ignore_index,
+            reduction="sum",
+            accum_dtype=torch.float32,
+        )
     return summed
+
+
+def _dtype_of(hidden: Tensor) -> torch.dtype:
+    """Return the type of logits of hidden states."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 @functools.cache

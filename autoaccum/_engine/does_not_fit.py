@@ -71,13 +71,7 @@ def sample_of(window: Window, index: int) -> str:
 
 
 def described(batch: Any, name: str | None = None, *, has_rows: bool = True) -> str:
-    """Return a batch of one sample in words.
-
-    Args:
-        batch: The batch.
-        name: The name of the sample; None if it has none.
-        has_rows: Whether samples run along the first dimension, which is then left out of shapes.
-    """
+    """Return a batch of one sample in words, with its name; samples run along the first dimension if it `has_rows`."""
     shapes = shapes_of_sample(batch, has_rows=has_rows)
     if not shapes:
         return name or ONE_SAMPLE

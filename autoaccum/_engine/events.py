@@ -18,11 +18,7 @@ class Events:
     Args:
         callbacks: Called with trials, plans and out-of-memory events.
         notices: Reports these to the user; None if a callback does that.
-        windows: As the attribute, where training resumes.
-
-    Attributes:
         windows: Windows that have become an update so far.
-        oom_events: Number of times memory has run out.
     """
 
     def __init__(self, callbacks: Sequence[Callback] = (), notices: Notices | None = None, windows: int = 0) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from autoaccum._data.nesting import plain_parts
+from autoaccum._engine.lack_of_memory import first_of
 from autoaccum._system.notices import Notices
 from autoaccum.errors import NotFiniteError
 
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 _SKIPPED_IN_A_ROW = 50
 # Devices other than CUDA's are asked once in so many windows, with one wait.
 _ASKED_EVERY = 64
-# Names listed in a message.
-_NAMED = 3
 
 
 class Finiteness:
@@ -150,10 +149,10 @@ class Finiteness:
 
     def tell_refusal(self, names: list[str], step: int, newest: object) -> None:
         """Report that no checkpoint is written, once until one is written."""
-        listed = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
         kept = "there is none yet" if newest is None else f"the last finite one stays: {newest}"
         self._notices.say(
-            f"WARNING: step {step}: no checkpoint is written, since it would hold NaN or infinity ({listed}); {kept}",
+            f"WARNING: step {step}: no checkpoint is written, since it would hold NaN or infinity "
+            f"({first_of(names)}); {kept}",
             key=f"refused {newest}",
             level=logging.WARNING,
         )

@@ -22,7 +22,7 @@ from autoaccum._loss.objective import no_gradient
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from autoaccum._engine.gradient_checks import GradientChecks
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from autoaccum._engine.lack_of_memory import Witness
     from autoaccum._engine.options import Options
     from autoaccum._engine.precision import Precision
-    from autoaccum._engine.time_first import TimeFirst
     from autoaccum._loss.loss_weights import Factors
     from autoaccum._loss.objective import Objective, Source
     from autoaccum._loss.terms import Term
@@ -59,31 +58,23 @@ class Passes(Protocol):
     def evaluation_pass(self, size: int) -> AbstractContextManager[None]:
         """Wait until all are ready for a forward pass of an evaluation, which ranks without data join too.
 
-        Args:
-            size: Samples of the pass, for the error if it fails while others wait for it.
+        The number of samples is for the error if the pass fails while others wait for it.
         """
 
 
 class GradientStep:
     """A model, an objective and a precision on one device: everything needed to compute a gradient.
 
-    Args:
-        objective: How a batch becomes loss terms.
-        precision: Precision of the forward pass.
-        memory: The device.
-        options: The options of the call that this is for.
-
     Attributes:
-        parameters: Every parameter of the objective's modules, as of the last `look`.
-        sources_left: Losses with their own forward passes that the current micro-batch has yet to run.
-        stage: Records the current phase.
+        parameters: Every parameter of the objective's modules, as of the last `refresh`.
         witness: Called on the first lack of memory, before anything is freed; None if not requested.
         passes: Notified of each pass; None if the model does not communicate in passes.
-        time_first: Watches the first passes; None afterwards.
         scale: Multiplies a loss before its backward pass; None for no scaling.
         watch: Checks gradients before and after each backward pass; None for no check.
         keeps_outputs: Whether to keep the outputs of micro-batches.
     """
+
+    optimizer: torch.optim.Optimizer | None = None
 
     def __init__(self, objective: Objective, precision: Precision, memory: MemoryBackend, options: Options) -> None:
         self.objective = objective
@@ -91,10 +82,8 @@ class GradientStep:
         self.memory = memory
         self.options = options
         self.transfer = Transfer(memory.device)
-        self.sources_left = 0
         self.witness: Witness | None = None
         self.passes: Passes | None = None
-        self.time_first: TimeFirst | None = None
         self.scale: Callable[[Tensor], Tensor] | None = None if precision.scaler is None else precision.scaler.scale
         self.watch: GradientChecks | None = None
         self.keeps_outputs = False
@@ -109,8 +98,8 @@ class GradientStep:
         """The current phase."""
         return self.stage.phase
 
-    def look(self) -> bool:
-        """Look for the current parameters; return whether they, or which of them are trained, have changed."""
+    def refresh(self) -> bool:
+        """Look up the current parameters; return whether they, or which of them are trained, have changed."""
         if self.is_sharded:
             return False
         before, were_trained = self.parameters, self._are_trained
@@ -118,11 +107,6 @@ class GradientStep:
         self._are_trained = [parameter.requires_grad for parameter in self.parameters]
         is_same = len(before) == len(self.parameters) and all(map(is_, before, self.parameters))
         return not is_same or were_trained != self._are_trained
-
-    @property
-    def groups(self) -> Sequence[dict[str, Any]]:
-        """The optimizer's groups of parameters; none without one."""
-        return ()
 
     def _found(self) -> list[nn.Parameter]:
         own = (parameter for module in self.objective.modules for parameter in module.parameters())
@@ -134,7 +118,7 @@ class GradientStep:
             parameter.grad = None
 
     def gradients_of_new(self) -> list[nn.Parameter]:
-        """Return the parameters with a gradient that the model did not have at the last `look`."""
+        """Return the parameters with a gradient that the model did not have at the last `refresh`."""
         known = set(self.parameters)
         return [parameter for parameter in self._found() if parameter.grad is not None and parameter not in known]
 
@@ -157,30 +141,16 @@ class GradientStep:
         return list(map(_GRADIENT, self.parameters)) != [None] * len(self.parameters)
 
     def accumulate(self, batch: Any, samples: int, factors: Factors, into: PartResult) -> None:
-        """Run one micro-batch forward and backward, adding to the gradients.
+        """Run one micro-batch, on the device, forward and backward, adding to the gradients and to `into`.
 
         Several losses with their own forward passes run one after the other, so that only one graph is alive at a time.
-
-        Args:
-            batch: The micro-batch, on the device.
-            samples: Its number of samples.
-            factors: Factors for its losses.
-            into: Where its results are added.
 
         Raises:
             InvalidInputError: The result is not a loss, or has no graph.
         """
-        if self.time_first is not None:
-            watch, self.time_first = self.time_first, None
-            with watch.watching(lambda: samples):
-                self.accumulate(batch, samples, factors, into)
-            self.time_first = None if watch.is_done else watch
-            return
         if self.passes is not None:
             self.passes.begin_pass()
-        self.sources_left = len(self.objective.sources)
         for source in self.objective.sources:
-            self.sources_left -= 1
             self._run(source, batch, samples, factors, into)
         if self.passes is not None:
             self.passes.end_pass()
@@ -244,19 +214,13 @@ class GradientStep:
 
 
 class TrainingStep(GradientStep):
-    """Everything needed to compute a gradient, and an optimizer.
-
-    Args:
-        objective: As for `GradientStep`.
-        optimizer: Created from the parameters of the objective's modules.
-        precision: As for `GradientStep`.
-        memory: As for `GradientStep`.
-        options: As for `GradientStep`.
+    """A gradient step with an optimizer, whose parameters are among `parameters`.
 
     Attributes:
-        parameters: Every parameter of the modules and of the optimizer, as of the last `look`.
         updates: Makes updates from the gradients accumulated here.
     """
+
+    optimizer: torch.optim.Optimizer
 
     def __init__(
         self,
@@ -273,11 +237,6 @@ class TrainingStep(GradientStep):
 
     def _found(self) -> list[nn.Parameter]:
         return list(dict.fromkeys([*super()._found(), *self.held()]))
-
-    @property
-    def groups(self) -> Sequence[dict[str, Any]]:
-        """The optimizer's groups of parameters."""
-        return self.optimizer.param_groups
 
     def held(self) -> list[nn.Parameter]:
         """Return the parameters that the optimizer holds."""

@@ -33,17 +33,16 @@ class GradientChecks:
 
     Args:
         parameters: The step's, which calls this while it is its `watch`.
-        elsewhere: Where the user may change gradients, for messages.
-        refuses_strangers: Whether the loss may reach no parameters but the step's.
+        owns_gradients: Whether the loss may reach other parameters too, whose gradients are dropped.
 
     Raises:
         InvalidInputError: By all methods: a check fails.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], elsewhere: str, *, refuses_strangers: bool) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], *, owns_gradients: bool) -> None:
         self._parameters = parameters
-        self._elsewhere = elsewhere
-        self._known = set(parameters) if refuses_strangers else None
+        self._known = None if owns_gradients else set(parameters)
+        self._elsewhere = "between windows" if owns_gradients else "outside of Accumulator.backward()"
         # Not kept alive: its graph holds the activations of a micro-batch that may have failed.
         self._total: weakref.ref[Tensor] | None = None
         self._note()
@@ -149,7 +148,7 @@ def refuse_hooks(parameters: Sequence[nn.Parameter]) -> None:
         )
 
 
-def tell_of_hooks(parameters: Sequence[nn.Parameter], notices: Notices) -> None:
+def warn_of_hooks(parameters: Sequence[nn.Parameter], notices: Notices) -> None:
     """Say if parameters have hooks on their gradients, in a window of several micro-batches."""
     if found := len(hooked(parameters)):
         notices.say(

@@ -25,11 +25,7 @@ _ROUNDING = 1e-14
 
 
 class LossSum:
-    """What each micro-batch adds to a loss, on the device. They are added only when the loss is read.
-
-    Args:
-        parts: Tensors without dimensions.
-    """
+    """What each micro-batch adds to a loss, on the device. The parts are added only when the loss is read."""
 
     __slots__ = ("_parts",)
 

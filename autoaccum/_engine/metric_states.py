@@ -20,14 +20,7 @@ _RESULTS = ("_computed", "_forward_cache", "_cache")
 
 
 class MetricStates:
-    """The states of all metrics among some modules.
-
-    Args:
-        modules: Modules, of which those that are metrics are watched.
-
-    Attributes:
-        are_there: Whether there are any.
-    """
+    """The states of all metrics among some modules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = list({id(module): module for module in modules}.values())  # a metric's hash is that of its states

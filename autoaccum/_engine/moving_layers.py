@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 _OF_NORMS = "num_batches_tracked"
 
 
-def tell_of_moving_layers(
-    modules: Iterable[nn.Module], moved: Sequence[str], sizes: Sequence[int], notices: Notices
+def warn_of_moving_layers(
+    modules: Iterable[nn.Module], moved: Sequence[str], micro_batches: int, notices: Notices
 ) -> None:
-    """Tell once which buffers and parameters have moved in a window, given their names and its micro-batches."""
-    if not moved or len(sizes) == 1:
+    """Tell once which buffers and parameters have moved in a window of several micro-batches, given their names."""
+    if not moved:
         return
     usual = set(_usual(modules))
     names = [name for name in moved if name not in usual and not name.endswith(_OF_NORMS)]
     if names:
         notices.say(
-            f"forward() moves {first_of(names)}: once for each micro-batch, {len(sizes)} times in this update instead "
-            "of once, and later micro-batches meet other values than the first. For the whole batch's gradient, "
-            "collect in forward() what moves them, and move them once an update, from a callback's on_step "
+            f"forward() moves {first_of(names)}: once for each micro-batch, {micro_batches} times in this update "
+            "instead of once, and later micro-batches meet other values than the first. For the whole batch's "
+            "gradient, collect in forward() what moves them, and move them once an update, from a callback's on_step "
             "(docs/losses.md)",
             key="moving layers",
         )

@@ -71,10 +71,10 @@ def shuffled(window: Window, seed: int) -> Window:
     """Return a window with its samples in an order that `seed` determines, so that micro-batches are random parts.
 
     The loader's order stays where samples cannot all be joined into one batch, where a split other than `ListOfSamples`
-    cuts them, and where a batch holds a count of its own targets.
+    cuts them, and where a batch holds numbers of its own.
     """
     can_be_joined = is_default(window.split) and window.is_plain and len(window.groups()) == 1
-    if not isinstance(window.split, ListOfSamples) and (not can_be_joined or window.holds_counts()):
+    if not isinstance(window.split, ListOfSamples) and (not can_be_joined or window.holds_numbers()):
         return window
     # By a generator of its own, so that the window has the same order when a run is repeated.
     order = torch.randperm(window.samples, generator=torch.Generator().manual_seed(seed))
@@ -82,12 +82,7 @@ def shuffled(window: Window, seed: int) -> Window:
 
 
 class NoiseScale:
-    """The gradient noise scale of a training, averaged over the windows that were measured.
-
-    Args:
-        every: Number of windows from one that is measured to the next.
-        notices: Reports what stands in the way.
-    """
+    """The gradient noise scale of a training, averaged over the windows that were measured: one in `every`."""
 
     def __init__(self, every: int, notices: Notices) -> None:
         self.every = every
@@ -118,13 +113,7 @@ class NoiseScale:
         self._squared_norm += weight * (without_noise - self._squared_norm)
 
     def summary(self, samples: int, optimizer: str, *, in_tokens: bool = False) -> str:
-        """Return in one sentence what was measured.
-
-        Args:
-            samples: Samples of a window, over all processes; their mean, if the target is in tokens.
-            optimizer: The name of the optimizer's class.
-            in_tokens: Whether it is.
-        """
+        """Return in one sentence what was measured in windows of so many samples (their mean, in tokens)."""
         what = f"the {samples:,} samples of an update" if in_tokens else f"the target batch {samples:,}"
         if not self._measured:
             return f"gradient noise scale not measured: {self._hindrance}"

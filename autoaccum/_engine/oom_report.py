@@ -95,7 +95,7 @@ class OomReport:
                 yield tensor, names[tensor]
                 if tensor.grad is not None:
                     yield tensor.grad, f"gradient of {names[tensor]}"
-        optimizer = getattr(self._step, "optimizer", None)
+        optimizer = self._step.optimizer
         for parameter, state in () if optimizer is None else optimizer.state.items():
             for entry, value in state.items():
                 if isinstance(value, Tensor):

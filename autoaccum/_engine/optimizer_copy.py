@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 
 
 class OptimizerCopy:
-    """Copies in host memory of all that an optimizer step writes: parameters, state, settings and the scaler's scale.
-
-    Args:
-        optimizer: Its parameters, state and settings are saved.
-        scaler: Its scale and growth counter are saved.
-    """
+    """Copies in host memory of what an optimizer step writes: parameters, state, settings and the scaler's scale."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
         self._optimizer = optimizer
@@ -73,15 +68,7 @@ def put_back(
 
 
 class Snapshot:
-    """Copies in host memory of everything that a training step may change.
-
-    Args:
-        modules: The model, and losses that are modules.
-        optimizer: Its parameters, state and settings are saved.
-        device: Its random generator is saved.
-        scaler: Its scale and growth counter are saved.
-        functions: As for `Savepoint`.
-    """
+    """A savepoint, and copies in host memory of all else that a training step may change."""
 
     def __init__(
         self,

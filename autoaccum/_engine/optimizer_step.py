@@ -51,7 +51,6 @@ class Updates:
         stage: Records the current phase.
 
     Attributes:
-        clip_grad_norm: As above.
         has_new_gradients: Whether the last update had a gradient of a parameter that had none in any before.
         made: Number of updates made. It rises as soon as the optimizer has stepped, whatever fails after that: a window
             that has raised it must never be retried.
@@ -113,7 +112,7 @@ class Updates:
             self._ever, self._last = tuple(map(or_, key, before)), key
             self.has_new_gradients = self._ever != before
         states, transient_bytes = self._needs.get(key) or self._needs_of_parts(key)
-        if self._count_states() < states:
+        if len(self._optimizer.state) < states:
             self._copy = self._copied()
             if self._copy is None:
                 self._needs[key] = 0, 0
@@ -195,7 +194,7 @@ class Updates:
         optimizer = self._optimizer
         values = chain.from_iterable(state.values() for state in optimizer.state.values())
         try:
-            self._needs[self._last] = self._count_states(), watch.transient_bytes()
+            self._needs[self._last] = len(optimizer.state), watch.transient_bytes()
             self._is_nested = any(isinstance(value, _CONTAINERS) for value in values) or any(
                 isinstance(value, (Tensor, *_CHANGEABLE))
                 for group in optimizer.param_groups
@@ -208,9 +207,6 @@ class Updates:
         except (RuntimeError, TypeError, MemoryError) as error:  # the step is done, so nothing may fail any more
             let_go(error)
             self._is_unseen = True
-
-    def _count_states(self) -> int:
-        return len(self._optimizer.state)
 
     def _held(self) -> list[nn.Parameter]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -268,12 +264,8 @@ class _Written:
     """The optimizer's state before its step, to determine afterwards whether it has begun to write.
 
     Relies on tensors' version counters. Fused kernels do not increment them, nor do kernels over lists of tensors
-    (foreach) while a dispatch mode is active, so nothing can be proven for those.
-
-    Args:
-        optimizer: The optimizer.
-        is_unseen: Whether it may write without moving these counters, as through `.data`.
-        is_nested: Whether its state, or a group, holds containers, or a group tensors.
+    (foreach) while a dispatch mode is active, so nothing can be proven for those, nor for an optimizer that writes
+    through `.data` (`is_unseen`). State that `is_nested` has containers in it, or a group tensors.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, is_unseen: bool, is_nested: bool) -> None:

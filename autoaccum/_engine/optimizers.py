@@ -97,13 +97,8 @@ def scale_learning_rate(
 ) -> None:
     """Multiply every group's learning rate once, for a batch size other than the one it was chosen for.
 
-    Args:
-        optimizer: Its groups are changed.
-        rule: "linear" (Goyal et al. 2017, arXiv:1706.02677) or "sqrt" (Krizhevsky 2014, arXiv:1404.5997).
-        target_batch: Samples per update.
-        base_batch: Samples per update that the learning rate was chosen for.
-        notices: Reports the change.
-        scheduler: A scheduler created before this call; it continues from the scaled rates.
+    The rule is "linear" (Goyal et al. 2017, arXiv:1706.02677) or "sqrt" (Krizhevsky 2014, arXiv:1404.5997). A
+    scheduler that was created before goes on from the scaled rates.
 
     Raises:
         InvalidInputError: As for `scaling_factor`.

@@ -12,7 +12,7 @@ from autoaccum._arguments import check_bool, check_choice, check_path, check_pos
 from autoaccum._callbacks import check_callbacks
 from autoaccum._data.splits import check_split
 from autoaccum._engine.precision import ALIASES, PRECISIONS
-from autoaccum._engine.saving_names import check_memory
+from autoaccum._engine.savings import check_memory
 from autoaccum._loss.objective import check_loss_reduction
 from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
@@ -78,12 +78,7 @@ class Options:
 
     @classmethod
     def of(cls, entry: Callable[..., Any], given: Mapping[str, Any]) -> Self:
-        """Return the options of a call.
-
-        Args:
-            entry: The function or class that was called.
-            given: Its arguments by name; others are left aside.
-        """
+        """Return the options of a call of a function or class, of its arguments by name; others are left aside."""
         return cls(names=_taken_by(entry), **{name: given[name] for name in SHARED if name in given})
 
     def __post_init__(self) -> None:

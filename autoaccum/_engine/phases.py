@@ -26,10 +26,6 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Stage:
-    """A training step's current phase, shared by its parts.
-
-    Attributes:
-        phase: The current phase.
-    """
+    """A training step's current phase, shared by its parts."""
 
     phase: Phase = Phase.TRANSFER

@@ -1,12 +1,11 @@
-"""Turns one window into exactly one optimizer update, or raises an error and leaves everything as it was before.
+"""Makes exactly one optimizer update from one window, or raises an error and leaves everything as it was before.
 
-`WindowRunner.step` runs a window from start to finish; `_engine/window.py` computes its gradient, and begins it again
-where memory runs out. Once the optimizer has stepped there is no way back: later failures are raised as
-`UpdateCompleteError`, and the window must not be repeated.
+`WindowRunner.step` is the story of an update: `_engine/window.py` computes the window's gradient, and begins again
+where memory runs out; `_finish` reserves memory, reduces the gradient over all processes and steps the optimizer.
+After that there is no way back: later failures are raised as `UpdateCompleteError`, and the window must not be
+repeated.
 
-If memory runs out the cut may change, but the gradient does not. To make this possible, only buffers and random state
-are copied (and once, before its first step, the optimizer's state), and there are no waits for the device that a
-hand-written loop would not have.
+`Runner` is the same with public arguments. Nothing here waits for the device where a hand-written loop would not.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import math
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autoaccum import _oom
@@ -34,7 +32,7 @@ from autoaccum._engine.noise_scale import NoiseScale, shuffled
 from autoaccum._engine.options import Options
 from autoaccum._engine.peers import Alone
 from autoaccum._engine.savings import AVOIDABLE, Savings
-from autoaccum._engine.step_limit import Outside, StepLimit, drawn
+from autoaccum._engine.step_limit import LimitLifted, StepLimit, drawn
 from autoaccum._engine.window import Engine
 from autoaccum._loss.closures import used_by
 from autoaccum._loss.terms import not_finite
@@ -65,27 +63,6 @@ if TYPE_CHECKING:
 
 # The attributes that can be set on a runner; setting any other would have no effect.
 _SETTABLE = ("plan", "optimizer")
-
-
-@dataclass(slots=True)
-class _Now:
-    """The current window.
-
-    Attributes:
-        made_before: Updates made before it.
-        number: The number of its update.
-        has_moved: Whether everything that moves with the update has moved.
-        is_at_work: Whether it has begun and not ended.
-        checks_finite: Whether its loss has to be finite.
-        rates: The learning rates of its update, by group.
-    """
-
-    made_before: int
-    number: int
-    has_moved: bool = False
-    is_at_work: bool = False
-    checks_finite: bool = False
-    rates: tuple[DeviceScalar | None, ...] = ()
 
 
 class WindowRunner:
@@ -127,16 +104,13 @@ class WindowRunner:
         self._peers: Peers = peers or Alone(step, step.updates)
         self._prepare = prepare
         self._update_made = update_made
-        self._engine = Engine(
-            step,
-            sizing,
-            events,
-            notices,
-            peers=self._peers,
-            noise=noise,
-        )
+        self._engine = Engine(step, sizing, events, notices, peers=self._peers, noise=noise)
         # A loss that is not finite is an error only in the first window: later it may result from the training itself.
-        self._now = _Now(step.updates.made, events.windows + 1, checks_finite=events.windows == 0)
+        self._checks_finite = events.windows == 0
+        # Of the current window: its number, the updates made before it, whether it has begun and not ended, and whether
+        # everything that moves with its update has moved.
+        self._number, self._made_before = events.windows + 1, step.updates.made
+        self._is_at_work = self._has_moved = False
         drop_old_gradients(step, notices)
 
     def step(self, part: Window) -> StepReport | None:
@@ -153,26 +127,22 @@ class WindowRunner:
             AutoaccumError: As for `Runner.step`.
         """
         started = time.perf_counter()
-        step, noise, now = self._step, self._noise, self._now
-        now.made_before, now.number, now.has_moved = step.updates.made, self._events.windows + 1, False
-        measures = noise is not None and noise.is_due(now.number) and self._sizing.is_settled
+        step, noise = self._step, self._noise
+        self._made_before, self._number, self._has_moved = step.updates.made, self._events.windows + 1, False
+        measures = noise is not None and noise.is_due(self._number) and self._sizing.is_settled
         if measures:
-            part = shuffled(part, now.number)
+            part = shuffled(part, self._number)
         elif self._sorts:
             part = largest_first(part)
         try:
             drop_old_gradients(step, self._notices)
-            now.is_at_work = True
+            self._is_at_work = True
             try:
                 reduced, skipped = self._engine.run(
-                    part,
-                    self._finish,
-                    is_decided=self._is_made,
-                    on_change=self._on_change,
-                    measures_noise=measures,
+                    part, self._finish, is_final=self._is_made, on_change=self._on_change, measures_noise=measures
                 )
             finally:
-                now.is_at_work = False
+                self._is_at_work = False
                 step.updates.drop_reservation()
             if skipped is None:
                 return None
@@ -182,7 +152,7 @@ class WindowRunner:
             if step.updates.has_new_gradients:  # some are trained that were not
                 self._engine.steady.void()
             return self._report(reduced, elapsed_s, skipped=skipped)
-        except BaseException as error:  # after the update there is no way back
+        except BaseException as error:
             if self._is_made():
                 self._raise_as_update_complete(error)
             raise
@@ -203,25 +173,24 @@ class WindowRunner:
     def _before_update(self, losses: Losses, samples: int) -> None:
         """Reject an unusable update, and prepare what moves with it, while there is a way back."""
         if self._engine.is_due:
-            if self._now.checks_finite:
+            if self._checks_finite:
                 _check_finite(losses)
             if not self._step.holds_gradients():
                 raise no_gradient(self._step.parameters)
-            self._now.checks_finite = False
+            self._checks_finite = False
         if self._prepare is not None:
             self._prepare(samples)
 
     def _update(self) -> bool:
         """Step the optimizer, and move everything that moves with it."""
-        # An interrupt waits until the window is done: inside the optimizer it would leave half an update.
-        self._now.rates = optimizers.learning_rates(self._step.optimizer)
-        with signals.held():
+        self._rates = optimizers.learning_rates(self._step.optimizer)
+        with signals.held():  # inside the optimizer an interrupt would leave half an update
             skipped = self._peers.commit()
-            self._events.windows = self._now.number
+            self._events.windows = self._number
             self._step.clear_gradients()
             if self._update_made is not None:
                 self._update_made(skipped=skipped)
-            self._now.has_moved = True
+            self._has_moved = True
         return skipped
 
     def _report(self, reduced: WindowResult, elapsed_s: float, *, skipped: bool) -> StepReport:
@@ -234,14 +203,14 @@ class WindowRunner:
             step=self._events.windows,
             samples=reduced.samples,
             micro_batches=engine.at.sizes,
-            oom_events=len(engine.lacks),
+            oom_events=len(engine.oom_events),
             elapsed_s=elapsed_s,
             peak_bytes=engine.peak_bytes,
             skipped=skipped,
             recomputed_samples=engine.at.recomputed,
             device_losses={name: DeviceScalar(parts) for name, parts in reduced.losses.items()},
             device_reported={name: DeviceScalar(value) for name, value in reduced.reported.items()},
-            device_learning_rates=self._now.rates,
+            device_learning_rates=self._rates,
             device_grad_norm=None if reduced.grad_norm is None else DeviceScalar(reduced.grad_norm),
             noise_scale=noise,
             warnings=engine.warnings(),
@@ -249,11 +218,11 @@ class WindowRunner:
 
     def _raise_as_update_complete(self, error: BaseException) -> None:
         """Raise a failure after the update as an error which states that the update is made, unless it already does."""
-        self._events.windows = self._now.number  # only an assignment: whatever else fails, this window counts as done
+        self._events.windows = self._number  # only an assignment: whatever else fails, this window counts as done
         self._step.clear_gradients()
         if _oom.is_device_lost(error):
             raise devices.lost(self._step.memory, error) from error
-        said = update_complete.told(error, self._now.number, has_moved=self._now.has_moved)
+        said = update_complete.wrapped(error, self._number, has_moved=self._has_moved)
         if said is error:
             return
         try:
@@ -276,7 +245,7 @@ class WindowRunner:
 
     def _is_made(self) -> bool:
         """Whether the update of the current window is made."""
-        return self._step.updates.made != self._now.made_before
+        return self._step.updates.made != self._made_before
 
     @property
     def is_past_return(self) -> bool:
@@ -313,22 +282,14 @@ class Runner(WindowRunner):
 
     Args:
         model: The model. It is moved to the device and stays there. Submodules keep their modes.
-        optimizer: As for `fit`.
+        optimizer, loss, device, precision, clip_grad_norm, forward, loss_reduction, loss_scope, batchnorm, oom_report:
+            As for `fit`.
         plan: How a window is cut. It shrinks when memory runs out.
-        loss: As for `fit`.
-        device: As for `fit`.
-        precision: As for `fit`.
         memory_limit: As for `fit`. It is in force within `step` and `evaluate`, and lifted between them, so that a
             runner need not be closed. On the host, it counts from when the runner is created.
         memory: As for `fit`. It is in force within `step` and `evaluate`; the model's forward passes elsewhere are as
             they were.
-        clip_grad_norm: As for `fit`.
-        forward: As for `fit`.
-        loss_reduction: As for `fit`.
-        loss_scope: As for `fit`.
-        batchnorm: As for `fit`.
         split: As for `fit`. With it, `step` takes one batch or a `Window`.
-        oom_report: As for `fit`.
         noise_scale: As for `fit`; the property of this name is the newest estimate.
         callbacks: Called when memory runs out and when the plan changes.
         notices: Reports choices made on your behalf; None for stderr.
@@ -377,7 +338,7 @@ class Runner(WindowRunner):
         self._savings = Savings(step.objective.modules, savings, backend, notices)
         if self._savings.is_auto:
             self._savings.begin()
-        events = Events([Outside(callback, backend) for callback in callbacks], notices)
+        events = Events([LimitLifted(callback, backend) for callback in callbacks], notices)
         sizing = Sizing(backend, lambda: step.parameters, Cutting.of(plan), SizingOptions(), events)
         noise = None if options.noise_every is None else NoiseScale(options.noise_every, notices)
         super().__init__(step, sizing, events, notices, noise=noise)
@@ -408,8 +369,8 @@ class Runner(WindowRunner):
     def optimizer(
         self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | str
     ) -> None:
-        if optimizer is None or self._now.is_at_work:
-            why = "within a window" if self._now.is_at_work else "to None"
+        if optimizer is None or self._is_at_work:
+            why = "within a window" if self._is_at_work else "to None"
             raise InvalidInputError(f"runner.optimizer cannot be set {why}; set an optimizer between two windows")
         self._step.use(optimizers.resolve(optimizer, self._step.objective.modules, self._notices))
 
@@ -458,16 +419,15 @@ class Runner(WindowRunner):
         part: Window | None = self._engine.steady.known(window)
         if part is None:
             part = as_window(window, self._step.objective.split)
-        while self._savings.is_auto:
+        while True:
             try:
                 return self._stepped(part)
             except AVOIDABLE as error:
-                if self.is_past_return or not self._savings.climb(error):
+                if not self._savings.is_auto or self.is_past_return or not self._savings.climb(error):
                     raise
                 let_go(error)
             self._step.memory.release()
             self._sizing.set(self._sizing.set_plan)
-        return self._stepped(part)
 
     def _stepped(self, part: Window) -> StepReport:
         if self._limit.enforces or self._savings.names:
@@ -496,13 +456,10 @@ class Runner(WindowRunner):
         before.take()
         try:
             with self._limit.in_force(), self._savings.in_force():
-                loss = self._evaluator.run(drawn(loader, memory), trained_size=self.plan.micro_batch).loss
-        except BaseException:
+                return self._evaluator.run(drawn(loader, memory), trained_size=self.plan.micro_batch).loss
+        finally:
             with suppress(RuntimeError):  # the device may be lost, and its generator with it
                 before.put_back()
-            raise
-        before.put_back()
-        return loss
 
 
 def _check_finite(losses: Losses) -> None:

@@ -89,7 +89,7 @@ class Savepoint:
         made._moving = self._moving
         return made
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Look for modules, buffers, metrics and generators; `take` does so by itself only at first."""
         found = used_by(self._functions)
         modules = [*self._modules, *(value for value in found if isinstance(value, nn.Module))]
@@ -111,7 +111,7 @@ class Savepoint:
                 move.
         """
         if is_thorough or not self._has_looked:
-            self.look()
+            self.refresh()
         self.random.take(of_host=with_host_random or is_thorough or self._host_moves)
         if self._metrics.are_there:
             self._metrics.take()

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from torch.utils.checkpoint import CheckpointError
 
+from autoaccum._arguments import is_one_of, shown
 from autoaccum._engine.checkpointing import blocks_of, checkpointed, is_checkpointed_already
 from autoaccum._engine.chunked_head import chunked, find_heads
 from autoaccum._engine.offloading import offloaded
 from autoaccum._engine.replaced_forward import are_compiled, is_compiled, is_replaced
-from autoaccum._engine.saving_names import AUTO, CHECKPOINT, CHUNKED, OFFLOAD, SAVINGS
 from autoaccum.errors import DoesNotFitError, InvalidInputError, SavingRefusedError
 
 if TYPE_CHECKING:
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
 
+CHUNKED, CHECKPOINT, OFFLOAD = "chunked_loss", "checkpoint", "offload"
+# From the cheapest on.
+SAVINGS = (CHUNKED, CHECKPOINT, OFFLOAD)
+# Takes these one after the other where not even one sample fits.
+AUTO = "auto"
 # What another rung may avoid: not one sample fits, or the model or its loss does not bear what is in force.
 AVOIDABLE = (DoesNotFitError, SavingRefusedError, CheckpointError)
 # What is in force together, by names of `memory`.
@@ -35,18 +40,12 @@ Rung = tuple[str, ...]
 class Savings:
     """Saves memory in steps, between `apply` and `remove`. Ranks climb each by itself.
 
-    Args:
-        modules: The modules of the steps.
-        names: What saves memory, in order; or "auto".
-        memory: The device.
-        notices: Reports what is done.
-
     Attributes:
         is_auto: Whether to climb.
-        names: What saves memory in the next step.
+        names: What saves memory in the next step, in order.
 
     Raises:
-        InvalidInputError: One of them has no place in the model.
+        InvalidInputError: A name has no place in the model.
     """
 
     def __init__(
@@ -99,10 +98,9 @@ class Savings:
             self.remove()
 
     def climb(self, error: Exception) -> bool:
-        """Save memory in another way from the next `apply` on; return whether there is one that may avoid an error.
+        """Save memory in another way from the next `apply` on; return whether one may avoid an error of `AVOIDABLE`.
 
-        Args:
-            error: One of `AVOIDABLE`. What is refused is left out from then on.
+        What the model or its loss refuses is left out from then on.
         """
         before = self.names
         if self.is_auto:
@@ -143,6 +141,46 @@ class Savings:
         return _lack_of(name, self._modules)
 
 
+# --- the argument `memory` --------------------------------------------------------------------------------------------
+
+
+def check_memory(memory: Sequence[str] | str | None, backend: MemoryBackend) -> tuple[str, ...]:
+    """Return the names from `fit`'s argument `memory`, in order.
+
+    Raises:
+        InvalidInputError: A name is unknown, or has no effect here.
+    """
+    names = () if memory is None else (memory,) if isinstance(memory, str) else memory
+    if not isinstance(names, list | tuple):
+        raise InvalidInputError(f"memory={shown(memory)} is neither a name nor a list of names, such as ['checkpoint']")
+    if AUTO in names and len(names) > 1:
+        raise InvalidInputError(f"memory={shown(memory)}: 'auto' takes all of them in turn; pass it alone")
+    for name in names:
+        if not _is_known(name):
+            raise InvalidInputError(
+                f"memory={shown(name)} is unknown; choose from {', '.join(map(repr, (AUTO, *SAVINGS)))} or "
+                "'checkpoint:NAME' with the name or the class of the blocks"
+            )
+    if OFFLOAD in names and backend.is_host:
+        raise InvalidInputError(
+            f"memory='offload' moves activations to host memory, and on {backend.name} they already are there; choose "
+            "'checkpoint'"
+        )
+    kinds = [name.partition(":")[0] for name in names]
+    if twice := [name for name, kind in zip(names, kinds, strict=True) if kinds.count(kind) > 1]:
+        raise InvalidInputError(
+            f"memory={shown(memory)}: {' and '.join(map(repr, twice))} say the same twice, or two things; keep one"
+        )
+    return tuple(names)
+
+
+def _is_known(name: object) -> bool:
+    if not isinstance(name, str):
+        return False
+    kind, colon, rest = name.partition(":")
+    return (kind == CHECKPOINT and bool(rest)) if colon else is_one_of(name, (AUTO, *SAVINGS))
+
+
 def check_place(name: str, modules: Sequence[nn.Module]) -> None:
     """Refuse what has no place in modules, by a name of `memory`.
 
@@ -154,13 +192,7 @@ def check_place(name: str, modules: Sequence[nn.Module]) -> None:
 
 
 def saving(name: str, modules: Sequence[nn.Module], memory: MemoryBackend) -> AbstractContextManager[str]:
-    """Return a context in which modules save memory, which gives what is done in words.
-
-    Args:
-        name: As `memory` has it, without "auto".
-        modules: The modules.
-        memory: The device.
-    """
+    """Return a context in which modules save memory, by a name of `memory`; it gives what is done in words."""
     kind, _, rest = name.partition(":")
     if kind == CHUNKED:
         return chunked(modules)

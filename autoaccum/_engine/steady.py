@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from autoaccum._data.batches import KnownWindow
 from autoaccum._engine.gradients import LossSum, PartResult
 from autoaccum._engine.phases import Phase
-from autoaccum._loss.loss_weights import Common
+from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.terms import everything_counts
 
 if TYPE_CHECKING:
@@ -52,41 +52,28 @@ class NotSteadyError(Exception):
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of windows of one structure.
-
-    Attributes:
-        windows: How many there have been.
-        name: The name of their loss; None if the steady path cannot compute it.
-        common: How it weighs samples.
-        may_cut: Whether it is known how its micro-batches are put together.
-        kinds: The tensors of the last window, by type, shape and device; None if it was not a batch of them.
-        is_split: Whether that batch can be taken apart where it is.
-        plan: The plan of `sizes`.
-        sizes: The micro-batches of windows like the last known one.
-        kinds_of_sizes: The `kinds` of that window; None if there was none.
-        epoch: That of the steady path when this was learned.
-    """
+    """What is known of windows of one structure."""
 
     structure: Hashable
-    windows: int = 0
+    windows: int = 0  # how many there have been
+    epoch: int = 0  # that of the steady path when this was learned
+    # Their loss: its name, None if the steady path cannot compute it; how it weighs samples; whether it is known how
+    # micro-batches are put together.
     name: str | None = None
     common: Common = Common.SAMPLES
     may_cut: bool = False
+    # The tensors of the last window, by type, shape and device, None if it was not a batch of them; and whether that
+    # batch can be taken apart where it is.
     kinds: list[Any] | None = None
     is_split: bool = False
-    plan: Plan | None = None
+    # The micro-batches of windows of these `kinds`, by this plan.
     sizes: tuple[int, ...] = ()
+    plan: Plan | None = None
     kinds_of_sizes: list[Any] | None = None
-    epoch: int = 0
 
 
 class SteadyPath:
     """Runs the micro-batches of windows that need no check, and leaves their gradient in `.grad`. Catches nothing.
-
-    Args:
-        step: The training step.
-        sizing: Cuts the windows.
-        is_part: Whether windows are parts of those of several processes.
 
     Attributes:
         is_due: Whether the window that `admits` was asked about is due for all checks.
@@ -181,8 +168,9 @@ class SteadyPath:
 
     def _now_in_force(self) -> tuple[Any, ...]:
         step = self._step
+        groups = () if step.optimizer is None else step.optimizer.param_groups
         return (
-            [list(map(id, group["params"])) for group in step.groups],
+            [list(map(id, group["params"])) for group in groups],
             self._objective.model.training,
             self._objective.settings(),
             torch.is_autocast_enabled(step.memory.device.type),
@@ -198,11 +186,7 @@ class SteadyPath:
     # --- a window -----------------------------------------------------------------------------------------------------
 
     def run(self, window: Window, at: Progress) -> PartResult:  # noqa: C901, PLR0912, PLR0915 - calls would cost on this path
-        """Run a window from its start.
-
-        Args:
-            window: The window, or this process's part of it.
-            at: Follows the micro-batches.
+        """Run a window, or this process's part of it, from its start; `at` follows the micro-batches.
 
         Raises:
             NotSteadyError: The loss is no number with a gradient.
@@ -229,7 +213,7 @@ class SteadyPath:
             weights.set_provisional(window)
             provisional = weights.provisional_total(name)
         adds = common is Common.SUM and not is_whole and not weights.knows_all
-        weights.begin_steady()
+        weights.begin_window()
         losses: list[Tensor] = []
         found: list[float | Tensor] = []
         share: float | Tensor = 1.0

@@ -23,13 +23,6 @@ if TYPE_CHECKING:
 class StepLimit:
     """The limit of one runner, counted from now on, or the capacity of a simulated device.
 
-    Args:
-        memory: The memory backend.
-        limit_bytes: The limit, as the backend counts; None for none other than the device's own capacity.
-
-    Attributes:
-        enforces: Whether `in_force` does anything.
-
     Raises:
         InvalidInputError: The limit cannot be set.
         DoesNotFitError: Memory ran out while preparing for the limit.
@@ -58,7 +51,7 @@ class StepLimit:
         return self._memory.enforced(self._limit_bytes)
 
 
-class Outside(Callback):
+class LimitLifted(Callback):
     """Passes every event on to a callback, with the limit lifted meanwhile."""
 
     def __init__(self, callback: Callback, memory: MemoryBackend) -> None:
@@ -67,7 +60,7 @@ class Outside(Callback):
 
 
 def _passing(event: str) -> Callable[..., object]:
-    def passing(self: Outside, *arguments: Any, **keywords: Any) -> object:
+    def passing(self: LimitLifted, *arguments: Any, **keywords: Any) -> object:
         with self._memory.lifted():
             return getattr(self._callback, event)(*arguments, **keywords)
 
@@ -75,7 +68,7 @@ def _passing(event: str) -> Callable[..., object]:
 
 
 for _event in [name for name in vars(Callback) if name.startswith("on_")]:
-    setattr(Outside, _event, _passing(_event))
+    setattr(LimitLifted, _event, _passing(_event))
 
 
 def drawn(loader: Iterable[Any], memory: MemoryBackend) -> Iterator[Any]:

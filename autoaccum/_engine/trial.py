@@ -67,14 +67,9 @@ class Trials:
         self._with_gradient: list[torch.nn.Parameter] | None = None
 
     def run(self, size: int, *, expected_bytes: int = 0) -> Trial:
-        """Try one size.
+        """Try one size. Errors other than lack of memory pass through unchanged.
 
-        Args:
-            size: Samples in the micro-batch.
-            expected_bytes: Expected peak. If that much is not available, the step is not run and does not fit.
-
-        Returns:
-            The trial's result. Errors other than lack of memory pass through unchanged.
+        If `expected_bytes`, the expected peak, are not available, the step is not run and does not fit.
         """
         memory = self._step.memory
         memory.reset_peak()
@@ -128,11 +123,7 @@ class Trials:
         return None if peak is None or self.held_bytes is None else peak - self.held_bytes
 
     def sample(self, name: str | None = None) -> str:
-        """Return a sample of those that are tried, in words.
-
-        Args:
-            name: Its name; None if it has none.
-        """
+        """Return a sample of those that are tried, in words, with its name if it has one."""
         split = self._step.objective.split
         return described(repeated(self._batch, 1, split), name, has_rows=is_default(split))
 
@@ -146,7 +137,7 @@ class Trials:
         else:
             self._whole.rehearse(self._window, size)
         self.growing_bytes[size] = self._step.memory.peak_bytes()
-        with standing_still(self._step.optimizer):
+        with without_updates(self._step.optimizer):
             self._step.updates.make()
 
     def one_micro_batch(self, size: int) -> None:
@@ -158,7 +149,7 @@ class Trials:
 
 
 @contextmanager
-def standing_still(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def without_updates(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let the optimizer do all its work without changing the parameters: trials that drift can diverge.
 
     The user's hooks on it (such as an average of the weights) are disabled: they are not part of the step, and would

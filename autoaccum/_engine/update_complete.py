@@ -9,17 +9,12 @@ from autoaccum._oom import first_line, is_oom
 from autoaccum.errors import UpdateCompleteError
 
 
-def told(error: BaseException, step: int, *, has_moved: bool) -> BaseException:
+def wrapped(error: BaseException, step: int, *, has_moved: bool) -> BaseException:
     """Return the exception to raise for an error that came after an update; the error itself if it can stay as it is.
 
-    Interrupts pass through unchanged, and so do callback errors once everything that moves with the update has moved;
-    a note on them states that the update was made. Out-of-memory errors are always wrapped, because they would be
-    mistaken for the window's own.
-
-    Args:
-        error: What failed.
-        step: The number of the update.
-        has_moved: Whether everything that moves with the update (the scheduler) has moved.
+    Interrupts pass through unchanged, and so do callback errors once everything that moves with the update (the
+    scheduler) has moved; a note on them states that the update was made. Out-of-memory errors are always wrapped,
+    because they would be mistaken for the window's own.
     """
     if isinstance(error, UpdateCompleteError):
         return error

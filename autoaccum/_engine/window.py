@@ -1,9 +1,13 @@
-"""Computes the gradient of one window after the other, and makes one again, in smaller micro-batches, that has failed.
+"""Computes the gradient of one window after the other, and repeats a window that runs out of memory.
 
-`Engine.run` is the story of a window. Before it, a savepoint is taken. Its micro-batches run on the steady path where
-everything is known, otherwise on the careful one. What the caller does with the gradient (an update, or adding it to
-earlier ones) belongs to the window as long as it can be undone. If anything fails until then, the savepoint is
-restored; if it was lack of memory, the window begins again with smaller micro-batches.
+`Engine.run` is the story of a window:
+
+1. Take a savepoint.
+2. Run the micro-batches: on the steady path where all is known about such windows, otherwise on the careful path.
+3. Let the caller finish: make an update of the gradient, or add it to earlier gradients.
+
+If anything fails before the caller's work is final, the savepoint is restored. If it was lack of memory, the window
+begins again with smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -22,13 +26,14 @@ from autoaccum._engine.does_not_fit import (
     sample_of,
     whole_does_not_fit,
 )
-from autoaccum._engine.gradient_checks import GradientChecks, refuse_hooks, tell_of_hooks
+from autoaccum._engine.gradient_checks import GradientChecks, refuse_hooks, warn_of_hooks
 from autoaccum._engine.gradients import PartResult, Progress
 from autoaccum._engine.lack_of_memory import resolvable_lack, told_damage
-from autoaccum._engine.moving_layers import tell_of_moving_layers
+from autoaccum._engine.moving_layers import warn_of_moving_layers
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.steady import NotSteadyError, SteadyPath
+from autoaccum._engine.time_first import TimeFirst
 from autoaccum._loss.loss_weights import NotCheckedError
 from autoaccum._oom import is_device_lost
 from autoaccum._sizing.headroom import Headroom
@@ -52,9 +57,10 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
 
 _T = TypeVar("_T")
-# Attempts at trying the loss on a few samples; it takes many small steps, and each can fail.
-_TRIES_TO_WEIGH = 4
+# Attempts at work whose memory does not depend on the micro-batches' sizes. Trying the loss on a few samples takes
+# many small steps, and each can fail.
 _TRIES = 2
+_TRIES_TO_WEIGH = 4
 # Seconds from which saving the random state of Python and NumPy, which takes 42 microseconds, is not worth leaving out.
 _LONG_S = 0.05
 # What BatchNorm says of a single value per channel.
@@ -66,12 +72,11 @@ class Engine:
 
     Args:
         step: The training step.
-        sizing: Cuts the windows.
+        sizing: Cuts the windows into micro-batches.
         events: Counts windows and reports out-of-memory errors.
         notices: Reports choices made on the user's behalf.
         peers: The processes that make the windows together.
         noise: The gradient noise scale to measure; None without `noise_scale`.
-        elsewhere: Where the user may change gradients, for messages.
         owns_gradients: Whether gradients between windows are this engine's, so that the loss may reach parameters of
             others, whose gradients are dropped.
 
@@ -79,7 +84,7 @@ class Engine:
         steady: The path of windows that need no check.
         is_due: Whether the current window is due for all checks.
         at: How far the current window is.
-        lacks: What has failed in the current window for lack of memory, without trials.
+        oom_events: The failures of the current window for lack of memory, without those of trials.
         has_lost_parameters: Whether a window that was given up has left parameters changed, as its error states.
     """
 
@@ -92,7 +97,6 @@ class Engine:
         *,
         peers: GradientPeers,
         noise: NoiseScale | None = None,
-        elsewhere: str = "between windows",
         owns_gradients: bool = True,
     ) -> None:
         modules, device = step.objective.modules, step.memory.device
@@ -101,11 +105,11 @@ class Engine:
         self._events = events
         self._notices = notices
         self._peers = peers
-        self._elsewhere = elsewhere
         self._owns_gradients = owns_gradients
         self._takes_whole = step.options.loss_scope == "window"
         self._room = Headroom(step.memory)
         self._norms = BatchNorms(modules, step.options.batchnorm, notices)
+        self._time_first = TimeFirst(step.objective, notices)
         saved = None if step.is_sharded else lambda: step.parameters
         self._savepoint = Savepoint(modules, device, step.objective.functions, parameters=saved)
         self.steady = SteadyPath(step, sizing, is_part=peers.is_part)
@@ -118,13 +122,11 @@ class Engine:
             takes_whole=self._takes_whole,
             noise=noise,
         )
-        self._warnings = 0  # that were reported
-        self.lacks: list[MemoryEvent] = []
-        self.has_lost_parameters = False
+        self._is_steady = self.is_due = self.has_lost_parameters = False
+        self.oom_events: list[MemoryEvent] = []
         self.at = Progress()
-        self._given: PartResult | None = None
-        self._ran_out = self._ran_out_before = False
-        self._is_steady = self.is_due = self._is_saved = self._is_restored = False
+        self._warnings_reported = 0
+        self._last_oom: int | None = None  # the window in which memory last ran out, by the windows done before it
         self._windows_are_long, self._sizes_are_fixed = True, False
         self._plan: Plan | None = None
         self._begun_kinds: Any = None  # the `kinds` of the known window whose groups the sizing has
@@ -136,7 +138,7 @@ class Engine:
         window: Window,
         finish: Callable[[PartResult], _T | None],
         *,
-        is_decided: Callable[[], bool],
+        is_final: Callable[[], bool],
         on_change: Callable[[], None],
         measures_noise: bool = False,
     ) -> _T:
@@ -145,7 +147,7 @@ class Engine:
         Args:
             window: The window, or this process's part of it, which may be empty.
             finish: Called with what was computed; None to begin again, since another process lacks memory.
-            is_decided: Whether nothing may be repeated any more, whatever fails.
+            is_final: Whether nothing may be repeated any more, whatever fails.
             on_change: Called when parameters, or which of them are trained, have changed.
             measures_noise: Whether to measure the noise of its gradient.
 
@@ -154,152 +156,128 @@ class Engine:
             DeviceLostError: This process can no longer use the device.
             StateDamagedError: The window failed after something was written that cannot be restored.
         """
-        self._begin(window, on_change, measures_noise=measures_noise)
+        self._on_change = on_change
+        self._begin(window, measures_noise=measures_noise)
         try:
-            while (done := self._attempt(finish, is_decided, on_change)) is None:
+            while (done := self._attempt(finish, is_final)) is None:
                 pass
-        except BaseException as error:  # no way to go on: the window is given up
-            if not is_decided():
+        except BaseException as error:
+            if not is_final():
                 self._give_up(error)
             raise
         finally:
             self._end()
         return done
 
-    def _begin(self, window: Window, on_change: Callable[[], None], *, measures_noise: bool) -> None:
-        """Choose the path of a window, and its micro-batches."""
-        step, sizing = self._step, self._sizing
-        if step.memory.is_soft:  # what loaders, callbacks and evaluations took is not the window's
-            step.memory.reset_peak()
-        self._window, self._measures_noise = window, measures_noise
-        self.at, self._given, self._share = Progress(), None, None
-        self._is_saved = self._is_restored = False
-        self._dropped: list[nn.Parameter] = []
-        self._has_checked_again = False
-        self.lacks = []
-        self._ran_out_before, self._ran_out = self._ran_out_before or self._ran_out, False
-        self._has_gradients = torch.is_grad_enabled()
-        self._is_steady = self._is_admitted(window)
-        if not self._is_steady:
-            step.objective.begin_window()
-        elif step.objective.weights.has_left:
-            step.objective.weights.look_back()
-        if self.is_due:
-            self._look(on_change)
+    def _begin(self, window: Window, *, measures_noise: bool) -> None:
+        """Choose the path of a window, and prepare its micro-batches."""
+        step, peers = self._step, self._peers
+        self._window, self._measures_noise, self._share = window, measures_noise, None
         self._versions_of_data = window.versions()
-        if not self._sizes_are_fixed or sizing.plan is not self._plan:
-            self._plan, self._sizes_are_fixed = sizing.plan, sizing.is_quiet
-            self._room.follow(sizing.plan)
-        is_begun = window.kinds is not None and window.kinds is self._begun_kinds
-        if window.samples and not (is_begun and self._is_steady and self._sizes_are_fixed):
-            self._begun_kinds = None
-            sizing.begin(window)
-            self._begun_kinds, self._sizes_are_fixed = window.kinds, self._sizes_are_fixed and sizing.is_quiet
-            if self.is_due:
-                self._tell_of_batches_apart(window)
-        self._share = self._peers.begin(window, sizing)
-        if self._is_steady and self._peers.samples_to_try is not None:  # on which all ranks try their losses now
+        self._has_grad_mode = torch.is_grad_enabled()
+        self.at, self.oom_events = Progress(), []
+        self._given: PartResult | None = None
+        self._is_saved = self._is_checked_again = False
+        self._dropped: list[nn.Parameter] = []
+        self._choose_path(window)
+        if step.memory.is_soft:
+            if self._is_steady:
+                step.memory.stop_measuring()
+            else:  # what loaders, callbacks and evaluations took is not the window's
+                step.memory.reset_peak()
+        if self.is_due:
+            self._refresh()
+        self._choose_sizes(window)
+        self._share = peers.begin(window, self._sizing)
+        if self._is_steady and peers.samples_to_try is not None:  # on which all ranks try their losses now
             self._is_steady = False
             step.objective.begin_window()
 
-    def _look(self, on_change: Callable[[], None]) -> None:
-        """Look for the model's current parameters and layers."""
-        if self._step.look():
-            on_change()
+    def _choose_path(self, window: Window) -> None:
+        """Decide whether a window is steady; if it is careful, whether it is due for all checks."""
+        is_admitted = bool(window.samples) and self.steady.admits(window)
+        self.is_due = bool(window.samples) and not is_admitted and self.steady.is_due
+        self._is_steady = is_admitted and not (self._measures_noise or self._norms.rescales)
+        if not self._is_steady:
+            self._step.objective.begin_window()
+
+    def _refresh(self) -> None:
+        """Look up the model's current parameters and layers."""
+        if self._step.refresh():
+            self._on_change()
             self._peers.check_parameters()
         if not self._owns_gradients:
             refuse_hooks(self._step.parameters)
         self._norms.search()
 
-    def _tell_of_batches_apart(self, window: Window) -> None:
-        """Report once if batches that cannot be joined keep micro-batches smaller than the plan."""
-        largest, planned = max(window.groups()), self._sizing.plan.micro_batch
-        if len(window.groups()) > 1 and largest < planned and not self._sizing.is_learning:
-            self._notices.say(
-                f"the loader's batches differ in shape and cannot be joined, so micro-batches hold {largest} samples "
-                f"at most, and not {planned} as planned; larger batches of the loader would fill them, or lists of "
-                "samples (collate_fn=list) with split=autoaccum.ListOfSamples(your_collator)",
-                key="batches apart",
-            )
+    def _choose_sizes(self, window: Window) -> None:
+        """Tell the sizing what a window is made of, unless it knows from the last one."""
+        sizing = self._sizing
+        if not self._sizes_are_fixed or sizing.plan is not self._plan:
+            self._plan, self._sizes_are_fixed = sizing.plan, sizing.is_quiet
+            self._room.follow(sizing.plan)
+        is_known = window.kinds is not None and window.kinds is self._begun_kinds
+        if window.samples and not (is_known and self._is_steady and self._sizes_are_fixed):
+            self._begun_kinds = None
+            sizing.begin(window)
+            self._begun_kinds, self._sizes_are_fixed = window.kinds, self._sizes_are_fixed and sizing.is_quiet
+            if self.is_due:
+                self._tell_of_batches_apart(window)
 
-    def use(self, peers: GradientPeers) -> None:
-        """Make windows with other processes, or with the same in another way, from now on."""
-        self._peers = self._careful.peers = peers
-
-    def _is_admitted(self, window: Window) -> bool:
-        """Whether a window takes the steady path; if not, whether it is due for checks is noted."""
-        if not window.samples:
-            self.is_due = False
-            return False
-        is_admitted = self.steady.admits(window)
-        self.is_due = not is_admitted and self.steady.is_due
-        may = not (self._measures_noise or self._norms.rescales)
-        return is_admitted and may
-
-    def _attempt(
-        self, finish: Callable[[PartResult], _T | None], is_decided: Callable[[], bool], on_change: Callable[[], None]
-    ) -> _T | None:
+    def _attempt(self, finish: Callable[[PartResult], _T | None], is_final: Callable[[], bool]) -> _T | None:
         """Compute the gradient and finish the window; None if it has to begin again."""
-        lack = None
+        event = None
         try:
             self._peers.begin_attempt()
             return finish(self._gradient())
         except (NotSteadyError, NotCheckedError) as error:
-            if isinstance(error, NotCheckedError):
-                if self._has_checked_again and not error.is_known:
-                    raise error.said from None
-                if not error.is_known:
-                    self._has_checked_again, self._step.objective.weights.is_checked = True, False
-            self._restore()
-            self.steady.forget()
-            self._is_steady, self.is_due = False, True
-            self._look(on_change)
+            self._take_careful_path(error)
         except Exception as error:
-            if is_decided():
+            if is_final():
                 raise
             self._peers.failed(error, self, self._events.windows + 1)
-            lack = self._undo(error)
-        self._begin_again(lack)
+            event = self._undo(error)
+        # After the handlers: inside them the traceback still pins the activations.
+        self._step.memory.release()
+        if event is not None:
+            self._make_smaller(event)
         return None
 
     def _gradient(self) -> PartResult:
         """Return the results of all micro-batches, which are run unless only what follows them has failed."""
-        if self._given is not None:
-            return self._given
-        step, at = self._step, self.at
-        if not self._is_saved:
-            step.stage.phase = Phase.SAVE
-            is_first = self.is_due and self.steady.is_first()
-            self._savepoint.take(copies_all=is_first, is_thorough=self.is_due, with_host_random=self._windows_are_long)
-            self._is_saved = True
-        if self._is_steady:
-            self._given = self.steady.run(self._window, at)
-        else:
-            self._given = self._run_carefully(at)
+        if self._given is None:
+            if not self._is_saved:
+                self._save()
+            run = self.steady.run if self._is_steady else self._run_carefully
+            self._given = run(self._window, self.at)
         return self._given
 
-    def _run_carefully(self, at: Progress) -> PartResult:
+    def _save(self) -> None:
+        self._step.stage.phase = Phase.SAVE
+        is_first = self.is_due and self.steady.is_first()
+        self._savepoint.take(copies_all=is_first, is_thorough=self.is_due, with_host_random=self._windows_are_long)
+        self._is_saved = True
+
+    def _run_carefully(self, window: Window, at: Progress) -> PartResult:
         """Run the micro-batches on the careful path, with all checks if they are due."""
-        step, checks = self._step, None
-        if self.is_due and step.passes is None:  # sharded gradients are not in `.grad` before they are reduced
-            step.watch = checks = GradientChecks(
-                step.parameters, self._elsewhere, refuses_strangers=not self._owns_gradients
-            )
+        step, checks, is_due = self._step, None, self.is_due
+        if is_due and step.passes is None:  # sharded gradients are not in `.grad` before they are reduced
+            checks = GradientChecks(step.parameters, owns_gradients=self._owns_gradients)
+        step.watch = checks
         try:
-            given = self._careful.run(
-                self._window, at, self._share, is_first=self.is_due, measures_noise=self._measures_noise
-            )
+            with self._time_first.watching():
+                given = self._careful.run(window, at, self._share, is_first=is_due, measures_noise=self._measures_noise)
             if checks is not None and not self._takes_whole:
                 checks.check()
             step.objective.weights.tell_supposed()
         finally:
             step.watch = None
-        if self.is_due:
+        if is_due:
             moved = self._savepoint.settle()
-            tell_of_moving_layers(step.objective.modules, moved, at.sizes, self._notices)
-            self.steady.learn(self._window, given)
+            self.steady.learn(window, given)
             if len(at.sizes) > 1:
-                tell_of_hooks(step.parameters, self._notices)
+                warn_of_moving_layers(step.objective.modules, moved, len(at.sizes), self._notices)
+                warn_of_hooks(step.parameters, self._notices)
         return given
 
     def _end(self) -> None:
@@ -309,14 +287,10 @@ class Engine:
         if self._window.versions() != self._versions_of_data:
             self._step.transfer.copy_always()
         self._given = None
-        del self._window
+        del self._window, self._on_change
 
     def complete(self, elapsed_s: float) -> None:
-        """Learn from a window that is finished, and choose the sizes of the next.
-
-        Args:
-            elapsed_s: How long it took.
-        """
+        """Learn from a window that is finished, and took so many seconds; choose the sizes of the next."""
         sizing = self._sizing
         self._windows_are_long = elapsed_s > _LONG_S
         is_learning = not self._sizes_are_fixed and sizing.is_learning
@@ -325,10 +299,25 @@ class Engine:
             smaller = "; micro-batches get smaller" if sizing.shrink() else ""
             self._notices.say(f"{shortage}{smaller}", key="shortage")
             self._sizes_are_fixed = False
-        elif self.lacks or not self._sizes_are_fixed:
-            sizing.end(self.at.sizes, is_clean=not self.lacks, has_room=self._room.is_free)
+        elif self.oom_events or not self._sizes_are_fixed:
+            sizing.end(self.at.sizes, is_clean=not self.oom_events, has_room=self._room.is_free)
 
-    # --- failures -----------------------------------------------------------------------------------------------------
+    def use(self, peers: GradientPeers) -> None:
+        """Make windows with other processes, or with the same in another way, from now on."""
+        self._peers = self._careful.peers = peers
+
+    # --- an attempt failed: restore, and begin again ------------------------------------------------------------------
+
+    def _take_careful_path(self, error: NotSteadyError | NotCheckedError) -> None:
+        """Restore the window, whose loss is not as careful windows have seen it, and run it on the careful path."""
+        if isinstance(error, NotCheckedError) and not error.is_known:
+            if self._is_checked_again:
+                raise error.said from None
+            self._is_checked_again, self._step.objective.weights.is_checked = True, False
+        self._restore()
+        self.steady.forget()
+        self._is_steady, self.is_due = False, True
+        self._refresh()
 
     def _undo(self, error: Exception) -> MemoryEvent:
         """After lack of memory, restore the state before the window. Call from the handler that caught the error.
@@ -358,93 +347,74 @@ class Engine:
 
     def _restore(self) -> None:
         """Restore the state before the window."""
-        at = self.at
+        step, at = self._step, self.at
         with signals.held():
             if not self._owns_gradients and not self.is_due:
-                self._dropped = self._step.gradients_of_new()
-            self._step.abandon()
-            self._step.objective.put_back_modes()
-            self._step.objective.weights.forget_window()
+                self._dropped = step.gradients_of_new()
+            step.abandon()
             if self._is_saved:
                 self._savepoint.restore()
-                self._is_restored = True
             if self._is_steady:  # which does not keep it up to date
                 self._sizing.start = at.done
             at.recomputed += min(at.done + (at.size or 0), self._window.samples)
             at.done, at.size, at.sizes, self._given = 0, None, (), None
 
-    def start_over(self, share: SharedWeights | None = None) -> None:
-        """Restore the state before the window, since its parts do not fit together.
-
-        Args:
-            share: What is known of the weights of all parts.
-        """
-        self._share = share
-        self._restore()
-
-    def _begin_again(self, lack: MemoryEvent | None) -> None:
-        """Release the caches, and choose smaller micro-batches after lack of memory.
-
-        Call this after the handler of the error: inside it the traceback still pins the activations.
+    def _make_smaller(self, event: MemoryEvent) -> None:
+        """Choose smaller micro-batches after lack of memory.
 
         Raises:
             DoesNotFitError: There are none, or they do not help.
             StateDamagedError: Something was written that cannot be restored.
         """
-        self._step.memory.release()
-        if lack is None:
-            return
-        if damage := self._damage():
+        if event.phase != Phase.RESERVE and (damage := self._damage()):
             raise StateDamagedError(f"memory ran out after {damage}, and begin with smaller micro-batches")
-        self._ran_out, self._sizes_are_fixed = True, False
+        self._last_oom, self._sizes_are_fixed = self._events.windows, False
         self.steady.cut_anew()
-        if lack.size is None or not self._sizing.is_learning:  # trials are expected to fail
-            self.lacks.append(lack)
-            self._events.ran_out(lack)
-        if lack.size is None:
-            self._refuse_to_try_for_ever(lack)
-        elif not self._sizing.fail(lack.size, may_wait=self._events.windows > 0):
-            sample = ONE_SAMPLE if lack.phase == Phase.ELSEWHERE else sample_of(self._window, self._sizing.start)
-            refused = sample_does_not_fit(self._step, lack.message, sample=sample, phase=lack.phase)
-            if lack.phase != Phase.ELSEWHERE:
-                refused.where = self._window, self._sizing.start
-            raise refused
+        if event.size is None or not self._sizing.is_learning:  # trials are expected to fail
+            self.oom_events.append(event)
+            self._events.ran_out(event)
+        if event.size is None:
+            self._refuse_endless_tries(event)
+        elif not self._sizing.fail(event.size, may_wait=self._events.windows > 0):
+            raise self._sample_does_not_fit(event.message, event.phase)
         self._room.follow(self._sizing.plan)
 
-    def adopt(self, failed: Iterable[tuple[int, Widths]]) -> None:
-        """Make micro-batches smaller that ran out of memory on another process with as much memory."""
-        if self._sizing.adopt(failed):
-            self._sizes_are_fixed = False
-            self.steady.cut_anew()
+    def _refuse_endless_tries(self, event: MemoryEvent) -> None:
+        """Give up if memory runs out repeatedly while no micro-batch is being processed.
+
+        Unscaling, clipping and the optimizer do not depend on the sizes, so they are retried only once, after the
+        caches are released.
+        """
+        tries = _TRIES_TO_WEIGH if event.phase == Phase.WEIGH else _TRIES
+        in_a_row = itertools.takewhile(lambda earlier: earlier.size is None, reversed(self.oom_events))
+        # If another rank lacks memory, its own limit on attempts ends this training too.
+        if event.phase != Phase.ELSEWHERE and sum(earlier.phase == event.phase for earlier in in_a_row) >= tries:
+            raise whole_does_not_fit(self._step, event.message, event.phase, tries)
+
+    def _sample_does_not_fit(self, reason: str, phase: str) -> DoesNotFitError:
+        is_here = phase != Phase.ELSEWHERE
+        sample = sample_of(self._window, self._sizing.start) if is_here else ONE_SAMPLE
+        refused = sample_does_not_fit(self._step, reason, sample=sample, phase=phase)
+        if is_here:
+            refused.where = self._window, self._sizing.start
+        return refused
 
     def _damage(self) -> str:
-        """Return what the failed window has written that cannot be restored, in words; "" for nothing."""
+        """Return what the restored window has written that cannot be restored, in words; "" for nothing."""
         if self._dropped:
             return (
                 f"gradients of {len(self._dropped)} parameters, the first of shape {tuple(self._dropped[0].shape)}, "
                 "were dropped, also those of earlier batches, because the model got these parameters since it was last "
                 "looked at: clear all gradients, repeat the batches of this step"
             )
-        names = self._savepoint.damage() if self._is_restored else []
-        if not names:
-            return ""
-        self.has_lost_parameters = True
-        return told_damage(names)
+        names = self._savepoint.damage() if self._is_saved else []
+        self.has_lost_parameters |= bool(names)
+        return told_damage(names) if names else ""
 
-    def _refuse_to_try_for_ever(self, lack: MemoryEvent) -> None:
-        """Give up if memory runs out repeatedly while no micro-batch is being processed.
-
-        Unscaling, clipping and the optimizer do not depend on the sizes, so they are retried only once, after the
-        caches are released.
-        """
-        tries = _TRIES_TO_WEIGH if lack.phase == Phase.WEIGH else _TRIES
-        in_a_row = itertools.takewhile(lambda earlier: earlier.size is None, reversed(self.lacks))
-        # If another rank lacks memory, its own limit on attempts ends this training too.
-        if lack.phase != Phase.ELSEWHERE and sum(earlier.phase == lack.phase for earlier in in_a_row) >= tries:
-            raise whole_does_not_fit(self._step, lack.message, lack.phase, tries)
+    # --- no way to go on: give the window up --------------------------------------------------------------------------
 
     def _give_up(self, error: BaseException) -> None:
-        """Restore the state before the window, and add notes to the error on what it does not say itself.
+        """Restore the state before the window, and add to the error what it does not say itself.
 
         Raises:
             DeviceLostError: This process can no longer use the device.
@@ -452,21 +422,20 @@ class Engine:
         """
         if is_device_lost(error):
             raise devices.lost(self._step.memory, error) from error
-        if isinstance(error, StateDamagedError):
-            self._restore()
-            return
-        torch.set_grad_enabled(self._has_gradients)  # which an interrupt within torch's own no_grad can leave off
+        torch.set_grad_enabled(self._has_grad_mode)  # which an interrupt within torch's own no_grad can leave off
         size, sizes = self.at.size, self.at.sizes
         self._restore()
+        if isinstance(error, StateDamagedError):
+            return
         if isinstance(error, DoesNotFitError):
             self._step.objective.check_anew()
         if damage := self._damage():
             error.add_note(f"autoaccum: it came after {damage}")
         if isinstance(error, ValueError):
-            self._explain(error, size, sizes)
+            self._explain_refused_sample(error, size, sizes)
 
-    def _explain(self, error: ValueError, size: int | None, sizes: tuple[int, ...]) -> None:
-        """Explain BatchNorm's rejection of a single value per channel.
+    def _explain_refused_sample(self, error: ValueError, size: int | None, sizes: tuple[int, ...]) -> None:
+        """Explain that a layer, mostly BatchNorm, refuses a single sample.
 
         Raises:
             DoesNotFitError: A single sample was used only because more ran out of memory, in this window or before.
@@ -477,17 +446,30 @@ class Engine:
                 "autoaccum: this window has one sample, and BatchNorm takes its statistics of more; "
                 "drop_last=True (of fit, autoaccum.windows or the DataLoader) leaves a short last one out",
             )
-        elif size == 1 and (self._ran_out or (self._ran_out_before and refuses_one)):
-            reason = f"one sample alone is refused: {error}"
-            sample = sample_of(self._window, self._sizing.start)
-            raise sample_does_not_fit(self._step, reason, sample=sample, phase=self._step.phase) from error
+        elif size == 1 and (self._last_oom == self._events.windows or (self._last_oom is not None and refuses_one)):
+            raise self._sample_does_not_fit(f"one sample alone is refused: {error}", self._step.phase) from error
         elif size == 1 and refuses_one:
             error.add_note(
                 f"autoaccum: the micro-batches {format_cut(sizes)} of this window leave one of a single sample, and "
                 "BatchNorm takes its statistics of more; another micro_batch avoids it",
             )
 
-    # --- what others see ----------------------------------------------------------------------------------------------
+    # --- what ranks do with a window ----------------------------------------------------------------------------------
+
+    def start_over(self, share: SharedWeights | None = None) -> None:
+        """Restore the state before the window, since its parts do not fit together.
+
+        Args:
+            share: What is known of the weights of all parts.
+        """
+        self._share = share
+        self._restore()
+
+    def adopt(self, failed: Iterable[tuple[int, Widths]]) -> None:
+        """Make micro-batches smaller that ran out of memory on another process with as much memory."""
+        if self._sizing.adopt(failed):
+            self._sizes_are_fixed = False
+            self.steady.cut_anew()
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -503,12 +485,23 @@ class Engine:
     def size(self, size: int | None) -> None:
         self.at.size = size
 
+    # --- what is reported ---------------------------------------------------------------------------------------------
+
+    def _tell_of_batches_apart(self, window: Window) -> None:
+        """Report once if batches that cannot be joined keep micro-batches smaller than the plan."""
+        largest, planned = max(window.groups()), self._sizing.plan.micro_batch
+        if len(window.groups()) > 1 and largest < planned and not self._sizing.is_learning:
+            self._notices.say(
+                f"the loader's batches differ in shape and cannot be joined, so micro-batches hold {largest} samples "
+                f"at most, and not {planned} as planned; larger batches of the loader would fill them, or lists of "
+                "samples (collate_fn=list) with split=autoaccum.ListOfSamples(your_collator)",
+                key="batches apart",
+            )
+
     def warnings(self) -> tuple[str, ...]:
         """Return what was said of the loss since the last call."""
         said = self._step.objective.weights.warnings
-        if len(said) == self._warnings:
-            return ()
-        new, self._warnings = said[self._warnings :], len(said)
+        new, self._warnings_reported = said[self._warnings_reported :], len(said)
         return tuple(new)
 
     @property

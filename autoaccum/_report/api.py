@@ -26,8 +26,7 @@ from autoaccum._engine.batchnorm import BatchNorms
 from autoaccum._engine.optimizer_list import name_of
 from autoaccum._engine.options import Options
 from autoaccum._engine.precision import own_half_type
-from autoaccum._engine.saving_names import check_memory
-from autoaccum._engine.savings import Savings
+from autoaccum._engine.savings import Savings, check_memory
 from autoaccum._estimate.estimate import NotTracedError, trace_step
 from autoaccum._estimate.fake import built_on_meta
 from autoaccum._estimate.gpus import DISPLAY_MIB, card_named, custom_card, display_bytes, with_display

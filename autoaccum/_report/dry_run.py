@@ -16,7 +16,7 @@ from autoaccum._data.batches import Window, count
 from autoaccum._data.nesting import plain_parts
 from autoaccum._engine.optimizer_copy import Snapshot
 from autoaccum._engine.savepoint import Savepoint
-from autoaccum._engine.trial import Trials, standing_still
+from autoaccum._engine.trial import Trials, without_updates
 from autoaccum._estimate.trace import Footprint
 from autoaccum._memory._storages import gradient_bytes
 from autoaccum._memory.limits import format_bytes
@@ -131,7 +131,7 @@ class _Stage:
             memory.synchronize()
             seconds.append(time.perf_counter() - started)
         started = time.perf_counter()
-        with standing_still(step.optimizer):
+        with without_updates(step.optimizer):
             step.updates.make()
         memory.synchronize()
         optimizer_s = time.perf_counter() - started
@@ -209,7 +209,7 @@ class _Stage:
         try:
             window = Window([self._batch], step.objective.split)
             if step.objective.needs_check(window, sizes, is_part=False, is_due=True):
-                step.objective.check(window, sizes, step.transfer.place, mark, step.precision.autocast, step.parameters)
+                step.objective.check(window, step.transfer.place, mark, step.precision.autocast, step.parameters)
         except InvalidInputError as error:
             self._warnings.append(str(error))
         except Exception as error:

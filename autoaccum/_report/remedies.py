@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from autoaccum._engine.saving_names import CHECKPOINT, CHUNKED, OFFLOAD
+from autoaccum._engine.savings import CHECKPOINT, CHUNKED, OFFLOAD
 from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.gpus import known_cards
 from autoaccum._oom import first_line, let_go

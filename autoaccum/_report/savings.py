@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autoaccum._engine.saving_names import AUTO, check_memory
-from autoaccum._engine.savings import check_place
+from autoaccum._engine.savings import AUTO, check_memory, check_place
 from autoaccum._engine.savings import saving as in_force
 from autoaccum._memory.simulated import Simulated
 

@@ -10,7 +10,7 @@ import torch
 
 from autoaccum._arguments import check_choice, check_function, check_one_batch
 from autoaccum._data.batches import as_window
-from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
+from autoaccum._distributed.consistency import broadcast_weights, check_alike, refuse_unsupported_layers
 from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._distributed.process_group import Ranks, join_ranks
 from autoaccum._engine import devices
@@ -19,7 +19,7 @@ from autoaccum._engine.assembly import assemble_without_optimizer
 from autoaccum._engine.events import Events
 from autoaccum._engine.options import Options
 from autoaccum._engine.savings import AVOIDABLE, Savings
-from autoaccum._engine.step_limit import Outside, StepLimit
+from autoaccum._engine.step_limit import LimitLifted, StepLimit
 from autoaccum._loss.closures import Closure, modules_used_by
 from autoaccum._oom import is_oom, let_go
 from autoaccum._sizing.cache import PlanCache
@@ -172,7 +172,7 @@ class Accumulator:
         measures = options.micro_batch == "auto" and options.loss_scope == "micro_batch"
         self._accumulating = GradientAccumulator(
             step,
-            Events([Outside(callback, backend) for callback in options.callbacks], notices),
+            Events([LimitLifted(callback, backend) for callback in options.callbacks], notices),
             notices,
             peers=None if ranks is None else lambda: DataParallel(ranks, step),
             entry_of=_entries(step, limit_bytes, names, closure, notices) if options.cache and measures else None,
@@ -326,7 +326,7 @@ def _ranks(step: GradientStep) -> Ranks | None:
         return None
     if torch.distributed.get_world_size() == 1:
         return None
-    refuse_what_talks(step.objective.modules)
+    refuse_unsupported_layers(step.objective.modules)
     if any(map(_sums_in_backward, step.objective.modules)):
         raise InvalidInputError(
             "the closure or the loss calls a model in DistributedDataParallel, which would sum gradients over ranks in "
@@ -339,7 +339,7 @@ def _ranks(step: GradientStep) -> Ranks | None:
         )
     ranks = Ranks(memory)
     check_alike(ranks, step, {"batchnorm": step.options.batchnorm})
-    begin_alike(ranks, step)
+    broadcast_weights(ranks, step)
     return ranks
 
 

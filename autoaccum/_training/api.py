@@ -13,7 +13,7 @@ from autoaccum._arguments import check_bool, check_positive_int
 from autoaccum._callbacks import EarlyStopping
 from autoaccum._data.loaders import can_be_read_once, check_loader
 from autoaccum._data.regrouping import check_target
-from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
+from autoaccum._distributed.consistency import broadcast_weights, check_alike, refuse_unsupported_layers
 from autoaccum._distributed.process_group import joined
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble
@@ -282,7 +282,7 @@ def fit(
                 f"target_tokens={target_tokens}": in_tokens,
             }
             grows_from = check_sharded(step.objective.modules, ranks.size, asked)
-            _begin_alike(ranks, step, alike | {"target_tokens": target_tokens})
+            _broadcast_weights(ranks, step, alike | {"target_tokens": target_tokens})
         world = Coordinator(
             ranks,
             loader,
@@ -342,20 +342,20 @@ def fit(
         return training.run(limit_bytes=limit_bytes, started=started)
 
 
-def _begin_alike(ranks: Ranks, step: TrainingStep, arguments: dict[str, Any]) -> None:
+def _broadcast_weights(ranks: Ranks, step: TrainingStep, arguments: dict[str, Any]) -> None:
     """Check that ranks agree, and broadcast the weights.
 
     Raises:
         InvalidInputError: The ranks differ, or the training needs something that ranks cannot do together.
     """
-    refuse_what_talks(step.objective.modules)
+    refuse_unsupported_layers(step.objective.modules)
     if (scope := step.options.loss_scope) != "micro_batch":
         raise InvalidInputError(
             f"loss_scope={scope!r} computes the loss of a whole window at once, but each of {ranks.size} "
             "ranks holds only a part of it; train in one process"
         )
     check_alike(ranks, step, arguments)
-    begin_alike(ranks, step)
+    broadcast_weights(ranks, step)
 
 
 def _tell_of_cap(cap: int | None, most: int, notices: Notices) -> None:

@@ -95,7 +95,7 @@ class Interrupts:
                     # The interrupt waited for the update to end, so what failed after the update is in its context.
                     # No whole moment in memory is left to continue from.
                     behind = _behind(error, Exception) or MemoryError("the random state could not be read")
-                    raise update_complete.told(
+                    raise update_complete.wrapped(
                         behind, self._lifecycle.current.windows_done, has_moved=False
                     ) from behind
             except StateDamagedError as error:
@@ -115,7 +115,7 @@ class Interrupts:
 
     # --- between two windows ------------------------------------------------------------------------------------------
 
-    def wishes(self, ahead: int) -> int:
+    def requests(self, ahead: int) -> int:
         """Return what this process requests after a window: bits of `SAVE`, `END` and `STOP`.
 
         Args:
@@ -134,13 +134,13 @@ class Interrupts:
         Raises:
             RankFailedError: Another process was asked to end.
         """
-        wishes = self._world.wishes_of_all(self.wishes)
-        if wishes & SAVE:
+        requests = self._world.requests_of_all(self.requests)
+        if requests & SAVE:
             self._save()
-        if wishes & END:
+        if requests & END:
             self._end_for_others()
         self._watch.look()
-        return bool(wishes & STOP)
+        return bool(requests & STOP)
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
         """Save after an evaluation with the lowest loss so far."""
@@ -177,7 +177,7 @@ class Interrupts:
             self._watch.raises = self._world.is_alone
             self._watch.defers = not self._world.is_alone and self._checkpoints is not None
             train()
-            self._world.meet_at_end()
+            self._world.check_others_at_end()
             if self._checkpoints is not None and not self._checkpoints.has_this_moment:
                 self._save()
         except (signals.Terminated, StateDamagedError):
@@ -206,7 +206,7 @@ class Interrupts:
             return
         cannot = isinstance(error, CheckpointError) or _oom.is_device_lost(error)
         is_whole = not cannot and not self._is_damaged(error)
-        is_whole = self._world.stand_together(error, is_whole=is_whole) and is_whole
+        is_whole = self._world.can_save_together(error, is_whole=is_whole) and is_whole
         # Before the first window there is no progress to save.
         step, newest = self._progress.moment.windows, self._checkpoints.newest
         is_worth_it = step > 0 and not self._checkpoints.has_this_moment

@@ -16,7 +16,7 @@ from autoaccum._engine import devices
 from autoaccum._engine.finiteness import Finiteness
 from autoaccum._engine.forward_backward import drop_old_gradients
 from autoaccum._engine.optimizer_list import name_of
-from autoaccum._engine.step_limit import Outside
+from autoaccum._engine.step_limit import LimitLifted
 from autoaccum._oom import first_line
 from autoaccum._records import SAMPLES, FitResult, TimeSpent
 from autoaccum._system import signals
@@ -114,7 +114,7 @@ class Training:
         self._lifecycle = PlanLifecycle(
             step,
             self._progress,
-            [Stoppable(Outside(callback, step.memory), self._request) for callback in callbacks],
+            [Stoppable(LimitLifted(callback, step.memory), self._request) for callback in callbacks],
             notices,
             finding=finding,
             savings=savings,
@@ -178,7 +178,7 @@ class Training:
             try:
                 self._tell_start()
                 with devices.failures_told(self._step.memory, "what ranks send each other"):
-                    self._world.begin(self._step, self._interrupts.wishes, self._finding.grows_to)
+                    self._world.begin(self._step, self._interrupts.requests, self._finding.grows_to)
                 self._lifecycle.save_memory()
                 begins_with, probed = self._begin()
                 with ExitStack() as limit:

@@ -139,7 +139,7 @@ class TrainingProgress:
             InvalidInputError: The loader is empty.
         """
         self._first = first = self._first_window()
-        self._world.look_at(first)
+        self._world.check_samples_differ(first)
         return first
 
     def next_window(self) -> Window | None:
@@ -268,7 +268,7 @@ class TrainingProgress:
         try:
             self._schedule.after_evaluation(evaluation)
         except Exception as error:
-            raise update_complete.told(error, self.moment.windows, has_moved=False) from error
+            raise update_complete.wrapped(error, self.moment.windows, has_moved=False) from error
         self.moment = replace(self._with(evaluation), random=self._random_states())
         self.is_whole = True
 
@@ -289,7 +289,7 @@ class TrainingProgress:
             if not position.closed:
                 self._schedule.after_epoch()
         except Exception as error:
-            raise update_complete.told(error, self.moment.windows, has_moved=False) from error
+            raise update_complete.wrapped(error, self.moment.windows, has_moved=False) from error
         if self._ends_here:  # the epoch may have more windows
             position = replace(position, closed=True)
         else:

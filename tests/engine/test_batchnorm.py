@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import autoaccum
 from autoaccum._system.notices import Notices
@@ -57,16 +56,6 @@ def test_window_forgets_as_much_as_one_update_with_the_whole_batch(sizes, moment
     train(norm, inputs, sizes, loss_scope=scope)
 
     torch.testing.assert_close((norm.running_mean, norm.running_var), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_mean_is_the_whole_batchs_where_the_micro_batches_have_the_same():
-    part = torch.randn(4, 3, dtype=torch.float64)
-    cut, whole = layer(), layer()
-
-    train(cut, part.repeat(3, 1), (4, 4, 4))
-    whole(part.repeat(3, 1))
-
-    torch.testing.assert_close(cut.running_mean, whole.running_mean, rtol=1e-12, atol=1e-12)
 
 
 def test_mean_is_far_nearer_to_the_whole_batchs_than_with_the_layers_momentum():
@@ -133,28 +122,6 @@ def test_momentum_and_mode_that_the_user_changes_between_windows_count():
     assert (changed.momentum, frozen.momentum) == (0.5, MOMENTUM)
 
 
-def test_layer_that_two_modules_share_is_rescaled_once():
-    norm = layer()
-
-    step(runner_of(nn.Sequential(norm), nn.Sequential(norm), sizes=(6, 6)), torch.randn(12, 3, dtype=torch.float64))
-
-    assert norm.used[-1] == pytest.approx(1 - math.sqrt(1 - MOMENTUM))
-
-
-def test_checkpointed_forward_pass_finds_the_same_momentum_the_second_time():
-    class Checkpointed(nn.Sequential):
-        def forward(self, inputs):
-            return checkpoint(super().forward, inputs.requires_grad_(), use_reentrant=False)
-
-    norm, inputs = layer(), torch.zeros(12, 3, dtype=torch.float64)
-    before = norm.running_mean.clone()
-
-    train(Checkpointed(norm), inputs, (6, 6))
-
-    # Moved twice by each, as in any loop: torch's checkpointing does not put statistics back.
-    torch.testing.assert_close(norm.running_mean, before * (1 - MOMENTUM) ** 2, rtol=1e-12, atol=0)
-
-
 # --- what is said ----------------------------------------------------------------------------------------------------
 
 
@@ -175,18 +142,6 @@ def test_number_of_layers_what_differs_and_what_to_do_are_said_once():
         assert remedy in line
 
 
-def test_rescaling_is_not_proposed_where_it_is_done():
-    (line,) = said(layer(), mode="rescale")
-
-    assert "1 layer in training mode normalises" in line
-    assert "sets right" not in line
-    assert "as far as with one batch (batchnorm='rescale')" in line
-
-
-def test_layers_without_running_statistics_count_in_evaluation_mode_too():
-    assert len(said(layer(track_running_stats=False).eval())) == 1
-
-
 @pytest.mark.parametrize(
     ("layers", "sizes"),
     [([layer()], (12,)), ([layer().eval()], (6, 6)), ([nn.GroupNorm(1, 3).double(), nn.LayerNorm(3).double()], (6, 6))],
@@ -194,8 +149,3 @@ def test_layers_without_running_statistics_count_in_evaluation_mode_too():
 )
 def test_nothing_is_said_where_nothing_differs(layers, sizes):
     assert said(nn.Linear(3, 3).double(), *layers, sizes=sizes) == []
-
-
-def test_unknown_mode_is_refused():
-    with pytest.raises(autoaccum.InvalidInputError, match="batchnorm='sync' is unknown; choose 'keep' or 'rescale'"):
-        runner_of(layer(), sizes=(6, 6), mode="sync")

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from autoaccum._engine import chunked_loss
 from autoaccum._memory import Simulated
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError, SavingRefusedError
-from faults import FailAt
 
 V, D, N, T = 50, 16, 4, 10
 GIVEN = torch.Generator().manual_seed(0)
@@ -26,9 +26,6 @@ LABELS = torch.randint(V, (N, T), generator=GIVEN).masked_fill(
     torch.arange(T) < torch.tensor([[8], [0], [3], [9]]), -100
 )
 WEIGHT = torch.linspace(0.5, 1.5, V)
-with_torchs = pytest.mark.skipif(
-    not hasattr(functional, "linear_cross_entropy"), reason="this PyTorch has no linear_cross_entropy"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -83,15 +80,6 @@ def test_loss_and_gradients_are_those_of_whole_logits(name, head):
     found = gradients(ChunkedLoss(model.head, **options)(model(TOKENS), labels), model)
 
     torch.testing.assert_close(found, gradients(of_whole(model, options, labels), model), rtol=1e-12, atol=1e-14)
-
-
-def test_tied_head_has_the_gradient_of_both_uses():
-    model = Language(nn.Linear(D, V, bias=False)).double()
-    model.head.weight = model.tokens.weight
-
-    found = gradients(ChunkedLoss(model.head)(model(TOKENS), LABELS), model)
-
-    torch.testing.assert_close(found, gradients(of_whole(model, {}, LABELS), model), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("way", ["fp32", "bf16", "autocast"])
@@ -165,7 +153,12 @@ def trained(make, sizes, *, windows=4, double=True, **options):
 
 
 def by_kernel(monkeypatch):
-    monkeypatch.setattr(chunked_loss, "kernel_for", lambda *_: chunked_loss.by_torch)
+    def summed(head, hidden, classes, ignore_index):
+        return functional.cross_entropy(head(hidden), classes, reduction="sum", ignore_index=ignore_index)
+
+    monkeypatch.setattr(chunked_loss, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(chunked_loss, "by_liger", summed)
+    monkeypatch.setattr(chunked_loss, "checkpoint", None)  # of chunks
 
 
 def in_model(options):
@@ -183,8 +176,6 @@ def in_model(options):
 def test_window_of_micro_batches_of_unlike_counts_has_the_gradient_of_all(name, form, monkeypatch):
     options = OPTIONS.get(name, {})
     if name == "kernel":
-        if not hasattr(functional, "linear_cross_entropy"):
-            pytest.skip("this PyTorch has no linear_cross_entropy")
         by_kernel(monkeypatch)
     options = {key: one.double() if key == "weight" else one for key, one in options.items()}
     make = in_model(options) if form == "function" else lambda model: ChunkedLoss(model.head, **options)
@@ -199,32 +190,6 @@ def test_window_of_micro_batches_of_unlike_counts_has_the_gradient_of_all(name, 
     )
 
     torch.testing.assert_close(found, expected, **({"rtol": 1e-5, "atol": 1e-6} if name == "kernel" else {}))
-
-
-@pytest.mark.parametrize("point", [3, 40, 90, 140])
-def test_memory_that_runs_out_at_any_operator_changes_nothing_but_rounding(point):
-    model = Language().double()
-    runner = autoaccum.Runner(
-        model,
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        autoaccum.plan(N, 2),
-        loss=ChunkedLoss(model.head),
-        device="cpu",
-        precision="fp32",
-        notices=Notices(silent=True),
-    )
-    for _ in range(4):  # in the first windows the loss is looked into
-        runner.step((TOKENS, LABELS))
-    undisturbed = copy.deepcopy(model)
-    loss = of_whole(undisturbed, {}, LABELS)
-    gradient = torch.autograd.grad(loss, list(undisturbed.parameters()))
-
-    with FailAt(point) as faults:
-        report = runner.step((TOKENS, LABELS))
-
-    assert faults.hits == 1 == report.oom_events
-    for one, other, change in zip(model.parameters(), undisturbed.parameters(), gradient, strict=True):
-        torch.testing.assert_close(one, other - change)
 
 
 def test_logits_are_never_whole():
@@ -270,59 +235,38 @@ def test_labels_that_are_no_classes_of_the_tokens_are_refused(labels, said):
         ChunkedLoss(model.head)(model(TOKENS), labels)
 
 
-def test_what_is_no_head_is_refused():
-    with pytest.raises(InvalidInputError, match="the module that makes logits"):
-        ChunkedLoss(torch.ones(V, D))
-    with pytest.raises(InvalidInputError, match="reduction='average'"):
-        ChunkedLoss(nn.Linear(D, V), reduction="average")
+# --- Liger's kernel ---------------------------------------------------------------------------------------------------
 
 
-# --- kernels of libraries ---------------------------------------------------------------------------------------------
-
-
-@with_torchs
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("name", ["mean", "sum", "padding of its own"])
-def test_kernel_of_pytorch_computes_loss_and_gradients_of_all_logits(name, bias, monkeypatch):
-    model, options = Language(nn.Linear(D, V, bias=bias)), OPTIONS[name]
-    labels = LABELS.clamp(min=0) if "ignore_index" in options else LABELS
-    expected = gradients(of_whole(model, options, labels), model)
-    by_kernel(monkeypatch)
-    monkeypatch.setattr(chunked_loss, "checkpoint", None)  # of chunks
-
-    found = gradients(ChunkedLoss(model.head, **options)(model(TOKENS), labels), model)
-
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-class Scaled(nn.Linear):
-    """A layer that does more than nn.Linear."""
-
-    def forward(self, inputs):
-        return 2 * super().forward(inputs)
-
-
-@pytest.mark.parametrize("name", ["smoothed", "weighted", "each", "mean of another layer"])
-def test_what_kernels_do_not_compute_is_computed_in_chunks(name, monkeypatch):
-    model, options = Language(Scaled(D, V) if name not in OPTIONS else None), OPTIONS.get(name, {})
-    expected = gradients(of_whole(model, options, LABELS), model)
-    monkeypatch.setattr(chunked_loss, "kernel_for", lambda *_: pytest.fail)
+@pytest.mark.parametrize("name", ["smoothed", "weighted", "each"])
+def test_what_the_kernel_does_not_compute_is_computed_in_chunks(name, monkeypatch):
+    model, options = Language(), OPTIONS[name]
+    monkeypatch.setattr(chunked_loss, "has_kernel", pytest.fail)
 
     found = gradients(ChunkedLoss(model.head, **options)(model(TOKENS), LABELS), model)
 
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, gradients(of_whole(model, options, LABELS), model), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("has_liger", [True, False])
-def test_kernels_are_chosen_by_device_and_type(has_liger, monkeypatch):
-    monkeypatch.setattr(chunked_loss, "_of_liger", lambda: print if has_liger else None)
-    of_torch = chunked_loss.by_torch if hasattr(functional, "linear_cross_entropy") else None
+def test_kernel_is_taken_on_cuda_for_a_linear_layer_and_types_that_it_is_exact_in(monkeypatch):
+    class Scaled(nn.Linear):
+        """A layer that does more than nn.Linear."""
 
-    assert chunked_loss.kernel_for("cuda", torch.float32) is (chunked_loss.by_liger if has_liger else of_torch)
-    assert chunked_loss.kernel_for("cuda", torch.bfloat16) is (chunked_loss.by_liger if has_liger else None)
-    assert chunked_loss.kernel_for("xpu", torch.float32) is of_torch
-    assert chunked_loss.kernel_for("cuda", torch.float16) is None
-    assert chunked_loss.kernel_for("cpu", torch.float32) is None
+    def is_taken(head, kind="cuda", dtype=torch.float32, size=10**6):
+        hidden = SimpleNamespace(device=torch.device(kind), dtype=dtype, numel=lambda: size)
+        return chunked_loss.has_kernel(head, hidden)
+
+    head = nn.Linear(D, V)
+    monkeypatch.setattr(chunked_loss, "_of_liger", lambda: print)
+
+    assert is_taken(head)
+    assert is_taken(head, dtype=torch.bfloat16)
+    assert not is_taken(head, dtype=torch.float16)
+    assert not is_taken(head, kind="cpu")
+    assert not is_taken(head, size=100)
+    assert not is_taken(Scaled(D, V))
+    monkeypatch.setattr(chunked_loss, "_of_liger", lambda: None)
+    assert not is_taken(head)
 
 
 OF_LIGER = """
@@ -332,9 +276,11 @@ OF_LIGER = """
 
     torch.manual_seed(0)
     for dtype, allowed in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
-        inputs = [torch.randn(size).to(dtype).requires_grad_() for size in ((40, 16), (50, 16), (50,))]
+        head = torch.nn.Linear(16, 50, dtype=dtype)
+        hidden = torch.randn(40, 16, dtype=dtype, requires_grad=True)
+        inputs = [hidden, head.weight, head.bias]
         classes = torch.randint(50, (40,)).masked_fill(torch.arange(40) % 7 == 0, -100)
-        found = chunked_loss.by_liger(*inputs, classes, -100)
+        found = chunked_loss.by_liger(head, hidden, classes, -100)
         assert found.dtype is torch.float32
         got = torch.autograd.grad(found / 7, inputs)
         exact = [one.detach().double().requires_grad_() for one in inputs]

@@ -54,18 +54,6 @@ def said_of(step, **what):
 # --- the sample -------------------------------------------------------------------------------------------------------
 
 
-def test_sample_of_a_pair_has_its_shapes_without_the_samples():
-    window = Window([(torch.zeros(4, 3, 224, 224), torch.zeros(4))])
-
-    assert sample_of(window, 2) == "a sample of shapes (3, 224, 224) and ()"
-
-
-def test_sample_of_a_mapping_has_its_shapes_by_key():
-    window = Window([{"ids": torch.zeros(4, 31), "labels": torch.zeros(4, 31), "scale": torch.zeros(())}])
-
-    assert sample_of(window, 0) == "a sample of shapes ids (31,) and labels (31,)"
-
-
 def test_sample_that_a_split_collates_has_the_shapes_that_it_has_then():
     samples = [(torch.zeros(3, size), size) for size in (5, 7)]
     split = autoaccum.ListOfSamples(lambda some: (torch.stack([one for one, _ in some]), [size for _, size in some]))
@@ -79,10 +67,6 @@ def test_sample_of_a_window_of_several_shapes_is_numbered():
     assert sample_of(window, 6) == "sample 6 of the window, of shape (5,),"
 
 
-def test_sample_that_this_process_does_not_have_is_not_described():
-    assert sample_of(Window([torch.zeros(4, 3)]), 4) == "one sample"
-
-
 def test_collator_that_fails_does_not_hide_that_a_sample_does_not_fit():
     def collate(samples):
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -92,17 +76,7 @@ def test_collator_that_fails_does_not_hide_that_a_sample_does_not_fit():
     assert sample_of(window, 0) == "one sample"
 
 
-def test_tensors_inside_of_objects_have_their_shapes_too():
-    packed = nn.utils.rnn.pack_sequence([torch.zeros(3, 2)])
-
-    assert described(packed, has_rows=False) == "a sample of shapes (3, 2) and (3,)"
-
-
 # --- the memory -------------------------------------------------------------------------------------------------------
-
-
-def test_memory_that_is_plenty_is_not_named():
-    assert "GiB are free" not in said_of(step_on())
 
 
 def test_memory_of_which_little_is_left_is_named_with_who_holds_it():
@@ -150,15 +124,6 @@ def test_every_option_that_is_advised_is_one_of_the_function_that_was_called(tak
         named = set(re.findall(r"(\w+)=", advised.replace("an optimizer with foreach=False", "")))
         assert advised
         assert named <= Options.of(takes, {}).names
-
-
-def test_remedies_of_a_function_that_takes_no_options_are_words():
-    step = step_on(model=Blocks())
-    step.options = Options()
-
-    text = said_of(step)
-
-    assert text.endswith("; try activation checkpointing, smaller inputs, or an optimizer with less state than AdamW")
 
 
 def test_an_evaluation_is_advised_nothing_about_backward_passes_and_updates():

@@ -8,7 +8,6 @@ import autoaccum
 from autoaccum._engine.finiteness import Finiteness
 from autoaccum._records import DeviceScalar, StepReport
 from autoaccum._system.lease import Lease
-from autoaccum.errors import InvalidInputError
 from put_together import training_step
 
 BAD = 4  # the window whose inputs are not finite
@@ -70,14 +69,6 @@ def test_last_finite_checkpoint_outlives_every_later_window(tmp_path, capsys):
     assert str(kept[-1]) in line
 
 
-def test_without_any_finite_checkpoint_the_refusal_says_so(tmp_path, capsys):
-    result = fit(checkpoint=tmp_path, checkpoint_every=None)
-
-    assert result.checkpoint is None
-    assert not list(tmp_path.glob("step-*"))
-    assert "there is none yet" in lines(capsys, "no checkpoint is written")[0]
-
-
 def test_stop_raises_in_the_window_itself_and_leaves_the_last_finite_checkpoint(tmp_path, capsys):
     with pytest.raises(autoaccum.NotFiniteError, match=f"step {BAD}: not finite: loss=nan"):
         fit(on_nan="stop", checkpoint=tmp_path, checkpoint_every=2)
@@ -107,28 +98,6 @@ def test_window_after_a_change_of_the_model_is_held_to_on_nan_and_not_taken_for_
             fit(model, on_nan=on_nan, callbacks=[Freezes(model)])
     else:
         assert fit(model, on_nan=on_nan, callbacks=[Freezes(model)]).steps == steps
-
-
-def test_run_that_has_lost_its_folder_ends_also_where_no_checkpoint_would_be_written(tmp_path, monkeypatch):
-    made, begin, seen = [], Lease.__init__, []
-    monkeypatch.setattr(Lease, "__init__", lambda lease, folder: (begin(lease, folder), made.append(lease))[0])
-
-    class Loses(autoaccum.Callback):
-        def on_step(self, report, *, epoch):
-            seen.append(report.step)
-            if report.step == BAD + 1:
-                (tmp_path / ".lease-00000001").unlink()
-                made[0].is_lost = True  # as its thread finds out
-
-    with pytest.raises(autoaccum.CheckpointInUseError):
-        fit(checkpoint=tmp_path, callbacks=[Loses()])
-
-    assert seen[-1] == BAD + 1
-
-
-def test_unknown_word_is_refused():
-    with pytest.raises(InvalidInputError, match="on_nan='raise' is unknown; choose 'warn' or 'stop'"):
-        fit(on_nan="raise")
 
 
 class Masked(nn.Module):
@@ -186,17 +155,6 @@ def test_optimizer_state_that_becomes_infinite_is_not_kept(tmp_path, capsys):
     assert "the optimizer's exp_avg_sq of parameter 0" in lines(capsys, "no checkpoint is written")[0]
 
 
-def test_micro_batch_in_which_nothing_counts_is_no_alarm(capsys):
-    def ignored():
-        for _ in range(4):
-            yield torch.randn(4, 3), torch.tensor([1, 1, -100, -100])
-
-    result = fit(loader=Once(ignored), loss=nn.CrossEntropyLoss(), micro_batch=2)
-
-    assert result.steps == 4
-    assert "WARNING" not in capsys.readouterr().err
-
-
 def test_gradient_that_is_not_finite_is_said_although_the_loss_is(capsys):
     # The square root's slope at 0 is infinite.
     def loss(outputs, targets):
@@ -250,3 +208,20 @@ def test_numbers_of_a_device_without_events_are_read_together_and_at_the_end(cap
 
     assert (read_before, OnDevice.read) == (0, 64)
     assert "step 61: not finite" in capsys.readouterr().err
+
+
+def test_run_that_has_lost_its_folder_ends_also_where_no_checkpoint_would_be_written(tmp_path, monkeypatch):
+    made, begin, seen = [], Lease.__init__, []
+    monkeypatch.setattr(Lease, "__init__", lambda lease, folder: (begin(lease, folder), made.append(lease))[0])
+
+    class Loses(autoaccum.Callback):
+        def on_step(self, report, *, epoch):
+            seen.append(report.step)
+            if report.step == BAD + 1:
+                (tmp_path / ".lease-00000001").unlink()
+                made[0].is_lost = True  # as its thread finds out
+
+    with pytest.raises(autoaccum.CheckpointInUseError):
+        fit(checkpoint=tmp_path, callbacks=[Loses()])
+
+    assert seen[-1] == BAD + 1

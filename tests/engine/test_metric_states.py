@@ -56,21 +56,6 @@ def test_metrics_hold_what_they_held_when_the_mark_was_taken(before):
     torch.testing.assert_close(model.values(), plain.values(), rtol=0, atol=0)
 
 
-def test_they_are_put_back_as_often_as_asked():
-    plain, model = Model(), Model()
-    states = MetricStates(model.modules())
-    plain.count(0)
-    model.count(0)
-    states.take()
-
-    for seed in (3, 4):
-        model.count(seed)
-        model.values()
-        states.put_back()
-
-    torch.testing.assert_close(model.values(), plain.values(), rtol=0, atol=0)
-
-
 def test_states_made_in_inference_mode_are_put_back_outside_of_it():
     model = Model()
     with torch.inference_mode():

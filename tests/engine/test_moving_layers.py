@@ -64,11 +64,6 @@ class Codebook(nn.Module):
         return inputs + self.embed_avg
 
 
-class CodebookLoss(Codebook):
-    def forward(self, outputs, targets):
-        return (super().forward(outputs) - targets).square().mean()
-
-
 class Stays(nn.Module):
     """Its buffers are written and stay what they are, or stay NaN."""
 
@@ -110,16 +105,6 @@ def test_what_forward_moves_is_named_once(layer, names, options):
 
     moved = re.match(r"forward\(\) moves (.*?): once for each micro-batch, 3 times in this update", text)
     assert sorted(moved[1].split(", ")) == names
-
-
-def test_what_a_loss_moves_is_named():
-    (text,) = said_of(loss=CodebookLoss())
-
-    assert text.startswith("forward() moves embed_avg: ")
-
-
-def test_window_that_is_one_micro_batch_is_not_spoken_of():
-    assert said_of(Codebook(), sizes=1) == []
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 import autoaccum
 from autoaccum._engine.optimizer_list import OptimizerList
-from autoaccum.errors import CheckpointError, InvalidInputError, StateDamagedError
-from helpers import assert_bitwise, batches_of, labelled, state_of
+from autoaccum.errors import InvalidInputError
+from helpers import batches_of, labelled
 from long_runs import Run, stopped_at
 
 DATA = labelled(32)
@@ -51,15 +51,6 @@ def by_hand(model, parts, windows=4):
             part.zero_grad()
 
 
-def test_update_is_that_of_each_optimizer_by_hand():
-    model, expected = a_model(), a_model()
-    by_hand(expected, parts_of(expected))
-
-    fit(model, parts_of(model))
-
-    assert_bitwise(state_of(model), state_of(expected))
-
-
 @pytest.mark.parametrize("given", [tuple, lambda parts: lambda parameters: parts], ids=["tuple", "function"])
 def test_cut_windows_make_the_update_of_the_whole_batch(given):
     model, expected = a_model(), a_model()
@@ -69,15 +60,6 @@ def test_cut_windows_make_the_update_of_the_whole_batch(given):
 
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-def test_list_of_one_is_that_one():
-    model = a_model()
-    part = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    runner = autoaccum.Runner(model, [part], autoaccum.plan(8, 8), device="cpu")
-
-    assert runner.optimizer is part
 
 
 def test_scheduler_moves_all_or_the_one_that_it_was_made_from():
@@ -90,37 +72,6 @@ def test_scheduler_moves_all_or_the_one_that_it_was_made_from():
     assert [part.param_groups[0]["lr"] for part in of_both] == [0.1 / 16, 0.05 / 16]
     assert [part.param_groups[0]["lr"] for part in of_one] == [0.1, 0.05 / 16]
     assert result.history[1].learning_rates == (0.1, 0.025)
-
-
-def test_memory_that_runs_out_in_the_second_of_the_first_steps_undoes_the_first():
-    model, expected = a_model(), a_model()
-    fit(expected, parts_of(expected))
-    parts, failures = parts_of(model), [1]
-
-    def lack(*_):
-        if failures:
-            failures.pop()
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    parts[1].register_step_pre_hook(lack)
-    result = fit(model, parts)
-
-    assert result.oom_events == 1
-    assert_bitwise(state_of(model), state_of(expected))
-
-
-def test_failure_between_two_later_steps_is_damage():
-    model = a_model()
-    parts, steps = parts_of(model), []
-
-    def fail(*_):
-        steps.append(1)
-        if len(steps) == 3:
-            raise ZeroDivisionError
-
-    parts[1].register_step_pre_hook(fail)
-    with pytest.raises(StateDamagedError):
-        fit(model, parts)
 
 
 def test_group_that_is_added_to_one_of_them_is_stepped():
@@ -159,10 +110,6 @@ def several(parameters):
     return OptimizerList([torch.optim.SGD(parameters[:2], lr=0.01, momentum=0.9), torch.optim.Adam(parameters[2:])])
 
 
-def in_other_order(parameters):
-    return OptimizerList([torch.optim.Adam(parameters[:2], lr=0.01), torch.optim.SGD(parameters[2:], momentum=0.9)])
-
-
 @pytest.mark.parametrize("stop", [1, 7])
 def test_resumed_run_ends_bit_for_bit_alike(tmp_path, stop):
     scheduler = {"scheduler": lambda optimizer: StepLR(optimizer, 4, gamma=0.5), "optimizer": several}
@@ -177,13 +124,6 @@ def test_resumed_run_ends_bit_for_bit_alike(tmp_path, stop):
     assert run.end == undisturbed.end
     assert run.optimizer.parts == parts
     assert all(part.state is run.optimizer.state for part in parts)
-
-
-def test_checkpoint_of_other_optimizers_is_refused(tmp_path):
-    stopped_at(2, tmp_path, optimizer=several)
-
-    with pytest.raises(CheckpointError, match=r"another optimizer: OptimizerList\(SGD, Adam\) there and"):
-        Run(checkpoint=tmp_path, optimizer=in_other_order).fit()
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

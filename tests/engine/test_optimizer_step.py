@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._engine import optimizer_copy, optimizer_step
+from autoaccum._engine import optimizer_step
 from autoaccum._engine.optimizer_step import Updates
 from autoaccum._engine.phases import Stage
-from autoaccum._memory._storages import Transients
 from autoaccum._memory.host import Host
 from autoaccum._system.notices import Notices
 from faults import FailAt, differences, state_of
@@ -43,15 +42,6 @@ def updates_of(model, optimizer, memory, scaler=None):
     return Updates(optimizer, scaler, memory, clip_grad_norm=None, stage=Stage())
 
 
-def test_what_a_piece_of_work_takes_is_told_apart_from_what_it_leaves():
-    with Transients("cpu") as watch:
-        kept = torch.zeros(256)
-        (kept + 1).mul(2).sum().item()  # two temporaries at once, then one of them and a small third
-        kept = [kept, torch.ones(512)]
-
-    assert watch.transient_bytes() == 2 * 1024
-
-
 @pytest.mark.parametrize(
     ("make", "transient"),
     [
@@ -71,32 +61,6 @@ def test_temporaries_are_asked_for_before_every_step_but_the_first_of_an_optimiz
         updates.make()
 
     assert [asked // BYTES for asked in memory.asked] == [transient] * 4 * bool(transient)
-
-
-def test_optimizer_without_state_is_guarded_by_a_copy_in_its_first_step_only(monkeypatch):
-    model = one_parameter()
-    updates = updates_of(model, torch.optim.SGD(model.parameters(), lr=0.1), Asked())
-    copies = []
-    monkeypatch.setattr(
-        optimizer_step, "OptimizerCopy", lambda *given: (copies.append(1), optimizer_copy.OptimizerCopy(*given))[1]
-    )
-
-    for _ in range(3):
-        model.weight.grad = torch.ones_like(model.weight)
-        updates.make()
-
-    assert copies == [1]
-
-
-def test_parameters_that_begin_to_train_later_are_measured_again():
-    model, memory = nn.Sequential(one_parameter(), one_parameter()), Asked()
-    updates = updates_of(model, torch.optim.Adam(model.parameters(), lr=0.1, foreach=True), memory)
-    for step in range(4):
-        model[0].weight.grad = torch.ones(SIZE, SIZE)
-        model[1].weight.grad = torch.ones(SIZE, SIZE) if step >= 2 else None
-        updates.make()
-
-    assert [asked // BYTES for asked in memory.asked] == [1, 2]
 
 
 def test_layers_that_are_dropped_at_random_are_measured_no_more_than_once_each():

@@ -25,15 +25,6 @@ def held_by(optimizer):
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-@pytest.mark.parametrize("part", [slice(None), slice(4, None)], ids=["the model, partly frozen", "a part"])
-def test_given_optimizer_is_used_as_it_is(part, model, notices):
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model[part].parameters(), lr=0.1)
-
-    assert resolve(optimizer, [model], notices) is optimizer
-    assert notices.texts == ()
-
-
 @pytest.mark.parametrize("make", [torch.optim.Adam, lambda parameters: torch.optim.Adam(parameters, lr=0.1)])
 def test_function_or_class_gets_the_trainable_parameters_each_once(make, model, notices):
     model[0].weight.requires_grad_(False)
@@ -90,17 +81,6 @@ def test_nothing_to_train_is_refused_with_the_remedy(modules, text, notices):
         resolve(None, modules, notices)
 
 
-def test_unknown_name_is_answered_by_those_there_are(model, notices):
-    with pytest.raises(InvalidInputError, match="optimizer='adam' is unknown; choose 'adamw'"):
-        resolve("adam", [model], notices)
-
-
-@pytest.mark.parametrize("wrong", [1e-3, [], ["adam"], lambda parameters: None, lambda parameters: parameters])
-def test_what_is_no_optimizer_is_refused(wrong, model, notices):
-    with pytest.raises(InvalidInputError, match=r"neither a torch\.optim\.Optimizer, nor a list"):
-        resolve(wrong, [model], notices)
-
-
 class SAM(torch.optim.SGD):
     def first_step(self, zero_grad=False): ...
 
@@ -148,24 +128,6 @@ def test_tensor_learning_rate_is_scaled_without_writing_into_it(model, notices):
 
     assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.4)
     assert float(rate) == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize(
-    ("rule", "base", "text"),
-    [
-        ("cubic", 25, "lr_scaling='cubic'.*'linear' or 'sqrt'"),
-        ("linear", None, "needs base_batch"),
-        ("linear", 0, "base_batch must be at least 1, got 0"),
-        ("sqrt", 2.5, "base_batch must be a whole number, got 2.5"),
-    ],
-)
-def test_unreadable_scaling_is_refused_and_changes_nothing(rule, base, text, model, notices):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    with pytest.raises(InvalidInputError, match=text):
-        scale_learning_rate(optimizer, rule, target_batch=100, base_batch=base, notices=notices)
-
-    assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize(

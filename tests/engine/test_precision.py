@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum._engine.precision import PRECISIONS, Precision, resolve
+from autoaccum._engine.precision import PRECISIONS, resolve
 from autoaccum._system.notices import Notices
-from autoaccum.errors import InvalidInputError
 from helpers import CPU
 
 
@@ -56,19 +55,3 @@ def test_model_of_mixed_types_is_cast(notices):
     model = nn.Sequential(nn.Linear(2, 2, dtype=torch.bfloat16), nn.Linear(2, 2))
 
     assert dtype_within(resolve("bf16", CPU, model, notices)) is torch.bfloat16
-
-
-@pytest.mark.parametrize("name", ["fp8", "FP16", "16-mixed", "", None, 16, torch.bfloat16])
-def test_unknown_precision_is_refused_with_the_known_ones(name, notices):
-    with pytest.raises(InvalidInputError) as caught:
-        resolve(name, CPU, nn.Linear(2, 2), notices)
-
-    assert f"precision={name!r}" in str(caught.value)
-    assert all(repr(known) in str(caught.value) for known in PRECISIONS)
-
-
-def test_scaler_is_whole_before_the_first_window():
-    scaler = Precision("fp16", CPU).scaler
-
-    assert isinstance(scaler._scale, torch.Tensor)
-    assert isinstance(scaler._growth_tracker, torch.Tensor)

@@ -1,7 +1,6 @@
 """The runner: one window in, one update out; what its report says; what it refuses."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -53,46 +52,6 @@ def test_report_says_the_loss_before_the_update_and_the_norm_before_clipping():
     assert report.elapsed_s > 0
 
 
-def test_norm_is_measured_without_clipping_and_changes_nothing():
-    models = [network(), network()]
-
-    measured = runner_of(models[0], autoaccum.plan(20, 7), clip_grad_norm=math.inf).step(samples(20))
-    plain = runner_of(models[1], autoaccum.plan(20, 7)).step(samples(20))
-
-    clipped = runner_of(network(), autoaccum.plan(20, 7), clip_grad_norm=1e-4).step(samples(20))
-    assert plain.grad_norm is None
-    assert measured.grad_norm == clipped.grad_norm > 0
-    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
-
-
-@pytest.mark.parametrize("start", [0.0, 1e-30], ids=["infinite gradient", "norm beyond float32"])
-def test_infinite_norm_that_is_only_measured_leaves_other_gradients_alone(start):
-    class TwoParts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.good, self.bad = nn.Parameter(torch.ones(1)), nn.Parameter(torch.full((1,), start))
-
-        def forward(self, inputs):
-            return self.good * inputs[:, 0] + 1e15 * self.bad.sqrt() * inputs[:, 1]
-
-    model = TwoParts()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    runner = autoaccum.Runner(
-        model,
-        optimizer,
-        autoaccum.plan(4, 3),
-        loss=lambda outputs, batch: outputs,
-        device="cpu",
-        clip_grad_norm=math.inf,
-    )
-
-    report = runner.step(torch.tensor([0.25, 1.0]).expand(4, 2) * 1.0)
-
-    assert report.grad_norm == math.inf
-    assert model.good.item() == 0.75
-    assert not model.bad.isnan().any()
-
-
 def test_report_says_the_learning_rates_of_its_update():
     model = network()
     groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters(), "lr": torch.tensor(0.25)}]
@@ -120,35 +79,6 @@ def test_window_of_another_size_is_cut_evenly_within_the_plans_micro_batch(count
     assert report.micro_batches == cut
 
 
-def test_gradients_are_gone_after_the_update():
-    model = network()
-
-    runner_of(model, autoaccum.plan(10, 5)).step(samples(10))
-
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_parameter_without_a_share_in_the_loss_is_left_alone():
-    model = nn.ModuleDict({"used": network(), "unused": nn.Linear(2, 2)})
-    before = copy.deepcopy(model["unused"].state_dict())
-    runner = runner_of(model, autoaccum.plan(10, 5), forward=lambda model, batch: model["used"](batch[0]))
-
-    runner.step(samples(10))
-
-    assert all(torch.equal(value, before[name]) for name, value in model["unused"].state_dict().items())
-
-
-def test_frozen_parameters_stay_and_the_rest_learns():
-    model = network()
-    model[0].requires_grad_(requires_grad=False)
-    before = copy.deepcopy(model.state_dict())
-
-    runner_of(model, autoaccum.plan(10, 5), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).step(samples(10))
-
-    assert torch.equal(model[0].weight, before["0.weight"])
-    assert not torch.equal(model[2].weight, before["2.weight"])
-
-
 def test_loss_with_parameters_of_its_own_learns_with_the_model():
     class Scaled(nn.Module):
         def __init__(self):
@@ -169,28 +99,6 @@ def test_loss_with_parameters_of_its_own_learns_with_the_model():
     assert loss.scale.grad is None
 
 
-def test_loss_is_read_from_the_device_only_when_asked_for():
-    report = runner_of(network(), autoaccum.plan(10, 5)).step(samples(10))
-    runner = runner_of(network(), autoaccum.plan(10, 5))
-    runner.step(samples(10))
-
-    later = runner.step(samples(10))
-
-    assert "on the device" in repr(later.device_losses["loss"])
-    assert isinstance(report.loss, float)
-
-
-def test_default_optimizer_is_reachable():
-    runner = runner_of(network(), autoaccum.plan(10, 5), optimizer=None)
-
-    assert isinstance(runner.optimizer, torch.optim.AdamW)
-
-
-def test_plan_that_is_no_plan_is_refused():
-    with pytest.raises(autoaccum.InvalidInputError, match=r"autoaccum\.plan"):
-        runner_of(network(), 37)
-
-
 def test_loss_that_is_not_a_number_from_the_start_is_refused_before_it_spreads():
     model = network()
     before = copy.deepcopy(model.state_dict())
@@ -201,45 +109,6 @@ def test_loss_that_is_not_a_number_from_the_start_is_refused_before_it_spreads()
         runner_of(model, autoaccum.plan(10, 5)).step((inputs, targets))
 
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-class Halfway(torch.optim.SGD):
-    """Writes one parameter, then runs out of memory, in the given steps."""
-
-    def __init__(self, parameters, *steps):
-        super().__init__(parameters, lr=0.1, momentum=0.9)
-        self.failing, self.calls = steps, 0
-
-    def step(self, closure=None):
-        self.calls += 1
-        if self.calls not in self.failing:
-            return super().step(closure)
-        with torch.no_grad():
-            self.param_groups[0]["params"][0].add_(1.0)
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-
-def test_optimizer_that_fails_half_way_says_that_the_state_is_damaged():
-    model = network()
-    runner = runner_of(model, autoaccum.plan(10, 5), optimizer=Halfway(model.parameters(), 2))
-    runner.step(samples(10))
-
-    with pytest.raises(autoaccum.StateDamagedError, match="part old, part new") as caught:
-        runner.step(samples(10))
-
-    assert autoaccum.is_oom(caught.value.__cause__)
-
-
-def test_first_step_of_an_optimizer_that_fails_half_way_is_taken_back_and_made_again():
-    models = network(), network()
-    clean = runner_of(models[0], autoaccum.plan(10, 5), optimizer=Halfway(models[0].parameters()))
-    failing = runner_of(models[1], autoaccum.plan(10, 5), optimizer=Halfway(models[1].parameters(), 1))
-    clean.step(samples(10))
-
-    report = failing.step(samples(10))
-
-    assert (report.oom_events, report.micro_batches) == (1, (5, 5))
-    assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))
 
 
 def test_fused_optimizer_that_fails_is_never_taken_for_unharmed():
@@ -256,23 +125,6 @@ def test_fused_optimizer_that_fails_is_never_taken_for_unharmed():
 
     with pytest.raises(autoaccum.StateDamagedError):
         runner.step(samples(10))
-
-
-def test_optimizer_that_never_fits_is_told_apart_from_the_cut():
-    model = network()
-
-    class Never(torch.optim.SGD):
-        def step(self, closure=None):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    before = copy.deepcopy(model.state_dict())
-    runner = runner_of(model, autoaccum.plan(10, 5), optimizer=Never(model.parameters(), lr=0.1))
-
-    with pytest.raises(autoaccum.DoesNotFitError, match="the optimizer's step does not fit"):
-        runner.step(samples(10))
-
-    assert runner.plan == autoaccum.plan(10, 5)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_lost_device_is_said_and_not_tried_again():
@@ -352,16 +204,6 @@ def test_size_that_a_kernel_refuses_is_taken_smaller_like_lack_of_memory():
     report = runner_of(network(), autoaccum.plan(10, 10), loss=picky, loss_reduction="mean").step(samples(10))
 
     assert report.micro_batches == (4, 3, 3)
-
-
-def test_wrong_shapes_are_not_taken_for_lack_of_memory():
-    def wrong(outputs, targets):
-        return (outputs @ outputs).sum()
-
-    runner = runner_of(network(), autoaccum.plan(10, 10), loss=wrong, loss_reduction="mean")
-
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        runner.step(samples(10))
 
 
 def test_memory_that_runs_out_for_the_first_transfer_of_a_steady_window_makes_its_parts_smaller(monkeypatch):

@@ -10,11 +10,8 @@ from torch.nn import functional
 
 from autoaccum._data.random_state import RandomState
 from autoaccum._engine.optimizer_copy import Snapshot
-from autoaccum._engine.probing import probe
 from autoaccum._engine.savepoint import Savepoint
-from autoaccum._loss.modes import evaluation_mode
 from helpers import CPU, assert_bitwise, classifier, labelled, state_of
-from put_together import training_step
 
 LARGE = 70_000  # elements; a buffer of this size is copied only when it was written
 
@@ -84,19 +81,6 @@ def test_ready_variate_that_another_put_back_has_brought_is_noticed(draw_one):
 @pytest.fixture
 def model():
     return classifier()
-
-
-def test_batchnorm_statistics_are_put_back_as_they_were_when_taken_last(model):
-    mark = Savepoint([model], CPU)
-    mark.take()
-    model(labelled(5)[0])
-    later = state_of(model)
-    mark.take()
-    model(labelled(5)[0])
-
-    mark.restore()
-
-    assert_bitwise(state_of(model), later)
 
 
 def test_buffers_of_a_loss_are_put_back_too():
@@ -230,19 +214,6 @@ def test_parameter_that_is_written_through_data_is_seen():
     assert mark.damage() == ["bias"]
 
 
-def test_buffer_that_needs_a_graph_is_put_back():
-    holder = Holder()
-    weight = torch.ones(4, requires_grad=True)
-    mark = Savepoint([holder], CPU)
-    mark.take()
-    holder.seen = holder.seen + weight
-    mark.take()
-
-    mark.restore()
-
-    assert holder.seen.requires_grad
-
-
 # --- everything ------------------------------------------------------------------------------------------------------
 
 OPTIMIZERS = {
@@ -308,44 +279,4 @@ def test_settings_of_the_groups_are_put_back(model):
     assert "extra" not in optimizer.param_groups[0]
 
 
-def test_gradients_of_parameters_that_the_optimizer_does_not_hold_are_put_back(model):
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    one_update(model, optimizer)
-    before = state_of(model)
-    snapshot = Snapshot([model], optimizer, CPU)
-    one_update(model, optimizer)
-
-    snapshot.restore()
-
-    assert_bitwise(state_of(model), before)
-
-
-def test_probe_leaves_the_gradient_scaler_as_it_was():
-    model = nn.Linear(4, 3)
-    step = training_step(model, precision="fp16")
-    before = step.precision.scaler.state_dict()
-
-    probe(step, (torch.randn(4, 4), torch.arange(4) % 3), 4, None)
-
-    assert step.precision.scaler.state_dict() == before
-
-
 # --- modes -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_each_submodule_gets_the_mode_it_had(fails, model):
-    model[1].eval()
-    loss = nn.Sequential(nn.Dropout()).eval()
-    before = [part.training for module in (model, loss) for part in module.modules()]
-
-    try:
-        with evaluation_mode([model, loss]):
-            inside = [part.training for module in (model, loss) for part in module.modules()]
-            if fails:
-                raise ValueError  # noqa: TRY301
-    except ValueError:
-        pass
-
-    assert not any(inside)
-    assert [part.training for module in (model, loss) for part in module.modules()] == before

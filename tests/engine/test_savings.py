@@ -27,15 +27,6 @@ def test_what_is_needed_is_taken_and_updates_are_the_same_bit_for_bit(capsys):
     assert "not even one sample fits; from now on activation checkpointing of 4" in capsys.readouterr().err
 
 
-def test_nothing_is_taken_where_samples_fit(capsys):
-    model, result = trained("8MiB")
-
-    assert result.memory == ()
-    assert len(result.history[0].micro_batches) > 1
-    assert "memory='auto'" not in capsys.readouterr().err
-    assert_same(model, replayed(result))
-
-
 def test_next_run_begins_with_what_was_needed(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path))
     _, first = trained("3MiB", remembers=True)
@@ -47,39 +38,6 @@ def test_next_run_begins_with_what_was_needed(tmp_path, monkeypatch, capsys):
         assert second.memory == first.memory
         assert is_plain(model)
         assert "not even one sample fits" not in capsys.readouterr().err
-
-
-class Stop(autoaccum.Callback):
-    def __init__(self, step):
-        self._step = step
-
-    def on_step(self, report, *, epoch):
-        if report.step == self._step:
-            raise KeyboardInterrupt
-
-
-@pytest.mark.slow
-def test_resumed_run_keeps_what_was_chosen_and_ends_bit_for_bit_as_undisturbed(tmp_path):
-    options = {"checkpoint": tmp_path, "progress": False}
-    with pytest.raises(KeyboardInterrupt) as caught:
-        trained("3MiB", callbacks=[Stop(STEPS - 6)], **options)
-    before = caught.value.result
-
-    model, result = trained("3MiB", **options)
-
-    assert result.resumed_from == STEPS - 6
-    assert result.memory == before.memory != ()
-    assert {report.micro_batches for report in result.history} == {before.plan.micro_batches}
-    assert_same(model, replayed(before, result))
-
-
-@pytest.mark.parametrize(
-    "memory",
-    [["auto", "checkpoint"], ["auto", "auto"], ["auto", "chunked_loss", "offload"]],
-)
-def test_auto_beside_names_is_refused(memory):
-    with pytest.raises(autoaccum.InvalidInputError, match="pass it alone"):
-        trained("3MiB", memory=memory)
 
 
 class Tagger(nn.Module):
@@ -121,22 +79,6 @@ def test_auto_takes_the_loss_in_chunks_first():
 def in_place(outputs, batch):
     """A loss that logits which are not computed refuse."""
     return functional.cross_entropy(outputs.add_(1.0).flatten(0, 1), batch["labels"].flatten())
-
-
-def by_fit(model, memory, capacity, windows):
-    tokens = torch.randint(3000, (4, 1024), generator=torch.Generator().manual_seed(3))
-    result = autoaccum.fit(
-        model,
-        [{"tokens": tokens, "labels": tokens}] * windows,
-        4,
-        loss=in_place,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        device=autoaccum.Simulated(capacity),
-        progress="lines",
-        precision="fp32",
-        memory=memory,
-    )
-    return model, result
 
 
 class Speaker(nn.Module):
@@ -185,47 +127,6 @@ def test_auto_leaves_out_what_the_loss_refuses(capsys):
         torch.testing.assert_close(one, other)
     assert "add_ is computed of logits that are never made" in said
     assert "from now on activation checkpointing of 24" in said
-
-
-def test_error_that_has_nothing_to_do_with_memory_is_the_users():
-    class Broken(Wide):
-        calls = 0
-
-        def forward(self, inputs):
-            self.calls += 1
-            if self.calls > 40:
-                raise RuntimeError("the model's own")
-            return super().forward(inputs)
-
-    with pytest.raises(RuntimeError, match="the model's own"):
-        trained("8MiB", model=Broken())
-
-
-def test_what_the_user_names_is_refused_with_an_error_where_the_loss_refuses_it():
-    with pytest.raises(autoaccum.SavingRefusedError, match="add_ is computed of logits"):
-        by_fit(Tagger(), "chunked_loss", "1GiB", 2)
-
-
-def test_accumulators_auto_takes_the_loss_in_chunks_first():
-    tokens = torch.randint(3000, (4, 1024), generator=torch.Generator().manual_seed(3))
-    accumulator = autoaccum.Accumulator(
-        Tagger(),
-        loss=lambda outputs, batch: functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten()),
-        device=autoaccum.Simulated("30MiB"),
-        memory="auto",
-    )
-
-    accumulator.backward({"tokens": tokens, "labels": tokens})
-
-    assert accumulator.memory == ("chunked_loss",)
-
-
-def test_error_where_no_rung_fits_names_what_is_in_force():
-    with pytest.raises(autoaccum.DoesNotFitError) as caught:
-        trained("800KiB")
-
-    (note,) = caught.value.__notes__
-    assert note.startswith("autoaccum: in force already: activation checkpointing of 4 Feed blocks; what backward")
 
 
 # --- by name, and what errors say ---
@@ -317,23 +218,6 @@ def lacks_memory(*_):
     raise torch.OutOfMemoryError("simulated lack of memory in the optimizer")
 
 
-def test_nothing_is_computed_again_where_memory_lacks_for_the_optimizers_step(capsys):
-    optimizer = None
-
-    def made(parameters):
-        nonlocal optimizer
-        optimizer = torch.optim.SGD(parameters, lr=0.1)
-        optimizer.register_step_pre_hook(lacks_memory)
-        return optimizer
-
-    with pytest.raises(autoaccum.DoesNotFitError, match="even with no activations alive") as caught:
-        fit("1GiB", optimizer=made, memory="auto")
-
-    assert not caught.value.saving_helps
-    assert "foreach=False" in str(caught.value)
-    assert "not even one sample fits" not in capsys.readouterr().err
-
-
 def test_runner_computes_nothing_again_where_memory_lacks_for_the_optimizers_step():
     model = Stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -346,23 +230,6 @@ def test_runner_computes_nothing_again_where_memory_lacks_for_the_optimizers_ste
         runner.step((torch.randn(16, 32), torch.zeros(16, dtype=torch.long)))
 
     assert runner.memory == ()
-
-
-def test_error_in_a_window_names_the_limit_that_is_in_force():
-    model = Stack()
-    runner = autoaccum.Runner(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        autoaccum.plan(4, 4),
-        loss=nn.CrossEntropyLoss(),
-        device=Simulated("1GiB"),
-        memory_limit="20KiB",
-    )
-
-    with pytest.raises(autoaccum.DoesNotFitError, match=r"20\.0 KiB") as caught:
-        runner.step((torch.randn(4, 32), torch.zeros(4, dtype=torch.long)))
-
-    assert "a higher memory_limit" in str(caught.value)
 
 
 # --- in a loop of the user's own ---
@@ -455,47 +322,6 @@ def test_error_where_nothing_helps_names_what_is_in_force():
         assert note.startswith("autoaccum: in force already: activation checkpointing of 4 Feed blocks; what backward")
 
 
-def test_runner_says_what_saves_memory():
-    model = Wide()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    runner = autoaccum.Runner(
-        model,
-        optimizer,
-        autoaccum.plan(8, 8),
-        loss=nn.CrossEntropyLoss(),
-        device=Simulated("2MiB"),
-        memory="auto",
-    )
-    before = runner.memory
-
-    report = runner.step(data()[0])
-
-    assert (before, runner.memory) == ((), ("checkpoint",))
-    assert sum(report.micro_batches) == 8
-    assert runner.plan.target_batch == 8
-
-
-def test_error_in_a_step_leaves_the_model_as_it_was():
-    model = Wide()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(8, 8), device="cpu", memory="checkpoint")
-
-    with pytest.raises(autoaccum.InvalidInputError):
-        runner.step((torch.randn(8, 32), "no targets"))
-
-    assert is_plain(model)
-
-
-def test_evaluation_is_what_it_is_without():
-    def evaluated(memory):
-        model = Wide()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        runner = autoaccum.Runner(model, optimizer, autoaccum.plan(8, 4), device="cpu", memory=memory)
-        return runner.evaluate(data())
-
-    assert evaluated("checkpoint") == evaluated(None)
-
-
 def a_runner(model, **options):
     return autoaccum.Runner(model, torch.optim.SGD(model.parameters(), lr=0.1), autoaccum.plan(8, 4), **options)
 
@@ -528,88 +354,6 @@ def test_search_saves_memory_as_training_does():
     with pytest.raises(autoaccum.DoesNotFitError):
         found(None)
     assert found("auto") == found("checkpoint") > 0
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_transformers_model_with_dropout_trains_bit_for_bit_as_without(precision):
-    transformers = pytest.importorskip("transformers")
-    ends = []
-    for memory in (None, "checkpoint"):
-        torch.manual_seed(0)
-        small = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 50, "n_positions": 32}
-        model = transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(**small, use_cache=False, bos_token_id=0, eos_token_id=0)
-        )
-        runner = autoaccum.Runner(
-            model,
-            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            autoaccum.plan(4, 2),
-            device="cpu",
-            precision=precision,
-            memory=memory,
-        )
-        torch.manual_seed(1)
-        for window in torch.randint(50, (3, 4, 16)):
-            runner.step({"input_ids": window, "labels": window})
-        ends.append(list(model.parameters()))
-
-    assert all(map(torch.equal, *ends))
-
-
-def test_refused_name_leaves_model_optimizer_and_random_state_as_they_were():
-    model = Wide()
-    optimizer, loader = torch.optim.Adam(model.parameters()), data()
-    before, drawn = state_of(model), torch.get_rng_state()
-
-    with pytest.raises(autoaccum.InvalidInputError, match="memory='checkpoint:Blok'"):
-        autoaccum.fit(model, loader, 8, optimizer=optimizer, device="cpu", memory="checkpoint:Blok", progress=False)
-
-    assert_bitwise(state_of(model), before)
-    assert torch.equal(torch.get_rng_state(), drawn)
-    assert not optimizer.state
-    assert is_plain(model)
-
-
-def test_auto_says_what_it_leaves_out(capsys):
-    trained("3MiB")
-
-    assert "memory='auto' leaves out 'chunked_loss': no layer that makes logits was found" in capsys.readouterr().err
-
-
-class PutIn(nn.Module):
-    """Calls a model with parameters that are there for the call alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.speaker = Speaker().eval()
-
-    def forward(self, tokens, labels):
-        made = {name: 2.0 * parameter for name, parameter in self.speaker.named_parameters()}
-        outputs = torch.func.functional_call(self.speaker, made, (tokens,))
-        return functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
-
-    def get_output_embeddings(self):
-        return self.speaker.head
-
-
-def test_auto_leaves_out_what_refuses_and_nothing_else(capsys):
-    tokens = torch.randint(3000, (2, 256), generator=torch.Generator().manual_seed(3))
-
-    result = autoaccum.fit(
-        PutIn(),
-        [{"tokens": tokens, "labels": tokens}],
-        2,
-        loss=[lambda model, batch: model(**batch)],
-        loss_reduction="mean",
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        device=Simulated("11MiB"),
-        precision="fp32",
-        memory="auto",
-        progress="lines",
-    )
-
-    assert result.memory[0] == "checkpoint"
-    assert "memory='chunked_loss': the head has other parameters" in capsys.readouterr().err
 
 
 def test_block_that_draws_from_pythons_generator_is_refused_each_time():

@@ -57,10 +57,6 @@ def both(**options):
     return changed, trained(PLENTY, **options) if options else plain()
 
 
-def test_plain_training():
-    assert_same(*both())
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision(precision):
     assert_same(*both(precision=precision, loader=data()[:1]))
@@ -74,17 +70,6 @@ def test_several_losses():
         return model(batch[0]).pow(2).mean()
 
     assert_same(*both(loss=[entropy, size], loss_reduction="mean"))
-
-
-def test_validation():
-    def validated(capacity, **options):
-        return trained(capacity, val_loader=data()[:2], **options)
-
-    changed, plain = validated(SCARCE, memory="auto"), validated(PLENTY)
-
-    assert_same(changed, plain)
-    # Validation has a cut of its own, which follows the memory there is.
-    assert changed[1].evaluations[0].loss == pytest.approx(plain[1].evaluations[0].loss, rel=1e-6)
 
 
 def test_a_loss_over_the_whole_window():

@@ -60,10 +60,6 @@ def test_model_that_turns_its_input_is_not_warned_of(capsys):
     assert trained(Tagger(turns=True), loader(SAMPLES, TIME), capsys) == []
 
 
-def test_batch_first_module_is_not_warned_of(capsys):
-    assert trained(Tagger(layer=nn.GRU(4, 4, batch_first=True)), loader(SAMPLES, TIME), capsys) == []
-
-
 def test_data_cut_along_its_samples_is_not_warned_of(capsys):
     assert trained(Tagger(), loader(TIME, SAMPLES), capsys, split=autoaccum.Along(1)) == []
 
@@ -75,12 +71,6 @@ def test_watching_leaves_no_hooks_behind(capsys):
         trained(model, loader(SAMPLES, TIME), capsys, loss=own_loss)
 
     assert not model.layer._forward_pre_hooks
-
-
-def test_time_that_is_a_multiple_of_the_samples_is_named(capsys):
-    autoaccum.fit(Tagger(), [(torch.randint(9, (4, 8)), torch.randint(3, (4, 8)))], 4, micro_batch=4, device="cpu")
-
-    assert capsys.readouterr().err.count("GRU 'layer' has batch_first=False") == 1
 
 
 @pytest.mark.parametrize("loss", [None, nn.CrossEntropyLoss()])
