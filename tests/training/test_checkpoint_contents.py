@@ -4,6 +4,8 @@ import contextlib
 import functools
 import os
 import signal
+import subprocess
+import textwrap
 import threading
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
+import warm
 from autoaccum._system.notices import Notices
 from autoaccum._training.checkpoint_files import Storage
 from autoaccum.errors import (
@@ -698,6 +701,27 @@ def test_resume_on_a_tight_device_trains_or_says_in_words_what_does_not_fit(tmp_
     for steps in (3, 6):
         with contextlib.suppress(autoaccum.DoesNotFitError):
             fit(steps)
+
+
+def test_resume_under_a_real_limit_trains_where_the_first_call_did(tmp_path):
+    script = """
+        import torch, autoaccum
+        from torch import nn
+        for steps in (2, 4):
+            model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 8))
+            loader = torch.utils.data.DataLoader([(torch.randn(512, 1024), torch.randn(512, 8))] * 32, 16)
+            result = autoaccum.fit(
+                model, loader, 16, max_steps=steps, device="cpu", memory_limit="90MiB", checkpoint="run", progress=False
+            )
+            print(result.resumed_from, result.plan.micro_batch)
+    """
+    arguments = [*warm.python(), "-c", textwrap.dedent(script)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    (_, first), (resumed_from, second) = map(str.split, done.stdout.splitlines())
+    assert resumed_from == "2"
+    assert 1 <= int(second) <= int(first) < 16
 
 
 def test_damaged_newest_is_said_and_the_one_before_is_gone_on_from(tmp_path, undisturbed, capsys):
