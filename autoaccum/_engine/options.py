@@ -8,7 +8,7 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from autoaccum._arguments import check_bool, check_choice, check_path, check_positive_int, check_positive_number, shown
+from autoaccum._arguments import check_choice, check_path, check_positive_int, check_positive_number, shown
 from autoaccum._callbacks import check_callbacks
 from autoaccum._data.splits import check_split
 from autoaccum._engine.precision import ALIASES, PRECISIONS
@@ -68,7 +68,6 @@ class Options:
     device: str | torch.device | MemoryBackend | None = None
     precision: str = "auto"
     micro_batch: int | str = "auto"
-    cache: bool = True
     memory_limit: float | str | None = None
     memory: str | Sequence[str] | None = None
     on_too_large: str = "raise"
@@ -90,7 +89,6 @@ class Options:
                 )
         else:
             check_positive_int("micro_batch", self.micro_batch)
-        check_bool("cache", self.cache)
         check_callbacks(self.callbacks)
         check_notices(self.notices)
         check_choice("loss_scope", self.loss_scope, LOSS_SCOPES)

@@ -174,7 +174,7 @@ class Accumulator:
             Events([LimitLifted(callback, backend) for callback in options.callbacks], notices),
             notices,
             peers=None if ranks is None else lambda: DataParallel(ranks, step),
-            entry_of=_entries(step, limit_bytes, names, closure, notices) if options.cache and measures else None,
+            entry_of=_entries(step, limit_bytes, names, closure, notices) if measures else None,
         )
         self._at_work = threading.Lock()
 

@@ -9,9 +9,11 @@ import json
 import math
 import re
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._arguments import check_path, check_positive_int, is_one_of, shown
+from autoaccum._distributed.whole_state import gathered
 from autoaccum._oom import first_line
 from autoaccum._system import files, signals
 from autoaccum._system.lease import Lease
@@ -19,9 +21,7 @@ from autoaccum._training.checkpoint_files import Storage, check_that_it_can_be_k
 from autoaccum.errors import CheckpointError, InvalidInputError, StateDamagedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from os import PathLike
-    from pathlib import Path
 
     from autoaccum._data.loader_state import Position
     from autoaccum._engine.finiteness import Finiteness
@@ -92,44 +92,72 @@ class Checkpoints:
 
     # --- the folder ---------------------------------------------------------------------------------------------------
 
-    def taking_folder(self, notices: Notices) -> Iterator[float]:
-        """Take the lease on the folder, waiting while another process trains there; yield the seconds to pause.
+    def _take_folder(self) -> None:
+        """Take the lease on the folder, on rank 0 for all, waiting while another process trains there.
 
         Raises:
-            CheckpointInUseError: Another process trains there and does not end.
+            CheckpointInUseError: Another process trains there and does not end; raised on every rank.
             CheckpointError: The folder cannot be written to.
         """
-        yield from self._lease.taking(notices.say)
+        tell = self._world.of_all
+        if not self._world.decides:
+            while (said := tell("folder", None)[0]) is None:
+                pass
+            if isinstance(said, CheckpointError):
+                raise said
+            return
+        try:
+            for pause_s in self._lease.taking(self._notices.say):
+                tell("folder", None)  # so that the wait for the lease does not run into the exchange's timeout
+                time.sleep(pause_s)
+        except CheckpointError as error:
+            tell("folder", error)
+            raise
         self.storage.guard = self._lease.check
+        tell("folder", "taken")
 
     def release_folder(self) -> None:
         """Release the lease on the folder."""
         self._lease.release()
 
-    def find(self, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
-        """Return the path and the content of the checkpoint to resume from; None for a fresh start, which is reported.
+    def find(self) -> tuple[Path, dict[str, Any]] | None:
+        """Take the folder and return the checkpoint to resume from; None for a fresh start, which is reported.
 
         Raises:
-            CheckpointError: None can be read; or there is none, and `resume=True` requires one.
+            CheckpointInUseError: Another process trains with the folder; raised on every rank.
+            CheckpointError: No checkpoint can be read, none exists and one is required, or ranks found different ones.
         """
+        self._take_folder()
+        found = self._found()
+        said = self._world.of_all("checkpoint", None if found is None else (found[0].name, found[1].get("windows")))
+        for rank, one in enumerate(said):
+            if one != said[0]:
+                names = [("none" if one is None else one[0]) for one in (said[0], one)]
+                raise CheckpointError(
+                    f"rank 0 finds the checkpoint {names[0]} and rank {rank} finds {names[1]}; use a folder that all "
+                    "ranks can see"
+                )
+        return found
+
+    def _found(self) -> tuple[Path, dict[str, Any]] | None:
         self.storage.tidy()
         folder = self.storage.folder
         if self._resume is False:
             self._lack.unlink(missing_ok=True)
             if earlier := len(self.storage.found()):
-                notices.say(
+                self._notices.say(
                     f"training starts from scratch (resume=False); the {earlier} checkpoints in {folder} move to a "
                     "folder earlier-N in it as soon as the first new one is written"
                 )
             return None
-        found = self.storage.read_newest(notices)
+        found = self.storage.read_newest(self._notices)
         if found is None and self._resume is True:
             raise CheckpointError(
                 f"resume=True, and there is no checkpoint in {folder}; pass the folder of the run to go on with, or "
                 "resume='auto', which starts from scratch where there is none"
             )
         if found is None:
-            notices.say(f"training starts from scratch: there is no checkpoint in {folder} yet")
+            self._notices.say(f"training starts from scratch: there is no checkpoint in {folder} yet")
         return found
 
     def note_lack(self, micro_batch: int, message: str) -> None:
@@ -199,7 +227,7 @@ class Checkpoints:
             with signals.held(), self._memory.lifted():
                 if self._is_refused():
                     return None
-                return self._world.write(self, self._contents, self._progress.moment, self._lifecycle.kept)
+                return self._write()
         finally:
             self.spent_s += time.perf_counter() - started
 
@@ -215,21 +243,27 @@ class Checkpoints:
         self._note(moment)  # so that the next checkpoint is due after a full interval
         return True
 
-    def write(self, content: dict[str, Any], moment: Moment) -> Path:
-        """Write a content that was taken at a moment, and return its path.
-
-        Raises:
-            CheckpointError: It could not be written; those before it are as they were.
-        """
-        path = self.storage.write(content, moment.windows, val_loss=moment.val_loss)
-        self._lack.unlink(missing_ok=True)  # a run that gets so far needs it no longer: its sizes are in the checkpoint
-        self._note(moment)
-        return path
-
-    def took(self, path: Path, moment: Moment) -> None:
-        """Note that another process of this run has written the checkpoint of this moment."""
+    def _write(self) -> Path:
+        """Write the state of all processes, on rank 0, and return the path."""
+        moment, kept, contents, world = self._progress.moment, self._lifecycle.kept, self._contents, self._world
+        content: dict[str, Any] = {}
+        if world.ranks is None:
+            content = contents.take(moment, kept)
+        else:
+            own = {**contents.part(moment, kept), "loader": world.gives}
+            parts = world.ranks.exchange_tensors("state", own)
+            if world.decides or contents.is_sharded:
+                content = contents.take(moment, kept, parts)
+            if contents.is_sharded:
+                content = gathered(world.ranks, content)
+        path = None
+        if world.decides:
+            path = self.storage.write(content, moment.windows, val_loss=moment.val_loss)
+            self._lack.unlink(missing_ok=True)  # the checkpoint has its sizes
+        path = Path(world.of_all("written", None if path is None else str(path))[0])
         self.storage.took(path, moment.val_loss)
         self._note(moment)
+        return path
 
     # --- resuming -----------------------------------------------------------------------------------------------------
 
@@ -262,8 +296,7 @@ class Checkpoints:
         self._notices.say(
             f"resuming from the checkpoint {path}: {moment.windows} steps are done", key=f"{path} {moment.windows}"
         )
-        for callback in self._lifecycle.callbacks:
-            callback.on_resume(path, step=moment.windows, epoch=moment.position.epoch)
+        self._lifecycle.observers.on_resume(path, step=moment.windows, epoch=moment.position.epoch)
         return kept
 
     def go_back(self, damage: StateDamagedError) -> None:

@@ -26,7 +26,6 @@ from autoaccum._memory.limits import format_bytes
 from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.planner import format_cut
 from autoaccum._system.output import Dropping, is_terminal, log, write_line
-from autoaccum._training.summary import advice_on, cut_at_end, cut_of, of_capacity, rows_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -201,7 +200,7 @@ class _Tally:
         assert self.report is not None, "figures are drawn after a step"
         facts = [_cut_by_length(self._cut) if self._in_tokens else f"cut {format_cut(self._cut)}"]
         if not in_bar and self.peak_bytes is not None:
-            facts.append(f"peak {of_capacity(self.peak_bytes, self.capacity_bytes)}")
+            facts.append(f"peak {_of_capacity(self.peak_bytes, self.capacity_bytes)}")
         if self.oom_events or in_bar:
             facts.append(f"{self.oom_events} oom")
         if not in_bar:
@@ -264,6 +263,23 @@ class _Progress(Callback):
             counts=self._counts,
         )
 
+    def _say(self, text: str, style: str) -> None:
+        raise NotImplementedError
+
+    def on_trial(self, trial: Trial) -> None:
+        """Show the size and whether it fits."""
+        self._say(self._tally.trial(trial), "green" if trial.fits else "yellow")
+
+    def on_oom(self, event: MemoryEvent, *, step: int) -> None:
+        """Show where memory ran out."""
+        self._tally.oom_events += 1
+        self._say(_oom_text(event, step), "yellow")
+
+    def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:
+        """Show the loss and the metrics."""
+        self._say(_evaluation_text(evaluation, self._tally.after(epoch, step)), "bold")
+        self._tally.restart_clock()
+
     def on_checkpoint(self, path: Path, *, step: int) -> None:  # noqa: ARG002 - the protocol's
         """Have the figures name the step that is saved."""
         self._tally.saved_step = step
@@ -304,15 +320,11 @@ class LineProgress(_Progress):
         super().on_fit_start(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
         self._last_line = time.monotonic()
 
-    def on_trial(self, trial: Trial) -> None:
-        """Write a line: the size and whether it fits."""
-        self._write(self._tally.trial(trial))
-
     def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
         """Write a line: the cut and where it came from."""
         self._tally.is_searching = False
         facts = "; ".join(f"{name} {value}" for name, value in _plan_facts(plan, probe, self._counts))
-        self._write(f"plan from step {step}: {facts}")
+        self._say(f"plan from step {step}: {facts}")
         if probe is not None:
             self._tally.restart_clock()
 
@@ -320,42 +332,27 @@ class LineProgress(_Progress):
         """Write a line if the last one is long enough ago."""
         self._tally.add(report, epoch)
         if time.monotonic() - self._last_line >= self._every_s:
-            self._write(f"{self._tally.position}: {self._tally.figures()}")
+            self._say(f"{self._tally.position}: {self._tally.figures()}")
             self._last_line = time.monotonic()
-
-    def on_oom(self, event: MemoryEvent, *, step: int) -> None:
-        """Write a line: where memory ran out."""
-        self._tally.oom_events += 1
-        self._write(_oom_text(event, step))
 
     def on_epoch_end(self, epoch: int) -> None:
         """Write a line: how the epoch ended."""
         self._tally.ended_epoch = epoch
         if self._tally.report is not None:
-            self._write(f"epoch {epoch} done, {self._tally.position.partition(', ')[2]}: {self._tally.figures()}")
-        self._restart()
-
-    def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:
-        """Write a line: the loss and the metrics."""
-        self._write(_evaluation_text(evaluation, self._tally.after(epoch, step)))
-        self._restart()
+            self._say(f"epoch {epoch} done, {self._tally.position.partition(', ')[2]}: {self._tally.figures()}")
+        self._tally.restart_clock()
+        self._last_line = time.monotonic()
 
     def on_fit_end(self, result: FitResult | None) -> None:
         """Write the summary; nothing where `fit` raised, the error speaks for itself."""
         if result is None:
             return
-        self._write(_summary_text(result))
-        rows = dict(rows_of(result, self._tally.peak_bytes, self._capacity_bytes))
+        self._say(_summary_text(result))
+        rows = dict(_rows_of(result, self._tally.peak_bytes, self._capacity_bytes))
         if "time" in rows:
-            self._write(f"time besides updates: {rows['time']}")
-        for text in advice_on(result, self._tally.peak_bytes, self._capacity_bytes):
-            self._write(f"for more speed: {text}")
+            self._say(f"time besides updates: {rows['time']}")
 
-    def _restart(self) -> None:
-        self._tally.restart_clock()
-        self._last_line = time.monotonic()
-
-    def _write(self, text: str) -> None:
+    def _say(self, text: str, style: str = "") -> None:  # noqa: ARG002 - a line has none
         if self._file is None:
             log(text)
         else:
@@ -409,10 +406,6 @@ class RichProgress(_Progress):
         with _dropped():
             self._live.start(refresh=True)
 
-    def on_trial(self, trial: Trial) -> None:
-        """Print a line above the bar: the size and whether it fits."""
-        self._print(Text(self._tally.trial(trial), style="green" if trial.fits else "yellow"))
-
     def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
         """Print the plan as a table above the bar."""
         table = Table(title=f"plan from step {step}", title_justify="left", show_header=False)
@@ -428,21 +421,11 @@ class RichProgress(_Progress):
         if time.monotonic() - self._last_draw >= _BAR_EVERY_S:
             self._draw()
 
-    def on_oom(self, event: MemoryEvent, *, step: int) -> None:
-        """Print a line above the bar: where memory ran out."""
-        self._tally.oom_events += 1
-        self._print(Text(_oom_text(event, step), style="yellow"))
-
     def on_epoch_end(self, epoch: int) -> None:
         """Bring the bar up to date."""
         self._tally.ended_epoch = epoch
         if self._tally.report is not None:
             self._draw()
-        self._tally.restart_clock()
-
-    def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:
-        """Print the loss and the metrics above the bar."""
-        self._print(Text(_evaluation_text(evaluation, self._tally.after(epoch, step)), style="bold"))
         self._tally.restart_clock()
 
     def on_resume(self, path: Path, *, step: int, epoch: int) -> None:
@@ -486,7 +469,7 @@ class RichProgress(_Progress):
         if peak is None:
             return
         line = Table.grid(padding=(0, 1))
-        text = Text(of_capacity(peak, capacity), style="dim")
+        text = Text(_of_capacity(peak, capacity), style="dim")
         if capacity is None:
             line.add_row(Text("peak memory", style="dim"), text)
         else:
@@ -497,11 +480,12 @@ class RichProgress(_Progress):
     def _summary(self, result: FitResult) -> RenderableType:
         table = Table(show_header=False)
         peak = self._tally.peak_bytes
-        for name, text in rows_of(result, peak, self._capacity_bytes):
+        for name, text in _rows_of(result, peak, self._capacity_bytes):
             table.add_row(name, text)
-        for text in advice_on(result, peak, self._capacity_bytes):
-            table.add_row("for more speed", text)
         return Group(Text(_summary_text(result), style="bold"), table)
+
+    def _say(self, text: str, style: str) -> None:
+        self._print(Text(text, style=style))
 
     def _print(self, what: RenderableType) -> None:
         if self._live is not None:
@@ -539,7 +523,7 @@ def _plan_facts(plan: Plan, probe: ProbeResult | None, counts: str) -> list[tupl
     target = "target batch" if counts == SAMPLES else "samples of the first window"
     facts = [
         (target, str(plan.target_batch)),
-        ("cut", cut_of(plan)),
+        ("cut", format_cut(plan.micro_batches)),
     ]
     if probe is not None:
         facts.append(("largest that fits", f"{probe.micro_batch}, found in {_counted(len(probe.trials), 'trial')}"))
@@ -581,5 +565,54 @@ def _summary_text(result: FitResult) -> str:
     return (
         f"done: {_counted(result.steps, 'step')}, {_counted(result.samples, 'sample')}{of_call} in "
         f"{result.elapsed_s:.1f} s, "
-        f"cut {cut_at_end(result)}, {result.oom_events} oom{last}{metrics}{saved}{stopped}"
+        f"cut {_cut_at_end(result)}, {result.oom_events} oom{last}{metrics}{saved}{stopped}"
     )
+
+
+def _rows_of(result: FitResult, peak_bytes: int | None, capacity_bytes: int | None) -> Iterator[tuple[str, str]]:
+    """Yield what to show of a call: names and texts.
+
+    Args:
+        result: What `fit` returns.
+        peak_bytes: The largest peak of its windows; None if unknown.
+        capacity_bytes: What the training may take on its device; None if unknown.
+    """
+    if result.elapsed_s > 0 and result.history:
+        speed = sum(report.samples for report in result.history) / result.elapsed_s
+        yield "speed", f"{speed:.4g} samples/s, everything included"
+    yield "cut", _cut_at_end(result)
+    if peak_bytes is not None:
+        yield "peak memory", _of_capacity(peak_bytes, capacity_bytes)
+    yield "out of memory", f"{result.oom_events} time{'' if result.oom_events == 1 else 's'}"
+    if shares := ", ".join(f"{what} {seconds:.1f} s ({share:.0%})" for what, seconds, share in _shares(result)):
+        yield "time", shares
+
+
+def _cut_at_end(result: FitResult) -> str:
+    """Return how the last windows were cut: as planned, unless that plan was found for windows that did not come."""
+    since, _ = result.plans[-1]
+    if since <= result.steps or not result.history:
+        return format_cut(result.plan.micro_batches)
+    return format_cut(result.history[-1].micro_batches)
+
+
+def _of_capacity(used_bytes: int, capacity_bytes: int | None) -> str:
+    """Return such as "512.0 MiB of 600.0 MiB"."""
+    whole = "" if capacity_bytes is None else f" of {format_bytes(capacity_bytes)}"
+    return f"{format_bytes(used_bytes)}{whole}"
+
+
+def _shares(result: FitResult) -> Iterator[tuple[str, float, float]]:
+    """Yield where a call's time went besides its updates, if it shows: a name, seconds, and a share."""
+    spent = result.time_spent
+    named = {
+        "start": spent.start_s,
+        "search": spent.search_s,
+        "computing again": spent.recomputation_s,
+        "waiting for data": spent.data_s,
+        "evaluations": spent.evaluation_s,
+        "checkpoints": spent.checkpoint_s,
+    }
+    for what, seconds in named.items():
+        if seconds >= 0.05 and result.elapsed_s > 0:  # noqa: PLR2004 - it would be printed as 0.0 s
+            yield what, seconds, min(1.0, seconds / result.elapsed_s)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from autoaccum._training.plan_lifecycle import PlanLifecycle
     from autoaccum._training.progress import TrainingProgress
     from autoaccum._training.rank_coordination import Coordinator
-    from autoaccum._training.stopping import StopRequest
 
 
 _E = TypeVar("_E", bound=BaseException)
@@ -43,7 +42,6 @@ class Interrupts:
         checkpoints: Writes checkpoints; None without `checkpoint`.
         world: The processes of this training.
         notices: Reports choices made for the user.
-        request: Whether a callback has asked to stop.
     """
 
     def __init__(
@@ -53,9 +51,7 @@ class Interrupts:
         checkpoints: Checkpoints | None,
         world: Coordinator,
         notices: Notices,
-        request: StopRequest,
     ) -> None:
-        self._request = request
         self._progress = progress
         self._lifecycle = lifecycle
         self._checkpoints = checkpoints
@@ -121,7 +117,7 @@ class Interrupts:
         Args:
             ahead: 0 for the window that was just made, 1 for the one in progress.
         """
-        stop = 0 if self._request.reason is None else STOP
+        stop = 0 if self._lifecycle.observers.reason is None else STOP
         if self._checkpoints is None:
             return stop
         is_due = self._world.decides and self._checkpoints.is_due(self._progress.moment.windows + ahead)
@@ -166,8 +162,7 @@ class Interrupts:
             self._watch.grant()
         if path is None:
             return False
-        for callback in self._lifecycle.callbacks:
-            callback.on_checkpoint(path, step=self._progress.moment.windows)
+        self._lifecycle.observers.on_checkpoint(path, step=self._progress.moment.windows)
         return True
 
     # --- at the end ---------------------------------------------------------------------------------------------------

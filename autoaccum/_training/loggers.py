@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from contextlib import contextmanager
 from os import SEEK_END
@@ -17,7 +18,7 @@ from autoaccum._arguments import check_path
 from autoaccum._callbacks import Callback
 from autoaccum._json import evaluation_record, finite, oom_record, plan_record, probe_record, step_record, trial_record
 from autoaccum._oom import first_line
-from autoaccum._system.output import write_line
+from autoaccum._system.output import log
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
     from autoaccum._records import Evaluation, FitResult, MemoryEvent, Plan, ProbeResult, StepReport, Trial
-
-
-# How often the clock is read while a name is waited for.
-_POLL_S = 0.02
 
 
 class _OneStepLate(Callback):
@@ -76,8 +73,8 @@ class JSONLinesLog(_OneStepLate):
       run early, or null), noise_scale (of the whole run)
 
     A number that is NaN or infinite is null. A process that is killed can leave a last line that is cut short; the run
-    that goes on begins a line of its own. Events that cannot be written (a full disk) are dropped, with one notice on
-    stderr; training goes on, and so does the log once there is room again.
+    that goes on begins a line of its own. Events that cannot be written (a full disk) are dropped, with one notice in
+    the log "autoaccum"; training goes on, and so does the log once there is room again.
 
     Args:
         path: The file to append to; it is made, with its folder, if missing.
@@ -183,9 +180,10 @@ class JSONLinesLog(_OneStepLate):
     def _complain(self, reason: str) -> None:
         if not self._has_complained:
             self._has_complained = True
-            write_line(
-                f"autoaccum: the log {str(self.path)!r} cannot be written ({reason}); training goes on, and events are "
-                "missing there"
+            log(
+                f"the log {str(self.path)!r} cannot be written ({reason}); training goes on, and events are "
+                "missing there",
+                logging.WARNING,
             )
 
 
@@ -258,7 +256,6 @@ class TensorBoardLog(_OneStepLate):
         self._held = None
         with self._failures_told():
             self._close()
-            self._wait_for_a_later_name()
             self._writer = self._make_writer(str(self.log_dir), purge_step=step + 1)
 
     def on_fit_end(self, result: FitResult | None) -> None:  # noqa: ARG002 - the protocol's
@@ -279,21 +276,12 @@ class TensorBoardLog(_OneStepLate):
 
     def _made(self) -> Any:
         try:
-            self._wait_for_a_later_name()
             return self._make_writer(str(self.log_dir))
         except OSError as error:
             raise InvalidInputError(
                 f"the event file in {str(self.log_dir)!r} cannot be opened for writing ({error.strerror}); pass a "
                 "folder that you may write to"
             ) from error
-
-    def _wait_for_a_later_name(self) -> None:
-        """Wait for the next second if a file of this one is there: in one second, a tenth file is read before a ninth.
-
-        TensorBoard reads event files in the order of their names, which hold the second and a count without zeros.
-        """
-        while any(self.log_dir.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
-            time.sleep(_POLL_S)
 
     def _add(self, name: str, value: float, step: int, walltime: float | None = None) -> None:
         if self._writer is not None:
@@ -314,9 +302,10 @@ class TensorBoardLog(_OneStepLate):
             self._writer = None
             if not self._has_complained:
                 self._has_complained = True
-                write_line(
-                    f"autoaccum: the event file in {str(self.log_dir)!r} cannot be written ({first_line(error)}); "
-                    "training goes on without it"
+                log(
+                    f"the event file in {str(self.log_dir)!r} cannot be written ({first_line(error)}); "
+                    "training goes on without it",
+                    logging.WARNING,
                 )
 
 

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.loaders import keeps_order, unlike_batch_size
@@ -16,7 +15,6 @@ from autoaccum._engine import devices
 from autoaccum._engine.finiteness import Finiteness
 from autoaccum._engine.forward_backward import drop_old_gradients
 from autoaccum._engine.optimizer_list import name_of
-from autoaccum._engine.step_limit import LimitLifted
 from autoaccum._oom import first_line
 from autoaccum._records import SAMPLES, FitResult, TimeSpent
 from autoaccum._system import signals
@@ -24,12 +22,11 @@ from autoaccum._training.checkpoint_contents import Contents
 from autoaccum._training.interrupts import Interrupts
 from autoaccum._training.plan_lifecycle import PlanLifecycle
 from autoaccum._training.progress import TrainingProgress
-from autoaccum._training.stopping import Stoppable, StopRequest
 from autoaccum._training.validation import Validation
 from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from autoaccum._callbacks import Callback
@@ -38,7 +35,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.metrics import Metric
     from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.savings import Savings
-    from autoaccum._records import Evaluation, MemoryEvent, ProbeResult, StepReport
+    from autoaccum._records import Evaluation, ProbeResult, StepReport
     from autoaccum._sizing.sizing import Cutting
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoints import Checkpoints
@@ -110,11 +107,10 @@ class Training:
             random=None if checkpoints is None else self._random,
             world=world,
         )
-        self._request = StopRequest()
         self._lifecycle = PlanLifecycle(
             step,
             self._progress,
-            [Stoppable(LimitLifted(callback, step.memory), self._request) for callback in callbacks],
+            callbacks,
             notices,
             finding=finding,
             savings=savings,
@@ -122,7 +118,7 @@ class Training:
             noise=noise,
         )
         self._noise = noise
-        self._callbacks = self._lifecycle.callbacks
+        self._observers = self._lifecycle.observers
         self._finiteness = Finiteness(step, step.options.on_nan, is_first=world.decides, is_alone=world.is_alone)
         self._checkpoints = checkpoints
         if checkpoints is not None:
@@ -135,7 +131,7 @@ class Training:
                 notices=notices,
                 finiteness=self._finiteness,
             )
-        self._interrupts = Interrupts(self._progress, self._lifecycle, self._checkpoints, world, notices, self._request)
+        self._interrupts = Interrupts(self._progress, self._lifecycle, self._checkpoints, world, notices)
         self._val_every = val_every
         self._validation: Validation | None = None
         if val_loader is not None:
@@ -143,7 +139,7 @@ class Training:
                 step,
                 val_loader,
                 metrics,
-                _evaluation_ran_out(self._callbacks, self._progress),
+                lambda event: self._observers.on_oom(event, step=self._progress.moment.windows),
                 part=world.part_of_validation(val_loader),
                 ranks=world.ranks,
                 random=self._random,
@@ -230,7 +226,7 @@ class Training:
         """
         # A traceback may keep this training alive; the loader's workers must end all the same.
         ends = [self._progress.close, self._lifecycle.end]
-        ends += [partial(callback.on_fit_end, result) for callback in self._callbacks]
+        ends += self._observers.each("on_fit_end", result)
         if self._checkpoints is not None:
             ends.append(self._checkpoints.release_folder)
         first = error
@@ -289,9 +285,8 @@ class Training:
         return max(1, round(moment.samples / moment.windows))
 
     def _tell_start(self) -> None:
-        for callback in self._callbacks:
-            data = self._data
-            callback.on_fit_start(epochs=data.epochs, max_steps=data.max_steps, steps_per_epoch=data.steps_per_epoch)
+        data = self._data
+        self._observers.on_fit_start(epochs=data.epochs, max_steps=data.max_steps, steps_per_epoch=data.steps_per_epoch)
 
     def _begin(self) -> tuple[Cutting, ProbeResult | None]:
         """Find the initial cut in a checkpoint or with the first window; then make the scheduler."""
@@ -322,7 +317,7 @@ class Training:
                 self._notices.say(text)
 
     def _found(self) -> tuple[Path, dict[str, Any]] | None:
-        return None if self._checkpoints is None else self._world.find(self._checkpoints, self._notices)
+        return None if self._checkpoints is None else self._checkpoints.find()
 
     def _resume(self, path: Path, content: dict[str, Any]) -> Cutting:
         """Resume from a checkpoint of an earlier call of `fit`; return how windows are cut."""
@@ -378,7 +373,7 @@ class Training:
 
     def _stop_if_asked(self) -> None:
         """End the training here if a callback of any process has asked for it."""
-        asked = self._world.of_all("stop", self._request.reason)
+        asked = self._world.of_all("stop", self._observers.reason)
         reason = next((one for one in asked if one is not None), None)
         if reason is not None:
             self._progress.stop(reason)
@@ -414,16 +409,14 @@ class Training:
             for earlier in self._unread:
                 _ = earlier.loss, earlier.grad_norm
             self._unread.clear()
-        for callback in self._callbacks:
-            callback.on_step(report, epoch=self._progress.moment.position.epoch)
+        self._observers.on_step(report, epoch=self._progress.moment.position.epoch)
 
     def _end_epoch(self) -> None:
         """Evaluate and notify callbacks after an epoch's last window; also runs after the last window of all."""
         position = self._progress.moment.position
         evaluation = None
         if not position.closed:
-            for callback in self._callbacks:
-                callback.on_epoch_end(position.epoch)
+            self._observers.on_epoch_end(position.epoch)
             if self._val_every is None or (self._progress.ends_training and not self._is_evaluated):
                 evaluation = self._evaluate(position.epoch)
         with signals.held():
@@ -460,8 +453,7 @@ class Training:
             return None
         evaluation = self._validation.run(self._lifecycle.current.sizing.plan.micro_batch)
         self._evaluation_s += evaluation.elapsed_s
-        for callback in self._callbacks:
-            callback.on_evaluation(evaluation, epoch=epoch, step=self._progress.moment.windows)
+        self._observers.on_evaluation(evaluation, epoch=epoch, step=self._progress.moment.windows)
         return evaluation
 
     def _went_back(self) -> None:
@@ -475,15 +467,5 @@ class Training:
             if step < moment.windows or (step == moment.windows and moment.evaluated == step)
         ]
         self._finiteness.begin_anew()
-        self._request.reason = None
+        self._observers.reason = None
         self._lifecycle.begin_anew()
-
-
-def _evaluation_ran_out(callbacks: Sequence[Callback], progress: TrainingProgress) -> Callable[[MemoryEvent], None]:
-    """Return a function that notifies callbacks when an evaluation ran out of memory."""
-
-    def tell(event: MemoryEvent) -> None:
-        for callback in callbacks:
-            callback.on_oom(event, step=progress.moment.windows)
-
-    return tell

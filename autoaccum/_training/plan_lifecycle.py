@@ -15,6 +15,7 @@ from autoaccum._engine.savings import AVOIDABLE
 from autoaccum._sizing.sizing import Cutting, Sizing
 from autoaccum._system.reason_file import RUNNING, Reason, write
 from autoaccum._training.checkpoint_contents import Kept
+from autoaccum._training.stopping import Observers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,7 +75,7 @@ class PlanLifecycle:
         noise: The gradient noise scale to measure; None without `noise_scale`.
 
     Attributes:
-        callbacks: All callbacks, the one that records the plans first.
+        observers: All callbacks, the one that records the plans first.
         current: The current runner; set by `begin`.
         skipped_samples: Number of samples that did not fit alone and were left out.
     """
@@ -95,7 +96,7 @@ class PlanLifecycle:
     ) -> None:
         self._noise = noise
         self._noting = _Noting(finding)
-        self.callbacks: tuple[Callback, ...] = (self._noting, *callbacks)
+        self.observers = Observers((self._noting, *callbacks), step.memory)
         self._step = step
         self._progress = progress
         self._notices = notices
@@ -192,7 +193,7 @@ class PlanLifecycle:
         """Make the runner that cuts windows by `cutting`."""
         step, windows_done = self._step, self._progress.moment.windows
         wanted = self._finding.wanted(self._progress.windows_ahead, cutting)
-        events = Events(self.callbacks, windows=windows_done)
+        events = Events([self.observers], windows=windows_done)
         self.current = WindowRunner(
             step,
             Sizing(step.memory, lambda: step.parameters, cutting, wanted, events),
@@ -208,8 +209,9 @@ class PlanLifecycle:
         """Notify callbacks of the initial plan, unless the first windows are to find a better one."""
         if self.current.sizing.is_learning:
             return
-        for callback in self.callbacks[1:] if self._noting.plans else self.callbacks:
-            callback.on_plan(plan, step=self._progress.moment.windows + 1, probe=probed)
+        known, since = list(self._noting.plans), self._progress.moment.windows + 1
+        self.observers.on_plan(plan, step=since, probe=probed)
+        self._noting.plans = known or self._noting.plans  # after a resume, the checkpoint's
 
     def _probe(self, first: Window) -> ProbeResult | None:
         try:
@@ -221,8 +223,7 @@ class PlanLifecycle:
         return self._probe(first)
 
     def _tell_trial(self, trial: Trial) -> None:
-        for callback in self.callbacks:
-            callback.on_trial(trial)
+        self.observers.on_trial(trial)
 
     # --- windows ------------------------------------------------------------------------------------------------------
 

@@ -5,8 +5,6 @@ Of a single process there are no `ranks`, and nothing is exchanged. `_distribute
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.batches import Window
@@ -15,20 +13,18 @@ from autoaccum._distributed.consistency import warn_of_same_samples
 from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._distributed.fsdp import ShardedDataParallel
 from autoaccum._distributed.loader import DealtLoader, ShardedLoader, equal_shares
-from autoaccum._distributed.whole_state import gathered
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from autoaccum._data.loader_state import Track
     from autoaccum._data.pieces import Split
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._system.notices import Notices
-    from autoaccum._training.checkpoint_contents import Contents, Kept, Moment
-    from autoaccum._training.checkpoints import Checkpoints
 
 # What a process may request after a window, as bits.
 SAVE, END, STOP = 1, 2, 4
@@ -200,58 +196,10 @@ class Coordinator:
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def find(self, saver: Checkpoints, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
-        """Take the lease on the checkpoint folder and return the checkpoint to resume from; None if there is none.
-
-        Raises:
-            CheckpointInUseError: Another process trains with the folder; raised on every rank.
-            CheckpointError: No checkpoint can be read, none exists and one is required, or ranks found different ones.
-        """
-        self._take_folder(saver, notices)
-        found = saver.find(notices)
-        self._check_that_all_found(found)
-        return found
-
-    def _take_folder(self, saver: Checkpoints, notices: Notices) -> None:
-        """Take the lease on the checkpoint folder: rank 0 holds it for all."""
-        if not self.decides:
-            while (said := self.of_all("folder", None)[0]) is None:
-                pass
-            if isinstance(said, CheckpointError):
-                raise said
-            return
-        try:
-            for pause_s in saver.taking_folder(notices):
-                self.of_all("folder", None)  # so that the wait for the lease does not run into the exchange's timeout
-                time.sleep(pause_s)
-        except CheckpointError as error:
-            self.of_all("folder", error)
-            raise
-        self.of_all("folder", "taken")
-
-    def _check_that_all_found(self, found: tuple[Path, dict[str, Any]] | None) -> None:
-        said = self.of_all("checkpoint", None if found is None else (found[0].name, found[1].get("windows")))
-        for rank, one in enumerate(said):
-            if one != said[0]:
-                names = [("none" if one is None else one[0]) for one in (said[0], one)]
-                raise CheckpointError(
-                    f"rank 0 finds the checkpoint {names[0]} and rank {rank} finds {names[1]}; use a folder that all "
-                    "ranks can see"
-                )
-
-    def write(self, saver: Checkpoints, contents: Contents, moment: Moment, kept: Kept) -> Path:
-        """Write a checkpoint of a moment, on rank 0, and return its path."""
-        if self.ranks is None:
-            return saver.write(contents.take(moment, kept), moment)
-        own = {**contents.part(moment, kept), "loader": _SHARED if self._shards else _OWN}
-        parts = self.ranks.exchange_tensors("state", own)
-        content = contents.take(moment, kept, parts) if self.decides or contents.is_sharded else {}
-        if contents.is_sharded:
-            content = gathered(self.ranks, content)
-        path = saver.write(content, moment) if self.decides else None
-        path = Path(self.of_all("written", None if path is None else str(path))[0])
-        saver.took(path, moment)
-        return path
+    @property
+    def gives(self) -> str:
+        """What the loader of each rank gives, as a checkpoint says it."""
+        return _SHARED if self._shards else _OWN
 
     def part_of(self, content: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:
         """Return this process's part of a checkpoint; None if other processes wrote it.
@@ -261,7 +209,7 @@ class Coordinator:
         """
         parts = content.get("ranks") or [content]
         rank, size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.size)
-        wrote, here = str(parts[0].get("loader", _OWN)), _SHARED if self._shards else _OWN
+        wrote, here = str(parts[0].get("loader", _OWN)), self.gives
         if len(parts) == size and (size == 1 or wrote == here):
             found: Mapping[str, Any] = parts[rank]
             return found

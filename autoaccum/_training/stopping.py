@@ -1,57 +1,59 @@
-"""Notes that a callback has asked to stop training early, with `StopTraining` returned or raised."""
+"""Calls all callbacks of a training, and notes whether one has asked to stop: `StopTraining`, returned or raised."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._callbacks import Callback, StopTraining
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from autoaccum._memory.base import MemoryBackend
 
 
-class StopRequest:
-    """What the callbacks of this process have asked for.
+class Observers(Callback):
+    """Passes every event on to all callbacks, in order, with the memory limit lifted meanwhile.
+
+    A request to stop is no failure: the other callbacks are notified too, and a window in progress is completed.
+
+    Args:
+        callbacks: The callbacks.
+        memory: The memory backend.
 
     Attributes:
-        reason: Why to stop; None if none has asked.
+        reason: Why to stop, as the first callback that asked has put it; None if none has asked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, callbacks: Sequence[Callback], memory: MemoryBackend) -> None:
         self.reason: str | None = None
+        self._callbacks = callbacks
+        self._memory = memory
 
-    def note(self, asked: object) -> None:
-        """Note the answer of a callback if it is a request; the first one counts."""
+    def each(self, event: str, *arguments: Any) -> list[Callable[[], None]]:
+        """Return the calls of an event, for a caller who makes all of them even if one raises."""
+        return [partial(self._call, callback, event, *arguments) for callback in self._callbacks]
+
+    def _call(self, callback: Callback, event: str, *arguments: Any, **keywords: Any) -> None:
+        try:
+            with self._memory.lifted():
+                asked = getattr(callback, event)(*arguments, **keywords)
+        except StopTraining as raised:
+            asked = raised
         if isinstance(asked, type) and issubclass(asked, StopTraining):
             asked = asked()
         if isinstance(asked, StopTraining) and self.reason is None:
             self.reason = asked.reason
 
 
-class Stoppable(Callback):
-    """Passes every event on to a callback, and notes whether it asks to stop.
-
-    A request is no failure: the other callbacks are notified too, and a window in progress is completed.
-
-    Args:
-        callback: The callback.
-        request: Where its requests are noted.
-    """
-
-    def __init__(self, callback: Callback, request: StopRequest) -> None:
-        self._callback = callback
-        self._request = request
-
-
 def _passing(event: str) -> Callable[..., None]:
-    def passing(self: Stoppable, *arguments: Any, **keywords: Any) -> None:
-        try:
-            self._request.note(getattr(self._callback, event)(*arguments, **keywords))
-        except StopTraining as asked:
-            self._request.note(asked)
+    def passing(self: Observers, *arguments: Any, **keywords: Any) -> None:
+        for callback in self._callbacks:
+            self._call(callback, event, *arguments, **keywords)
 
     return passing
 
 
 for _event in [name for name in vars(Callback) if name.startswith("on_")]:
-    setattr(Stoppable, _event, _passing(_event))
+    setattr(Observers, _event, _passing(_event))

@@ -3,15 +3,12 @@
 import copy
 import itertools
 import pickle
-import weakref
 from contextlib import suppress
-from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import autoaccum
 from autoaccum._sizing.cache import Key
@@ -121,16 +118,6 @@ def test_two_batches_add_up_in_grad_as_two_backward_passes_do(most):
     assert second.oom_events == 0
 
 
-def test_batches_of_any_size_come_one_after_the_other():
-    model, sizes = Failing(most=9), [12, 1, 30, 7]
-    accumulating = accumulator(model)
-
-    for number, samples in enumerate(sizes):
-        model.zero_grad()
-        assert sum(accumulating.backward(batch(number, samples)).micro_batches) == samples
-        assert_equal_gradients(model, of_whole(batch(number, samples)))
-
-
 def test_sequence_of_batches_is_one_batch():
     model = Failing()
     pieces = [(inputs, targets) for inputs, targets in zip(*(half.split(4) for half in batch()), strict=True)]
@@ -138,21 +125,6 @@ def test_sequence_of_batches_is_one_batch():
     accumulator(model, micro_batch=5).backward(pieces)
 
     assert_equal_gradients(model, of_whole(batch()))
-
-
-def test_sparse_gradients_add_up():
-    def model():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, CLASSES)).double()
-
-    found, ids = model(), torch.arange(24).reshape(12, 2) % 9
-    accumulating = accumulator(found, micro_batch=5)
-    for _ in range(2):
-        accumulating.backward((ids, batch()[1]))
-
-    expected = of_whole(*[(ids, batch()[1])] * 2, model=model())
-    assert found[0].weight.grad.is_sparse
-    torch.testing.assert_close([g.to_dense() for g in gradients(found)], [g.to_dense() for g in expected])
 
 
 def test_loss_over_the_whole_batch_is_exact():
@@ -168,18 +140,6 @@ def test_loss_over_the_whole_batch_is_exact():
     assert_equal_gradients(model, of_whole(batch(), batch(), loss=contrastive))
     assert max(report.micro_batches) <= 5
     torch.testing.assert_close(torch.cat(report.outputs), Failing()(batch()[0]).detach())
-
-
-def test_parameters_are_frozen_and_thawed_between_calls():
-    model, plain = Failing(most=5), Failing()
-    accumulating = accumulator(model)
-
-    for trained in (True, False, True):
-        for one in (model, plain):
-            one.body[0].requires_grad_(trained)
-            one.zero_grad()
-        accumulating.backward(batch())
-        assert_equal_gradients(model, of_whole(batch(), model=plain))
 
 
 def test_compiled_model_gets_the_same_gradient():
@@ -232,25 +192,6 @@ def test_autocast_of_the_users_own_stays_in_force():
     assert (within, set(seen) - double) == ({torch.bfloat16}, {torch.float32})
 
 
-def test_loop_with_its_own_optimizer_trains_as_one_with_whole_batches():
-    def trained(backward, model):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        for seed in range(6):
-            backward(batch(seed))
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-        return model.state_dict()
-
-    model, plain = Failing(most=4), Failing()
-    found = trained(accumulator(model).backward, model)
-    expected = trained(lambda one: functional.cross_entropy(plain(one[0]), one[1]).backward(), plain)
-
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("micro_batch", [12, 5])
 def test_outputs_are_kept_in_order_where_asked_for(micro_batch):
     model = Failing(most=8)
@@ -273,77 +214,6 @@ SHARES = [pytest.param(17, id="a few"), pytest.param(4, id="many", marks=pytest.
 
 
 # --- closures ---------------------------------------------------------------------------------------------------------
-
-
-def test_closure_runs_the_model_itself():
-    model = Failing(most=5)
-
-    def closure(part):
-        inputs, targets = part
-        return functional.cross_entropy(model(inputs), targets)
-
-    report = accumulator(model, closure=closure).backward(batch())
-
-    assert_equal_gradients(model, of_whole(batch()))
-    assert set(report.losses) == {"loss"}
-
-
-def test_generator_and_discriminator_train_with_an_accumulator_each():
-    def networks():
-        torch.manual_seed(0)
-        made = nn.Linear(4, 5).double(), nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)).double()
-        return *made, *(torch.optim.Adam(one.parameters(), lr=0.05) for one in made)
-
-    def trained(rounds, *, cuts):
-        generator, critic, of_generator, of_critic = networks()
-
-        def lies(part):
-            real, noise = part
-            fake = generator(noise).detach()
-            return functional.softplus(-critic(real)).mean() + functional.softplus(critic(fake)).mean()
-
-        def fools(part):
-            return functional.softplus(-critic(generator(part[1]))).mean()
-
-        def plainly(function):
-            return lambda one: function(one).backward()
-
-        if cuts:
-            steps = [
-                accumulator(critic, closure=lies, micro_batch=5).backward,
-                accumulator(generator, closure=fools, micro_batch=4).backward,
-            ]
-        else:
-            steps = [plainly(lies), plainly(fools)]
-        for number in range(rounds):
-            torch.manual_seed(number)
-            given = torch.randn(12, 5).double(), torch.randn(12, 4).double()
-            for step, optimizer in zip(steps, (of_critic, of_generator), strict=True):
-                optimizer.zero_grad()
-                step(given)
-                optimizer.step()
-        return [*generator.parameters(), *critic.parameters()]
-
-    torch.testing.assert_close(trained(3, cuts=True), trained(3, cuts=False), rtol=1e-9, atol=1e-12)
-
-
-def test_gradient_penalty_in_a_closure_is_exact():
-    torch.manual_seed(0)
-    critic = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)).double()
-    plain = copy.deepcopy(critic)
-
-    def penalty_of(model):
-        def closure(inputs):
-            inputs = inputs.clone().requires_grad_()
-            (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
-            return (slope.norm(dim=1) - 1).square().mean()
-
-        return closure
-
-    accumulator(critic, closure=penalty_of(critic), micro_batch=5).backward(batch()[0])
-    penalty_of(plain)(batch()[0]).backward()
-
-    assert_equal_gradients(critic, gradients(plain))
 
 
 @pytest.mark.parametrize("every", SHARES)
@@ -371,62 +241,6 @@ def test_teacher_of_a_closure_moves_as_if_nothing_had_failed(every):
         assert_bitwise(found, equal.setdefault(cut, found))
     assert (4, 4, 4) in equal
     assert_bitwise(equal[4, 4, 4], distilled(None)[1])
-
-
-def test_loss_over_the_models_internals_is_exact():
-    def closure_of(model):
-        hidden = []
-        model.body[0].register_forward_hook(lambda _module, _inputs, outputs: hidden.append(outputs))
-
-        def closure(part):
-            outputs = model(part[0])
-            sparse = hidden.pop().abs().mean()
-            return {"classes": functional.cross_entropy(outputs, part[1]), "sparse": 0.1 * sparse}
-
-        return closure
-
-    model, plain = Failing(most=5), Failing()
-    report = accumulator(model, closure=closure_of(model)).backward(batch())
-    losses = closure_of(plain)(batch())
-    sum(losses.values()).backward()
-
-    assert_equal_gradients(model, gradients(plain))
-    assert report.losses == pytest.approx({name: loss.item() for name, loss in losses.items()}, rel=1e-12)
-
-
-def test_model_that_a_callback_runs_between_micro_batches_changes_no_gradient():
-    class Predicts(autoaccum.Callback):
-        calls = 0
-
-        def on_oom(self, event, *, step):
-            self.calls += 1
-            with torch.no_grad():
-                model(batch(7)[0][:2])
-
-    predicts, model = Predicts(), Failing(most=4)
-    report = accumulator(model, micro_batch=6, callbacks=[predicts]).backward(batch())
-
-    assert predicts.calls == report.oom_events == 1
-    assert_equal_gradients(model, of_whole(batch()))
-
-
-def test_closure_that_draws_noise_is_exact_in_its_mean():
-    torch.manual_seed(0)
-    model = nn.Linear(5, 5).double()
-    seen = []
-
-    def closure(inputs):
-        noisy = inputs + torch.randn_like(inputs)
-        if model.training:  # else it is asked what the loss runs over
-            seen.append(noisy.detach())
-        return functional.mse_loss(model(noisy), inputs)
-
-    accumulator(model, closure=closure, micro_batch=5, loss_reduction="mean").backward(batch()[0])
-
-    noisy, found = torch.cat(seen), gradients(model)
-    model.zero_grad()
-    functional.mse_loss(model(noisy), batch()[0]).backward()
-    torch.testing.assert_close(gradients(model), found)
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -470,38 +284,6 @@ def test_memory_that_runs_out_at_any_operator_changes_no_bit_of_the_gradient(los
     assert len(plain) > 1
 
 
-class Holding(torch.autograd.Function):
-    """Has a tensor for its backward pass, which lacks memory where more samples come at once than 4."""
-
-    held: ClassVar = []
-
-    @staticmethod
-    def forward(ctx, inputs):
-        ctx.held = inputs.clone()
-        Holding.held.append(weakref.ref(ctx.held))
-        return inputs.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if len(gradient) > 4:
-            raise torch.OutOfMemoryError("told to")
-        return gradient
-
-
-def test_nothing_of_a_failed_backward_pass_is_alive_when_it_is_tried_again():
-    model, alive = Failing(), []
-
-    def loss(outputs, targets):
-        alive.append(any(held() is not None for held in Holding.held))
-        return functional.cross_entropy(Holding.apply(outputs.clone()), targets)
-
-    Holding.held.clear()
-    report = accumulator(model, loss, micro_batch=6, loss_reduction="mean").backward(batch())
-
-    assert report.oom_events == 1
-    assert not any(alive)
-
-
 @pytest.mark.parametrize("every", [pytest.param(19, id="a few"), pytest.param(1, id="all", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("mode", [FailWhereMemoryIsNeeded, InterruptAt])
 def test_call_that_fails_at_any_operator_leaves_everything_as_it_was(mode, every):
@@ -532,18 +314,6 @@ def test_call_that_fails_at_any_operator_leaves_everything_as_it_was(mode, every
             assert_bitwise(found, done)
             n_done += 1
     assert n_done < whole.count
-
-
-def test_failures_do_not_change_a_bit_of_what_the_same_cut_gives_that_never_failed():
-    failed, plain = Failing(most=4, dropout=0.2), Failing(dropout=0.2)
-    torch.manual_seed(3)
-    done = accumulator(failed, micro_batch=6).backward(batch())
-    torch.manual_seed(3)
-    again = accumulator(plain, micro_batch=max(done.micro_batches)).backward(batch())
-
-    assert done.oom_events == 1
-    assert done.micro_batches == again.micro_batches
-    assert_bitwise(gradients(failed), gradients(plain))
 
 
 def test_sample_that_does_not_fit_alone_is_told():
@@ -632,36 +402,6 @@ def test_size_of_an_earlier_start_that_does_not_fit_any_more_is_searched_for_aga
     assert again[0] == small[-1]
 
 
-def test_micro_batches_grow_back_once_memory_is_free_again():
-    model = Failing(most=5)
-    accumulating = accumulator(model)
-    cut = []
-    for number in range(60):
-        model.most = 5 if number < 4 else None
-        cut.append(max(accumulating.backward(batch(number)).micro_batches))
-        model.zero_grad()
-
-    assert max(cut[:4]) <= 5
-    assert cut[-1] == SAMPLES
-
-
-def test_larger_batch_gets_larger_micro_batches_where_the_smaller_fitted_at_once():
-    accumulating = sized(500)
-    for _ in range(3):
-        small = accumulating.backward(rows(4))
-    for _ in range(3):
-        large = accumulating.backward(rows(64))
-
-    assert small.micro_batches == (4,)
-    assert max(large.micro_batches) > 4
-
-
-def test_given_size_is_the_most_whatever_the_batch():
-    accumulating = sized(500, micro_batch=6)
-
-    assert [max(accumulating.backward(rows(samples)).micro_batches) for samples in (4, 64, 12)] == [4, 6, 6]
-
-
 def test_host_limit_is_survived(tmp_path):
     import subprocess  # noqa: PLC0415
     import textwrap  # noqa: PLC0415
@@ -738,25 +478,6 @@ def test_gradients_that_a_hook_changes_in_place_are_refused(how):
     assert gradients(model) == [None] * 6
 
 
-def test_reentrant_checkpoints_of_a_layer_that_is_used_twice_add_to_its_gradient_twice():
-    model, plain = Failing(), Failing()
-
-    def twice(model):
-        def closure(part):
-            hidden = part[0].clone().requires_grad_()
-            for _ in range(2):
-                hidden = checkpoint(torch.nn.Sequential(model.body, widen), hidden, use_reentrant=True)
-            return hidden.square().mean()
-
-        return closure
-
-    widen = nn.Linear(CLASSES, 5).double().requires_grad_(requires_grad=False)
-    accumulator(model, closure=twice(model), micro_batch=5).backward(batch())
-
-    twice(plain)(batch()).backward()
-    assert_equal_gradients(model, gradients(plain))
-
-
 MEDDLING = {
     "clears them": lambda model, loss: model.zero_grad(),
     "fills them with zeros": lambda model, loss: model.zero_grad(set_to_none=False),
@@ -779,32 +500,6 @@ def test_closure_that_changes_gradients_is_refused_and_earlier_ones_stay(meddle)
     with pytest.raises(autoaccum.InvalidInputError, match="in the middle of a batch"):
         accumulator(model, closure=closure, micro_batch=5).backward(batch())
     assert_bitwise(gradients(model), before)
-
-
-@pytest.mark.parametrize("to_none", [True, False])
-def test_callback_that_clears_gradients_between_two_tries_changes_nothing(to_none):
-    class Clears(autoaccum.Callback):
-        def on_oom(self, event, *, step):
-            model.zero_grad(set_to_none=to_none)
-
-    model = Failing(most=4)
-    accumulating = accumulator(model, micro_batch=6, callbacks=[Clears()])
-
-    for number in range(2):
-        assert accumulating.backward(batch(number)).oom_events == 1 - number
-    assert_equal_gradients(model, of_whole(batch(0), batch(1)))
-
-
-def test_parameters_of_other_modules_are_refused_unless_they_are_found():
-    model, head = Failing(), nn.Linear(CLASSES, CLASSES).double()
-    hidden = {"deep": {"deeper": head}}
-
-    def through_head(outputs, targets):
-        return functional.cross_entropy(hidden["deep"]["deeper"](outputs), targets)
-
-    with pytest.raises(autoaccum.InvalidInputError, match="reaches 2 parameters that are not the model's"):
-        accumulator(model, through_head).backward(batch())
-    assert gradients(head) == [None, None]
 
 
 @pytest.mark.parametrize("kind", ["closure", "loss"])
@@ -908,13 +603,6 @@ def test_outputs_that_a_closure_does_not_return_cannot_be_kept():
     assert gradients(model) == [None] * 6
 
 
-def test_outputs_of_a_list_of_losses_cannot_be_kept():
-    accumulating = accumulator(Failing(), loss=[lambda model, part: functional.cross_entropy(model(part[0]), part[1])])
-
-    with pytest.raises(autoaccum.InvalidInputError, match="keep='outputs': a list of losses"):
-        accumulating.backward(batch(), keep="outputs")
-
-
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_copies_are_refused(copied):
     with pytest.raises(autoaccum.InvalidInputError, match="cannot be copied or pickled"):
@@ -945,18 +633,6 @@ def test_inference_mode_is_refused():
     assert gradients(model) == [None] * 6
 
 
-def test_autocast_around_the_call_is_no_deviation_of_the_loss():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    inputs, targets = torch.randn(64, 32), torch.randint(10, (64,))
-    accumulating = autoaccum.Accumulator(model, loss=functional.cross_entropy, micro_batch=16, device="cpu")
-
-    with torch.autocast("cpu", torch.bfloat16):
-        reports = [accumulating.backward((inputs, targets)) for _ in range(3)]
-
-    assert not any(report.warnings for report in reports)
-
-
 def test_backward_within_backward_is_refused():
     model = Failing()
 
@@ -980,17 +656,3 @@ def test_gradients_that_can_be_differentiated_again_are_refused_by_name():
     accumulating.backward(batch())
 
     assert not any(gradient.requires_grad for gradient in gradients(model))
-
-
-def test_graph_that_outlives_its_micro_batch_is_explained():
-    model, state = Failing(), []
-
-    def closure(part):
-        outputs = model(part[0])
-        state.append(outputs)
-        return functional.cross_entropy(sum(one.sum() for one in state) * 0 + outputs, part[1])
-
-    with pytest.raises(RuntimeError, match="second time") as caught:
-        accumulator(model, closure=closure, micro_batch=5, loss_reduction="mean").backward(batch())
-    assert any("an earlier micro-batch" in note for note in caught.value.__notes__)
-    assert gradients(model) == [None] * 6

@@ -4,6 +4,8 @@ import contextlib
 import functools
 import os
 import signal
+import subprocess
+import textwrap
 import threading
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
+import warm
 from autoaccum._system.notices import Notices
 from autoaccum._training.checkpoint_files import Storage
 from autoaccum.errors import (
@@ -76,16 +79,6 @@ class At(autoaccum.Callback):
 # --- when -------------------------------------------------------------------------------------------------------------
 
 
-def test_checkpoint_is_written_at_the_end_and_told(tmp_path):
-    told = Told()
-
-    result = Run(checkpoint=tmp_path, val_loader=None).fit(told)
-
-    assert told.saved == [STEPS]
-    assert result.checkpoint == tmp_path / "step-00000015"
-    assert result.resumed_from is None
-
-
 def test_checkpoints_are_written_every_so_many_steps_and_the_newest_two_are_kept(tmp_path):
     told = Told()
 
@@ -139,22 +132,7 @@ def test_one_with_the_lowest_validation_loss_is_kept_beside_the_newest_two(tmp_p
     assert Run(checkpoint=tmp_path).fit().best_checkpoint == result.best_checkpoint
 
 
-def test_without_a_folder_nothing_is_written_and_the_result_says_so(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    result = Run().fit()
-
-    assert (result.checkpoint, result.resumed_from) == (None, None)
-    assert checkpoints(tmp_path) == []
-
-
 # --- resume= ----------------------------------------------------------------------------------------------------------
-
-
-def test_fresh_start_is_said(tmp_path, capsys):
-    Run(checkpoint=tmp_path).fit(progress="lines")
-
-    assert capsys.readouterr().err.count(f"training starts from scratch: there is no checkpoint in {tmp_path} yet") == 1
 
 
 def test_going_on_is_said_and_told(tmp_path, capsys):
@@ -188,20 +166,6 @@ def test_resume_false_starts_anew_and_moves_the_old_ones_aside_with_its_first(tm
     assert found == ["step-00000009", "step-00000003"]
     assert checkpoints(tmp_path / "earlier-1")[-1] == "step-00000009"
     assert "starts from scratch (resume=False)" in capsys.readouterr().err
-
-
-def test_finished_run_is_not_deleted_by_the_first_step_of_another(tmp_path):
-    finished = Run(checkpoint=tmp_path)
-    finished.fit()
-
-    with pytest.raises(StoppedError):
-        Run(checkpoint=tmp_path, resume=False).fit(StopAt(1))
-
-    (tmp_path / "step-00000001").rename(tmp_path / "unwanted")
-    (tmp_path / "earlier-1" / "step-00000015").rename(tmp_path / "step-00000015")
-    again = Run(checkpoint=tmp_path)
-    assert again.fit().resumed_from == STEPS
-    assert again.end == finished.end
 
 
 @pytest.mark.parametrize(
@@ -318,31 +282,6 @@ def test_lost_device_names_the_checkpoint_and_is_not_read(tmp_path, monkeypatch)
     assert caught.value.__cause__.__cause__ is lost
 
 
-def test_lost_device_that_a_callback_reports_is_not_read_either(tmp_path, monkeypatch):
-    lost = RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    def lose():
-        monkeypatch.setattr(
-            "autoaccum._training.checkpoint_contents.Contents.take", lambda *_: pytest.fail("the device was read")
-        )
-        raise lost
-
-    with pytest.raises(RuntimeError) as caught:
-        Run(checkpoint=tmp_path, checkpoint_every=2).fit(At(3, lose))
-
-    assert caught.value is lost
-    assert checkpoints(tmp_path) == ["step-00000002"]
-
-
-def test_device_lost_before_the_first_checkpoint_names_none(tmp_path):
-    run = Run(checkpoint=tmp_path)
-    lost = RuntimeError("CUDA error: an illegal memory access was encountered")
-    run.model.last.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(lost))
-
-    with pytest.raises(DeviceLostError, match=r"start a new one$"):
-        run.fit()
-
-
 # --- damage -----------------------------------------------------------------------------------------------------------
 
 
@@ -390,16 +329,6 @@ def once():
     return iter(list(loader_of(Noisy(), shuffle=False)))
 
 
-def test_damage_is_not_gone_back_from_where_the_loader_can_be_read_only_once(tmp_path):
-    run = Run(checkpoint=tmp_path, checkpoint_every=2, optimizer=damaging(4), loader=once)
-
-    with pytest.raises(CheckpointError, match=r"must resume after batch 4 of epoch 1, .*read only once") as caught:
-        run.fit()
-
-    assert isinstance(caught.value.__cause__, StateDamagedError)
-    assert checkpoints(tmp_path) == ["step-00000002"]
-
-
 def test_generator_that_another_call_has_read_from_is_refused_and_a_new_one_is_not(tmp_path):
     run = Run(checkpoint=tmp_path, loader=lambda: (batch for batch in once()))
     with pytest.raises(StoppedError):
@@ -408,17 +337,6 @@ def test_generator_that_another_call_has_read_from_is_refused_and_a_new_one_is_n
     with pytest.raises(CheckpointError, match="can be read only once and has been read from"):
         run.fit()
     assert Run(checkpoint=tmp_path, loader=lambda: (batch for batch in once())).fit().resumed_from == 2
-
-
-def test_damage_in_a_run_that_was_resumed_goes_back_to_what_it_was_resumed_from(tmp_path, undisturbed):
-    stopped_at(7, tmp_path, optimizer=damaging())
-    run = Run(checkpoint=tmp_path, optimizer=damaging(2))
-
-    result = run.fit()
-
-    assert run.end == undisturbed
-    assert result.resumed_from == 7
-    assert [report.step for report in result.history] == list(range(8, STEPS + 1))
 
 
 def test_damage_that_comes_a_second_time_is_raised(tmp_path):
@@ -514,17 +432,6 @@ def test_sigterm_is_saved_before_the_users_own_handler_runs_and_training_goes_on
     assert result.steps == STEPS
 
 
-def test_sigterm_whose_handler_returns_ends_the_call_where_the_loader_can_be_read_only_once(tmp_path, handlers):
-    handlers(signal.SIGTERM, lambda *_: None)
-    run = Run(checkpoint=tmp_path, loader=once)
-    in_window_8(run, lambda: signal.raise_signal(signal.SIGTERM))
-
-    with pytest.raises(CheckpointError, match=r"after batch 6 of epoch 1, .* can be read only once .* a DataLoader"):
-        run.fit(micro_batch=2)  # which makes it the fourth window
-
-    assert checkpoints(tmp_path) == ["step-00000003"]
-
-
 def test_sigterm_whose_handler_raises_ends_the_call_with_that(tmp_path, undisturbed, handlers):
     def stop(*_):
         raise StoppedError
@@ -593,17 +500,6 @@ def test_sigusr1_saves_at_the_end_of_the_window_and_training_goes_on(tmp_path, u
     assert run.end == undisturbed
 
 
-def test_sigusr1_reaches_the_users_own_handler_after_the_checkpoint(tmp_path, handlers):
-    files = []
-    handlers(signal.SIGUSR1, lambda *_: files.append(checkpoints(tmp_path)))
-    run = Run(checkpoint=tmp_path, val_loader=None)
-    in_window_8(run, lambda: signal.raise_signal(signal.SIGUSR1))
-
-    run.fit()
-
-    assert files == [["step-00000008"]]
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_handlers_are_those_from_before_however_the_call_ends(tmp_path, fails):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
@@ -624,25 +520,6 @@ def test_without_checkpoints_signals_keep_their_default_action():
     Run().fit(At(1, lambda: inside.extend(signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1))))
 
     assert inside == before
-
-
-def test_handler_that_a_callback_sets_stays(handlers):
-    def mine(*_):
-        pass
-
-    Run().fit(At(1, lambda: handlers(signal.SIGUSR2, mine)))
-
-    assert signal.getsignal(signal.SIGUSR2) is mine
-
-
-def test_ignored_signals_stay_ignored(tmp_path, handlers, undisturbed):
-    handlers(signal.SIGTERM, signal.SIG_IGN)
-    run = Run(checkpoint=tmp_path)
-    in_window_8(run, lambda: signal.raise_signal(signal.SIGTERM))
-
-    run.fit()
-
-    assert run.end == undisturbed
 
 
 def test_thread_that_is_not_the_main_one_can_keep_checkpoints(tmp_path):
@@ -728,28 +605,6 @@ def test_checkpoint_of_another_run_is_refused_and_nothing_is_changed(folder, nam
     assert checkpoints(folder) == ["step-00000003"]
 
 
-def sequence_of(*kinds):
-    scheduler = torch.optim.lr_scheduler
-
-    def make(optimizer):
-        parts = [getattr(scheduler, kind)(optimizer) for kind in kinds]
-        return scheduler.SequentialLR(optimizer, parts, [4 * number for number in range(1, len(parts))])
-
-    return make
-
-
-@pytest.mark.parametrize("other", [["LinearLR"], ["LinearLR", "ConstantLR", "ConstantLR"], ["ConstantLR", "LinearLR"]])
-def test_scheduler_made_of_other_schedulers_is_refused_and_nothing_is_changed(tmp_path, other):
-    stopped_at(3, tmp_path, scheduler=sequence_of("LinearLR", "ConstantLR"))
-    run = Run(checkpoint=tmp_path, scheduler=sequence_of(*other))
-    before = run.state()
-
-    with pytest.raises(CheckpointError, match=r"another scheduler: SequentialLR\(LinearLR, ConstantLR\) there and"):
-        run.fit()
-
-    assert run.state() == before
-
-
 def test_module_that_refuses_its_state_is_told_before_the_optimizer_is_given_any(tmp_path):
     def numbered(number):
         class Numbered(Model):
@@ -779,13 +634,6 @@ def test_checkpoint_of_another_target_batch_is_refused(folder, monkeypatch):
 
     with pytest.raises(CheckpointError, match="another target_batch: it was made with 12, and this call has 10"):
         Run(checkpoint=folder).fit()
-
-
-def test_folder_of_something_else_is_refused(tmp_path):
-    Storage(tmp_path).write({"weights": torch.zeros(3)}, 1)
-
-    with pytest.raises(CheckpointError, match="is not a checkpoint of autoaccum's fit, or its content was edited"):
-        Run(checkpoint=tmp_path).fit()
 
 
 @pytest.mark.parametrize("key", ["windows", "position", "cutting", "random", "modules", "optimizer"])
@@ -853,6 +701,27 @@ def test_resume_on_a_tight_device_trains_or_says_in_words_what_does_not_fit(tmp_
     for steps in (3, 6):
         with contextlib.suppress(autoaccum.DoesNotFitError):
             fit(steps)
+
+
+def test_resume_under_a_real_limit_trains_where_the_first_call_did(tmp_path):
+    script = """
+        import torch, autoaccum
+        from torch import nn
+        for steps in (2, 4):
+            model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 8))
+            loader = torch.utils.data.DataLoader([(torch.randn(512, 1024), torch.randn(512, 8))] * 32, 16)
+            result = autoaccum.fit(
+                model, loader, 16, max_steps=steps, device="cpu", memory_limit="90MiB", checkpoint="run", progress=False
+            )
+            print(result.resumed_from, result.plan.micro_batch)
+    """
+    arguments = [*warm.python(), "-c", textwrap.dedent(script)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    (_, first), (resumed_from, second) = map(str.split, done.stdout.splitlines())
+    assert resumed_from == "2"
+    assert 1 <= int(second) <= int(first) < 16
 
 
 def test_damaged_newest_is_said_and_the_one_before_is_gone_on_from(tmp_path, undisturbed, capsys):
@@ -928,18 +797,6 @@ def test_buffers_that_come_and_grow_are_kept(tmp_path):
     last.fit()
 
     assert last.end == whole.end
-
-
-def test_models_own_generator_goes_on(tmp_path):
-    whole = Run(model=Drawing)
-    whole.fit()
-    stopped_at(7, tmp_path, model=Drawing)
-    last = Run(checkpoint=tmp_path, model=Drawing)
-
-    last.fit()
-
-    assert last.end == whole.end
-    assert torch.equal(last.model.own.get_state(), whole.model.own.get_state())
 
 
 def test_loss_with_parameters_is_kept_too(tmp_path):

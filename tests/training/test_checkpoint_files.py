@@ -162,41 +162,12 @@ def test_cut_or_flipped_anywhere_is_never_taken_for_whole(storage, name):
         assert is_content(found, 1)  # a flipped bit in the manifest may say nothing of the files
 
 
-def test_one_before_is_taken_where_the_newest_is_damaged_and_it_is_said(storage):
-    storage.write(content_of(1), 1)
-    (storage.write(content_of(2), 2) / "state.pt").unlink()
-    notices = Notices(silent=True)
-
-    path, content = Storage(storage.folder).read_newest(notices)
-
-    assert path.name == "step-00000001"
-    assert is_content(content, 1)
-    assert len(notices.texts) == 1
-    assert "step-00000002 is cut short or damaged (state.pt is missing)" in notices.texts[0]
-
-
-def test_damaged_one_counts_neither_as_kept_nor_as_best(storage):
-    storage.write(content_of(1), 1, val_loss=2.0)
-    (storage.write(content_of(2), 2, val_loss=1.0) / "state.pt").write_bytes(b"")
-    again = Storage(storage.folder)
-    again.read_newest(Notices(silent=True))
-
-    again.write(content_of(3), 3)
-
-    assert names(storage) == ["step-00000001", "step-00000003"]
-    assert again.best_loss == 2.0
-
-
 def test_none_whole_is_an_error_that_names_them_and_what_to_do(storage):
     for step in (1, 2):
         (storage.write(content_of(step), step) / "manifest.json").write_text('{"format": 1, "sha256": {}}')
 
     with pytest.raises(CheckpointError, match=r"none of the 2 .*step-00000002: .*step-00000001: .*resume=False"):
         read(storage)
-
-
-def test_no_checkpoint_at_all_is_no_error(storage):
-    assert read(storage) is None
 
 
 def test_newer_format_is_refused_with_the_version_that_wrote_it(storage):
@@ -261,14 +232,6 @@ def test_file_system_that_cannot_flush_a_folder_is_no_error(storage, monkeypatch
     storage.write(content_of(1), 1)
 
     assert is_content(read(storage)[1], 1)
-
-
-def test_folder_that_is_gone_is_told_and_nothing_is_said_to_be_there_still(storage):
-    storage.write(content_of(1), 1)
-    shutil.rmtree(storage.folder)
-
-    with pytest.raises(CheckpointError, match="its folder is gone, and with it those before"):
-        storage.write(content_of(2), 2)
 
 
 def test_interrupt_while_writing_leaves_nothing_half_done(storage, monkeypatch):
@@ -350,12 +313,6 @@ def test_folder_that_cannot_be_one_is_refused_with_its_name(tmp_path, made):
 
     with pytest.raises(InvalidInputError, match=r"checkpoint='.*file.*' cannot be a folder"):
         Storage(tmp_path / made)
-
-
-def test_folder_is_made_with_those_above_it(tmp_path):
-    Storage(tmp_path / "a" / "b").write(content_of(1), 1)
-
-    assert (tmp_path / "a" / "b" / "step-00000001").is_dir()
 
 
 def test_manifest_that_cannot_be_read_for_now_is_no_damage(tmp_path, monkeypatch):

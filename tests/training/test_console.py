@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from autoaccum._callbacks import Callback
-from autoaccum._memory import Simulated
-from autoaccum._records import DeviceScalar, TimeSpent, Trial
+from autoaccum._records import DeviceScalar, TimeSpent
 from autoaccum._sizing.planner import format_cut
 from autoaccum._training import console as progress_module
 from autoaccum._training.console import LineProgress, RichProgress, progress_for
@@ -78,28 +76,6 @@ def test_auto_writes_lines_where_stderr_is_a_file_even_if_colour_is_forced(monke
     assert isinstance(progress_for("auto"), LineProgress)
 
 
-def test_auto_writes_lines_on_a_terminal_that_cannot_move_its_cursor(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setenv("TERM", "dumb")
-
-    assert isinstance(progress_for("auto"), LineProgress)
-
-
-def test_bar_and_lines_can_be_asked_for_by_name():
-    assert isinstance(progress_for("bar"), RichProgress)
-    assert isinstance(progress_for("lines"), LineProgress)
-
-
-def test_false_shows_nothing():
-    assert type(progress_for(False)) is Callback
-
-
-def test_a_callback_of_the_users_own_is_returned_as_it_is():
-    own = LineProgress(every_s=1.0)
-
-    assert progress_for(own) is own
-
-
 @pytest.mark.parametrize("asked", ["loud", None, 3])
 def test_unknown_progress_is_refused_by_its_value(asked):
     with pytest.raises(InvalidInputError, match=re.escape(f"progress={asked!r}")):
@@ -141,14 +117,6 @@ def test_lines_tell_the_plan_and_the_probe_behind_it(lines):
         "largest that fits 37, found in 2 trials; memory limit 600.0 MiB; "
         "memory needed 120.0 MiB and 10.0 MiB a sample\n"
     )
-
-
-def test_lines_tell_a_plan_that_no_probe_led_to(lines):
-    shown, file = lines
-
-    shown.on_plan(PLAN, step=7, probe=None)
-
-    assert file.getvalue() == "autoaccum: plan from step 7: target batch 100; cut 34+33+33\n"
 
 
 def test_lines_tell_a_step_only_when_the_last_line_is_long_enough_ago(clock):
@@ -217,88 +185,6 @@ def test_lines_wait_for_the_device_only_for_a_line_that_is_written(clock):
     assert [step for step, loss in enumerate(losses, start=1) if loss.reads] == [10, 20]
 
 
-def test_the_time_of_the_probe_does_not_count_as_slow_training(clock):
-    file = io.StringIO()
-    shown = LineProgress(every_s=0.0, file=file)
-    shown.on_fit_start(epochs=1, max_steps=None, steps_per_epoch=None)
-    clock.now += 1000.0
-    shown.on_plan(PLAN, step=1, probe=PROBE)
-    clock.now += 1.0
-
-    shown.on_step(step_report(1, samples=100), epoch=1)
-
-    assert "100 samples/s" in file.getvalue()
-
-
-def test_the_window_that_ended_the_search_has_a_speed_of_its_own(clock):
-    file = io.StringIO()
-    shown = LineProgress(every_s=0.0, file=file)
-    shown.on_fit_start(epochs=1, max_steps=None, steps_per_epoch=None)
-    clock.now += 0.5
-    shown.on_plan(PLAN, step=2, probe=PROBE)
-
-    shown.on_step(step_report(1, samples=100, elapsed_s=0.5), epoch=1)
-
-    assert " 200 samples/s" in file.getvalue()
-
-
-def test_a_short_last_window_does_not_hide_the_cut(lines):
-    shown, file = lines
-    shown.on_step(step_report(1, samples=100), epoch=1)
-    shown.on_step(step_report(2, samples=12, micro_batches=(12,)), epoch=1)
-
-    shown.on_epoch_end(1)
-
-    assert "cut 34+33+33" in file.getvalue()
-
-
-def test_a_size_that_fitted_before_is_said_to_fit_no_longer(lines):
-    shown, file = lines
-
-    shown.on_trial(Trial(49, fits=True, peak_bytes=None, elapsed_s=0.25))
-    shown.on_trial(Trial(49, fits=False, peak_bytes=None, elapsed_s=0.25))
-
-    assert file.getvalue().splitlines()[-1] == "autoaccum: trial of 49: fits no longer, 0.25 s"
-
-
-@pytest.mark.parametrize(("samples", "text"), [(7, "7 samples/s"), (31, "31 samples/s"), (12345, "12345 samples/s")])
-def test_a_speed_is_written_out_however_large(clock, samples, text):
-    file = io.StringIO()
-    shown = LineProgress(every_s=0.0, file=file)
-    shown.on_fit_start(epochs=1, max_steps=None, steps_per_epoch=None)
-    clock.now += 1.0
-
-    shown.on_step(step_report(1, samples=samples), epoch=1)
-
-    assert f" {text}" in file.getvalue()
-
-
-def test_the_last_picture_keeps_the_speed_that_the_evaluation_interrupted(clock, bar):
-    shown, file = bar
-    clock.now += 2.0
-    shown.on_step(step_report(1, samples=100), epoch=1)
-    shown.on_epoch_end(1)
-    clock.now += 50.0
-    shown.on_evaluation(EVALUATION, epoch=1, step=1)
-
-    shown.on_fit_end(fit_result())
-
-    picture = plain(file).partition("done:")[0]
-    assert re.findall(r"([\d.]+) samples/s", picture)[-1] == "50"
-
-
-def test_lines_tell_where_memory_ran_out_and_count_it(lines):
-    shown, file = lines
-
-    shown.on_oom(OOM, step=3)
-    shown.on_step(step_report(3), epoch=1)
-    shown.on_epoch_end(1)
-
-    oom_line, epoch_line = file.getvalue().splitlines()
-    assert oom_line == "autoaccum: out of memory in step 3, backward of 34 samples: CUDA out of memory."
-    assert epoch_line.endswith("1 oom")
-
-
 def test_lines_tell_the_epoch_and_the_evaluation(lines):
     shown, file = lines
     shown.on_step(step_report(15), epoch=1)
@@ -309,33 +195,6 @@ def test_lines_tell_the_epoch_and_the_evaluation(lines):
     epoch_line, evaluation_line = file.getvalue().splitlines()
     assert epoch_line.startswith("autoaccum: epoch 1 done, step 15/45: loss 0.25, ")
     assert evaluation_line == ("autoaccum: evaluation after epoch 1: loss 0.5, accuracy 0.9375 (360 samples, 1.5 s)")
-
-
-def test_a_skipped_update_is_told(lines):
-    shown, file = lines
-    shown.on_step(step_report(1, skipped=True), epoch=1)
-
-    shown.on_epoch_end(1)
-
-    assert "loss 0.25 (update skipped)" in file.getvalue()
-
-
-def test_lines_end_with_a_summary(lines):
-    shown, file = lines
-
-    shown.on_fit_end(fit_result())
-
-    assert file.getvalue() == (
-        "autoaccum: done: 2 steps, 200 samples in 12.5 s, cut 34+33+33, 1 oom, last loss 0.25, accuracy 0.9375\n"
-    )
-
-
-def test_the_summary_of_a_resumed_run_says_what_this_call_did(lines):
-    shown, file = lines
-
-    shown.on_fit_end(dataclasses.replace(fit_result(), resumed_from=1))
-
-    assert "done: 2 steps, 200 samples; the last 1 step in 12.5 s" in file.getvalue()
 
 
 @pytest.mark.parametrize("shown", [LineProgress(), RichProgress(Console(stderr=True, force_terminal=True))])
@@ -375,17 +234,6 @@ def test_the_bar_shows_epoch_windows_and_figures(bar):
     assert "loss 0.25" in text
     assert "cut 34+33+33, 0 oom" in text
     assert "peak memory 512.0 MiB" in text
-
-
-def test_the_bar_counts_to_max_steps_where_that_comes_first():
-    file = io.StringIO()
-    shown = RichProgress(Console(file=file, force_terminal=True, width=120))
-    shown.on_fit_start(epochs=3, max_steps=20, steps_per_epoch=15)
-
-    shown.on_step(step_report(16), epoch=2)
-    shown.on_fit_end(None)
-
-    assert "16/20" in plain(file)
 
 
 def test_the_bar_shows_trials_plan_and_memory_above_it(bar):
@@ -454,15 +302,6 @@ def test_the_peak_is_shown_beside_what_there_is(clock):
     assert ", peak 512.0 MiB of 1.0 GiB\n" in in_lines.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("memory_limit", "capacity"), [(600 * MIB, 600 * MIB), (None, 1000 * MIB)], ids=["the limit", "what is free"]
-)
-def test_what_there_is_is_the_limit_or_what_was_free(memory_limit, capacity):
-    shown = progress_for("lines", Simulated(1000 * MIB), memory_limit)
-
-    assert shown._capacity_bytes == capacity
-
-
 @pytest.mark.parametrize(("steps", "text"), [(2, "1 s"), (121, "2 min"), (7201, "2.0 h")])
 def test_lines_tell_the_time_left(clock, steps, text):
     file = io.StringIO()
@@ -507,19 +346,8 @@ def test_no_time_left_is_told_while_sizes_are_searched_for(clock):
     assert "left" in lines[-1]
 
 
-def test_no_time_is_left_after_the_last_step(clock):
-    file = io.StringIO()
-    shown = LineProgress(every_s=0.0, file=file)
-    shown.on_fit_start(epochs=None, max_steps=1, steps_per_epoch=None)
-    clock.now += 1.0
-
-    shown.on_step(step_report(1), epoch=1)
-
-    assert "left" not in file.getvalue()
-
-
 @pytest.mark.parametrize("shown", ["bar", "lines"])
-def test_summary_tells_where_the_time_went_and_what_to_change(shown):
+def test_summary_tells_where_the_time_went(shown):
     file = io.StringIO()
     to = Console(file=file, width=200) if shown == "bar" else file
     progress = RichProgress(to) if shown == "bar" else LineProgress(file=to)
@@ -529,7 +357,6 @@ def test_summary_tells_where_the_time_went_and_what_to_change(shown):
     progress.on_fit_end(dataclasses.replace(fit_result(), time_spent=spent))
 
     assert "search 0.5 s (4%), waiting for data 5.0 s (40%)" in file.getvalue()
-    assert "the loader is waited for: more num_workers=" in file.getvalue()
 
 
 def test_the_bar_ends_with_a_summary(bar):
@@ -539,18 +366,6 @@ def test_the_bar_ends_with_a_summary(bar):
     shown.on_fit_end(fit_result())
 
     assert "done: 2 steps, 200 samples in 12.5 s" in plain(file)
-
-
-def test_lines_say_which_step_is_saved(clock):
-    file = io.StringIO()
-    shown = LineProgress(every_s=0.0, file=file)
-    shown.on_fit_start(epochs=None, max_steps=None, steps_per_epoch=None)
-    shown.on_checkpoint(Path("run/step-00000020"), step=20)
-    clock.now += 2.0
-
-    shown.on_step(step_report(21), epoch=1)
-
-    assert file.getvalue().endswith(", saved at step 20\n")
 
 
 def test_lines_count_on_from_a_checkpoint_and_forget_what_was_beyond_it(lines):
@@ -565,20 +380,3 @@ def test_lines_count_on_from_a_checkpoint_and_forget_what_was_beyond_it(lines):
     assert [line.partition(":")[2].partition(":")[0] for line in file.getvalue().splitlines()] == [
         " epoch 2/3, step 21/45"
     ]
-
-
-def test_bar_stands_where_a_checkpoint_was_taken(bar):
-    shown, file = bar
-
-    shown.on_resume(Path("run/step-00000020"), step=20, epoch=2)
-    shown._live.refresh()
-
-    assert "20/45" in plain(file)
-
-
-def test_summary_names_the_checkpoint(lines):
-    shown, file = lines
-
-    shown.on_fit_end(dataclasses.replace(fit_result(), checkpoint=Path("run/step-00000045")))
-
-    assert file.getvalue().endswith(", checkpoint run/step-00000045\n")

@@ -52,21 +52,6 @@ def log(path):
     log.on_fit_end(None)
 
 
-def test_every_event_becomes_one_line_in_the_order_in_which_it_happened(path, log):
-    log.on_trial(TRIALS[0])
-    log.on_plan(PLAN, step=1, probe=PROBE)
-    log.on_step(step_report(1), epoch=1)
-    log.on_oom(OOM, step=2)
-    log.on_step(step_report(2), epoch=1)
-    log.on_epoch_end(1)
-    log.on_evaluation(EVALUATION, epoch=1, step=2)
-
-    log.on_fit_end(fit_result())
-
-    names = ["fit_start", "trial", "plan", "step", "oom", "step", "epoch_end", "evaluation", "fit_end"]
-    assert [event["event"] for event in events(path)] == names
-
-
 def test_the_keys_of_each_event_are_the_documented_ones(path, log):
     log.on_trial(TRIALS[1])
     log.on_plan(PLAN, step=1, probe=PROBE)
@@ -135,12 +120,6 @@ def test_the_keys_of_each_event_are_the_documented_ones(path, log):
     ]
 
 
-def test_a_plan_that_no_probe_led_to_says_so(path, log):
-    log.on_plan(PLAN, step=5, probe=None)
-
-    assert events(path)[-1]["probe"] is None
-
-
 def test_a_steps_loss_is_read_when_the_next_step_is_done_and_not_before(log):
     losses = [CountingScalar(0.5), CountingScalar(0.25)]
 
@@ -152,38 +131,12 @@ def test_a_steps_loss_is_read_when_the_next_step_is_done_and_not_before(log):
     assert reads == [[False, False], [True, False]]
 
 
-def test_a_steps_time_is_when_it_was_done_not_when_it_was_written(path, log, monkeypatch):
-    now = 10.0
-    monkeypatch.setattr("autoaccum._training.loggers.time.time", lambda: now)
-    log.on_step(step_report(1), epoch=1)
-    now = 20.0
-
-    log.on_epoch_end(1)
-
-    assert [event["time"] for event in events(path)][1:] == [10.0, 20.0]
-
-
-def test_each_line_can_be_read_while_training_goes_on(path, log):
-    log.on_trial(TRIALS[0])
-
-    assert events(path)[-1]["event"] == "trial"
-
-
 def test_a_second_run_is_appended_to_the_first(path):
     started(JSONLinesLog(path)).on_fit_end(None)
 
     started(JSONLinesLog(path)).on_fit_end(None)
 
     assert [event["event"] for event in events(path)] == ["fit_start", "fit_end"] * 2
-
-
-def test_one_log_can_be_used_for_two_runs(path):
-    log = started(JSONLinesLog(path))
-    log.on_fit_end(None)
-
-    started(log).on_fit_end(fit_result())
-
-    assert [event.get("completed") for event in events(path)] == [None, False, None, True]
 
 
 def test_a_run_that_raised_keeps_its_last_step_and_says_that_it_did_not_complete(path, log):
@@ -213,23 +166,9 @@ def test_a_loss_that_is_no_number_is_null_and_the_line_stays_json(path, log, num
     assert (step["loss"], step["losses"], step["grad_norm"]) == (None, {"loss": None}, None)
 
 
-def test_a_missing_folder_is_made(tmp_path):
-    path = tmp_path / "runs" / "today" / "log.jsonl"
-
-    started(JSONLinesLog(path)).on_fit_end(None)
-
-    assert path.is_file()
-
-
 def test_a_log_that_cannot_be_opened_is_refused_by_its_path(tmp_path):
     with pytest.raises(InvalidInputError, match=r"cannot be opened for writing \(Is a directory\)"):
         started(JSONLinesLog(tmp_path))
-
-
-def test_a_log_that_never_started_can_end(path):
-    JSONLinesLog(path).on_fit_end(None)
-
-    assert not path.exists()
 
 
 def scalars(log_dir):
@@ -272,32 +211,6 @@ def test_logs_get_the_losses_of_an_evaluation_by_name(tmp_path, path, log):
 
     assert events(path)[-1]["losses"] == {"loss": 0.5, "box": 0.25}
     assert scalars(tmp_path)["evaluation/loss/box"] == [(2, 0.25)]
-
-
-def test_tensorboard_gets_several_losses_by_name(tmp_path):
-    log = started(TensorBoardLog(tmp_path))
-    losses = {"box": DeviceScalar(0.5), "class": DeviceScalar(0.25)}
-    log.on_step(step_report(1, device_losses=losses), epoch=1)
-
-    log.on_fit_end(None)
-
-    found = scalars(tmp_path)
-    assert (found["train/loss"], found["train/loss/box"], found["train/loss/class"]) == (
-        [(1, 0.75)],
-        [(1, 0.5)],
-        [(1, 0.25)],
-    )
-
-
-def test_tensorboard_gets_the_learning_rate_of_each_group(tmp_path):
-    log = started(TensorBoardLog(tmp_path))
-    rates = (DeviceScalar(0.5), None, DeviceScalar(0.25))
-    log.on_step(step_report(1, device_learning_rates=rates), epoch=1)
-
-    log.on_fit_end(None)
-
-    found = {name: points for name, points in scalars(tmp_path).items() if "learning_rate" in name}
-    assert found == {"train/learning_rate/0": [(1, 0.5)], "train/learning_rate/2": [(1, 0.25)]}
 
 
 def test_without_tensorboard_the_remedy_is_named(monkeypatch, tmp_path):
@@ -348,17 +261,3 @@ def test_tensorboard_hides_what_was_beyond_the_checkpoint(tmp_path):
     log.on_fit_end(None)
 
     assert scalars(tmp_path)["train/loss"] == [(1, 1.0), (2, 2.0), (3, 30.0)]
-
-
-def test_tensorboard_hides_it_within_a_call_that_goes_back_too(tmp_path, monkeypatch):
-    count = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
-    monkeypatch.setattr(count, "_global_uid", count.AtomicCounter(9))  # part of a file's name: 10 is sorted before 9
-    log = started(TensorBoardLog(tmp_path))
-    for step in (1, 2, 3):
-        log.on_step(step_report(step, loss=float(step)), epoch=1)
-    log.on_resume(Path("run/step-00000001"), step=1, epoch=1)
-    log.on_step(step_report(2, loss=20.0), epoch=1)
-
-    log.on_fit_end(None)
-
-    assert scalars(tmp_path)["train/loss"] == [(1, 1.0), (2, 20.0)]

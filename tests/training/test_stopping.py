@@ -71,39 +71,6 @@ def test_stop_at_other_events_takes_effect_after_what_is_under_way(event, steps)
     assert len(result.evaluations) == (1 if steps else 0)
 
 
-def test_stop_when_memory_runs_out_completes_the_window():
-    class Picky(torch.nn.Linear):
-        def forward(self, inputs):
-            if len(inputs) > 4:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().forward(inputs)
-
-    model, asks = Picky(2, 1), Asks("on_oom", raised)
-    batches = [(torch.ones(8, 2), torch.zeros(8, 1))] * 3
-
-    result = autoaccum.fit(model, batches, 8, micro_batch=8, device="cpu", progress=False, callbacks=[asks])
-
-    assert (result.steps, result.samples, result.stopped) == (1, 8, "good enough")
-
-
-def test_run_that_nobody_stops_says_nothing():
-    assert Run(epochs=1).fit(Asks("on_step", lambda: True)).stopped is None
-
-
-def test_stop_from_elsewhere_than_a_callback_is_an_error_like_others():
-    def loss(outputs, batch):
-        raise autoaccum.StopTraining
-
-    with pytest.raises(autoaccum.StopTraining):
-        Run().fit(loss=loss)
-
-
-def test_stop_at_an_evaluation_between_two_windows_evaluates_no_second_time():
-    result = Run(val_every=3).fit(Asks("on_evaluation", raised, at=2))
-
-    assert (result.steps, len(result.evaluations)) == (6, 2)
-
-
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -129,15 +96,6 @@ def test_call_of_another_length_goes_on_where_the_run_was_stopped(tmp_path, even
     assert result.resumed_from == (STEPS_PER_EPOCH if event == "on_epoch_end" else at)
     assert (result.steps, result.stopped) == (EPOCHS * STEPS_PER_EPOCH, None)
     assert run.end == undisturbed.end
-
-
-def test_run_that_goes_on_and_is_interrupted_is_no_longer_stopped(tmp_path):
-    Run(checkpoint=tmp_path, epochs=2).fit(Asks("on_step", raised, at=2))
-    Run(checkpoint=tmp_path, max_steps=4).fit()
-
-    result = Run(checkpoint=tmp_path, epochs=2).fit()
-
-    assert (result.resumed_from, result.steps, result.stopped) == (4, 2 * STEPS_PER_EPOCH, None)
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
@@ -196,11 +154,6 @@ def test_early_stopping_ends_where_nothing_has_improved_for_a_while():
 
     assert len(result.evaluations) == 4
     assert result.stopped == "mine has not improved in 2 evaluations"
-
-
-def test_early_stopping_waits_for_higher_values_where_those_are_better():
-    assert len(evaluated(1.0, 2.0, 3.0, 2.0, 2.0, patience=1, mode="max").evaluations) == 4
-    assert evaluated(3.0, 2.0, 1.0, patience=1).stopped is None
 
 
 def test_early_stopping_without_what_it_waits_for_is_refused():

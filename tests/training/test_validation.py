@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 import autoaccum
 from autoaccum.errors import InvalidInputError
-from long_runs import EPOCHS, STEPS_PER_EPOCH, Noisy, Run, StopAt, StoppedError, bits, stopped_at
+from long_runs import EPOCHS, STEPS_PER_EPOCH, Noisy, Run, StopAt, StoppedError, bits
 
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
@@ -43,16 +43,6 @@ def test_evaluations_come_every_so_many_windows_and_at_the_end(every, steps):
     assert told.steps == steps
     assert told.epochs == [(step - 1) // STEPS_PER_EPOCH + 1 for step in steps]
     assert len(result.evaluations) == len(steps)
-
-
-def test_end_is_evaluated_also_where_the_loader_has_nothing_more():
-    told = Evaluated()
-
-    Run(val_every=2, epochs=None, max_steps=100, loader=lambda: iter(list(DataLoader(Noisy(), batch_size=12)))).fit(
-        told
-    )
-
-    assert (told.steps, told.epochs) == ([2, 4, 5], [1, 1, 1])
 
 
 def test_evaluations_leave_the_training_as_it_is():
@@ -115,29 +105,6 @@ def test_run_that_failed_in_an_evaluation_repeats_it(tmp_path):
     assert result.resumed_from == 8
     assert told.steps == [8, 12, 15]
     assert bits(run.optimizer.state_dict()["param_groups"]) == bits(undisturbed.optimizer.state_dict()["param_groups"])
-
-
-def test_checkpoint_after_an_evaluation_holds_what_it_has_moved(tmp_path):
-    run = stopped_at(5, tmp_path, val_every=5, scheduler=plateau, checkpoint_every=5)
-    assert run.optimizer.param_groups[0]["lr"] == 0.01  # on_step comes before the evaluation
-
-    told = Evaluated()
-    Run(checkpoint=tmp_path, val_every=5, scheduler=plateau).fit(told)
-
-    assert told.steps == [5, 10, 15]
-
-
-def test_progress_says_after_which_step(capsys):
-    Run(val_every=7, progress="lines").fit()
-
-    said = [
-        line.partition(":")[2].strip() for line in capsys.readouterr().err.splitlines() if "evaluation after" in line
-    ]
-    assert [line.partition(":")[0] for line in said] == [
-        "evaluation after step 7",
-        "evaluation after step 14",
-        "evaluation after epoch 3",
-    ]
 
 
 @pytest.mark.parametrize(
