@@ -36,9 +36,9 @@ class Coordinator:
     """The processes of one training, seen from one of them.
 
     Attributes:
-        ranks: As the argument.
+        ranks: All ranks; None for a single process.
         loader: The loader that this process reads.
-        split: As the argument.
+        split: As for `fit`.
         target_batch: Number of samples of a window, or of tokens, that belong to this process.
         peers: The ranks that make windows together; None for a single process, and before `begin`.
 
