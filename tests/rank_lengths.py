@@ -78,10 +78,13 @@ def loaded(rank, size, kind):
 
 
 def divided(rank, size, name):
-    """Train where a sampler says, by such an attribute, that it gives each rank its own samples."""
+    """Train where a sampler says by an attribute that it gives each rank its own samples, or gives them unsaid."""
     samples = rank_training.vectors(50)
-    sampler = OwnOrder(samples, 0)
-    setattr(sampler, name, size)
+    if name is None:
+        sampler = range(rank, len(samples), size)
+    else:
+        sampler = OwnOrder(samples, 0)
+        setattr(sampler, name, size)
     loader = DataLoader(samples, batch_size=7, sampler=sampler)
     return rank_training.train(rank, size, make_loader=lambda *_: loader, target_batch=25, shard=True)
 

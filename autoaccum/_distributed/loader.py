@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from autoaccum._data.random_state import RandomState
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ _KEPT = (
 )
 # What samplers that give each rank its own samples call the number of ranks.
 _COUNTS_OF_RANKS = ("num_replicas", "world_size", "_world_size", "num_processes")
+
+# So many samples of two random orders have one in common.
+_MANY = 16
 
 
 def equal_shares(samples: int, ranks: int) -> list[int]:
@@ -54,8 +58,7 @@ class DealtLoader:
     def __init__(self, name: str, loader: DataLoader[Any], ranks: Ranks) -> None:
         _check_can_be_sharded(name, loader)
         self.generator, self.sampler, self.batch_sampler = loader.generator, loader.sampler, loader.batch_sampler
-        self._loader = loader
-        self._ranks = ranks
+        self._name, self._loader, self._ranks, self._is_compared = name, loader, ranks, False
         self._own: list[list[Any]] = []  # the indices of this rank's batches, in this epoch
         arguments = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
         self._part: DataLoader[Any] = DataLoader(loader.dataset, batch_sampler=self._own, **arguments)
@@ -80,11 +83,32 @@ class DealtLoader:
         torch.empty((), dtype=torch.int64).random_(generator=generator)
         if self._ranks.rank == 0:
             order = [list(batch) for batch in self.batch_sampler]
-        self._own[:] = self._dealt(self._ranks.from_rank_0("order", order))
+        order = self._ranks.from_rank_0("order", order)
+        if not self._is_compared:
+            self._check_is_whole(order)
+        self._own[:] = self._dealt(order)
         state = generator.get_state()
         batches = iter(self._part)  # which draws a seed once more
         generator.set_state(state)
         return batches
+
+    def _check_is_whole(self, order: list[list[Any]]) -> None:
+        """Refuse a sampler that gives each rank samples of its own, by what it gives this rank in the first epoch."""
+        self._is_compared = True
+        if self._ranks.rank == 0:
+            return
+        assert self.batch_sampler is not None
+        samplers = [one for one in (self.sampler, self.batch_sampler) if hasattr(one, "__dict__")]
+        drawn_from = [self.generator, *chain.from_iterable(vars(one).values() for one in samplers)]
+        state = RandomState(torch.device("cpu"), further=drawn_from)
+        state.take()
+        mine = set(chain.from_iterable(self.batch_sampler))
+        state.put_back()
+        if len(mine) >= _MANY and mine.isdisjoint(chain.from_iterable(order)):
+            raise InvalidInputError(
+                f"shard=True splits the samples of every rank's {self._name}, but the sampler gives rank "
+                f"{self._ranks.rank} no sample that rank 0 has, so it already does; use only one of them"
+            )
 
     def _dealt(self, order: list[list[Any]]) -> list[list[Any]]:
         """Return this rank's batches of an epoch's batches of indices."""

@@ -41,6 +41,13 @@ def test_sampler_that_has_divided_the_data_is_refused_where_each_rank_is_to_take
     )
 
 
+def test_sampler_that_has_divided_the_data_unsaid_is_refused_by_what_it_gives(crew):
+    answers = crew.answers("rank_lengths:divided", None, size=2)
+
+    assert isinstance(answers[0], autoaccum.RankFailedError), answers
+    assert_refused(answers[1:], "the sampler gives rank 1 no sample that rank 0 has, so it already does")
+
+
 def test_data_of_another_length_are_no_data_to_go_on_with(crew, tmp_path):
     answers = crew.answers("rank_lengths:resume", str(tmp_path), (60, 75), size=2)
 
