@@ -26,6 +26,7 @@ newest) prepare --upgrade && run "${quick[@]}" ;;
 oldest-torch) prepare 'torch==2.8.0' 'torchvision==0.23.0' && run "${quick[@]}" ;;
 oldest-adapters)
     prepare 'transformers==4.57.6' 'accelerate==1.10.1' 'lightning==2.4.0' 'trl==0.24.0' 'peft==0.17.1'
+    uv pip uninstall --quiet --python "$environment/bin/python" torchao  # peft 0.17 cannot import newer versions
     run "${quick[@]}" tests/integrations
     ;;
 python) python="$2" prepare --constraint constraints.txt && run -n logical --maxprocesses 4 --dist loadfile ;;

@@ -27,7 +27,8 @@ def tokenizer():
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
+    names = ["input_ids", "attention_mask"]  # without token types, which Transformers 4 makes and models refuse
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, model_input_names=names, **special)
 
 
 def data(kind, samples):

@@ -329,7 +329,8 @@ def test_evaluation_in_parts_has_the_loss_of_whole_batches_whatever_that_is(tmp_
     with within():
         found = cut(trainer)(model, **options).evaluate()["eval_loss"]
 
-    assert found == pytest.approx(whole, rel=1e-6)
+    # Transformers 4 by itself has no number where nothing counts.
+    assert found == pytest.approx(whole, rel=1e-6, nan_ok=True)
 
 
 def test_evaluation_in_which_not_one_sample_fits_says_so(tmp_path, monkeypatch):

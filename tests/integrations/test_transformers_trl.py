@@ -29,8 +29,9 @@ ROUNDING = 3e-7
 
 @pytest.fixture(autouse=True)
 def environment_of_its_own(monkeypatch):
-    """Transformers 4 sets a variable of Accelerate's."""
+    """Transformers 4 sets variables of Accelerate's."""
     monkeypatch.setenv("ACCELERATE_USE_IPEX", "false")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
 
 
 def cut(kind, **options):
