@@ -352,7 +352,7 @@ class FitResult:
         time_spent: What the call did besides computing its updates once.
         memory: What saved memory in the last window, as the argument `memory` names it; empty for nothing.
         warnings: What was said of gradients that may differ from those of whole windows (`LossWarning`).
-        skipped_samples: Number of samples of this call that did not fit even alone (on_too_large="skip").
+        skipped_samples: Number of samples of the whole run that did not fit even alone (on_too_large="skip").
     """
 
     steps: int

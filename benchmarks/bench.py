@@ -2,50 +2,33 @@
 
     python benchmarks/bench.py [--quick] [--only finders throughput first-update] [--workloads gpt mlp]
 
-`finders.py`, `throughput.py` and `first_update.py` describe what is measured. Results go to one JSON file, in which a
-repeated part replaces its old results; the tables between the markers of docs/benchmarks.md and README.md are made
-from it. `--quick` runs less of everything, and writes nothing without `--out`.
+`finders.py` and `throughput.py` describe what is measured; the first update is that of `fit` with its search, over the
+same call given the size that was found. Results go to one JSON file, in which a repeated part replaces its old results;
+the tables between the markers of docs/benchmarks.md and README.md are made from it. `--quick` runs less of everything,
+and writes nothing without `--out`.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import sys
 import time
 from pathlib import Path
 
 import finders
-import first_update
 import isolated
-import psutil
 import throughput
-from workloads import WORKLOADS
-
-import report
+from finders import FINDERS
+from measuring import keep, machine, quartiles
+from throughput import COMPARED
+from workloads import MIB, WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("finders", "throughput", "first-update")
-# The workloads whose training is timed; the others would add little.
-THREE = ("resnet18", "gpt", "encoder")
-DISTRIBUTIONS = ("autoaccum", "torch", "torchvision", "lightning", "accelerate")
-
-
-def machine():
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    versions = {"Python": platform.python_version(), "glibc": platform.libc_ver()[1]}
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "memory_gib": psutil.virtual_memory().total / 2**30,
-        "os": f"{platform.system()} {platform.release()}",
-        "load": os.getloadavg()[0],
-        "versions": versions | {name: importlib.metadata.version(name) for name in DISTRIBUTIONS},
-    }
+ACCELERATE = "Accelerate `find_executable_batch_size`"
+TRANSFORMERS = "Transformers `auto_find_batch_size`"
 
 
 def main():
@@ -53,23 +36,11 @@ def main():
     parser.add_argument("--quick", action="store_true", help="two workloads, one turn, few windows")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--workloads", nargs="+", choices=tuple(WORKLOADS))
-    parser.add_argument("--finders", nargs="+", choices=tuple(finders.FINDERS), default=tuple(finders.FINDERS))
-    parser.add_argument("--repeats", type=int, default=3, help="turns in which the seconds of finders are compared")
-    parser.add_argument(
-        "--peers",
-        choices=("plain", "settled"),
-        default="settled",
-        help="the allocator of the other finders: glibc's defaults, or settled as by autoaccum",
-    )
-    parser.add_argument("--settle", type=int, default=60, help="updates of fit before timing starts")
-    parser.add_argument("--rounds", type=int, default=12, help="turns in which updates are timed")
-    parser.add_argument("--first-updates", type=int, default=5, help="turns in which the first update is timed")
+    parser.add_argument("--finders", nargs="+", choices=tuple(FINDERS), default=tuple(FINDERS))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--page", type=Path)
     parser.add_argument("--report-only", action="store_true", help="write the pages from existing results")
     options = parser.parse_args()
     out = options.out or (None if options.quick else ROOT / f"benchmarks/results/bench-{os.cpu_count()}-cores.json")
-    page = options.page or (None if options.quick else ROOT / "docs/benchmarks.md")
     results = json.loads(out.read_text()) if out is not None and out.exists() else {}
     if not options.report_only:
         began_s = time.monotonic()
@@ -79,36 +50,27 @@ def main():
 
         results["machine"] = machine()
         isolated.prepare()
-        run(options, results, say, lambda: keep(out, results))
-        say("done")
-    text = report.markdown(results)
-    print(report.goals_table(results), text, sep="\n\n")
-    if page is not None:
-        report.write_into(page, text)
-        if options.page is None and "finders" in results:
-            report.write_into(ROOT / "README.md", report.readme_table(results["finders"]), "finders")
+        run(options, results, say, out)
+    print(markdown(results))
+    if not options.quick and options.out is None:
+        write_into(ROOT / "docs/benchmarks.md", markdown(results), "bench")
+        if "finders" in results:
+            write_into(ROOT / "README.md", readme_table(results["finders"]), "finders")
 
 
-def run(options, results, say, keep_results):
+def run(options, results, say, out):
     """Run the requested parts, workload by workload; store the results after each."""
     quick = options.quick
     chosen = options.workloads or (["gpt", "mlp"] if quick else list(WORKLOADS))
-    smaller = [name for name in options.workloads or (["gpt"] if quick else THREE) if name in throughput.SMALLER]
+    timed = options.workloads or (["gpt"] if quick else throughput.SMALLER)
+    rounds, repeats = (2, 2) if quick else (12, 5)
     parts = {
-        "finders": (
-            chosen,
-            lambda name: finders.measure(name, options.finders, 1 if quick else options.repeats, options.peers, say),
-        ),
+        "finders": (chosen, lambda name: finders.measure(name, options.finders, say)),
         "throughput": (
-            smaller,
-            lambda name: throughput.measure(
-                name, settle=10 if quick else options.settle, block=1, rounds=4 if quick else options.rounds, say=say
-            ),
+            [name for name in timed if name in throughput.SMALLER],
+            lambda name: throughput.measure(name, rounds=rounds, say=say),
         ),
-        "first-update": (
-            chosen,
-            lambda name: first_update.measure(name, repeats=2 if quick else options.first_updates, say=say),
-        ),
+        "first-update": (chosen, lambda name: to_first_update(name, repeats, say)),
     }
     for part in options.only:
         names, measure = parts[part]
@@ -116,15 +78,172 @@ def run(options, results, say, keep_results):
             row = measure(name)
             others = [old for old in results.get(part, ()) if old["workload"] != name]
             results[part] = sorted([*others, row], key=lambda kept: list(WORKLOADS).index(kept["workload"]))
-            keep_results()
+            keep(out, results)
 
 
-def keep(path, results):
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".part")
-        temporary.write_text(json.dumps(results, indent=1) + "\n")
-        temporary.replace(path)
+def first_update(_connection, name, micro_batch):
+    """Return the seconds of `fit` to the end of its first update, and the size."""
+    import autoaccum  # noqa: PLC0415 - in the child only
+
+    workload = WORKLOADS[name]
+    model, optimizer = workload.made()
+    window, ended_s = workload.batch(workload.target), []
+
+    class Watch(autoaccum.Callback):
+        def on_step(self, report, *, epoch):  # noqa: ARG002 - as the base has it
+            ended_s.append(time.perf_counter())
+
+    os.environ["AUTOACCUM_CACHE_DIR"] = ""  # nothing is remembered
+    began_s = time.perf_counter()
+    result = autoaccum.fit(
+        model,
+        [window],
+        workload.target,
+        loss=workload.criterion,
+        optimizer=optimizer,
+        device="cpu",
+        precision="fp32",
+        memory_limit=workload.limit_bytes,
+        micro_batch=micro_batch or "auto",
+        max_steps=1,
+        callbacks=[Watch()],
+        progress=False,
+    )
+    return {"seconds": ended_s[0] - began_s, "micro_batch": result.plan.micro_batch}
+
+
+def to_first_update(name, repeats, say):
+    def ask(micro_batch):
+        return isolated.call(first_update, name, micro_batch, timeout_s=300)[1:]
+
+    value, ended = ask(None)
+    size, ratios = value["micro_batch"] if value else None, []
+    for turn in range(repeats if value else 0):
+        took = {given: ask(given) for given in ((size, None) if turn % 2 else (None, size))}
+        ended = next((why for _, why in took.values() if why), None)
+        if ended:
+            break
+        ratios.append(took[None][0]["seconds"] / took[size][0]["seconds"])
+    row = {"workload": name, "micro_batch": size, "ended": ended or "answered", "ratios": {}}
+    if len(ratios) > 1:
+        low, median, high = quartiles(ratios)
+        row["ratios"]["auto"] = {"median": median, "quartiles": [low, high]}
+    say(f"{name}: {row}")
+    return row
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+def table(head, rows):
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def ratio_of(row, which):
+    if which not in row["ratios"]:
+        return "failed"
+    (low, high), median = row["ratios"][which]["quartiles"], row["ratios"][which]["median"]
+    return f"{median:.2f} ({low:.2f} to {high:.2f})"
+
+
+def why_none(row):
+    """Return in a few words why a finder has no answer."""
+    # If cleaning up after one error raised another, the first ended the search.
+    said = " ".join([*row["said"], row["ended"]])
+    for sign, words in (
+        ("no answer within", "timed out"),
+        ("one sample does not fit", "none: gave up at 1"),
+        ("could not create a primitive", "none: raised “could not create a primitive”"),
+        ("can't allocate memory", "none: raised “can't allocate memory”"),
+    ):
+        if sign in said:
+            return words
+    return f"none: {row['ended'][:80]}"
+
+
+def finder_table(found):
+    lines, lost = [], {finder: [] for finder in FINDERS}
+    for of in found:
+        workload, rows = WORKLOADS[of["workload"]], {row["finder"]: row for row in of["rows"]}
+        line = [f"{workload.title}, {workload.limit_bytes // MIB} MiB", of["truths"]["settled"]["largest"]]
+        for finder, row in ((finder, rows[finder]) for finder in FINDERS if finder in rows):
+            if row["answer"] is None:
+                line.append(f"{why_none(row)}, {row['steps']} steps")
+            else:
+                line.append(f"{row['answer']} ({row['share']:.0%}), {row['steps']} steps, {row['seconds']:.1f} s")
+            lost[finder] += [part for part, same in row.get("kept", {}).items() if not same]
+        lines.append(line)
+    states = [f"not {', '.join(dict.fromkeys(parts))}" if parts else "all" for parts in lost.values()]
+    head = ["model, limit", "largest that fits", *FINDERS.values()]
+    return table(head, [*lines, ["state kept", "", *states]])
+
+
+def readme_table(found):
+    """Return the table of the README: the finders' answers, and what becomes of the training."""
+
+    def of(finder):
+        rows = [row for model in found for row in model["rows"] if row["finder"] == finder]
+        shares = [row["share"] for row in rows if row["answer"] is not None]
+        none = len(rows) - len(shares)
+        answers = f"{min(shares):.0%} to {max(shares):.0%}" + (
+            f", none for {none} of {len(rows)} models" if none else ""
+        )
+        return answers, f"{min(row['steps'] for row in rows)} to {max(row['steps'] for row in rows)}"
+
+    (ours, _), (binary, steps), (accelerate, restarts) = map(of, ("autoaccum", "lightning-binsearch", "accelerate"))
+    head = ("", "autoaccum", "Lightning `BatchSizeFinder`", f"{ACCELERATE}, {TRANSFORMERS}", "accumulation by hand")
+    rows = (
+        ("size found, of the largest that fits", ours, binary, accelerate, "a guess"),
+        ("steps thrown away", "0", steps, f"{restarts}, training restarts", "0"),
+        ("keeps your batch size", "yes", "no", "no", "yes"),
+        ("gradient of the whole batch", "exact", "of another batch", "of another batch", "if parts are equal"),
+        ("survives running out of memory later", "yes", "no", "restarts", "no"),
+    )
+    notes = "Trials of `fit` are training steps. A size above 100% may fail later."
+    return f"{table(head, rows)}\n\n{len(found)} models ([how](docs/benchmarks.md)). {notes}"
+
+
+def throughput_table(rows):
+    def told(sizes):
+        return "+".join(map(str, sizes)) if len(sizes) <= 4 else f"{len(sizes)} x {max(sizes)}"
+
+    lines = [
+        [
+            f"{row['workload']}, {row['limit_bytes'] // MIB} MiB, {row['target']}",
+            told(row["cut"]),
+            told(row["best_cut"]),
+        ]
+        + [ratio_of(row, how) for how in COMPARED]
+        if "cut" in row
+        else [row["workload"], *["failed"] * (2 + len(COMPARED))]
+        for row in rows
+    ]
+    return table(["model, limit, target", "cut of `fit`", "best cut of the sweep", *COMPARED.values()], lines)
+
+
+def markdown(results):
+    about = results["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    where = f"{about['cpu']}, {about['cores']} cores, {about['memory_gib']:.0f} GiB, {about['os']}"
+    texts = [f"{where}; {versions}; load at the start {about['load']:.1f}."]
+    if "finders" in results:
+        texts += ["### Answers", finder_table(results["finders"])]
+    if "throughput" in results:
+        texts += ["### Speed", "Optimizer steps a second of `fit`, over those of the other."]
+        texts.append(throughput_table(results["throughput"]))
+    if "first-update" in results:
+        texts += ["### Time to the first optimizer step", "With the search, over that with the size given."]
+        lines = [(row["workload"], row["micro_batch"], ratio_of(row, "auto")) for row in results["first-update"]]
+        texts.append(table(["model", "size found", "`micro_batch='auto'`"], lines))
+    return "\n\n".join(texts)
+
+
+def write_into(page: Path, text: str, name: str):
+    """Replace the text between the markers of a page."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    old = page.read_text()
+    page.write_text(f"{old.split(begin)[0]}{begin}\n\n{text}\n\n{end}{old.split(end)[1]}")
 
 
 if __name__ == "__main__":

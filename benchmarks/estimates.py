@@ -1,11 +1,10 @@
-"""Compares estimates of a training step's memory with the real step, and with other estimators.
+"""Compares estimates of a training step's memory with the real step, on the CPU.
 
     python benchmarks/estimates.py [--models resnet18 gpt2] [--precisions fp32] [--out FILE]
 
-The truth is the memory that PyTorch's CPU allocator hands out, from the profiler's memory events, during a step in the
-middle of training (gradients and optimizer state exist); `gpu.py` does the same on a GPU. Of the others, MemTracker is
-torch's, on the same fake tensors and only for a few models; accelerate's is the arithmetic of `accelerate
-estimate-memory`, which ignores the batch. All use AdamW. Seconds are for all sizes, including the model's construction.
+The truth is the memory that PyTorch's CPU allocator hands out, from the profiler's memory events, during a step with
+AdamW in the middle of training (gradients and optimizer state exist); `gpu.py` does the same on a GPU. Seconds are for
+all sizes, including the model's construction.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from bench import keep, machine
+from measuring import keep, machine
 
 from allocations import real_peak
 from autoaccum._estimate.estimate import estimate_step
-from autoaccum._estimate.fake import Stage
 
 TORCHVISION = [
     "resnet18",
@@ -76,9 +74,6 @@ LANGUAGE = {
     "bart": ("BartForConditionalGeneration", "BartConfig", SEQ2SEQ),
 }
 MODELS = (*LANGUAGE, *TORCHVISION)
-# It takes longer than all others together.
-WITH_MEM_TRACKER = ("gpt2", "llama", "resnet18", "mobilenet_v3_small")
-GOALS = {"median": 0.005, "worst": 0.05}
 
 
 def make(name):
@@ -107,53 +102,6 @@ def batch_for(name):
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def mem_tracker(name, precision):
-    """Return the peak that torch's MemTracker reports for the second step."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - a peer
-    from torch.distributed._tools.mem_tracker import MemTracker  # noqa: PLC0415
-
-    began_s = time.perf_counter()
-    with torch.device("meta"):
-        model = make(name)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = Stage(torch.device("cpu")).copied(model)
-        optimizer, batch, tracker = torch.optim.AdamW(model.parameters()), batch_for(name), MemTracker()
-        tracker.track_external(model, optimizer, *(batch if isinstance(batch, tuple) else batch.values()))
-        with tracker:
-            for number in range(2):
-                with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-                    if isinstance(batch, tuple):
-                        loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
-                    else:
-                        loss = model(**batch).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if number == 0:
-                    tracker.reset_mod_stats()
-        peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    return int(peak), time.perf_counter() - began_s
-
-
-def of_accelerate(name, precision):
-    """Return what `accelerate estimate-memory` would print for training with Adam."""
-    from accelerate.commands.estimate import estimate_training_usage  # noqa: PLC0415 - a peer
-    from accelerate.utils import calculate_maximum_sizes  # noqa: PLC0415 - as above
-
-    with torch.device("meta"):
-        total, _ = calculate_maximum_sizes(make(name))
-    sizes = estimate_training_usage(total, "bfloat16" if precision == "bf16" else "float32")
-    return int(max(sizes.values()))
-
-
-def tried(function, *arguments):
-    """Return a peer's answer, or in a word why there is none."""
-    try:
-        return function(*arguments)
-    except Exception as error:  # noqa: BLE001 - a peer's errors are part of the comparison
-        return f"{type(error).__name__}: {str(error)[:80]}"
-
-
 def measure(name, precision):
     batch = batch_for(name)
     make(name)  # its import is not part of the estimate's time
@@ -163,44 +111,22 @@ def measure(name, precision):
     predicted = estimate.footprints[-1]
     row |= {"predicted_bytes": predicted.peak_bytes, "predicted_reserved_bytes": predicted.reserved_bytes}
     row["real_bytes"] = real_peak(make(name), batch, precision=precision)
-    tracked = tried(mem_tracker, name, precision) if name in WITH_MEM_TRACKER else None
-    row["mem_tracker_bytes"], row["mem_tracker_seconds"] = tracked if isinstance(tracked, tuple) else (None, None)
-    said = tried(of_accelerate, name, precision)
-    row["accelerate_bytes"] = said if isinstance(said, int) else None
     return row
 
 
-def error_of(row, of="predicted_bytes", real="real_bytes"):
-    return None if row.get(of) is None else row[of] / row[real] - 1
+def error_of(row):
+    return row["predicted_bytes"] / row["real_bytes"] - 1
 
 
 def markdown(rows):
-    def percent(value):
-        return "-" if value is None else f"{value:+.2%}"
-
-    lines = [
-        "| model | precision | real MiB | error | seconds | MemTracker | its seconds (one size) | accelerate |",
-        "|---|---|---|---|---|---|---|---|",
+    lines = ["| model | precision | real MiB | error | seconds |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {row['model']} | {row['precision']} | {row['real_bytes'] / 2**20:.1f} | {error_of(row):+.2%} | "
+        f"{row['seconds']:.2f} |"
+        for row in rows
     ]
-    for row in rows:
-        took = row.get("mem_tracker_seconds")
-        lines.append(
-            f"| {row['model']} | {row['precision']} | {row['real_bytes'] / 2**20:.1f} | {percent(error_of(row))} | "
-            f"{row['seconds']:.2f} | {percent(error_of(row, 'mem_tracker_bytes'))} | "
-            f"{'-' if took is None else f'{took:.2f}'} | {percent(error_of(row, 'accelerate_bytes'))} |"
-        )
-    lines.append("")
-    for title, of in (
-        ("autoaccum", "predicted_bytes"),
-        ("MemTracker", "mem_tracker_bytes"),
-        ("accelerate", "accelerate_bytes"),
-    ):
-        errors = [abs(error) for row in rows if (error := error_of(row, of)) is not None]
-        if errors:
-            lines.append(
-                f"- {title}: median error {statistics.median(errors):.2%}, worst {max(errors):.2%}, of {len(errors)}."
-            )
-    return "\n".join(lines)
+    errors = [abs(error_of(row)) for row in rows]
+    return "\n".join([*lines, "", f"Median error {statistics.median(errors):.2%}, worst {max(errors):.2%}."])
 
 
 def main():

@@ -1,30 +1,25 @@
-"""Part A: the answers of finders of the largest batch, the steps they take, and whether they restore the state.
+"""The answers of finders of the largest batch, the steps they take, and whether they restore the state.
 
-Every finder runs on every workload in its own process, under the same limit. Its answer is compared with the truth: a
-bisection in which each size runs plain training steps in its own process. There are two truths, because what fits
-depends on the allocator:
-
-* `settled`: glibc's allocator as autoaccum settles it under a limit, the second update of two micro-batches (so that
-  gradients and optimizer state exist when the last begins); for autoaccum's answers;
-* `plain`: the same limit and glibc's defaults, three updates of one batch each; for the others' answers.
+Every finder runs on every workload in its own process, under the same limit: on the CPU with glibc's allocator settled
+as by autoaccum, on a GPU as a share of its memory. Its answer is compared with the truth: a bracket in which each size
+trains in its own process, two updates of which the second has two micro-batches, so that gradients and optimizer state
+exist when the last begins.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
+import math
 import random
-import resource
-import statistics
 import tempfile
 import time
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import isolated
 import numpy as np
 import torch
-from workloads import WORKLOADS
+from workloads import GPU_WORKLOADS, WORKLOADS, cut, each, placed
 
 from autoaccum._memory import Host
 from autoaccum._oom import first_line, is_oom, let_go
@@ -36,34 +31,26 @@ FINDERS = {
     "accelerate": "Accelerate",
     "halving": "halving, as Composer does",
 }
-# Finders that search by training itself: it restarts, or continues, with every size.
-WITHIN_TRAINING = ("accelerate", "halving")
+ALL = WORKLOADS | GPU_WORKLOADS
 STEPS = 2
 TIMEOUT_S = 180
-TRUTH_TIMEOUT_S = 120
-# The precision of the search for the plain truth, and where it starts: its usual share of the settled one here.
-LOOSE = 0.05
-PLAIN_SHARE = 0.6
 
 
 # --- in the child ---------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def limited(limit_bytes: int):
-    """Set RLIMIT_DATA to the memory held now plus the limit, with threads started and glibc's default allocator."""
-    with Host().limited(None):
-        held = next(
-            int(line.split()[1]) * 1024
-            for line in Path("/proc/self/status").read_text().splitlines()
-            if line.startswith("VmData:")
-        )
-        before = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (held + limit_bytes, before[1]))
-        try:
+def limited(workload):
+    """Limit the memory of this process."""
+    if workload.device == "cpu":
+        with Host().limited(workload.limit_bytes):
             yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_DATA, before)
+        return
+    torch.cuda.set_per_process_memory_fraction(workload.limit_bytes / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def state_of(model, optimizer):
@@ -73,7 +60,7 @@ def state_of(model, optimizer):
         total = hashlib.sha256()
         for name, tensor in tensors:
             total.update(str(name).encode())
-            total.update(tensor.detach().contiguous().numpy().reshape(-1).view(np.uint8))
+            total.update(tensor.detach().cpu().contiguous().numpy().reshape(-1).view(np.uint8))
         return total.hexdigest()
 
     kept = [
@@ -96,14 +83,8 @@ class Watched:
     def __init__(self, model, optimizer, connection):
         self._model, self._optimizer, self._connection = model, optimizer, connection
         self._began_s = self._looking_s = 0.0
-        self.steps = 0
-        self.limit = None
         self.before, self.after = {}, {}
-        model.register_forward_pre_hook(self._count)
-
-    def _count(self, _module, inputs):
-        self.steps += 1
-        isolated.tell(self._connection, {"forward": int(inputs[0].shape[0])})
+        model.register_forward_pre_hook(lambda *_: isolated.tell(connection, "step"))
 
     def begin(self):
         """Record the state and start the clock."""
@@ -120,31 +101,26 @@ class Watched:
         """Return the finder's seconds so far."""
         return time.perf_counter() - self._began_s - self._looking_s
 
-    def tried(self, size, fits, error=None):
-        """Record a trial."""
-        said = None if error is None else first_line(error)[:100]
-        isolated.tell(self._connection, {"trial": [int(size), bool(fits)], "said": said})
+    @contextlib.contextmanager
+    def trial(self, size):
+        """Record a trial, which is what runs inside."""
+        try:
+            yield
+        except BaseException as error:
+            isolated.tell(self._connection, [int(size), False, first_line(error)[:100]])
+            raise
+        isolated.tell(self._connection, [int(size), True, None])
 
 
-def limit_for(conditions, limit_bytes):
-    """Return a context with the limit, and the allocator settled as by autoaccum or left alone."""
-    return Host().limited(limit_bytes) if conditions == "settled" else limited(limit_bytes)
-
-
-def find(connection, name, finder, peers):
-    """Run one finder on one workload; `peers` are the conditions of all finders except autoaccum's."""
-    workload = WORKLOADS[name]
+def find(connection, name, finder):
+    """Run one finder on one workload."""
+    workload = ALL[name]
     model, optimizer = workload.made()
     watched = Watched(model, optimizer, connection)
-    watched.limit = functools.partial(limit_for, peers, workload.limit_bytes)
     run = {"autoaccum": by_autoaccum, "accelerate": by_accelerate, "halving": by_halving}.get(finder, by_lightning)
     answer, seconds = run(workload, model, optimizer, watched, finder)
-    return {
-        "answer": int(answer),
-        "seconds": seconds,
-        "steps": watched.steps,
-        "kept": {part: watched.after[part] == watched.before[part] for part in watched.before},
-    }
+    kept = {part: watched.after[part] == watched.before[part] for part in watched.before}
+    return {"answer": int(answer), "seconds": seconds, "kept": kept}
 
 
 def by_autoaccum(workload, model, optimizer, watched, _finder):
@@ -155,17 +131,19 @@ def by_autoaccum(workload, model, optimizer, watched, _finder):
     found = autoaccum.find_micro_batch(
         model,
         batch,
-        loss=workload.loss,
+        loss=workload.criterion,
         optimizer=optimizer,
-        device="cpu",
-        precision="fp32",
+        device=workload.device,
+        precision=workload.precision,
         memory_limit=workload.limit_bytes,
         max_micro_batch=workload.target,
     )
     seconds = watched.seconds()
     watched.look()
     for trial in found.trials:
-        watched.tried(trial.size, trial.fits)
+        with contextlib.suppress(torch.OutOfMemoryError), watched.trial(trial.size):
+            if not trial.fits:
+                raise torch.OutOfMemoryError("did not fit")
     return found.micro_batch, seconds
 
 
@@ -180,7 +158,7 @@ class Samples(torch.utils.data.Dataset):
 
     def __getitems__(self, indices):
         chosen = torch.tensor(indices) % 64
-        return tuple(part[chosen] for part in self._pool)
+        return each(self._pool, lambda part: part[chosen])
 
 
 def loader_of(samples, size):
@@ -199,7 +177,7 @@ def by_lightning(workload, model, optimizer, watched, finder):
             self._made = (optimizer, samples, loss)
 
         def training_step(self, batch, _index):
-            return self._made[2](self.model(batch[0]), batch[1])
+            return self._made[2](self.model, batch)
 
         def configure_optimizers(self):
             return self._made[0]
@@ -209,31 +187,25 @@ def by_lightning(workload, model, optimizer, watched, finder):
 
     def trainer(**arguments):
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        return lightning.Trainer(
-            accelerator="cpu", devices=1, enable_checkpointing=False, default_root_dir=folder, **quiet, **arguments
-        )
+        where = {"accelerator": "cpu" if workload.device == "cpu" else "gpu", "devices": 1}
+        return lightning.Trainer(enable_checkpointing=False, default_root_dir=folder, **where, **quiet, **arguments)
 
     attempt = batch_size_scaling._try_loop_run
 
     def watched_attempt(of_trainer, params):
-        size = of_trainer.lightning_module.batch_size
-        try:
+        with watched.trial(of_trainer.lightning_module.batch_size):
             attempt(of_trainer, params)
-        except BaseException as error:
-            watched.tried(size, fits=False, error=error)
-            raise
-        watched.tried(size, fits=True)
 
     with tempfile.TemporaryDirectory() as folder:
         # Once without a limit on something small, so that the library's own memory is already allocated.
         small = torch.nn.Linear(2, 2)
         pairs = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.ones(4, 2))
-        warm = Module(small, torch.optim.SGD(small.parameters(), lr=0.0), pairs, torch.nn.functional.mse_loss)
+        warm = Module(small, torch.optim.SGD(small.parameters(), lr=0.0), pairs, lambda net, pair: net(pair[0]).sum())
         trainer(max_steps=1).fit(warm, torch.utils.data.DataLoader(pairs, batch_size=2))
         batch_size_scaling._try_loop_run = watched_attempt
         module = Module(model, optimizer, Samples(workload), workload.loss)
         tuner = Tuner(trainer(max_epochs=1))
-        with watched.limit():
+        with limited(workload):
             watched.begin()
             answer = tuner.scale_batch_size(module, mode=finder.removeprefix("lightning-"))
             seconds = watched.seconds()
@@ -250,20 +222,14 @@ def by_accelerate(workload, model, optimizer, watched, _finder):
     @find_executable_batch_size(starting_batch_size=workload.target)
     def train(batch_size):
         watched.look()
-        try:
-            for step, (inputs, targets) in enumerate(loader_of(samples, batch_size)):
-                optimizer.zero_grad()
-                workload.loss(model(inputs), targets).backward()
-                optimizer.step()
-                if step + 1 == STEPS:
+        with watched.trial(batch_size):
+            for step, batch in enumerate(loader_of(samples, batch_size), 1):
+                workload.update(model, optimizer, [batch])
+                if step == STEPS:
                     break
-        except BaseException as error:
-            watched.tried(batch_size, fits=False, error=error)
-            raise
-        watched.tried(batch_size, fits=True)
         return batch_size
 
-    with watched.limit():
+    with limited(workload):
         watched.begin()
         return train(), watched.seconds()
 
@@ -272,58 +238,45 @@ def by_halving(workload, model, optimizer, watched, _finder):
     """Reimplement Composer: start with the whole batch, halve on failure, train the batch again.
 
     Composer zeroes the gradients and restores nothing else. It does so only on CUDA and by CUDA's messages; here
-    autoaccum recognizes out-of-memory errors. The clock stops at the second micro-batch of the attempt that
-    succeeds.
+    autoaccum recognizes out-of-memory errors. The clock stops at the second micro-batch of the attempt that succeeds.
     """
-    size, attempts = workload.target, iter(range(100))
-    window = workload.batch(workload.target)
-    seconds = 0.0
-    with watched.limit():
+    size, window = workload.target, workload.batch(workload.target)
+    with limited(workload):
         watched.begin()
-        done = 0
-        while done < STEPS and next(attempts) is not None:
-            if done == 0:
-                watched.look()
-            failed = False
+        while True:
+            watched.look()
+            parts = cut(
+                window, (size,) * (workload.target // size) + (workload.target % size,) * (workload.target % size > 0)
+            )
             try:
-                for count, (inputs, targets) in enumerate(zip(*(part.split(size) for part in window), strict=True)):
-                    part = len(inputs) / workload.target
-                    (workload.loss(model(inputs), targets) * part).backward()
-                    if done == 0 and count < STEPS:
-                        seconds = watched.seconds()
-                optimizer.step()
+                with watched.trial(size):
+                    for number, part in enumerate(parts, 1):
+                        workload.loss(model, placed(part, workload.device)).backward()
+                        if number <= STEPS:
+                            seconds = watched.seconds()
+                    optimizer.step()
             except Exception as error:
-                watched.tried(size, fits=False, error=error)
                 if not is_oom(error):
                     raise
                 let_go(error)
-                failed = True
+            else:
+                return size, seconds
             optimizer.zero_grad()
-            if not failed:
-                done += 1
-                continue
             if size == 1:
                 raise RuntimeError("one sample does not fit")
             size //= 2
-        watched.tried(size, fits=True)
-    return size, seconds
 
 
-def fits(_connection, name, size, conditions):
-    """Whether plain training with this size works: three updates, or two of which the second is in two parts."""
-    workload = WORKLOADS[name]
+def fits(_connection, name, size):
+    """Whether plain training with this size works."""
+    workload = ALL[name]
     model, optimizer = workload.made()
-    pool = workload.batch(64)
     chosen = torch.arange(size) % 64
-    settled = conditions == "settled"
+    batch = each(workload.batch(64), lambda part: part[chosen])
     try:
-        with limit_for(conditions, workload.limit_bytes):
-            for parts in (1, 2) if settled else (1, 1, 1):
-                for _ in range(parts):
-                    inputs, targets = (part[chosen] for part in pool)
-                    workload.loss(model(inputs), targets).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        with limited(workload):
+            workload.update(model, optimizer, [batch])
+            workload.update(model, optimizer, [batch, batch])
     except Exception as error:
         if not is_oom(error):
             raise
@@ -335,93 +288,74 @@ def fits(_connection, name, size, conditions):
 # --- in the parent --------------------------------------------------------------------------------------------------
 
 
-def truth(name, conditions, hint):
-    """Return the largest size up to the workload's target that trains, by a bisection that starts near a hint.
+def bracket(answer, fit, at_once=1, has_time=lambda: True):
+    """Close a bracket around the largest size that fits, starting at an answer.
+
+    Args:
+        answer: A size near the truth.
+        fit: Returns for each of several sizes whether it fits, or None if that could not be found out.
+        at_once: Sizes to try at a time.
+        has_time: Whether there is time for another round.
 
     Returns:
-        The size, by how much it may be too low (0 if exact), and all trials.
+        The largest size seen to fit (0 if none), the smallest above it seen not to (None if none), and all sizes tried.
     """
-    tried: dict[int, bool] = {}
-    largest = WORKLOADS[name].target
-
-    def asks(size):
-        _, value, why = isolated.call(fits, name, size, conditions, timeout_s=TRUTH_TIMEOUT_S)
-        if why is not None and not why.startswith("died"):
-            raise RuntimeError(f"truth of {name} at {size}, {conditions}: {why}")
-        tried[size] = bool(value)
-        return tried[size]
-
-    # The truth for the others' answers need not be exact to the sample.
-    loose = 0.0 if conditions == "settled" else LOOSE
-    low, high, size, step = 0, largest + 1, min(max(1, hint), largest), max(0.02, 2 * loose)
-    while high - low > max(1, int(low * loose)):
-        if asks(size):
-            low = size
+    tried, low, high = {}, 0, None
+    sizes = sorted({answer, answer + 1, *(math.ceil(answer * factor) for factor in (1.02, 1.05, 1.1))})[:at_once]
+    while sizes and has_time():
+        told = {n: fits for n, fits in fit(sizes).items() if fits is not None}
+        if not told:
+            break
+        tried |= told
+        low = max((n for n, fits in tried.items() if fits), default=0)
+        high = min((n for n, fits in tried.items() if not fits and n > low), default=None)
+        if high is None:
+            sizes = sorted({low + 1, *(math.ceil(low * factor) for factor in (1.15, 1.3, 1.7, 2.5))})[-at_once:]
         else:
-            high = size
-        if high > largest and low < largest:
-            size = min(largest, max(low + 1, int(low * (1 + step))))
-        elif low == 0:
-            size = max(1, min(high - 1, int(high * (1 - step))))
-        else:
-            size = (low + high) // 2
-        step = min(0.5, 2 * step)
-    return low, high - 1 - low, [[size, ok] for size, ok in sorted(tried.items())]
+            inside = range(low + 1, high)
+            number = min(at_once, len(inside))
+            sizes = sorted({inside[(2 * k + 1) * len(inside) // (2 * number)] for k in range(number)})
+    return low, high, tried
 
 
-def run_once(name, finder, peers):
-    told, value, why = isolated.call(find, name, finder, peers, timeout_s=TIMEOUT_S)
-    trials = [message["trial"] for message in told if "trial" in message]
-    record = {
-        "trials": trials,
-        "failed": sum(not ok for _, ok in trials),
-        "steps": sum("forward" in message for message in told),
-        "ended": why or "answered",
-        "said": sorted({message["said"] for message in told if message.get("said")}),
-        "answer": None,
-    }
-    return record | (value or {})
+def truth(name, hint, *, at_once=1, left_s=lambda: math.inf):
+    """Return what `bracket` does, each size in a process of its own."""
+
+    def fit(sizes):
+        def ask(size):
+            _, value, why = isolated.call(fits, name, size, timeout_s=max(1.0, min(120.0, left_s() - 1)))
+            return False if why is not None and why.startswith("died") else value
+
+        return dict(zip(sizes, pool.map(ask, sizes), strict=True))
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return bracket(hint, fit, at_once, lambda: left_s() > 8)
 
 
-def measure(name, finders, repeats, peers, say):
-    """Run every finder on a workload; those whose seconds are compared run in turn, several times."""
-    runs = {finder: [] for finder in finders}
-    for turn in range(repeats):
-        again = [finder for finder in finders if turn == 0 or finder in ("autoaccum", "lightning-binsearch")]
-        for finder in again if turn % 2 == 0 else reversed(again):
-            runs[finder].append(run_once(name, finder, peers))
-            say(f"{name}, {finder}: {runs[finder][-1]}")
-    hint = next((run["answer"] for run in runs.get("autoaccum", []) if run["answer"]), 8)
-    truths = {}
-    for conditions in dict.fromkeys(("settled", peers)):
-        largest, within, tried = truth(name, conditions, hint)
-        truths[conditions] = {"largest": largest, "within": within, "tried": tried}
-        say(f"{name}, truth, {conditions}: {largest}, at most {within} too low")
-        hint = int(largest * PLAIN_SHARE)
-    rows = [row_of(finder, runs[finder], truths, peers) for finder in finders]
-    return {"workload": name, "peers": peers, "truths": truths, "rows": rows, "seconds": compared(rows)}
-
-
-def row_of(finder, runs, truths, peers):
-    """Return the first run in full, with the answers and seconds of all."""
-    largest = truths["settled" if finder == "autoaccum" else peers]["largest"]
-    answers = [run["answer"] for run in runs]
+def run_once(name, finder, timeout_s=TIMEOUT_S):
+    """Run a finder in a process of its own; return its answer, or how it ended, and its trials."""
+    told, value, why = isolated.call(find, name, finder, timeout_s=timeout_s)
+    trials = [message for message in told if message != "step"]
     return {
         "finder": finder,
-        "truth": largest,
-        **runs[0],
-        "share": None if answers[0] is None or not largest else answers[0] / largest,
-        "answers": answers,
-        "trial_lists": [run["trials"] for run in runs],
-        "seconds_of_each": [run["seconds"] for run in runs if "seconds" in run],
-    }
+        "answer": None,
+        "trials": [trial[:2] for trial in trials],
+        "failed": sum(not trial[1] for trial in trials),
+        "steps": told.count("step"),
+        "said": sorted({trial[2] for trial in trials if trial[2]}),
+        "ended": why or "answered",
+    } | (value or {})
 
 
-def compared(rows):
-    """Return autoaccum's seconds over those of Lightning's bisection, by turn; None if either had no answer."""
-    ours, theirs = (
-        next((row["seconds_of_each"] for row in rows if row["finder"] == finder), [])
-        for finder in ("autoaccum", "lightning-binsearch")
-    )
-    ratios = [a / b for a, b in zip(ours, theirs, strict=False)]
-    return {"median": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)} if ratios else None
+def measure(name, finders, say):
+    """Run every finder on a workload, and find the truth."""
+    rows = []
+    for finder in finders:
+        rows.append(run_once(name, finder))
+        say(f"{name}, {finder}: {rows[-1]}")
+    hint = next((row["answer"] for row in rows if row["answer"]), 8)
+    largest, _, tried = truth(name, hint)
+    say(f"{name}, truth: {largest}")
+    for row in rows:
+        row["share"] = row["answer"] / largest if row["answer"] else None
+    return {"workload": name, "truths": {"settled": {"largest": largest, "tried": sorted(tried.items())}}, "rows": rows}

@@ -58,7 +58,6 @@ class Part:
         limit_s: Its time limit in seconds.
         needs: Import names of packages without which it is skipped.
         needs_gib: GPU memory without which it is skipped.
-        cuda_only: Whether there is nothing to run without CUDA.
     """
 
     name: str
@@ -66,21 +65,18 @@ class Part:
     limit_s: float
     needs: tuple[str, ...] = ()
     needs_gib: float = 1.0
-    cuda_only: bool = False
 
 
+_PYTEST = ("pytest", "hypothesis")
 # Stages run one after another. The lanes of a stage run side by side, the parts of a lane one after another.
 STAGES: tuple[tuple[tuple[Part, ...], ...], ...] = (
     ((Part("machine", "Versions, CUDA's context, cuBLAS's workspace", 15),),),
     (
-        (
-            Part("survival", "Memory runs out for real; the state is compared bit for bit", 100, needs_gib=8),
-            Part("lost", "A device that can no longer be used", 30, cuda_only=True),
-        ),
-        (Part("tests", "tests/gpu and the contract of the CUDA backend", 130, ("pytest", "hypothesis"), 12),),
+        (Part("survival", "Memory runs out for real; the state is compared bit for bit", 130, _PYTEST, 12),),
+        (Part("tests", "The other tests of the GPU, and the contract of the CUDA backend", 130, _PYTEST, 12),),
         (Part("predictions", "Predicted memory against the real", 130, ("transformers", "torchvision", "peft"), 40),),
     ),
-    ((Part("neighbour", "A neighbour takes the memory and gives it back", 25, needs_gib=4),),),
+    ((Part("neighbour", "A neighbour takes the memory and gives it back", 25, _PYTEST, 4),),),
     ((Part("overhead", "Runner and Accumulator beside the loop by hand", 35),),),
     ((Part("transfer", "Transfers beside computing", 16),),),
     ((Part("throughput", "GPT-2: tokens a second", 50, ("transformers",), 40),),),
@@ -178,8 +174,7 @@ def run_inside(options):
         machine=json.loads(options.machine),
         folder=options.out,
     )
-    # tests/ has the state that a step may leave behind.
-    sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
+    sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
         import gpu_cases  # noqa: PLC0415 - it imports torch
 
@@ -261,7 +256,7 @@ class Run:
         if self._records["machine"]["status"] != "done":
             return "the part machine failed"
         on_gpu, gib = self._options.device == "cuda", self._machine.get("total_bytes", 0) / 2**30
-        if (on_gpu and not self._machine.get("gpu")) or (not on_gpu and part.cuda_only):
+        if on_gpu and not self._machine.get("gpu"):
             return NO_GPU
         lacking = [name for name in part.needs if not self._machine.get("packages", {}).get(name)]
         if lacking:

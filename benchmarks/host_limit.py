@@ -1,10 +1,12 @@
-"""Measures what a memory limit on the host costs, and whether training survives one.
+"""Measures what a memory limit on the host costs, how exactly it is used, and whether training survives a small one.
 
-* The time of an update under `memory_limit` over that of the same update without, for a convolutional net, ResNet-18 at
-  96 px and a small GPT: the median of pairs. Each kind has a process of its own; the two answer in turn, in changing
-  order, so that the machine's drift affects both.
-* How trainings of the convolutional net end under limits that few of its samples fit into, each in a process of its
-  own, and how far their windows were above the limit.
+For the tutorial's model, a convolutional net and a small GPT:
+
+* The CPU time of an update under `memory_limit` over that of the same update without: the median of pairs. Each kind
+  has a process of its own; the two answer in turn, in changing order, so that the machine's drift affects both.
+* The micro-batches that `fit` finds under a limit, the memory in use with them and with one micro-batch less, and the
+  most resident memory of later windows, in which the heap keeps freed blocks.
+* How trainings of the convolutional net end under limits that few of its samples fit into.
 
     python benchmarks/host_limit.py [--rounds 40] [--out benchmarks/results/host_limit-NAME.json]
 """
@@ -28,13 +30,14 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import autoaccum
+from autoaccum._memory import Host, _linux
 
 MIB = 2**20
-TASKS = ("convolutional", "resnet18", "gpt")
-# Samples of a micro-batch, of which a window has two, and a limit that they stay well below.
-SIZES = {"convolutional": 64, "resnet18": 16, "gpt": 8}
-LIMIT_BYTES = 4096 * MIB
+# Samples of a micro-batch, of which a timed window has two; of a window of `fit`; and its limit.
+TASKS = {"tutorial": (64, 256, 96), "convolutional": (64, 256, 40), "gpt": (8, 64, 160)}
+TIMED_LIMIT = "1GiB"  # that timed windows stay well below
 SMALL_LIMITS_MIB = (10, 15, 20, 25, 30, 35, 40)
+LATER = 6  # windows after those that are measured
 
 
 class Block(nn.Module):
@@ -77,22 +80,21 @@ def model_and_batch(name: str, samples: int) -> tuple[nn.Module, tuple[torch.Ten
     if name == "gpt":
         tokens = torch.randint(2000, (samples, 128))
         return Gpt(), (tokens, tokens.roll(-1, 1))
-    targets = torch.randint(10, (samples,))
-    if name == "resnet18":
-        from torchvision.models import resnet18  # noqa: PLC0415 - only this task needs it
-
-        return resnet18(num_classes=10), (torch.randn(samples, 3, 96, 96), targets)
-    body = nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
-    model = nn.Sequential(*body, nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4096, 10))
-    return model, (torch.randn(samples, 1, 16, 16), targets)
+    first, second, side, pool = (8, 16, 64, 8) if name == "tutorial" else (32, 64, 16, 2)
+    layers = [nn.Conv2d(1, first, 3, padding=1), nn.ReLU(), nn.Conv2d(first, second, 3, padding=1), nn.ReLU()]
+    layers.append(nn.AvgPool2d(pool))
+    if name == "convolutional":
+        layers += [nn.Conv2d(second, second, 3, padding=1), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(second * (side // pool) ** 2, 10))
+    return model, (torch.randn(samples, 1, side, side), torch.randint(10, (samples,)))
 
 
 # --- children -------------------------------------------------------------------------------------------------------
 
 
-def time_child(name: str, limit_bytes: str) -> None:
-    """Answer each line on stdin with the seconds of one update."""
-    size = SIZES[name]
+def time_child(name: str, limit: str) -> None:
+    """Answer each line on stdin with the seconds of CPU time of one update."""
+    size = TASKS[name][0]
     model, batch = model_and_batch(name, 2 * size)
     runner = autoaccum.Runner(
         model,
@@ -100,25 +102,67 @@ def time_child(name: str, limit_bytes: str) -> None:
         autoaccum.plan(2 * size, size),
         loss=nn.CrossEntropyLoss(),
         device="cpu",
-        memory_limit=int(limit_bytes) or None,
+        memory_limit=None if limit == "none" else limit,
     )
     for _ in range(5):  # windows 1, 2 and 4 take the careful path
         runner.step(batch)
     print("ready", flush=True)
     for _ in sys.stdin:
-        began_s = time.perf_counter()
+        began_s = time.process_time()
         runner.step(batch)
-        print(time.perf_counter() - began_s, flush=True)
+        print(time.process_time() - began_s, flush=True)
 
 
-def train_child(limit_mib: str) -> None:
-    """Train the convolutional net for 8 windows of 256; print the sizes and peaks of the last."""
-    model, batch = model_and_batch("convolutional", 256)
-    options = {"loss": nn.CrossEntropyLoss(), "device": "cpu", "memory_limit": f"{limit_mib}MiB", "progress": False}
-    result = autoaccum.fit(model, [batch] * 8, 256, **options)
+class Resident(autoaccum.Callback):
+    """Keeps the most resident memory of windows, beside what was resident at the start."""
+
+    def __init__(self) -> None:
+        self.start_bytes = self.read()
+        self.most_bytes = 0
+
+    def read(self) -> int:
+        """Return the peak of resident memory since the last call."""
+        high, of_files, shared = _linux.status_bytes("VmHWM", "RssFile", "RssShmem")
+        _linux.reset_high_water()
+        return high - of_files - shared
+
+    def on_step(self, report: autoaccum.records.StepReport, *, epoch: int) -> None:  # noqa: ARG002 - the interface
+        """Take the peak of a window."""
+        self.most_bytes = max(self.most_bytes, self.read() - self.start_bytes)
+
+
+def train_child(name: str, limit_mib: str) -> None:
+    """Train until windows are no longer measured; print the sizes and peaks."""
+    window = TASKS[name][1]
+    model, batch = model_and_batch(name, window)
+    model(batch[0][:2]).sum().backward()  # loads code and starts threads
+    resident = Resident()
+    result = autoaccum.fit(
+        model,
+        [batch] * (8 + LATER),
+        window,
+        loss=nn.CrossEntropyLoss(),
+        device="cpu",
+        memory_limit=f"{limit_mib}MiB",
+        callbacks=[resident],
+        progress=False,
+    )
     last = result.history[-1]
-    peak = (last.peak_bytes or 0) / MIB
-    print(json.dumps({"micro_batch": max(last.micro_batches), "peak_mib": peak, "oom_events": result.oom_events}))
+    found = {"micro_batches": len(last.micro_batches), "micro_batch": max(last.micro_batches)}
+    peak = max(report.peak_bytes or 0 for report in result.history[3:]) / MIB
+    more = {"resident_mib": resident.most_bytes / MIB, "oom_events": result.oom_events}
+    print(json.dumps(found | {"peak_mib": peak} | more))
+
+
+def peak_child(name: str, size: str) -> None:
+    """Print the memory in use, in MiB, of a micro-batch beside gradients."""
+    model, (inputs, targets) = model_and_batch(name, int(size))
+    host, loss = Host(), nn.CrossEntropyLoss()
+    with host.limited(2**32):
+        loss(model(inputs[:2]), targets[:2]).backward()
+        host.reset_peak()
+        loss(model(inputs), targets).backward()
+        print(host.peak_bytes() / MIB)
 
 
 # --- parent ---------------------------------------------------------------------------------------------------------
@@ -131,80 +175,87 @@ def child(*arguments: object) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"AUTOACCUM_CACHE_DIR": ""},
+        env=os.environ | {"AUTOACCUM_CACHE_DIR": "", "OMP_NUM_THREADS": "1"},
     )
 
 
 def run_timing(name: str, rounds: int) -> dict:
-    processes = {which: child("time", name, limit) for which, limit in (("limited", LIMIT_BYTES), ("free", 0))}
+    processes = {limit: child("time", name, limit) for limit in (TIMED_LIMIT, "none")}
     for process in processes.values():
         process.stdout.readline()
 
-    def ask(which: str) -> float:
-        processes[which].stdin.write("\n")
-        processes[which].stdin.flush()
-        return float(processes[which].stdout.readline())
+    def ask(limit: str) -> float:
+        processes[limit].stdin.write("\n")
+        processes[limit].stdin.flush()
+        return float(processes[limit].stdout.readline())
 
     ratios = []
     for turn in range(rounds):
-        order = ("limited", "free") if turn % 2 else ("free", "limited")
-        took = {which: ask(which) for which in order}
-        ratios.append(took["limited"] / took["free"])
+        order = (TIMED_LIMIT, "none") if turn % 2 else ("none", TIMED_LIMIT)
+        took = {limit: ask(limit) for limit in order}
+        ratios.append(took[TIMED_LIMIT] / took["none"])
     for process in processes.values():
         process.communicate()
     low, middle, high = statistics.quantiles(ratios, n=4)
     return {"task": name, "rounds": rounds, "ratio": middle, "ratio_quartiles": [low, high]}
 
 
-def run_training(limit_mib: int) -> dict:
-    process = child("train", limit_mib)
+def run_training(name: str, limit_mib: int) -> dict:
+    process = child("train", name, limit_mib)
     out, err = process.communicate()
+    row = {"task": name, "limit_mib": limit_mib}
     if process.returncode == 0:
-        return {"limit_mib": limit_mib, "ended": "trained", **json.loads(out.splitlines()[-1])}
+        return row | {"ended": "trained", **json.loads(out.splitlines()[-1])}
     said = err.strip().splitlines()[-1][:200] if err.strip() else ""
-    ended = signal.Signals(-process.returncode).name if process.returncode < 0 else said
-    return {"limit_mib": limit_mib, "ended": ended}
+    return row | {"ended": signal.Signals(-process.returncode).name if process.returncode < 0 else said}
+
+
+def run_exactness(name: str) -> dict:
+    """Train, and measure a micro-batch of the next smaller number of equal ones."""
+    _, window, limit_mib = TASKS[name]
+    row = run_training(name, limit_mib)
+    if row.get("micro_batches", 1) > 1:
+        larger = -(-window // (row["micro_batches"] - 1))
+        out, _ = child("peak", name, larger).communicate()
+        row |= {"larger": larger, "larger_mib": float(out)}
+    return row
 
 
 def table(results: dict) -> str:
-    lines = ["| model | update under a limit / without | quartiles |", "|---|---|---|"]
+    lines = ["| model | CPU time of an update under a limit / without | quartiles |", "|---|---|---|"]
     for row in results["cost"]:
         low, high = row["ratio_quartiles"]
         lines.append(f"| {row['task']} | {row['ratio']:.3f} | {low:.3f} to {high:.3f} |")
-    lines += ["", "| limit, MiB | ended | micro-batch | peak, MiB | ran out |", "|---|---|---|---|---|"]
-    for row in results["trainings"]:
-        peak = f"{row['peak_mib']:.1f}" if "peak_mib" in row else "-"
-        more = row.get("micro_batch", "-"), peak, row.get("oom_events", "-")
-        lines.append(f"| {row['limit_mib']} | {row['ended']} | {' | '.join(map(str, more))} |")
+    columns = "model", "limit, MiB", "ended", "micro-batch", "in use, MiB", "resident, MiB", "ran out", "one less, MiB"
+    lines += ["", f"| {' | '.join(columns)} |", "|---|---|---|---|---|---|---|---|"]
+    for row in results["exactness"] + results["trainings"]:
+        numbers = [f"{row[key]:.1f}" if key in row else "-" for key in ("peak_mib", "resident_mib")]
+        larger = f"{row['larger_mib']:.1f} ({row['larger']})" if "larger" in row else "-"
+        known = row["task"], row["limit_mib"], row["ended"], row.get("micro_batch", "-"), *numbers
+        lines.append(f"| {' | '.join(map(str, (*known, row.get('oom_events', '-'), larger)))} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         kind, *rest = arguments.child
-        (time_child if kind == "time" else train_child)(*rest)
+        {"time": time_child, "train": train_child, "peak": peak_child}[kind](*rest)
         return
     results = {
         "torch": torch.__version__,
         "cpu": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
         "glibc": " ".join(platform.libc_ver()),
         "python": platform.python_version(),
-        "cost": [],
-        "trainings": [],
+        "cost": [run_timing(name, arguments.rounds) for name in arguments.tasks],
+        "exactness": [run_exactness(name) for name in arguments.tasks],
+        "trainings": [run_training("convolutional", limit_mib) for limit_mib in SMALL_LIMITS_MIB],
     }
-    for name in arguments.tasks:
-        results["cost"].append(run_timing(name, arguments.rounds))
-        print(results["cost"][-1], file=sys.stderr)
-    for limit_mib in SMALL_LIMITS_MIB:
-        results["trainings"].append(run_training(limit_mib))
-        print(results["trainings"][-1], file=sys.stderr)
     if arguments.out:
         arguments.out.write_text(json.dumps(results, indent=2) + "\n")
     print(table(results))

@@ -2,17 +2,19 @@
 
     python benchmarks/margins.py
 
-It reads the results of `make published` (results/published.json: the segments of a process on its card;
-results/allocated.json: what tensors hold at most, or the allocator's segments), and takes, of the trainings of one kind
-and precision, the share by which 95 % of them exceed the prediction at most. Segments and tensors count apart, since
-segments include what the allocator leaves unused, and the larger share counts. Where fewer than 20 trainings have one
-precision, those of all precisions count together.
+It reads results/published.json (the segments of a process on its card, by `published.py`) and results/allocated.csv
+(what tensors hold at most, or the allocator's segments; predicted at the commit that docs/dev/estimates.md names), and
+prints the table of the latter. A margin is the share by which 95 % of the trainings of one kind and precision exceed
+their prediction at most. Segments and tensors count apart, since segments include what the allocator leaves unused, and
+the larger share counts. Where fewer than 20 trainings have one precision, those of all precisions count together.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import math
+import statistics
 from collections import defaultdict
 from pathlib import Path
 
@@ -21,30 +23,44 @@ from published_jobs import IMAGE_MODELS
 RESULTS = Path(__file__).parent / "results"
 SHARE_OF_RUNS = 0.95
 LEAST_RUNS = 20
+FAR = 0.05
 KINDS = ("convolutions", "others")
 HALF = ("amp", "fp16", "bf16")
-# Sources of allocated.json by what they trained: language models, mostly in bf16, and otherwise models with
-# convolutions, but for the families named.
+# Sources by what they trained: language models, mostly in bf16, and otherwise models with convolutions, but for the
+# families named.
+SOURCES = {
+    "images": "images (mmsegmentation)",
+    "videos": "videos (mmaction2)",
+    "text": "text (Transformers)",
+    "litgpt": "LitGPT",
+    "adapters": "adapters (peft)",
+    "bert": "BERT-large",
+}
 IN_BF16 = ("text", "litgpt", "adapters")
-LANGUAGE_MODELS = (*IN_BF16, "bert")
-WITHOUT_CONVOLUTIONS = ("timesformer",)
+WITHOUT_CONVOLUTIONS = (*IN_BF16, "bert", "timesformer")
+
+
+def allocated():
+    """Return the rows of trainings whose tensors' peak is published, with the share above the prediction."""
+    with (RESULTS / "allocated.csv").open() as lines:
+        return [row | {"excess": excess(row)} for row in csv.DictReader(lines)]
+
+
+def excess(row):
+    return int(row["real_bytes"]) / int(row["ours_bytes"]) - 1
 
 
 def runs():
     """Yield each published training that ended: source, kind of model, precision, share above its prediction."""
-    for row in _rows("published.json"):
+    for row in json.loads((RESULTS / "published.json").read_text())["rows"]:
         if not row["ran_out"]:
             kind = "convolutions" if row["model"] in IMAGE_MODELS else "others"
             yield "segments", kind, "fp32", excess(row)
-    for row in _rows("allocated.json"):
+    for row in allocated():
         # A configuration's name says whether images were in half precision.
         is_half = row["kind"] in IN_BF16 or any(word in row["run"] for word in HALF)
-        kind = "others" if row["kind"] in LANGUAGE_MODELS or row["of"] in WITHOUT_CONVOLUTIONS else "convolutions"
-        yield row["number"], kind, "half" if is_half else "fp32", excess(row)
-
-
-def excess(row):
-    return row["real_bytes"] / row["ours_bytes"] - 1
+        kind = "others" if {row["kind"], row["of"]} & {*WITHOUT_CONVOLUTIONS} else "convolutions"
+        yield row["number"], kind, "half" if is_half else "fp32", row["excess"]
 
 
 def quantile(shares):
@@ -53,39 +69,53 @@ def quantile(shares):
     return max(0.0, math.ceil(round(at_most * 1000, 6)) / 1000)
 
 
-def grouped():
-    """Return the shares of all runs by source, kind and precision."""
+def margins():
+    """Return the share and the number of runs it comes from, by kind and precision."""
     found = defaultdict(list)
     for source, kind, precision, share in runs():
         found[source, kind, precision].append(share)
-    return found
-
-
-def margins():
-    """Return the share and the number of runs it comes from, by kind and precision."""
-    found, told = grouped(), {}
+    told = {}
     for kind in KINDS:
-        for precision in ("fp32", "half"):
-            of_sources = [found[source, kind, precision] for source in ("segments", "tensors")]
+        alike = {
+            precision: [found[of, kind, precision] for of in ("segments", "tensors")] for precision in ("fp32", "half")
+        }
+        pooled = [one + other for one, other in zip(*alike.values(), strict=True)]
+        for precision, of_sources in alike.items():
             known = [shares for shares in of_sources if len(shares) >= LEAST_RUNS]
-            if not known:
-                known = [
-                    pooled
-                    for source in ("segments", "tensors")
-                    if len(pooled := found[source, kind, "fp32"] + found[source, kind, "half"]) >= LEAST_RUNS
-                ]
+            known = known or [shares for shares in pooled if len(shares) >= LEAST_RUNS]
             told[kind, precision] = max((quantile(shares), len(shares)) for shares in known)
     return told
 
 
-def _rows(name):
-    return json.loads((RESULTS / name).read_text())["rows"]
+def table():
+    """Return the table of docs/dev/estimates.md."""
+    rows = allocated()
+    titles = (
+        "trainings",
+        "number",
+        "median error",
+        "within 1 %",
+        "within 5 %",
+        "more than 5 % under",
+        "explained",
+        "over",
+    )
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    kinds = {"all": rows} | {title: [row for row in rows if row["kind"] == kind] for kind, title in SOURCES.items()}
+    for title, of_kind in kinds.items():
+        errors = [1 / (1 + row["excess"]) - 1 for row in of_kind]
+        near, nearer = (sum(abs(error) <= far for error in errors) / len(errors) for far in (FAR, FAR / 5))
+        under = [row for row, error in zip(of_kind, errors, strict=True) if error < -FAR]
+        cells = (
+            f"{statistics.median(map(abs, errors)):.2%}", f"{nearer:.0%}", f"{near:.1%}", len(under),
+            sum(bool(row["doubt"]) for row in under), sum(error > FAR for error in errors),
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, (title, len(errors), *cells)))} |")
+    return "\n".join(lines)
 
 
 def main():
-    for of, shares in sorted(grouped().items()):
-        print(f"{', '.join(of)}: {quantile(shares):.3f} of {len(shares)} runs")
-    print("margins:")
+    print(table(), "", "margins:", sep="\n")
     for (kind, precision), (share, number) in margins().items():
         print(f"{kind}, {precision}: {share:.3f} of {number} runs")
 

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib.metadata
 import statistics
 import sys
 import time
 import warnings
 from pathlib import Path
 
-from bench import keep, machine
-from fake_card import served
-from published_jobs import IMAGE_MODELS, TOKENS, timeline_of
+from measuring import keep, machine
+from published_jobs import IMAGE_MODELS, TOKENS, served, timeline_of
 
 from autoaccum._estimate.cuda_allocator import OutOfMemoryError
 from autoaccum._estimate.cuda_dispatch import cublas_bytes
@@ -134,9 +132,7 @@ def main():
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    about = machine()
-    about["versions"]["transformers"] = importlib.metadata.version("transformers")
-    results = {"machine": about, "rows": []}
+    results = {"machine": machine(also=["transformers"]), "rows": []}
     with RUNS.open() as lines:
         runs = [run for run in csv.DictReader(lines) if any(word in run["model"] for word in options.only)]
     for run in runs:

@@ -11,11 +11,19 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
-from fake_card import CARD, on_fake_card, update
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autoaccum._estimate.allocation_trace import Category
+from autoaccum._estimate.cuda_allocator import CachingAllocator, replay
+from autoaccum._estimate.cuda_dispatch import CudaCalls, without_driver
+from autoaccum._estimate.cuda_kernels import workspace
 from autoaccum._estimate.estimate import take_lists
+from autoaccum._estimate.fake import Stage, ValuesAssumed
 from autoaccum._estimate.fake_backward import loosened
+from autoaccum._estimate.tracer import Ledger
+
+CARD = torch.device("cuda", 0)
 
 PIXELS, TOKENS = 86, 128
 IMAGE_ITERATIONS, TEXT_ITERATIONS = 4, 3
@@ -128,7 +136,6 @@ def timeline_of(model, optimizer, batch, first_tokens=TOKENS):
     """Trace the iterations of one run, by the file's names; the first batch of text may be shorter."""
     with torch.device("cpu" if model in READ_WHEN_MADE else "meta"):
         made = IMAGE_MODELS[model]() if model in IMAGE_MODELS else _language_model(model)
-    loop = _images if model in IMAGE_MODELS else _text
     with _read_as_padded(), on_fake_card(made, batch) as (fake, timeline):
         loop = _images if model in IMAGE_MODELS else _text
         loop(fake, _optimizer(optimizer, fake.parameters()), batch, first_tokens)
@@ -216,3 +223,36 @@ def _read_as_padded():
             AttentionMaskConverter, "_ignore_causal_mask_sdpa", staticmethod(lambda *_, **__: False)
         ):
             yield
+
+
+@contextmanager
+def on_fake_card(model, batch):
+    """Yield the model on a fake card, and the timeline that records what is done with it inside the block."""
+    with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
+        fake = Stage(CARD).copied(model.train())
+        ledger = Ledger(batch, CARD.type, functools.partial(workspace, tensor_float=True))
+        ledger.hold(fake.parameters(), Category.PARAMETERS)
+        ledger.hold(fake.buffers(), Category.BUFFERS)
+        ledger.enter("training")
+        with without_driver(), CudaCalls(), ledger:
+            yield fake, ledger.timeline
+
+
+def update(optimizer):
+    with ValuesAssumed():
+        optimizer.step()
+
+
+def served(timeline, *, cublas=(), capacity_bytes=None):
+    """Return PyTorch's allocator after it has served a timeline; raises if the capacity is too small.
+
+    Args:
+        timeline: The timeline.
+        cublas: cuBLAS's workspaces, allocated first: bytes for each handle.
+        capacity_bytes: The memory of the card; None for unlimited.
+    """
+    allocator = CachingAllocator(capacity_bytes)
+    for size_bytes in cublas:
+        allocator.allocate(size_bytes)
+    replay(allocator, timeline, timeline.events, {})
+    return allocator

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 import torch
-from bench import machine
+from measuring import machine
 from torch import distributed, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler

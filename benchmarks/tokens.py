@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import torch
-from overhead import processor
+from measuring import processor
 
 import autoaccum
 from autoaccum._system.notices import Notices

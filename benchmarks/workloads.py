@@ -1,9 +1,11 @@
-"""The bench's models: small ones of several kinds, with steps of well under a second on two cores."""
+"""The models of the benchmarks: small ones of several kinds for two cores, and two for a GPU."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -74,29 +76,94 @@ class Workload:
 
     Attributes:
         title: The title in tables.
-        limit_bytes: The limit, in addition to the memory held when the search starts.
+        limit_bytes: The limit, in addition to the memory held when the search starts; on a GPU all of its memory.
         target: Samples per update, and the largest size of interest to finders that accept one.
         model: Makes the model.
-        batch: Makes inputs and targets of a number of samples.
+        batch: Makes inputs and targets of a number of samples, or the named inputs of a model with a loss of its own.
         optimizer: Makes the optimizer.
+        device: "cpu" or "cuda".
+        precision: As for `fit`; "bf16" and "fp16" autocast.
+        has_own_loss: Whether the model computes its loss; else the mean cross entropy is taken.
+        tf32: Whether convolutions in float32 may use Tensor Cores.
     """
 
     title: str
     limit_bytes: int
     target: int
     model: Callable[[], nn.Module]
-    batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    batch: Callable[[int], Any]
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    device: str = "cpu"
+    precision: str = "fp32"
+    has_own_loss: bool = False
+    tf32: bool = True
 
-    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross entropy."""
-        return nn.functional.cross_entropy(outputs, targets)
+    @property
+    def criterion(self) -> nn.Module | None:
+        """What `fit` is given as `loss`."""
+        return None if self.has_own_loss else nn.CrossEntropyLoss()
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Run the model, and return the mean loss, as a loop by hand does."""
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
+        is_cast = half is not None and next(model.parameters()).dtype is torch.float32
+        with torch.autocast(self.device, half, enabled=is_cast):
+            if self.has_own_loss:
+                return model(**batch).loss
+            return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     def made(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return the model and its optimizer, the same in every process."""
         torch.manual_seed(0)
-        model = self.model().train()
-        return model, self.optimizer(list(model.parameters()))
+        with torch.device(self.device):
+            model = self.model().train()
+        return model, self.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+
+    def update(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        micro_batches: list[Any],
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> torch.Tensor:
+        """Make one update by hand, the mean corrected for unequal micro-batches; the next is on its way meanwhile."""
+        sizes = [len(tensors_of(batch)[0]) for batch in micro_batches]
+        coming, total = placed(micro_batches[0], self.device), torch.zeros((), device=self.device)
+        for number, size in enumerate(sizes):
+            here = coming
+            coming = placed(micro_batches[number + 1], self.device) if number + 1 < len(sizes) else None
+            loss = self.loss(model, here) * (size / sum(sizes))
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            total += loss.detach()
+            del loss
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        return total
+
+
+def tensors_of(batch: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(batch.values()) if isinstance(batch, dict) else tuple(batch)
+
+
+def each(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a batch of the same form, of what the function makes of its tensors."""
+    made = [function(tensor) for tensor in tensors_of(batch)]
+    return dict(zip(batch, made, strict=True)) if isinstance(batch, dict) else tuple(made)
+
+
+def placed(batch: Any, device: str) -> Any:
+    return each(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def cut(batch: Any, sizes: tuple[int, ...]) -> list[Any]:
+    """Return micro-batches of these sizes."""
+    ends = list(itertools.accumulate(sizes))
+    parts = zip((0, *ends), ends, strict=False)
+    return [each(batch, lambda tensor, begin=begin, end=end: tensor[begin:end]) for begin, end in parts]
 
 
 def resnet18() -> nn.Module:
@@ -177,4 +244,56 @@ WORKLOADS = {
         text(1000, 96),
         adam,
     ),
+}
+
+
+def torchvision_model(name: str, *, channels_last: bool = False) -> nn.Module:
+    from torchvision import models  # noqa: PLC0415 - as above
+
+    model = getattr(models, name)().train()
+    return model.to(memory_format=torch.channels_last) if channels_last else model
+
+
+def photographs(side: int, classes: int, size: int, *, masks: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return images, of which at most eight differ, and their classes, or those of their pixels."""
+    some = torch.randn(min(size, 8), 3, side, side)
+    labels = torch.randint(classes, (size, side, side) if masks else (size,))
+    return some.repeat(-(-size // 8), 1, 1, 1)[:size], labels
+
+
+def hugging_face_model(kind: str, attention: str | None = None, **settings: Any) -> nn.Module:
+    import transformers  # noqa: PLC0415 - as above
+
+    model_class = getattr(transformers, kind)
+    config = model_class.config_class(bos_token_id=1, eos_token_id=2, pad_token_id=0, **settings)
+    if kind != "T5ForConditionalGeneration":
+        config.use_cache = False
+    if attention is not None:
+        config._attn_implementation = attention
+    return model_class(config).train()
+
+
+def labelled_tokens(vocabulary: int, length: int, size: int, targets: int | None = None) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(3, vocabulary, (size, length))
+    return {"input_ids": tokens, "labels": tokens[:, :targets].clone()}
+
+
+def gpt2(length: int = 1024, **settings: Any) -> tuple[Callable[[], nn.Module], Callable[[int], Any]]:
+    """Return what makes a GPT-2, by default of 124 million parameters, and its batches."""
+    make = functools.partial(hugging_face_model, "GPT2LMHeadModel", n_positions=length, **settings)
+    return make, functools.partial(labelled_tokens, settings.get("vocab_size", 50257), length)
+
+
+_ON_GPU = {"device": "cuda", "precision": "bf16"}
+GPU_WORKLOADS = {
+    "ResNet-50": Workload(
+        "ResNet-50",
+        8 * 10**9,
+        512,
+        functools.partial(torchvision_model, "resnet50"),
+        functools.partial(photographs, 224, 1000),
+        adam,
+        **_ON_GPU,
+    ),
+    "GPT-2": Workload("GPT-2", 8 * 10**9, 512, *gpt2(512), adam, has_own_loss=True, **_ON_GPU),
 }

@@ -1,4 +1,4 @@
-"""Attacks autoaccum: kills, damaged files, out-of-memory errors at odd moments, full disks, bad input.
+"""Attacks autoaccum: kills, two processes on one folder, out-of-memory errors at odd moments, bad input.
 
 Each module of scripts/attacks is one kind of attack; its function `attack(folder, seed, share)` returns rows.
 """
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attacks.row import Row
+    from attacks import Row
 
 BEGIN, END = "<!-- attack: begin -->", "<!-- attack: end -->"
-ATTACKS: tuple[str, ...] = ("kills", "two_processes", "after_step", "checkpoints", "output", "bad_input")
+ATTACKS: tuple[str, ...] = ("kills", "two_processes", "after_step", "bad_input")
 
 
 def main() -> int:

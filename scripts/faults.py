@@ -91,7 +91,7 @@ def _capacities(case: Case) -> Tally:
 
 def _table() -> Table:
     table = Table("case")
-    for title in ("operators", "faults", "mismatches", "survived", "left as before", "done first", "unweighed"):
+    for title in ("operators", "faults", "mismatches", "survived", "left as before", "done first"):
         table.add_column(title, justify="right")
     table.add_column("damaged, and said so, at")
     table.add_column("s", justify="right")
@@ -100,15 +100,8 @@ def _table() -> Table:
 
 def _add(table: Table, total: Tally, name: str, tally: Tally) -> None:
     total.add(tally)
-    numbers = (
-        tally.operators,
-        tally.injected,
-        len(tally.mismatches),
-        tally.survived,
-        tally.refused,
-        tally.finished,
-        tally.unweighed,
-    )
+    mismatches = len(tally.mismatches)
+    numbers = (tally.operators, tally.injected, mismatches, tally.survived, tally.refused, tally.finished)
     often = ", ".join(f"{operator} {count}" for operator, count in sorted(tally.damaged.items()))
     table.add_row(name, *map(str, numbers), often, f"{tally.seconds:.0f}", style="red" if tally.mismatches else "")
 

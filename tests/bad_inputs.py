@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autoaccum
-from autoaccum._training.checkpoint_schedule import EVERY
+from autoaccum._training.checkpoints import EVERY
 
 try:
     import resource
@@ -529,7 +529,6 @@ CALLS = {
             "micro_batch": FIT["micro_batch"],
             "loss_reduction": or_none(choice("mean", "sum")),
             "loss_scope": choice("micro_batch", "window"),
-            "cache": is_bool,
             "batchnorm": choice("keep", "rescale"),
             "split": or_none(nothing),
             "scale": or_none(nothing),

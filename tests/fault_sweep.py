@@ -34,7 +34,6 @@ class Tally:
         refused: Windows that raised and left everything as it was before.
         finished: Interrupts that waited until the update was made.
         damaged: By operator at which the optimizer failed: how often that was told as damage.
-        unweighed: Faults that kept a loss's weighting from being found out, which was said.
         mismatches: Whatever is not as promised, in words.
         seconds: How long it took.
     """
@@ -45,7 +44,6 @@ class Tally:
     refused: int = 0
     finished: int = 0
     damaged: Counter = field(default_factory=Counter)
-    unweighed: int = 0
     mismatches: list = field(default_factory=list)
     seconds: float = 0.0
 
@@ -236,9 +234,6 @@ class Sweep:
     def judge_failing(self, played, where):
         """Judge a training on a device whose allocations fail by themselves."""
         self.tally.injected += len(played.fell)
-        if _said_unweighed(played):
-            self.tally.unweighed += 1
-            return
         self._judge_windows(played, 0, where)
         if isinstance(played.error, autoaccum.DoesNotFitError | autoaccum.DeviceLostError):
             self._judge_untouched(played, len(played.cuts), where)
@@ -256,13 +251,8 @@ class Sweep:
             self._judge_damage(played, fault, where)
         elif isinstance(played.error, autoaccum.DoesNotFitError) and _may_give_up(played):
             self._judge_untouched(played, window, where)
-        elif isinstance(played.error, autoaccum.InvalidInputError) and _said_unweighed(played):
-            self.tally.unweighed += 1
-            self._judge_untouched(played, window, where)
         elif played.error is not None:
             self._wrong(where, f"raised {played.error!r}")
-        elif fault.hits and played.events[window] < fault.hits and _said_unweighed(played):
-            self.tally.unweighed += 1
         elif not fault.hits - _asked(fault) <= played.events[window] <= fault.hits:
             self._wrong(where, f"{played.events[window]} events are told of {fault.hits}")
         elif not 0 <= played.recomputed[window] <= fault.hits * 2 * SAMPLES:
@@ -279,7 +269,7 @@ class Sweep:
         elif played.error is None and _asked(fault):
             self.tally.survived += 1
             self._judge_windows(played, 0, where)
-        elif played.error is not mine:
+        elif not (played.error is mine or _is_told_of_the_loss(played.error, mine)):
             self._wrong(where, f"it did not arrive: {played.error!r}")
         else:
             self._judge_traceback(mine, fault, where)
@@ -369,13 +359,14 @@ def _asked(fault):
     return getattr(fault, "asked", 0)
 
 
+def _is_told_of_the_loss(error, mine):
+    """Whether the user's error was raised where a loss is computed for fewer samples, which the message says."""
+    return isinstance(error, autoaccum.InvalidInputError) and error.__cause__ is mine
+
+
 def _may_give_up(played):
     """Whether nothing smaller was left to try."""
     sizes = [size for _, size, _ in played.fell]
     *_, (_, last, planned) = played.fell
     # BatchNorm refuses a single value a channel, which is what an uneven rest can come to.
     return last == planned == 1 or sizes[-2:] == [None, None] or "one sample alone is refused" in str(played.error)
-
-
-def _said_unweighed(played):
-    return "could not be inferred" in played.said

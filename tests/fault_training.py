@@ -126,7 +126,6 @@ class Played:
         left: The state then.
         part: The part of its window that was gone through then.
         fell: Phase, size of the micro-batch and the plan's, each time that memory ran out.
-        said: What the runner said.
         peaks: By window, the most bytes that were allocated.
         alive_before: Bytes of tensors before each window, where they were counted.
         alive_between: The same after each release of memory, and whether gradients were being kept.
@@ -145,7 +144,6 @@ class Played:
     left: dict | None = None
     part: str = ""
     fell: list = field(default_factory=list)
-    said: str = ""
     peaks: list = field(default_factory=list)
     alive_before: list = field(default_factory=list)
     alive_between: list = field(default_factory=list)
@@ -166,11 +164,10 @@ def play(case, faults=None, *, cuts=(), windows=3, device="cpu", memory_limit=No
         counted: Whether to count what is alive.
     """
     before, meter = (live_tensors(), autoaccum.Simulated("1TiB")) if counted else (0, None)
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()):
         training = _Training(case, dict(faults or {}), meter or device, memory_limit, meter)
         training.run(cuts, windows, again=again)
     played = training.played
-    played.said = said.getvalue()
     if counted:
         played.alive_after = live_tensors() - before, meter.reading().used_bytes
     return played

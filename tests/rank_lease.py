@@ -24,7 +24,12 @@ def train(rank, size, folder, *, is_alive):
     if rank == 0:
         write(HOLDER)
 
+    real = time.sleep
+
     def sleep(seconds):
+        if seconds < 0.01:  # for the network
+            real(seconds)
+            return
         now[0] += seconds
         if is_alive:
             write(HOLDER | {"renewals": now[0]})

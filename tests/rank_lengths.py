@@ -5,6 +5,7 @@ import random
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 
+import rank_faults
 import rank_training
 
 # On rank 1 and on the others.
@@ -64,6 +65,25 @@ def train(rank, size, kind, lengths=LENGTHS, *, drop_last=False):
         return loader_of(kind, rank, lengths)
 
     return rank_training.heard(rank, size, model=rank_training.net(), make_loader=make_loader, data=[], **arguments)
+
+
+def loaded(rank, size, kind):
+    """Train an epoch; return the indices that this rank loaded."""
+    samples = rank_faults.Seen(rank_training.vectors(50))
+    model = rank_training.net()
+    rank_training.train(
+        rank, size, model=model, make_loader=lambda *_: LOADERS[kind](samples, rank), target_batch=25, shard=True
+    )
+    return samples.loaded
+
+
+def divided(rank, size, name):
+    """Train where a sampler says, by such an attribute, that it gives each rank its own samples."""
+    samples = rank_training.vectors(50)
+    sampler = OwnOrder(samples, 0)
+    setattr(sampler, name, size)
+    loader = DataLoader(samples, batch_size=7, sampler=sampler)
+    return rank_training.train(rank, size, make_loader=lambda *_: loader, target_batch=25, shard=True)
 
 
 def evaluate(rank, size, kind, lengths=LENGTHS):

@@ -52,7 +52,6 @@ def accumulate(rank, size, *, capacities, batches=8, **options):
         model,
         loss=torch.nn.functional.cross_entropy,
         device=autoaccum.Simulated(capacities[rank]),
-        cache=False,
         **options,
     )
     losses = []

@@ -47,12 +47,12 @@ def model(kind):
     return family(config).double()
 
 
-def trained(trainer, kind, folder, *, samples=26, evaluated=13, train=True, **options):
+def trained(trainer, kind, folder, *, rows=None, samples=26, evaluated=13, train=True, **options):
     """A trainer that has trained: 3 updates of 12, 12 and 2 samples, if not told otherwise."""
     if kind == "dpo" and hasattr(trl.DPOTrainer, "concatenated_inputs"):
         pytest.skip(f"TRL {trl.__version__} makes batches of preferences of another form, which are refused")
     settings = SETTINGS | {"eval_strategy": "epoch", "bf16": False, "gradient_checkpointing": False}
-    rows, network = data(kind, samples), model(kind)
+    rows, network = rows or data(kind, samples), model(kind)
     reference = {"ref_model": copy.deepcopy(network)} if kind == "dpo" else {}
     made = trainer(
         model=network,

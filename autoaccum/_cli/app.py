@@ -12,23 +12,16 @@ from typing import Any
 import click
 
 from autoaccum._cli.exit_codes import MEANINGS, ExitCode, code_for, complain
-from autoaccum._system.output import Dropping, stand_in_for_closed
+from autoaccum._system.output import Dropping
 from autoaccum.errors import AutoaccumError
 
-# By group: where a command is, and what it does.
-_GROUPS = {
-    "Train": {
-        "run": ("commands", "Run any command; restart it with smaller micro-batches if it runs out of memory."),
-        "slurm": ("commands", "Submit a command to Slurm as a job that resumes after its time limit."),
-    },
-    "Before a training": {
-        "report": ("report", "Report whether and how a training fits: measured here, or predicted for GPUs."),
-    },
-    "This machine": {
-        "doctor": ("commands", "Show the installation, the machine and its limits, and what is wrong with them."),
-    },
+# Where a command is, and what it does.
+_COMMANDS = {
+    "run": ("commands", "Run any command; restart it with smaller micro-batches if it runs out of memory."),
+    "slurm": ("commands", "Submit a command to Slurm as a job that resumes after its time limit."),
+    "report": ("report", "Report whether and how a training fits: measured here, or predicted for GPUs."),
+    "doctor": ("commands", "Show the installation, the machine and its limits, and what is wrong with them."),
 }
-_COMMANDS = {name: where for commands in _GROUPS.values() for name, (where, _) in commands.items()}
 
 
 class _Commands(click.Group):
@@ -40,15 +33,13 @@ class _Commands(click.Group):
     def get_command(self, _: click.Context, name: str) -> click.Command | None:
         if name not in _COMMANDS:
             return None
-        command: click.Command = getattr(
-            importlib.import_module(f"autoaccum._cli.{_COMMANDS[name]}"), f"{name}_command"
-        )
+        home = importlib.import_module(f"autoaccum._cli.{_COMMANDS[name][0]}")
+        command: click.Command = getattr(home, f"{name}_command")
         return command
 
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
-        for group, commands in _GROUPS.items():
-            with formatter.section(group):
-                formatter.write_dl([(name, text) for name, (_, text) in commands.items()])
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
 
     def format_epilog(self, _: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Exit codes (run: those of its command, and 2 to 4)"):
@@ -96,7 +87,6 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; the entry point of the `autoaccum` script."""
-    stand_in_for_closed()
     try:
         cli(prog_name="autoaccum")
     finally:

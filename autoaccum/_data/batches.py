@@ -16,8 +16,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, overload
 
 from autoaccum._arguments import shown
-from autoaccum._data.nesting import holds_tensor, shapes_of
-from autoaccum._data.numbers import is_count, numbers_in
+from autoaccum._data.nesting import holds_tensor, numbers_in, shapes_of
 from autoaccum._data.pieces import NestedPiece, Span
 from autoaccum._data.splits import FIRST, Along, ByDefault, check_split, is_default, piece_of
 from autoaccum.errors import InvalidInputError
@@ -247,14 +246,14 @@ class Window(Sequence[Any]):
         can_be_cut = is_default(self.split) and self.is_plain
         return self.cut(0, self.samples) if can_be_cut and len(self.groups()) == 1 else self
 
-    def holds_counts(self) -> bool:
-        """Whether any of the loader's batches holds a count of its own (`num_items_in_batch`)."""
-        return self.is_nested and any(is_count(path) for piece in self._pieces() for path in numbers_in(piece.batch))
+    def holds_numbers(self) -> bool:
+        """Whether any of the loader's batches holds a number beside its samples, such as `num_items_in_batch`."""
+        return self.is_nested and any(numbers_in(piece.batch) for piece in self._pieces())
 
-    def carries_counts(self) -> bool:
-        """Whether it holds a count of a loader's batch (`num_items_in_batch`) without being that batch."""
+    def carries_numbers(self) -> bool:
+        """Whether it holds a number of a loader's batch without being that batch."""
         is_whole = len(self.spans) == 1 and self.spans[0].is_whole
-        return not is_whole and self.holds_counts()
+        return not is_whole and self.holds_numbers()
 
     def versions(self) -> list[int]:
         """How often each tensor was modified in place, including through views."""
@@ -389,7 +388,7 @@ def repeated(batch: Any, samples: int, split: Split | None = None) -> Any:
         InvalidInputError: There is no sample to repeat, or the batch cannot be cut.
     """
     window = repeating(batch, samples, split)
-    if len(window.spans) > _MANY_SPANS and not window.holds_counts():
+    if len(window.spans) > _MANY_SPANS and not window.holds_numbers():
         # Millions of samples from a few: joined in two steps, each of some thousand parts.
         period = batch.samples if isinstance(batch, Window) else window.spans[0].samples
         several = window.part(0, period * math.isqrt(samples // period)).joined()

@@ -56,6 +56,7 @@ class Position:
             after it; or `behind` batches earlier.
         length: `len` of the loader; None if it has none.
         batch_size: `batch_size` of the loader; None if it has none.
+        samples: `len` of its dataset; None if it has none.
     """
 
     epoch: int = 1
@@ -68,6 +69,7 @@ class Position:
     loader_state: Any = None
     length: int | None = None
     batch_size: int | None = None
+    samples: int | None = None
     put_back: bool = False
     behind: int = 0
 
@@ -96,7 +98,10 @@ class Track:
         self._generators = generators_of(loader)
         # Read only once: some loaders have another length in each epoch, and the next process reads that of a new
         # loader.
-        self._length, self._batch_size = (None, None) if random is None else (_length(loader), _batch_size(loader))
+        self._length = self._batch_size = self._samples = None
+        if random is not None:
+            self._length, self._batch_size = _length(loader), _batch_size(loader)
+            self._samples = _length(getattr(loader, "dataset", None))
         self._is_its_own_iterator = self._is_at_end = False
         self._batches: Iterator[Any] = iter(())
         self._begun: list[Any] = []  # the batch of which a window before has used a part
@@ -175,6 +180,7 @@ class Track:
             loader_state=state,
             length=self._length,
             batch_size=self._batch_size,
+            samples=self._samples,
             put_back=window.used == 0,
             behind=whole - drawn if self._keeps_state else 0,
         )
@@ -205,12 +211,12 @@ class Track:
                 # Makes the loader apply the state. The epoch is started by another iterator, since this one has drawn
                 # random numbers for an epoch that turns out to be finished.
                 self._load(position, lambda: iter(self._loader))
-            with _refusals_told(self._loader):
+            with _refusals_explained(self._loader):
                 set_states(self._generators, position.generators)
             return self
         self._check_that_it_is_the_same(position)
         self._set(position.start)
-        with _refusals_told(self._loader):
+        with _refusals_explained(self._loader):
             set_states(self._generators, position.generators)
         self._load(position, lambda: self.begin(position.epoch))  # some apply the state here
         self._start, self._start_generators = position.start, position.generators
@@ -236,7 +242,7 @@ class Track:
             if position.start is not None:
                 begin()
             return
-        with _refusals_told(self._loader):
+        with _refusals_explained(self._loader):
             self._loader.load_state_dict(copy.deepcopy(position.loader_state))
             begin()
 
@@ -254,6 +260,7 @@ class Track:
 
     def _check_that_it_is_the_same(self, position: Position) -> None:
         for there, here, what in (
+            (position.samples, self._samples, "samples in its dataset"),
             (position.length, self._length, "batches per epoch"),
             (position.batch_size, self._batch_size, "samples per batch"),
         ):
@@ -286,7 +293,7 @@ class Track:
 
 
 @contextmanager
-def _refusals_told(loader: Any) -> Iterator[None]:
+def _refusals_explained(loader: Any) -> Iterator[None]:
     try:
         yield
     except CheckpointError:

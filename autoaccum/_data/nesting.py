@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -88,6 +89,25 @@ def tensors_in(batch: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)] + [
         one for value in hidden for one in tensors_in(value)
     ]
+
+
+def numbers_in(batch: Any) -> dict[Path, float]:
+    """Return the numbers that a batch carries beside its samples, by their paths; synchronises with their device.
+
+    Each is a Python or NumPy number, or a tensor without dimensions, in a tuple or in mappings; those in a list of
+    samples are not returned.
+    """
+    return {
+        path: float(leaf)
+        for path, leaf in leaves_of(batch)
+        if path and _is_number(leaf) and all(isinstance(key, str) for key in path[1:])
+    }
+
+
+def _is_number(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return leaf.dim() == 0 and not leaf.is_complex() and leaf.dtype is not torch.bool
+    return isinstance(leaf, int | float | np.integer | np.floating) and not isinstance(leaf, bool)
 
 
 def elements_of(sample: Any) -> int:

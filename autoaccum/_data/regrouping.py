@@ -50,7 +50,7 @@ def windows(
     Yields:
         The window's samples as a batch of the loader's nesting, or as a `Window` of pieces if their trailing shapes
         differ (padding to the longest of each batch), a `split` is given, they hold lists of samples, or the
-        loader's batches carry a count of their own (`num_items_in_batch`), which is not that of the window.
+        loader's batches carry numbers of their own (`num_items_in_batch`), which are not those of the window.
 
     Raises:
         InvalidInputError: An argument or a batch is not valid.
@@ -65,7 +65,7 @@ def windows(
         cut = stream(loader, target_batch, drop_last=drop_last, split=split)
     else:
         cut = stream_of_tokens(loader, target_tokens, drop_last=drop_last, split=split)
-    return (window if window.carries_counts() else window.joined() for window in cut)
+    return (window if window.carries_numbers() else window.joined() for window in cut)
 
 
 def check_target(target_batch: int | None, target_tokens: int | None) -> None:

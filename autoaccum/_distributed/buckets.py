@@ -6,7 +6,7 @@ one rank, its old contents are sent nevertheless, and no other rank is left wait
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    # Starts to replace a bucket's contents by the result; returns a function that waits for it.
+    Send = Callable[[Tensor], Callable[[], None]]
+
 # The default of DistributedDataParallel (bucket_cap_mb=25): large enough for the bandwidth of a network.
 BUCKET_BYTES = 25 * 2**20
+# Of half the size each: one is filled or read while the other is under way.
+_BUFFERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +41,15 @@ class _Piece:
 
 
 class Buckets:
-    """Sends tensors of fixed shapes, a bucket at a time.
+    """Sends tensors of fixed shapes in buckets.
 
     Args:
         like: Tensors with the shapes, types and device of those that will be sent.
-        bucket_bytes: Maximum size of a bucket.
+        total_bytes: Maximum size of the two buckets that are under way at once.
     """
 
-    def __init__(self, like: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._bucket_bytes = bucket_bytes
+    def __init__(self, like: Sequence[Tensor], total_bytes: int = BUCKET_BYTES) -> None:
+        self._bucket_bytes = total_bytes // _BUFFERS
         by_type: dict[torch.dtype, list[tuple[int, int]]] = defaultdict(list)
         for index, tensor in enumerate(map(_real, like)):
             by_type[tensor.dtype].append((index, tensor.numel()))
@@ -52,8 +57,8 @@ class Buckets:
         for dtype, sizes in by_type.items():
             chunks = _chunks(sizes, self._most(dtype))
             largest = max((sum(piece.end - piece.begin for piece in chunk) for chunk in chunks), default=0)
-            buffer = torch.zeros(largest, dtype=dtype, device=like[0].device)  # for one after the other
-            self._buckets += [(buffer, chunk) for chunk in chunks]
+            buffers = [torch.zeros(largest, dtype=dtype, device=like[0].device) for _ in chunks[:_BUFFERS]]
+            self._buckets += [(buffers[turn % _BUFFERS], chunk) for turn, chunk in enumerate(chunks)]
 
     def make_sendable(self, tensor: Tensor | None) -> Tensor | None:
         """Return a tensor in a form that can be sent: one that is sent in pieces must be contiguous."""
@@ -61,61 +66,87 @@ class Buckets:
             return tensor
         return tensor.contiguous()
 
-    @torch.no_grad()
-    def exchange(
+    def begin(
         self,
         tensors: Sequence[Tensor | None],
-        send: Callable[[Tensor], None],
+        send: Send,
         *,
         factor: float | Tensor = 1.0,
         wanted: Sequence[bool] | None = None,
-    ) -> Exception | None:
-        """Send tensors and copy the results back, in place.
+    ) -> Callable[[], Exception | None]:
+        """Begin to send tensors, and to copy the results back, in place.
 
         Args:
             tensors: In the order of `like`. None sends zeros.
-            send: Replaces a bucket's contents with the result.
+            send: Sends a bucket.
             factor: Multiplied with the tensors before they are sent.
             wanted: Which of them are sent, the same on every rank; None for all.
 
         Returns:
-            The first failure on this rank, after which the contents of the tensors are undefined; None on success.
-
-        Raises:
-            RankFailedError: From `send`.
+            A function that completes it and returns the first failure on this rank, after which the contents of the
+            tensors are undefined; None on success. It raises what `send` raises.
         """
-        failure: Exception | None = None
-        for buffer, all_pieces in self._buckets:
-            pieces = [piece for piece in all_pieces if wanted is None or wanted[piece.index]]
-            if not pieces:
-                continue
-            sizes = [piece.end - piece.begin for piece in pieces]
-            bucket = buffer[: sum(sizes)]
-            held: list[tuple[Tensor, Tensor]] = []
-            try:
-                for piece, room in zip(pieces, torch.split(bucket, sizes), strict=True):
-                    tensor = tensors[piece.index]
-                    if tensor is None:
-                        room.zero_()
-                    else:
-                        part = piece.of(_real(tensor))
-                        held.append((part, room.view(part.shape)))
-                if held:
-                    torch._foreach_copy_([room for _, room in held], [part for part, _ in held])
-                if not isinstance(factor, float) or factor != 1.0:
-                    bucket.mul_(factor)
-            except Exception as error:  # noqa: BLE001 - the others wait for this bucket, whatever its contents
-                failure = failure or error
-            send(bucket)
-            if failure is None and held:
-                try:
-                    torch._foreach_copy_([part for part, _ in held], [room for _, room in held])
-                except Exception as error:  # noqa: BLE001 - the others also wait for the next bucket
-                    failure = error
-        return failure
+        exchange = _Exchange(tensors, send, factor)
+        chosen = [
+            (buffer, pieces)
+            for buffer, all_pieces in self._buckets
+            if (pieces := [piece for piece in all_pieces if wanted is None or wanted[piece.index]])
+        ]
+        for bucket in chosen[:_BUFFERS]:
+            exchange.start(*bucket)
+
+        def finish() -> Exception | None:
+            for bucket in chosen[_BUFFERS:]:
+                exchange.complete()
+                exchange.start(*bucket)
+            while exchange.under_way:
+                exchange.complete()
+            return exchange.failure
+
+        return finish
 
     def _most(self, dtype: torch.dtype) -> int:
         return max(1, self._bucket_bytes // dtype.itemsize)
+
+
+class _Exchange:
+    """Fills, sends and reads one bucket after the other."""
+
+    def __init__(self, tensors: Sequence[Tensor | None], send: Send, factor: float | Tensor) -> None:
+        self.failure: Exception | None = None
+        # What waits for each, tensors, and where they lie in the bucket.
+        self.under_way: deque[tuple[Callable[[], None], list[Tensor], list[Tensor]]] = deque()
+        self._tensors, self._send, self._factor = tensors, send, factor
+
+    @torch.no_grad()
+    def start(self, buffer: Tensor, pieces: Sequence[_Piece]) -> None:
+        sizes = [piece.end - piece.begin for piece in pieces]
+        bucket, parts, rooms = buffer[: sum(sizes)], [], []
+        try:
+            for piece, room in zip(pieces, torch.split(bucket, sizes), strict=True):
+                tensor = self._tensors[piece.index]
+                if tensor is None:
+                    room.zero_()
+                else:
+                    parts.append(piece.of(_real(tensor)))
+                    rooms.append(room.view(parts[-1].shape))
+            if parts:
+                torch._foreach_copy_(rooms, parts)
+            if not isinstance(self._factor, float) or self._factor != 1.0:
+                bucket.mul_(self._factor)
+        except Exception as error:  # noqa: BLE001 - the others wait for this bucket, whatever its contents
+            self.failure = self.failure or error
+        self.under_way.append((self._send(bucket), parts, rooms))
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        wait, parts, rooms = self.under_way.popleft()
+        wait()
+        if self.failure is None and parts:
+            try:
+                torch._foreach_copy_(parts, rooms)
+            except Exception as error:  # noqa: BLE001 - the others also wait for the next bucket
+                self.failure = error
 
 
 def _chunks(sizes: Sequence[tuple[int, int]], most: int) -> list[list[_Piece]]:

@@ -53,7 +53,7 @@ def check_alike(ranks: Ranks, step: GradientStep, arguments: Mapping[str, Any]) 
                 )
 
 
-def refuse_what_talks(modules: Sequence[nn.Module]) -> None:
+def refuse_unsupported_layers(modules: Sequence[nn.Module]) -> None:
     """Reject layers that communicate in their forward pass, or whose gradients cannot be summed in flat buffers.
 
     Raises:
@@ -73,10 +73,10 @@ def refuse_what_talks(modules: Sequence[nn.Module]) -> None:
                 )
 
 
-def begin_alike(ranks: Ranks, step: GradientStep) -> None:
+def broadcast_weights(ranks: Ranks, step: GradientStep) -> None:
     """Give every rank the weights and buffers of rank 0."""
     tensors = _state(step)
-    failure = Buckets(tensors).exchange(tensors, lambda bucket: ranks.spread(bucket, 0)) if tensors else None
+    failure = Buckets(tensors).begin(tensors, lambda bucket: ranks.broadcast(bucket, 0))() if tensors else None
     failed = ranks.exchange("weights alike", failure is not None)
     if failure is not None:
         raise failure
@@ -84,7 +84,7 @@ def begin_alike(ranks: Ranks, step: GradientStep) -> None:
         raise InvalidInputError("the weights of rank 0 could not be copied to every rank")
 
 
-def look_at_data(ranks: Ranks, first: Window, notices: Notices) -> None:
+def warn_of_same_samples(ranks: Ranks, first: Window, notices: Notices) -> None:
     """Report once if every rank's loader yields the same samples."""
     tensors = tensors_in(first.cut(0, 1)) if first.samples else []
     said = ranks.exchange("first samples", _digest(tensors))

@@ -30,14 +30,14 @@ from autoaccum._engine.peers import Peers
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.steady import is_number_due
 from autoaccum._loss.loss_check import MOST_SAMPLES
-from autoaccum._loss.loss_weights import Common
+from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.reported import LOSS, WEIGHT, means
 from autoaccum._loss.terms import in_full
 from autoaccum._oom import first_line, is_device_lost, is_oom, let_go
 from autoaccum.errors import InvalidInputError, StartAgainError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import GradientStep
@@ -63,7 +63,7 @@ class Part(NamedTuple):
         known: Digest of what is known about the losses and of their names.
         flags: Which parameters have a gradient and which buffers were written, packed; None for those of its last
             message, so that messages stay short.
-        wishes: Actions that the rank requests after this window, as bits.
+        requests: Actions that the rank requests after this window, as bits.
         larger: Micro-batch size that it requests from the next window on, if ranks agree on sizes; None for no request.
         is_stale: Whether the weights that parts were given beforehand do not hold by what it knows of the losses now.
         variance: The variance of its gradients, if noise was measured.
@@ -74,7 +74,7 @@ class Part(NamedTuple):
     weight: float | None
     known: bytes
     flags: bytes | None
-    wishes: int
+    requests: int
     larger: int | None = None
     variance: float | None = None
     is_stale: bool = False
@@ -87,7 +87,7 @@ class DataParallel(Peers):
     Args:
         ranks: All ranks.
         step: This rank's training step; without an optimizer, gradients are summed and no update is made.
-        wishes: Returns the actions that this rank requests after the current window, as bits shared with all ranks.
+        requests: Returns the actions that this rank requests after the current window, as bits shared with all ranks.
         drops: Whether a window is left out, given the samples of each rank's part.
 
     Attributes:
@@ -105,13 +105,13 @@ class DataParallel(Peers):
         ranks: Ranks,
         step: GradientStep,
         *,
-        wishes: Callable[[], int] = lambda: 0,
+        requests: Callable[[], int] = lambda: 0,
         drops: Callable[[Sequence[int]], bool] = lambda _: False,
     ) -> None:
         self.ranks = ranks
         self.parts: list[Part] = []
         self.is_decided = False
-        self._wishes = wishes
+        self._requests = requests
         self._drops = drops
         self._step = step
         self._updates = step.updates if isinstance(step, TrainingStep) else None
@@ -120,7 +120,7 @@ class DataParallel(Peers):
         self._flags = [np.zeros(0, dtype=bool)] * ranks.size  # of each rank's last message
         self._buffers = _SharedBuffers(step)
         self._slots: list[reported.Slot] = []  # the losses, and values reported in addition
-        self._norm, self._pair = (in_full(torch.zeros((), device=step.memory.device)) for _ in range(2))
+        self._norm, self._weight = (in_full(torch.zeros((), device=step.memory.device)) for _ in range(2))
         self._values = self._norm
         self.share: Share | None = None
         self._known_before = b""
@@ -129,7 +129,7 @@ class DataParallel(Peers):
         own = (step.memory.name, step.memory.reading().total_bytes, step.options.memory_limit)
         self._are_like = [one == own for one in ranks.exchange("devices", own)]
         # The first collective allocates GPU memory for all later ones: better now than next to a window's activations.
-        ranks.add_up(self._norm)
+        ranks.all_reduce(self._norm)()
 
     @property
     def samples(self) -> int:
@@ -165,14 +165,18 @@ class DataParallel(Peers):
         self._buffers.begin()
         if self._begun is window:
             return self.share  # a second attempt of this rank alone
+        self._prepare(window)
+        self._known_before = self._known()
+        self.share = self._share_of(window)
         self._begun = window
+        return self.share
+
+    def _prepare(self, window: Window) -> None:
+        """Choose the samples on which losses are tried before this window, if they are to be."""
         self._windows += 1
         self.samples_to_try = None
         if is_number_due(self._windows):
             self.samples_to_try = self._samples_to_try(window)
-        self._known_before = self._known()
-        self.share = self._share_of(window)
-        return self.share
 
     def _samples_to_try(self, window: Window, *, needs_some: bool = False) -> Window | None:
         """Return samples of several ranks, the same on each, so that all learn the same of the losses.
@@ -255,38 +259,41 @@ class DataParallel(Peers):
         Raises:
             RankFailedError: Another rank cannot continue.
         """
-        window = self._window
-        if window.samples:
-            self._sizing.wait()
         known, shares = self._known(given.slots), self._step.objective.weights.common is Common.NOTHING
-        mine = Part(
-            samples=window.samples,
-            weight=given.weight if isinstance(given.weight, float) else None,
-            known=known,
-            flags=self._own_flags(),
-            wishes=self._wishes(),
-            variance=None if given.spread is None else given.spread.variance,
-            is_stale=shares != (self.share is not None) or (shares and known != self._known_before),
-            failed=tuple(self._sizing.failed),
-        )
-        self._sizing.failed.clear()
         # New for every window, since the last one's values are read later; and allocated before the others wait for it.
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
-        self._hear(mine)
+        is_stale = shares != (self.share is not None) or (shares and known != self._known_before)
+        self._exchange_parts(given, known, is_stale=is_stale)
         for part, is_like in zip(self.parts, self._are_like, strict=True):
             if part.failed and is_like:  # else every rank would find it out by failing, and the others wait each time
                 work.adopt(part.failed)
         if len({part.known for part in self.parts}) == 1 and not any(part.is_stale for part in self.parts):
             return True
-        self._learn_from_others()
+        self._adopt_knowledge()
         self._known_before = self._known()
-        self.share = self._share_of(window)
+        self.share = self._share_of(self._window)
         work.start_over(self.share)
         return False
 
-    def _hear(self, mine: Part) -> None:
+    def _exchange_parts(
+        self, given: PartResult, known: bytes, *, is_stale: bool = False, larger: int | None = None
+    ) -> None:
         """Exchange the messages about parts."""
-        self.parts = [Part(*said) for said in self.ranks.exchange("window", tuple(mine))]
+        if self._window.samples:
+            self._sizing.wait()
+        mine = Part(
+            samples=self._window.samples,
+            weight=given.weight if isinstance(given.weight, float) else None,
+            known=known,
+            flags=self._own_flags(),
+            requests=self._requests(),
+            larger=larger,
+            variance=None if given.spread is None else given.spread.variance,
+            is_stale=is_stale,
+            failed=tuple(self._sizing.failed),
+        )
+        self._sizing.failed.clear()
+        self.parts = [Part(*each) for each in self.ranks.exchange("window", tuple(mine))]
         for rank, part in enumerate(self.parts):
             if part.flags is not None:
                 self._flags[rank] = np.unpackbits(np.frombuffer(part.flags, dtype=np.uint8)).astype(bool)
@@ -323,22 +330,31 @@ class DataParallel(Peers):
         factor = self._factor(given, outcome)
         wanted = self._wanted()
         outcome.run(lambda: self._make_gradients(wanted))
-        gradients = [parameter.grad for parameter in self._trained]
-        outcome.note(self._gradients.exchange(gradients, self.ranks.add_up, factor=factor, wanted=wanted))
         outcome.run(lambda: self._fill_losses(given, factor))
-        self.ranks.add_up(self._values)
-        outcome.note(self._exchange_buffers())
+        gradients = [parameter.grad for parameter in self._trained]
+        with self._step.memory.lifted():  # also for the network's threads, while buckets are filled
+            finish = self._begin_small()
+            outcome.note(self._gradients.begin(gradients, self.ranks.all_reduce, factor=factor, wanted=wanted)())
+            finish(outcome)
         outcome.run(lambda: self._read_values(outcome))
         outcome.spread = outcome.run(self._spread)
         self._unscale_and_clip(outcome)
         return outcome
 
-    def _exchange_buffers(self) -> Exception | None:
-        """Make the buffers equal on all ranks; return this rank's failure, if any."""
+    def _begin_small(self) -> Callable[[Outcome], None]:
+        """Begin to exchange losses and buffers; return what completes it."""
         samples = [part.samples for part in self.parts]
         source = next(rank for rank, own in enumerate(samples) if own)
-        written = self._flags[source][len(self._trained) :].tolist()
-        return self._buffers.exchange(self.ranks, source, written, samples[self.ranks.rank] / sum(samples))
+        written = self._flags[source][len(self._trained) :].tolist()  # and some bits more
+        wait = self.ranks.all_reduce(self._values)
+        buffers = self._buffers.begin_exchange(self.ranks, source, written, samples[self.ranks.rank] / sum(samples))
+
+        def finish(outcome: Outcome) -> None:
+            wait()
+            for one in buffers:
+                outcome.note(one())
+
+        return finish
 
     def _spread(self) -> Spread | None:
         """Return how far the gradients of parts are from the window's, if noise was measured: the ranks' mean."""
@@ -360,7 +376,7 @@ class DataParallel(Peers):
         if norm is not None:
             outcome.run(lambda: self._norm.fill_(norm))
         # Other kinds of devices, or other numbers of threads, may sum in another order.
-        self.ranks.spread(self._norm, 0)
+        self.ranks.broadcast(self._norm, 0)()
         if norm is not None:
             outcome.run(lambda: updates.clip(norm.copy_(self._norm)))
         outcome.norm = norm
@@ -405,22 +421,19 @@ class DataParallel(Peers):
         if self.share is not None or common is Common.SUM:
             return 1.0
         if any(part.samples and part.weight is None for part in self.parts):
-            return self._factor_on_device(given, outcome)
+            outcome.run(lambda: self._weight.fill_(given.weight or 0.0))
+            self.ranks.all_reduce(self._weight)()
+            factor = outcome.run(lambda: self._provisional_part(given))
+            return 1.0 if factor is None else factor
         total = sum(part.weight or 0.0 for part in self.parts)
         if total == 0.0:
             raise nothing_counts()
         return given.provisional / total
 
-    def _factor_on_device(self, given: PartResult, outcome: Outcome) -> float | Tensor:
-        outcome.run(lambda: self._pair.fill_(given.weight or 0.0))
-        self.ranks.add_up(self._pair)
-        outcome.run(self._check_pair)
-        factor = outcome.run(lambda: given.provisional / self._pair)
-        return 1.0 if factor is None else factor
-
-    def _check_pair(self) -> None:
-        if self._pair.device.type == "cpu" and not float(self._pair):
-            raise pairs_weigh_nothing()
+    def _provisional_part(self, given: PartResult) -> Tensor:
+        if self._weight.device.type == "cpu" and not float(self._weight):
+            raise nothing_counts()
+        return given.provisional / self._weight
 
     def _known(self, slots: Mapping[reported.Slot, Any] | None = None) -> bytes:
         """Return a digest of everything known about the losses, equal wherever that is equal."""
@@ -428,7 +441,7 @@ class DataParallel(Peers):
         text = repr((self._step.objective.weights.in_short(), self._slots))
         return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
-    def _learn_from_others(self) -> None:
+    def _adopt_knowledge(self) -> None:
         """Adopt what other ranks know of losses that this one has not seen.
 
         Raises:
@@ -489,17 +502,10 @@ def _left_behind(error: Exception, rank: int, number: int) -> StartAgainError:
 
 
 def nothing_counts() -> InvalidInputError:
-    """Return the error that every rank raises if no target of a window counts."""
+    """Return the error that every rank raises if a window's loss is divided by 0."""
     return InvalidInputError(
-        "no target of this window counts on any rank, so the mean loss over it does not exist; leave such samples out"
-    )
-
-
-def pairs_weigh_nothing() -> InvalidInputError:
-    """Return the error that every rank raises if a window's pairs have no weight."""
-    return InvalidInputError(
-        "the (sum, weight) pairs of this window have weight 0 together on all ranks, so their mean does not exist; "
-        "leave such samples out"
+        "nothing that the loss counts (targets, or the weight of a (sum, weight) pair) is in this window on any rank, "
+        "so its mean does not exist; leave such samples out"
     )
 
 
@@ -551,7 +557,7 @@ class Share:
             said = self._ranks.exchange("pairs", dict(weights))
             self._pairs = {name: sum(one.get(name, 0.0) for one in said) for one in said for name in one}
             if not all(self._pairs.values()):
-                raise pairs_weigh_nothing()
+                raise nothing_counts()
         return {name: self._pairs[name] for name in weights}
 
 
@@ -571,10 +577,11 @@ class _SharedBuffers:
             for name, buffer in part._buffers.items()
             if buffer is not None and buffer.device.type == device
         ]
-        at_first = [part._buffers[name] for part, name in self._owners]
-        self._forms = [(buffer.shape, buffer.dtype) for buffer in at_first if buffer is not None]
+        at_first: list[Any] = [part._buffers[name] for part, name in self._owners]
+        self._forms = [(buffer.shape, buffer.dtype) for buffer in at_first]
         self._averaged = [isinstance(part, _BatchNorm) and name in _STATISTICS for part, name in self._owners]
-        self._buckets = Buckets([buffer for buffer in at_first if buffer is not None]) if at_first else None
+        self._means = Buckets(self._of(at_first, averaged=True))
+        self._others = Buckets(self._of(at_first, averaged=False))
         self._before: list[tuple[Tensor | None, int]] = []
 
     def begin(self) -> None:
@@ -599,8 +606,10 @@ class _SharedBuffers:
             for buffer, form in zip(found, self._forms, strict=True)
         ]
 
-    def exchange(self, ranks: Ranks, source: int, written: Sequence[bool], factor: float) -> Exception | None:
-        """Make the buffers equal on all ranks; return this rank's failure, if any.
+    def begin_exchange(
+        self, ranks: Ranks, source: int, written: Sequence[bool], factor: float
+    ) -> list[Callable[[], Exception | None]]:
+        """Begin to make the buffers equal on all ranks; return what completes it, as `Buckets.begin`.
 
         Args:
             ranks: All ranks.
@@ -608,9 +617,14 @@ class _SharedBuffers:
             written: Which were written there.
             factor: This rank's share of the running statistics.
         """
-        if self._buckets is None:
-            return None
-        means = [one and averaged for one, averaged in zip(written, self._averaged, strict=False)]
-        others = [one and not averaged for one, averaged in zip(written, self._averaged, strict=False)]
-        failure = self._buckets.exchange(self._now(), ranks.add_up, factor=factor, wanted=means)
-        return self._buckets.exchange(self._now(), lambda one: ranks.spread(one, source), wanted=others) or failure
+        now = self._now()
+        lists = [(self._of(now, averaged=one), self._of(written, averaged=one)) for one in (True, False)]
+        (means, which), (others, which_others) = lists
+        return [
+            self._means.begin(means, ranks.all_reduce, factor=factor, wanted=which),
+            self._others.begin(others, lambda bucket: ranks.broadcast(bucket, source), wanted=which_others),
+        ]
+
+    def _of(self, values: Iterable[_T], *, averaged: bool) -> list[_T]:
+        """Return the values of buffers that are averaged, or of the others."""
+        return [value for value, one in zip(values, self._averaged, strict=False) if one is averaged]

@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._distributed.data_parallel import (
-    DataParallel,
-    Outcome,
-    Part,
-    Share,
-    nothing_counts,
-    pairs_weigh_nothing,
-)
+from autoaccum._distributed.data_parallel import DataParallel, Outcome, Share, nothing_counts
 from autoaccum._distributed.process_group import gone, is_of_the_network
 from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, sample_of
 from autoaccum._engine.dtensor import least_size
@@ -41,7 +34,6 @@ if TYPE_CHECKING:
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.peers import Work
-    from autoaccum._sizing.sizing import Sizing
 
 # A rank with no samples left makes its passes with these factors, so that they contribute nothing.
 _NOTHING = Factors(scale=0.0)
@@ -85,21 +77,6 @@ class ShardedDataParallel(DataParallel):
         step.passes = self
         step.objective.may_look = False  # a pass by this rank alone would wait for the others
 
-    def begin(self, window: Window, sizing: Sizing) -> Share:
-        """Begin a window; return the combined weights of its parts."""
-        self._window, self._sizing, self.is_decided = window, sizing, False
-        self._buffers.begin()
-        if self._begun is not window or self.share is None:
-            self._begun = window
-            try:
-                self._try_losses(window)
-            except Exception as error:
-                if self.ranks.is_in_pass:
-                    self._end(error, sizing.plan.micro_batch)
-                raise
-            self.share = self._share_of(window)
-        return self.share
-
     def begin_attempt(self) -> None:
         """Agree on the number of passes in this attempt."""
         sizing = self._sizing
@@ -114,22 +91,13 @@ class ShardedDataParallel(DataParallel):
 
     def agree(self, given: PartResult, work: Work) -> bool:
         """Make the passes that others still have to make, and confirm that all have finished."""
-        window = self._window
-        if window.samples:
-            self._sizing.wait()
         for _ in range(self._passes - len(work.sizes)):
             self._pass_with_nothing()
         self._slots = sorted({*self._slots, *given.slots})
-        self._tell_lack(None)
-        mine = Part(
-            samples=window.samples,
-            weight=None if given.weight is None else float(given.weight),
-            known=repr(self._slots).encode(),
-            flags=self._own_flags(),
-            wishes=self._wishes(),
-            larger=self._wished_size() if window.samples else None,
-        )
-        self._hear(mine)
+        self._exchange_lack(None)
+        given.weight = None if given.weight is None else float(given.weight)
+        larger = self._larger_size() if self._window.samples else None
+        self._exchange_parts(given, repr(self._slots).encode(), larger=larger)
         self._larger = min((part.larger for part in self.parts if part.larger is not None), default=None)
         if len({part.known for part in self.parts}) > 1:  # a rank that had no samples knows no losses
             said = self.ranks.exchange("losses", self._slots)
@@ -143,8 +111,7 @@ class ShardedDataParallel(DataParallel):
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         correction = self._correction()
         outcome.run(lambda: self._fill_losses(given, correction / self.ranks.size))
-        self.ranks.add_up(self._values)
-        outcome.note(self._exchange_buffers())
+        self._begin_small()(outcome)
         if correction != 1.0:
             gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
             outcome.run(lambda: torch._foreach_mul_(gradients, correction))
@@ -157,11 +124,11 @@ class ShardedDataParallel(DataParallel):
         self._is_told = not are_ready and outcome.failure is not None  # and it is on its way to `failed` now
         if are_ready and self._training.updates.clip_grad_norm is not None:
             # All ranks compute the norm over all shards together.
-            self.begin_pass()
-            norm = self._training.updates.norm()
-            self._training.updates.clip(norm)
-            outcome.norm = norm.full_tensor()  # type: ignore[attr-defined]
-            self.end_pass()
+            self._exchange_lack(None)
+            with self._in_pass(self._sizing.plan.micro_batch):
+                norm = self._training.updates.norm()
+                self._training.updates.clip(norm)
+                outcome.norm = norm.full_tensor()  # type: ignore[attr-defined]
         return are_ready
 
     def failed(self, error: Exception, work: Work, number: int) -> None:
@@ -187,7 +154,7 @@ class ShardedDataParallel(DataParallel):
             self._is_told = False
             return
         if not isinstance(error, LackElsewhereError):
-            self._tell_lack((work.size, first_line(error)))
+            self._exchange_lack((work.size, first_line(error)))
         work.start_over(self.share)
         work.size = max((size for size, _ in self._lacking.values() if size is not None), default=None)
 
@@ -217,11 +184,21 @@ class ShardedDataParallel(DataParallel):
         Raises:
             torch.OutOfMemoryError: One of them lacks memory for it.
         """
-        self._tell_lack(None)
+        self._exchange_lack(None)
         self.ranks.is_in_pass = True
 
     def end_pass(self) -> None:
         """Record that this rank has completed the pass."""
+        self.ranks.is_in_pass = False
+
+    @contextmanager
+    def _in_pass(self, size: int) -> Iterator[None]:
+        self.ranks.is_in_pass = True
+        try:
+            yield
+        except Exception as error:
+            self._end(error, size)
+            raise
         self.ranks.is_in_pass = False
 
     @contextmanager
@@ -237,13 +214,8 @@ class ShardedDataParallel(DataParallel):
             StartAgainError: As for `failed`.
         """
         self.ranks.exchange("evaluation pass", value=True)
-        self.ranks.is_in_pass = True
-        try:
+        with self._in_pass(size):
             yield
-        except Exception as error:
-            self._end(error, size)
-            raise
-        self.ranks.is_in_pass = False
 
     def evaluate_with_others(self, make_passes: Callable[[Any, int], object]) -> None:
         """Make the forward passes of an evaluation that others still have to make.
@@ -252,11 +224,10 @@ class ShardedDataParallel(DataParallel):
             make_passes: Makes the passes of one cut, given the cut, on the device, and its number of samples.
         """
         while any(self.ranks.exchange("evaluation pass", value=False)):
-            self.ranks.is_in_pass = True
-            make_passes(*self._nothing())
-            self.ranks.is_in_pass = False
+            with self._in_pass(_LEAST):
+                make_passes(*self._nothing())
 
-    def _tell_lack(self, lack: _Lack | None) -> None:
+    def _exchange_lack(self, lack: _Lack | None) -> None:
         """Report whether this rank lacks memory, and receive the others' reports."""
         said: list[_Lack | None] = self.ranks.exchange("pass", lack)
         self._lacking = {rank: one for rank, one in enumerate(said) if one is not None}
@@ -279,7 +250,7 @@ class ShardedDataParallel(DataParallel):
 
     # --- what parts weigh ---------------------------------------------------------------------------------------------
 
-    def _try_losses(self, window: Window) -> None:
+    def _prepare(self, window: Window) -> None:
         """Try the losses on the same samples on all ranks, in the first window: a pass that fails ends them all."""
         knows = self._step.objective.weights
         if self._sample is not None and (knows.is_checked or knows.knows_all):
@@ -292,11 +263,11 @@ class ShardedDataParallel(DataParallel):
         step, objective = self._step, self._step.objective
         sizes = balanced(asked.samples, math.ceil(asked.samples / 2))
         if objective.needs_check(asked, sizes, is_part=True, is_due=False):
-            self.begin_pass()
-            step.stage.phase = Phase.WEIGH
-            # Backward passes of shards would reduce gradients: the values and weights of the samples have to do.
-            objective.check(asked, sizes, step.transfer.place, self._mark, step.precision.autocast)
-            self.end_pass()
+            self._exchange_lack(None)
+            with self._in_pass(self._sizing.plan.micro_batch):
+                step.stage.phase = Phase.WEIGH
+                # Backward passes of shards would reduce gradients: the values and weights of the samples have to do.
+                objective.check(asked, step.transfer.place, self._mark, step.precision.autocast)
 
     def _share_of(self, window: Window) -> Share:
         if self._step.objective.weights.mixes_pairs:
@@ -321,12 +292,12 @@ class ShardedDataParallel(DataParallel):
         if not weights:
             return 1.0
         if not sum(weights):
-            raise pairs_weigh_nothing()
+            raise nothing_counts()
         assert self.share is not None
         provisional = self._step.objective.weights.set_provisional(self._window, self.share.totals)
         return provisional / sum(weights)
 
-    def _wished_size(self) -> int:
+    def _larger_size(self) -> int:
         """Return the size that this rank requests for the next window, by the memory of this one."""
         memory, size = self._step.memory, self._sizing.plan.micro_batch
         peak = memory.peak_bytes()

@@ -31,7 +31,7 @@ from autoaccum._system.launched import (
 from autoaccum.errors import RankFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -68,7 +68,7 @@ class Ranks:
         size: Number of processes.
         hosts: The group through which hosts communicate.
         moment: Number of windows done, to be kept up to date; -1 while this rank's state is not consistent.
-        stood_together: Whether all ranks were alive and at the same moment when one failed.
+        are_at_same_moment: Whether all ranks were alive and at the same moment when one failed.
         is_in_pass: Whether the others wait for this rank inside an operation that cannot be interrupted, so that no
             messages can be sent.
     """
@@ -77,7 +77,7 @@ class Ranks:
         self.rank = distributed.get_rank()
         self.size = distributed.get_world_size()
         self.moment = -1
-        self.stood_together = False
+        self.are_at_same_moment = False
         self.is_in_pass = False
         self._memory = memory
         self._has_failed = False
@@ -104,11 +104,11 @@ class Ranks:
             RankFailedError: Another rank has failed, is gone or sends another topic.
         """
         said = pickle.dumps((topic, self.moment, value), pickle.HIGHEST_PROTOCOL)
-        with self._told():
-            heard = [pickle.loads(one) for one in self._heard(said)]  # noqa: S301 - of this training's own processes
+        with self._errors_in_words():
+            heard = [pickle.loads(one) for one in self._gathered(said)]  # noqa: S301 - of this training's own processes
         topics, moments, values = zip(*heard, strict=True)
         if _FAILURE in topics:
-            self.stood_together = len(set(moments)) == 1 and -1 not in moments
+            self.are_at_same_moment = len(set(moments)) == 1 and -1 not in moments
             who = "; ".join(f"rank {rank}: {values[rank]}" for rank in range(self.size) if topics[rank] == _FAILURE)
             raise RankFailedError(f"this training cannot continue, since another of its processes has failed ({who})")
         if len(set(topics)) > 1:
@@ -124,6 +124,15 @@ class Ranks:
         torch.save(value, kept)  # pickle alone cannot load a tensor of bytes
         return [torch.load(io.BytesIO(one), weights_only=False) for one in self.exchange(topic, kept.getvalue())]
 
+    def from_rank_0(self, topic: str, value: Any = None) -> Any:
+        """Return rank 0's value, which may be large; the value on other ranks is not used."""
+        said = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if self.rank == 0 else b""
+        length = self.exchange(topic, len(said))[0]
+        message = torch.frombuffer(bytearray(said or length), dtype=torch.uint8)
+        with self._errors_in_words():
+            self._wait(distributed.broadcast(message, 0, group=self.hosts, async_op=True))
+        return pickle.loads(message.numpy().tobytes())  # noqa: S301 - of this training's own processes
+
     def fail(self, error: BaseException) -> None:
         """Report this rank's failure in place of the next message; at most once, and not if the others are gone."""
         if self._has_failed or self.is_in_pass:
@@ -132,26 +141,29 @@ class Ranks:
         with suppress(RankFailedError):
             self.exchange(_FAILURE, f"{type(error).__name__}: {first_line(error)}")
 
-    def add_up(self, tensor: Tensor) -> None:
-        """Replace a tensor on the device by the sum over all ranks, bit-identical on each.
+    def all_reduce(self, tensor: Tensor) -> Callable[[], None]:
+        """Start to replace a tensor on the device by the sum over all ranks, bit-identical on each.
 
-        Raises:
-            RankFailedError: Another rank is gone.
+        Returns:
+            A function that waits for it. Both raise RankFailedError if another rank is gone.
         """
-        with self._told():
-            self._wait(distributed.all_reduce(tensor, group=self._tensors, async_op=True))
+        with self._errors_in_words():
+            return self._waiting(distributed.all_reduce(tensor, group=self._tensors, async_op=True))
 
-    def spread(self, tensor: Tensor, source: int) -> None:
-        """Replace a contiguous tensor on the device by the one of the rank `source`.
-
-        Raises:
-            RankFailedError: Another rank is gone.
-        """
+    def broadcast(self, tensor: Tensor, source: int) -> Callable[[], None]:
+        """Start to replace a contiguous tensor on the device by the one of the rank `source`; as `all_reduce`."""
         as_bytes = tensor.reshape(-1).view(torch.uint8)  # not every network sends every type
-        with self._told():
-            self._wait(distributed.broadcast(as_bytes, source, group=self._tensors, async_op=True))
+        with self._errors_in_words():
+            return self._waiting(distributed.broadcast(as_bytes, source, group=self._tensors, async_op=True))
 
-    def _heard(self, said: bytes) -> list[bytes]:
+    def _waiting(self, work: Any) -> Callable[[], None]:
+        def wait() -> None:
+            with self._errors_in_words():
+                self._wait(work)
+
+        return wait
+
+    def _gathered(self, said: bytes) -> list[bytes]:
         """Return what every rank says."""
         message = _LENGTH.pack(len(said)) + said[:_INLINE_BYTES]
         self._sent[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
@@ -175,25 +187,18 @@ class Ranks:
         work.wait()
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _errors_in_words(self) -> Iterator[None]:
         """Run network operations outside of a memory limit that their native threads could not run under."""
         try:
             with self._memory.lifted():
                 yield
-        except (RuntimeError, ValueError) as error:  # the second if the group is gone
-            raise (gone(error) if is_of_the_network(error) else self._cannot_send(error)) from error
-        except MemoryError as error:
-            raise self._out_of_memory(error) from error
-
-    def _cannot_send(self, error: Exception) -> RankFailedError:
-        return RankFailedError(f"rank {self.rank} could not exchange data with the others ({first_line(error)})")
-
-    def _out_of_memory(self, error: MemoryError) -> RankFailedError:
-        """Return the error for an exchange that fails here: others may have received it, so it is never repeated."""
-        return RankFailedError(
-            f"rank {self.rank} ran out of memory while exchanging a message with the others ({first_line(error)}); "
-            "start all processes again, with a smaller cut or more memory"
-        )
+        except (RuntimeError, ValueError, MemoryError) as error:  # the second if the group is gone
+            if not isinstance(error, MemoryError) and is_of_the_network(error):
+                raise gone(error) from error
+            # Others may have received the message, so it is never sent again.
+            raise RankFailedError(
+                f"rank {self.rank} could not exchange data with the others ({first_line(error) or 'out of memory'})"
+            ) from error
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.noise_scale import spread_of, squared_norm
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.window_loss import WholeWindow
-from autoaccum._loss.loss_weights import Common
+from autoaccum._loss.loss_forms import Common
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -166,7 +166,7 @@ class CarefulPath:
         samples = common or window
         at.size = None if step.objective.tries_several else 1  # if that does not fit, nothing does
         place, autocast = step.transfer.place, step.precision.autocast
-        step.objective.check(samples, sizes, place, self._before_trying, autocast, step.parameters)
+        step.objective.check(samples, place, self._before_trying, autocast, step.parameters)
         at.size, at.is_checked = None, True
 
     def _weigh(self, window: Window, sizes: tuple[int, ...], share: SharedWeights | None) -> list[Factors]:

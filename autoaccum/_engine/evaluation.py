@@ -21,7 +21,7 @@ from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.phases import Phase
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.window_loss import WindowLoss
-from autoaccum._loss.loss_weights import Common
+from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.modes import evaluation_mode
 from autoaccum._loss.terms import Form, in_full, is_pair
 from autoaccum._oom import is_oom, is_too_large, let_go
@@ -301,7 +301,7 @@ def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
     for _ in range(_TRIES_TO_WEIGH):
         try:
             with torch.inference_mode(False):
-                objective.check(window, halves, step.transfer.place, mark, step.precision.autocast, step.parameters)
+                objective.check(window, step.transfer.place, mark, step.precision.autocast, step.parameters)
                 objective.weights.tell_supposed()
         except Exception as error:
             lack = resolvable_lack(error, Phase.WEIGH, None, step.witness)

@@ -71,10 +71,10 @@ def shuffled(window: Window, seed: int) -> Window:
     """Return a window with its samples in an order that `seed` determines, so that micro-batches are random parts.
 
     The loader's order stays where samples cannot all be joined into one batch, where a split other than `ListOfSamples`
-    cuts them, and where a batch holds a count of its own targets.
+    cuts them, and where a batch holds numbers of its own.
     """
     can_be_joined = is_default(window.split) and window.is_plain and len(window.groups()) == 1
-    if not isinstance(window.split, ListOfSamples) and (not can_be_joined or window.holds_counts()):
+    if not isinstance(window.split, ListOfSamples) and (not can_be_joined or window.holds_numbers()):
         return window
     # By a generator of its own, so that the window has the same order when a run is repeated.
     order = torch.randperm(window.samples, generator=torch.Generator().manual_seed(seed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from autoaccum._data.batches import Window
@@ -10,7 +11,8 @@ from autoaccum._engine.does_not_fit import sample_of
 from autoaccum._engine.lack_of_memory import resolvable_lack, told_damage
 from autoaccum._engine.phases import Phase
 from autoaccum._records import MemoryEvent
-from autoaccum._sizing.backoff import Backoff, wait_for_memory
+from autoaccum._sizing.backoff import Backoffs, wait_for_memory
+from autoaccum._sizing.frontier import widths_between
 from autoaccum.errors import InvalidInputError, StateDamagedError
 
 if TYPE_CHECKING:
@@ -28,8 +30,8 @@ _T = TypeVar("_T")
 class PartsThatFit:
     """The size of parts that fit: whole batches at first, smaller ones after a failure, which later grow back.
 
-    Batches of each size have parts of their own size: a short last batch that fails, because its samples are long, must
-    not cut all others as small.
+    Nothing is searched for: without gradients a whole batch nearly always fits, and a failure costs one part. After a
+    failure, sizes are those of training: samples at least as wide as those that failed go in smaller parts.
 
     Args:
         memory: The device.
@@ -50,7 +52,7 @@ class PartsThatFit:
         self._savepoint = savepoint
         self._refuse = refuse
         self._on_oom = on_oom
-        self._backoffs: dict[int, Backoff] = {}  # by samples of the batch; none as long as it fits whole
+        self._backoffs = Backoffs()
         self.begin()
 
     def begin(self, most: int | None = None, witness: Witness | None = None) -> None:
@@ -75,15 +77,16 @@ class PartsThatFit:
         start = tries = 0
         is_clean, samples = True, window.samples
         most = samples if self._most is None else min(samples, self._most)
-        backoff = self._backoffs.get(samples)
+        runs = list(chain.from_iterable(window.widths()))
         while start < samples:
-            size = min(most if backoff is None else min(most, backoff.size), samples - start)
+            size = min(most, samples - start)
+            size = self._backoffs.limit(widths_between(runs, start, start + size), size)
             done = self.attempt(partial(function, start, size), window, size)
             if isinstance(done, MemoryEvent):
                 is_clean = False
                 if size > 1:
-                    backoff = self._backoffs.setdefault(samples, Backoff(samples, most))
-                    backoff.fail(size)
+                    widths = widths_between(runs, start, start + size)
+                    self._backoffs.fail(widths, size, target_batch=samples, largest=most)
                 elif not wait_for_memory(tries, may_wait=True):
                     raise self._refuse(done.message, sample_of(window, start))
                 tries += size == 1
@@ -92,11 +95,9 @@ class PartsThatFit:
             result = [done]
             del done  # the next part needs its memory
             yield size, result.pop()
-        if is_clean and backoff is not None and self._memory.fails_cleanly:
-            if larger := backoff.succeed():
+        if is_clean and self._memory.fails_cleanly:
+            for _, backoff, larger in self._backoffs.succeed(widths for _, widths in runs):
                 backoff.grow(larger)
-            if backoff.is_quiet:
-                del self._backoffs[samples]
 
     def of_batch(
         self, batch: Any, split: Split | None, function: Callable[[Any, int], _T]

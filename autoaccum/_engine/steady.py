@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from autoaccum._data.batches import KnownWindow
 from autoaccum._engine.gradients import LossSum, PartResult
 from autoaccum._engine.phases import Phase
-from autoaccum._loss.loss_weights import Common
+from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.terms import everything_counts
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class SteadyPath:
             weights.set_provisional(window)
             provisional = weights.provisional_total(name)
         adds = common is Common.SUM and not is_whole and not weights.knows_all
-        weights.begin_steady()
+        weights.begin_window()
         losses: list[Tensor] = []
         found: list[float | Tensor] = []
         share: float | Tensor = 1.0

@@ -172,8 +172,6 @@ class Engine:
     def _begin(self, window: Window, *, measures_noise: bool) -> None:
         """Choose the path of a window, and prepare its micro-batches."""
         step, peers = self._step, self._peers
-        if step.memory.is_soft:  # what loaders, callbacks and evaluations took is not the window's
-            step.memory.reset_peak()
         self._window, self._measures_noise, self._share = window, measures_noise, None
         self._versions_of_data = window.versions()
         self._has_grad_mode = torch.is_grad_enabled()
@@ -182,6 +180,11 @@ class Engine:
         self._is_saved = self._is_checked_again = False
         self._dropped: list[nn.Parameter] = []
         self._choose_path(window)
+        if step.memory.is_soft:
+            if self._is_steady:
+                step.memory.stop_measuring()
+            else:  # what loaders, callbacks and evaluations took is not the window's
+                step.memory.reset_peak()
         if self.is_due:
             self._refresh()
         self._choose_sizes(window)
@@ -195,11 +198,8 @@ class Engine:
         is_admitted = bool(window.samples) and self.steady.admits(window)
         self.is_due = bool(window.samples) and not is_admitted and self.steady.is_due
         self._is_steady = is_admitted and not (self._measures_noise or self._norms.rescales)
-        objective = self._step.objective
         if not self._is_steady:
-            objective.begin_window()
-        elif objective.weights.has_left:
-            objective.weights.look_back()
+            self._step.objective.begin_window()
 
     def _refresh(self) -> None:
         """Look up the model's current parameters and layers."""
@@ -349,8 +349,6 @@ class Engine:
             if not self._owns_gradients and not self.is_due:
                 self._dropped = step.gradients_of_new()
             step.abandon()
-            step.objective.put_back_modes()
-            step.objective.weights.forget_window()
             if self._is_saved:
                 self._savepoint.restore()
             if self._is_steady:  # which does not keep it up to date

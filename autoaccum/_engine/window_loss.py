@@ -22,14 +22,13 @@ from torch import Tensor
 
 from autoaccum._data.batches import Window, repeated
 from autoaccum._data.nesting import copied, map_tensors, without_graphs
-from autoaccum._data.numbers import ITEMS
 from autoaccum._data.random_state import RandomState
 from autoaccum._data.splits import FIRST, Along
 from autoaccum._engine.forward_backward import check_weight
 from autoaccum._engine.gradient_checks import nodes
 from autoaccum._engine.gradients import LossSum, PartResult
 from autoaccum._engine.phases import Phase
-from autoaccum._loss import divisor, reported
+from autoaccum._loss import reported
 from autoaccum._loss.closures import used_by
 from autoaccum._loss.loss_weights import Factors
 from autoaccum._loss.objective import no_gradient
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
 # Tolerance between the second forward pass and the first, relative to the first: kernels that add in another order stay
 # far below, another dropout mask or other noise goes far beyond.
 _SAME = 1e-2
+_ITEMS = "num_items_in_batch"  # Transformers' name for the number of targets that count in a batch
 # Factors for a loss computed over a whole window.
 _ALL_AT_ONCE = Factors(alone=True)
 
@@ -113,19 +113,22 @@ class WindowLoss:
         else:
             parts, samples = map(list, zip(*window.parts(0, window.samples), strict=True))
         if is_pair(parts[0]):
-            return None, self._whole([part[1] for part in parts], samples, window, (1,))
-        return self._whole(parts, samples, window, ()) if is_one or isinstance(parts[0], Mapping) else window
+            return None, self._whole([part[1] for part in parts], samples, window)
+        return self._whole(parts, samples, window) if is_one or isinstance(parts[0], Mapping) else window
 
-    def _whole(self, parts: list[Any], samples: list[int], window: Window, path: tuple[int, ...]) -> Any:
-        """Return what lies at `path` in the window's batches, as one batch on the device."""
+    def _whole(self, parts: list[Any], samples: list[int], window: Window) -> Any:
+        """Return parts of the window's batches as one batch on the device."""
 
         def placed(found: list[Any], what: str) -> Any:
             # Copies, since the loss may modify what it is given, and the window may be restarted.
             return self._step.transfer.place(copied(found[0]) if len(found) == 1 else _join(found, samples, what))
 
         def item(name: Any) -> Any:
-            if name == ITEMS and window.carries_counts():
-                return divisor.of_window((*path, name), window)[0]
+            if name == _ITEMS and window.carries_numbers():
+                raise InvalidInputError(
+                    f"the loss reads {name!r}, which counts a batch of the loader, and the window is no such batch; "
+                    "count in the loss what the window holds"
+                )
             return placed([part[name] for part in parts], f"{name!r} of the window's batches, which the loss reads")
 
         if isinstance(parts[0], Mapping):
@@ -221,7 +224,7 @@ class WholeWindow:
         with closing(self._batches(window, [window.samples], entering, {})) as batches:
             _, size, batch = next(batches)
         outputs = self._loss.outputs(batch, size)
-        if window.carries_counts():
+        if window.carries_numbers():
             batch = self._loss.batch(window)
         kept = [without_graphs(outputs)] if self._step.keeps_outputs else []
         joined = map_tensors(_as_leaf, outputs)

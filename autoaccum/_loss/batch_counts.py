@@ -22,15 +22,15 @@ _MOST_DIMS = 2
 _MOST_ELEMENTS = 2**16
 
 LABELS = f"labels that are not {IGNORED}"
-_SUM, _SHIFTED_SUM = "the sum", "the sum, shifted by one"
+SUM, _SHIFTED_SUM = "the sum", "the sum, shifted by one"
 _ZEROS, _SHIFTED_ZEROS = "the number of 0", "the number of 0, shifted by one"
-_OF_MASKS = (_SUM, _SHIFTED_SUM, _ZEROS, _SHIFTED_ZEROS)
+_OF_MASKS = (SUM, _SHIFTED_SUM, _ZEROS, _SHIFTED_ZEROS)
 SHIFTED = f"{LABELS}, shifted by one"
 _SHIFTED = (SHIFTED, _SHIFTED_SUM, _SHIFTED_ZEROS)
 _WAYS: dict[str, Callable[[Any], Any]] = {
     LABELS: lambda one: one.size - _ignored(one),
     SHIFTED: lambda one: one[..., 1:].size - _ignored(one[..., 1:]),
-    _SUM: lambda one: one.sum(dtype="float64"),
+    SUM: lambda one: one.sum(dtype="float64"),
     _SHIFTED_SUM: lambda one: one[..., 1:].sum(dtype="float64"),
     "the number above 0": lambda one: (one > 0).sum(),
     _ZEROS: lambda one: (one == 0).sum(),
@@ -65,19 +65,6 @@ def counts_of(window: Window, start: int, stop: int, wanted: frozenset[Count]) -
         for count, number in counts_in(batch, samples, wanted).items():
             found[count] += number
     return found
-
-
-def counted_at_once(batch: Any, count: Count) -> float | None:
-    """Return how many elements, or labels on the host, the targets of a flat batch have; None for any other count."""
-    way, name = count
-    if batch is None or name != TARGETS or len(batch) != len(("inputs", "targets")):
-        return None
-    targets = batch[1]
-    if way == ELEMENTS:
-        return float(targets.numel())
-    if way != LABELS or not targets.is_cpu or targets.is_floating_point() or targets.dtype is torch.bool:
-        return None
-    return float(targets.numel() - _ignored(targets.numpy()))
 
 
 def _is_mask(tensor: Tensor) -> bool:

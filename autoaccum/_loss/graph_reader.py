@@ -23,8 +23,8 @@ _UNCHANGED = (
     *("ToCopy", "Squeeze", "Unsqueeze", "View", "Clone", "Alias", "ReshapeAlias", "UnsafeView", "Permute"),
     *("Transpose", "T", "NanToNum", "Where", "Expand", "AsStrided", "Contiguous"),
 )
-# What bends a number: linear for some samples and not for others, as of flooding, (loss - b).abs() + b.
-_BENT = ("Abs", "Clamp", "ClampMin", "ClampMax", "Relu", "LeakyRelu", "Maximum", "Minimum", "Max", "Min")
+# What is linear for some samples and not for others, as of flooding, (loss - b).abs() + b.
+_NONLINEAR = ("Abs", "Clamp", "ClampMin", "ClampMax", "Relu", "LeakyRelu", "Maximum", "Minimum", "Max", "Min")
 _MEAN, _SUM = 1, 2  # torch's numbers for reduction="mean" and "sum"
 _OF_CLASSES = ("NllLossBackward0", "NllLoss2DBackward0")
 _FULL = (torch.float32, torch.float64)
@@ -42,15 +42,13 @@ class ReadTerm:
     """A term of a loss.
 
     Attributes:
-        is_bent: Whether it could not be read because a number is no multiple of what it is computed from.
         node: The node of the graph that only this term's gradient flows through.
         weight: What its sum over elements is divided by, on the device where that is no number on the host. None if it
             could not be read.
         divisor: The last divisor that the graph holds, None if there is none: where it is 0, the gradient is NaN.
         is_counted: Whether its weight comes from a count or a divisor.
         end: The node whose result is summed, as far as its elements have one factor.
-        trail: The nodes from the loss to this one, for `followed`: the kind of each, what it does to the weight, the
-            place of the input that leads on, and that of an input without a graph. None if they do not say all.
+        is_nonlinear: Whether it could not be read because a number is no multiple of what it is computed from.
     """
 
     node: Any
@@ -58,34 +56,16 @@ class ReadTerm:
     divisor: float | Tensor | None = None
     is_counted: bool = False
     end: Any = None
-    trail: tuple[tuple[str, Any, int, int], ...] | None = ()
-    is_bent: bool = False
+    is_nonlinear: bool = False
 
     def at(self, node: Any, weight: Any) -> ReadTerm:
         """Return the same for another node and weight."""
-        return ReadTerm(node, weight, self.divisor, self.is_counted, trail=self.trail)
-
-    def goes(self, node: Any, does: Any, place: int) -> ReadTerm:
-        """Note the step from a node to one of its inputs."""
-        links = node.next_functions
-        others = [number for number, (one, _) in enumerate(links) if number != place and one is None]
-        is_known = self.trail is not None and len(links) <= len(("one", "another"))
-        step = node.name(), does, place, others[0] if others else -1
-        self.trail = (*(self.trail or ()), step) if is_known else None
-        return self
+        return ReadTerm(node, weight, self.divisor, self.is_counted)
 
     def ends(self, node: Any, count: Any = None) -> list[ReadTerm]:
         """Return this term alone, which is a sum over what a node gives, or a mean over so many."""
-        kind = node.name()
         if count is not None:
             self.weight, self.is_counted = self.weight * count, True
-        is_mean = count is not None and kind in _OF_CLASSES
-        is_factor = kind.startswith(("Mul", "Div")) and len(_inputs(node)) == 1
-        if hasattr(node, "_saved_reduction") and not is_mean:
-            self.trail = None
-        if self.trail is not None:
-            does = _total_weight if is_mean else _spreads if is_factor else 1.0
-            self.trail = (*self.trail, (kind, does, _inputs(node)[0][2] if is_factor else 0, -1))
         self.end = node
         return [self]
 
@@ -117,41 +97,6 @@ def weight_at_once(loss: Tensor) -> float | None:
     return total.tolist() if is_plain else None
 
 
-def followed(loss: Tensor, trail: tuple[tuple[str, Any, int, int], ...]) -> tuple[Any, Any] | None:
-    """Return what a term is divided by, and its last divisor, by the trail to it in an earlier graph.
-
-    None if this graph is another one, which has to be read.
-    """
-    node: Any = loss.grad_fn
-    weight: Any = 1.0
-    divisor: Any = None
-    for kind, does, place, bare in trail:
-        if node is None or node.name() != kind or (bare >= 0 and node.next_functions[bare][0] is not None):
-            return None
-        if does.__class__ is float:
-            weight = weight * does
-        elif does is _total_weight:
-            if node._saved_reduction != _MEAN:
-                return None
-            weight = weight * _total_weight(node)
-        elif does is _count:
-            weight = weight * node._saved_self_sym_numel
-        else:
-            other = node._saved_self if place else node._saved_other
-            if does is _spreads:
-                if not isinstance(other, Tensor) or not other.dim():
-                    return None
-                break
-            other = _on_host(other) if isinstance(other, Tensor) else float(other)
-            if does is _divided:
-                weight = _divided(weight, other)
-            else:
-                weight, divisor = weight * other, other
-        node = node.next_functions[place][0] if node.next_functions else None
-    # What is multiplied by 0 is not there, so the terms are others.
-    return None if weight.__class__ is float and weight in _INFINITE else (weight, divisor)
-
-
 def _merged(terms: list[ReadTerm]) -> list[ReadTerm]:
     """Return terms of which no two have the same node, since their gradients could not be told apart."""
     nodes = {id(term.node) for term in terms}
@@ -160,13 +105,10 @@ def _merged(terms: list[ReadTerm]) -> list[ReadTerm]:
         term.node = _shared(term, nodes)
         first = by_node.setdefault(id(term.node), term)
         if first is not term:
-            first.trail = None
             is_read = first.weight is not None and term.weight is not None
             first.weight = _together(first.weight, term.weight) if is_read else None
     # What is multiplied by 0 is not there.
     left = [term for term in by_node.values() if isinstance(term.weight, Tensor) or term.weight not in _INFINITE]
-    for term in left if len(left) < len(by_node) else ():
-        term.trail = None  # another term may come back
     return left or terms[:1]
 
 
@@ -207,8 +149,8 @@ def _unknown(_: Any, __: ReadTerm) -> list[ReadTerm]:
     raise _UnreadError
 
 
-def _bent(_: Any, term: ReadTerm) -> list[ReadTerm]:
-    term.is_bent = True
+def _nonlinear(_: Any, term: ReadTerm) -> list[ReadTerm]:
+    term.is_nonlinear = True
     raise _UnreadError
 
 
@@ -230,11 +172,10 @@ def _shape(node: Any, number: int) -> Any:
 
 
 def _unchanged(node: Any, term: ReadTerm) -> list[ReadTerm]:
-    term.is_bent = node.name().startswith("Where") and len(_inputs(node)) > 1
-    inner, number, place = _only_input(node)
+    term.is_nonlinear = node.name().startswith("Where") and len(_inputs(node)) > 1
+    inner, number, _ = _only_input(node)
     if math.prod(_shape(inner, number)) != 1:  # of which the number is one element
         raise _UnreadError
-    term.goes(node, 1.0, place)
     return _read(inner, term)
 
 
@@ -250,7 +191,6 @@ def _scales(node: Any, place: int, term: ReadTerm, is_number: Callable[[Tensor],
     kind = node.name()
     if kind.startswith("Neg"):
         term.weight = -term.weight
-        term.goes(node, -1.0, place)
         return True
     is_division = kind.startswith("Div")
     if is_division and place:  # a number divided by something with a gradient
@@ -263,7 +203,6 @@ def _scales(node: Any, place: int, term: ReadTerm, is_number: Callable[[Tensor],
         term.weight, term.divisor, term.is_counted = term.weight * other, other, True
     else:
         term.weight = _divided(term.weight, other)
-    term.goes(node, _divides if is_division else _divided, place)
     return True
 
 
@@ -277,14 +216,13 @@ def _added(node: Any, term: ReadTerm) -> list[ReadTerm]:
             factor = (1.0 if kind.startswith("Add") else -1.0) / alpha
         weight = term.weight if factor == 1.0 else term.weight * factor
         # With a single input the rest is a constant, and the gradient of the whole node is that of the term.
-        own += _read(inner, term.at(inner if len(inputs) > 1 else term.node, weight).goes(node, factor, place))
+        own += _read(inner, term.at(inner if len(inputs) > 1 else term.node, weight))
     return _as_one(term, node, own)
 
 
 def _as_one(term: ReadTerm, node: Any, parts: list[ReadTerm]) -> list[ReadTerm]:
     """Return parts of a sum, as one term if they are sums that are divided together, as those of chunks are."""
     if len(parts) > 1 and all(one.weight is term.weight for one in parts):
-        term.trail = None  # which would not see that one of them comes to be divided otherwise
         return term.ends(node)
     return parts
 
@@ -293,18 +231,16 @@ def _as_one(term: ReadTerm, node: Any, parts: list[ReadTerm]) -> list[ReadTerm]:
 
 
 def _mean(node: Any, term: ReadTerm) -> list[ReadTerm]:
-    inner, number, place = _only_input(node)
+    inner, number, _ = _only_input(node)
     count = getattr(node, "_saved_self_sym_numel", None)
     if count is None:  # a mean over chosen dimensions
-        count, term.trail = math.prod(_shape(inner, number)), None
+        count = math.prod(_shape(inner, number))
     term.weight, term.is_counted = term.weight * count, True
-    term.goes(node, _count, place)
     return _read_elements(inner, number, term)
 
 
 def _sum(node: Any, term: ReadTerm) -> list[ReadTerm]:
-    inner, number, place = _only_input(node)
-    term.goes(node, 1.0, place)
+    inner, number, _ = _only_input(node)
     return _read_elements(inner, number, term)
 
 
@@ -360,7 +296,6 @@ def _read_elements(node: Any, number: int, term: ReadTerm) -> list[ReadTerm]:
     if kind in ("StackBackward", "CatBackward", "ExpandBackward"):
         if all(math.prod(_shape(inner, of_inner)) == 1 for inner, of_inner, _ in inputs):
             own = list[ReadTerm]()
-            term.trail = None
             for inner, *_ in inputs:  # of numbers; an expanded one is there several times
                 weight = _divided(term.weight, math.prod(shape)) if kind == "ExpandBackward" else term.weight
                 own += _read(inner, term.at(inner if len(inputs) > 1 else term.node, weight))
@@ -379,7 +314,7 @@ _BY_NAME: dict[str, Callable[[Any, ReadTerm], list[ReadTerm]]] = {
     **dict.fromkeys(_UNCHANGED, _unchanged),
     **dict.fromkeys(("Neg", "Mul", "Div"), _times),
     **dict.fromkeys(("Add", "Sub", "Rsub"), _added),
-    **dict.fromkeys(_BENT, _bent),
+    **dict.fromkeys(_NONLINEAR, _nonlinear),
     **dict.fromkeys(("Mean",), _mean),
     **dict.fromkeys(("Sum",), _sum),
     **dict.fromkeys(("NllLoss", "NllLoss2D"), _nll),
@@ -396,10 +331,6 @@ _HANDLERS: dict[str, Callable[[Any, ReadTerm], list[ReadTerm]]] = {}  # by the w
 
 def _divided(weight: Any, number: Any) -> Any:
     return weight / number if isinstance(number, Tensor) or number else math.inf
-
-
-# What a node does to a weight, in a trail.
-_divides, _count, _spreads = "divides", "counts its elements", "ends in one number for each element"
 
 
 def _on_host(value: Tensor) -> float | Tensor:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-from autoaccum._data.numbers import numbers_in
-from autoaccum._loss.batch_counts import counts_in
+from autoaccum._data.nesting import numbers_in
+from autoaccum._loss.batch_counts import SUM, counts_in
 from autoaccum._loss.graph_reader import ReadTerm, read
 from autoaccum._loss.terms import Form, TermForm
 
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoaccum._data.batches import Window
-    from autoaccum._data.numbers import Path
+    from autoaccum._data.nesting import Path
     from autoaccum._loss.batch_counts import Count
+    from autoaccum._loss.terms import Term
 
 # The most samples of a check, and the number below which its two parts are alike.
 MOST_SAMPLES = 8
@@ -41,6 +42,7 @@ _LOOKED_AT = 64
 # The relative difference that rounding may cause, by the lowest precision of the passes.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-3}
 _OF_GPU, _OF_HALF = 5e-3, 4e-2  # with TensorFloat-32, and in half precision
+_HALVES = {torch.float16, torch.bfloat16}
 # Relative differences of weights, which are counts, or sums in single precision.
 _SAME_WEIGHT = 1e-5
 # A gradient is multiplied by one pattern of signs, over and over: a prime length meets every row and column.
@@ -59,6 +61,7 @@ class Run:
         gradients: One number for each parameter of each term, shape (terms, parameters), on the host.
         counts: What is counted in the samples.
         numbers: Numbers other than 1 that the batch carries.
+        is_stated: Whether the loss is a pair or a vector, which says what its mean runs over.
     """
 
     samples: int
@@ -68,11 +71,15 @@ class Run:
     gradients: Tensor
     counts: Mapping[Count, float]
     numbers: Mapping[Path, float]
+    is_stated: bool = False
 
     def nothing(self, samples: int, counts: Mapping[Count, float]) -> Run:
         """Return the run of samples for which the loss has no graph, since nothing in it counts."""
         terms = [ReadTerm(None, 0.0) for _ in self.terms]
-        return Run(samples, 0.0, terms, [0.0] * len(terms), torch.zeros_like(self.gradients), counts, self.numbers)
+        zeros = torch.zeros_like(self.gradients)
+        return replace(
+            self, samples=samples, value=0.0, terms=terms, weights=[0.0] * len(terms), gradients=zeros, counts=counts
+        )
 
     def whole(self) -> Run:
         """Return the same as a loss of a single term that could not be read."""
@@ -82,15 +89,10 @@ class Run:
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 
-def choose(window: Window, most: int, telling: frozenset[Count] = frozenset()) -> tuple[Window, int] | None:
+def choose(window: Window, most: int) -> tuple[Window, int] | None:
     """Return samples from all over a window, and how many of them are in the first of two parts; None if it has one.
 
     Samples in which little is counted come first, where there are some, then samples in which much is.
-
-    Args:
-        window: The window.
-        most: The most samples.
-        telling: Counts that the samples should tell apart.
     """
     groups = window.groups()
     largest = max(range(len(groups)), key=groups.__getitem__)
@@ -99,23 +101,20 @@ def choose(window: Window, most: int, telling: frozenset[Count] = frozenset()) -
     if number == 1:
         return None
     evenly = [start + place * (samples - 1) // (number - 1) for place in range(number)]
-    rows = list(dict.fromkeys([*_unusual(window, start, samples, number // 2, telling), *evenly]))[:number]
+    rows = list(dict.fromkeys([*_unusual(window, start, samples, number // 2), *evenly]))[:number]
     # A third in the first part: losses may need two samples.
     first = number // 3 if number >= _TO_HALVE else number // 2
     return window.chosen([rows[0], *rows[:0:-1]]), first
 
 
-def _unusual(window: Window, start: int, samples: int, most: int, telling: frozenset[Count]) -> list[int]:
-    """Return samples in which the least and the most is counted, in turn; first those that tell counts apart."""
+def _unusual(window: Window, start: int, samples: int, most: int) -> list[int]:
+    """Return samples in which the least and the most is counted, in turn."""
     if not window.is_nested or samples <= most:
         return []
-    rows = range(start, start + samples, 1 if telling else max(1, samples // _LOOKED_AT))
+    rows = range(start, start + samples, max(1, samples // _LOOKED_AT))
     counts = [counts_in(window.cut(row, row + 1), 1) for row in rows]
     found: list[int] = []
-    columns = {count: [of_row.get(count, 0.0) for of_row in counts] for count in counts[0]}
-    shares = [[one / (sum(columns[count]) or 1.0) for one in columns[count]] for count in telling if count in columns]
-    columns_first = [[one - its for one, its in zip(shares[0], other, strict=True)] for other in shares[1:]]
-    for numbers in (*columns_first, *(column for count, column in columns.items() if count[0] != "the sum")):
+    for numbers in ([of_row.get(count, 0.0) for of_row in counts] for count in counts[0] if count[0] != SUM):
         if min(numbers) != max(numbers):
             found += [rows[numbers.index(min(numbers))], rows[numbers.index(max(numbers))]]
     return list(dict.fromkeys(found))[:most]
@@ -124,18 +123,24 @@ def _unusual(window: Window, start: int, samples: int, most: int, telling: froze
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
-def run_of(loss: Tensor, samples: int, batch: Any, parameters: Sequence[nn.Parameter], *, keep: bool) -> Run:
+def run_of(term: Term, samples: int, batch: Any, parameters: Sequence[nn.Parameter], *, keep: bool) -> Run:
     """Return what a loss gave; its graph is used up.
 
     Args:
-        loss: The loss, with a graph.
+        term: The loss, with a graph.
         samples: Its number of samples.
         batch: The batch of them, on the host.
         parameters: The parameters whose gradients are compared.
         keep: Whether the graph is used again.
     """
-    terms = read(loss)
-    weights = [None if term.weight is None else _finite(float(term.weight)) for term in terms]
+    loss, is_stated = term.value, term.over is not None
+    if is_stated:  # its mean runs over what it says, whatever its graph says
+        weights: list[float | None] = [float(samples if term.over is Form.VECTOR else term.weight or 0.0)]
+        loss = loss / weights[0] if term.over is Form.PAIR else loss  # type: ignore[operator]
+        terms = [ReadTerm(loss.grad_fn, weights[0])]
+    else:
+        terms = read(loss)
+        weights = [None if one.weight is None else _finite(float(one.weight)) for one in terms]
     rows = []
     for number in range(len(terms)) if parameters else ():
         with _only(terms, number):
@@ -145,7 +150,7 @@ def run_of(loss: Tensor, samples: int, batch: Any, parameters: Sequence[nn.Param
     # Where gradients cannot be had, the value of a single term has to do.
     value = loss.detach().to("cpu", torch.float64)
     gradients = torch.stack(rows) if rows else value.new_zeros(len(terms), 1) if len(terms) > 1 else value.reshape(1, 1)
-    return Run(samples, float(value), terms, weights, gradients, counts, numbers)
+    return Run(samples, float(value), terms, weights, gradients, counts, numbers, is_stated=is_stated)
 
 
 @contextmanager
@@ -174,27 +179,24 @@ def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter], *, keep: bool) 
     # By the engine: `torch.autograd.grad` leaves modes of functions, and blocks that the model checkpoints would be
     # computed again with their dropout.
     run = functools.partial(_engine_run_backward, (loss,), (scale,), keep, False, allow_unreachable=True)
-    if not _is_checkpointed_the_old_way(loss):
+    if not any(node.name() == "CheckpointFunctionBackward" for node in _nodes_of(loss)):
         return list(run(tuple(parameters), accumulate_grad=False))
-    run((), accumulate_grad=True)  # such blocks need a whole backward pass
+    run((), accumulate_grad=True)  # blocks that are checkpointed with reentry need a whole backward pass
     found = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     return found
 
 
-def _is_checkpointed_the_old_way(loss: Tensor) -> bool:
-    """Whether a loss comes from blocks that are checkpointed with reentry."""
+def _nodes_of(loss: Tensor) -> Iterator[Any]:
+    """Return the nodes of the graph of a loss, each once."""
     seen, left = set(), [loss.grad_fn]
     while left:
         node = left.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        left += [further for further, _ in node.next_functions]
-    return False
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            left += [one for one, _ in node.next_functions]
 
 
 def _projected(gradients: Sequence[Tensor | None]) -> Tensor:
@@ -225,25 +227,13 @@ def _projected(gradients: Sequence[Tensor | None]) -> Tensor:
 def tolerance_of(loss: Tensor, *, casts: bool, dtypes: Iterator[torch.dtype]) -> float:
     """Return the relative difference that rounding may cause in values and gradients."""
     used = {loss.dtype, *(dtype for dtype in dtypes if dtype.is_floating_point)}
-    if casts or any(dtype.itemsize < _FOUR_BYTES for dtype in used) or _casts_itself(loss):
+    # Also where a model or a closure enters autocast by itself.
+    made = (one.dtype for node in _nodes_of(loss) for one in node._input_metadata)
+    if casts or any(dtype.itemsize < _FOUR_BYTES for dtype in used) or not _HALVES.isdisjoint(made):
         return _OF_HALF
     if loss.device.type != "cpu" and torch.float32 in used:
         return _OF_GPU
     return max(_TOLERANCES.get(dtype, _OF_HALF) for dtype in used)
-
-
-def _casts_itself(loss: Tensor) -> bool:
-    """Whether something was computed in half precision, as where a model or a closure enters autocast by itself."""
-    seen, left = set(), [loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if any(one.dtype in (torch.float16, torch.bfloat16) for one in node._input_metadata):
-            return True
-        left += [one for one, _ in node.next_functions]
-    return False
 
 
 # --- what runs show ---------------------------------------------------------------------------------------------------
@@ -266,7 +256,7 @@ def forms_of(
         whole, parts = whole.whole(), [part.whole() for part in parts]
     runs = [whole, *parts]
     forms = [_Compared(number, runs, tolerance, is_random=is_random).form() for number in range(len(whole.terms))]
-    if len(forms) == 1 and forms[0].form is Form.UNCONFIRMED and forms[0].is_read and not is_random:
+    if forms[0].form is Form.UNCONFIRMED and forms[0].is_read and not (is_random or whole.is_stated or len(forms) > 1):
         # It was misread: perhaps a count of the batch fits.
         unread = [replace(run, weights=[None]) for run in runs]
         other = _Compared(0, unread, tolerance, is_random=False).form()
@@ -339,7 +329,8 @@ class _Compared:
 
     def _read_mean(self, weights: Sequence[float]) -> TermForm | None:
         """Return the form of a term whose weights add up; None if they do not."""
-        room = _SAME_WEIGHT * max(map(abs, weights))
+        # Weights in a pair may have half precision.
+        room = (self._tolerance if self._runs[0].is_stated else _SAME_WEIGHT) * max(map(abs, weights))
         # max(1, n) reads 1 where nothing counts.
         counted = [0.0 if term.divisor == 1 else one for term, one in zip(self._terms, weights, strict=True)]
         for whole, *parts in (weights, [weights[0], *counted[1:]]):
@@ -375,7 +366,7 @@ class _Compared:
         whole, *parts = self._runs
         if (
             self._is_random
-            or any(term.is_bent for term in self._terms)
+            or any(term.is_nonlinear for term in self._terms)
             or not all(float(one.norm()) for one in self._gradients[1:])
         ):
             return unknown  # their agreement says nothing

@@ -30,7 +30,7 @@ class Entries:
         on_reported: Called with each name that turns out to be a metric.
     """
 
-    def __init__(self, notices: Notices, on_reported: Callable[[str], None]) -> None:
+    def __init__(self, notices: Notices, on_reported: Callable[[str], object]) -> None:
         self._notices = notices
         self._on_reported = on_reported
         self._roles: dict[str, bool] = {}  # whether each name is a loss
@@ -63,8 +63,8 @@ class Entries:
             others = [name for name in raw if name != total]
             self._report(others)
             # `objective` rejects entries that are not numbers.
-            told = [name for name in others if not isinstance(raw[name], str | None)]
-            self._say(told, f"the entry {total!r} is the total", key=f"parts of {total}")
+            numbers = [name for name in others if not isinstance(raw[name], str | None)]
+            self._say(numbers, f"the entry {total!r} is the total", key=f"parts of {total}")
             return {total}
         if len(raw) == 1:
             return set(raw)

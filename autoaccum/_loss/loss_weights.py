@@ -1,4 +1,4 @@
-"""Weights micro-batches within the loss of their window, by what a check has shown and the graph of each loss says.
+"""Weights micro-batches within the loss of their window, by the known forms of losses and what the graph of each says.
 
 What a mean is divided by is known after its forward pass. A micro-batch therefore runs backward with its weight over a
 provisional total, and gradients and losses are multiplied by the quotient once at the end of the window. Only where
@@ -8,9 +8,7 @@ several divisors meet in one gradient are they counted before, in the entries of
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -18,53 +16,28 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from autoaccum._data.numbers import spelled
-from autoaccum._loss import divisor
-from autoaccum._loss.batch_counts import ELEMENTS, SAMPLES, TARGETS, counted_at_once, counts_of, in_words
-from autoaccum._loss.divisor import carries_numbers
-from autoaccum._loss.graph_reader import ReadTerm, followed, read, weight_at_once
-from autoaccum._loss.loss_check import share_a_divisor, stopped
+from autoaccum._data.nesting import numbers_in
+from autoaccum._loss.batch_counts import ELEMENTS, SAMPLES, TARGETS, counts_of, in_words
+from autoaccum._loss.graph_reader import ReadTerm, read, weight_at_once
+from autoaccum._loss.loss_check import stopped
+from autoaccum._loss.loss_forms import Common, LossForms
 from autoaccum._loss.terms import Form, TermForm, in_full
-from autoaccum.errors import InvalidInputError, LossWarning
+from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from autoaccum._data.batches import Window
-    from autoaccum._data.numbers import Path
     from autoaccum._loss.batch_counts import Count
     from autoaccum._loss.terms import Term
 
-# The most divisors of their own that may meet in one gradient.
-_MOST_DIVISORS = 3
-# Relative differences of counts in double precision, and of what is read in single precision.
-_SAME_COUNT, _SAME_WEIGHT = 1e-9, 1e-5
-# The same of the weight that a split gives for a window, and the sum of those of micro-batches.
-_ADDS_UP = 1e-6
+# Relative differences of counts in double precision, of what is read in single precision, and of sums of split.weight.
+_SAME_COUNT, _SAME_WEIGHT, _ADDS_UP = 1e-9, 1e-5, 1e-6
 # The totals of a window's samples, and of what split.weight counts, among the totals of its divisors.
 OF_SAMPLES, _OF_SPLIT = ("", 0), ("", 1)
 _HOST = torch.device("cpu")
 # A term of a loss: the name of the loss, and the term's number.
 Slot = tuple[str, int]
-
-
-class Common(Enum):
-    """What all losses of a window have in common."""
-
-    SUM = "micro-batches are added"
-    SAMPLES = "micro-batches count by their samples"
-    SPLIT = "micro-batches count by split.weight"
-    DIVISOR = "one divisor, known after the forward pass"
-    NOTHING = "divisors of their own"
-
-
-_COMMON = {
-    Form.MEAN: Common.DIVISOR,
-    Form.PAIR: Common.DIVISOR,
-    Form.SUM: Common.SUM,
-    Form.CONSTANT: Common.SAMPLES,
-    Form.UNCONFIRMED: Common.SAMPLES,
-}
 
 
 @dataclass(slots=True)
@@ -89,7 +62,7 @@ class Factors:
     pairs: dict[str, float] = field(default_factory=dict)
     terms: dict[str, list[float]] = field(default_factory=dict)
     expected: dict[Slot, dict[Count, float]] = field(default_factory=dict)
-    units: Any = None
+    units: float | None = None
 
 
 class NotCheckedError(Exception):
@@ -106,267 +79,34 @@ class NotCheckedError(Exception):
         self.is_known = is_known
 
 
-class LossWeights:
-    """What is known of how the losses of micro-batches make the loss of a window.
+class LossWeights(LossForms):
+    """Weights of the losses of micro-batches.
 
     Args:
-        asked: What the arguments say of every loss that is a number; None to find it out.
+        asked: As for `LossForms`.
         split: The split, for a message.
 
     Attributes:
-        said: The same; None for a loss of torch, which says it better.
-        forms: The terms of each loss, by name; of those that are numbers only if it is not said.
-        is_checked: Whether losses were tried on several samples, or on one where no two can be.
-        is_trusted: Whether the loss is one of torch, which needs no check.
-        divided_by: What the sums of this window are divided by together, where each loader batch carries a number.
         window: The window that is being computed, and the first sample of the current micro-batch in it.
         start: See `window`.
-        is_scaled: Whether batches carry a scale of the loss, which may differ between them.
-        warnings: What was said of gradients that may be wrong.
     """
 
     def __init__(self, asked: Common | None, split: str = "") -> None:
-        self._split = split
-        self._adds_up = False  # whether the split's weight was seen to
-        self.said = self._asked = asked
-        self.forms: dict[str, tuple[TermForm, ...]] = {}
-        self.is_checked = self.is_trusted = False
-        self.divided_by: float | None = None
+        super().__init__(asked)
         self.window: Window | None = None
         self.start = 0
-        self.warnings: list[str] = []
-        self.is_scaled = False
-        self._is_supposed = False
+        self._split = split
+        self._adds_up = False  # whether the split's weight was seen to
         self._provisional: dict[str, float] = {}  # about what each loss is divided by in this window
-        self._trails: dict[str, list[ReadTerm]] = {}  # the terms of each loss, as of the last graph
-        self._are_apart = False  # whether divisors that were proportional turned out not to be
-        self._is_new = False  # whether losses were checked for this window, so that what is read in it is known
-        self._seen: set[tuple[Any, ...]] = set()  # how each loss was put together in the graphs of such windows
+        self._seen: set[tuple[Any, ...]] = set()  # how each loss was put together in the graphs of checked windows
         self._added: dict[str, list[Any]] = {}  # what each sum was divided by in the first micro-batch of this window
-        # Found on the device, to be looked at a window later: whether something is wrong, and what is to be said then.
-        self._later: list[tuple[Tensor, str | InvalidInputError]] = []
 
-    # --- what is known ------------------------------------------------------------------------------------------------
-
-    @property
-    def common(self) -> Common:
-        """What all losses have in common."""
-        forms = self._all_forms()
-        kinds = {self._common_of(form) for form in forms}
-        means = [form for form in forms if form.form is Form.MEAN]
-        have_one = len(means) < len(("one", "another")) or (share_a_divisor(means) and not self._are_apart)
-        pairs = sum(form.form is Form.PAIR for form in forms)
-        if pairs + bool(means) > 1 or not have_one or len(kinds) > 1:
-            return Common.NOTHING
-        return kinds.pop() if kinds else self.said or Common.SAMPLES
-
-    def _common_of(self, form: TermForm) -> Common:
-        if form.form is Form.VECTOR:
-            return Common.SUM if self.said is Common.SUM else Common.SAMPLES
-        if self.said is not None and form.form is not Form.PAIR:
-            return self.said
-        return Common.DIVISOR if form.number is not None else _COMMON[form.form]
-
-    def _all_forms(self) -> list[TermForm]:
-        return [form for forms in self.forms.values() for form in forms]
-
-    @property
-    def knows_all(self) -> bool:
-        """Whether no loss needs a check, as far as is known."""
-        return self.said is not None or self.is_trusted
-
-    def is_vector(self, name: str) -> bool:
-        """Whether a loss is one for each sample."""
-        return name in self.forms and self.forms[name][0].form is Form.VECTOR
-
-    @property
-    def mixes_pairs(self) -> bool:
-        """Whether one of several losses with divisors of their own is a (sum, weight) pair."""
-        return any(form.form is Form.PAIR for form in self._all_forms()) and self.common is Common.NOTHING
-
-    @property
-    def are_read(self) -> bool:
-        """Whether factors depend on nothing that is counted in the batch."""
-        return self.common not in (Common.NOTHING, Common.SPLIT) and not self._counted() and self._number is None
-
-    @property
-    def _number(self) -> Path | None:
-        """Where each batch carries the number that all losses are divided by; None if there is none."""
-        numbers = {form.number for form in self._all_forms()}
-        return numbers.pop() if len(numbers) == 1 else None
-
-    def _counted(self) -> list[TermForm]:
-        """Return the means whose weights are counted in the batch."""
-        is_mixed = self.common is Common.NOTHING
-        return [form for form in self._all_forms() if form.form is Form.MEAN and (is_mixed or not form.is_read)]
-
-    def note(self, terms: Sequence[Term]) -> None:
-        """Note which losses are pairs, which are losses of each sample, and which are what the arguments say."""
-        for term in terms:
-            if term.is_reported or (term.over is None and self.said is None):
-                continue
-            if term.over is None:
-                self.forms[term.name] = (TermForm(Form.SUM if self.said is Common.SUM else Form.UNCONFIRMED),)
-                continue
-            before = self.forms.get(term.name, (None,))[0]
-            if term.over is Form.PAIR and before is not None and before.form not in (Form.PAIR, Form.VECTOR):
-                raise InvalidInputError(
-                    f"loss {term.name!r} is a (sum, weight) pair, and was a number in earlier windows; return the same "
-                    "form in all of them"
-                )
-            if before is None or before.form is not term.over:
-                self.forms[term.name] = (TermForm(term.over),)
-
-    def trust(self, name: str, form: TermForm | None) -> None:
-        """Take the form of a loss of torch, which needs no check; None if it is no such loss."""
-        self.forms.pop(name, None)
-        self.is_trusted = form is not None
-        self.said = self._asked if form is None else None
-        if form is not None:
-            self.forms[name] = (form,)
-
-    def forget(self, name: str) -> None:
-        """Forget a loss that turned out to be only reported."""
-        self.forms.pop(name, None)
-
-    def learn(self, found: Mapping[str, Sequence[TermForm]], *, is_checked: bool = True) -> None:
-        """Take what a check has shown.
-
-        Args:
-            found: The terms of each loss, by name.
-            is_checked: Whether they were tried on several samples.
-
-        Raises:
-            InvalidInputError: Losses cannot be put together from micro-batches.
-        """
-        self.is_checked = self._is_new = True
-        found = {name: forms for name, forms in found.items() if is_checked or name not in self.forms}
-        for name, forms in found.items():
-            before = self.forms.get(name, ())
-            if len(before) == len(forms) and any(
-                was.is_read and not now.is_read for was, now in zip(before, forms, strict=True)
-            ):
-                raise InvalidInputError(
-                    f"loss {name!r} was {_in_words(before)} in earlier windows, as its graph says, and is not in this "
-                    "one; return the same form in all windows, a (sum, weight) pair, or pass loss_reduction="
-                )
-            self.forms[name] = _both(forms, before) or tuple(forms)
-        for name, forms in found.items():
-            self._refuse_or_warn(name, forms)
-        self._is_supposed = bool(found) and not is_checked
-        if self.common is Common.NOTHING:
-            self._refuse_what_is_not_counted()
-
-    def tell_supposed(self) -> None:
-        """Warn of what is known of a single sample alone; not before that sample has fitted."""
-        if self._is_supposed:
-            self._is_supposed = False
-            self.warn(
-                "two samples that can be joined do not fit at once, so what the loss is divided by is read from its "
-                "graph and not checked; a (sum, weight) pair or loss_reduction= says it"
-            )
-
-    def _refuse_or_warn(self, name: str, forms: Sequence[TermForm]) -> None:
-        """Reject a loss of which a check confirms nothing, and warn of single terms that it does not confirm."""
-        doubtful = [number for number, form in enumerate(forms) if form.form is Form.UNCONFIRMED]
-        if doubtful and all(form.form in (Form.UNCONFIRMED, Form.CONSTANT) for form in forms):
-            what = "is" if forms[0].is_read else "cannot be read from its graph, and is"
-            raise InvalidInputError(
-                f"loss {name!r} {what} neither a mean nor a sum over samples: micro-batches do not give the gradient "
-                "of the whole batch. Return a (sum, weight) pair; pass loss_scope='window' to fit, Runner or "
-                "Accumulator if the loss compares samples; or loss_reduction='mean' to average micro-batches all the "
-                "same"
-            )
-        for number in doubtful:
-            term = f"{forms[number].name!r}" if forms[number].name else f"term {number + 1} of {len(forms)}"
-            self.warn(
-                f"loss {name!r}: {term} is neither a mean nor a sum over samples, as a router's balancing loss is "
-                "not: it counts by samples in each micro-batch, and its gradient may differ from the whole batch's"
-            )
-        if any(form.is_clamped for form in forms):
-            self.warn(_clamp_text(name))
-
-    def _refuse_what_is_not_counted(self) -> None:
-        divisors: list[TermForm] = []
-        for name, forms in self.forms.items():
-            for form in forms:
-                if form.form is not Form.MEAN:
-                    continue
-                if not any(share_a_divisor([form, other]) for other in divisors):
-                    divisors.append(form)
-                if not form.counts:
-                    raise InvalidInputError(
-                        f"loss {name!r} has a mean beside terms that are divided otherwise, and what it is divided by "
-                        "is no count of the batch, so its total over a window is not known before the backward pass; "
-                        "return its terms by name, {'a': (sum, weight), 'b': (sum, weight)}, or pass "
-                        "loss_reduction='mean'"
-                    )
-        if len(divisors) > _MOST_DIVISORS:
-            raise InvalidInputError(
-                f"the loss has {len(divisors)} means, each divided by a number of its own, as a mean for each time "
-                "step has; divide one masked sum by one count, (loss * mask).sum() / mask.sum(), or pass "
-                "loss_reduction='mean'"
-            )
-
-    def warn(self, text: str) -> None:
-        """Warn once that a gradient may be wrong."""
-        if text not in self.warnings:
-            self.warnings.append(text)
-            warnings.warn(f"autoaccum: {text}", LossWarning, stacklevel=2)
-
-    # --- several ranks ------------------------------------------------------------------------------------------------
-
-    @property
-    def knowledge(self) -> tuple[Any, ...]:
-        """Everything that is known of losses."""
-        return self.forms, self.is_checked, self._are_apart
-
-    def in_short(self) -> Any:
-        """Return what must be the same on all ranks, to be compared."""
-        forms = {
-            name: [(form.form.name, form.is_read, min(form.counts, default=None)) for form in of_name]
-            for name, of_name in sorted(self.forms.items())
-        }
-        return self.common.name, forms
-
-    def adopt(self, known: Sequence[tuple[Any, ...]]) -> None:
-        """Take what all ranks know together.
-
-        Raises:
-            InvalidInputError: They know different things of one loss.
-        """
-        self._is_new = True
-        if not self.is_trusted:
-            self.forms = {}
-        for forms, is_checked, are_apart in known:
-            self.is_checked |= is_checked
-            self._are_apart |= are_apart
-            for name, theirs in forms.items():
-                mine = self.forms.get(name, theirs)
-                both = _both(mine, theirs)
-                if both is None:
-                    raise InvalidInputError(
-                        f"loss {name!r} is put together otherwise on some ranks: {_in_words(mine)}, and "
-                        f"{_in_words(theirs)}; return the same form on all, a (sum, weight) pair, or pass "
-                        "loss_reduction="
-                    )
-                self.forms[name] = both
+    def begin_window(self) -> None:
+        """Begin a window, for which losses have not been checked yet."""
+        self._added.clear()
+        self.is_new = False
 
     # --- before a window ----------------------------------------------------------------------------------------------
-
-    def is_ambiguous(self, window: Window, sizes: Sequence[int], *, only_unread: bool = False) -> frozenset[Count]:
-        """Return counts which fitted all samples so far, of which only some can be right in this window."""
-        for form in self._counted():
-            if only_unread and form.is_read:
-                continue  # the graph will tell
-            if len(form.counts) > 1 and len(sizes) > 1:
-                counted = _counts(window, sizes, frozenset(form.counts))
-                totals = {count: sum(one[count] for one in counted) or 1.0 for count in form.counts}
-                shares = [[one[count] / total for one in counted] for count, total in totals.items()]
-                pairs = [pair for one in shares for pair in zip(one, shares[0], strict=True)]
-                if any(abs(mine - its) > _SAME_COUNT for mine, its in pairs):
-                    return frozenset(form.counts)
-        return frozenset()
 
     def totals(self, window: Window) -> dict[Slot, float]:
         """Return what each term with a divisor of its own is divided by in a window, as the batch counts it."""
@@ -395,7 +135,14 @@ class LossWeights:
             InvalidInputError: Nothing that a loss counts is in the window.
         """
         common = self.common
-        if len(sizes) == 1 and not is_part and not (self._number is not None and carries_numbers(window)):
+        if (number := self._number) is not None and (is_part or window.carries_numbers()):
+            called = repr(number[-1]) if isinstance(number[-1], str) else f"item {number[-1]}"
+            raise InvalidInputError(
+                f"the loss is a sum divided by {called}, a number of a batch of the loader, and the window is "
+                "no such batch; return a (sum, weight) pair whose weight counts what the micro-batch holds, or, if the "
+                "number is that of the whole window or a scale, pass loss_reduction='sum'"
+            )
+        if len(sizes) == 1 and not is_part:
             return [Factors(alone=True)]
         self._added.clear()
         if common is Common.SUM:
@@ -430,16 +177,11 @@ class LossWeights:
         self._adds_up = True
 
     def _weights_beforehand(self, window: Window, sizes: Sequence[int]) -> Sequence[float | None]:
-        """Return what a loss is divided by where its graph does not say it: a number, or a count, of the batch."""
-        self.divided_by = None
-        if (number := self._number) is not None:
-            self.divided_by, is_counted = divisor.of_window(number, window)
-            if not is_counted:
-                self.warn(_share_text(number))
-            return divisor.of_micro_batches(number, window, sizes)
+        """Return what a loss is divided by where its graph does not say it: a count of the batch."""
         if unread := self._counted():
-            count = min(unread[0].counts)
-            return [one[count] for one in _counts(window, sizes, frozenset([count]))]
+            counted = _counts(window, sizes, frozenset(unread[0].counts))
+            _refuse_ambiguous(counted)
+            return [one[min(one)] for one in counted]
         return [None] * len(sizes)
 
     def _weigh_each_term(
@@ -494,10 +236,6 @@ class LossWeights:
             return None
         return window.weight(0, window.samples) if self.common is Common.SPLIT else float(window.samples)
 
-    def counts(self, name: str) -> bool:
-        """Whether what a loss is divided by is a count of the batch."""
-        return self.common is Common.DIVISOR and any(form.counts for form in self.forms.get(name, ()))
-
     def of_samples(
         self, name: str, window: Window, loss: Tensor | None = None
     ) -> tuple[float | Tensor, float | Tensor]:
@@ -508,15 +246,17 @@ class LossWeights:
             window: The samples.
             loss: The loss, if its graph may say it; otherwise their counts do, or their number.
         """
+        form = self.forms[name][0] if name in self.forms else None
+        if form is not None and form.number is not None:
+            span = window.spans[0]
+            number = numbers_in(span.piece.batch)[form.number]
+            return number, number * span.samples / span.piece.samples
         if self.common is not Common.DIVISOR:
             total = self.of_part(window)
             return (1.0, float(window.samples)) if total is None else (total, total)
-        if (number := self._number) is not None:
-            return divisor.of_micro_batches(number, window, [window.samples])[0], divisor.of_window(number, window)[0]
         if loss is not None and loss.requires_grad:
             weight = self.weight_of(name, loss, window.samples, trains=False)
             return weight, weight
-        form = self.forms[name][0] if name in self.forms else None
         if form is not None and form.counts:
             counted = _count(form, window)
             return counted, counted
@@ -536,10 +276,9 @@ class LossWeights:
         if isinstance(total, Tensor) and total.device.type != "cpu":
             # It may be an integer, which would round a quotient to single precision.
             return in_full(total)
-        on_host = float(total if self.divided_by is None else self.divided_by)
-        if not may_be_nothing and not on_host:
+        if not may_be_nothing and not float(total):
             raise nothing_counts(f"what loss {name!r} is divided by is 0", len(found))
-        return on_host
+        return float(total)
 
     # --- after a forward pass -----------------------------------------------------------------------------------------
 
@@ -577,99 +316,22 @@ class LossWeights:
         if self.common is Common.SUM and term.over is None:
             self.see_sum(name, value)
         if term.over is Form.VECTOR or self.common is not Common.DIVISOR:
-            return _times(value, factors.usual)
-        if factors.weight is None:
-            term.weight = self.weight_of(name, value, samples)
-            self._compare_counts(name, term.weight, samples)
-        else:
-            term.weight = factors.weight
-        self._compare_units(name, term.weight, factors)
+            # A mean over nothing is NaN.
+            return None if not factors.usual else value if factors.usual == 1.0 else value * factors.usual
+        term.weight = self.weight_of(name, value, samples) if factors.weight is None else factors.weight
+        each = self.forms[name][0].per_sample if len(self.forms) > 1 and name in self.forms else None
+        if each:  # of several losses
+            term.weight = float(term.weight)
+            factors.units = term.weight / each if factors.units is None else factors.units
+            self._compare_with(name, term.weight, factors.units * each)
         # The steady path divides first, too: the last bit is the same.
         is_there = isinstance(term.weight, Tensor) or term.weight
         return value * (term.weight / self.provisional_total(name)) if is_there else None
 
-    def _compare_counts(self, name: str, weight: Any, samples: int) -> None:
-        """Warn, in a window that was checked, of a divisor that is above the counts which it was in the check."""
-        counts, window = self.forms[name][0].counts if name in self.forms else {}, self.window
-        if self._is_new and not self.is_trusted and counts and window is not None and window.is_on(_HOST):
-            counted = counts_of(window, self.start, self.start + samples, frozenset(counts))
-            numbers = [counted[count] * each for count, each in counts.items()]
-            if isinstance(weight, float) and all(weight > number * (1 + _SAME_WEIGHT) > 0 for number in numbers):
-                self.warn(_above_text(name))
-
-    def begin_steady(self) -> None:
-        """Begin a window that is not checked."""
-        self._is_new = False
-        self._added.clear()
-
-    def see_sum(self, name: str, loss: Tensor) -> None:
-        """Compare a loss that is added up with what it was when it was checked, and in the window's micro-batches.
-
-        Raises:
-            NotCheckedError: It is put together otherwise.
-        """
-        if self.knows_all or not self.forms[name][0].is_read:
-            return
-        found = self._read(name, loss)
-        self._see(name, found)
-        weights = [term.weight for term in found]
-        first = self._added.setdefault(name, weights)
-        if first is not weights and not self.is_scaled and not all(map(_are_equal, first, weights)):
-            self.warn(_unlike_text(name))
-
-    def _see(self, name: str, found: Sequence[ReadTerm]) -> None:
-        """Note how a loss is put together, if it was checked for this window; otherwise compare it.
-
-        Raises:
-            NotCheckedError: It was never put together so in a window that was checked.
-        """
-        if self.said is not None:
-            return
-        if any(isinstance(one.weight, float) and one.weight in (0.0, math.inf, -math.inf) for one in found):
-            return  # nothing counts
-        built = (name, *((one.is_counted, one.divisor is None, one.end and one.end.name()) for one in found))
-        if built not in self._seen:
-            if not self._is_new:
-                raise _changed(name, self.forms.get(name), found)
-            self._seen.add(built)
-
-    def _compare_units(self, name: str, weight: Any, factors: Factors) -> None:
-        """Compare what a loss is divided by with the first loss of the micro-batch."""
-        each = self.forms[name][0].per_sample if len(self.forms) > 1 and name in self.forms else None
-        if not each:
-            return
-        if factors.units is None:
-            factors.units = weight / each
-        else:
-            self._compare_with(name, weight, factors.units * each)
-
-    def _compare_with(self, name: str, weight: Any, expected: Any) -> None:
-        """Compare what a term is divided by with what the first one says.
-
-        Raises:
-            NotCheckedError: They are not proportional, as they were when they were checked.
-        """
-        if isinstance(weight, Tensor) or isinstance(expected, Tensor):
-            are_apart = torch.as_tensor(weight - expected).abs() > _SAME_WEIGHT * abs(expected)
-            self._later.append((are_apart, _apart(name)))
-        elif abs(weight - expected) > _SAME_WEIGHT * abs(expected):
-            self._are_apart = True
-            self._refuse_what_is_not_counted()
-            raise NotCheckedError(_apart(name), is_known=True)
-
-    def refuse_nothing(self, name: str, loss: Tensor) -> None:
-        """Reject a window of one micro-batch in which nothing counts, if that can be seen without waiting.
-
-        Raises:
-            InvalidInputError: Nothing counts.
-        """
-        if self.said is not None or isinstance(loss, FakeTensor) or weight_at_once(loss):
-            return
-        if any(isinstance(one.weight, float) and not one.weight for one in read(loss)):
-            raise nothing_counts(f"what loss {name!r} is divided by is 0", 1)
-
     def weight_of(self, name: str, loss: Tensor, samples: int, *, trains: bool = True) -> float | Tensor:
-        """Return what a loss is divided by, as its graph says; on the device if it is known only there.
+        """Return what a loss is divided by, as its graph says.
+
+        It is on the device if only the device knows it and nothing has to be compared with it: of cross entropy alone.
 
         Args:
             name: Its name.
@@ -684,54 +346,46 @@ class LossWeights:
         forms = self.forms.get(name)
         if forms is not None and len(forms) == 1 and (weight := weight_at_once(loss)) is not None:
             return weight
-        found = self._read(name, loss)
+        found = read(loss)
         first = found[0]
         if forms is None or first.weight is None or (len(forms) != len(found) and not self.is_trusted):
             raise _changed(name, forms, found)
+        # The gradient of a division by 0 is NaN, even times 0.
+        if len(found) > 1 or first.divisor is not None:
+            _wait(found)
         if trains and not self.is_trusted:
             self._see(name, found)
         if len(forms) > 1:
             own, unit = forms[0].per_sample or 1.0, first.weight
             for one, form in zip(found[1:], forms[1:], strict=True):
                 self._compare_with(name, one.weight, unit * ((form.per_sample or 1.0) / own))
-        if first.divisor is not None and forms[0].may_be_clamped:
-            first.weight = self._unclamped(name, loss, first, samples)
         if isinstance(first.weight, Tensor):
-            # The gradient of a division by 0 is NaN, even times 0. This waits for the device.
-            divides = any(one.divisor is not None for one in found)
-            return 0.0 if divides and not float(first.weight) else first.weight
-        if math.isnan(first.weight):
+            return first.weight
+        weight = self._unclamped(name, loss, first, samples)
+        if math.isnan(weight):
             raise InvalidInputError(f"loss {name!r} divides by NaN; look for NaN among the weights")
-        return 0.0 if math.isinf(first.weight) else first.weight  # what is multiplied by 0 is not there
+        return 0.0 if math.isinf(weight) else weight  # what is multiplied by 0 is not there
 
-    def _read(self, name: str, loss: Tensor) -> list[ReadTerm]:
-        """Return the terms of a loss: along the trails to those of the last one, where its graph is the same."""
-        terms = self._trails.get(name)
-        again = [] if terms is None else [followed(loss, one.trail) for one in terms if one.trail is not None]
-        if terms is None or len(again) < len(terms) or None in again:
-            found = read(loss)
-            if all(one.trail is not None and one.weight is not None for one in found):
-                self._trails[name] = [replace(one, node=None) for one in found]
-            return found
-        for term, seen in zip(terms, again, strict=True):
-            term.weight, term.divisor = seen  # type: ignore[misc]
-        return terms
-
-    def _unclamped(self, name: str, loss: Tensor, term: ReadTerm, samples: int) -> Any:
-        """Return what a loss is divided by: what the batch says, if it is 1 and may be 1 for 0."""
-        counts, window = self.forms[name][0].counts, self.window
-        if isinstance(term.divisor, Tensor):
-            self._later.append((term.divisor == 1.0, _clamp_text(name)))
-        elif term.divisor == 1.0 and not _is_same(term.weight, samples * counts.get(SAMPLES, 0.0)):
-            numbers = []
-            if window is not None and window.is_on(_HOST):
-                counted = counts_of(window, self.start, self.start + samples, frozenset(counts))
-                numbers = [counted[count] * each for count, each in counts.items()]
-            if numbers and not any(numbers) and not float(loss.detach()):
-                return 0.0
-            if not numbers or not all(_is_same(term.weight, number) for number in numbers):
-                self.warn(_clamp_text(name))
-        return term.weight
+    def _unclamped(self, name: str, loss: Tensor, term: ReadTerm, samples: int) -> float:
+        """Return what a loss is divided by: 0 in place of max(1, 0); warn where it is more than what is counted."""
+        form, window, weight = self.forms[name][0], self.window, float(term.weight)
+        of_samples = samples * form.counts.get(SAMPLES, 0.0)
+        is_one = form.may_be_clamped and term.divisor == 1.0 and not _is_same(weight, of_samples)
+        if not is_one and (not self.is_new or self.is_trusted or not form.counts):
+            return weight
+        numbers: list[float] = []
+        if window is not None and window.is_on(_HOST):
+            counted = counts_of(window, self.start, self.start + samples, frozenset(form.counts))
+            numbers = [counted[count] * each for count, each in form.counts.items()]
+        if is_one and numbers and not any(numbers) and not float(loss.detach()):
+            return 0.0
+        if is_one:
+            is_clamped = not numbers or not all(_is_same(weight, number) for number in numbers)
+        else:
+            is_clamped = bool(numbers) and all(weight > number * (1 + _SAME_WEIGHT) > 0 for number in numbers)
+        if is_clamped:
+            self.warn_of_clamp(name)
+        return weight
 
     def _weigh_terms(self, term: Term, factors: Factors) -> Tensor | None:
         """Return a loss whose terms have factors of their own, which its backward pass applies."""
@@ -741,12 +395,13 @@ class LossWeights:
         found = read(term.value)
         if len(found) != len(own):
             raise _changed(term.name, forms, found)
+        _wait(found)
         self._see(term.name, found)
         for number, (one, form) in enumerate(zip(found, forms, strict=True)):
             if form.form is Form.MEAN and form.is_read:
                 self._compare((term.name, number), one, factors.expected[term.name, number])
         if len(own) == 1:
-            return _times(term.value, own[0])
+            return term.value * own[0] if own[0] else None
         for one, factor in zip(found, own, strict=True):
             if factor != share:
                 one.node.register_prehook(_scaling(factor / share))
@@ -762,53 +417,79 @@ class LossWeights:
             NotCheckedError: Another count than the one that was taken is meant.
             InvalidInputError: None is.
         """
-        (name, number), taken = slot, min(expected)
-        error = InvalidInputError(
-            f"loss {name!r} has a mean beside other terms that was divided by something else than {expected[taken]:g}, "
-            "which the batch counts and which it was divided by when the loss was checked; return its terms by name as "
-            "(sum, weight) pairs"
-        )
-        if isinstance(term.weight, Tensor):
-            is_other = (term.weight - expected[taken]).abs() > _SAME_WEIGHT * abs(expected[taken])
-            self._later.append((is_other, error))
-            return
+        (name, number), taken, forms = slot, min(expected), list(self.forms[slot[0]])
         meant = [count for count, counted in expected.items() if _is_same(term.weight, counted)]
-        if taken not in meant and term.divisor == 1.0 and self.forms[name][number].may_be_clamped:
-            self.warn(_clamp_text(name))
+        if taken not in meant and term.divisor == 1.0 and forms[number].may_be_clamped:
+            self.warn_of_clamp(name)
             return
         if meant and len(meant) < len(expected):
-            forms = list(self.forms[name])
             counts = {count: each for count, each in forms[number].counts.items() if count in meant}
             forms[number] = replace(forms[number], counts=counts)
             self.forms[name] = tuple(forms)
         if taken not in meant:
+            error = InvalidInputError(
+                f"loss {name!r} has a mean beside other terms that was divided by something else than "
+                f"{expected[taken]:g}, which the batch counts and which it was divided by when the loss was checked; "
+                "return its terms by name as (sum, weight) pairs"
+            )
             raise NotCheckedError(error, is_known=True) if meant else error
 
-    # --- a window later -----------------------------------------------------------------------------------------------
-
-    @property
-    def has_left(self) -> bool:
-        """Whether something on the device is to be looked at."""
-        return bool(self._later)
-
-    def look_back(self) -> None:
-        """Look at what was left on the device in the window before.
+    def _compare_with(self, name: str, weight: float, expected: float) -> None:
+        """Compare what a term is divided by with what the first one says.
 
         Raises:
-            InvalidInputError: What a loss was divided by is not what the batch counts.
+            NotCheckedError: They are not proportional, as they were when they were checked.
         """
-        self._trails.clear()  # careful windows read all of a graph
-        self._is_new = False
-        later, self._later = self._later, []
-        are_wrong = torch.stack([is_wrong.reshape(()) for is_wrong, _ in later]).tolist() if later else []
-        for said in [said for is_wrong, (_, said) in zip(are_wrong, later, strict=True) if is_wrong]:
-            if isinstance(said, InvalidInputError):
-                raise said
-            self.warn(said)
+        if not _is_same(weight, expected):
+            self.are_apart = True
+            self._refuse_what_is_not_counted()
+            raise NotCheckedError(_changed(name, None, ()).said, is_known=True)
 
-    def forget_window(self) -> None:
-        """Drop what was left on the device, since the window begins again."""
-        self._later, self.window = [], None
+    def see_sum(self, name: str, loss: Tensor) -> None:
+        """Compare a loss that is added up with what it was when it was checked, and in the window's micro-batches.
+
+        Raises:
+            NotCheckedError: It is put together otherwise.
+        """
+        if self.knows_all or not self.forms[name][0].is_read:
+            return
+        found = read(loss)
+        self._see(name, found)
+        weights = [term.weight for term in found]
+        first = self._added.setdefault(name, weights)
+        if first is not weights and not all(map(_are_equal, first, weights)):
+            self.warn(
+                f"loss {name!r} was a sum, divided by one number, when it was checked, and is divided by different "
+                "numbers in the micro-batches of a window, which are added all the same: its gradient may differ from "
+                "the whole batch's; return a (sum, weight) pair"
+            )
+
+    def _see(self, name: str, found: Sequence[ReadTerm]) -> None:
+        """Note how a loss is put together, if it was checked for this window; otherwise compare it.
+
+        Raises:
+            NotCheckedError: It was never put together so in a window that was checked.
+        """
+        if self.said is not None:
+            return
+        if any(isinstance(one.weight, float) and one.weight in (0.0, math.inf, -math.inf) for one in found):
+            return  # nothing counts
+        built = (name, *((one.is_counted, one.divisor is None, one.end and one.end.name()) for one in found))
+        if built not in self._seen:
+            if not self.is_new:
+                raise _changed(name, self.forms.get(name), found)
+            self._seen.add(built)
+
+    def refuse_nothing(self, name: str, loss: Tensor) -> None:
+        """Reject a window of one micro-batch in which nothing counts, if that can be seen without waiting.
+
+        Raises:
+            InvalidInputError: Nothing counts.
+        """
+        if self.said is not None or isinstance(loss, FakeTensor) or weight_at_once(loss):
+            return
+        if any(isinstance(one.weight, float) and not one.weight for one in read(loss)):
+            raise nothing_counts(f"what loss {name!r} is divided by is 0", 1)
 
 
 # --- counting ---------------------------------------------------------------------------------------------------------
@@ -826,6 +507,18 @@ def _count(form: TermForm, window: Window) -> float:
     return counts_of(window, 0, window.samples, frozenset([count]))[count]
 
 
+def _refuse_ambiguous(counted: Sequence[Mapping[Count, float]]) -> None:
+    """Reject counts of micro-batches which weighed all samples so far alike, and do not weigh these alike."""
+    totals = {count: sum(one[count] for one in counted) or 1.0 for count in counted[0]}
+    first = min(totals)
+    pairs = [(one[count] / totals[count], one[first] / totals[first]) for one in counted for count in totals]
+    if any(abs(share - its) > _SAME_COUNT for share, its in pairs):
+        raise InvalidInputError(
+            f"what the loss is divided by could be {' or '.join(sorted(map(in_words, totals)))}, which differ in this "
+            "window; return a (sum, weight) pair, or pass loss_reduction="
+        )
+
+
 def _expected(form: TermForm, window: Window, *, rounds: bool = False) -> float:
     """Return about what a loss is divided by in a window; exactly, where its batches are on the host and are counted.
 
@@ -833,19 +526,26 @@ def _expected(form: TermForm, window: Window, *, rounds: bool = False) -> float:
     check. A power of two makes the update independent of that to the last bit, as after a resume; but those of several
     losses have to keep their ratio.
     """
-    batch = window.plain_batch() if form.counts else None
-    for count, each in form.counts.items():
-        found = counted_at_once(batch, count)
-        if found is None and count != SAMPLES and (count[0] == ELEMENTS or window.is_on(_HOST)):
-            found = counts_of(window, 0, window.samples, frozenset([count]))[count]
-        if found and each > 0:
-            return found * each
-    if form.per_sample is None and (found := counted_at_once(batch, (ELEMENTS, TARGETS))):
-        return found  # on the device
+    if SAMPLES in form.counts:
+        return window.samples * form.counts[SAMPLES]
+    counts = [count for count in form.counts if count[0] == ELEMENTS or window.is_on(_HOST)]
+    if not counts and window.is_nested and form.form is Form.MEAN and form.per_sample is None:
+        counts = [(ELEMENTS, TARGETS)]  # without waiting for the device
+    stop = window.samples if window.is_nested else 1  # what a split makes takes memory
+    for count in counts:
+        if found := counts_of(window, 0, stop, frozenset([count]))[count]:
+            return found * form.counts.get(count, 1.0) * (window.samples / stop)
     each = form.per_sample or 1.0
     expected = window.samples * (each if math.isfinite(each) and each > 0 else 1.0)
-    is_inexact = form.form is Form.MEAN and form.per_sample is not None and SAMPLES not in form.counts
+    is_inexact = form.form is Form.MEAN and form.per_sample is not None
     return 2.0 ** round(math.log2(expected)) if is_inexact and rounds and expected else expected
+
+
+def _wait(terms: Sequence[ReadTerm]) -> None:
+    """Bring what terms are divided by to the host."""
+    for one in terms:
+        one.weight = float(one.weight) if isinstance(one.weight, Tensor) else one.weight
+        one.divisor = float(one.divisor) if isinstance(one.divisor, Tensor) else one.divisor
 
 
 def _are_equal(one: Any, other: Any) -> bool:
@@ -858,26 +558,6 @@ def _is_same(weight: Any, expected: float) -> bool:
     return isinstance(weight, float) and abs(weight - expected) <= _SAME_WEIGHT * abs(expected)
 
 
-def _both(mine: Sequence[TermForm], theirs: Sequence[TermForm]) -> tuple[TermForm, ...] | None:
-    """Return terms with the counts that both found; None if they are of other kinds."""
-    if [one.kind for one in mine] != [one.kind for one in theirs]:
-        return None
-    pairs = zip(mine, theirs, strict=True)
-    return tuple(
-        replace(one, counts={count: each for count, each in one.counts.items() if count in its.counts})
-        for one, its in pairs
-    )
-
-
-# --- gradients --------------------------------------------------------------------------------------------------------
-
-
-def _times(value: Tensor, factor: float) -> Tensor | None:
-    if not factor:
-        return None  # a mean over nothing is NaN
-    return value if factor == 1.0 else value * factor
-
-
 def _scaling(factor: float) -> Any:
     def scaled(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         return tuple(None if one is None else one * factor for one in gradients)
@@ -885,11 +565,7 @@ def _scaling(factor: float) -> Any:
     return scaled
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
-
-
-def _in_words(forms: Sequence[TermForm]) -> str:
-    return " + ".join(form.form.value for form in forms)
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def nothing_counts(why: str, micro_batches: int) -> InvalidInputError:
@@ -897,13 +573,6 @@ def nothing_counts(why: str, micro_batches: int) -> InvalidInputError:
     return InvalidInputError(
         f"no target of this window counts ({why} in its {micro_batches} micro-batches), so the mean loss over it does "
         "not exist; leave such samples out"
-    )
-
-
-def _apart(name: str) -> InvalidInputError:
-    return InvalidInputError(
-        f"loss {name!r} has terms whose divisors had one ratio when they were checked, and have another now; return "
-        "them by name as (sum, weight) pairs"
     )
 
 
@@ -917,41 +586,3 @@ def _changed(name: str, forms: Sequence[TermForm] | None, found: Sequence[ReadTe
         "of 0 where nothing counts), a (sum, weight) pair, or pass loss_reduction="
     )
     return NotCheckedError(said)
-
-
-def _share_text(number: Path) -> str:
-    return (
-        f"{spelled(number)} of a batch, which the loss is divided by, is no count of the batch, and a window holds a "
-        "part of that batch: the part is given its share by samples; a target batch that is a multiple of the "
-        "loader's batch size avoids it"
-    )
-
-
-def scale_text(number: Path) -> str:
-    """Return the warning about a number of the batch that divides the loss and is no count."""
-    return (
-        f"{spelled(number)} differs between the loader's batches and divides the loss; it is taken for a scale and not "
-        "for a count, since it counts nothing in its batch"
-    )
-
-
-def _unlike_text(name: str) -> str:
-    return (
-        f"loss {name!r} was a sum, divided by one number, when it was checked, and is divided by unlike numbers in the "
-        "micro-batches of a window, which are added all the same: its gradient may differ from the whole batch's; "
-        "return a (sum, weight) pair"
-    )
-
-
-def _above_text(name: str) -> str:
-    return (
-        f"loss {name!r} divides by more in a micro-batch than the batch counts there, as max(8, n) does where n is "
-        "small: such micro-batches then count too much; return the (sum, weight) pair with n itself"
-    )
-
-
-def _clamp_text(name: str) -> str:
-    return (
-        f"loss {name!r} divides by exactly 1 in a micro-batch, as max(1, n) does where n is 0: such micro-batches then "
-        "count too much; return the (sum, weight) pair with n itself"
-    )

@@ -13,13 +13,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
-from autoaccum._system import signals
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     from autoaccum._data.random_state import RandomState
+
+
+CALLS_USER_CODE = True  # for own_code.raised_here
 
 
 class Mark(Protocol):
@@ -37,20 +37,15 @@ class Mark(Protocol):
         """Return what passes have moved since the state was saved."""
 
 
-class Modes:
-    """Saves which submodules are in training mode.
-
-    Args:
-        modules: The modules.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
-        self._modes = [part.training for part in self.parts]
-
-    def put_back(self) -> None:
-        """Restore the mode of each submodule."""
-        for part, training in zip(self.parts, self._modes, strict=True):
+@contextmanager
+def _modes_kept(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
+    """Restore the mode of each submodule after the block, which gets them."""
+    parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
+    modes = [part.training for part in parts]
+    try:
+        yield parts
+    finally:
+        for part, training in zip(parts, modes, strict=True):
             part.training = training
 
 
@@ -58,39 +53,21 @@ class Modes:
 def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put modules into evaluation mode for the block, then restore the mode of each submodule."""
     modules = list(modules)
-    modes = Modes(modules)
-    try:
+    with _modes_kept(modules):
         for module in modules:
             module.eval()
         yield
-    finally:
-        modes.put_back()
 
 
-class Eager:
-    """Lets compiled modules and functions run eagerly: a size that occurs once is not worth a graph.
+@contextmanager
+def run_eagerly() -> Iterator[None]:
+    """Run compiled modules and functions eagerly in the block: a size that occurs once is not worth a graph."""
+    if "torch._dynamo" not in sys.modules:  # importing it takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
-    There is one for the process: after an interrupt, a block may end while a later one runs, or never.
-    """
-
-    def __init__(self) -> None:
-        self._stance: AbstractContextManager[None] | None = None
-
-    def take(self) -> None:
-        """Run everything eagerly from now on, unless the compiler was never imported, which would take seconds."""
-        if self._stance is None and "torch._dynamo" in sys.modules:
-            with signals.held():  # the stance holds from when the object is made
-                self._stance = torch.compiler.set_stance("force_eager")
-
-    def put_back(self) -> None:
-        """Run compiled code as before, if that was not done already."""
-        with signals.held():
-            stance, self._stance = self._stance, None
-            if stance is not None:
-                stance.__exit__(None, None, None)
-
-
-eager = Eager()
 
 # --- training mode without dropout and BatchNorm's statistics ---------------------------------------------------------
 
@@ -114,22 +91,12 @@ _OFF: dict[Callable[..., Any], tuple[int, str, Any]] = {
 @contextmanager
 def quiet_training(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Keep modules in their modes for the block, except for layers that draw numbers or take a batch's statistics."""
-    modes = Modes(modules)
-    try:
-        for part in modes.parts:
+    with _modes_kept(modules) as parts:
+        for part in parts:
             if isinstance(part, _QUIET) or type(part).__name__ in _STOCHASTIC_DEPTH:
                 part.training = False
         with _Quiet():
             yield
-    except Exception as error:
-        here = error.__traceback__
-        while here is not None:  # leave out frames of `_Quiet`: the traceback then ends in the code that failed
-            while here.tb_next is not None and here.tb_next.tb_frame.f_code is _Quiet.__torch_function__.__code__:
-                here.tb_next = here.tb_next.tb_next
-            here = here.tb_next
-        raise
-    finally:
-        modes.put_back()
 
 
 class _Quiet(TorchFunctionMode):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,17 +17,15 @@ from torch.nn import functional
 
 from autoaccum._arguments import check_function, is_one_of, shown
 from autoaccum._data.nesting import map_tensors
-from autoaccum._data.numbers import number_at
 from autoaccum._data.pieces import weigher_of
 from autoaccum._data.splits import ByDefault, check_split
-from autoaccum._loss import calling_conventions, divisor
-from autoaccum._loss.batch_counts import in_words
+from autoaccum._loss import calling_conventions
 from autoaccum._loss.closures import Closure
-from autoaccum._loss.divisor import carries_numbers
 from autoaccum._loss.loss_check import MOST_SAMPLES
 from autoaccum._loss.loss_entries import TOTAL, Entries
-from autoaccum._loss.loss_weights import Common, LossWeights, scale_text
-from autoaccum._loss.modes import Modes, eager
+from autoaccum._loss.loss_forms import Common
+from autoaccum._loss.loss_weights import LossWeights
+from autoaccum._loss.modes import run_eagerly
 from autoaccum._loss.terms import ELEMENTWISE, Form, Term, describe, is_pair, kind_of, of_torch, reported_term, term_of
 from autoaccum._loss.trial_losses import TrialLosses
 from autoaccum.errors import InvalidInputError
@@ -119,7 +117,6 @@ class Objective:
         self.samples = 0
         self.weights = LossWeights(_said_by(loss_reduction, split), repr(split))
         self._most = MOST_SAMPLES  # samples of the next check
-        self._nodes: dict[Any, str] = {}  # names of reported values, while losses are checked
         self._losses: Sequence[Any] = loss if isinstance(loss, list | tuple) else [loss]
         is_list = self._losses is loss
         self.sources = _sources(self._losses) if is_list else [Source(Objective._forward_and_loss)]
@@ -130,8 +127,7 @@ class Objective:
         # Whether a pass gives outputs beside the loss: the model's, or those that a closure returns.
         self.gives_outputs = not is_list or isinstance(self._losses[0], Closure)
         self.takes_pairs = self._forward is None and self.takes_outputs
-        self._modes: Modes | None = None  # as they were, while something is tried in evaluation mode
-        self._entries = Entries(notices, self.weights.forget)
+        self._entries = Entries(notices, lambda name: self.weights.forms.pop(name, None))
         self._loss_reduction = loss_reduction
         self._settings: Any = None
         self._read_settings()
@@ -218,14 +214,13 @@ class Objective:
             is_due: Whether the window is due for all checks.
         """
         weights = self.weights
-        if weights.knows_all or (len(sizes) == 1 and not is_part and not carries_numbers(window)):
+        if weights.knows_all or (len(sizes) == 1 and not is_part and not window.carries_numbers()):
             return False
-        return is_due or not weights.is_checked or bool(weights.is_ambiguous(window, sizes))
+        return is_due or not weights.is_checked
 
     def check(
         self,
         window: Window,
-        sizes: Sequence[int],
         place: Callable[[Any], Any],
         mark: Mark,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
@@ -237,7 +232,6 @@ class Objective:
 
         Args:
             window: The window.
-            sizes: The micro-batch sizes.
             place: Moves a batch to the device.
             mark: Taken and restored here.
             autocast: Returns the context that the model runs in.
@@ -247,34 +241,23 @@ class Objective:
             InvalidInputError: A loss cannot be put together from micro-batches.
         """
         most, self._most = self._most, self._most // 2
-        weights, telling = self.weights, self.weights.is_ambiguous(window, sizes)
+        weights = self.weights
         kind = next((parameter.device.type for parameter in parameters), "cpu")
         casts = not isinstance(autocast(), nullcontext) or torch.is_autocast_enabled(kind)
         passes, parameters = list(map(self._pass, self.sources)), [one for one in parameters if one.requires_grad]
         casts = casts or self.casts_itself
-        trial = TrialLosses(
-            passes, self.modules, weights, self._nodes, place, mark, autocast, casts=casts, parameters=parameters
-        )
-        self._modes = Modes(self.modules)
-        eager.take()
+        trial = TrialLosses(passes, self.modules, weights, place, mark, autocast, casts=casts, parameters=parameters)
         mark.take()
         try:
-            forms = trial.forms(window, most, telling) if most > 1 else None
-            is_checked = forms is not None
-            forms = trial.unchecked(window) if forms is None else forms
+            with run_eagerly():
+                forms = trial.forms(window, most) if most > 1 else None
+                is_checked = forms is not None
+                forms = trial.unchecked(window) if forms is None else forms
         finally:
             mark.restore()
-            self.put_back_modes()
-            self._nodes.clear()
-        forms = {name: [self._without_scale(form, window) for form in of_name] for name, of_name in forms.items()}
         weights.learn(forms, is_checked=is_checked)
         weights.is_checked = trial.is_complete
         self._most = most  # which fit
-        if telling and weights.is_ambiguous(window, sizes, only_unread=True):
-            raise InvalidInputError(
-                f"what the loss is divided by could be {' or '.join(sorted(map(in_words, telling)))}, which differ in "
-                "this window; return a (sum, weight) pair, or pass loss_reduction="
-            )
 
     def _pass(self, source: Source) -> Callable[[Any, int], list[Term]]:
         return lambda batch, samples: self.terms(source, batch, samples)[0]
@@ -283,34 +266,14 @@ class Objective:
         """Try as many samples as possible in the next check, since more memory may be there."""
         self._most, self.weights.is_checked = MOST_SAMPLES, False
 
-    def _without_scale(self, form: TermForm, window: Window) -> TermForm:
-        """Return a form without the number of the batch that divides it, if that is a scale and counts nothing."""
-        path = form.number
-        if path is None or divisor.is_count_at(path, window):
-            return form
-        self.weights.is_scaled = True
-        if len({number_at(span.piece.batch, path) for span in window.spans}) > 1:
-            self.weights.warn(scale_text(path))
-        return replace(form, number=None)
-
-    def put_back_modes(self) -> None:
-        """Restore the modules' modes and the compiler if something was tried in evaluation mode and never ended.
-
-        An interrupt can come between a block's end and the code that restores what the block changed.
-        """
-        eager.put_back()
-        if self._modes is not None:
-            self._modes.put_back()
-            self._modes = None
-
     def begin_window(self) -> None:
         """Read the settings of a `torch.nn` loss, which may change from one window to the next.
 
         Raises:
-            InvalidInputError: They contradict `loss_reduction`, or a loss was weighted wrongly in the window before.
+            InvalidInputError: They contradict `loss_reduction`.
         """
         self._read_settings()
-        self.weights.look_back()
+        self.weights.begin_window()
 
     def settings(self) -> tuple[Any, ...]:
         """Return the settings of a loss of torch, and how losses weigh samples, to be compared with later ones."""
@@ -368,8 +331,6 @@ class Objective:
         for name, value in raw.items():
             if name in added or value is None:
                 continue
-            if self._modes is not None and isinstance(value, Tensor) and value.grad_fn is not None:
-                self._nodes[value.grad_fn] = name
             reported = reported_term(name, value, samples, summed=summed)
             if reported is not None:
                 terms.append(reported)

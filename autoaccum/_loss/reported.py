@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._loss.loss_weights import Common
+from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.terms import Form, in_full
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from autoaccum._loss.batch_counts import ELEMENTS, LABELS, SAMPLES, TARGETS
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from autoaccum._data.numbers import Path
+    from autoaccum._data.nesting import Path
     from autoaccum._loss.batch_counts import Count
 
 
@@ -44,7 +44,6 @@ class TermForm:
         counts: Counts of the batch that are proportional to what it is divided by, and what it is for each.
         may_be_clamped: Whether a divisor that is 1 would be news.
         is_clamped: Whether it was 1 where nothing counts.
-        name: The reported value that it is computed from, if that is known.
         number: Of a sum: where the batch carries the number that it is divided by; None if it is no such number.
     """
 
@@ -55,7 +54,6 @@ class TermForm:
     counts: Mapping[Count, float] = field(default_factory=dict)
     may_be_clamped: bool = False
     is_clamped: bool = False
-    name: str = ""
     number: Path | None = None
 
     @property
@@ -164,6 +162,8 @@ def not_finite(losses: Mapping[str, float]) -> InvalidInputError:
 
 # --- losses of torch --------------------------------------------------------------------------------------------------
 
+# The relative difference of (sum, weight) pairs that rounding may cause.
+_SAME_PAIR = 1e-3
 # Losses of (outputs, targets) whose graph says what they are divided by. Subclasses may compute anything.
 _OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
 _OF_SAMPLES = (nn.MultiLabelMarginLoss, nn.MultiMarginLoss, nn.MultiLabelSoftMarginLoss)
@@ -243,35 +243,24 @@ def weight_of_pair(name: str, weight: Any) -> Tensor | float:
     return weight.detach().clone().reshape(()) if isinstance(weight, Tensor) else float(weight)
 
 
-def check_pair(name: str, whole: tuple[float, float], parts: Sequence[tuple[float, float]], tolerance: float) -> None:
-    """Check that the pairs of two parts of a batch sum to the pair of the batch.
+def no_mean(name: str, whole: tuple[float, float], *parts: tuple[float, float]) -> InvalidInputError:
+    """Return the error for a vector or a pair whose mean over samples is not that of two parts of them together.
 
     Args:
         name: Name of the loss.
-        whole: The pair of the batch.
-        parts: The pairs of its parts.
-        tolerance: The relative difference that rounding may cause.
-
-    Raises:
-        InvalidInputError: The weights do not add up, or the sums are means.
+        whole: Mean and weight of the samples.
+        parts: The same of their parts.
     """
-    weight, added = whole[1], sum(part[1] for part in parts)
-    if abs(weight - added) > tolerance * max(abs(weight), abs(added)):
-        raise InvalidInputError(
-            f"loss {name!r} is a pair whose second halves do not add up: {weight:g} for a batch and {added:g} for its "
+    (mean, weight), added = whole, sum(part[1] for part in parts)
+    if not math.isclose(weight, added, rel_tol=_SAME_PAIR):
+        return InvalidInputError(
+            f"loss {name!r} is a pair whose second halves do not add up: {weight:g} for a batch, and {added:g} for its "
             f"two parts together, as an accuracy or another mean would; {_PAIR_MEANS}"
         )
-    as_sum, as_mean = sum(part[0] for part in parts), sum(part[0] * part[1] for part in parts) / (weight or math.nan)
-    room = tolerance * max(abs(whole[0]), *(abs(part[0]) for part in parts))
-    if abs(whole[0] - as_mean) <= room < abs(whole[0] - as_sum) and abs(as_mean - as_sum) > room:
-        raise InvalidInputError(
-            f"loss {name!r} is a pair whose first half is a mean ({whole[0]:g} for a batch, "
-            f"{' and '.join(f'{part[0]:g}' for part in parts)} for its parts); {_PAIR_MEANS}"
-        )
-
-
-def compares_samples(name: str) -> InvalidInputError:
-    """Return the error for a vector, or a sum of a pair, in which a sample's loss depends on the others."""
+    if math.isclose(
+        mean * weight, sum(each * own**2 for each, own in parts) / (weight or math.nan), rel_tol=_SAME_PAIR
+    ):
+        return InvalidInputError(f"loss {name!r} is a pair whose first half is a mean; {_PAIR_MEANS}")
     return InvalidInputError(
         f"loss {name!r} gives samples other losses together than in two parts, as weights divided by their batch mean "
         "do: micro-batches do not give the gradient of the whole batch. Return a (sum, weight) pair of "

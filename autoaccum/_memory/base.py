@@ -37,7 +37,7 @@ class MemoryBackend(ABC):
         is_limited: Whether a limit is in force now.
         limit_bytes: That limit; None without one.
         is_soft: Whether it is one that allocations may exceed: peaks are compared with it (`excess`), and `reset_peak`
-            is called before each window.
+            is called before each window that is to be measured, `stop_measuring` before each other one.
     """
 
     fails_cleanly: bool = True
@@ -132,6 +132,9 @@ class MemoryBackend(ABC):
     @abstractmethod
     def peak_bytes(self) -> int | None:
         """Return the highest use since `reset_peak`, as counted by the limit; None if the system does not count it."""
+
+    def stop_measuring(self) -> None:  # noqa: B027 - most devices count peaks at no cost
+        """Do without peaks until the next `reset_peak`, if counting them costs time."""
 
     def excess(self, peak_bytes: int | None) -> str | None:  # noqa: ARG002 - most devices have no such limit
         """Return in words by how much a peak is above a soft limit; None if it is not, or there is none."""

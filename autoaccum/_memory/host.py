@@ -1,9 +1,13 @@
 """The host's memory: a soft limit that is measured, and a hard one on this process above it.
 
 Linux overcommits memory and kills a process that uses too much. Native code can crash when an allocation fails inside
-it. So a limit is soft: resident memory is measured after each trial and each window, what was above the limit is kept,
-and the next is smaller. Far above it, RLIMIT_DATA makes an allocation fail instead of the process being killed. It
-counts private writable address space (tensors, the heap, the stacks of new threads), whether touched or not.
+it. So a limit is soft: trials and some windows are measured, what was above the limit is kept, and the next is smaller.
+Far above it, RLIMIT_DATA makes an allocation fail instead of the process being killed. It counts private writable
+address space (tensors, the heap, the stacks of new threads), whether touched or not.
+
+The limit counts memory in use. glibc keeps freed blocks, so resident memory can be twice that; without them, each block
+would be mapped and cleared anew. So blocks are given back at once only while something is measured, and resident memory
+is then what is in use (docs/dev/architecture.md has the numbers).
 """
 
 from __future__ import annotations
@@ -43,10 +47,20 @@ _FREE_BELIEVED_S = 0.1
 _CONVOLUTION_ROOM_BYTES = 16 * 1024 * 1024
 # With less, there is nothing to train: a first convolution alone takes a megabyte.
 _LEAST_LIMIT_BYTES = 4 * 1024 * 1024
-# The hard limit is twice the soft one, at least this much more, since a trial is at most twice as large as one that was
-# measured, and a first one small; one part in `_RESERVE` of what the machine and its control groups leave stays free.
+# The hard limit is so many times the soft one, at least 256 MiB more: a trial is at most twice as large as one that was
+# measured, a first one is small, and freed blocks that the heap keeps made 2.7 times the memory in use at most.
+# One part in `_RESERVE` of what the machine and its control groups leave stays free.
+_HARD = 3
 _LEAST_BEYOND_BYTES = 256 * 1024 * 1024
 _RESERVE = 20
+# A measured peak may be above the limit by one part in so many: two windows of the same sizes differ by less.
+_TOLERANCE = 32
+# The names of glibc's options (malloc.h), and the values that glibc begins with and reaches by itself.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_FIRST_THRESHOLD_BYTES, _LAST_THRESHOLD_BYTES = 128 * 1024, 32 * 1024 * 1024
+# The limit over the largest block that may stay with the heap while something is measured. Larger ones are mappings,
+# of which the kernel allows 65,530 to a process.
+_BLOCKS_OF_LIMIT = 4096
 # A limit that would do is a peak and one part in so many: peaks of a step differ by what the heap keeps.
 _ABOVE = 5
 
@@ -54,8 +68,8 @@ _ABOVE = 5
 class Host(MemoryBackend):
     """The memory of the machine that this process may use.
 
-    Use is resident memory without file pages, counted from when `counted` was last entered, or else from when the
-    backend was created: a limit of 2 GiB means 2 GiB in addition to what the process held then.
+    Use is counted from when `counted` was last entered, or else from when the backend was created: a limit of 2 GiB
+    means 2 GiB in addition to what the process held then.
     """
 
     fails_cleanly = False
@@ -67,6 +81,8 @@ class Host(MemoryBackend):
         self._machine_free_bytes = 0
         self._machine_asked_s = -1.0
         self._peak_counted = False
+        self._is_measuring = False
+        self._keeps_freed = True  # while nothing is measured
         self._hard_bytes = 0
         self._granted_bytes = 0  # that were there for the optimizer's step once the heap had given back what is free
         self._held_then = _anonymous()
@@ -115,8 +131,9 @@ class Host(MemoryBackend):
         self.reset_peak()
         if limit_bytes is not None:
             free = _machine_free()
-            beyond = max(2 * limit_bytes, limit_bytes + _LEAST_BEYOND_BYTES)
-            self._hard_bytes = _data_bytes() + min(beyond, free - free // _RESERVE)
+            beyond, room = max(_HARD * limit_bytes, limit_bytes + _LEAST_BEYOND_BYTES), free - free // _RESERVE
+            self._hard_bytes = _data_bytes() + min(beyond, room)
+            self._keeps_freed = beyond <= room
         yield
 
     @contextmanager
@@ -132,20 +149,32 @@ class Host(MemoryBackend):
                 yield
             finally:
                 self.is_soft = False
+                self._measure(False, limit_bytes)
 
     def lifted(self) -> contextlib.AbstractContextManager[None]:
         """Suspend the hard limit of this thread, including that of another backend."""
         return of_process.lifted()
 
     def reset_peak(self) -> None:
-        """Reset the kernel's high-water mark."""
+        """Reset the kernel's high-water mark; under a limit, measure exactly until `stop_measuring`."""
+        if self.is_soft and self.limit_bytes is not None:
+            self._measure(True, self.limit_bytes)
+            self.trim()
         self._peak_counted = _linux.reset_high_water()
+
+    def stop_measuring(self) -> None:
+        """Let the heap keep freed blocks, if the machine has room for them."""
+        if self._keeps_freed and self.limit_bytes is not None:
+            self._measure(False, self.limit_bytes)
 
     def peak_bytes(self) -> int | None:
         """Return the highest use since `reset_peak`; None if the kernel does not let a process reset its mark.
 
-        File pages are excluded: a first convolution loads megabytes of code.
+        Under a limit it is None while nothing is measured. File pages are excluded: a first convolution loads megabytes
+        of code.
         """
+        if self.is_soft and not self._is_measuring:
+            return None
         counted = _linux.status_bytes("VmHWM", "RssFile", "RssShmem") if self._peak_counted else None
         if counted is None:
             return None
@@ -154,7 +183,9 @@ class Host(MemoryBackend):
 
     def excess(self, peak_bytes: int | None) -> str | None:
         """Return in words by how much a peak is above the limit in force, and which limit would do."""
-        if not self.is_soft or peak_bytes is None or self.limit_bytes is None or peak_bytes <= self.limit_bytes:
+        if not self.is_soft or peak_bytes is None or self.limit_bytes is None:
+            return None
+        if peak_bytes <= self.limit_bytes + self.limit_bytes // _TOLERANCE:
             return None
         would_do = format_bytes(peak_bytes + peak_bytes // _ABOVE)
         return f"it took {format_bytes(peak_bytes)} of {format_bytes(self.limit_bytes)}; {would_do} would do"
@@ -217,6 +248,18 @@ class Host(MemoryBackend):
     def total_for_fraction(self) -> int:
         """Return the memory of the machine, or the tightest limit of its control groups."""
         return self.reading().total_bytes
+
+    def _measure(self, measures: bool, limit_bytes: int) -> None:
+        """Let freed blocks leave the process at once, or let the heap keep them as it would without a limit."""
+        if measures is self._is_measuring:
+            return
+        self._is_measuring = measures
+        threshold = max(limit_bytes // _BLOCKS_OF_LIMIT, _FIRST_THRESHOLD_BYTES) if measures else _LAST_THRESHOLD_BYTES
+        threshold = min(threshold, _LAST_THRESHOLD_BYTES)
+        libc = _libc()
+        if libc is not None:
+            libc.mallopt(_M_MMAP_THRESHOLD, threshold)
+            libc.mallopt(_M_TRIM_THRESHOLD, 2 * threshold)
 
     def _check_onednn(self) -> None:
         try:

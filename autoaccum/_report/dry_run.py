@@ -209,7 +209,7 @@ class _Stage:
         try:
             window = Window([self._batch], step.objective.split)
             if step.objective.needs_check(window, sizes, is_part=False, is_due=True):
-                step.objective.check(window, sizes, step.transfer.place, mark, step.precision.autocast, step.parameters)
+                step.objective.check(window, step.transfer.place, mark, step.precision.autocast, step.parameters)
         except InvalidInputError as error:
             self._warnings.append(str(error))
         except Exception as error:

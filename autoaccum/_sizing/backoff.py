@@ -8,8 +8,15 @@ thousand windows.
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
+from autoaccum._sizing.frontier import are_within
 from autoaccum._sizing.planner import shrink
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from autoaccum._sizing.frontier import Widths
 
 # A failure costs a micro-batch or a window, so at this interval it costs a few percent at most.
 FIRST_WAIT_WINDOWS = 32
@@ -19,6 +26,8 @@ FIRST_WAIT_WINDOWS = 32
 LONGEST_WAIT_WINDOWS = 512
 # Seconds before a sample that failed alone is tried again: a neighbour's peak is over, or its process ends.
 WAITS_S = (0.0, 0.2, 0.8)
+# Widths whose failures are remembered.
+_MOST_WIDTHS = 128
 # Windows between two growths: enough to show that the larger size fits.
 CLEAN_WINDOWS = 4
 
@@ -111,3 +120,59 @@ class Backoff:
         held = self._window - self._since
         for size in [size for size, wait in self._waits.items() if size <= self.size and held >= wait]:
             del self._waits[size], self._due[size]
+
+
+class Backoffs:
+    """The backoffs of all that has failed, by the widths of its samples.
+
+    What fails limits samples that are at least as wide: a wide batch does not make narrow micro-batches smaller.
+    """
+
+    def __init__(self) -> None:
+        self._by_widths: dict[Widths, Backoff] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_widths)
+
+    def clear(self) -> None:
+        """Forget all failures."""
+        self._by_widths.clear()
+
+    def limit(self, widths: Widths, most: int) -> int:
+        """Return the most samples of these widths to use now, at most `most`."""
+        return min([most, *(one.size for failed, one in self._by_widths.items() if are_within(failed, widths))])
+
+    def fail(self, widths: Widths, size: int, *, target_batch: int, largest: int) -> bool:
+        """Record that so many samples ran out of memory; return whether there is a smaller size.
+
+        Args:
+            widths: Their widths.
+            size: Their number.
+            target_batch: As for `Backoff`.
+            largest: As for `Backoff`.
+        """
+        if widths not in self._by_widths:
+            self.begin(widths, target_batch, max(size, largest))
+        return self._by_widths[widths].fail(size) is not None
+
+    def begin(self, widths: Widths, target_batch: int, largest: int) -> Backoff:
+        """Return a new backoff of samples of these widths."""
+        if len(self._by_widths) == _MOST_WIDTHS:
+            del self._by_widths[next(iter(self._by_widths))]
+        self._by_widths[widths] = backoff = Backoff(target_batch, largest)
+        return backoff
+
+    def succeed(self, present: Iterable[Widths]) -> Iterator[tuple[Widths, Backoff, int]]:
+        """Record a window without failures; yield backoffs for which it is time to try a larger size, and that size.
+
+        Args:
+            present: The widths of its samples.
+        """
+        present = set(present)
+        for failed, backoff in list(self._by_widths.items()):
+            if any(are_within(failed, widths) for widths in present):
+                larger = backoff.succeed()
+                if larger is not None:
+                    yield failed, backoff, larger
+                if backoff.is_quiet:
+                    del self._by_widths[failed]

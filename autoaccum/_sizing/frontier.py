@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 Widths = tuple[int, ...]
+# So many samples in a row have these widths.
+Runs = list[tuple[int, Widths]]
 # Ranges of widths differ by this factor.
 _RANGE = math.sqrt(2.0)
 # Memory grows at least in proportion to the width, and at most with its square, as in attention.
@@ -172,6 +174,11 @@ class Frontier:
         """Return the fewest samples of these widths that are known not to fit; None if none are."""
         return min((one.samples for one in self.fails if are_within(one.widths, widths)), default=None)
 
+    @property
+    def widths(self) -> set[Widths]:
+        """The widths of all micro-batches of which anything is known."""
+        return {one.widths for one in (*self.fits, *self.fails)} | self._of_widths.keys()
+
     def sizes(self, widths: Widths) -> list[int]:
         """Return of how many samples of these widths the memory was measured, in order."""
         return sorted(self._of_widths.get(widths, ()))
@@ -275,6 +282,21 @@ class Frontier:
 def are_within(widths: Widths, others: Widths) -> bool:
     """Whether samples are no wider than others in any entry."""
     return len(widths) == len(others) and all(map(int.__le__, widths, others))
+
+
+def joined_widths(widths: Widths, others: Widths) -> Widths:
+    """Return the widths of a micro-batch that has samples of both."""
+    return tuple(map(max, widths, others)) if len(widths) == len(others) else max(widths, others, key=sum)
+
+
+def widths_between(runs: Runs, start: int, stop: int) -> Widths:
+    """Return the widths of a micro-batch from sample `start` to `stop` (exclusive)."""
+    found: Widths = ()
+    for samples, widths in runs:
+        if start < samples and stop > 0:
+            found = joined_widths(found, widths) if found else widths
+        start, stop = start - samples, stop - samples
+    return found or runs[-1][1]
 
 
 def _range_of(width: int) -> int:

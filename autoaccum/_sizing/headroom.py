@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 # Reading the peak and the allocator's retries costs as much as a small micro-step, so it is done at most this often.
 _LOOK_INTERVAL_S = 0.25
-# One retry may be due to the first window, and one peak above a soft limit to what the heap keeps; new ones in
-# consecutive readings show that memory keeps running short.
+# One retry may be due to the first window; new ones in consecutive readings show that memory keeps running short.
 _LOOKS = 2
 
 
@@ -34,7 +33,7 @@ class Headroom:
         self._plan: Plan | None = None
         self._looked_at = -math.inf
         self._retries: int | None = None
-        self._thrashing = self._exceeded = 0
+        self._thrashing = 0
 
     def follow(self, plan: Plan) -> None:
         """Reset the peak if the plan has changed."""
@@ -47,25 +46,19 @@ class Headroom:
     def shortage(self, *, reads_peak: bool) -> str | None:
         """Take a reading after a window, if one is due; return in words that memory keeps running short, or None.
 
-        Under a soft limit one is due after every window. The peak is not read while other code resets it.
+        Under a soft limit one is due after every window that was measured. The peak is not read while other code
+        resets it.
         """
         memory, now = self._memory, time.perf_counter()
         if not memory.is_soft and now - self._looked_at < _LOOK_INTERVAL_S:
             return None
         self._looked_at = now
-        excess = None
-        if reads_peak:
-            peak = memory.peak_bytes()
-            if peak is not None:
-                self._recent = max(self._recent or 0, peak)
-                self.peak_bytes = max(self.peak_bytes or 0, peak)
-            excess = memory.excess(peak)
-        self._exceeded = 0 if excess is None else self._exceeded + 1
-        if self._exceeded >= _LOOKS:
-            self._exceeded = 0
-            return f"a window is above the limit ({excess})"
-        if excess is not None:
-            memory.trim()
+        peak = memory.peak_bytes() if reads_peak else None
+        if peak is not None:
+            self._recent = max(self._recent or 0, peak)
+            self.peak_bytes = max(self.peak_bytes or 0, peak)
+            if (excess := memory.excess(peak)) is not None:
+                return f"a window is above the limit ({excess})"
         retries = memory.alloc_retries()
         risen = self._retries is not None and retries > self._retries
         self._retries = retries
@@ -77,6 +70,8 @@ class Headroom:
 
         If not, what windows use is measured anew.
         """
+        if self._memory.is_soft:
+            self._memory.trim()  # what the heap keeps is free
         reading = self._memory.reading()
         needed = 0 if self._recent is None else max(0, self._recent - reading.used_bytes)
         is_free = reading.free_bytes >= needed + extra_bytes

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from autoaccum._memory.base import MemoryBackend
 
+# Dimensions of a batch of texts: samples, and the tokens of each.
+_TEXTS = 2
+
 
 def key_of(
     modules: Sequence[nn.Module],
@@ -74,9 +77,14 @@ def _switches(module: nn.Module) -> dict[str, bool]:
 
 
 def _form(batch: Any) -> Any:
-    """Return the nesting, types and shapes of one sample."""
+    """Return the nesting, types and shapes of one sample.
+
+    Rows of integers are texts, whose width may differ from batch to batch, as the frontier knows.
+    """
     if isinstance(batch, Tensor | np.ndarray):
-        return [str(batch.dtype), batch.ndim, list(batch.shape[1:])]
+        numbers = torch.as_tensor(batch)
+        is_text = numbers.ndim == _TEXTS and not (numbers.is_floating_point() or numbers.is_complex())
+        return [str(batch.dtype), batch.ndim, [] if is_text else list(batch.shape[1:])]
     if isinstance(batch, Mapping):
         return {str(name): _form(value) for name, value in batch.items()}
     if isinstance(batch, tuple | list) and not all(isinstance(item, str | int | float | None) for item in batch):

@@ -20,8 +20,8 @@ from autoaccum._memory._storages import gradient_bytes
 from autoaccum._records import Plan, ProbeResult, Trial
 from autoaccum._sizing import planner
 from autoaccum._sizing.autotune import Autotune
-from autoaccum._sizing.backoff import Backoff, wait_for_memory
-from autoaccum._sizing.frontier import Frontier, are_within
+from autoaccum._sizing.backoff import Backoffs, wait_for_memory
+from autoaccum._sizing.frontier import Frontier, joined_widths, widths_between
 from autoaccum._sizing.search import Search
 
 if TYPE_CHECKING:
@@ -31,14 +31,10 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._memory.base import MemoryBackend
-    from autoaccum._sizing.frontier import Widths
-
-    Runs = list[tuple[int, Widths]]  # so many samples in a row have these widths
+    from autoaccum._sizing.frontier import Runs, Widths
 
 # The fraction of a prediction taken as certain.
 _CERTAIN = 0.9
-# Widths whose failures are remembered.
-_MOST_PACES = 128
 # The most samples with which a window begins again above a soft limit, since the next would be single ones.
 _UNDIVIDED = 2
 
@@ -164,9 +160,10 @@ class Sizing:
         self._is_to_learn = wanted.learns
         self._trials: list[Trial] = []
         self._before_state = 0  # how many of them ran before the optimizer had state
-        self._paces: dict[Widths, Backoff] = {}  # of what has failed, by the widths
+        self._backoffs = Backoffs()
         self._limits: dict[Widths, int] = {}  # as memory has them, until more is known
         self._alone: Counter[int] = Counter()  # how often this window's samples failed alone, by their indices
+        self._too_large: set[Widths] = set()  # of samples that failed alone also after waiting
         self._windows = 0
         self._is_measuring = False
         self._times_after = wanted.times_after
@@ -200,7 +197,7 @@ class Sizing:
     @property
     def is_quiet(self) -> bool:
         """Whether nothing is to be learned from windows that do not run out of memory: sizes stay as they are."""
-        return not (self.is_learning or self._paces or self._shrunk or self._is_measuring) and self.is_timed
+        return not (self.is_learning or self._backoffs or self._shrunk or self._is_measuring) and self.is_timed
 
     def set(self, plan: Plan) -> None:
         """Set a plan chosen by the caller."""
@@ -261,8 +258,6 @@ class Sizing:
         else:
             expected = _CERTAIN * (self.frontier.expected_bytes(size, widths) or 0.0)
         if self._learning is not None or self._is_measuring:
-            if self._memory.is_soft:
-                self._memory.trim()  # or what the heap keeps of other sizes would count
             self._memory.reset_peak()
             self._held_bytes = self._memory.peak_bytes()
             self._entered = time.perf_counter()
@@ -333,7 +328,10 @@ class Sizing:
         if most == 1:
             # No smaller size is left, but something else may have taken the memory for a moment.
             tries, self._alone[self.start] = self._alone[self.start], self._alone[self.start] + 1
-            return wait_for_memory(tries, may_wait=may_wait)
+            is_worth_it = wait_for_memory(tries, may_wait=may_wait and widths not in self._too_large)
+            if not is_worth_it:
+                self._too_large.add(widths)
+            return is_worth_it
         if self._learning is not None:
             return self._learning.fail(size, widths)
         self.failed.append((most, widths))
@@ -409,7 +407,7 @@ class Sizing:
         for samples_alike, widths in runs:
             rest = samples_alike
             while rest:
-                wider = _joined(widest, widths) if size else widths
+                wider = joined_widths(widest, widths) if size else widths
                 room = self._limit(wider, samples) - size
                 if room <= 0:
                     sizes.append(size)
@@ -422,7 +420,7 @@ class Sizing:
     def _are_allowed(self, sizes: Sequence[int], runs: Runs) -> bool:
         starts = itertools.accumulate(sizes, initial=0)
         return all(
-            size <= self._limit(_between(runs, start, start + size), size)
+            size <= self._limit(widths_between(runs, start, start + size), size)
             for size, start in zip(sizes, starts, strict=False)
         )
 
@@ -440,14 +438,11 @@ class Sizing:
                     free = self._free_beside_gradients()
                     self._limits[widths] = self.frontier.largest(widths, free, sys.maxsize)
                 most = min(most, self._limits[widths])
-        for failed, pace in self._paces.items():
-            if are_within(failed, widths):
-                most = min(most, pace.size)
-        return most if wanted.most is None else min(most, wanted.most)
+        return self._backoffs.limit(widths, most if wanted.most is None else min(most, wanted.most))
 
     def _widths_of(self, size: int) -> Widths:
         """Return the widths of the micro-batch at `start`."""
-        return _between([run for runs in self._groups for run in runs], self.start, self.start + size)
+        return widths_between([run for runs in self._groups for run in runs], self.start, self.start + size)
 
     def _free_beside_gradients(self) -> int:
         to_come = (p for p in self._parameters() if p.requires_grad and p.grad is None)
@@ -537,7 +532,7 @@ class Sizing:
 
     def _begin_with(self, plan: Plan) -> None:
         self.plan = self.set_plan = plan
-        self._paces.clear()
+        self._backoffs.clear()
         self._limits.clear()
         self._tempo = self._timed = self._sizes = None
 
@@ -555,24 +550,19 @@ class Sizing:
     def _wait_to_grow(self, plan: Plan, size: int) -> None:
         """Begin with a size, and grow to that of a plan later."""
         assert self._widths is not None
-        pace = self._paces[self._widths] = Backoff(plan.target_batch, plan.micro_batch)
-        pace.grow(size)
-        pace.stay()
+        backoff = self._backoffs.begin(self._widths, plan.target_batch, plan.micro_batch)
+        backoff.grow(size)
+        backoff.stay()
 
     def _shrink(self, failed: int, widths: Widths) -> bool:
         """Make micro-batches smaller whose samples are at least as wide; return whether there are smaller ones."""
-        pace = self._paces.get(widths)
-        if pace is None:
-            is_plans = widths == self._widths or not self._wanted.by_width
-            largest = max(failed, self.set_plan.micro_batch) if is_plans else failed
-            if len(self._paces) == _MOST_PACES:
-                del self._paces[next(iter(self._paces))]
-            pace = self._paces[widths] = Backoff(self.plan.target_batch, largest)
-        if pace.fail(failed) is None:
+        is_plans = widths == self._widths or not self._wanted.by_width
+        largest = self.set_plan.micro_batch if is_plans else failed
+        if not self._backoffs.fail(widths, failed, target_batch=self.plan.target_batch, largest=largest):
             return False
         if self._wanted.by_width:
             self.frontier.fail(failed, widths)
-        self._change_pace()
+        self._change_size()
         if self._tempo is not None:
             self._compared_to = self.plan.micro_batch
             self._time(Autotune(self.plan.target_batch, self.plan.micro_batch))
@@ -580,29 +570,23 @@ class Sizing:
 
     def _grow(self, has_room: Callable[[int], bool]) -> None:
         """Try larger sizes again where it is time to, after a window without failures."""
-        present = [widths for runs in self._groups for _, widths in runs]
-        for failed, pace in list(self._paces.items()):
-            if not any(are_within(failed, widths) for widths in present):
-                continue
-            larger = pace.succeed()
-            if larger is not None:
-                each = (self.frontier.expected_bytes(larger, failed) or 0.0) / larger
-                if has_room(int(each * (larger - pace.size))):
-                    pace.grow(larger)
-                    self.frontier.forgive()
-                    self._change_pace()
-                else:
-                    pace.stay()
-            if pace.is_quiet:
-                del self._paces[failed]
+        present = (widths for runs in self._groups for _, widths in runs)
+        for failed, backoff, larger in self._backoffs.succeed(present):
+            each = (self.frontier.expected_bytes(larger, failed) or 0.0) / larger
+            if has_room(int(each * (larger - backoff.size))):
+                backoff.grow(larger)
+                self.frontier.forgive()
+                self._change_size()
+            else:
+                backoff.stay()
 
-    def _change_pace(self) -> None:
+    def _change_size(self) -> None:
         """Let the plan be what the sizes of its widths have come to."""
         self._sizes = None
         self._limits.clear()
-        widths = self._widths
-        sizes = [pace.size for failed, pace in self._paces.items() if widths is not None and are_within(failed, widths)]
-        size = min([self.set_plan.micro_batch, *sizes])
+        size = self.set_plan.micro_batch
+        if self._widths is not None:
+            size = self._backoffs.limit(self._widths, size)
         plan = self.set_plan if size == self.set_plan.micro_batch else self._plan_of(size)
         if plan != self.plan:
             self.plan = plan
@@ -642,18 +626,3 @@ class Sizing:
 
 def _widest(runs: Iterable[tuple[int, Widths]]) -> Widths:
     return max((widths for _, widths in runs), key=sum)
-
-
-def _joined(widths: Widths, others: Widths) -> Widths:
-    """Return the widths of a micro-batch that has samples of both."""
-    return tuple(map(max, widths, others)) if len(widths) == len(others) else max(widths, others, key=sum)
-
-
-def _between(runs: Runs, start: int, stop: int) -> Widths:
-    """Return the widths of a micro-batch from sample `start` to `stop` (exclusive)."""
-    found: Widths = ()
-    for samples, widths in runs:
-        if start < samples and stop > 0:
-            found = _joined(found, widths) if found else widths
-        start, stop = start - samples, stop - samples
-    return found or runs[-1][1]

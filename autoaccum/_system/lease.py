@@ -52,14 +52,11 @@ _MOST_BYTES = 4096
 # A file server that is briefly unavailable, or a file that was replaced while being opened.
 _TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR)
 _PAUSES_S = (0.1, 0.5, 1.0)
-# The renewing thread's stack counts as memory of this process, and is 8 MiB by default.
-_STACK_BYTES = 1 << 20
 
 _PROC = Path("/proc")
 # Fields of /proc/PID/stat, counted after the name in parentheses (proc(5)): state, and start in ticks since boot.
 _STATE, _START = 0, 19
 _ENDED = (b"Z", b"X")
-_NAME_CHARS = 253  # RFC 1123
 
 
 # Windows has none of these.
@@ -80,41 +77,36 @@ class ProcessIdentity:
     Attributes:
         host: The machine's name, for display.
         pid: The process's pid.
-        boot: The ID of the machine's boot; "" if unknown.
-        namespace: The pid namespace, in which alone the pid is valid; 0 if unknown.
+        where: The machine's boot and the pid namespace, in which alone the pid is valid; "" if unknown.
         start: The start time of the process in ticks since boot; 0 if unknown.
     """
 
     host: str
     pid: int
-    boot: str = ""
-    namespace: int = 0
+    where: str = ""
     start: int = 0
 
     @classmethod
     def own(cls) -> Self:
         """Return the identity of this process."""
-        boot, namespace = _where()
         found = _state_and_start(os.getpid())
-        return cls(platform.node(), os.getpid(), boot, namespace, 0 if found is None else found[1])
+        return cls(platform.node(), os.getpid(), _where(), 0 if found is None else found[1])
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self | None:
         """Return the identity with fields from `asdict`; None if they are not valid."""
-        host, pid, boot, namespace, start = (fields.get(name) for name in cls.__slots__)
-        numbers_are_right = all(type(one) is int and 0 <= one < 1 << 63 for one in (pid, namespace, start))
-        if not (isinstance(host, str) and isinstance(boot, str) and numbers_are_right and 0 < pid < 1 << 31):  # type: ignore[operator]
+        host, pid, where, start = (fields.get(name) for name in cls.__slots__)
+        if not (isinstance(host, str) and isinstance(where, str) and type(pid) is type(start) is int):
             return None
-        readable = "".join(char if char.isprintable() else "?" for char in host[:_NAME_CHARS])
-        return cls(readable, pid, boot, namespace, start)  # type: ignore[arg-type]
+        return cls(host, pid, where, start) if 0 < pid < 1 << 31 else None
 
     def is_this_process(self) -> bool:
         """Whether this is certainly the current process."""
-        return bool(self.boot and self.namespace and self.start) and self == ProcessIdentity.own()
+        return bool(self.where and self.start) and self == ProcessIdentity.own()
 
     def is_gone(self) -> bool:
         """Whether the process has certainly ended: it was on this machine, and no longer exists."""
-        if not (self.boot and self.namespace and self.start) or (self.boot, self.namespace) != _where():
+        if not (self.where and self.start) or self.where != _where():
             return False
         try:
             os.kill(self.pid, 0)
@@ -129,12 +121,11 @@ class ProcessIdentity:
         return f"process {self.pid} on {self.host}"
 
 
-def _where() -> tuple[str, int]:
-    """Return the boot ID and pid namespace that pids are valid in; ("", 0) if unknown."""
+def _where() -> str:
     with contextlib.suppress(OSError, UnicodeDecodeError):
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-        return boot, (_PROC / "self/ns/pid").stat().st_ino
-    return "", 0
+        return f"{boot}/{(_PROC / 'self/ns/pid').stat().st_ino}"
+    return ""
 
 
 def _state_and_start(pid: int) -> tuple[bytes, int] | None:
@@ -142,14 +133,6 @@ def _state_and_start(pid: int) -> tuple[bytes, int] | None:
         fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
         return fields[_STATE], int(fields[_START])
     return None
-
-
-@dataclass(slots=True)
-class _Seen:
-    """The content of another process's file, and how long it has been unchanged."""
-
-    content: bytes
-    age_s: float = 0.0
 
 
 class Lease:
@@ -174,8 +157,8 @@ class Lease:
         self._path: Path | None = None
         self._process = 0
         self._renewals = 0
-        self._seen: dict[Path, _Seen] = {}
-        self._looked_at: float | None = None
+        self._ages: dict[tuple[Path, bytes], float] = {}  # how long each file of others has been unchanged
+        self._looked_at = time.monotonic()
         self._waited_s = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -212,23 +195,30 @@ class Lease:
 
     def _attempt(self, say: Callable[[str], None]) -> str | None:
         """Take the lease, or return its holder; "" if another process came at the same time."""
-        passed_s = self._passed_s()
+        now = time.monotonic()
+        # If this process was suspended or its file server unavailable, the same may be true of the holder.
+        passed_s = min(now - self._looked_at, 2.0 * self._pause_s)
+        self._looked_at = now
         self._waited_s += passed_s
         others = self._others()
-        changed = self._watch(others, passed_s)
+        self._ages = {one: self._ages[one] + passed_s if one in self._ages else 0.0 for one in others.items()}
         silent = []
-        for path, content in others.items():
+        for (_, content), age_s in self._ages.items():
             holder, lease_s = _read(content)
-            if holder is not None and self._is_held_here(content):
+            if (os.getpid(), _token_of(content)) in _held:
                 raise CheckpointInUseError(
                     f"the checkpoint folder {self._folder} is in use by another call of fit in this process; give "
                     "each call its own folder"
                 )
             if holder is not None and (holder.is_gone() or holder.is_this_process()):
                 continue  # the second: an earlier call could not remove its file
-            if self._seen[path].age_s < (lease_s or self._seconds):
-                if changed and self._waited_s >= _PATIENCE * self._seconds:
-                    raise self._refusal(holder)
+            if age_s < (lease_s or self._seconds):
+                if 0.0 in self._ages.values() and self._waited_s >= _PATIENCE * self._seconds:
+                    raise CheckpointInUseError(
+                        f"the checkpoint folder {self._folder} is in use by {_who(holder)}, which still renews its "
+                        f"lease after {self._waited_s:.0f} s of waiting; wait until that process has ended, or end "
+                        "it, or pass another folder as checkpoint="
+                    )
                 return _who(holder)
             silent.append(holder)
         if not self._created(others):
@@ -240,28 +230,9 @@ class Lease:
             )
         return None
 
-    def _passed_s(self) -> float:
-        """Return the seconds since the last attempt, capped.
-
-        If this process was suspended or its file server unavailable, the same may be true of the holder.
-        """
-        now = time.monotonic()
-        passed = 0.0 if self._looked_at is None else now - self._looked_at
-        self._looked_at = now
-        return min(passed, 2.0 * self._pause_s)
-
     @property
     def _pause_s(self) -> float:
         return self._seconds / _LOOKS
-
-    def _watch(self, others: dict[Path, bytes], passed_s: float) -> bool:
-        """Record how long each file has been unchanged; return whether any has changed."""
-        before, self._seen = self._seen, {}
-        for path, content in others.items():
-            known = before.get(path)
-            is_same = known is not None and known.content == content
-            self._seen[path] = _Seen(content, known.age_s + passed_s if known is not None and is_same else 0.0)
-        return any(seen.age_s == 0.0 for seen in self._seen.values())
 
     def _created(self, judged: dict[Path, bytes]) -> bool:
         """Become the holder in place of the judged ones; return False if another process was faster."""
@@ -302,22 +273,18 @@ class Lease:
         found = {path: _bytes_of(path) for path in sorted(paths, key=_number, reverse=True)}
         return {path: content for path, content in found.items() if content is not None}
 
-    def _is_held_here(self, content: bytes) -> bool:
-        return (os.getpid(), _token_of(content)) in _held
-
-    def _refusal(self, holder: ProcessIdentity | None) -> CheckpointInUseError:
-        return CheckpointInUseError(
-            f"the checkpoint folder {self._folder} is in use by {_who(holder)}, which still renews its lease after "
-            f"{self._waited_s:.0f} s of waiting; wait until that process has ended, or end it, or pass another folder "
-            "as checkpoint="
-        )
-
     def _cannot_claim(self, error: OSError) -> CheckpointError:
         if not self._folder.is_dir():
-            return _folder_is_gone(self._folder)
+            return self._is_gone()
         return CheckpointError(
             f"the checkpoint folder {self._folder} cannot be written to ({error.strerror or error}: its lease "
             "file); fix that, or pass another folder as checkpoint="
+        )
+
+    def _is_gone(self) -> CheckpointError:
+        return CheckpointError(
+            f"the folder {self._folder} is gone, and with it the checkpoints in it; do not touch the folder while "
+            "training runs, or pass another as checkpoint="
         )
 
     # --- to keep it ---------------------------------------------------------------------------------------------------
@@ -343,7 +310,7 @@ class Lease:
             return
         self.is_lost = True
         if not self._folder.is_dir():
-            raise _folder_is_gone(self._folder)
+            raise self._is_gone()
         with contextlib.suppress(OSError):
             for content in self._files().values():
                 raise CheckpointInUseError(
@@ -383,16 +350,7 @@ class Lease:
     def _begin_to_renew(self) -> None:
         # A daemon, so that it keeps no process alive. Forked processes do not have it.
         self._thread = threading.Thread(target=self._renew_until_stopped, name="autoaccum-lease", daemon=True)
-        before = threading.stack_size(_STACK_BYTES)
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"the lease on the checkpoint folder {self._folder} cannot be renewed ({error}); allow this process "
-                "one more thread (ulimit -u)"
-            ) from error
-        finally:
-            threading.stack_size(before)
+        self._thread.start()
         _held.add((self._process, self._token))
 
     def _renew_until_stopped(self) -> None:
@@ -469,10 +427,3 @@ def _token_of(content: bytes) -> str:
 
 def _who(holder: ProcessIdentity | None) -> str:
     return "another process" if holder is None else str(holder)
-
-
-def _folder_is_gone(folder: Path) -> CheckpointError:
-    return CheckpointError(
-        f"the folder {folder} is gone, and with it the checkpoints in it; do not touch the folder while training "
-        "runs, or pass another as checkpoint="
-    )

@@ -85,16 +85,8 @@ class Dropping:
         """Whether the stream is a terminal."""
         return is_terminal(self._stream)
 
-    def fileno(self) -> int:
-        """Return the stream's descriptor."""
-        if self._stream is None:
-            raise OSError("the stream is closed")
-        return self._stream.fileno()
-
-    @property
-    def encoding(self) -> str:
-        """The stream's encoding."""
-        return getattr(self._stream, "encoding", None) or "utf-8"
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     def _try(self, name: str, *arguments: str) -> None:
         if self._stream is not None:
@@ -110,19 +102,3 @@ def is_terminal(stream: Any) -> bool:
         return stream is not None and bool(stream.isatty())
     except (OSError, ValueError):
         return False
-
-
-def stand_in_for_closed() -> None:
-    """Open the null device for standard streams that the process was started without (`2>&-`).
-
-    Otherwise the next opened file gets such a descriptor, and output for stdout or stderr goes into that file. A closed
-    stdout stays None, so that it is known when a result is lost.
-    """
-    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # which gets the lowest descriptor that is free: this one
-            setattr(sys, name, None)
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - for the life of the process

@@ -10,7 +10,7 @@ import torch
 
 from autoaccum._arguments import check_choice, check_function, check_one_batch
 from autoaccum._data.batches import as_window
-from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
+from autoaccum._distributed.consistency import broadcast_weights, check_alike, refuse_unsupported_layers
 from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._distributed.process_group import Ranks, join_ranks
 from autoaccum._engine import devices
@@ -73,8 +73,7 @@ class Accumulator:
         memory_limit: As for `fit`. It is in force within `backward`. On the host, it counts from when the accumulator
             is created.
         memory: As for `fit`. It is in force within `backward`; the model's forward passes elsewhere are as they were.
-        micro_batch: The most samples at once; "auto" finds it.
-        cache: As for `fit`.
+        micro_batch: The most samples at once; "auto" finds it, and remembers it as `fit` does.
         forward: As for `fit`.
         loss_reduction: As for `fit`.
         loss_scope: As for `fit`.
@@ -112,7 +111,6 @@ class Accumulator:
         memory_limit: float | str | None = None,
         memory: str | Sequence[str] | None = None,
         micro_batch: int | str = "auto",
-        cache: bool = True,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         loss_reduction: str | None = None,
         loss_scope: str = "micro_batch",
@@ -328,7 +326,7 @@ def _ranks(step: GradientStep) -> Ranks | None:
         return None
     if torch.distributed.get_world_size() == 1:
         return None
-    refuse_what_talks(step.objective.modules)
+    refuse_unsupported_layers(step.objective.modules)
     if any(map(_sums_in_backward, step.objective.modules)):
         raise InvalidInputError(
             "the closure or the loss calls a model in DistributedDataParallel, which would sum gradients over ranks in "
@@ -341,7 +339,7 @@ def _ranks(step: GradientStep) -> Ranks | None:
         )
     ranks = Ranks(memory)
     check_alike(ranks, step, {"batchnorm": step.options.batchnorm})
-    begin_alike(ranks, step)
+    broadcast_weights(ranks, step)
     return ranks
 
 

@@ -13,7 +13,7 @@ from autoaccum._arguments import check_bool, check_positive_int
 from autoaccum._callbacks import EarlyStopping
 from autoaccum._data.loaders import can_be_read_once, check_loader
 from autoaccum._data.regrouping import check_target
-from autoaccum._distributed.consistency import begin_alike, check_alike, refuse_what_talks
+from autoaccum._distributed.consistency import broadcast_weights, check_alike, refuse_unsupported_layers
 from autoaccum._distributed.process_group import joined
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble
@@ -27,7 +27,7 @@ from autoaccum._sizing.cache import PlanCache
 from autoaccum._system.launched import MAX_MICRO_BATCH, max_micro_batch, own_rank
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
-from autoaccum._training.checkpoint_schedule import EVERY, check_saving, saver_for
+from autoaccum._training.checkpoints import EVERY, check_saving, checkpoints_for
 from autoaccum._training.console import OtherRank, progress_for
 from autoaccum._training.first_plan import Finding
 from autoaccum._training.loop import Training
@@ -248,8 +248,8 @@ def fit(
     with Untouched(backend.device, folders, (loader, val_loader)) as untouched, joined(backend) as ranks:
         step = assemble(model, options, memory=backend, notices=notices, is_one_of_several=ranks is not None)
         untouched.keep_rates(step.optimizer, scheduler)
-        saver = saver_for(checkpoint, checkpoint_every, resume)
-        earlier = None if saver is None else saver.cap(notices)
+        checkpoints = checkpoints_for(checkpoint, checkpoint_every, resume)
+        earlier = None if checkpoints is None else checkpoints.cap(notices)
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
         grows_from = None
         if ranks is not None:
@@ -268,7 +268,7 @@ def fit(
                 "memory": savings,
                 "lr_scaling": lr_scaling,
                 "base_batch": base_batch,
-                "checkpoint": saver is not None,
+                "checkpoint": checkpoints is not None,
                 "val_loader": val_loader is not None,
             }
             if on_too_large == "skip":
@@ -282,7 +282,7 @@ def fit(
                 f"target_tokens={target_tokens}": in_tokens,
             }
             grows_from = check_sharded(step.objective.modules, ranks.size, asked)
-            _begin_alike(ranks, step, alike | {"target_tokens": target_tokens})
+            _broadcast_weights(ranks, step, alike | {"target_tokens": target_tokens})
         world = Coordinator(
             ranks,
             loader,
@@ -324,7 +324,7 @@ def fit(
             metrics=metrics,
             callbacks=(shown, *callbacks),
             notices=notices,
-            saver=saver,
+            checkpoints=checkpoints,
             noise=None if options.noise_every is None else NoiseScale(options.noise_every, notices),
             savings=Savings(step.objective.modules, savings, backend, notices),
             world=world,
@@ -342,20 +342,20 @@ def fit(
         return training.run(limit_bytes=limit_bytes, started=started)
 
 
-def _begin_alike(ranks: Ranks, step: TrainingStep, arguments: dict[str, Any]) -> None:
+def _broadcast_weights(ranks: Ranks, step: TrainingStep, arguments: dict[str, Any]) -> None:
     """Check that ranks agree, and broadcast the weights.
 
     Raises:
         InvalidInputError: The ranks differ, or the training needs something that ranks cannot do together.
     """
-    refuse_what_talks(step.objective.modules)
+    refuse_unsupported_layers(step.objective.modules)
     if (scope := step.options.loss_scope) != "micro_batch":
         raise InvalidInputError(
             f"loss_scope={scope!r} computes the loss of a whole window at once, but each of {ranks.size} "
             "ranks holds only a part of it; train in one process"
         )
     check_alike(ranks, step, arguments)
-    begin_alike(ranks, step)
+    broadcast_weights(ranks, step)
 
 
 def _tell_of_cap(cap: int | None, most: int, notices: Notices) -> None:

@@ -1,7 +1,7 @@
 """Takes the state of a run as plain values and tensors, compares it with another run's, and restores it bit for bit.
 
 A checkpoint of another model, optimizer or run (by names, shapes and types) is refused before anything is changed.
-`checkpoint_files` reads and writes the files, `checkpoint_schedule` decides when one is due.
+`checkpoint_files` reads and writes the files, `checkpoints` decides when one is due.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class Kept:
         plans: Every plan so far, each with the step from which it held.
         asked: The user's `micro_batch`.
         oom_events: How often memory has run out.
+        skipped_samples: Number of samples left out.
         memory: What memory="auto" has chosen to save memory by; None without it, or while it is still measuring.
     """
 
@@ -101,6 +102,7 @@ class Kept:
     plans: tuple[tuple[int, Plan], ...]
     asked: int | str
     oom_events: int
+    skipped_samples: int
     memory: tuple[str, ...] | None = None
 
 
@@ -179,6 +181,7 @@ class Contents:
                 "plans": [[since, list(plan.micro_batches)] for since, plan in kept.plans],
                 "asked": kept.asked,
                 "oom_events": kept.oom_events,
+                "skipped_samples": kept.skipped_samples,
                 "frontier": None if now.frontier is None else now.frontier.state(),
                 "is_found": now.is_found,
                 "is_timed": now.is_timed,
@@ -190,17 +193,11 @@ class Contents:
         """Refuse a checkpoint that is not this run's.
 
         Raises:
-            CheckpointError: It is of another model, optimizer, scheduler, precision or target batch, or another
-                program's.
+            CheckpointError: It is of another model, optimizer, scheduler, precision or target batch.
+            KeyError: It is another program's, as are other errors of types and values.
         """
         self._random.take()
-        try:
-            wrong = next(self._differences(content), None)
-        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-            raise CheckpointError(
-                f"{path} is not a checkpoint of autoaccum's fit, or its content was edited ({_oom.first_line(error)}); "
-                "pass a folder of its own as checkpoint=, or resume=False to start from scratch"
-            ) from error
+        wrong = next(self._differences(content), None)
         if wrong is not None:
             what, found = wrong
             raise CheckpointError(
@@ -251,7 +248,14 @@ class Contents:
         )
         plans = tuple((since, _plan(sizes)) for since, sizes in saved["plans"])
         memory = saved["memory"]
-        return Kept(cutting, plans, saved["asked"], saved["oom_events"], None if memory is None else tuple(memory))
+        return Kept(
+            cutting,
+            plans,
+            saved["asked"],
+            saved["oom_events"],
+            saved["skipped_samples"],
+            None if memory is None else tuple(memory),
+        )
 
     def put_back(self, content: dict[str, Any]) -> None:
         """Set model, optimizer, scheduler and scaler to what a checkpoint holds that was checked, in place.

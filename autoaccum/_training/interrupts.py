@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from autoaccum._records import Evaluation
     from autoaccum._system.notices import Notices
-    from autoaccum._training.checkpoint_manager import CheckpointManager
+    from autoaccum._training.checkpoints import Checkpoints
     from autoaccum._training.plan_lifecycle import PlanLifecycle
     from autoaccum._training.progress import TrainingProgress
     from autoaccum._training.rank_coordination import Coordinator
@@ -50,7 +50,7 @@ class Interrupts:
         self,
         progress: TrainingProgress,
         lifecycle: PlanLifecycle,
-        checkpoints: CheckpointManager | None,
+        checkpoints: Checkpoints | None,
         world: Coordinator,
         notices: Notices,
         request: StopRequest,
@@ -115,7 +115,7 @@ class Interrupts:
 
     # --- between two windows ------------------------------------------------------------------------------------------
 
-    def wishes(self, ahead: int) -> int:
+    def requests(self, ahead: int) -> int:
         """Return what this process requests after a window: bits of `SAVE`, `END` and `STOP`.
 
         Args:
@@ -124,7 +124,7 @@ class Interrupts:
         stop = 0 if self._request.reason is None else STOP
         if self._checkpoints is None:
             return stop
-        is_due = self._world.decides and self._checkpoints.saver.is_due(self._progress.moment.windows + ahead)
+        is_due = self._world.decides and self._checkpoints.is_due(self._progress.moment.windows + ahead)
         is_due = is_due or self._watch.wished
         return stop | (SAVE if is_due else 0) | (SAVE | END if self._watch.is_ending else 0)
 
@@ -134,18 +134,18 @@ class Interrupts:
         Raises:
             RankFailedError: Another process was asked to end.
         """
-        wishes = self._world.wishes_of_all(self.wishes)
-        if wishes & SAVE:
+        requests = self._world.requests_of_all(self.requests)
+        if requests & SAVE:
             self._save()
-        if wishes & END:
+        if requests & END:
             self._end_for_others()
         self._watch.look()
-        return bool(wishes & STOP)
+        return bool(requests & STOP)
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
         """Save after an evaluation with the lowest loss so far."""
         if self._checkpoints is not None:
-            is_best = self._world.decides and self._checkpoints.saver.is_best(evaluation.loss)
+            is_best = self._world.decides and self._checkpoints.is_best(evaluation.loss)
             if any(self._world.of_all("best", is_best)):
                 self._save()
 
@@ -161,7 +161,7 @@ class Interrupts:
     def _save(self) -> bool:
         """Write a checkpoint of this moment; return False if it was refused because it would not be finite."""
         assert self._checkpoints is not None
-        path = self._checkpoints.write()
+        path = self._checkpoints.save()
         if self._watch.wished:
             self._watch.grant()
         if path is None:
@@ -177,22 +177,22 @@ class Interrupts:
             self._watch.raises = self._world.is_alone
             self._watch.defers = not self._world.is_alone and self._checkpoints is not None
             train()
-            self._world.meet_at_end()
-            if self._checkpoints is not None and not self._checkpoints.saver.has(self._progress.moment):
+            self._world.check_others_at_end()
+            if self._checkpoints is not None and not self._checkpoints.has_this_moment:
                 self._save()
         except (signals.Terminated, StateDamagedError):
             raise
         except StartAgainError as error:
             if self._checkpoints is not None and error.micro_batch is not None:
                 try:
-                    self._checkpoints.saver.note_lack(error.micro_batch, str(error))
+                    self._checkpoints.note_lack(error.micro_batch, str(error))
                 except OSError as failure:  # must not hide the reason to start again
                     error.add_note(f"autoaccum: that size could not be noted for the next start ({failure.strerror})")
             raise
         except DeviceLostError as error:
-            if self._checkpoints is None or self._checkpoints.saver.newest is None:
+            if self._checkpoints is None or self._checkpoints.newest is None:
                 raise
-            raise DeviceLostError(f"{error}, and go on from the checkpoint {self._checkpoints.saver.newest}") from error
+            raise DeviceLostError(f"{error}, and go on from the checkpoint {self._checkpoints.newest}") from error
         except BaseException as error:
             self._leave_a_checkpoint(error)
             raise
@@ -206,12 +206,12 @@ class Interrupts:
             return
         cannot = isinstance(error, CheckpointError) or _oom.is_device_lost(error)
         is_whole = not cannot and not self._is_damaged(error)
-        is_whole = self._world.stand_together(error, is_whole=is_whole) and is_whole
+        is_whole = self._world.can_save_together(error, is_whole=is_whole) and is_whole
         # Before the first window there is no progress to save.
-        step, saver = self._progress.moment.windows, self._checkpoints.saver
-        is_worth_it = step > 0 and not saver.has(self._progress.moment)
-        if isinstance(error, UpdateCompleteError) and not is_whole and saver.newest is not None:
-            error.add_note(f"autoaccum: no checkpoint of that moment is written; the last one is {saver.newest}")
+        step, newest = self._progress.moment.windows, self._checkpoints.newest
+        is_worth_it = step > 0 and not self._checkpoints.has_this_moment
+        if isinstance(error, UpdateCompleteError) and not is_whole and newest is not None:
+            error.add_note(f"autoaccum: no checkpoint of that moment is written; the last one is {newest}")
         if not is_whole or not is_worth_it:
             return
         try:
@@ -223,7 +223,9 @@ class Interrupts:
         else:
             why = "SIGTERM" if isinstance(error, signals.Terminated) else type(error).__name__
             if is_saved:
-                self._notices.say(f"after {why}, step {step} is saved in {saver.newest}; the same call resumes there")
+                self._notices.say(
+                    f"after {why}, step {step} is saved in {self._checkpoints.newest}; the same call resumes there"
+                )
 
     def _is_damaged(self, error: BaseException) -> bool:
         """Whether the state in memory is not the last whole moment: no checkpoint may hold half an update."""
@@ -240,7 +242,7 @@ class Interrupts:
         if self._checkpoints is None:
             damage.add_note("autoaccum: with checkpoint=FOLDER, fit goes back to its last checkpoint by itself")
             return False
-        newest = self._checkpoints.saver.newest
+        newest = self._checkpoints.newest
         if newest is None:
             damage.add_note(
                 "autoaccum: there is no checkpoint to go back to yet; checkpoint_every=1 writes one earlier"

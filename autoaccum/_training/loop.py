@@ -21,7 +21,6 @@ from autoaccum._oom import first_line
 from autoaccum._records import SAMPLES, FitResult, TimeSpent
 from autoaccum._system import signals
 from autoaccum._training.checkpoint_contents import Contents
-from autoaccum._training.checkpoint_manager import CheckpointManager
 from autoaccum._training.interrupts import Interrupts
 from autoaccum._training.plan_lifecycle import PlanLifecycle
 from autoaccum._training.progress import TrainingProgress
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from autoaccum._records import Evaluation, MemoryEvent, ProbeResult, StepReport
     from autoaccum._sizing.sizing import Cutting
     from autoaccum._system.notices import Notices
-    from autoaccum._training.checkpoint_schedule import Saver
+    from autoaccum._training.checkpoints import Checkpoints
     from autoaccum._training.first_plan import Finding
     from autoaccum._training.lr_schedule import Schedule
     from autoaccum._training.progress import Data
@@ -71,7 +70,7 @@ class Training:
         metrics: Metrics for the evaluation.
         callbacks: Callbacks to notify, including the progress display.
         notices: Reports choices made for the user.
-        saver: Writes and finds checkpoints; None without `checkpoint`.
+        checkpoints: Writes and finds checkpoints; None without `checkpoint`.
         noise: The gradient noise scale to measure; None without `noise_scale`.
         savings: Saves memory in steps.
         world: The processes of this training.
@@ -92,7 +91,7 @@ class Training:
         metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None,
         callbacks: Sequence[Callback],
         notices: Notices,
-        saver: Saver | None,
+        checkpoints: Checkpoints | None,
         noise: NoiseScale | None,
         savings: Savings,
         world: Coordinator,
@@ -108,7 +107,7 @@ class Training:
             data,
             schedule,
             memory=step.memory,
-            random=None if saver is None else self._random,
+            random=None if checkpoints is None else self._random,
             world=world,
         )
         self._request = StopRequest()
@@ -125,11 +124,16 @@ class Training:
         self._noise = noise
         self._callbacks = self._lifecycle.callbacks
         self._finiteness = Finiteness(step, step.options.on_nan, is_first=world.decides, is_alone=world.is_alone)
-        self._checkpoints: CheckpointManager | None = None
-        if saver is not None:
-            contents = Contents(step, schedule, data.target_batch, self._random, notices, noise, data.counts)
-            self._checkpoints = CheckpointManager(
-                saver, contents, self._progress, self._lifecycle, world, step.memory, notices, self._finiteness
+        self._checkpoints = checkpoints
+        if checkpoints is not None:
+            checkpoints.begin(
+                Contents(step, schedule, data.target_batch, self._random, notices, noise, data.counts),
+                self._progress,
+                self._lifecycle,
+                world,
+                memory=step.memory,
+                notices=notices,
+                finiteness=self._finiteness,
             )
         self._interrupts = Interrupts(self._progress, self._lifecycle, self._checkpoints, world, notices, self._request)
         self._val_every = val_every
@@ -144,7 +148,7 @@ class Training:
                 ranks=world.ranks,
                 random=self._random,
                 is_between_windows=val_every is not None,
-                is_kept=saver is not None,
+                is_kept=checkpoints is not None,
             )
         self._history: deque[StepReport] = deque(maxlen=_HISTORY)
         self._unread: list[StepReport] = []
@@ -174,7 +178,7 @@ class Training:
             try:
                 self._tell_start()
                 with devices.failures_told(self._step.memory, "what ranks send each other"):
-                    self._world.begin(self._step, self._interrupts.wishes, self._finding.grows_to)
+                    self._world.begin(self._step, self._interrupts.requests, self._finding.grows_to)
                 self._lifecycle.save_memory()
                 begins_with, probed = self._begin()
                 with ExitStack() as limit:
@@ -228,7 +232,7 @@ class Training:
         ends = [self._progress.close, self._lifecycle.end]
         ends += [partial(callback.on_fit_end, result) for callback in self._callbacks]
         if self._checkpoints is not None:
-            ends.append(self._checkpoints.saver.release_folder)
+            ends.append(self._checkpoints.release_folder)
         first = error
         for end in ends:
             try:
@@ -257,8 +261,8 @@ class Training:
             evaluations=tuple(evaluation for *_, evaluation in self._evaluations),
             elapsed_s=time.perf_counter() - started,
             resumed_from=self._resumed_from,
-            checkpoint=None if self._checkpoints is None else self._checkpoints.saver.newest,
-            best_checkpoint=None if self._checkpoints is None else self._checkpoints.saver.storage.best,
+            checkpoint=None if self._checkpoints is None else self._checkpoints.newest,
+            best_checkpoint=None if self._checkpoints is None else self._checkpoints.storage.best,
             stopped=self._progress.stopped,
             noise_scale=None if self._noise is None else self._noise.samples,
             memory=self._lifecycle.memory,
@@ -318,7 +322,7 @@ class Training:
                 self._notices.say(text)
 
     def _found(self) -> tuple[Path, dict[str, Any]] | None:
-        return None if self._checkpoints is None else self._world.find(self._checkpoints.saver, self._notices)
+        return None if self._checkpoints is None else self._world.find(self._checkpoints, self._notices)
 
     def _resume(self, path: Path, content: dict[str, Any]) -> Cutting:
         """Resume from a checkpoint of an earlier call of `fit`; return how windows are cut."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.savings import Savings
     from autoaccum._records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
+    from autoaccum._sizing.frontier import Widths
     from autoaccum._system.notices import Notices
     from autoaccum._training.first_plan import Finding
     from autoaccum._training.progress import TrainingProgress
@@ -104,6 +105,7 @@ class PlanLifecycle:
         self._earlier_oom_events = 0
         self._fastest: Plan | None = None  # once it has been recorded
         self.skipped_samples = 0
+        self._resumed_widths: Widths | None = None  # of the checkpoint's samples, if all of them had the same
 
     @property
     def has_begun(self) -> bool:
@@ -160,6 +162,9 @@ class PlanLifecycle:
         if kept is None:
             return Cutting.of(self._finding.plan())
         self._noting.plans, self._earlier_oom_events = list(kept.plans), kept.oom_events
+        self.skipped_samples = kept.skipped_samples
+        widths = set() if kept.cutting.frontier is None else kept.cutting.frontier.widths
+        self._resumed_widths = widths.pop() if len(widths) == 1 else None
         if self._finding.asked not in ("auto", kept.asked):
             plan = self._noted(self._finding.plan())
             return replace(kept.cutting, plan=plan, grows_to=plan)
@@ -231,6 +236,8 @@ class PlanLifecycle:
             The window's report; None if no process has any of its samples, or none is left.
         """
         rest: Window | None = None
+        if self._resumed_widths is not None and part.samples:
+            self._compare_widths(part)
         try:
             report = self.current.step(part)
         except AVOIDABLE as error:
@@ -250,10 +257,24 @@ class PlanLifecycle:
             return self.step(rest) if rest.samples else None
         # After the handler: inside it, the traceback still pins the activations.
         self._step.memory.release()
-        self._earlier_oom_events += self.current.oom_events
-        plan = self._finding.plan()
-        self.begin(Cutting(plan, plan, is_timed=self.current.sizing.cutting.is_timed))
+        self._begin_with(self._finding.plan())
         return self.step(part)
+
+    def _compare_widths(self, first: Window) -> None:
+        """Search for sizes anew, and say so, if samples have another size than those of the checkpoint."""
+        before, self._resumed_widths = self._resumed_widths, None
+        found = {widths for runs in first.widths() for _, widths in runs}
+        if before in found or before is None:
+            return
+        self._notices.say(
+            f"samples have {sum(max(found, key=sum)):,} elements now, and had {sum(before):,} when the checkpoint was "
+            "written; micro-batch sizes are searched for anew"
+        )
+        self._begin_with(self._finding.plan())
+
+    def _begin_with(self, plan: Plan) -> None:
+        self._earlier_oom_events += self.current.oom_events
+        self.begin(Cutting(plan, plan, is_timed=self.current.sizing.cutting.is_timed))
 
     def _rest(self, error: Exception) -> Window | None:
         """Return a window without the sample that does not fit alone; None if that is not to be left out.
@@ -285,7 +306,12 @@ class PlanLifecycle:
         """The present cut and all plans, as a checkpoint stores them."""
         chosen = self._savings.names if self._savings.is_auto else None
         return Kept(
-            self.current.sizing.cutting, tuple(self._noting.plans), self._finding.asked, self.oom_events, chosen
+            self.current.sizing.cutting,
+            tuple(self._noting.plans),
+            self._finding.asked,
+            self.oom_events,
+            self.skipped_samples,
+            chosen,
         )
 
     @property

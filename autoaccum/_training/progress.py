@@ -139,7 +139,7 @@ class TrainingProgress:
             InvalidInputError: The loader is empty.
         """
         self._first = first = self._first_window()
-        self._world.look_at(first)
+        self._world.check_samples_differ(first)
         return first
 
     def next_window(self) -> Window | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.batches import Window
 from autoaccum._data.regrouping import stream, stream_of_tokens
-from autoaccum._distributed.consistency import look_at_data
+from autoaccum._distributed.consistency import warn_of_same_samples
 from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._distributed.fsdp import ShardedDataParallel
 from autoaccum._distributed.loader import DealtLoader, ShardedLoader, equal_shares
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoint_contents import Contents, Kept, Moment
-    from autoaccum._training.checkpoint_schedule import Saver
+    from autoaccum._training.checkpoints import Checkpoints
 
 # What a process may request after a window, as bits.
 SAVE, END, STOP = 1, 2, 4
@@ -81,7 +81,7 @@ class Coordinator:
         self._shards = shard
         self._in_tokens = in_tokens
         self._notices = notices
-        self._is_looked_at = ranks is None or shard
+        self._has_checked = ranks is None or shard
         if ranks is not None:
             self._divide(ranks)
 
@@ -124,18 +124,21 @@ class Coordinator:
         """
         return None if self.ranks is None else Window.of_spans((), None)
 
-    def begin(self, step: TrainingStep, wishes: Callable[[int], int], grows_to: int | None) -> None:
+    def begin(self, step: TrainingStep, requests: Callable[[int], int], grows_to: int | None) -> None:
         """Prepare to make windows.
 
         Args:
             step: This process's training step.
-            wishes: Returns what this process requests after a window, given how many windows ahead that window is.
+            requests: Returns what this process requests after a window, given how many windows ahead that window is.
             grows_to: The largest micro-batch to grow to, for a model that is sharded across ranks; None if sizes do not
                 grow.
         """
         if self.ranks is None:
             return
-        said: dict[str, Any] = {"wishes": lambda: wishes(1), "drops": self._drops}  # asked before the window is done
+        said: dict[str, Any] = {
+            "requests": lambda: requests(1),
+            "drops": self._drops,
+        }  # asked before the window is done
         if is_sharded(step.objective.modules):
             self.peers = ShardedDataParallel(self.ranks, step, grows_to, **said)
         else:
@@ -174,11 +177,11 @@ class Coordinator:
             return False
         return not all(samples) if self._in_tokens else sum(samples) < self._whole_target
 
-    def look_at(self, first: Window) -> None:
+    def check_samples_differ(self, first: Window) -> None:
         """Check, once, whether ranks with loaders of their own read the same samples."""
-        if not self._is_looked_at and self.ranks is not None:
-            self._is_looked_at = True
-            look_at_data(self.ranks, first, self._notices)
+        if not self._has_checked and self.ranks is not None:
+            self._has_checked = True
+            warn_of_same_samples(self.ranks, first, self._notices)
 
     def has_anything(self, window: Window | None) -> bool:
         """Whether any process's loader gave samples in this epoch, given its first window."""
@@ -191,35 +194,35 @@ class Coordinator:
         if self.ranks is not None:
             self.ranks.moment = windows
 
-    def wishes_of_all(self, wishes: Callable[[int], int]) -> int:
-        """Return the requests of all processes after the window just made, as bits; `wishes` as for `begin`."""
+    def requests_of_all(self, requests: Callable[[int], int]) -> int:
+        """Return the requests of all processes after the window just made, as bits; `requests` as for `begin`."""
         if self.peers is None:
-            return wishes(0)
+            return requests(0)
         said = 0
         for part in self.peers.parts:
-            said |= part.wishes
+            said |= part.requests
         return said
 
     def of_all(self, what: str, own: Any) -> list[Any]:
         """Return the value of each process."""
         return [own] if self.ranks is None else self.ranks.exchange(what, own)
 
-    def meet_at_end(self) -> None:
+    def check_others_at_end(self) -> None:
         """Check that no other rank failed after its last update, which only an exchange reveals."""
         self.of_all("end", None)
 
-    def stand_together(self, error: BaseException, *, is_whole: bool) -> bool:
+    def can_save_together(self, error: BaseException, *, is_whole: bool) -> bool:
         """Tell other processes of an error; return whether all are at the same moment and can save it together."""
         if self.ranks is None:
             return True
         if not isinstance(error, RankFailedError):
             self.ranks.moment = self.ranks.moment if is_whole else -1
             self.ranks.fail(error)
-        return self.ranks.stood_together
+        return self.ranks.are_at_same_moment
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def find(self, saver: Saver, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
+    def find(self, saver: Checkpoints, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
         """Take the lease on the checkpoint folder and return the checkpoint to resume from; None if there is none.
 
         Raises:
@@ -231,7 +234,7 @@ class Coordinator:
         self._check_that_all_found(found)
         return found
 
-    def _take_folder(self, saver: Saver, notices: Notices) -> None:
+    def _take_folder(self, saver: Checkpoints, notices: Notices) -> None:
         """Take the lease on the checkpoint folder: rank 0 holds it for all."""
         if not self.decides:
             while (said := self.of_all("folder", None)[0]) is None:
@@ -258,7 +261,7 @@ class Coordinator:
                     "ranks can see"
                 )
 
-    def write(self, saver: Saver, contents: Contents, moment: Moment, kept: Kept) -> Path:
+    def write(self, saver: Checkpoints, contents: Contents, moment: Moment, kept: Kept) -> Path:
         """Write a checkpoint of a moment, on rank 0, and return its path."""
         if self.ranks is None:
             return saver.write(contents.take(moment, kept), moment)

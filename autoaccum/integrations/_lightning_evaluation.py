@@ -17,7 +17,6 @@ from autoaccum.integrations._lightning_logs import HeldLogs
 
 if TYPE_CHECKING:
     from autoaccum._engine.options import Options
-    from autoaccum._records import MemoryEvent
 
 # Each with the precision plugin's context for it.
 STEPS = {
@@ -34,19 +33,25 @@ class Evaluating:
 
     Args:
         trainer: The trainer, with its module on its device.
-        module: Its module.
         options: What the callback was made with.
     """
 
-    def __init__(self, trainer: Any, module: Any, options: Options) -> None:
+    def __init__(self, trainer: Any, options: Options) -> None:
         self._trainer = trainer
-        self._module = module
+        self._module = module = trainer.lightning_module
         self._split = options.split
+        self._logs = HeldLogs(trainer)
         device, notices = options.device, options.notices or Notices()
-        self._memory = devices.resolve(trainer.strategy.root_device if device is None else device, module, notices)
-        self._limit = StepLimit(self._memory, options.limit_bytes(self._memory))
-        self._events = Events([LimitLifted(callback, self._memory) for callback in options.callbacks], notices)
-        self._parts: dict[tuple[str, tuple[Any, ...]], PartsThatFit] = {}
+        memory = devices.resolve(trainer.strategy.root_device if device is None else device, module, notices)
+        self._limit = StepLimit(memory, options.limit_bytes(memory))
+        remedies = ["lower precision", "smaller inputs"]
+        self._events = Events([LimitLifted(callback, memory) for callback in options.callbacks], notices)
+        self._parts = PartsThatFit(
+            memory,
+            Savepoint([module, self._logs.of_batch], memory.device),
+            lambda said, sample: refusal(memory, f"{sample} does not fit in an evaluation", said, remedies),
+            self._events.ran_out,
+        )
 
     @writes_reason
     def run(self, name: str, batch: Any, *further: Any) -> Any:
@@ -61,31 +66,15 @@ class Evaluating:
             DoesNotFitError: Not even one sample fits.
             InvalidInputError: Memory ran out, and the batch cannot be cut.
         """
-        logs, parts = HeldLogs(self._trainer), self._parts_of(name, further[1:])
 
         def step(cut: Any, _: int) -> tuple[Any, Any]:
-            logged = logs.begin_part()
+            logged = self._logs.begin_part()
             # Not through DistributedDataParallel, which may make all ranks wait for one that is trying again.
             with getattr(self._trainer.precision_plugin, STEPS[name])():
                 return getattr(self._module, name)(cut, *further), logged
 
-        with self._limit.in_force(), logs.holding():
-            done, sizes, _ = parts.of_batch(batch, self._split, step)
-        logs.log([logged for _, logged in done], sizes)
-        return joined([output for output, _ in done], sizes)
-
-    def _parts_of(self, name: str, loader: tuple[Any, ...]) -> PartsThatFit:
-        """Return the parts of a step's batches; of each loader, by its number, where there are several."""
-        if (name, loader) not in self._parts:
-            memory, remedies = self._memory, ["lower precision", "smaller inputs"]
-            self._parts[name, loader] = PartsThatFit(
-                memory,
-                Savepoint([self._module], memory.device),
-                lambda said, sample: refusal(memory, f"{sample} does not fit in {name}", said, remedies),
-                self._ran_out,
-            )
-        return self._parts[name, loader]
-
-    def _ran_out(self, event: MemoryEvent) -> None:
         self._events.windows = self._trainer.global_step
-        self._events.ran_out(event)
+        with self._limit.in_force(), self._logs.holding():
+            done, sizes, _ = self._parts.of_batch(batch, self._split, step)
+        self._logs.log([logged for _, logged in done], sizes)
+        return joined([output for output, _ in done], sizes)

@@ -41,60 +41,43 @@ class PairedRows:
 
     def cut(self, batch: Mapping[str, Any], sizes: Sequence[int]) -> list[dict[str, Any]]:
         """Return consecutive pairs, one part for each size; tensors of single rows are copied."""
-        stops = list(itertools.accumulate(sizes))
-        return [self._part(batch, start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+        halved, places = _halved(batch, self.count(batch)), [0, *itertools.accumulate(sizes)]
+        return [
+            dict(batch) | {key: _joined([half[start:stop] for half in halves]) for key, halves in halved.items()}
+            for start, stop in itertools.pairwise(places)
+        ]
 
     def join(self, batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return parts as one batch, padded with zeros to the longest."""
         if len(batches) == 1:
             return dict(batches[0])
-        shared = [key for key in batches[0] if all(key in batch for batch in batches)]
-        return {key: self._joined(key, batches) for key in shared}
+        found = [_halved(batch, self.count(batch)) for batch in batches]
+        whole = {key: value for key, value in batches[0].items() if all(key in batch for batch in batches)}
+        for key in whole.keys() & found[0].keys():
+            columns = zip(*(halves[key] for halves in found), strict=True)
+            whole[key] = _joined([half for column in columns for half in column])
+        return whole
 
     def weight(self, batch: Mapping[str, Any]) -> float:
         """Return what the mean loss of a batch runs over: its pairs. At first all of them have the same loss."""
         return float(self.count(batch))
 
-    def _part(self, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-        pairs = self.count(batch)
-        return {key: _part_of(value, pairs, start, stop) for key, value in batch.items()}
 
-    def _joined(self, key: str, batches: Sequence[Mapping[str, Any]]) -> Any:
-        values = [batch[key] for batch in batches]
-        pairs = [self.count(batch) for batch in batches]
-        if not isinstance(values[0], Tensor | list) or _length(values[0]) not in (pairs[0], 2 * pairs[0]):
-            return values[0]
-        halves = [values]
-        if _length(values[0]) == 2 * pairs[0]:
-            halves = [
-                [value[:count] for value, count in zip(values, pairs, strict=True)],
-                [value[count:] for value, count in zip(values, pairs, strict=True)],
-            ]
-        in_order = [value for half in halves for value in half]
-        if isinstance(values[0], list):
-            return list(itertools.chain.from_iterable(in_order))
-        if values[0].dim() > 1:
-            longest = max(value.shape[1] for value in in_order)
-            in_order = [_padded(value, longest) for value in in_order]
-        return torch.cat(in_order)
+def _halved(batch: Mapping[str, Any], pairs: int) -> dict[str, list[Any]]:
+    """Return what has a row for each pair, as it is, and what has two, in halves: chosen rows and rejected ones."""
+    rows = {
+        key: value
+        for key, value in batch.items()
+        if (isinstance(value, Tensor) and value.dim()) or isinstance(value, list)
+    }
+    halved = {key: [value[:pairs], value[pairs:]] for key, value in rows.items() if len(value) == 2 * pairs}
+    return halved | {key: [value] for key, value in rows.items() if len(value) == pairs}
 
 
-def _length(value: Any) -> int | None:
-    return len(value) if not isinstance(value, Tensor) or value.dim() else None
-
-
-def _part_of(value: Any, pairs: int, start: int, stop: int) -> Any:
-    if not isinstance(value, Tensor | list):
-        return value
-    length = _length(value)
-    if length == pairs:
-        return value[start:stop]
-    if length != 2 * pairs:
-        return value
-    if isinstance(value, list):
-        return value[start:stop] + value[pairs + start : pairs + stop]
-    return torch.cat([value[start:stop], value[pairs + start : pairs + stop]])
-
-
-def _padded(value: Tensor, length: int) -> Tensor:
-    return functional.pad(value, [0, 0] * (value.dim() - 2) + [0, length - value.shape[1]])
+def _joined(parts: list[Any]) -> Any:
+    if isinstance(parts[0], list):
+        return [*itertools.chain.from_iterable(parts)]
+    if parts[0].dim() > 1 and len({part.shape[1] for part in parts}) > 1:
+        longest = max(part.shape[1] for part in parts)
+        parts = [functional.pad(one, [0, 0] * (one.dim() - 2) + [0, longest - one.shape[1]]) for one in parts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

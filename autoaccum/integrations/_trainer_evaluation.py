@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,26 +19,23 @@ from autoaccum._engine.options import Options
 from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.closures import Closure
-from autoaccum._loss.loss_weights import Common
+from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.terms import Form
 from autoaccum._system.reason_file import writes_reason
 from autoaccum.integrations._joined_parts import mean
+from autoaccum.integrations._trainer_logs import held_logs, log_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from torch import nn
-
     from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
     from autoaccum._engine.forward_backward import GradientStep
-    from autoaccum._loss.loss_weights import LossWeights
     from autoaccum._system.notices import Notices
-    from autoaccum.integrations._trainer_logs import Held, TrainerLogs
+    from autoaccum.integrations._trainer_logs import Held
 
 # What a trainer's `prediction_step` returns: the loss, the outputs and the labels, each None if there is none.
 _Predicted = tuple[Any, Any, Any]
-_IGNORED = -100  # labels
 _LOSS = "loss"
 
 
@@ -48,18 +46,27 @@ class EvaluationInParts:
 
     Args:
         trainer: The trainer.
-        logs: What it logs.
         split: As for `windowed`.
         notices: Reports choices made for the user.
+
+    Attributes:
+        model: The trainer's model, of which this holds.
     """
 
-    def __init__(self, trainer: Any, logs: TrainerLogs, split: Split | None, notices: Notices) -> None:
+    def __init__(self, trainer: Any, split: Split | None, notices: Notices) -> None:
+        self.model = trainer.model
         self._trainer = trainer
-        self._logs = logs
         self._split = split
         self._notices = notices
-        self._model: nn.Module | None = None
-        self._weights = _LossWeights(trainer, logs, split, notices)
+        self._memory = memory = devices.resolve(trainer.args.device, self.model, notices)
+        self._savepoint = Savepoint([self.model], memory.device)
+        remedies = ["shorter samples", "eval_accumulation_steps=1, so that outputs leave the device"]
+        self._parts = PartsThatFit(
+            memory,
+            self._savepoint,
+            lambda said, sample: refusal(memory, f"{sample} does not fit in an evaluation", said, remedies),
+            lambda _: notices.say("evaluation is cut into parts that fit, since memory ran out in it"),
+        )
 
     @writes_reason
     def run(self, step: Callable[[Mapping[str, Any]], _Predicted], inputs: Mapping[str, Any]) -> _Predicted:
@@ -73,40 +80,43 @@ class EvaluationInParts:
             DoesNotFitError: Not even one sample fits.
             InvalidInputError: Memory ran out, and the batch cannot be cut.
         """
-        self._begin(self._trainer.model)
 
         def one_part(batch: Mapping[str, Any], _: int) -> tuple[Held, _Predicted]:
-            with self._logs.held() as held, own_tokens(self._trainer.args):
+            with held_logs(self._trainer) as held, own_tokens(self._trainer.args):
                 return held, step(dict(batch))
 
         done, sizes, window = self._parts.of_batch(dict(inputs), self._split, one_part)
-        self._logs.append([held for held, _ in done], "eval")
-        found = [predicted for _, predicted in done]
-        loss, outputs, labels = found[0] if window is None or len(found) == 1 else self._joined(found, window, sizes)
-        return self._over_all_ranks(loss, inputs), outputs, labels
+        log_held(self._trainer, [held for held, _ in done])
+        losses, outputs, labels = zip(*(predicted for _, predicted in done), strict=True)
+        loss = losses[0]
+        if window is not None and len(losses) > 1 and loss is not None:
+            loss = self._loss_of(window, sizes, losses)
+        return self._over_all_ranks(loss, inputs), _concatenated(outputs), _concatenated(labels)
 
-    def _begin(self, model: nn.Module) -> None:
-        if self._model is model:
-            return
-        self._model = model
-        notices = self._notices
-        memory = devices.resolve(self._trainer.args.device, model, notices)
-        remedies = ["shorter samples", "eval_accumulation_steps=1, so that outputs leave the device"]
-        self._parts = PartsThatFit(
-            memory,
-            Savepoint([model], memory.device),
-            lambda said, sample: refusal(memory, f"{sample} does not fit in an evaluation", said, remedies),
-            lambda _: notices.say("evaluation is cut into parts that fit, since memory ran out in it"),
-        )
+    def _loss_of(self, window: Window, sizes: Sequence[int], losses: Sequence[Any]) -> Any:
+        """Return the loss of a batch, given those of its parts."""
+        known = self._step.objective.weights
+        self._step.objective.begin_window()
+        check_losses(self._step, window, self._savepoint.like_it())
+        forms = known.forms.get(_LOSS, ())
+        if known.common is Common.SUM or (forms and all(form.form is Form.SUM for form in forms)):
+            return torch.stack(list(losses)).sum()
+        starts = itertools.accumulate(sizes, initial=0)
+        parts = [window.part(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+        return mean(losses, [float(known.of_samples(_LOSS, part)[1]) for part in parts])
 
-    def _joined(self, found: Sequence[_Predicted], window: Window, sizes: Sequence[int]) -> _Predicted:
-        """Return what the parts of a batch give together."""
-        losses, outputs, labels = zip(*found, strict=True)
-        loss = None
-        if losses[0] is not None:
-            weights = self._weights.of(window, sizes)
-            loss = torch.stack(losses).sum() if weights is None else mean(losses, weights)
-        return loss, _concatenated(outputs), _concatenated(labels)
+    @cached_property
+    def _step(self) -> GradientStep:
+        """By which the loss in evaluation is read and checked."""
+        options = Options(loss=[Closure(self._loss)], precision="fp32", split=self._split)
+        return assemble_without_optimizer(self.model, options, memory=self._memory, notices=self._notices)
+
+    def _loss(self, batch: Mapping[str, Any]) -> Any:
+        trainer = self._trainer
+        with held_logs(trainer), own_tokens(trainer.args), trainer.compute_loss_context_manager():
+            # As in `prediction_step`: the count may differ from what the loss runs over.
+            given = {"num_items_in_batch": self._items_of(batch)} if self._counts_tokens else {}
+            return trainer.compute_loss(self.model, dict(batch), **given)
 
     def _over_all_ranks(self, loss: Any, inputs: Mapping[str, Any]) -> Any:
         """Return the loss of this rank's batch so that the mean over ranks is one over the tokens of all of them.
@@ -115,15 +125,25 @@ class EvaluationInParts:
         """
         trainer = self._trainer
         ranks = trainer.accelerator.num_processes
-        if loss is None or ranks == 1 or not trainer.args.average_tokens_across_devices or not _counts_tokens(trainer):
+        if loss is None or ranks == 1 or not trainer.args.average_tokens_across_devices or not self._counts_tokens:
             return loss
         with own_tokens(trainer.args):
-            own = _items_of(trainer, inputs)
+            own = self._items_of(inputs)
         if own is None:
             return loss
         own = torch.as_tensor(own, device=trainer.args.device)
         share = own / trainer.accelerator.gather(own.reshape(1)).sum()
         return torch.where(own > 0, loss * share * ranks, torch.zeros_like(loss))
+
+    def _items_of(self, inputs: Mapping[str, Any]) -> Any:
+        return self._trainer._get_num_items_in_batch([inputs], self._trainer.args.device)
+
+    @cached_property
+    def _counts_tokens(self) -> bool:
+        """Whether the trainer's own `prediction_step` counts the tokens of all ranks."""
+        kinds = [kind for kind in type(self._trainer).__mro__ if not kind.__module__.startswith("autoaccum.")]
+        own = next(vars(kind)["prediction_step"] for kind in kinds if "prediction_step" in vars(kind))
+        return "num_items_in_batch" in inspect.unwrap(own).__code__.co_varnames
 
 
 @contextmanager
@@ -136,84 +156,10 @@ def own_tokens(args: Any) -> Iterator[None]:
         args.average_tokens_across_devices = kept
 
 
-def _counts_tokens(trainer: Any) -> bool:
-    """Whether the trainer's own `prediction_step` counts the tokens of all ranks."""
-    kinds = [kind for kind in type(trainer).__mro__ if not kind.__module__.startswith("autoaccum.")]
-    own = next(vars(kind)["prediction_step"] for kind in kinds if "prediction_step" in vars(kind))
-    return "num_items_in_batch" in inspect.unwrap(own).__code__.co_varnames
-
-
-def _items_of(trainer: Any, inputs: Mapping[str, Any]) -> Any:
-    return trainer._get_num_items_in_batch([inputs], trainer.args.device)
-
-
-class _LossWeights:
-    """Infers what a trainer's loss is a mean of, in evaluation."""
-
-    def __init__(self, trainer: Any, logs: TrainerLogs, split: Split | None, notices: Notices) -> None:
-        self._trainer = trainer
-        self._logs = logs
-        self._split = split
-        self._notices = notices
-        self._step: GradientStep | None = None
-        self._model: nn.Module | None = None
-
-    def of(self, window: Window, sizes: Sequence[int]) -> list[float] | None:
-        """Return what the losses of parts of a window weigh in its own; None if they add up to it."""
-        step = self._step_of(self._trainer.model)
-        step.objective.begin_window()
-        check_losses(step, window, self._mark)
-        return _weights(sizes, window, step.objective.weights)
-
-    def _step_of(self, model: nn.Module) -> GradientStep:
-        if self._step is None or self._model is not model:
-            self._model = model
-            self._step = assemble_without_optimizer(
-                model,
-                Options(loss=[Closure(self._loss)], precision="fp32", split=self._split),
-                memory=devices.resolve(self._trainer.args.device, model, self._notices),
-                notices=self._notices,
-            )
-            self._mark = Savepoint([model], self._step.memory.device)
-        return self._step
-
-    def _loss(self, batch: Mapping[str, Any]) -> Any:
-        trainer = self._trainer
-        with (
-            self._logs.held(),
-            own_tokens(trainer.args),
-            trainer.compute_loss_context_manager(),
-        ):
-            # As in `prediction_step`: the count may differ from what the loss runs over.
-            given = {"num_items_in_batch": _items_of(trainer, batch)} if _counts_tokens(trainer) else {}
-            return trainer.compute_loss(self._model, dict(batch), **given)
-
-
-def _weights(sizes: Sequence[int], window: Window, known: LossWeights) -> list[float] | None:
-    """Return what each part of a batch weighs in its mean loss; None if the losses add up.
-
-    Args:
-        sizes: The samples of each part.
-        window: The batch.
-        known: How its loss is weighted.
-    """
-    if _adds_up(known):
-        return None
-    starts = itertools.accumulate(sizes[:-1], initial=0)
-    parts = [window.part(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-    return [float(known.of_samples(_LOSS, part)[1]) for part in parts]
-
-
-def _adds_up(known: LossWeights) -> bool:
-    """Whether the loss of a batch is the sum of its parts' losses, be it divided by a number that the batch carries."""
-    forms = known.forms.get(_LOSS, ())
-    return known.common is Common.SUM or (bool(forms) and all(form.form is Form.SUM for form in forms))
-
-
 def _concatenated(parts: Sequence[Any]) -> Any:
     """Return the outputs of all parts as those of one batch; as `Trainer` does it, other lengths are padded."""
     whole = parts[0]
     for part in parts[1:]:
         if whole is not None:
-            whole = nested_concat(whole, part, padding_index=_IGNORED)  # type: ignore[no-untyped-call]
+            whole = nested_concat(whole, part, padding_index=-100)  # type: ignore[no-untyped-call]
     return whole

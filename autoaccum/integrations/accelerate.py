@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from autoaccum._records import BackwardReport
     from autoaccum._system.notices import Notices
 
-__all__ = ["Windowed", "windowed"]
+__all__ = ["windowed"]
 
 _REFUSED = {
     "DEEPSPEED": "DeepSpeed",
@@ -55,67 +55,6 @@ _REFUSED = {
     "XLA": "XLA",
 }
 _HALVES = ("bf16", "fp16")
-
-
-class Windowed:
-    """Takes the place of the forward pass, the loss and `accelerator.backward`; `windowed` makes it.
-
-    Args:
-        accelerator: The accelerator.
-        model: The prepared model.
-        options: What `windowed` was called with.
-        closure: As for `Accumulator`.
-
-    Attributes:
-        accumulator: Computes the gradients.
-    """
-
-    def __init__(
-        self, accelerator: Accelerator, model: nn.Module, options: Options, closure: Callable[[Any], Any] | None = None
-    ) -> None:
-        _refuse(accelerator, model)
-        self._parallel = model if isinstance(model, DistributedDataParallel) else None
-        device = accelerator.device if options.device is None else options.device
-        with self._outside_of_parallel():
-            self.accumulator = Accumulator._of(
-                # Not unwrapped from the autocast that `prepare` has put around its forward.
-                extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=True),
-                replace(options, device=device, precision="fp32"),  # the model casts by itself
-                closure=closure,
-                scale=accelerator.scaler,
-            )
-        half = accelerator.mixed_precision
-        tell_of_autocast(self.accumulator, half if half in _HALVES else None)
-        divide_gradients(self.accumulator, lambda: accelerator.gradient_accumulation_steps)
-
-    def __call__(self, batch: Any, *, keep: str | None = None) -> BackwardReport:
-        """Add the gradient of a batch to `.grad`, reduced over all processes.
-
-        Args:
-            batch: One of the prepared loader's batches, of any size.
-            keep: As for `autoaccum.Accumulator.backward`.
-
-        Returns:
-            What was done. `loss` is that of the batches of all processes.
-
-        Raises:
-            InvalidInputError: The batch or the loss cannot be used.
-            AutoaccumError: As for `autoaccum.Accumulator.backward`.
-        """
-        with self._outside_of_parallel():
-            return self.accumulator.backward(batch, keep=keep)
-
-    @contextmanager
-    def _outside_of_parallel(self) -> Iterator[None]:
-        """Let a closure that calls the prepared model run the module inside, whose passes wait for nobody."""
-        if self._parallel is None:
-            yield
-            return
-        vars(self._parallel)["forward"] = self._parallel.module.__call__  # which hides the method
-        try:
-            yield
-        finally:
-            del vars(self._parallel)["forward"]
 
 
 def windowed(
@@ -128,7 +67,6 @@ def windowed(
     memory_limit: float | str | None = None,
     memory: str | Sequence[str] | None = None,
     micro_batch: int | str = "auto",
-    cache: bool = True,
     loss_reduction: str | None = None,
     loss_scope: str = "micro_batch",
     batchnorm: str = "keep",
@@ -136,7 +74,7 @@ def windowed(
     device: MemoryBackend | None = None,
     callbacks: Sequence[Callback] = (),
     notices: Notices | None = None,
-) -> Windowed:
+) -> Callable[..., BackwardReport]:
     """Return a function of a batch that adds its gradient to `.grad`, whatever fits at once.
 
         backward = windowed(accelerator, model, closure=lambda batch: model(**batch).loss)
@@ -145,9 +83,10 @@ def windowed(
             optimizer.step()
             optimizer.zero_grad()
 
-    Precision, the gradient scaler and `gradient_accumulation_steps`, by which gradients are divided, are the
-    accelerator's. In several processes, gradients are reduced once a batch,
-    weighted by what the loss runs over in all of them.
+    It takes the place of the forward pass, the loss and `accelerator.backward`, and is used as
+    `autoaccum.Accumulator.backward`. Precision, the gradient scaler and `gradient_accumulation_steps`, by which
+    gradients are divided, are the accelerator's. In several processes, gradients are reduced once a batch, weighted by
+    what the loss runs over in all of them; the loss in the report is that of the batches of all processes.
 
     Args:
         accelerator: The accelerator.
@@ -158,7 +97,6 @@ def windowed(
         memory_limit: As for `Accumulator`.
         memory: As for `Accumulator`.
         micro_batch: As for `Accumulator`.
-        cache: As for `Accumulator`.
         loss_reduction: As for `Accumulator`.
         loss_scope: As for `Accumulator`.
         batchnorm: As for `Accumulator`.
@@ -173,7 +111,38 @@ def windowed(
             that this does not hold for.
         DoesNotFitError: The model itself does not fit on the device.
     """
-    return Windowed(accelerator, model, Options.of(windowed, locals()), closure)
+    options = Options.of(windowed, locals())
+    _refuse(accelerator, model)
+    with _outside_of_parallel(model):
+        accumulator = Accumulator._of(
+            # Not unwrapped from the autocast that `prepare` has put around its forward, by which the model casts.
+            extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=True),
+            replace(options, device=accelerator.device if device is None else device, precision="fp32"),
+            closure=closure,
+            scale=accelerator.scaler,
+        )
+    half = accelerator.mixed_precision
+    tell_of_autocast(accumulator, half if half in _HALVES else None)
+    divide_gradients(accumulator, lambda: accelerator.gradient_accumulation_steps)
+
+    def backward(batch: Any, *, keep: str | None = None) -> BackwardReport:
+        with _outside_of_parallel(model):
+            return accumulator.backward(batch, keep=keep)
+
+    return backward
+
+
+@contextmanager
+def _outside_of_parallel(model: nn.Module) -> Iterator[None]:
+    """Let a closure that calls the prepared model run the module inside, whose passes wait for nobody."""
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    vars(model)["forward"] = model.module.__call__  # which hides the method
+    try:
+        yield
+    finally:
+        del vars(model)["forward"]
 
 
 def _refuse(accelerator: Accelerator, model: nn.Module) -> None:

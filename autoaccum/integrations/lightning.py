@@ -4,12 +4,13 @@
 
     trainer = lightning.pytorch.Trainer(callbacks=[Windowed(memory_limit="2GiB")])
 
-The callback takes the place of the closure in which automatic optimization runs a batch, and of the strategy's
-evaluation steps. Optimizer steps, clipping, schedulers, logging, checkpoints and progress stay Lightning's.
+The callback takes the place of the strategy's steps and of its backward pass. Optimizer steps, clipping, schedulers,
+logging, checkpoints and progress stay Lightning's.
 """
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,8 @@ except ImportError:  # the package's older name, of the same interface
     import pytorch_lightning as pl  # type: ignore[no-redef]
 
 from autoaccum._engine.options import Options
+from autoaccum.errors import InvalidInputError
 from autoaccum.integrations._lightning_evaluation import STEPS, Evaluating
-from autoaccum.integrations._lightning_refusals import refuse_strategy, refuse_training
 from autoaccum.integrations._lightning_training import Training
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Windowed"]
 
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
+_BY_HAND = "autoaccum.Accumulator(module, closure=...).backward(batch)"
+_OWN_MODULES = ("lightning.", "pytorch_lightning.")
+
 
 class Windowed(pl.Callback):
     """A callback with which each of the loader's batches is run in micro-batches that fit.
@@ -43,16 +48,14 @@ class Windowed(pl.Callback):
     The loader's batch is the batch of an update, or one of `accumulate_grad_batches`. `training_step` is called for
     each micro-batch, again after memory has run out, and for the few samples that its loss is checked on, so it must
     not change anything but the state of modules, metrics and random numbers. A batch is skipped if it returns None for
-    any part of it. What it logs is held back, and logged once for the whole batch, means over samples; of a metric
-    logged with `on_step=True`, the value of the last micro-batch. Callbacks and hooks run once a batch. Where
-    `validation_step`, `test_step` or `predict_step` runs out of memory, it is run on parts of the batch, and its logs
-    and outputs are joined.
+    any part of it. What it logs is logged once for the whole batch, means over samples. Callbacks and hooks run once a
+    batch. Where `validation_step`, `test_step` or `predict_step` runs out of memory, it is run on parts of the batch,
+    and its logs and outputs are joined.
 
     Args:
         memory_limit: As for `Accumulator`.
         memory: As for `Accumulator`.
         micro_batch: As for `Accumulator`.
-        cache: As for `Accumulator`.
         loss_reduction: As for `Accumulator`.
         batchnorm: As for `Accumulator`.
         split: As for `Accumulator`.
@@ -72,7 +75,6 @@ class Windowed(pl.Callback):
         memory_limit: float | str | None = None,
         memory: str | Sequence[str] | None = None,
         micro_batch: int | str = "auto",
-        cache: bool = True,
         loss_reduction: str | None = None,
         batchnorm: str = "keep",
         split: Split | None = None,
@@ -83,7 +85,6 @@ class Windowed(pl.Callback):
         super().__init__()
         self._options = Options.of(Windowed, locals())
         self._training: Training | None = None
-        self._evaluating: Evaluating | None = None
 
     @property
     def report(self) -> BackwardReport | None:
@@ -101,45 +102,66 @@ class Windowed(pl.Callback):
         Raises:
             InvalidInputError: They do what micro-batches cannot be a part of.
         """
-        refuse_strategy(trainer)
+        _refuse_strategy(trainer.strategy)
         if stage == "fit":
-            refuse_training(trainer, pl_module)
+            _refuse_training(trainer, pl_module)
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take the place of automatic optimization's closure."""
-        self._training = Training(trainer, pl_module, self._options)
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's signature
+        """Take the place of the strategy's training step and backward pass."""
+        self._training = Training(trainer, self._options)
         trainer.strategy.training_step = self._training.training_step
-        trainer.fit_loop.epoch_loop.automatic_optimization._make_closure = self._training.make_closure
-        self._evaluate_in_parts(trainer, pl_module)
+        trainer.strategy.backward = self._training.backward
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take the place of the evaluation's step."""
-        self._evaluate_in_parts(trainer, pl_module)
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Take the place of the strategy's evaluation steps."""
+        if "validation_step" not in vars(trainer.strategy):
+            evaluating = Evaluating(trainer, self._options)
+            for name in STEPS:
+                setattr(trainer.strategy, name, partial(evaluating.run, name))
 
-    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take the place of the evaluation's step."""
-        self._evaluate_in_parts(trainer, pl_module)
+    on_test_start = on_predict_start = on_validation_start
 
-    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take the place of the prediction's step."""
-        self._evaluate_in_parts(trainer, pl_module)
-
-    def _evaluate_in_parts(self, trainer: Any, module: Any) -> None:
-        if "validation_step" in vars(trainer.strategy):
-            return
-        self._evaluating = Evaluating(trainer, module, self._options)
-        for name in STEPS:
-            setattr(trainer.strategy, name, partial(self._evaluating.run, name))
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
-        """Give the strategy's steps and the closure back."""
-        self._give_back(trainer)
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Give the strategy's steps back."""
+        for name in ("training_step", "backward", *STEPS):
+            vars(trainer.strategy).pop(name, None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
-        """Give the strategy's steps and the closure back."""
-        self._give_back(trainer)
+        """Give the strategy's steps back."""
+        self.teardown(trainer, pl_module, "")
 
-    def _give_back(self, trainer: Any) -> None:
-        for name in ("training_step", *STEPS):
-            vars(trainer.strategy).pop(name, None)
-        vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop("_make_closure", None)
+
+def _refuse_strategy(strategy: Any) -> None:
+    """Check that the strategy leaves parameters whole, and gradients to be reduced once."""
+    kinds = (kind.__name__ for kind in type(strategy).__mro__ if kind.__module__.startswith(_OWN_MODULES))
+    if next(kinds, "") not in _STRATEGIES:
+        raise InvalidInputError(
+            f"strategy={type(strategy).__name__}: Windowed runs micro-batches outside of the strategy and reduces "
+            "gradients itself, which holds for one device and for 'ddp'; use one of them, or leave Windowed out. FSDP2 "
+            "models train with autoaccum.fit (docs/several-gpus.md)"
+        )
+
+
+def _refuse_training(trainer: Any, module: Any) -> None:
+    """Check that a trainer and its module can be trained in micro-batches."""
+    kind = type(module).__name__
+    if not module.automatic_optimization:
+        raise InvalidInputError(
+            f"{kind} sets automatic_optimization = False, and Windowed takes the place of automatic optimization's "
+            f"backward pass; call {_BY_HAND} in training_step, in place of manual_backward"
+        )
+    if any(type(callback).__name__ == "BatchSizeFinder" for callback in trainer.callbacks):
+        raise InvalidInputError(
+            "BatchSizeFinder changes the loader's batch size, which Windowed keeps as the batch of an update; leave it "
+            "out"
+        )
+    if not type(module).backward.__module__.startswith(_OWN_MODULES):
+        raise InvalidInputError(
+            f"{kind} overrides backward, which Windowed does not call; leave it out, or use manual optimization with "
+            f"{_BY_HAND}"
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise InvalidInputError(
+            "training_step(self, dataloader_iter) fetches batches itself, so Windowed cannot cut them; take batch and "
+            "batch_idx instead"
+        )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from autoaccum._data.batches import Window
 from autoaccum._data.packed_rows import PackedRows
@@ -23,7 +23,7 @@ from autoaccum.errors import InvalidInputError
 from autoaccum.integrations._framework_backward import tell_of_autocast
 from autoaccum.integrations._paired_rows import PairedRows
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts, own_tokens
-from autoaccum.integrations._trainer_logs import TrainerLogs
+from autoaccum.integrations._trainer_logs import held_logs, log_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,7 +54,6 @@ def windowed(
     memory_limit: float | str | None = None,
     memory: str | Sequence[str] | None = None,
     micro_batch: int | str = "auto",
-    cache: bool = True,
     loss_reduction: str | None = None,
     batchnorm: str = "keep",
     split: Split | None = None,
@@ -78,7 +77,6 @@ def windowed(
         memory_limit: As for `fit`.
         memory: As for `fit`.
         micro_batch: The most samples at once; "auto" finds it.
-        cache: As for `fit`.
         loss_reduction: As for `fit`.
         batchnorm: As for `fit`.
         split: Counts, cuts and joins the batches that the collator returns; None where samples run along the first
@@ -95,8 +93,8 @@ def windowed(
     Raises:
         InvalidInputError: `trainer` is no such class, or has been passed to this function before, or another argument
             cannot be used. `train()` raises it for DeepSpeed, FSDP and other strategies, several cards in one process,
-            optimizers that step in the backward pass, and classes whose `training_step` does not call that of their
-            base.
+            optimizers that step in the backward pass, and an update whose batches the class's `training_step` has not
+            passed on to that of its base.
     """
     if not isinstance(trainer, type) or not issubclass(trainer, Trainer):
         raise InvalidInputError(
@@ -110,7 +108,7 @@ def windowed(
     bases = (_Outermost, _Innermost) if trainer is Trainer else (_Outermost, trainer, _Innermost)
     names = {"__doc__": trainer.__doc__, "__module__": __name__, "_autoaccum_options": options}
     metaclass: Any = type(trainer)
-    kind = _picklable(metaclass)
+    kind: Any = _picklable(metaclass)
     return kind(f"Windowed{trainer.__name__}", bases, names)  # type: ignore[no-any-return]
 
 
@@ -139,19 +137,16 @@ class Windows:
 
     Attributes:
         last_backward: What was done for the last update; None before the first one.
-        has_taken: Whether the batch of this training step has come here.
+        is_computed: Whether the gradient of the update to come has been computed here.
     """
 
     def __init__(self, trainer: Any, options: Options) -> None:
         self.last_backward: BackwardReport | None = None
-        self.has_taken = False
+        self.is_computed = False
         self._trainer = trainer
         self._notices = options.notices or Notices()
-        self._split = options.split
-        if self._split is None:
-            self._split = _split_of(trainer.data_collator)
+        self._split = _split_of(trainer.data_collator) if options.split is None else options.split
         self._options = replace(options, split=self._split, notices=self._notices, precision="fp32")
-        self._logs = TrainerLogs(trainer)
         self._held: list[Held] = []  # of calls for this window
         self._model: nn.Module | None = None
         self._accumulator: Accumulator | None = None
@@ -188,7 +183,6 @@ class Windows:
         Returns:
             The update's loss, a scalar, for its last batch; 0 for the others.
         """
-        self.has_taken = True
         trainer = self._trainer
         model.train()
         if callable(getattr(trainer.optimizer, "train", None)):
@@ -206,8 +200,8 @@ class Windows:
         self._held.clear()
         report = accumulator.backward(Window(batches, self._split))
         # Those before are of samples that the loss was checked on, and of attempts that failed.
-        self._logs.append(self._held[-len(report.micro_batches) :])
-        self.last_backward = report
+        log_held(trainer, self._held[-len(report.micro_batches) :])
+        self.last_backward, self.is_computed = report, True
         return torch.tensor(report.loss, device=trainer.args.device)
 
     def prediction_step(self, step: Callable[[Mapping[str, Any]], Any], inputs: Mapping[str, Any]) -> Any:
@@ -217,8 +211,8 @@ class Windows:
             step: The trainer's own, as a function of a batch.
             inputs: The batch.
         """
-        if self._evaluation is None:
-            self._evaluation = EvaluationInParts(self._trainer, self._logs, self._split, self._notices)
+        if self._evaluation is None or self._evaluation.model is not self._trainer.model:
+            self._evaluation = EvaluationInParts(self._trainer, self._split, self._notices)
         return self._evaluation.run(step, inputs)
 
     # --- a micro-batch ------------------------------------------------------------------------------------------------
@@ -226,7 +220,7 @@ class Windows:
     def _loss(self, batch: Mapping[str, Any]) -> Any:
         """Return the loss of a micro-batch, as the trainer computes it."""
         trainer = self._trainer
-        with self._logs.held() as held, own_tokens(trainer.args), trainer.compute_loss_context_manager():
+        with held_logs(trainer) as held, own_tokens(trainer.args), trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(self._model, batch, num_items_in_batch=self._items)
         if self._generates and not self._is_scaled():
             loss = loss / trainer.current_gradient_accumulation_steps
@@ -303,17 +297,11 @@ class _Outermost:
             self._autoaccum = Windows(self, self._autoaccum_options)
         return self._autoaccum
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "training_step" in vars(cls):
-            cls.training_step = _watched(vars(cls)["training_step"])  # type: ignore[method-assign]
-
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self.autoaccum.begin()
+        self.remove_callback(_Watch)  # type: ignore[attr-defined]
+        self.add_callback(_Watch(self))  # type: ignore[attr-defined]
         return super().train(*args, **kwargs)  # type: ignore[misc]
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return _watched(super().training_step)(self, *args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -326,22 +314,21 @@ class _Outermost:
         return self.autoaccum.prediction_step(step, inputs)
 
 
-def _watched(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a training step that raises an error where its batch does not come to the adapter."""
+class _Watch(TrainerCallback):
+    """Raises an error where an update is about to be made of a gradient that was not computed here."""
 
-    @functools.wraps(step)
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.autoaccum.has_taken = False
-        loss = step(*args, **kwargs) if hasattr(step, "__self__") else step(self, *args, **kwargs)
-        if not self.autoaccum.has_taken:
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_pre_optimizer_step(self, *_args: Any, **_kwargs: Any) -> None:
+        windows = self._trainer.autoaccum
+        if not windows.is_computed:
             raise InvalidInputError(
-                f"{step.__qualname__} has not called super().training_step(...), so its batch was not run in "
-                "micro-batches; let it call that, put what it does to the loss into compute_loss, or use the trainer "
-                "without windowed()"
+                f"{type(self._trainer).training_step.__qualname__} has not called super().training_step(...), so its "
+                "batch was not run in micro-batches; let it call that, put what it does to the loss into compute_loss, "
+                "or use the trainer without windowed()"
             )
-        return loss
-
-    return watched
+        windows.is_computed = False
 
 
 def _split_of(collator: Any) -> Split | None:

@@ -18,9 +18,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests"))
 
-from attacks.row import Row
-
 import after_step
+from attacks import Row
 from crew import Crew
 
 # The first window creates the optimizer's state, with a copy to restore; the third is ordinary, between checkpoints;

@@ -17,10 +17,9 @@ from hypothesis import seed as seeded
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-from attacks.row import Row
-
 import bad_inputs
 import bad_options
+from attacks import Row
 
 _TRIES = 300
 _OF_OPTIONS = 100

@@ -1,4 +1,6 @@
-"""Makes the pictures, the outputs and the notebook that the documentation shows.
+"""Makes the pictures, the outputs and the notebook that the documentation shows, but for three pictures.
+
+docs/window.svg, images/terminal.svg and images/timeline.svg stay as the scripts of commit 973a532 drew them.
 
 python scripts/docs_pictures            # run the tutorial, measure, and draw all (two minutes)
 python scripts/docs_pictures --draw     # draw from what was measured before
@@ -15,21 +17,17 @@ import sys
 import charts
 import notebook
 import packages
-import window
 from tutorial import IMAGES, MEASURED, PAGE, ROOT, page
 
 
 def drawings() -> dict[str, str]:
     """Return each picture by its path from the repository's root."""
     measured = json.loads((MEASURED / "tutorial.json").read_text(encoding="utf-8"))
-    traced = json.loads((MEASURED / "timeline.json").read_text(encoding="utf-8"))
     images = IMAGES.relative_to(ROOT)
     return {
-        "docs/window.svg": window.picture(),
         f"{images}/packages.svg": packages.picture(),
         f"{images}/memory-by-size.svg": charts.memory_by_size(measured["report"], 256),
         f"{images}/losses.svg": charts.losses(measured["undisturbed"], measured["attempts"]),
-        f"{images}/timeline.svg": charts.timeline(traced),
     }
 
 
@@ -48,15 +46,11 @@ def main() -> int:
     only.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a drawing is out of date")
     asked = parser.parse_args()
     if not (asked.draw or asked.check):
-        import preflight  # noqa: PLC0415 - as the next three, only to run
-        import terminal  # noqa: PLC0415
-        import timeline  # noqa: PLC0415
+        import preflight  # noqa: PLC0415 - only to run, as the next
         import tutorial  # noqa: PLC0415
 
         tutorial.run()
-        timeline.run()
         preflight.run()
-        terminal.run()
     old = []
     for name, svg in drawings().items():
         file = ROOT / name

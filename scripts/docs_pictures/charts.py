@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import altair as alt
 import vl_convert
 from svg import DARK, FONT, LIGHT
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 MIB = 2**20
+_ON_LOSSES = ("line: a run that was not killed", "checkpoint", "killed")
 PLAIN_FONT = FONT.replace('"', "")
 
 
@@ -48,7 +46,7 @@ def memory_by_size(report: dict[str, Any], target_batch: int) -> str:
     chart = alt.layer(
         alt.Chart(alt.Data(values=line)).mark_line(color=LIGHT["quiet"], strokeDash=[5, 4]).encode(x, y),
         alt.Chart(alt.Data(values=[{"peak": limit}])).mark_rule(color=LIGHT["red"], strokeWidth=2).encode(y="peak:Q"),
-        _label(12, 22, "line through trials", LIGHT["quiet"], x="size", y="peak", angle=325, fontSize=13),
+        _label(12, 22, "line through trials", LIGHT["quiet"], angle=325, fontSize=13),
         _label(2, limit, f"limit {limit:.0f} MiB", LIGHT["red"], dy=-8),
         alt.Chart(alt.Data(values=[{"size": cut}]))
         .mark_rule(color=LIGHT["green"], strokeDash=[2, 3])
@@ -127,53 +125,9 @@ def losses(undisturbed: list[dict[str, Any]], attempts: list[list[dict[str, Any]
     )
 
 
-def timeline(trace: dict[str, Any]) -> str:
-    """Return the picture of the memory that tensors take during one update."""
-    spans, cut, last = trace["spans"], trace["cut"], trace["points"][-1]["ms"]
-    peak = max(trace["points"], key=lambda point: point["mib"])
-    colours = alt.Scale(
-        domain=["forward", "backward", "optimizer step"], range=[LIGHT["blue"], LIGHT["red"], LIGHT["green"]]
-    )
-    top = peak["mib"] * 1.45
-    x = alt.X("ms:Q", title="milliseconds", scale=alt.Scale(domain=[0, last], nice=False))
-    y = alt.Y("mib:Q", title="held by tensors (MiB)", scale=alt.Scale(domain=[0, top], nice=False))
-    passes = spans[:-1]
-    over = [
-        {"ms": (first["start"] + second["end"]) / 2, "mib": top, "label": f"{size} samples"}
-        for first, second, size in zip(passes[::2], passes[1::2], cut, strict=True)
-    ]
-    chart = alt.layer(
-        alt.Chart(alt.Data(values=[span | {"top": top, "bottom": 0} for span in spans]))
-        .mark_rect(opacity=0.16)
-        .encode(
-            x=alt.X("start:Q", title="milliseconds"),
-            x2="end:Q",
-            y=alt.Y("bottom:Q", title="held by tensors (MiB)"),
-            y2="top:Q",
-            color=alt.Color("what:N", scale=colours, title=None, legend=alt.Legend(symbolType="square")),
-        ),
-        alt.Chart(alt.Data(values=trace["points"]))
-        .mark_area(interpolate="step-after", line={"color": LIGHT["data"]}, color=LIGHT["data"], opacity=0.45)
-        .encode(x, y),
-        alt.Chart(alt.Data(values=over))
-        .mark_text(fontSize=13, fontWeight=600, color=LIGHT["text"], dy=14)
-        .encode(x, y, text="label:N"),
-        alt.Chart(alt.Data(values=[peak])).mark_point(color=LIGHT["text"], size=90, strokeWidth=2).encode(x, y),
-        _label(peak["ms"], peak["mib"], f"peak {peak['mib']:.0f} MiB", LIGHT["text"], dx=8, dy=-12, x="ms", y="mib"),
-    )  # fmt: skip
-    return _drawn(
-        chart.properties(width=430, height=240),
-        "The memory of one update",
-        f"Memory that tensors hold, over time, in one update of micro-batches of {_listed_sizes(cut)} "
-        f"samples. It rises in each forward pass as activations are kept, peaks at {peak['mib']:.0f} MiB in the "
-        "backward pass, and falls to almost nothing before the next one. The optimizer's step takes little.",
-    )
-
-
-def _label(x_at: float, y_at: float, words: str, colour: str, x: str = "", y: str = "", **mark: Any) -> alt.Chart:
-    axes = {x or ("size" if "limit" in words or "plan" in words else "step"): x_at}
-    axes[y or ("peak" if "limit" in words or "plan" in words else "loss")] = y_at
-    across, up = axes
+def _label(x_at: float, y_at: float, words: str, colour: str, **mark: Any) -> alt.Chart:
+    across, up = ("step", "loss") if words in _ON_LOSSES else ("size", "peak")
+    axes = {across: x_at, up: y_at}
     mark = {"align": "left", "fontSize": 14} | mark
     return (
         alt.Chart(alt.Data(values=[axes | {"label": words}]))
@@ -183,11 +137,7 @@ def _label(x_at: float, y_at: float, words: str, colour: str, x: str = "", y: st
 
 
 def _listed(trials: list[dict[str, Any]]) -> str:
-    return _listed_sizes(sorted({trial["size"] for trial in trials}))
-
-
-def _listed_sizes(numbers: Iterable[int]) -> str:
-    sizes = [str(number) for number in numbers]
+    sizes = [str(size) for size in sorted({trial["size"] for trial in trials})]
     return " and ".join(filter(None, (", ".join(sizes[:-1]), sizes[-1])))
 
 

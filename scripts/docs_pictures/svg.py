@@ -1,4 +1,4 @@
-"""What the hand-drawn pictures share: colours for light and dark, a frame with its description, text and arrows."""
+"""What the pictures share: colours for light and dark, a frame with its description, text."""
 
 from __future__ import annotations
 
@@ -73,28 +73,3 @@ def text(x: float, y: float, words: str, kind: str = "") -> str:
     """Return words that begin at x, or are centred there if their kind says so."""
     kind = f' class="{kind}"' if kind else ""
     return f'<text{kind} x="{x:g}" y="{y:g}">{escape(words)}</text>'
-
-
-def box(x: float, y: float, width: float, height: float, kind: str, words: str = "") -> list[str]:
-    """Return a rectangle, with words in its middle."""
-    drawn = [f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="5"/>']
-    if words:
-        own = "middle" if kind in ("plain", "empty") else "in"
-        drawn.append(text(x + width / 2, y + height / 2 + 5, words, own))
-    return drawn
-
-
-def down(x: float, start: float, end: float) -> list[str]:
-    """Return an arrow that points down."""
-    return [
-        f'<path class="line" d="M{x:g} {start:g}V{end - 4:g}"/>',
-        f'<path class="head" d="M{x - 5:g} {end - 6:g}h10l-5 8z"/>',
-    ]
-
-
-def right(y: float, start: float, end: float) -> list[str]:
-    """Return an arrow that points to the right."""
-    return [
-        f'<path class="line" d="M{start:g} {y:g}H{end - 4:g}"/>',
-        f'<path class="head" d="M{end - 6:g} {y - 5:g}v10l8 -5z"/>',
-    ]

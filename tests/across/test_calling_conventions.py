@@ -48,7 +48,7 @@ def by_fit(model, loss, batch, forward=None):
 
 
 def by_accumulator(model, loss, batch, forward=None):
-    autoaccum.Accumulator(model, loss=loss, forward=forward, device="cpu", cache=False).backward(batch)
+    autoaccum.Accumulator(model, loss=loss, forward=forward, device="cpu").backward(batch)
 
 
 WAYS = pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_error_of_the_loss_itself_arrives_as_it_is(loss):
 
 def test_inputs_and_targets_apart_are_refused_with_how_they_are_passed():
     model = network()
-    accumulator = autoaccum.Accumulator(model, loss=squares, device="cpu", cache=False)
+    accumulator = autoaccum.Accumulator(model, loss=squares, device="cpu")
     runner = autoaccum.Runner(model, torch.optim.SGD(model.parameters()), autoaccum.plan(8, 3), device="cpu")
 
     with pytest.raises(
@@ -183,7 +183,7 @@ def test_inputs_and_targets_apart_are_refused_with_how_they_are_passed():
 
 def test_loss_in_place_of_a_batch_is_refused_with_what_backward_takes():
     model = network()
-    accumulator = autoaccum.Accumulator(model, loss=squares, device="cpu", cache=False)
+    accumulator = autoaccum.Accumulator(model, loss=squares, device="cpu")
 
     with pytest.raises(InvalidInputError, match="backward takes the batch"):
         accumulator.backward(squares(model(samples()[0]), samples()[1]))

@@ -26,16 +26,19 @@ def test_loader_without_indices_is_refused_where_each_rank_is_to_take_its_part(c
     assert_refused(answers, "shard=True takes a torch DataLoader over a dataset with indices", "leave shard out")
 
 
-def test_order_of_its_own_on_every_rank_is_refused_where_it_is_known(crew):
-    answers = crew.answers("rank_lengths:train", "own_order", (50, 50), size=2)
+def test_order_of_its_own_on_every_rank_is_that_of_rank_0(crew):
+    first, second = crew.run("rank_lengths:loaded", "own_order", size=2)
 
-    assert_refused(answers, "the loader of rank 1 yields its samples in a different order than that of rank 0")
+    assert sorted(first + second) == list(range(50))
 
 
-def test_validation_order_of_its_own_on_every_rank_is_refused(crew):
-    answers = crew.answers("rank_lengths:evaluate", "own_order", (20, 20), size=2)
+@pytest.mark.parametrize("name", ["num_replicas", "_world_size"])
+def test_sampler_that_has_divided_the_data_is_refused_where_each_rank_is_to_take_its_part(crew, name):
+    answers = crew.answers("rank_lengths:divided", name, size=2)
 
-    assert_refused(answers, "the val_loader of rank 1 yields its samples in a different order")
+    assert_refused(
+        answers, "shard=True splits the samples of every rank's loader, but this one's OwnOrder already does"
+    )
 
 
 def test_data_of_another_length_are_no_data_to_go_on_with(crew, tmp_path):

@@ -108,3 +108,14 @@ def test_checkpoints_count_what_was_trained(tmp_path):
     _, rest = trained([4, 40, 4, 4, 4, 4, 40, 4], on_too_large="skip", checkpoint=tmp_path)
 
     assert (rest.resumed_from, rest.steps, rest.samples) == (1, whole.steps, whole.samples)
+    assert rest.skipped_samples == whole.skipped_samples == 2
+
+
+def test_samples_alike_are_not_waited_for_one_by_one(monkeypatch):
+    waited = []
+    monkeypatch.setattr("autoaccum._sizing.backoff.time.sleep", waited.append)
+
+    _, result = trained([4, *[40, 4] * 6, 4], target=2, on_too_large="skip")
+
+    assert result.skipped_samples == 6
+    assert sum(waited) <= 1.0

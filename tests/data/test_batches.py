@@ -16,7 +16,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
 import autoaccum
-from autoaccum._data.batches import Window, as_window, count, repeated
+from autoaccum._data.batches import Window, as_window, count
 from autoaccum._data.nesting import map_tensors
 from autoaccum._data.pieces import NestedPiece as Piece
 from autoaccum._data.regrouping import stream, windows
@@ -114,15 +114,6 @@ def test_batch_of_any_nesting_is_cut_joined_and_left_as_it_was(kind):
     assert all(map(torch.equal, tensors_in(joined), before))
     assert rows(window) == [0, 1, 2, 3, 4] * 2
     assert all(one is other for one, other in zip(tensors_in(batch), before, strict=True))
-
-
-def test_mappings_keep_the_order_of_their_keys_their_attributes_and_their_default():
-    plain, output = AttributeDict(inputs=numbered(4)), CausalLMOutput(logits=numbered(4))
-
-    assert list(Piece({"z": numbered(4), "a": numbered(4)}).cut(0, 2)) == ["z", "a"]
-    assert Piece(plain).cut(0, 1).inputs.shape == (1, 2)
-    assert Piece(output).cut(0, 1).logits.shape == (1, 2)
-    assert Piece(defaultdict(list, inputs=numbered(4))).cut(0, 2)["unknown"] == []
 
 
 def test_nothing_is_copied_that_is_cut_and_a_whole_batch_is_handed_on_as_the_object_it_is():
@@ -280,19 +271,6 @@ def test_every_sample_is_in_one_window_and_in_order(sizes, target, widths):
         assert all(len({part.shape[1] for part, _ in window.parts(*span)}) == 1 for span in bounds)
 
 
-def test_loader_is_read_only_as_far_as_a_window_needs():
-    drawn = []
-
-    def loader():
-        for start in range(0, 12, 2):
-            drawn.append(start)
-            yield numbered(2, start)
-
-    next(windows(loader(), 4))
-
-    assert drawn == [0, 2]
-
-
 # --- what a user calls a window --------------------------------------------------------------------------------------
 
 X, Y = torch.zeros(3, 2), torch.zeros(3, dtype=torch.long)
@@ -352,33 +330,6 @@ def test_window_without_samples_is_refused(nothing, message):
 
 
 # --- samples over again, samples picked ------------------------------------------------------------------------------
-
-
-def test_millions_of_samples_are_joined_from_few_parts():
-    samples, parts = 3 * 1_000_000 + 2, []
-
-    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, arguments=(), options=None):
-            if function is torch.ops.aten.cat.default:
-                parts.append(len(arguments[0]))
-            return function(*arguments, **(options or {}))
-
-    with Counting():
-        many = repeated((torch.arange(3.0), [0, 1, 2]), samples)
-
-    assert torch.equal(many[0], torch.arange(samples) % 3)
-    assert many[1][-5:] == [0, 1, 2, 0, 1]
-    assert max(parts) <= 1002
-    window = Window([torch.arange(2.0), torch.arange(2.0, 5.0)])
-    assert torch.equal(repeated(window, 5 * 4000 + 3), torch.arange(5 * 4000 + 3) % 5)
-
-
-def test_samples_are_repeated_in_order():
-    batch = {"inputs": numbered(3), "names": ["a", "b", "c"]}
-
-    assert [rows(repeated(batch, samples)) for samples in (1, 3, 7)] == [[0], [0, 1, 2], [0, 1, 2, 0, 1, 2, 0]]
-    with pytest.raises(InvalidInputError, match=r"0 samples \(batch: \(0, 2\)\)"):
-        repeated(torch.zeros(0, 2), 4)
 
 
 def test_dataset_in_place_of_a_loader_is_refused_unless_it_yields_batches_itself():

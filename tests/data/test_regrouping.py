@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autoaccum
-from autoaccum._data.regrouping import stream, stream_of_tokens, tokens_of
+from autoaccum._data.regrouping import stream_of_tokens, tokens_of
 from autoaccum._data.splits import piece_of
 from autoaccum.errors import InvalidInputError
 from ragged import padded, texts
@@ -54,14 +54,6 @@ def test_windows_end_with_the_data_begin_after_what_was_used_and_hold_at_least_a
     assert [window.samples for window in windows_of(void, 10)] == [2]
     assert [labels_of(window) for window in windows_of(batches_of([5, 6, 7, 8], 4), 15, skip=1)] == [[6, 7], [8]]
     assert [labels_of(window) for window in windows_of(batches_of([50, 2, 3], 3), 5)] == [[50], [2, 3]]
-
-
-def test_window_says_how_much_of_the_last_batch_is_used():
-    tokens = windows_of(batches_of([5, 5, 5, 3, 9], 2), 10)
-    samples = list(stream(batches_of([5, 5, 5, 3, 9], 2), 3))
-
-    assert [(window.samples, window.used) for window in tokens] == [(2, None), (2, 0), (1, None)]
-    assert [(window.samples, window.used) for window in samples] == [(3, 1), (2, None)]
 
 
 def test_labels_are_counted_before_the_mask_and_that_before_elements():

@@ -108,12 +108,6 @@ def test_collated_batch_is_no_list_of_samples():
         Window([torch.zeros(4)], autoaccum.ListOfSamples(torch.tensor))
 
 
-@pytest.mark.parametrize("arguments", [{"collate": 3}, {"collate": torch.tensor, "weight": 3}, {"collate": lambda: 1}])
-def test_what_cannot_be_called_is_refused(arguments):
-    with pytest.raises(InvalidInputError, match=r"collate|weight"):
-        autoaccum.ListOfSamples(**arguments)
-
-
 # --- splits of one's own ----------------------------------------------------------------------------------------------
 
 
@@ -203,10 +197,3 @@ def test_collator_that_fails_on_collated_tensors_says_what_the_loader_should_do(
     assert "shapes 0: (6, 2), 1: (6,)" in caught.value.__notes__[0]
     assert "pass collate_fn=list" in caught.value.__notes__[0]
     assert not hasattr(of_samples.value, "__notes__")
-
-
-def test_weights_add_up_over_pieces():
-    split = autoaccum.ListOfSamples(list, weight=sum)
-
-    assert Window([[1, 2], [3, 4, 5]], split).weight(1, 4) == 9.0
-    assert Window([torch.arange(4)], autoaccum.Along(0, weight=lambda part: part.sum())).weight(1, 3) == 3.0

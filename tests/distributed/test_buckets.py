@@ -7,7 +7,18 @@ from autoaccum._distributed.buckets import Buckets
 
 
 def double(bucket):
-    bucket.mul_(2)
+    """Doubles a bucket once it is waited for."""
+    return lambda: bucket.mul_(2)
+
+
+def exchange(buckets, given, look, **arguments):
+    """Send buckets to nobody."""
+
+    def send(bucket):
+        look(bucket)
+        return lambda: None
+
+    return buckets.begin(given, send, **arguments)()
 
 
 def tensors():
@@ -27,7 +38,7 @@ def test_what_comes_of_each_tensor_is_taken_over_in_place(bucket_bytes):
     given = [tensor.contiguous() if tensor.numel() * 4 > bucket_bytes else tensor for tensor in tensors()]
     before = [tensor.clone() for tensor in given]
 
-    failure = Buckets(given, bucket_bytes).exchange(given, double)
+    failure = Buckets(given, 2 * bucket_bytes).begin(given, double)()
 
     assert failure is None
     assert all(torch.equal(now, 2 * then) for now, then in zip(given, before, strict=True))
@@ -36,8 +47,10 @@ def test_what_comes_of_each_tensor_is_taken_over_in_place(bucket_bytes):
 def test_nothing_larger_than_a_bucket_is_sent():
     sent = []
 
-    Buckets([torch.zeros(100), torch.zeros(3)], 64).exchange(
-        [torch.zeros(100), torch.zeros(3)], lambda bucket: sent.append(bucket.nbytes)
+    exchange(
+        Buckets([torch.zeros(100), torch.zeros(3)], 128),
+        [torch.zeros(100), torch.zeros(3)],
+        lambda bucket: sent.append(bucket.nbytes),
     )
 
     assert max(sent) <= 64
@@ -48,8 +61,11 @@ def test_only_what_is_wanted_is_sent_and_missing_tensors_are_zeros():
     given = [torch.ones(2), None, torch.ones(3)]
     sent = []
 
-    Buckets([torch.zeros(2), torch.zeros(4), torch.zeros(3)]).exchange(
-        given, lambda bucket: sent.append(bucket.clone()), wanted=[True, True, False]
+    exchange(
+        Buckets([torch.zeros(2), torch.zeros(4), torch.zeros(3)]),
+        given,
+        lambda bucket: sent.append(bucket.clone()),
+        wanted=[True, True, False],
     )
 
     assert torch.equal(torch.cat(sent), torch.tensor([1.0, 1, 0, 0, 0, 0]))
@@ -58,7 +74,7 @@ def test_only_what_is_wanted_is_sent_and_missing_tensors_are_zeros():
 def test_rank_that_holds_nothing_sends_zeros():
     sent = []
 
-    failure = Buckets([torch.ones(2)]).exchange([None], lambda bucket: sent.append(bucket.clone()))
+    failure = exchange(Buckets([torch.ones(2)]), [None], lambda bucket: sent.append(bucket.clone()))
 
     assert failure is None
     assert torch.equal(sent[0], torch.zeros(2))
@@ -67,7 +83,7 @@ def test_rank_that_holds_nothing_sends_zeros():
 def test_tensors_are_multiplied_before_they_are_sent():
     given = [torch.full((2,), 3.0)]
 
-    Buckets(given).exchange(given, lambda bucket: None, factor=0.5)
+    exchange(Buckets(given), given, lambda bucket: None, factor=0.5)
 
     assert torch.equal(given[0], torch.full((2,), 1.5))
 
@@ -76,14 +92,14 @@ def test_bucket_that_cannot_be_filled_is_sent_all_the_same_and_the_failure_retur
     like = [torch.zeros(4), torch.zeros(4)]
     sent = []
 
-    failure = Buckets(like, 16).exchange([torch.zeros(5), torch.zeros(4)], lambda bucket: sent.append(bucket.numel()))
+    failure = exchange(Buckets(like, 32), [torch.zeros(5), torch.zeros(4)], lambda bucket: sent.append(bucket.numel()))
 
     assert isinstance(failure, RuntimeError)
     assert sent == [4, 4]
 
 
 def test_tensor_that_goes_in_parts_is_made_contiguous_and_no_other():
-    buckets = Buckets([torch.zeros(6, 6)], 64)
+    buckets = Buckets([torch.zeros(6, 6)], 128)
 
     assert buckets.make_sendable(torch.zeros(6, 6).T).is_contiguous()
     assert not buckets.make_sendable(torch.zeros(4, 3).T).is_contiguous()

@@ -16,8 +16,6 @@ import pytest
 import autoaccum
 from folders import ROOT
 
-SCRIPTS = ROOT / "scripts" / "docs_pictures"
-
 pytestmark = pytest.mark.slow
 
 
@@ -122,21 +120,3 @@ def test_pages_fetch_nothing_from_elsewhere(site):
         fetched += re.findall(r'<link[^>]*rel="(?:stylesheet|preconnect)"[^>]*href="(https?:[^"]*)"', page.read_text())
 
         assert fetched == [], page
-
-
-def test_screenshots_are_light_dark_and_as_narrow_as_a_phone(site, tmp_path):
-    from PIL import Image  # noqa: PLC0415 - torchvision brings it
-
-    command = [sys.executable, str(SCRIPTS / "screenshots.py"), str(tmp_path), "--site", str(site), "tutorial/"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250)
-    if "no chromium" in done.stderr:
-        pytest.skip("no chromium on the PATH to look at the pages with")
-
-    def ground_and_width(look):
-        with Image.open(tmp_path / f"tutorial-{look}.png") as image:
-            return image.convert("L").getpixel((5, image.height - 400)), image.width
-
-    (light, wide), (dark, _), (on_a_phone, narrow) = map(ground_and_width, ("light", "dark", "phone"))
-    assert (wide, narrow) == (1280, 500)
-    assert min(light, on_a_phone) > 240
-    assert dark < 60

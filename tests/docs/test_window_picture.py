@@ -1,26 +1,15 @@
 """The picture of a window shows what `fit` does."""
 
-import importlib
-import sys
+import re
 
-import pytest
 import torch
 
 import autoaccum
 from folders import ROOT
 
-SCRIPTS = ROOT / "scripts" / "docs_pictures"
-
-
-@pytest.fixture
-def picture(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    for name in ("svg", "window"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    found = importlib.import_module("window")
-    yield found
-    for name in ("svg", "window"):
-        sys.modules.pop(name, None)
+PICTURE = (ROOT / "docs" / "window.svg").read_text()
+SAMPLES, CUT, CUT_AGAIN = 100, (34, 33, 33), (20, 20, 20, 20, 20)
+FAILED = 2  # the third
 
 
 class FailsOnce(torch.autograd.Function):
@@ -41,26 +30,27 @@ class FailsOnce(torch.autograd.Function):
         return gradient, None
 
 
-def test_sizes_in_the_picture_are_those_of_a_window_that_fails_in_its_third_backward_pass(picture):
+def test_sizes_in_the_picture_are_those_of_a_window_that_fails_in_its_third_backward_pass():
     FailsOnce.passes.clear()
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
-    size, failed = picture.SAMPLES, picture.FAILED
 
     def forward(model, batch):
-        return FailsOnce.apply(model(batch[0]), failed)
+        return FailsOnce.apply(model(batch[0]), FAILED)
 
     result = autoaccum.fit(
         model,
-        [(torch.randn(size, 4), torch.randn(size, 1))],
-        target_batch=size,
+        [(torch.randn(SAMPLES, 4), torch.randn(SAMPLES, 1))],
+        target_batch=SAMPLES,
         loss=torch.nn.MSELoss(),  # which is not tried on a few samples
         forward=forward,
-        micro_batch=max(picture.CUT),
+        micro_batch=max(CUT),
         device="cpu",
         progress=False,
     )
 
-    assert FailsOnce.passes == [*picture.CUT[: failed + 1], *picture.CUT_AGAIN]
-    assert result.plans[0][1].micro_batches == picture.CUT
-    assert result.history[0].micro_batches == picture.CUT_AGAIN
+    shown = [int(samples) for samples in re.findall(rf"\u00d7 (\d+)/{SAMPLES}<", PICTURE)]
+    assert shown == [*CUT[:FAILED], *CUT_AGAIN]
+    assert FailsOnce.passes == [*CUT[: FAILED + 1], *CUT_AGAIN]
+    assert result.plans[0][1].micro_batches == CUT
+    assert result.history[0].micro_batches == CUT_AGAIN

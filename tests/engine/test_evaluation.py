@@ -468,26 +468,26 @@ def test_size_grows_back_once_the_memory_is_there_again(data):
     assert found == pytest.approx(exact(model, data), rel=1e-12)
 
 
-def test_short_batch_that_fails_cuts_no_other(data):
+def test_wide_batch_that_fails_cuts_no_narrow_one_and_every_batch_as_wide():
     sizes = []
 
-    class Long(nn.Linear):
-        """Has memory for a single one of the long samples, which are those of the last batch."""
+    class Texts(nn.Linear):
+        """Has memory for 30 numbers."""
 
-        def forward(self, inputs):
-            if inputs[0, 0] > 100 and len(inputs) > 1:
+        def forward(self, texts):
+            if texts.numel() > 30:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
-            sizes.append(len(inputs))
-            return super().forward(inputs)
+            sizes.append(len(texts))
+            return super().forward(texts.sum(1, keepdim=True))
 
-    long = (data[0][:3] + 1000, data[1][:3])
-    options = {"device": autoaccum.Simulated(MIB), "loss": functional.cross_entropy, "loss_reduction": "mean"}
-    runner = runner_of(Long(4, 3).double(), **options)
+    narrow, wide = (torch.ones(6, width) for width in (5, 10))
+    options = {"device": autoaccum.Simulated(MIB), "loss": lambda outputs, _: outputs.mean(), "loss_reduction": "mean"}
+    runner = runner_of(Texts(1, 1), **options)
 
-    for _ in range(3):
-        runner.evaluate([data, data, long])
+    for _ in range(2):
+        runner.evaluate([narrow, wide, narrow, wide, torch.ones(2, 10)])
 
-    assert sizes == [SAMPLES, SAMPLES, 1, 1, 1] * 3
+    assert sizes == [6, 3, 3, 6, 3, 3, 2] * 2
 
 
 class Long(nn.Module):

@@ -245,7 +245,7 @@ def stepped(model, **options):
 
 
 def accumulated(model, **options):
-    return autoaccum.Accumulator(model, cache=False, **options).backward
+    return autoaccum.Accumulator(model, **options).backward
 
 
 def worked(entry, memory, capacity="1GiB", micro_batch=2):

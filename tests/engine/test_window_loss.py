@@ -217,29 +217,6 @@ def test_scalar_that_all_micro_batches_share_may_be_the_parameter_itself():
     )
 
 
-@pytest.mark.parametrize("counts", [(4, 4, 4), (3, 4, 2)])
-@pytest.mark.parametrize("is_pair", [False, True], ids=["mappings", "pairs of mappings"])
-@pytest.mark.parametrize("size", [13, 5])
-def test_count_of_a_batch_is_that_of_the_window(counts, is_pair, size):
-    def loss(outputs, batch):
-        return functional.cross_entropy(outputs, batch["label"], reduction="sum") / batch["num_items_in_batch"]
-
-    inputs, targets = plain()
-    pieces = [
-        ({"input": one}, {"label": other, "num_items_in_batch": count})
-        for one, other, count in zip(inputs.split((4, 5, 4)), targets.split((4, 5, 4)), counts, strict=True)
-    ]
-
-    assert_whole(
-        loss,
-        size,
-        pieces if is_pair else [one | other for one, other in pieces],
-        batch=(inputs, targets),
-        by_hand=lambda x, y: functional.cross_entropy(x, y, reduction="sum") / sum(counts),
-        forward=lambda model, batch: model(batch[0]["input"] if is_pair else batch["input"]),
-    )
-
-
 @pytest.mark.parametrize(
     ("loss", "options"),
     [
@@ -503,3 +480,21 @@ def test_forward_pass_that_checkpointing_repeats_moves_nothing():
     all_graphs_alive(theirs, supervised, batch, (7, 6))
 
     assert_bitwise(dict(ours.named_buffers()), dict(theirs.named_buffers()))
+
+
+@pytest.mark.parametrize("size", [8, 5])
+def test_count_of_a_batch_in_a_window_of_several_is_refused(size):
+    def loss(outputs, batch):
+        return functional.cross_entropy(outputs, batch["label"], reduction="sum") / batch["num_items_in_batch"]
+
+    inputs, targets = plain()
+    pieces = [{"input": inputs[at : at + 4], "label": targets[at : at + 4], "num_items_in_batch": 4} for at in (0, 4)]
+
+    with pytest.raises(InvalidInputError, match="'num_items_in_batch', which counts a batch of the loader"):
+        run(
+            nn.Linear(6, 5).double(),
+            loss,
+            autoaccum.Window(pieces),
+            size,
+            forward=lambda model, batch: model(batch["input"]),
+        )

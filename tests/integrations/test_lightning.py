@@ -22,7 +22,6 @@ from autoaccum._system.notices import Notices
 from autoaccum.integrations.lightning import Windowed
 from faults import FailAt
 from small_samples import BATCH, CLASSES, WORDS, vectors, words_and_labels
-from trainers import MODELS, SINGLE, collated, model_of, rows_of
 from warm import python
 
 pytestmark = [
@@ -33,6 +32,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:pytorch_lightning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:pytorch_lightning"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch):
+    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", "")
 
 
 class Classifier(pl.LightningModule):
@@ -49,6 +53,14 @@ class Classifier(pl.LightningModule):
                 torchmetrics.Recall("multiclass", num_classes=CLASSES, average="macro"),
             ]
         )
+        self.needing_all = nn.ModuleDict(
+            {
+                "highest logit": torchmetrics.MaxMetric(),
+                "lowest logit": torchmetrics.MinMetric(),
+                "correlation": torchmetrics.PearsonCorrCoef(),
+                "two samples": torchmetrics.R2Score(),
+            }
+        )
         self.of_validation = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
         self.most = most
 
@@ -64,6 +76,9 @@ class Classifier(pl.LightningModule):
         outputs = self(inputs)
         self.accuracy(outputs, targets)
         self.several(outputs, targets)
+        for name, metric in self.needing_all.items():
+            metric(outputs[:, 0]) if name.endswith("logit") else metric(outputs[:, 0], inputs[:, 0])
+            self.log(name, metric, on_step=True, on_epoch=True)
         self.run_out(inputs)  # after metrics have counted
         loss = functional.cross_entropy(outputs, targets)
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
@@ -92,15 +107,6 @@ class Classifier(pl.LightningModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-class Images(Classifier):
-    def __init__(self, most=None):
-        super().__init__(most)
-        self.body = nn.Sequential(nn.Conv1d(1, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(12, CLASSES)).double()
-
-    def forward(self, inputs):
-        return super().forward(inputs[:, None])
 
 
 class Language(pl.LightningModule):
@@ -138,11 +144,11 @@ def sentences():
 
 
 def windowed(**options):
-    settings = {"device": autoaccum.Simulated("1GiB"), "cache": False, "notices": Notices(silent=True)}
+    settings = {"device": autoaccum.Simulated("1GiB"), "notices": Notices(silent=True)}
     return Windowed(**(settings | options))
 
 
-def fitted(module, data, *callbacks, folder=None, validates=False, epochs=1, checkpoint=None, collate=None, **options):
+def fitted(module, data, *callbacks, folder=None, validates=False, epochs=1, checkpoint=None, **options):
     settings = {
         "accelerator": "cpu",
         "max_epochs": epochs,
@@ -154,7 +160,7 @@ def fitted(module, data, *callbacks, folder=None, validates=False, epochs=1, che
         "num_sanity_val_steps": 0,
     }
     trainer = pl.Trainer(callbacks=list(callbacks), **(settings | options))
-    loader = DataLoader(data, batch_size=BATCH, collate_fn=collate)
+    loader = DataLoader(data, batch_size=BATCH)
     trainer.fit(module, loader, loader if validates else None, ckpt_path=checkpoint)
     return trainer
 
@@ -169,12 +175,9 @@ def rows(folder):
         return list(csv.DictReader(file))
 
 
-OF_PARTS = ("right", "accuracy_step", "MulticlassPrecision_step", "MulticlassRecall_step")
-
-
 def without_values_of_parts(row):
-    """Leave out the maximum over means, and metrics of a step: that of parts is not that of the whole."""
-    return {name: value for name, value in row.items() if name not in OF_PARTS}
+    """Leave out a maximum over means, which of parts is not that of the whole."""
+    return {name: value for name, value in row.items() if name != "right"}
 
 
 def assert_same_log(plain, other):
@@ -189,7 +192,7 @@ def assert_same_log(plain, other):
 # --- parameters and logs ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "data"), [(Classifier, vectors), (Images, vectors), (Language, sentences)])
+@pytest.mark.parametrize(("kind", "data"), [(Classifier, vectors), (Language, sentences)])
 def test_parameters_after_three_updates_are_those_of_whole_batches(kind, data):
     plain, other = kind(), kind(most=5)
     fitted(plain, data())
@@ -199,35 +202,6 @@ def test_parameters_after_three_updates_are_those_of_whole_batches(kind, data):
 
     assert trainer.global_step == 3
     assert_close(plain, other)
-
-
-class OfTransformers(pl.LightningModule):
-    """A model of Transformers, whose loss is its own."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.model = model_of(name)
-
-    def training_step(self, batch):
-        loss = self.model(**batch).loss
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models_of_transformers_end_with_the_parameters_of_whole_batches(name):
-    plain, other = OfTransformers(name), OfTransformers(name)
-
-    plain_trainer = fitted(plain, rows_of(name, 26), collate=collated)
-    trainer = fitted(other, rows_of(name, 26), windowed(micro_batch=5), collate=collated)
-
-    assert trainer.global_step == 3
-    assert_close(plain, other, 1e-8 if name in SINGLE else 1e-12)
-    losses = [float(one.callback_metrics["loss"]) for one in (trainer, plain_trainer)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_fixed_micro_batch_is_used():
@@ -466,6 +440,23 @@ def test_trainer_that_dies_of_a_real_limit_ends_with_windowed(tmp_path):
     assert "evaluate" in done.stderr
 
 
+class Lacks(autoaccum.Callback):
+    def __init__(self):
+        self.count = 0
+
+    def on_oom(self, event, *, step):
+        self.count += 1
+
+
+def test_size_that_was_found_is_remembered_for_the_next_start(monkeypatch, tmp_path):
+    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path))
+    first, second = Lacks(), Lacks()
+    for lacks in (first, second):
+        fitted(Classifier(most=5), vectors(), windowed(callbacks=[lacks]), epochs=4)
+
+    assert first.count > second.count == 0
+
+
 # --- what stays Lightning's -------------------------------------------------------------------------------------------
 
 
@@ -672,23 +663,32 @@ def test_module_of_the_packages_older_name_trains_in_parts():
     assert_close(plain, other)
 
 
-def test_validate_alone_runs_in_parts():
-    plain, other = Classifier(), Classifier(most=5)
-    loader = DataLoader(vectors(), batch_size=BATCH)
-    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+class Changed(pl.Callback):
+    """Sees what a trainer and its parts hold while it trains that they did not hold before."""
 
-    expected = pl.Trainer(**options).validate(plain, loader, verbose=False)
-    found = pl.Trainer(callbacks=[windowed()], **options).validate(other, loader, verbose=False)
+    def __init__(self):
+        self.before, self.names = {}, set()
 
-    assert found == [pytest.approx(expected[0])]
+    def parts(self, trainer):
+        loop = trainer.fit_loop
+        return {
+            part: {*vars(part)} for part in (trainer, trainer.strategy, loop, loop.epoch_loop.automatic_optimization)
+        }
+
+    def on_fit_start(self, trainer, module):
+        self.before = self.parts(trainer)
+
+    def on_train_batch_end(self, trainer, *_):
+        self.names |= {name for part, names in self.parts(trainer).items() for name in names - self.before[part]}
 
 
-def test_trainer_is_as_before_after_training():
-    trainer = fitted(Classifier(), vectors(), windowed(), validates=True)
+def test_only_public_names_are_replaced_and_given_back():
+    changed = Changed()
+    trainer = fitted(Classifier(), vectors(), changed, windowed(), validates=True, epochs=2)
 
-    assert "training_step" not in vars(trainer.strategy)
-    assert "validation_step" not in vars(trainer.strategy)
-    assert "_make_closure" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
+    assert {"training_step", "backward", "validation_step"} <= changed.names
+    assert not [name for name in changed.names if name.startswith("_")]
+    assert not changed.names & {*vars(trainer.strategy)}
 
 
 def test_trainer_is_as_before_after_an_error():
@@ -774,16 +774,6 @@ class Lossless(Classifier):
 def test_what_micro_batches_cannot_be_a_part_of_is_refused(module, callbacks, options, text):
     with pytest.raises(autoaccum.errors.InvalidInputError, match=text):
         fitted(module(), vectors(), windowed(), *callbacks, **options)
-
-
-@pytest.mark.parametrize(
-    "option",
-    [{"micro_batch": 0}, {"memory": "best"}, {"loss_reduction": "max"}, {"split": 1}, {"memory_limit": "much"}],
-    ids=str,
-)
-def test_wrong_option_is_refused_where_it_is_written(option):
-    with pytest.raises(autoaccum.errors.InvalidInputError, match=next(iter(option))):
-        Windowed(**option)
 
 
 def test_what_cannot_save_memory_in_the_module_is_refused():

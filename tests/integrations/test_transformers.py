@@ -444,26 +444,6 @@ def test_anything_but_a_trainers_class_is_refused(tmp_path):
         windowed(windowed(Trainer))
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"micro_batch": 0},
-        {"micro_batch": "most"},
-        {"loss_reduction": "max"},
-        {"batchnorm": "none"},
-        {"split": 1},
-        {"callbacks": [print]},
-        {"notices": print},
-        {"memory_limit": "much"},
-        {"memory_limit": 2.5},
-    ],
-    ids=str,
-)
-def test_wrong_option_is_refused_where_it_is_written(option):
-    with pytest.raises(autoaccum.InvalidInputError, match=next(iter(option))):
-        windowed(Trainer, **option)
-
-
 class OwnStep(Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = self.compute_loss(model, inputs)

@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("trl")
 
 import trl
+from datasets import Dataset
 
 import autoaccum
 from autoaccum._system.notices import Notices
@@ -125,6 +126,26 @@ def test_packed_rows_are_cut_at_their_sequences(tmp_path, options):
     assert_same_weights(ours, trained(trl.SFTTrainer, "sft", tmp_path, **options))
 
 
+def test_tokens_of_the_assistant_alone_count(tmp_path):
+    """Masks of unlike length, as chat templates make them."""
+    samples = [range(2, 5 + number % 7) for number in range(26)]
+    rows = [{"input_ids": [*row], "assistant_masks": [int(word > 3) for word in row]} for row in samples]
+    ours, theirs = (
+        trained(kind, "sft", tmp_path, rows=Dataset.from_list(rows), eval_strategy="no")
+        for kind in (cut("sft"), trl.SFTTrainer)
+    )
+
+    assert_same_weights(ours, theirs)
+
+
+@pytest.mark.parametrize("loss_type", ["hinge", "ipo", "robust", "apo_zero"])
+def test_losses_of_preferences_that_are_means_over_pairs_are_those_of_whole_batches(tmp_path, loss_type):
+    options = {"loss_type": loss_type, "eval_strategy": "no", "label_smoothing": 0.1 if loss_type == "robust" else 0.0}
+    ours, theirs = (trained(kind, "dpo", tmp_path, **options) for kind in (cut("dpo"), trl.DPOTrainer))
+
+    assert_same_weights(ours, theirs)
+
+
 @pytest.mark.parametrize(("kind", "loss_type"), GENERATING)
 def test_batches_are_cut_after_generation(tmp_path, kind, loss_type):
     """Of two accumulated batches, each has its own normalisers, as without."""
@@ -145,6 +166,18 @@ def test_losses_of_preferences_that_are_no_means_over_pairs_are_refused(tmp_path
     trainer = trained(cut("dpo"), "dpo", tmp_path, train=False, loss_type=loss_type)
 
     with pytest.raises(autoaccum.InvalidInputError, match=r"loss_type='(aot|sft).*find_executable_micro_batch"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "text"),
+    [("dpo", "aux_loss_enabled", "router's balancing loss"), ("sft", "use_adaptive_entropy", "entropy_coef=")],
+)
+def test_options_that_need_the_whole_batch_are_refused(tmp_path, kind, option, text):
+    trainer = trained(cut(kind), kind, tmp_path, train=False)
+    setattr(trainer, option, True)
+
+    with pytest.raises(autoaccum.InvalidInputError, match=text):
         trainer.train()
 
 

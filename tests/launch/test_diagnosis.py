@@ -166,13 +166,3 @@ def test_a_kill_is_lack_of_memory_only_if_the_kernel_counted_one(code, text):
     assert counted.is_oom
     assert "memory.events by 1" in counted.evidence
     assert not diagnose(Ended(code, text), None, {}).is_oom
-
-
-def test_a_count_that_rose_beside_another_failure_says_nothing():
-    assert not diagnose(Ended(3), None, {"memory.events": 1}).is_oom
-    assert not diagnose(Ended(1, ERROR), None, {"memory.events": 1}).is_oom
-
-
-@pytest.mark.parametrize("text", ["(" + "x" * (1 << 20), "srun: error: " + " " * (1 << 20)])
-def test_a_line_of_megabytes_is_read_to_its_end(text):
-    assert diagnose(Ended(1, f"{OPENED}{text}\n{text}\n{OOM}"), None, {}).is_oom

@@ -84,13 +84,6 @@ def test_what_cannot_be_used_is_told(recipe, name, said):
     assert said in str(error.value)
 
 
-def test_ctrl_c_in_a_recipe_is_no_error_of_the_recipe(recipe):
-    recipe.write_text("def job():\n    raise KeyboardInterrupt\n")
-
-    with pytest.raises(KeyboardInterrupt):
-        load_recipe(str(recipe))
-
-
 def test_a_recipe_with_a_librarys_name_does_not_replace_it(tmp_path):
     path = tmp_path / "torch.py"
     path.write_text(f"import torch, autoaccum\ndef job():\n    return {JOB}\n")

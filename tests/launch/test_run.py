@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import uuid
 from pathlib import Path
 
@@ -12,8 +11,7 @@ import pytest
 import torch
 
 import warm
-from autoaccum._launch.run import Options, until_done, world_size_of
-from autoaccum.errors import InvalidInputError
+from autoaccum._launch.run import world_size_of
 from wrapped import python, run, told, until
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -134,27 +132,11 @@ def test_the_next_job_begins_with_the_size_that_worked():
     assert "autoaccum: micro-batches of 30 worked before" in told(again)
 
 
-def test_what_no_longer_works_is_remembered_smaller(tmp_path):
-    path = tmp_path / "most"
-    command = python(SCRIPT.replace("int(sys.argv[2])", "int(open(sys.argv[2]).read())"), "{micro_batch}", path)
-    for most in ("60", "30"):
-        path.write_text(most)
-        run(command, "--target-batch", 120)
-
-    assert run(command, "--target-batch", 120).stdout.splitlines() == [f"30 {path} 30 0"]
-
-
 def test_a_target_with_few_divisors_is_remarked_upon_once():
     ended = run(python(SCRIPT, "{micro_batch}", 8), "--target-batch", 97)
 
     assert [line.split()[0] for line in ended.stdout.splitlines()] == ["97", "1"]
     assert sum("--target-batch 96 leaves more choice" in line for line in told(ended)) == 1
-
-
-def test_a_large_prime_is_cut_at_once():
-    ended = run(python(SCRIPT, "{micro_batch}", 10**12), "--target-batch", 999_999_999_989)
-
-    assert ended.returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -166,24 +148,6 @@ def test_what_fits_at_no_size_ends_with_4_and_a_line_that_says_so(options, most,
 
     assert ended.returncode == 4
     assert said in told(ended)[-1]
-
-
-def test_any_other_failure_is_passed_on_at_once_with_its_message():
-    source = "import sys; print('no such data', file=sys.stderr); sys.exit(3)"
-
-    ended = run(python(source, "{micro_batch}"), "--target-batch", 8)
-
-    assert ended.returncode == 3
-    assert ended.stderr.splitlines() == [
-        "autoaccum: target batch 8: micro-batches of 8 samples, 1 per optimizer step",
-        "no such data",
-    ]
-
-
-def test_the_first_size_can_be_given_and_is_rounded_down_to_a_divisor():
-    ended = run(python(SCRIPT, "{micro_batch}", 100), "--target-batch", 100, "--micro-batch", 30)
-
-    assert ended.stdout == "25 100 25 0\n"
 
 
 def test_a_command_that_reads_the_variables_needs_no_placeholder():
@@ -224,13 +188,6 @@ def test_exit_code_75_asks_for_a_smaller_size():
 
     assert ended.returncode == 0
     assert "micro-batches of at most 4 samples" in told(ended)[-1]
-
-
-@pytest.mark.parametrize("make", ["os.mkfifo(path)", "os.mkdir(path)", "open(path, 'w').write('[' * 100_000)"])
-def test_a_reason_file_that_is_none_is_no_reason_and_hangs_nothing(make):
-    source = f"import os, sys; path = os.environ['AUTOACCUM_REASON_FILE']; {make}; sys.exit(5)"
-
-    assert run(python(source), "--micro-batch", 8).returncode == 5
 
 
 def test_a_sigkill_without_evidence_is_not_lack_of_memory():
@@ -359,28 +316,6 @@ def test_what_cannot_be_used_is_refused_in_one_line_before_anything_is_started(c
     assert said in line
 
 
-def test_a_folder_that_is_gone_is_told_in_one_line(tmp_path):
-    words = f"rmdir {tmp_path} && {sys.executable} -m autoaccum run -- true"
-    ended = subprocess.run(["/bin/sh", "-c", words], cwd=tmp_path, capture_output=True, text=True, check=False)
-
-    assert ended.returncode == 3
-    assert ended.stderr == "autoaccum: error: the current folder is gone; change to one that exists\n"
-
-
-def test_where_several_nodes_cannot_write_to_the_current_folder_a_local_one_holds_the_reason(monkeypatch):
-    monkeypatch.chdir("/proc")
-    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
-
-    assert run(["true"]).returncode == 0
-
-
-def test_without_a_temporary_folder_nothing_is_started(monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", "/proc")
-
-    with pytest.raises(InvalidInputError, match=r"no temporary folder can be made .*; set TMPDIR"):
-        until_done(["true"], Options(cache=False))
-
-
 @pytest.mark.parametrize(
     ("command", "environment", "ranks"),
     [
@@ -403,9 +338,3 @@ def test_ranks_of_another_launcher_are_asked_for():
 
     assert ended.returncode == 3
     assert told(ended) == ["autoaccum: error: how many ranks accelerate starts is unknown; pass --world-size N"]
-
-
-@pytest.mark.parametrize("option", ["--nnodes=1:4", "--nproc-per-node=many", "--nproc-per-node=0"])
-def test_what_leaves_the_number_of_ranks_open_is_asked_for(option):
-    with pytest.raises(InvalidInputError, match=rf"{option} does not fix .* --world-size"):
-        world_size_of(["torchrun", option, "train.py"], {})

@@ -75,18 +75,6 @@ def test_torchrun_gets_what_follows_from_the_job(options, words):
     assert any(line.startswith("head=") for line in lines) == ("--nodes" in options)
 
 
-def test_torchruns_own_options_are_left_as_they_are():
-    words = ["torchrun", "--nproc_per_node", "2", "--standalone", "train.py"]
-
-    assert training_of(script("--gpus", 8, "--", *words)).endswith(" ".join(words))
-
-
-def test_ranks_that_are_told_reach_run():
-    lines = script("--target-batch", 8, "--world-size", 4, "--", "accelerate", "launch", "x.py", "{micro_batch}")
-
-    assert f"{OWN} run --grace=120 --retries=5 --target-batch=8 --world-size=4 -- srun" in training_of(lines)
-
-
 def test_a_preflight_ends_the_job_if_the_report_does():
     lines = script("--preflight", "recipe.py:large", "--", "python", "train.py")
 
@@ -98,12 +86,6 @@ def test_without_slurm_a_job_is_refused_in_one_line(tmp_path):
 
     assert (ran.returncode, ran.stdout) == (3, "")
     assert ran.stderr.startswith("autoaccum: error: there is no Slurm here (no sbatch on the PATH)")
-
-
-def test_a_name_comes_from_any_command_and_is_one_line():
-    (name,) = [line for line in script("--", "bash", "-c", "cd x\npython e.py") if "job-name" in line]
-
-    assert name == "#SBATCH --job-name=cd-x-python-e"
 
 
 @pytest.mark.parametrize(("folder", "kept"), [(None, "its batch script is x-7"), ("/proc", "cannot be kept in x-7")])

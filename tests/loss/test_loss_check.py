@@ -24,7 +24,7 @@ def test_rounding_of_a_closure_that_casts_is_not_taken_for_the_losss(seed):
 
     silent = Notices(silent=True)
     accumulator = Accumulator(
-        model, closure=closure, device=Simulated("1GiB"), micro_batch=4, cache=False, precision="fp32", notices=silent
+        model, closure=closure, device=Simulated("1GiB"), micro_batch=4, precision="fp32", notices=silent
     )
     accumulator.backward((inputs.float(), targets))
     found = [parameter.grad.clone() for parameter in model.parameters()]

@@ -161,31 +161,6 @@ def test_what_is_no_part_of_the_total_is_reported_and_not_trained_on(loss, sizes
     assert dict(report.losses) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("sizes", CUTS)
-def test_what_is_reported_beside_a_sum_is_added_up_like_it(sizes, model, batch):
-    expected = exact(summed, model, batch)
-
-    report, _ = update(model, sizes, summed, batch)
-
-    assert dict(report.losses) == pytest.approx(expected)
-    assert report.loss == pytest.approx(expected["loss"])
-
-
-@pytest.mark.parametrize("sizes", CUTS)
-def test_entries_with_a_graph_are_added_where_none_is_the_total(sizes, model, batch):
-    def several(outputs, targets):
-        return {**detached_metric(outputs, targets), "size": size(outputs)}
-
-    expected = exact(several, model, batch)
-    wanted = gradient(model, batch, lambda outputs, targets: tokens(outputs, targets) + size(outputs))
-
-    report, moved = update(model, sizes, several, batch)
-
-    torch.testing.assert_close(moved, wanted, rtol=1e-12, atol=1e-14)
-    assert report.loss == pytest.approx(expected["ce"] + expected["size"], rel=1e-12)
-    assert report.losses.keys() == {"ce", "accuracy", "size"}
-
-
 class WithOwnLoss(nn.Module):
     """Returns its loss by itself, as Transformers' models do."""
 
@@ -249,26 +224,6 @@ def test_entry_without_a_graph_in_some_micro_batches_stays_a_loss(model, batch):
     assert report.loss == pytest.approx(sum(report.losses.values()), rel=1e-12)
 
 
-def test_entry_of_some_micro_batches_alone_is_the_mean_over_those(model, batch):
-    def sometimes(outputs, targets):
-        found = {"loss": (functional.cross_entropy(outputs, targets, reduction="sum"), (targets != -100).sum())}
-        return found | ({"samples": float(len(targets))} if len(targets) == 5 else {})
-
-    report, _ = update(model, (5, 4, 3), sometimes, batch)
-
-    assert report.losses["samples"] == pytest.approx(5.0)
-
-
-def test_metric_that_is_no_number_does_not_end_the_training(model, batch):
-    def loss(outputs, targets):
-        return {"loss": tokens(outputs, targets), "precision": torch.tensor(float("nan"))}
-
-    report, _ = update(model, (12,), loss, batch)
-
-    assert report.losses["precision"] != report.losses["precision"]
-    assert report.loss == report.loss
-
-
 # --- what is printed -------------------------------------------------------------------------------------------------
 
 
@@ -302,18 +257,6 @@ def test_entry_that_cannot_be_reported_is_left_out_and_told(model, batch):
     told = [said for said in notices.texts if said.startswith("loss 'logits' is a tensor of shape")]
     assert len(told) == 1
     assert "so it is not reported" in told[0]
-
-
-def test_entry_that_is_none_or_a_text_is_not_said_to_be_reported(model, batch):
-    notices = Notices(silent=True)
-
-    def loss(outputs, targets):
-        return {"loss": tokens(outputs, targets), "nothing": None, "text": "twelve"}
-
-    report = runner_with(model, (12,), loss, notices).step(batch)
-
-    assert report.losses.keys() == {"loss"}
-    assert not any("reported, not trained on" in said for said in notices.texts)
 
 
 def test_mapping_without_a_graph_is_refused(model, batch):
@@ -350,17 +293,6 @@ def test_evaluation_adds_what_training_adds(loss, trained, model, batch):
     assert dict(found.losses) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("sizes", [(12,), (5, 4, 3), (7, 5)])
-def test_evaluation_of_a_sum_reports_a_plain_number_a_sample_however_it_is_cut(sizes, model, batch):
-    step = training_step(model, summed, torch.optim.SGD(model.parameters(), lr=0.0))
-    runner_of(step, autoaccum.plan(12, 5)).step(as_window(batch))
-    expected = {name: value / 12 for name, value in exact(summed, model, batch).items()}
-
-    found = Evaluator(step).run(batches_of(batch, *sizes))
-
-    assert dict(found.losses) == pytest.approx(expected, rel=1e-12)
-
-
 @pytest.mark.parametrize("form", ["total", "parts"])
 def test_evaluation_before_any_training_asks_the_model(form, model, batch):
     wrapped = WithOwnLoss(model, form)
@@ -369,14 +301,6 @@ def test_evaluation_before_any_training_asks_the_model(form, model, batch):
 
     assert found.loss == pytest.approx(loss_of(model, batch), rel=1e-12)
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_evaluation_over_the_window_adds_what_training_adds(model, batch):
-    step = training_step(model, detached_metric, loss_scope="window")
-
-    found = Evaluator(step).run([batch])
-
-    assert found.loss == pytest.approx(loss_of(model, batch), rel=1e-12)
 
 
 def test_empty_mapping_is_refused_as_that():

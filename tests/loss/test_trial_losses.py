@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torchmetrics import R2Score
 
 import autoaccum
 
@@ -40,34 +39,6 @@ def test_loss_without_a_graph_where_nothing_counts_has_the_gradient_of_the_windo
     assert report.warnings == ()
 
 
-def test_window_that_begins_again_for_lack_of_memory_is_not_tried_again():
-    torch.manual_seed(0)
-    model, sizes = nn.Linear(4, 5).double(), []
-
-    def lacks_once(_, inputs):
-        sizes.append(len(inputs[0]))
-        if sizes.count(16) == 1 == sizes[-1] // 16:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    model.register_forward_pre_hook(lacks_once)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    runner = autoaccum.Runner(
-        model,
-        optimizer,
-        autoaccum.plan(32, 16),
-        loss=lambda outputs, targets: 2 * functional.cross_entropy(outputs, targets),
-        device="cpu",
-        precision="fp32",
-    )
-
-    runner.step((torch.randn(32, 4).double(), torch.randint(0, 5, (32,))))
-
-    tried, failed = sizes[:3], sizes.index(16)
-    assert sum(tried[1:]) == tried[0]
-    assert failed == 3
-    assert sum(sizes[4:]) == 32
-
-
 def test_pair_beside_a_number_is_weighted_as_such_where_the_number_is_said_to_be_a_mean():
     torch.manual_seed(0)
     model, mask = nn.Linear(4, 5).double(), torch.tensor([1.0, 0, 0, 1, 1, 1, 1, 1]).double()
@@ -91,19 +62,6 @@ def test_pair_beside_a_number_is_weighted_as_such_where_the_number_is_said_to_be
         torch.testing.assert_close(was - now, gradient, rtol=1e-12, atol=1e-14)
 
 
-def test_loss_chosen_by_the_targets_is_not_tried_in_parts():
-    model, sizes = nn.Linear(4, 5), []
-    model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(32, 16), device="cpu", precision="fp32")
-    window = torch.randn(32, 4), torch.randint(0, 5, (32,))
-
-    runner.step(window)
-    runner.step(window)
-
-    assert sizes == [8, 16, 16, 16, 16]
-
-
 # --- what people write ------------------------------------------------------------------------------------------------
 
 
@@ -115,7 +73,7 @@ def updated(model, loss, batches, **options):
     return [runner.step(batch) for batch in batches], model
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 def test_routers_balancing_term_is_named_whatever_the_seed(seed):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3 + 4)).double()
@@ -130,21 +88,6 @@ def test_routers_balancing_term_is_named_whatever_the_seed(seed):
 
     assert len(told) == 1
     assert len(reports[0].warnings) == 1
-
-
-def test_metric_that_needs_two_samples_does_no_harm_within_the_loss():
-    torch.manual_seed(0)
-    model, metric = nn.Linear(6, 1).double(), R2Score()
-    batch = torch.randn(16, 6).double(), torch.randn(16, 1).double()
-
-    def loss(outputs, targets):
-        metric(outputs.detach(), targets)
-        return functional.mse_loss(outputs, targets)
-
-    _, trained = updated(model, loss, [batch])
-
-    loss(model(batch[0]), batch[1]).backward()
-    torch.testing.assert_close(trained.weight, model.weight - model.weight.grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("first", [0, 1])

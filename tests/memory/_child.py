@@ -7,7 +7,6 @@ The process ends at once where one fails badly (a signal), so the tests that use
 # ruff: noqa: BLE001, TRY301 - what is raised, by whomever, is what the checks look at
 # ruff: noqa: PLC0415, T201 - only the child imports the package, and it answers on stdout
 
-import contextlib
 import json
 import os
 import resource
@@ -38,18 +37,6 @@ def run_checks(*names, **environment):
 
 def _soft():
     return resource.getrlimit(resource.RLIMIT_DATA)[0]
-
-
-def check_exit_puts_the_limit_back(host, torch):
-    before = _soft()
-    with host.limited(200 * _MIB):
-        inside = _soft()
-    try:
-        with host.limited(200 * _MIB):
-            raise KeyError
-    except KeyError:
-        after_exception = _soft()
-    return {"before": before, "inside": inside, "after": _soft(), "after_exception": after_exception}
 
 
 def check_lifted_puts_the_old_limit_in_force(host, torch):
@@ -108,34 +95,11 @@ def check_process_at_its_own_limit_is_refused(host, torch):
     return said
 
 
-def check_threads_started_under_a_limit_do_not_end_the_process(host, torch):
-    with _threads(torch, 4), host.limited(24 * _MIB):
-        return float((torch.ones(1024, 256) @ torch.ones(256, 64)).sum())
-
-
-@contextlib.contextmanager
-def _threads(torch, number):
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def check_random_state_is_untouched(host, torch):
     before = torch.get_rng_state()
     with host.limited(100 * _MIB):
         pass
     return bool(torch.equal(before, torch.get_rng_state()))
-
-
-def check_peak_is_none_where_it_cannot_be_reset(host, torch):
-    from autoaccum._memory import _linux
-
-    _linux.reset_high_water = lambda: False
-    with host.limited(100 * _MIB):
-        return host.peak_bytes()
 
 
 def check_system_without_limits_refuses_one_and_works_without(host, torch):
@@ -205,35 +169,6 @@ def check_second_thread_is_refused(host, torch):
     with Host().limited(100 * _MIB):
         seen["afterwards"] = "limited" if _soft() != before else "not limited"
     return {"before": before, "after": after, **seen}
-
-
-def check_limit_that_cannot_be_set_leaves_nothing(host, torch):
-    from autoaccum._memory import Host
-
-    before, said = _soft(), "nothing"
-    set_limit, resource.setrlimit = resource.setrlimit, _refuse_to_set
-    try:
-        with host.limited(200 * _MIB):
-            pass
-    except ValueError as error:
-        said = f"{type(error).__name__}: {error}"
-    resource.setrlimit = set_limit
-    after = _soft()
-    with Host().limited(100 * _MIB):
-        following = "limited" if _soft() != before else "not limited"
-    return {"before": before, "after": after, "said": said, "next": following}
-
-
-def _refuse_to_set(kind, limits):
-    raise ValueError("refused")
-
-
-def check_hard_limit_that_was_lowered_meanwhile_stays(host, torch):
-    # The last of the checks: a hard limit cannot be raised again.
-    with host.limited(200 * _MIB):
-        resource.setrlimit(resource.RLIMIT_DATA, (_soft(), 2**40))
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    return {"after": soft, "hard": hard}
 
 
 ASK = "import resource; print(resource.getrlimit(resource.RLIMIT_DATA)[0])"

@@ -22,7 +22,7 @@ from folders import ROOT, TESTS
 MIB = 2**20
 LIMIT = 96 * MIB
 # Of the host, beyond a limit of 96 MiB: allocations fail only there, since its limit is soft.
-HARD = LIMIT + 256 * MIB
+HARD = max(3 * LIMIT, LIMIT + 256 * MIB)
 
 
 def make(kind):

@@ -60,10 +60,6 @@ def cuda():
     return Cuda(torch.device("cuda"))
 
 
-def test_device_without_an_index_is_the_current_one(card):
-    assert cuda().device == torch.device("cuda:1")
-
-
 def test_limit_is_a_fraction_of_the_whole_card_and_put_back_on_an_exception(card):
     card.fraction = 0.9
 
@@ -80,11 +76,6 @@ def test_limit_never_widens_one_that_holds_already(card):
 
     with cuda().limited(12 * GIB):
         assert card.fraction == 0.5
-
-
-def test_no_limit_leaves_the_allocator_alone(card):
-    with cuda().limited(None):
-        assert card.fraction == 1.0
 
 
 def test_limit_below_what_the_process_holds_is_refused(card):
@@ -112,25 +103,6 @@ def test_reading_counts_what_is_reserved_under_the_limit(card, monkeypatch):
     assert reading.total_bytes == 16 * GIB
 
 
-def test_free_memory_of_the_driver_counts_where_it_is_less_than_the_limit_leaves(card):
-    backend = cuda()
-
-    with backend.limited(15 * GIB):
-        assert backend.reading().free_bytes == 11 * GIB
-
-
-def test_peak_is_in_the_terms_of_the_limit(card):
-    assert cuda().peak_bytes() == 5 * GIB
-
-
-def test_release_collects_only_where_more_is_alive_than_last_time(card):
-    backend = cuda()
-    backend.release()
-    backend.release()
-
-    assert card.calls == ["collect", "empty_cache", "empty_cache"]
-
-
 def test_missing_nvml_library_costs_no_error_and_no_warning(card, monkeypatch):
     class NoLibrary:
         class NVMLError(Exception):
@@ -146,11 +118,6 @@ def test_missing_nvml_library_costs_no_error_and_no_warning(card, monkeypatch):
         reading = cuda().reading()
 
     assert reading.others_bytes is None
-
-
-def test_real_nvml_is_asked_and_may_be_missing(card):
-    # On a machine without the library this is the real failure, on one with it an unknown card.
-    assert cuda().reading().others_bytes is None
 
 
 @pytest.mark.parametrize(

@@ -35,16 +35,6 @@ def test_what_a_neighbour_group_went_through_is_not_counted(tmp_path):
     assert read_kills(proc) == {f"{group}/memory.events": 0}
 
 
-def test_the_nearest_group_that_counts_is_taken(tmp_path):
-    (tmp_path / "cgroup" / "slice" / "job").mkdir(parents=True)
-    events = tmp_path / "cgroup" / "slice" / "memory.events"
-    events.write_text(EVENTS.format(4))
-    mount = f"41 31 0:38 / {tmp_path}/cgroup rw,relatime - cgroup2 cgroup2 rw\n"
-    proc = process_files(tmp_path, cgroup="0::/slice/job\n", mountinfo=mount)
-
-    assert read_kills(proc) == {str(events): 4}
-
-
 def test_version_1_counts_in_oom_control(tmp_path):
     group = tmp_path / "memory" / "job"
     group.mkdir(parents=True)
@@ -59,10 +49,6 @@ def test_only_without_a_group_the_machine_is_asked(tmp_path):
     proc = process_files(tmp_path, cgroup="", mountinfo="")
 
     assert read_kills(proc) == {f"{proc}/vmstat": 7}
-
-
-def test_a_system_that_tells_nothing_has_no_counters(tmp_path):
-    assert read_kills(tmp_path) == {}
 
 
 def test_only_what_was_there_before_can_have_risen():

@@ -41,10 +41,6 @@ def test_limit_is_read_as_people_write_it(backend, limit, n_bytes):
     assert parse_limit(limit, backend) == n_bytes
 
 
-def test_none_sets_no_limit(backend):
-    assert parse_limit(None, backend) is None
-
-
 @pytest.mark.parametrize(
     "limit",
     [
@@ -78,11 +74,6 @@ def test_unreadable_limit_is_refused_with_its_value_and_the_accepted_forms(backe
 
     assert f"memory_limit={limit!r}" in str(caught.value)
     assert "'12GiB'" in str(caught.value)
-
-
-def test_message_names_the_argument_of_the_user():
-    with pytest.raises(InvalidInputError, match="capacity='much'"):
-        Simulated("much")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """What the simulated device counts, to the byte."""
 
-import gc
-
 import pytest
 import torch
 
@@ -41,25 +39,6 @@ def test_view_counts_nothing_and_keeps_its_storage_alive(device):
         none = device.reading().used_bytes
 
     assert (both, view_alone, none) == (40 * KIB, 40 * KIB, 0)
-
-
-def test_update_in_place_counts_nothing(device):
-    tensor = floats(40 * KIB)
-
-    with device.limited(None):
-        tensor.add_(1).mul_(2)
-        used = device.reading().used_bytes
-
-    assert used == 0
-
-
-def test_resized_storage_counts_by_its_new_size(device):
-    with device.limited(None):
-        tensor = floats(4 * KIB)
-        tensor.resize_(2 * KIB)
-        used = device.reading().used_bytes
-
-    assert used == 8 * KIB
 
 
 def test_tensor_from_python_numbers_counts(device):
@@ -104,20 +83,6 @@ def test_backward_pass_that_does_not_fit_raises(device):
     assert weight.grad is None
 
 
-def test_peaks_are_the_same_in_every_run(device):
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    peaks = set()
-
-    for _ in range(3):
-        with device.limited(None):
-            model(torch.ones(16, 8)).sum().backward()
-            peaks.add(device.peak_bytes())
-        model.zero_grad()
-        gc.collect()
-
-    assert len(peaks) == 1
-
-
 def test_result_that_does_not_fit_leaves_nothing(device):
     with device.limited(None):
         with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 101\.0 KiB"):
@@ -127,31 +92,9 @@ def test_result_that_does_not_fit_leaves_nothing(device):
     assert (used, peak) == (0, 0)
 
 
-def test_exactly_the_capacity_fits(device):
-    with device.limited(None):
-        assert floats(100 * KIB).nbytes == device.reading().used_bytes
-
-
-def test_limit_below_the_capacity_counts(device):
-    with device.limited(50 * KIB), pytest.raises(torch.OutOfMemoryError):
-        floats(51 * KIB)
-
-
 def test_limit_above_the_capacity_does_not_add_to_it(device):
     with device.limited(500 * KIB), pytest.raises(torch.OutOfMemoryError):
         floats(101 * KIB)
-
-
-def test_storages_of_an_earlier_context_are_free_of_charge(device):
-    with device.limited(None):
-        old = floats(90 * KIB)
-    with device.limited(None):
-        new = floats(90 * KIB)
-        used = device.reading().used_bytes
-        del old
-        still = device.reading().used_bytes
-
-    assert used == still == new.nbytes
 
 
 def test_outside_a_context_nothing_is_enforced_but_ensure_answers(device):

@@ -75,6 +75,32 @@ def test_next_start_begins_with_the_size_found(folder):
     assert second[0] == first[-1]
 
 
+@pytest.mark.parametrize(("width", "begins_with"), [(20, 64), (60, 8), (10, 64)])
+def test_next_start_with_texts_of_another_width_begins_with_what_is_known_of_theirs(folder, width, begins_with):
+    """Texts take 1 KiB a token. Of wider ones, memory may grow with the square: a search would begin with 2."""
+
+    class Texts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, tokens):
+            torch.empty(tokens.numel(), 1024, dtype=torch.uint8)
+            return self.weight * tokens.float().mean(1)
+
+    def sizes(width):
+        loader = [(torch.ones(64, width, dtype=torch.long), torch.zeros(64))] * 3
+        device = autoaccum.Simulated("1500KiB")
+        result = autoaccum.fit(Texts(), loader, 64, loss=nn.MSELoss(), device=device, progress=False)
+        assert result.oom_events == 0
+        return [report.micro_batches for report in result.history]
+
+    sizes(20)
+
+    assert sizes(width)[0][0] == begins_with
+    assert len(files(folder)) == 1
+
+
 @pytest.mark.parametrize("memory", [None, "auto"])
 @pytest.mark.parametrize(
     "found",

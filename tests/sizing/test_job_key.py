@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -138,6 +140,10 @@ def test_batches_of_other_samples_are_other_jobs():
         "pair": (inputs, targets),
         "floats": (inputs.float(), targets),
         "wider": (torch.cat([inputs, inputs], 1), targets),
+        "images": (torch.zeros(4, 3, 8, 8), targets),
+        "larger images": (torch.zeros(4, 3, 9, 9), targets),
+        "images in bytes": (torch.zeros(4, 3, 8, 8, dtype=torch.uint8), targets),
+        "larger images in bytes": (torch.zeros(4, 3, 9, 9, dtype=torch.uint8), targets),
         "shape": (inputs[:, None], targets),
         "mapping": {"inputs": inputs, "targets": targets},
         "other names": {"x": inputs, "targets": targets},
@@ -149,6 +155,16 @@ def test_batches_of_other_samples_are_other_jobs():
     }
 
     assert differ({name: key(batch=batch) for name, batch in batches.items()}) == []
+
+
+@pytest.mark.parametrize("of_type", [torch.as_tensor, np.asarray])
+def test_texts_of_another_width_make_no_other_job(of_type):
+    first, second = (
+        {"input_ids": of_type(np.ones((4, width), dtype=int)), "mask": of_type(np.ones((4, width), dtype=bool))}
+        for width in (7, 9)
+    )
+
+    assert key(batch=first) == key(batch=second)
 
 
 def test_order_of_a_mapping_and_names_in_a_list_make_no_other_job():

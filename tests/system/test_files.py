@@ -2,18 +2,16 @@
 
 import os
 import shutil
-import stat
 
 import pytest
 import torch
 
 import autoaccum
-from autoaccum._system import files, reason_file
+from autoaccum._system import files
 from autoaccum._system.files import beside, check_place
-from autoaccum._system.launched import REASON_FILE
 from autoaccum._system.notices import Notices
 from autoaccum._training.checkpoint_files import Storage
-from autoaccum._training.checkpoint_schedule import Saver
+from autoaccum._training.checkpoints import Checkpoints
 from autoaccum.errors import InvalidInputError
 
 
@@ -58,37 +56,25 @@ def test_what_is_no_file_is_no_checkpoint_and_the_one_before_is_taken(tmp_path, 
     assert Storage(tmp_path).read_newest(Notices(silent=True))[1] == {"x": 3}
 
 
-def test_reason_takes_the_place_of_a_link_or_a_pipe_and_is_not_written_through(tmp_path, precious, monkeypatch):
-    for number, make in enumerate((lambda path: path.symlink_to(precious), os.mkfifo)):
-        path = tmp_path / f"reason{number}"
-        make(path)
-        monkeypatch.setenv(REASON_FILE, str(path))
-
-        reason_file.write(reason_file.Reason(reason_file.OUT_OF_MEMORY))
-
-        assert reason_file.read(path).reason == reason_file.OUT_OF_MEMORY
-    assert precious.read_text() == "mine"
-
-
 def test_note_of_lack_of_memory_that_is_a_pipe_is_passed_over_and_replaced(tmp_path):
-    saver = Saver(Storage(tmp_path), every=None, resume="auto")
+    checkpoints = Checkpoints(tmp_path)
     os.mkfifo(tmp_path / "out-of-memory.json")
 
-    assert saver.cap(Notices(silent=True)) is None
-    saver.note_lack(10, "too large")
-    assert saver.cap(Notices(silent=True)) == 7
+    assert checkpoints.cap(Notices(silent=True)) is None
+    checkpoints.note_lack(10, "too large")
+    assert checkpoints.cap(Notices(silent=True)) == 7
 
 
 def test_note_of_lack_of_memory_is_forgotten_once_a_checkpoint_was_written(tmp_path):
     loader = [(torch.ones(4, 2), torch.ones(4, 1))] * 3
     options = {"device": "cpu", "micro_batch": 4, "progress": False, "checkpoint": tmp_path}
-    saver = Saver(Storage(tmp_path), every=None, resume="auto")
-    saver.note_lack(2, "too large")
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.note_lack(2, "too large")
 
     result = autoaccum.fit(torch.nn.Linear(2, 1), loader, 4, **options)
 
     assert max(result.history[-1].micro_batches) == 1
-    assert saver.cap(Notices(silent=True)) is None
+    assert checkpoints.cap(Notices(silent=True)) is None
 
 
 def test_report_is_written_beside_its_place_under_a_name_that_nobody_can_guess(tmp_path, precious):
@@ -139,38 +125,6 @@ def test_block_that_raises_leaves_what_was_there_and_nothing_else(tmp_path, erro
 
     assert (tmp_path / "file").read_bytes() == b"before"
     assert names(tmp_path) == ["file"]
-
-
-@pytest.mark.skipif(os.name != "posix", reason="permissions are those of POSIX")
-@pytest.mark.parametrize("mode", [0o600, 0o666])
-def test_permissions_are_those_asked_for_within_the_umask(tmp_path, mode):
-    before = os.umask(0o022)
-    try:
-        files.write(tmp_path / "file", b"", mode=mode)
-    finally:
-        os.umask(before)
-
-    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == mode & ~0o022
-
-
-def test_link_in_the_place_of_the_file_is_replaced_and_not_written_through(tmp_path):
-    (tmp_path / "precious").write_text("mine")
-    (tmp_path / "file").symlink_to(tmp_path / "precious")
-
-    files.write(tmp_path / "file", b"new")
-
-    assert not (tmp_path / "file").is_symlink()
-    assert (tmp_path / "precious").read_text() == "mine"
-
-
-def test_link_that_has_the_unfinished_files_name_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("autoaccum._system.files.secrets.token_hex", lambda _: "guessed")
-    (tmp_path / f"file.guessed{files.UNFINISHED}").symlink_to(tmp_path / "nothing")
-
-    with pytest.raises(FileExistsError):
-        files.write(tmp_path / "file", b"new")
-
-    assert names(tmp_path) == [f"file.guessed{files.UNFINISHED}"]
 
 
 @pytest.mark.parametrize("path", [None, 3, b"report.html", "", "a\0b", ["report.html"]])

@@ -3,9 +3,6 @@
 import pytest
 
 import autoaccum
-from autoaccum._engine import optimizers
-from autoaccum._estimate import fake
-from autoaccum._loss import objective
 from autoaccum._system import own_code
 
 
@@ -24,10 +21,6 @@ def test_error_in_code_of_the_user_is_not():
         raise ValueError
 
     assert not own_code.raised_here(error_of(loss))
-
-
-def test_modules_that_call_the_users_code_say_so():
-    assert {module.CALLS_USER_CODE for module in (fake, objective, optimizers)} == {True}
 
 
 def test_files_of_the_package_are_known_and_others_are_not(tmp_path):

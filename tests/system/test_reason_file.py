@@ -40,9 +40,3 @@ def test_what_is_no_reason_is_none(path, text):
     path.write_text(text)
 
     assert reason_file.read(path) is None
-
-
-def test_numbers_that_cannot_be_are_left_out(path):
-    path.write_text('{"reason": "out_of_memory", "micro_batch": 0, "rank": true, "message": 7}')
-
-    assert reason_file.read(path) == Reason(OUT_OF_MEMORY, None, None, "7")

@@ -1,6 +1,5 @@
 """Interrupts wait until a block has ended, and then arrive."""
 
-import _signal
 import os
 import signal
 import threading
@@ -24,26 +23,6 @@ def sigterm_raises():
     before = signal.signal(signal.SIGTERM, stop)
     yield
     signal.signal(signal.SIGTERM, before)
-
-
-def test_interrupt_inside_is_delivered_after_the_block():
-    done = []
-
-    with pytest.raises(KeyboardInterrupt), held():  # noqa: PT012 - where in the block it is raised is the claim
-        signal.raise_signal(signal.SIGINT)
-        done.append("the rest of the block")
-
-    assert done == ["the rest of the block"]
-
-
-def test_sigterm_with_a_handler_is_delivered_after_the_block(sigterm_raises):
-    done = []
-
-    with pytest.raises(Stop), held():  # noqa: PT012 - as above
-        signal.raise_signal(signal.SIGTERM)
-        done.append("the rest of the block")
-
-    assert done == ["the rest of the block"]
 
 
 @pytest.mark.parametrize("order", [SIGNALS, SIGNALS[::-1]], ids=["SIGINT first", "SIGTERM first"])
@@ -75,28 +54,6 @@ def test_signal_that_would_end_the_process_is_left_alone():
     assert inside is signal.SIG_DFL
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_handlers_are_put_back_however_the_block_ends(fails, sigterm_raises):
-    before = [signal.getsignal(number) for number in SIGNALS]
-
-    try:
-        with held():
-            if fails:
-                raise ValueError  # noqa: TRY301
-    except ValueError:
-        pass
-
-    assert [signal.getsignal(number) for number in SIGNALS] == before
-
-
-def test_error_of_the_block_is_the_context_of_the_late_interrupt():
-    with pytest.raises(KeyboardInterrupt) as caught, held():  # noqa: PT012 - as above
-        signal.raise_signal(signal.SIGINT)
-        raise ValueError
-
-    assert isinstance(caught.value.__context__, ValueError)
-
-
 def test_wrapped_handlers_are_called_at_once_outside_of_a_block_and_after_it(sigterm_raises):
     done = []
 
@@ -109,26 +66,6 @@ def test_wrapped_handlers_are_called_at_once_outside_of_a_block_and_after_it(sig
                 done.append("the rest of the block")
 
     assert done == ["the rest of the block"] * 2
-
-
-def test_handler_that_is_set_inside_is_held_back_too_and_stays():
-    done = []
-
-    def stop(number, frame):
-        raise Stop
-
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with wrapped():
-            signal.signal(signal.SIGTERM, stop)
-            with pytest.raises(Stop), held():  # noqa: PT012 - as above
-                signal.raise_signal(signal.SIGTERM)
-                done.append("the rest of the block")
-        assert signal.getsignal(signal.SIGTERM) is stop
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-    assert done == ["the rest of the block"]
 
 
 def test_handler_that_passes_signals_on_to_the_one_before_it_is_called_once(sigterm_raises):
@@ -229,14 +166,6 @@ def test_sigterm_goes_straight_to_the_handler_from_before_while_there_is_nothing
         assert arrived == [signal.SIGTERM]
 
 
-def test_sigterm_that_ended_the_block_is_delivered_after_it(arrived):
-    with pytest.raises(Terminated), Watch() as watch:  # noqa: PT012 - as above
-        watch.raises = True
-        signal.raise_signal(signal.SIGTERM)
-
-    assert arrived == [signal.SIGTERM]
-
-
 def test_sigterm_without_a_handler_of_the_users_is_to_end_the_process(monkeypatch):
     delivered = []
 
@@ -276,37 +205,3 @@ def test_sigusr1_is_a_wish_and_reaches_the_handler_from_before_when_it_is_grante
 
         assert not watch.wished
         assert arrived == [signal.SIGUSR1]
-
-
-def test_sigusr1_without_a_handler_of_the_users_does_not_end_the_process():
-    with Watch() as watch:
-        signal.raise_signal(signal.SIGUSR1)
-        watch.grant()
-
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-
-
-def test_watch_in_a_thread_changes_no_handler():
-    seen = []
-
-    def work():
-        with Watch():
-            seen.append(signal.getsignal(signal.SIGTERM))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-
-    assert seen == [signal.getsignal(signal.SIGTERM)]
-
-
-def test_an_error_while_signals_are_about_to_be_held_leaves_the_handlers_as_they_were(monkeypatch):
-    # As the handler of a signal that is not held yet can raise it.
-    asked = iter([signal.getsignal(signal.SIGINT)])
-    monkeypatch.setattr(_signal, "getsignal", lambda _: next(asked))
-
-    with pytest.raises(StopIteration), held():
-        pass
-
-    monkeypatch.undo()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

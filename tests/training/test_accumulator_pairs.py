@@ -58,7 +58,7 @@ def test_loop_with_its_own_count_of_tokens_has_the_gradient_of_the_whole_batch(m
 
     size = "auto" if memory_runs_out else 4
     accumulator = autoaccum.Accumulator(
-        ours, closure=loss, device="cpu", micro_batch=size, cache=False, notices=Notices(silent=True)
+        ours, closure=loss, device="cpu", micro_batch=size, notices=Notices(silent=True)
     )
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (whole, ours)]
     for seed in range(4):

@@ -1,6 +1,7 @@
 """When checkpoints are written, what is done at signals and damage, and which checkpoints are refused."""
 
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -8,6 +9,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
 from autoaccum._system.notices import Notices
@@ -96,7 +98,7 @@ def test_checkpoints_are_written_every_so_many_steps_and_the_newest_two_are_kept
 @pytest.mark.parametrize("every", ["4min", "240s", "240 s"])
 def test_checkpoints_are_written_every_so_many_minutes(tmp_path, monkeypatch, every):
     now = [0.0]
-    monkeypatch.setattr("autoaccum._training.checkpoint_schedule.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("autoaccum._training.checkpoints.time.monotonic", lambda: now[0])
 
     class Minute(autoaccum.Callback):
         def on_step(self, report, *, epoch):
@@ -784,6 +786,73 @@ def test_folder_of_something_else_is_refused(tmp_path):
 
     with pytest.raises(CheckpointError, match="is not a checkpoint of autoaccum's fit, or its content was edited"):
         Run(checkpoint=tmp_path).fit()
+
+
+@pytest.mark.parametrize("key", ["windows", "position", "cutting", "random", "modules", "optimizer"])
+def test_edited_checkpoint_with_right_checksums_is_refused_in_words_and_nothing_is_changed(tmp_path, key):
+    stopped_at(4, tmp_path)
+    content = torch.load(tmp_path / "step-00000004" / "state.pt", weights_only=True)
+    del content[key]
+    Storage(tmp_path).write(content, 4)
+    run = Run(checkpoint=tmp_path)
+    before = [parameter.clone() for parameter in run.model.parameters()]
+
+    with pytest.raises(CheckpointError, match=f"its content was edited .*{key}"):
+        run.fit()
+
+    assert all(map(torch.equal, before, run.model.parameters()))
+
+
+def test_dataset_of_another_length_is_refused_in_the_middle_of_an_epoch(tmp_path):
+    def loader_of(samples):  # with as many batches
+        return DataLoader(TensorDataset(torch.ones(samples, 3), torch.zeros(samples, dtype=torch.int64)), 8)
+
+    for samples in (31, 32):
+        model = nn.Linear(3, 2)
+        fit = functools.partial(autoaccum.fit, model, loader_of(samples), 8, checkpoint=tmp_path, progress=False)
+        if samples == 31:
+            fit(max_steps=2)
+
+    with pytest.raises(CheckpointError, match="31 samples in its dataset, and this one has 32"):
+        fit(max_steps=3)
+
+
+def test_samples_of_another_size_are_said_and_sizes_are_searched_for_anew(tmp_path, capfd):
+    def fit(width, steps):
+        model = nn.Sequential(
+            nn.Unflatten(1, (1, -1)),
+            nn.Conv1d(1, 8, 3),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool1d(1),
+            nn.Flatten(),
+            nn.Linear(8, 2),
+        )
+        loader = DataLoader(TensorDataset(torch.randn(64, width), torch.zeros(64, dtype=torch.int64)), 64)
+        device = autoaccum.Simulated("200KiB")
+        return autoaccum.fit(model, loader, 64, max_steps=steps, device=device, checkpoint=tmp_path, progress="lines")
+
+    first = fit(256, 2)
+    second = fit(64, 4)
+
+    assert "samples have 65 elements now, and had 257 when the checkpoint was written" in capfd.readouterr().err
+    assert second.plan.micro_batch > first.plan.micro_batch
+    assert second.history[-1].micro_batches == second.plan.micro_batches
+
+
+@pytest.mark.parametrize("capacity", [262_000, 275_000, 290_000, 320_000])
+def test_resume_on_a_tight_device_trains_or_says_in_words_what_does_not_fit(tmp_path, capacity):
+    def fit(steps):
+        model = nn.Sequential(*[nn.Linear(48, 48) for _ in range(6)], nn.Linear(48, 10))
+        data = TensorDataset(torch.randn(256, 48), torch.randint(0, 10, (256,)))
+        optimizer = torch.optim.Adam(model.parameters())
+        device = autoaccum.Simulated(capacity)
+        autoaccum.fit(
+            model, DataLoader(data, 40), 64, max_steps=steps, optimizer=optimizer, device=device, checkpoint=tmp_path
+        )
+
+    for steps in (3, 6):
+        with contextlib.suppress(autoaccum.DoesNotFitError):
+            fit(steps)
 
 
 def test_damaged_newest_is_said_and_the_one_before_is_gone_on_from(tmp_path, undisturbed, capsys):

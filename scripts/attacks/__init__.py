@@ -1,4 +1,4 @@
-"""The result of one attack: a row of the table that `python scripts/attack.py` prints."""
+"""Kinds of attack, each a module whose function `attack(folder, seed, share)` returns rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The outcome of one kind of attack.
+    """The outcome of one kind of attack: a row of the table that `python scripts/attack.py` prints.
 
     Attributes:
         attack: Its name in the table, such as "SIGKILL of one process".

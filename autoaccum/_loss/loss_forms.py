@@ -1,0 +1,283 @@
+"""What is known of how the losses of micro-batches make the loss of a window: the form of each term of each loss.
+
+The arguments say it, or the types of losses, or what a loss returns; otherwise a check on a few samples shows it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from autoaccum._loss.loss_check import share_a_divisor
+from autoaccum._loss.terms import Form, TermForm
+from autoaccum.errors import InvalidInputError, LossWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from autoaccum._data.nesting import Path
+    from autoaccum._loss.terms import Term
+
+# The most divisors of their own that may meet in one gradient.
+_MOST_DIVISORS = 3
+
+
+class Common(Enum):
+    """What all losses of a window have in common."""
+
+    SUM = "micro-batches are added"
+    SAMPLES = "micro-batches count by their samples"
+    SPLIT = "micro-batches count by split.weight"
+    DIVISOR = "one divisor, known after the forward pass"
+    NOTHING = "divisors of their own"
+
+
+_COMMON = {
+    Form.MEAN: Common.DIVISOR,
+    Form.PAIR: Common.DIVISOR,
+    Form.SUM: Common.SUM,
+    Form.CONSTANT: Common.SAMPLES,
+    Form.UNCONFIRMED: Common.SAMPLES,
+}
+
+
+class LossForms:
+    """The forms of losses.
+
+    Args:
+        asked: What the arguments say of every loss that is a number; None to find it out.
+
+    Attributes:
+        said: The same; None for a loss of torch, which says it better.
+        forms: The terms of each loss, by name; of those that are numbers only if it is not said.
+        is_checked: Whether losses were tried on several samples, or on one where no two can be.
+        is_trusted: Whether the loss is one of torch, which needs no check.
+        is_new: Whether losses were checked for this window, so that what is read in it is known.
+        are_apart: Whether divisors that were proportional turned out not to be.
+        warnings: Warnings of gradients that may be wrong.
+    """
+
+    def __init__(self, asked: Common | None) -> None:
+        self.said = self._asked = asked
+        self.forms: dict[str, tuple[TermForm, ...]] = {}
+        self.is_checked = self.is_trusted = self.is_new = self.are_apart = False
+        self.warnings: list[str] = []
+        self._is_supposed = False
+
+    @property
+    def common(self) -> Common:
+        """What all losses have in common."""
+        forms = self._all_forms()
+        kinds = {self._common_of(form) for form in forms}
+        means = [form for form in forms if form.form is Form.MEAN]
+        have_one = len(means) < len(("one", "another")) or (share_a_divisor(means) and not self.are_apart)
+        pairs = sum(form.form is Form.PAIR for form in forms)
+        if pairs + bool(means) > 1 or not have_one or len(kinds) > 1:
+            return Common.NOTHING
+        return kinds.pop() if kinds else self.said or Common.SAMPLES
+
+    def _common_of(self, form: TermForm) -> Common:
+        if form.form is Form.VECTOR:
+            return Common.SUM if self.said is Common.SUM else Common.SAMPLES
+        if self.said is not None and form.form is not Form.PAIR:
+            return self.said
+        return _COMMON[form.form]
+
+    def _all_forms(self) -> list[TermForm]:
+        return [form for forms in self.forms.values() for form in forms]
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether no loss needs a check, as far as is known."""
+        return self.said is not None or self.is_trusted
+
+    def is_vector(self, name: str) -> bool:
+        """Whether a loss is one for each sample."""
+        return name in self.forms and self.forms[name][0].form is Form.VECTOR
+
+    @property
+    def mixes_pairs(self) -> bool:
+        """Whether one of several losses with divisors of their own is a (sum, weight) pair."""
+        return any(form.form is Form.PAIR for form in self._all_forms()) and self.common is Common.NOTHING
+
+    @property
+    def are_read(self) -> bool:
+        """Whether factors depend on nothing that is counted in the batch."""
+        return self.common not in (Common.NOTHING, Common.SPLIT) and not self._counted() and self._number is None
+
+    @property
+    def _number(self) -> Path | None:
+        """Where each batch carries the number that a sum is divided by; None if there is none."""
+        return next((form.number for form in self._all_forms() if form.number is not None), None)
+
+    def _counted(self) -> list[TermForm]:
+        """Return the means whose weights are counted in the batch."""
+        is_mixed = self.common is Common.NOTHING
+        return [form for form in self._all_forms() if form.form is Form.MEAN and (is_mixed or not form.is_read)]
+
+    # --- what becomes known -------------------------------------------------------------------------------------------
+
+    def note(self, terms: Sequence[Term]) -> None:
+        """Note which losses are pairs, which are losses of each sample, and which are what the arguments say."""
+        for term in terms:
+            if term.is_reported or (term.over is None and self.said is None):
+                continue
+            if term.over is None:
+                self.forms[term.name] = (TermForm(Form.SUM if self.said is Common.SUM else Form.UNCONFIRMED),)
+                continue
+            before = self.forms.get(term.name, (None,))[0]
+            if term.over is Form.PAIR and before is not None and before.form not in (Form.PAIR, Form.VECTOR):
+                raise InvalidInputError(
+                    f"loss {term.name!r} is a (sum, weight) pair, and was a number in earlier windows; return the same "
+                    "form in all of them"
+                )
+            if before is None or before.form is not term.over:
+                self.forms[term.name] = (TermForm(term.over),)
+
+    def trust(self, name: str, form: TermForm | None) -> None:
+        """Take the form of a loss of torch, which needs no check; None if it is no such loss."""
+        self.forms.pop(name, None)
+        self.is_trusted = form is not None
+        self.said = self._asked if form is None else None
+        if form is not None:
+            self.forms[name] = (form,)
+
+    def learn(self, found: Mapping[str, Sequence[TermForm]], *, is_checked: bool = True) -> None:
+        """Take what a check has shown.
+
+        Args:
+            found: The terms of each loss, by name.
+            is_checked: Whether they were tried on several samples.
+
+        Raises:
+            InvalidInputError: Losses cannot be put together from micro-batches.
+        """
+        self.is_checked = self.is_new = True
+        for name, forms in found.items():
+            if is_checked or name not in self.forms:
+                self.forms[name] = _both(forms, self.forms.get(name, ())) or tuple(forms)
+                self._refuse_or_warn(name, forms)
+        self._is_supposed = bool(found) and not is_checked
+        self._refuse_what_is_not_counted()
+
+    def tell_supposed(self) -> None:
+        """Warn of what is known of a single sample alone; not before that sample has fitted."""
+        if self._is_supposed:
+            self._is_supposed = False
+            self.warn(
+                "two samples that can be joined do not fit at once, so what the loss is divided by is read from its "
+                "graph and not checked; a (sum, weight) pair or loss_reduction= says it"
+            )
+
+    def _refuse_or_warn(self, name: str, forms: Sequence[TermForm]) -> None:
+        """Reject a loss of which a check confirms nothing, and warn of single terms that it does not confirm."""
+        doubtful = [number for number, form in enumerate(forms) if form.form is Form.UNCONFIRMED]
+        if doubtful and all(form.form in (Form.UNCONFIRMED, Form.CONSTANT) for form in forms):
+            what = "is" if forms[0].is_read else "cannot be read from its graph, and is"
+            raise InvalidInputError(
+                f"loss {name!r} {what} neither a mean nor a sum over samples: micro-batches do not give the gradient "
+                "of the whole batch. Return a (sum, weight) pair; pass loss_scope='window' to fit, Runner or "
+                "Accumulator if the loss compares samples; or loss_reduction='mean' to average micro-batches all the "
+                "same"
+            )
+        for number in doubtful:
+            self.warn(
+                f"loss {name!r}: term {number + 1} of {len(forms)} is neither a mean nor a sum over samples, as a "
+                "router's balancing loss is not: it counts by samples in each micro-batch, and its gradient may differ "
+                "from the whole batch's"
+            )
+        if any(form.is_clamped for form in forms):
+            self.warn_of_clamp(name)
+
+    def _refuse_what_is_not_counted(self) -> None:
+        """Reject means with divisors of their own that no count of the batch gives before the backward pass."""
+        if self.common is not Common.NOTHING:
+            return
+        divisors: list[TermForm] = []
+        for name, forms in self.forms.items():
+            for form in forms:
+                if form.form is not Form.MEAN:
+                    continue
+                if not any(share_a_divisor([form, other]) for other in divisors):
+                    divisors.append(form)
+                if not form.counts:
+                    raise InvalidInputError(
+                        f"loss {name!r} has a mean beside terms that are divided otherwise, and what it is divided by "
+                        "is no count of the batch, so its total over a window is not known before the backward pass; "
+                        "return its terms by name, {'a': (sum, weight), 'b': (sum, weight)}, or pass "
+                        "loss_reduction='mean'"
+                    )
+        if len(divisors) > _MOST_DIVISORS:
+            raise InvalidInputError(
+                f"the loss has {len(divisors)} means, each divided by a number of its own, as a mean for each time "
+                "step has; divide one masked sum by one count, (loss * mask).sum() / mask.sum(), or pass "
+                "loss_reduction='mean'"
+            )
+
+    def warn(self, text: str) -> None:
+        """Warn once that a gradient may be wrong."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+            warnings.warn(f"autoaccum: {text}", LossWarning, stacklevel=2)
+
+    def warn_of_clamp(self, name: str) -> None:
+        """Warn of a divisor that is larger in a micro-batch than what is counted there."""
+        self.warn(
+            f"loss {name!r} divides by more in a micro-batch than is counted there, as max(1, n) does where n is 0: "
+            "such micro-batches then count too much; return the (sum, weight) pair with n itself"
+        )
+
+    # --- several ranks ------------------------------------------------------------------------------------------------
+
+    @property
+    def knowledge(self) -> tuple[Any, ...]:
+        """Everything that is known of losses."""
+        return self.forms, self.is_checked, self.are_apart
+
+    def in_short(self) -> Any:
+        """Return what must be the same on all ranks, to be compared."""
+        forms = {
+            name: [(form.form.name, form.is_read, min(form.counts, default=None)) for form in of_name]
+            for name, of_name in sorted(self.forms.items())
+        }
+        return self.common.name, forms
+
+    def adopt(self, known: Sequence[tuple[Any, ...]]) -> None:
+        """Take what all ranks know together.
+
+        Raises:
+            InvalidInputError: They know different things of one loss.
+        """
+        self.is_new = True
+        if not self.is_trusted:
+            self.forms = {}
+        for forms, is_checked, are_apart in known:
+            self.is_checked |= is_checked
+            self.are_apart |= are_apart
+            for name, theirs in forms.items():
+                mine = self.forms.get(name, theirs)
+                both = _both(mine, theirs)
+                if both is None:
+                    raise InvalidInputError(
+                        f"loss {name!r} is put together otherwise on some ranks: {_in_words(mine)}, and "
+                        f"{_in_words(theirs)}; return the same form on all, a (sum, weight) pair, or pass "
+                        "loss_reduction="
+                    )
+                self.forms[name] = both
+
+
+def _both(mine: Sequence[TermForm], theirs: Sequence[TermForm]) -> tuple[TermForm, ...] | None:
+    """Return terms with the counts that both found; None if they are of other kinds."""
+    if [one.kind for one in mine] != [one.kind for one in theirs]:
+        return None
+    pairs = zip(mine, theirs, strict=True)
+    return tuple(
+        replace(one, counts={count: each for count, each in one.counts.items() if count in its.counts})
+        for one, its in pairs
+    )
+
+
+def _in_words(forms: Sequence[TermForm]) -> str:
+    return " + ".join(form.form.value for form in forms)

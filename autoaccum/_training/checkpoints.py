@@ -1,0 +1,331 @@
+"""Decides when a checkpoint of a run is due, writes it, and resumes from one, while no other process uses the folder.
+
+`checkpoint_files` reads and writes the files; `checkpoint_contents` knows what is in them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from typing import TYPE_CHECKING, Any
+
+from autoaccum._arguments import check_path, check_positive_int, is_one_of, shown
+from autoaccum._oom import first_line
+from autoaccum._system import files, signals
+from autoaccum._system.lease import Lease
+from autoaccum._training.checkpoint_files import Storage, check_that_it_can_be_kept
+from autoaccum.errors import CheckpointError, InvalidInputError, StateDamagedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from os import PathLike
+    from pathlib import Path
+
+    from autoaccum._data.loader_state import Position
+    from autoaccum._engine.finiteness import Finiteness
+    from autoaccum._memory.base import MemoryBackend
+    from autoaccum._system.notices import Notices
+    from autoaccum._training.checkpoint_contents import Contents, Kept, Moment, Stopped
+    from autoaccum._training.plan_lifecycle import PlanLifecycle
+    from autoaccum._training.progress import TrainingProgress
+    from autoaccum._training.rank_coordination import Coordinator
+
+# The default of `checkpoint_every`.
+EVERY = "10min"
+# By how much less is tried after what did not fit.
+_LESS = 0.7
+# The most names of non-finite tensors that ranks exchange.
+_NAMED = 8
+# Of the file that `note_lack` writes.
+_MOST_NOTED_BYTES = 1 << 20
+_TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+class Checkpoints:
+    """The checkpoints of one training, across all of its processes.
+
+    Args:
+        folder: Where they are; made if it is missing.
+        every: Windows from one to the next, or seconds if it is a float; None: neither.
+        resume: As for `fit`.
+
+    Attributes:
+        storage: Their files.
+        spent_s: Seconds spent on writing.
+
+    Raises:
+        InvalidInputError: The folder cannot be written to.
+    """
+
+    def __init__(self, folder: Path, *, every: int | float | None = None, resume: bool | str = "auto") -> None:  # noqa: PYI041
+        self.storage = Storage(folder, replaces=resume is False)
+        self.spent_s = 0.0
+        self._every = every
+        self._resume = resume
+        self._lease = Lease(folder)
+        self._lack = folder / "out-of-memory.json"
+        self._saved: tuple[Position, Stopped | None] | None = None
+        self._saved_at = time.monotonic()
+
+    def begin(
+        self,
+        contents: Contents,
+        progress: TrainingProgress,
+        lifecycle: PlanLifecycle,
+        world: Coordinator,
+        *,
+        memory: MemoryBackend,
+        notices: Notices,
+        finiteness: Finiteness,
+    ) -> None:
+        """Take the parts of the training whose state checkpoints hold."""
+        self._contents, self._progress, self._lifecycle = contents, progress, lifecycle
+        self._world, self._memory, self._notices, self._finiteness = world, memory, notices, finiteness
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest checkpoint of this run; None before the first."""
+        return self.storage.newest
+
+    # --- the folder ---------------------------------------------------------------------------------------------------
+
+    def taking_folder(self, notices: Notices) -> Iterator[float]:
+        """Take the lease on the folder, waiting while another process trains there; yield the seconds to pause.
+
+        Raises:
+            CheckpointInUseError: Another process trains there and does not end.
+            CheckpointError: The folder cannot be written to.
+        """
+        yield from self._lease.taking(notices.say)
+        self.storage.guard = self._lease.check
+
+    def release_folder(self) -> None:
+        """Release the lease on the folder."""
+        self._lease.release()
+
+    def find(self, notices: Notices) -> tuple[Path, dict[str, Any]] | None:
+        """Return the path and the content of the checkpoint to resume from; None for a fresh start, which is reported.
+
+        Raises:
+            CheckpointError: None can be read; or there is none, and `resume=True` requires one.
+        """
+        self.storage.tidy()
+        folder = self.storage.folder
+        if self._resume is False:
+            self._lack.unlink(missing_ok=True)
+            if earlier := len(self.storage.found()):
+                notices.say(
+                    f"training starts from scratch (resume=False); the {earlier} checkpoints in {folder} move to a "
+                    "folder earlier-N in it as soon as the first new one is written"
+                )
+            return None
+        found = self.storage.read_newest(notices)
+        if found is None and self._resume is True:
+            raise CheckpointError(
+                f"resume=True, and there is no checkpoint in {folder}; pass the folder of the run to go on with, or "
+                "resume='auto', which starts from scratch where there is none"
+            )
+        if found is None:
+            notices.say(f"training starts from scratch: there is no checkpoint in {folder} yet")
+        return found
+
+    def note_lack(self, micro_batch: int, message: str) -> None:
+        """Record for the next attempt that so many samples at once did not fit, since this process cannot go on."""
+        with files.replacing(self._lack, before_rename=self.storage.guard) as unfinished:
+            unfinished.write_text(json.dumps({"micro_batch": micro_batch, "message": message}) + "\n")
+
+    def cap(self, notices: Notices) -> int | None:
+        """Return the most samples at once that an earlier attempt's record allows; None without a record."""
+        if self._resume is False:
+            return None
+        try:
+            size = check_positive_int("", json.loads(files.read(self._lack, _MOST_NOTED_BYTES))["micro_batch"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # or nothing that `note_lack` has written
+            return None
+        cap = max(1, int(size * _LESS))
+        notices.say(f"micro-batches of at most {cap} samples in this call, since {size} ran out of memory before")
+        return cap
+
+    # --- when ---------------------------------------------------------------------------------------------------------
+
+    def is_due(self, windows: int) -> bool:
+        """Whether to write one after so many windows, at this time.
+
+        True also when another process has taken the folder over: writing then raises the error that says so.
+        """
+        by_steps = isinstance(self._every, int) and windows % self._every == 0
+        by_time = isinstance(self._every, float) and time.monotonic() - self._saved_at >= self._every
+        return by_steps or by_time or self._lease.is_lost
+
+    def is_best(self, loss: float) -> bool:
+        """Whether a validation loss is lower than that of every checkpoint."""
+        best = self.storage.best_loss
+        return math.isfinite(loss) and (best is None or loss < best)
+
+    @property
+    def has_this_moment(self) -> bool:
+        """Whether the newest checkpoint was taken at the present moment."""
+        moment = self._progress.moment
+        return self._saved is not None and self._saved[0] is moment.position and self._saved[1] == moment.stopped
+
+    def _note(self, moment: Moment) -> None:
+        self._saved, self._saved_at = (moment.position, moment.stopped), time.monotonic()
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Check that a checkpoint can be written and read, before the first one is due.
+
+        Raises:
+            CheckpointError: The state holds something that cannot be stored in a file.
+        """
+        # The copy is not part of the memory that training takes.
+        with self._memory.lifted():
+            check_that_it_can_be_kept(self._contents.take(self._progress.moment, self._lifecycle.kept))
+
+    def save(self) -> Path | None:
+        """Write a checkpoint of the present moment and return its path; None if the state is not finite.
+
+        Raises:
+            CheckpointError: It could not be written, or another process has taken over the folder; earlier checkpoints
+                are unchanged.
+        """
+        # Half a checkpoint is useless, so interrupts wait.
+        started = time.perf_counter()
+        try:
+            with signals.held(), self._memory.lifted():
+                if self._is_refused():
+                    return None
+                return self._world.write(self, self._contents, self._progress.moment, self._lifecycle.kept)
+        finally:
+            self.spent_s += time.perf_counter() - started
+
+    def _is_refused(self) -> bool:
+        """Whether any process holds non-finite state, in which case the last checkpoint is worth more than this one."""
+        of_all = self._world.of_all("finite", self._finiteness.damage()[:_NAMED])
+        damage: list[str] = next((names for names in of_all if names), [])
+        if not damage:
+            return False
+        self.storage.guard()  # as writing would: a process that has lost the lease must not continue
+        moment = self._progress.moment
+        self._finiteness.tell_refusal(damage, moment.windows, self.newest)
+        self._note(moment)  # so that the next checkpoint is due after a full interval
+        return True
+
+    def write(self, content: dict[str, Any], moment: Moment) -> Path:
+        """Write a content that was taken at a moment, and return its path.
+
+        Raises:
+            CheckpointError: It could not be written; those before it are as they were.
+        """
+        path = self.storage.write(content, moment.windows, val_loss=moment.val_loss)
+        self._lack.unlink(missing_ok=True)  # a run that gets so far needs it no longer: its sizes are in the checkpoint
+        self._note(moment)
+        return path
+
+    def took(self, path: Path, moment: Moment) -> None:
+        """Note that another process of this run has written the checkpoint of this moment."""
+        self.storage.took(path, moment.val_loss)
+        self._note(moment)
+
+    # --- resuming -----------------------------------------------------------------------------------------------------
+
+    def take_up(self, path: Path, content: dict[str, Any]) -> Kept | None:
+        """Restore a checkpoint; return its cut and plans, or None if other processes wrote it.
+
+        Raises:
+            CheckpointError: It belongs to another run, or cannot be resumed.
+        """
+        try:
+            self._contents.check(content, path)
+            part = self._world.part_of(content, path)
+            moment = self._contents.moment(content, part)
+            kept = None if part is None else self._contents.kept(part)
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} is not a checkpoint of autoaccum's fit, or its content was edited ({type(error).__name__}: "
+                f"{first_line(error)}); pass a folder of its own as checkpoint=, or resume=False to start from scratch"
+            ) from error
+        if part is None:
+            moment = self._progress.taken_over(moment)
+            self._notices.say(
+                f"the checkpoint {path} was written by a different number of processes: samples are redistributed, and "
+                "random generators begin from new seeds"
+            )
+        # The loader first: if it is not the one of the checkpoint, nothing else has been changed.
+        self._progress.go_to(moment)
+        self._contents.put_back(content)
+        self._note(moment)
+        self._notices.say(
+            f"resuming from the checkpoint {path}: {moment.windows} steps are done", key=f"{path} {moment.windows}"
+        )
+        for callback in self._lifecycle.callbacks:
+            callback.on_resume(path, step=moment.windows, epoch=moment.position.epoch)
+        return kept
+
+    def go_back(self, damage: StateDamagedError) -> None:
+        """Go back to the last checkpoint of this run after the damage.
+
+        Raises:
+            StateDamagedError: No checkpoint is intact.
+            CheckpointError: The checkpoint cannot be resumed.
+        """
+        self._memory.release()
+        with self._memory.lifted():
+            found = self.storage.read_back()
+        if found is None:
+            raise damage
+        windows = self._progress.moment.windows
+        self._notices.say(f"step {windows + 1}: {damage}", key=f"damage {windows}")
+        try:
+            self.take_up(*found)
+        except CheckpointError as error:
+            raise error from damage
+
+
+def checkpoints_for(
+    checkpoint: str | PathLike[str] | None, every: int | str | None, resume: bool | str
+) -> Checkpoints | None:
+    """Make the folder and return the checkpoints of `fit`; None without `checkpoint=`.
+
+    Raises:
+        InvalidInputError: One of the arguments cannot be used, or the folder cannot be written to.
+    """
+    folder = check_saving(checkpoint, every, resume)
+    return None if folder is None else Checkpoints(folder, every=_interval(every), resume=resume)
+
+
+def check_saving(checkpoint: str | PathLike[str] | None, every: int | str | None, resume: bool | str) -> Path | None:
+    """Check the arguments of `fit` about checkpoints and return their folder, which need not exist.
+
+    Raises:
+        InvalidInputError: One of them cannot be used.
+    """
+    if not isinstance(resume, bool) and not is_one_of(resume, ["auto"]):
+        raise InvalidInputError(
+            f"resume={shown(resume)} is unknown; choose 'auto' (go on if there is a checkpoint), True (there must be "
+            "one) or False (start from scratch)"
+        )
+    _interval(every)
+    if checkpoint is None:
+        needing = {"checkpoint_every": every not in (None, EVERY), "resume": resume is True}
+        for name in (name for name, is_set in needing.items() if is_set):
+            raise InvalidInputError(f"{name}= needs a folder for checkpoints; pass checkpoint= too")
+        return None
+    return check_path("checkpoint", checkpoint, "folder for checkpoints")
+
+
+def _interval(every: int | str | None) -> int | float | None:
+    """Return a number of windows as an int, a time as a float of seconds."""
+    if every is None or not isinstance(every, str):
+        return None if every is None else check_positive_int("checkpoint_every", every)
+    found = _TIME.fullmatch(every.strip())
+    if found is None or not float(found[1]):
+        raise InvalidInputError(
+            f"checkpoint_every={shown(every)} is neither a number of updates nor a time; pass such as 500, '15min', "
+            "'90s' or '1h'"
+        )
+    return float(found[1]) * _SECONDS[found[2]]
