@@ -135,7 +135,8 @@ def train_child(name: str, limit_mib: str) -> None:
     """Train until windows are no longer measured; print the sizes and peaks."""
     window = TASKS[name][1]
     model, batch = model_and_batch(name, window)
-    model(batch[0][:2]).sum().backward()  # loads code and starts threads
+    with Host().limited(2**30):  # loads code and starts threads, as `fit` does
+        pass
     resident = Resident()
     result = autoaccum.fit(
         model,

@@ -184,7 +184,7 @@ class Engine:
             if self._is_steady:
                 step.memory.stop_measuring()
             else:  # what loaders, callbacks and evaluations took is not the window's
-                step.memory.reset_peak()
+                self._room.measure()
         if self.is_due:
             self._refresh()
         self._choose_sizes(window)
@@ -291,7 +291,7 @@ class Engine:
         sizing = self._sizing
         self._windows_are_long = elapsed_s > _LONG_S
         is_learning = not self._sizes_are_fixed and sizing.is_learning
-        shortage = self._room.shortage(reads_peak=not is_learning)
+        shortage = self._room.shortage(self.at.sizes, reads_peak=not is_learning)
         if shortage is not None and not is_learning:
             smaller = "; micro-batches get smaller" if sizing.shrink() else ""
             self._notices.say(f"{shortage}{smaller}", key="shortage")

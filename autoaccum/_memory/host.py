@@ -81,8 +81,8 @@ class Host(MemoryBackend):
         self._machine_free_bytes = 0
         self._machine_asked_s = -1.0
         self._peak_counted = False
-        self._is_measuring = False
-        self._keeps_freed = True  # while nothing is measured
+        self._gives_back = False  # whether freed blocks leave the process at once
+        self._may_keep = True  # whether they need not while nothing is measured
         self._hard_bytes = 0
         self._granted_bytes = 0  # that were there for the optimizer's step once the heap had given back what is free
         self._held_then = _anonymous()
@@ -133,7 +133,7 @@ class Host(MemoryBackend):
             free = _machine_free()
             beyond, room = max(_HARD * limit_bytes, limit_bytes + _LEAST_BEYOND_BYTES), free - free // _RESERVE
             self._hard_bytes = _data_bytes() + min(beyond, room)
-            self._keeps_freed = beyond <= room
+            self._may_keep = beyond <= room
         yield
 
     @contextmanager
@@ -145,11 +145,12 @@ class Host(MemoryBackend):
         with of_process.at(self._hard_bytes, f"a limit of {format_bytes(limit_bytes)} on the {self.name}"):
             self.limit_bytes = min([limit_bytes, *(max(0, bound - _data_bytes()) for bound in others)])
             self.is_soft = True
+            self._give_back(not self._may_keep, limit_bytes)
             try:
                 yield
             finally:
                 self.is_soft = False
-                self._measure(False, limit_bytes)
+                self._give_back(False, limit_bytes)
 
     def lifted(self) -> contextlib.AbstractContextManager[None]:
         """Suspend the hard limit of this thread, including that of another backend."""
@@ -158,23 +159,21 @@ class Host(MemoryBackend):
     def reset_peak(self) -> None:
         """Reset the kernel's high-water mark; under a limit, measure exactly until `stop_measuring`."""
         if self.is_soft and self.limit_bytes is not None:
-            self._measure(True, self.limit_bytes)
+            self._give_back(True, self.limit_bytes)
             self.trim()
         self._peak_counted = _linux.reset_high_water()
 
     def stop_measuring(self) -> None:
         """Let the heap keep freed blocks, if the machine has room for them."""
-        if self._keeps_freed and self.limit_bytes is not None:
-            self._measure(False, self.limit_bytes)
+        self._peak_counted = False
+        if self._may_keep and self.limit_bytes is not None:
+            self._give_back(False, self.limit_bytes)
 
     def peak_bytes(self) -> int | None:
-        """Return the highest use since `reset_peak`; None if the kernel does not let a process reset its mark.
+        """Return the highest use since `reset_peak`; None if nothing is measured or the kernel resets no mark.
 
-        Under a limit it is None while nothing is measured. File pages are excluded: a first convolution loads megabytes
-        of code.
+        File pages are excluded: a first convolution loads megabytes of code.
         """
-        if self.is_soft and not self._is_measuring:
-            return None
         counted = _linux.status_bytes("VmHWM", "RssFile", "RssShmem") if self._peak_counted else None
         if counted is None:
             return None
@@ -249,12 +248,14 @@ class Host(MemoryBackend):
         """Return the memory of the machine, or the tightest limit of its control groups."""
         return self.reading().total_bytes
 
-    def _measure(self, measures: bool, limit_bytes: int) -> None:
+    def _give_back(self, gives_back: bool, limit_bytes: int) -> None:
         """Let freed blocks leave the process at once, or let the heap keep them as it would without a limit."""
-        if measures is self._is_measuring:
+        if gives_back is self._gives_back:
             return
-        self._is_measuring = measures
-        threshold = max(limit_bytes // _BLOCKS_OF_LIMIT, _FIRST_THRESHOLD_BYTES) if measures else _LAST_THRESHOLD_BYTES
+        self._gives_back = gives_back
+        threshold = (
+            max(limit_bytes // _BLOCKS_OF_LIMIT, _FIRST_THRESHOLD_BYTES) if gives_back else _LAST_THRESHOLD_BYTES
+        )
         threshold = min(threshold, _LAST_THRESHOLD_BYTES)
         libc = _libc()
         if libc is not None:

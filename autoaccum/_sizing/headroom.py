@@ -7,6 +7,8 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import Plan
 
@@ -33,6 +35,8 @@ class Headroom:
         self._plan: Plan | None = None
         self._looked_at = -math.inf
         self._retries: int | None = None
+        self._held_bytes = 0  # when the window began that is measured
+        self._extra_bytes: dict[tuple[int, ...], int] = {}  # the least that windows of these sizes took beside that
         self._thrashing = 0
 
     def follow(self, plan: Plan) -> None:
@@ -43,7 +47,12 @@ class Headroom:
         self.peak_bytes = None
         self._renew()
 
-    def shortage(self, *, reads_peak: bool) -> str | None:
+    def measure(self) -> None:
+        """Measure the window that begins, under a soft limit."""
+        self._memory.reset_peak()
+        self._held_bytes = self._memory.peak_bytes() or 0
+
+    def shortage(self, sizes: Sequence[int] = (), *, reads_peak: bool) -> str | None:
         """Take a reading after a window, if one is due; return in words that memory keeps running short, or None.
 
         Under a soft limit one is due after every window that was measured. The peak is not read while other code
@@ -55,6 +64,11 @@ class Headroom:
         self._looked_at = now
         peak = memory.peak_bytes() if reads_peak else None
         if peak is not None:
+            if memory.is_soft:
+                # Blocks that the heap has kept from earlier windows can make a peak larger than a step, never smaller.
+                extra = min(peak - self._held_bytes, self._extra_bytes.get(tuple(sizes), peak))
+                self._extra_bytes[tuple(sizes)] = extra
+                peak = self._held_bytes + extra
             self._recent = max(self._recent or 0, peak)
             self.peak_bytes = max(self.peak_bytes or 0, peak)
             if (excess := memory.excess(peak)) is not None:
