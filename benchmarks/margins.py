@@ -90,27 +90,13 @@ def margins():
 def table():
     """Return the table of docs/dev/estimates.md."""
     rows = allocated()
-    titles = (
-        "trainings",
-        "number",
-        "median error",
-        "within 1 %",
-        "within 5 %",
-        "more than 5 % under",
-        "explained",
-        "over",
-    )
+    titles = ("trainings", "number", "median error", "within 5 %", "more than 5 % under")
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     kinds = {"all": rows} | {title: [row for row in rows if row["kind"] == kind] for kind, title in SOURCES.items()}
     for title, of_kind in kinds.items():
         errors = [1 / (1 + row["excess"]) - 1 for row in of_kind]
-        near, nearer = (sum(abs(error) <= far for error in errors) / len(errors) for far in (FAR, FAR / 5))
-        under = [row for row, error in zip(of_kind, errors, strict=True) if error < -FAR]
-        cells = (
-            f"{statistics.median(map(abs, errors)):.2%}", f"{nearer:.0%}", f"{near:.1%}", len(under),
-            sum(bool(row["doubt"]) for row in under), sum(error > FAR for error in errors),
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(map(str, (title, len(errors), *cells)))} |")
+        near, under = sum(abs(error) <= FAR for error in errors) / len(errors), sum(error < -FAR for error in errors)
+        lines.append(f"| {title} | {len(errors)} | {statistics.median(map(abs, errors)):.2%} | {near:.1%} | {under} |")
     return "\n".join(lines)
 
 

@@ -35,8 +35,8 @@ _SHOWN = {
     "transfer": ("Runner, pinned", "by hand, pinned"),
     "throughput": ("fit's rate",),
     "probe": ("GPT-2: the truth", "ResNet-50: the truth"),
-    "finders": ("GPT-2", "ResNet-50"),
-    "saving": ("nothing", "chunked_loss", "checkpoint", "offload", "loss of"),
+    "finders": ("ResNet-50",),
+    "saving": ("chunked_loss", "checkpoint", "offload"),
     "resnet101": ("peak",),
 }
 _NEAR = 0.05

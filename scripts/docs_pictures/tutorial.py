@@ -99,14 +99,14 @@ def _attempts(log: str) -> list[list[dict[str, Any]]]:
     return attempts
 
 
-def browse(page: str, picture: Path, size: str, home: Path, *, is_dark: bool = False) -> None:
+def browse(page: str, picture: Path, size: str, home: Path) -> None:
     """Take a picture of a page, if there is a browser."""
     if BROWSER is None:
         print(f"no chromium on the PATH: {picture.name} stays as it is", file=sys.stderr)
         return
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--timeout=8000"]
     command += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={home}"]
-    command += [f"--blink-settings=preferredColorScheme={0 if is_dark else 1}", f"--window-size={size}"]
+    command += ["--blink-settings=preferredColorScheme=1", f"--window-size={size}"]
     command += [f"--screenshot={picture}", page]
     subprocess.run(  # noqa: S603
         command, capture_output=True, check=True, timeout=120, env=os.environ | {"HOME": str(home)}

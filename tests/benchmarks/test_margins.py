@@ -23,3 +23,8 @@ def test_of_the_published_trainings_95_in_100_stay_within_their_margin(source):
 
     assert sum(within) >= 0.95 * len(within)
     assert sum(within) < len(within)
+
+
+def test_page_has_the_table_of_the_published_peaks_of_tensors():
+    """If not, benchmarks/margins.py prints it."""
+    assert margins.table() in (ROOT / "docs" / "dev" / "estimates.md").read_text()
