@@ -11,6 +11,7 @@ import platform
 import re
 import sys
 import textwrap
+import time
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,6 @@ from autoaccum._memory import _linux, nvml
 from autoaccum._memory.available_devices import find_accelerator
 from autoaccum._memory.host import Host, process_limits
 from autoaccum._memory.limits import format_bytes
-from autoaccum._report.durations import left_by_slurm
 from autoaccum._system.launched import folder_of_plans
 from autoaccum._system.own_distribution import REQUIREMENTS, __version__
 
@@ -185,10 +185,11 @@ def _limits(environment: Mapping[str, str], proc: Path, problems: list[str]) -> 
     facts |= {f"{kind} bytes": limit for kind, limit, _ in process_limits()}
     facts["free for training bytes"] = free
     if "SLURM_JOB_ID" in environment:
-        left, memory = left_by_slurm(environment), _memory_of_slurm(environment)
+        # The end of the job, in seconds since 1970 (https://slurm.schedmd.com/sbatch.html, output environment).
+        ends, memory = _number(environment, "SLURM_JOB_END_TIME"), _memory_of_slurm(environment)
         facts |= {
             "Slurm job": environment["SLURM_JOB_ID"],
-            "hours left": None if left is None else round(left / 3600, 1),
+            "hours left": None if ends is None else round(max(0.0, ends - time.time()) / 3600, 1),
             "memory of the job bytes": memory,
         }
         cores = _number(environment, "SLURM_CPUS_PER_TASK") or _number(environment, "SLURM_CPUS_ON_NODE")

@@ -39,7 +39,7 @@ SIZES = (1, 2, 128, 256)
 
 
 def card(name="l4", total=22 * GIB):
-    return Card(name, total, 448 * MIB, bf16=True, source="https://example.org/card", basis="made up")
+    return Card(name, total, 448 * MIB, bf16=True, source="https://example.org/card")
 
 
 def predicted(name="l4", total=22 * GIB, micro_batch=256, sizes=(256,)):

@@ -7,7 +7,7 @@ torch, no device, no rounding.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
 
@@ -110,18 +110,19 @@ class Timeline:
     def kept_for_backward(self) -> set[int]:
         """Return the numbers of storages allocated in a forward pass that outlived it."""
         kept: set[int] = set()
-        bounds = [*self.phases, (len(self.events), "end")]
-        for (start, name), (stop, _) in pairwise(bounds):
-            if name != "forward":
-                continue
-            came: set[int] = set()
-            for event in self.events[start:stop]:
-                if event < 0:
-                    came.discard(~event)
-                else:
-                    came.add(event)
-            kept |= came
+        for (start, name), (stop, _) in pairwise([*self.phases, (len(self.events), "end")]):
+            if name == "forward":
+                of_phase = self.events[start:stop]
+                kept |= {event for event in of_phase if event >= 0} - {~event for event in of_phase if event < 0}
         return kept
+
+    def kinds(self) -> list[str]:
+        """Return what each storage is held for: its category, or by its lifetime "activations" or "temporary"."""
+        kept = self.kept_for_backward()
+        return [
+            ("activations" if number in kept else "temporary") if one.category is Category.MADE else one.category.value
+            for number, one in enumerate(self.storages)
+        ]
 
 
 def between(low: Timeline, high: Timeline, size: int, *, bends: bool = False) -> Timeline | None:
@@ -140,20 +141,11 @@ def between(low: Timeline, high: Timeline, size: int, *, bends: bool = False) ->
         return None
     storages: list[Storage] = []
     for one, other in zip(low.storages, high.storages, strict=True):
-        if one == other:
-            storages.append(one)
-        elif one.operator != other.operator or one.category is not other.category:
+        rise = other.size_bytes - one.size_bytes
+        is_alike = one.operator == other.operator and one.category is other.category
+        is_proportional = one.size_bytes * high.size == other.size_bytes * low.size
+        if rise and not (is_alike and (is_proportional or (bends and one.category is Category.WORKSPACE))):
             return None
-        elif _proportional(one, other, low.size, high.size):
-            storages.append(Storage(one.size_bytes * size // low.size, one.category, one.operator, one.module))
-        elif bends and one.category is Category.WORKSPACE:
-            rise = (other.size_bytes - one.size_bytes) * (size - low.size)
-            size_bytes = one.size_bytes + rise // (high.size - low.size)
-            storages.append(Storage(size_bytes, one.category, one.operator, one.module))
-        else:
-            return None
+        size_bytes = one.size_bytes + rise * (size - low.size) // (high.size - low.size)
+        storages.append(replace(one, size_bytes=size_bytes))
     return Timeline(size, storages, high.events, high.phases)
-
-
-def _proportional(one: Storage, other: Storage, low: int, high: int) -> bool:
-    return one.size_bytes * high == other.size_bytes * low

@@ -52,12 +52,10 @@ class Stage:
 
     Args:
         device: The device that the fakes claim to be on.
-        weights: The type for floating-point parameters and buffers; None keeps theirs.
     """
 
-    def __init__(self, device: torch.device, *, weights: torch.dtype | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._weights = weights
         self._memo: dict[int, Any] = {}
         self._kept: list[Any] = []  # objects whose ids are the memo's keys must stay alive
 
@@ -92,11 +90,11 @@ class Stage:
         for module in modules:
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) not in self._memo:
-                    made = nn.Parameter(self._made(parameter.data), requires_grad=parameter.requires_grad)
+                    made = nn.Parameter(like(parameter.data, self._device), requires_grad=parameter.requires_grad)
                     self._remember(parameter, made)
             for buffer in module._buffers.values():
                 if buffer is not None and id(buffer) not in self._memo:
-                    self._remember(buffer, self._made(buffer))
+                    self._remember(buffer, like(buffer, self._device))
             self._fake_plain(module)
 
     def _fake_plain(self, module: nn.Module) -> None:
@@ -105,10 +103,6 @@ class Stage:
         for value in torch.utils._pytree.tree_leaves(kept):
             if isinstance(value, Tensor) and id(value) not in self._memo:
                 self._remember(value, like(value, value.device).requires_grad_(value.requires_grad))
-
-    def _made(self, tensor: Tensor) -> Tensor:
-        made = like(tensor, self._device)
-        return made if self._weights is None or not made.is_floating_point() else made.to(self._weights)
 
     def _remember(self, real: Tensor, fake: Tensor) -> None:
         self._memo[id(real)] = fake

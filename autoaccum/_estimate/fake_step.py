@@ -1,41 +1,59 @@
-"""Runs one training step on fake tensors under the ledger, and returns its timeline.
+"""Runs a job's training steps on fake tensors, and returns the timeline of each size.
 
-The step is one from the middle of training: gradients and optimizer state exist, gradients are accumulated, then the
-optimizer updates.
+A step is one that `fit` makes in the middle of training: gradients and optimizer state exist, gradients are
+accumulated, outputs are freed before the backward pass, autocast caches cast weights, and the optimizer updates.
+
+For a GPU the fakes claim to be CUDA tensors, which needs no driver, so that the dispatcher takes CUDA's paths. The
+parts that need a driver (autograd's engine, the choice of attention kernel) are replaced in
+`_estimate/fake_backward.py` and `_estimate/cuda_dispatch.py`.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
+import warnings
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoaccum._data.nesting import copied, plain_parts, tensors_in
+from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.optimizer_step import uncompiled
+from autoaccum._engine.optimizers import resolve
+from autoaccum._engine.options import Options
 from autoaccum._engine.phases import Phase
-from autoaccum._engine.precision import Precision
+from autoaccum._engine.precision import Precision, own_half_type
 from autoaccum._estimate import cuda_dispatch
 from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.cuda_dispatch import CudaCalls, without_driver
-from autoaccum._estimate.fake import ValuesAssumed
+from autoaccum._estimate.cuda_kernels import workspace
+from autoaccum._estimate.fake import Stage, ValuesAssumed, batch_like, keep_every_layer
 from autoaccum._estimate.fake_backward import loosened
+from autoaccum._estimate.own_thread import ONE_AT_A_TIME
 from autoaccum._estimate.owners import Owners
 from autoaccum._estimate.tracer import Ledger
 from autoaccum._loss.loss_weights import Factors
 from autoaccum._loss.objective import Objective
+from autoaccum._memory.simulated import Simulated
+from autoaccum._system.notices import Notices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
-    from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._estimate.allocation_trace import Storage, Timeline
+    from autoaccum._data.pieces import Split
+    from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.card_properties import CardAnswers
-    from autoaccum._estimate.cuda_kernels import Workspace
     from autoaccum._loss.objective import Source
     from autoaccum._loss.terms import Term
 
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -72,58 +90,104 @@ class LooseObjective(Objective):
         return terms, outputs
 
 
-class Rehearsal:
-    """Runs steps of several sizes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeJob:
+    """What is traced: the arguments of `trace_step`, which documents them."""
+
+    model: nn.Module
+    batch: Any
+    loss: Any
+    optimizer: Any
+    precision: str
+    forward: Any
+    loss_reduction: str | None
+    clip_grad_norm: float | None
+    kind: str
+    adapt: Callable[[nn.Module], AbstractContextManager[object]] | None
+    tensor_float: bool
+    split: Split | None
+    answers: CardAnswers
+
+
+class FakeStep:
+    """Runs the step of a job in any size.
 
     Args:
-        step: The step, on fake tensors.
-        device: The device that they claim to be on.
-        clip_grad_norm: As for `fit`.
-        workspace_of: Returns kernels' workspaces; None to leave them out.
-        transfers: Whether the next micro-batch is transferred to the device during the step.
-        answers: What the model is told of the card if it asks.
+        job: The job, which is copied and not changed.
     """
 
-    def __init__(
-        self,
-        step: TrainingStep,
-        device: torch.device,
-        *,
-        clip_grad_norm: float | None,
-        workspace_of: Callable[..., Workspace] | None,
-        transfers: bool,
-        answers: CardAnswers | None = None,
-    ) -> None:
-        self._step = step
-        self._device = device
-        self._clip_grad_norm = clip_grad_norm
-        self._workspace_of = workspace_of
-        self._transfers = transfers
-        self._answers = answers
-        self._owners = Owners(step.objective.modules)
-        self._update: tuple[list[int], list[Storage]] | None = None
-        self._trainable = [parameter for parameter in step.parameters if parameter.requires_grad]
-        self._make_state()
+    def __init__(self, job: FakeJob) -> None:
+        self._job = job
+        self._is_cuda = job.kind == "cuda"
+        self._device = torch.device("cuda", 0) if self._is_cuda else torch.device("cpu")
+        # Without fallback kernels, which would allocate memory.
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        with _undisturbed(), self._mode:
+            # PyTorch 2.8 calls the driver before each operator on a CUDA fake. Here that raises an error that can be
+            # handled; inside some operators it ends the process.
+            torch.empty(2, device=self._device)[:1]
+            self._step = step = self._staged()
+            self._owners = Owners(step.objective.modules)
+            self._trainable = [parameter for parameter in step.parameters if parameter.requires_grad]
+            with self._adapted():
+                self._make_gradients()
+                self._update()
 
-    def run(self, batch: Any, size: int) -> Timeline:
-        """Return the timeline of a step on `batch`, which holds `size` samples on the device."""
-        timeline, arrived = self._traced(batch, size)
-        used = [parameter for parameter in self._trainable if id(parameter) in arrived]
-        if len(used) == len(self._trainable):
-            return timeline
-        # Parameters that get no gradient in a step have no optimizer state either.
-        for parameter in self._trainable:
-            if id(parameter) not in arrived:
+    def __call__(self, size: int) -> Timeline:
+        """Return the timeline of a step with `size` samples."""
+        with _undisturbed(), self._mode, self._adapted():
+            batch = batch_like(self._job.batch, size, self._device, self._job.split)
+            timeline, arrived = self._traced(batch, size)
+            without = [parameter for parameter in self._trainable if id(parameter) not in arrived]
+            if not without:
+                return timeline
+            # Parameters that get no gradient in a step have no optimizer state either.
+            for parameter in without:
                 self._step.optimizer.state.pop(parameter, None)
-        self._trainable, self._update = used, None
-        return self._traced(batch, size)[0]
+            self._trainable = [parameter for parameter in self._trainable if id(parameter) in arrived]
+            return self._traced(batch, size)[0]
+
+    def _adapted(self) -> AbstractContextManager[object]:
+        adapt = self._job.adapt
+        return nullcontext() if adapt is None else adapt(self._step.objective.model)
+
+    def _staged(self) -> TrainingStep:
+        job, notices = self._job, Notices(silent=True)
+        stage = Stage(self._device)
+        model = stage.copied(job.model)
+        keep_every_layer(model)
+        loss = stage.copied(job.loss) if isinstance(job.loss, nn.Module) else job.loss
+        way: dict[str, Any] = {"forward": job.forward, "loss_reduction": job.loss_reduction, "split": job.split}
+        objective = (LooseObjective if self._is_cuda else Objective)(model, loss, notices=notices, **way)
+        is_made = isinstance(job.optimizer, torch.optim.Optimizer)
+        chosen = resolve(stage.optimizer(job.optimizer) if is_made else job.optimizer, objective.modules, notices)
+        if self._is_cuda:
+            take_lists(chosen)
+        own = own_half_type(model)
+        name, autocasts = own or job.precision, own is None
+        precision: Precision
+        if self._is_cuda:
+            precision = FakePrecision(name, autocasts=autocasts)
+        else:
+            precision = Precision(name, self._device, autocasts=autocasts)
+        options = Options(clip_grad_norm=job.clip_grad_norm)
+        return TrainingStep(objective, chosen, precision, Simulated(2**60), options)
 
     def _traced(self, batch: Any, size: int) -> tuple[Timeline, set[int]]:
+        """Return the timeline, and the ids of the parameters that got a gradient."""
         step = self._step
         self._make_gradients()
         arrived: set[int] = set()
-        watches = [_watched(parameter, arrived) for parameter in self._trainable]
-        ledger = Ledger(size, self._device.type, self._workspace_of, lambda: step.phase, self._owners)
+
+        def arrives(parameter: Tensor) -> None:
+            arrived.add(id(parameter))
+
+        watches = [
+            parameter.register_post_accumulate_grad_hook(arrives)  # type: ignore[no-untyped-call]
+            for parameter in self._trainable
+        ]
+        takes = partial(workspace, tensor_float=self._job.tensor_float) if self._is_cuda else None
+        ledger = Ledger(size, self._device.type, takes, lambda: step.phase, self._owners)
         with self._owners.watching():
             self._run(ledger, batch, size)
         for watch in watches:
@@ -132,132 +196,72 @@ class Rehearsal:
         return ledger.timeline, arrived
 
     def _run(self, ledger: Ledger, batch: Any, size: int) -> None:
-        step = self._step
+        step, state = self._step, self._step.optimizer.state
         for parameter in self._trainable:
-            state = step.optimizer.state.get(parameter, {})
-            self._owners.own(_tensors((parameter.grad, *state.values())), parameter)
+            self._owners.own(_tensors((parameter.grad, *state.get(parameter, {}).values())), parameter)
         ledger.hold(step.parameters, Category.PARAMETERS)
         ledger.hold((buffer for module in step.objective.modules for buffer in module.buffers()), Category.BUFFERS)
         ledger.hold((p.grad for p in self._trainable if p.grad is not None), Category.GRADIENTS)
-        ledger.hold(_state_of(step.optimizer), Category.OPTIMIZER)
-        ledger.hold(tensors_in(batch), Category.INPUTS)
-        following = copied(batch) if self._transfers else None
-        if following is not None:
-            ledger.hold(tensors_in(following), Category.INPUTS)
+        ledger.hold(_tensors(value for of_one in state.values() for value in of_one.values()), Category.OPTIMIZER)
+        # On a GPU the next micro-batch is transferred during the step.
+        following = copied(batch) if self._is_cuda else None
+        for inputs in (batch, following):
+            ledger.hold(tensors_in(inputs), Category.INPUTS)
         ledger.enter("forward")
         step.stage.phase = Phase.FORWARD
-        is_cuda = self._device.type == "cuda"
-        there = without_driver(self._answers) if is_cuda else nullcontext()
-        with there, CudaCalls() if is_cuda else nullcontext(), ledger:
+        driver = without_driver(self._job.answers) if self._is_cuda else nullcontext()
+        with driver, CudaCalls() if self._is_cuda else nullcontext(), ledger:
             step.accumulate(batch, size, Factors(alone=True), PartResult())
             step.stage.phase = Phase.OPTIMIZER
             ledger.enter("optimizer")
-            self._make_update(ledger.timeline)
+            self._make_update()
 
     def _make_gradients(self) -> None:
         for parameter in self._trainable:
             parameter.grad = torch.zeros_like(parameter)
 
-    def _make_state(self) -> None:
-        """Create the optimizer's state, as the first update does."""
-        self._make_gradients()
-        optimizer = self._step.optimizer
-        with _one_of_each(optimizer, lists_too=True) as others, _values_assumed(optimizer), uncompiled(optimizer):
-            optimizer.step()
-        if not others:
-            return
-        made = dict(optimizer.state)
-        optimizer.state.clear()
-        # In the parameters' order, in which the state would be allocated.
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            one = others.get(parameter, parameter)
-            if one in made:
-                optimizer.state[parameter] = made[one] if one is parameter else _copied(made[one])
-
-    def _make_update(self, timeline: Timeline) -> None:
-        """Trace the update, or repeat its timeline: it is the same for every size."""
-        began, known = len(timeline.events), len(timeline.storages)
-        if self._update is not None:
-            events, storages = self._update
-            timeline.storages += storages
-            timeline.events += [event + known if event >= 0 else event - known for event in events]
-            return
-        step = self._step
-        scaler = step.precision.scaler
+    def _make_update(self) -> None:
+        scaler = self._step.precision.scaler
         if scaler is not None:
-            scaler.unscale_(step.optimizer)
-        if self._clip_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(step.parameters, self._clip_grad_norm)
+            scaler.unscale_(self._step.optimizer)
+        if self._job.clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._step.parameters, self._job.clip_grad_norm)
         # Not with the scaler, which would wait for the device to check for overflow.
-        with _one_of_each(step.optimizer), _values_assumed(step.optimizer), uncompiled(step.optimizer):
-            step.optimizer.step()
+        self._update()
         if scaler is not None:
             scaler._per_optimizer_states.clear()
-        events = timeline.events[began:]
-        if all((event if event >= 0 else ~event) >= known for event in events):
-            self._update = [e - known if e >= 0 else e + known for e in events], timeline.storages[known:]
+
+    def _update(self) -> None:
+        optimizer = self._step.optimizer
+        # PyTorch's own only scale an update by the values that they read.
+        is_of_pytorch = type(optimizer).__module__.startswith("torch.optim")
+        with ValuesAssumed() if is_of_pytorch else nullcontext(), uncompiled(optimizer):
+            optimizer.step()
+
+
+def take_lists(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer work on lists of tensors, as on a GPU; with fakes it would not."""
+    if isinstance(optimizer, torch.optim.Adafactor):  # uses them only on request
+        return
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
+            group["foreach"] = True
 
 
 @contextmanager
-def _one_of_each(
-    optimizer: torch.optim.Optimizer, *, lists_too: bool = False
-) -> Iterator[dict[torch.nn.Parameter, torch.nn.Parameter]]:
-    """Reduce an optimizer to one parameter of each form while entered; yield the others, each with that parameter.
-
-    PyTorch's optimizers update parameters one by one unless they work on lists. The temporary memory of a step is then
-    that of the largest parameter, and hundreds of others need not be traced.
-
-    Args:
-        optimizer: The optimizer.
-        lists_too: Also reduce optimizers that work on lists; correct only for the state that the step creates.
-    """
-    others: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-    every = [group["params"] for group in optimizer.param_groups]
-    try:
-        if _is_of_pytorch(optimizer):
-            for group in optimizer.param_groups:
-                if lists_too or not (group.get("foreach") or group.get("fused")):
-                    group["params"] = _distinct(group["params"], others)
-        yield others
-    finally:
-        for group, parameters in zip(optimizer.param_groups, every, strict=True):
-            group["params"] = parameters
-
-
-def _is_of_pytorch(optimizer: torch.optim.Optimizer) -> bool:
-    module = type(optimizer).__module__
-    return module == "torch.optim" or module.startswith("torch.optim.")
-
-
-def _values_assumed(optimizer: torch.optim.Optimizer) -> AbstractContextManager[object]:
-    """Let an optimizer read values of fakes, if it only scales an update by them."""
-    return ValuesAssumed() if _is_of_pytorch(optimizer) else nullcontext()
-
-
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    # Step counts have values even here.
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
-
-
-def _distinct(
-    parameters: list[torch.nn.Parameter], others: dict[torch.nn.Parameter, torch.nn.Parameter]
-) -> list[torch.nn.Parameter]:
-    first: dict[Any, torch.nn.Parameter] = {}
-    for parameter in parameters:
-        form = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device, parameter.grad is None)
-        one = first.setdefault(form, parameter)
-        if one is not parameter:
-            others[parameter] = one
-    return list(first.values())
-
-
-def _watched(parameter: torch.nn.Parameter, arrived: set[int]) -> Any:
-    """Record when a parameter gets a gradient; return the hook's handle."""
-    return parameter.register_post_accumulate_grad_hook(lambda one: arrived.add(id(one)))  # type: ignore[no-untyped-call]
-
-
-def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    return _tensors(value for state in optimizer.state.values() for value in state.values())
+def _undisturbed() -> Iterator[None]:
+    """Pause the garbage collector, torch's warnings about a missing device, and its log of errors that are raised."""
+    with ONE_AT_A_TIME, warnings.catch_warnings():
+        enabled, logs = gc.isenabled(), _LOG.disabled
+        gc.disable()
+        _LOG.disabled = True
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            _LOG.disabled = logs
+            if enabled:
+                gc.enable()
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

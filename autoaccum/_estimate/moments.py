@@ -6,8 +6,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autoaccum._estimate.allocation_trace import Category
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -19,7 +17,6 @@ KINDS = ("parameters", "buffers", "gradients", "optimizer", "inputs", "activatio
 _MOMENTS = 160
 # Groups of tensors named at the peak.
 _NAMED = 12
-_KIND_OF: dict[Category, str] = {one: one.value for one in Category if one is not Category.MADE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +97,7 @@ class StepMemory:
 
 def condensed(timeline: Timeline) -> StepMemory:
     """Condense a timeline. Each moment is the one with the most memory among its neighbours, and the peak is one."""
-    kinds = _kinds(timeline)
+    kinds = timeline.kinds()
     moments = _moments(timeline, kinds)
     peak = max(range(len(moments)), key=lambda index: moments[index].held_bytes)
     modules: dict[str, Counter[str]] = {}
@@ -117,15 +114,6 @@ def condensed(timeline: Timeline) -> StepMemory:
         tuple(ModuleMemory(module, _in_order(held)) for module, held in modules.items()),
         tuple(sorted(alive, key=lambda one: -one.held_bytes)[:_NAMED]),
     )
-
-
-def _kinds(timeline: Timeline) -> list[str]:
-    """Return the kind of each storage."""
-    kept = timeline.kept_for_backward()
-    return [
-        _KIND_OF.get(storage.category, "activations" if number in kept else "temporary")
-        for number, storage in enumerate(timeline.storages)
-    ]
 
 
 def _moments(timeline: Timeline, kinds: list[str]) -> list[Moment]:

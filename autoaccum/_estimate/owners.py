@@ -56,29 +56,23 @@ class Owners:
             for path, part in root.named_modules():
                 name = ".".join(filter(None, ("" if number == 0 else LOSS, path))) or MODEL
                 self._names.setdefault(id(part), name)
-        self._running: list[str] = []
-        self._own: dict[int, str] = {}
-        # The nodes that each module makes: the number of the first, and the module.
-        self._begins: list[int] = []
-        self._makers: list[str] = []
-        self._made = 0
-        self._model_ran = False
+        self._begin()
 
-    def own(self, tensors: Iterable[Tensor], of: nn.Parameter) -> None:
-        """Note that tensors (a gradient, the optimizer's state) belong where a parameter does."""
-        name = self._own.get(id(of), "")
-        self._own.update((id(tensor), name) for tensor in tensors)
+    def _begin(self) -> None:
+        self._by_tensor: dict[int, str] = {}
+        self._running: list[str] = []
+        self._model_ran = False
+        # For each change of the running module, the number of its first node, and its name.
+        self._changes: list[tuple[int, str]] = []
+        self._made = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Note which module runs, while entered."""
-        self._begins, self._makers, self._made = [], [], 0
-        self._running, self._model_ran, self._own = [], False, {}
-        for root in self._modules:
-            for part in root.modules():
-                name = self._names.get(id(part), "")
-                for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
-                    self._own.setdefault(id(tensor), name)
+        self._begin()
+        for part in (part for root in self._modules for part in root.modules()):
+            for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+                self._by_tensor.setdefault(id(tensor), self._names.get(id(part), ""))
         # Hooks on all modules of the process: some modules take other paths if they have hooks themselves.
         begins = hooks.register_module_forward_pre_hook(self._enter)
         # A checkpoint leaves its block by an exception once it has computed what is needed again.
@@ -89,9 +83,13 @@ class Owners:
             begins.remove()
             ends.remove()
 
+    def own(self, tensors: Iterable[Tensor], of: nn.Parameter) -> None:
+        """Note that tensors (a gradient, the optimizer's state) belong where a parameter does."""
+        self._by_tensor.update((id(tensor), self.of(of)) for tensor in tensors)
+
     def of(self, tensor: Tensor) -> str:
         """Return the module of a tensor from before the step."""
-        return self._own.get(id(tensor), "")
+        return self._by_tensor.get(id(tensor), "")
 
     def at_work(self, phase: str) -> str:
         """Return the module for which an operator runs in a phase of the step."""
@@ -99,10 +97,9 @@ class Owners:
             return self._maker_of(torch._C._current_autograd_node())
         outside = LOSS if self._model_ran and phase == "forward" else ""
         name = self._running[-1] if self._running else outside
-        if not self._makers or self._makers[-1] != name:
+        if not self._changes or self._changes[-1][1] != name:
             # The first node of this module is the next one after what the module before had made.
-            self._begins.append(self._made)
-            self._makers.append(name)
+            self._changes.append((self._made, name))
         self._made = torch._C._autograd._get_sequence_nr()
         return name
 
@@ -121,5 +118,9 @@ class Owners:
         """Return the module whose forward pass made a node of the graph."""
         if node is None:
             return LOSS if self._model_ran else ""
-        at = bisect_right(self._begins, node._sequence_nr()) - 1
-        return self._makers[at] if at >= 0 else ""
+        at = bisect_right(self._changes, node._sequence_nr(), key=_number) - 1
+        return self._changes[at][1] if at >= 0 else ""
+
+
+def _number(change: tuple[int, str]) -> int:
+    return change[0]

@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from autoaccum._estimate.allocation_trace import between
+from autoaccum._system.own_code import raised_here
+from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,13 +39,6 @@ class TracedSizes:
             self._known[size] = self._derived(size) or self._traced(size)
         return self._known[size]
 
-    def rough(self, size: int) -> Timeline | None:
-        """Return about the timeline of a size that would have to be traced; None if it need not be, or is unlike."""
-        low, high = self._known[self._low], self._known[self._high]
-        if size in self._known or low is high or between(low, high, size) is not None:
-            return None
-        return between(low, high, size, bends=True)
-
     def _derived(self, size: int) -> Timeline | None:
         exact = between(self._known[self._low], self._known[self._high], size) if self._low < self._high else None
         least = 1 << (size.bit_length() - 1)
@@ -55,8 +50,9 @@ class TracedSizes:
         high = self._high
         try:
             return self._run(size)
-        except Exception:
-            # The model refuses this size, as batch statistics refuse one sample. The next power of two takes more.
-            if size >= high:
+        except Exception as error:
+            # The model refuses this size, as batch statistics refuse one sample. The next power of two takes more. Our
+            # own errors are bugs.
+            if size >= high or (raised_here(error) and not isinstance(error, InvalidInputError)):
                 raise
             return self(min(high, 1 << size.bit_length()))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.card_properties import properties_of
-from autoaccum._estimate.cuda_allocator import Served, serve
+from autoaccum._estimate.cuda_allocator import serve
 from autoaccum._estimate.cuda_dispatch import cublas_bytes
-from autoaccum._estimate.moments import condensed
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -17,14 +16,10 @@ if TYPE_CHECKING:
 
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.gpus import Card
-    from autoaccum._estimate.moments import StepMemory
 
-# A prediction that is only about right, by the bends of workspaces and by the allocator's fragments, is within this
-# factor, and segments.
-_FAR = 1.5
-_SEGMENTS_BYTES = 256 * 2**20
 # Micro-batches are smaller than two to this power.
 _POWERS = 40
+_PARTS = ("parameters", "buffers", "gradients", "optimizer", "inputs", "activations")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +59,6 @@ class Traced:
 
     Attributes:
         step_of: Returns the timeline of a size.
-        rough_of: Returns about that of a size that would have to be traced, or None.
         sizes: The sizes whose footprints are recorded, ascending.
         kind: The kernels traced: "cpu" or "cuda".
         notes: The assumptions, each a sentence.
@@ -77,7 +71,6 @@ class Traced:
     kind: str
     notes: tuple[str, ...] = ()
     uncertainty: float = 0.0
-    rough_of: Callable[[int], Timeline | None] = lambda _: None
     told: Mapping[str, object] = field(default_factory=dict)
 
     def holds_for(self, card: Card) -> bool:
@@ -87,12 +80,7 @@ class Traced:
 
     def changed(self, change: Callable[[Timeline], Timeline]) -> Traced:
         """Return the step with a change made to the timeline of each size."""
-
-        def rough_of(size: int) -> Timeline | None:
-            rough = self.rough_of(size)
-            return None if rough is None else change(rough)
-
-        return replace(self, step_of=lambda size: change(self.step_of(size)), rough_of=rough_of)
+        return replace(self, step_of=lambda size: change(self.step_of(size)))
 
     def estimate(self, card: Card | None = None) -> Estimate:
         """Return the peak memory of the steps.
@@ -138,12 +126,6 @@ class Estimate:
 
     def fits(self, size: int, room_bytes: int) -> bool:
         """Whether a step of this size is predicted to fit in `room_bytes`."""
-        rough = self.traced.rough_of(size)
-        if rough is not None:
-            about = rough.peak().live_bytes
-            # Far from the room, the answer is known without tracing this size.
-            if about > _FAR * room_bytes or _FAR * about + _SEGMENTS_BYTES < room_bytes:
-                return about < room_bytes
         step = self.traced.step_of(size)
         if self.card is None:
             return step.peak().live_bytes <= room_bytes
@@ -160,10 +142,6 @@ class Estimate:
     def reserved_bytes(self, size: int) -> int:
         """Predict the bytes that the allocator reserves on the device for a step of this size."""
         return self.at(size).reserved_bytes
-
-    def step_memory(self, size: int) -> StepMemory:
-        """Return how the memory of a step of this size goes by."""
-        return condensed(self.timeline(size))
 
     def timeline(self, size: int) -> Timeline:
         """Return the step of this size, with the workspaces of cuBLAS."""
@@ -198,43 +176,23 @@ class Estimate:
 
 
 def _footprint(timeline: Timeline, card: Card | None, room_bytes: int | None = None) -> Footprint:
-    peak = timeline.peak()
+    peak, kinds = timeline.peak(), timeline.kinds()
     kept = timeline.kept_for_backward()
-    held = dict.fromkeys(Category, 0)
-    activations = 0
+    held: Counter[str] = Counter()
     for number in peak.alive:
-        storage = timeline.storages[number]
-        held[storage.category] += storage.size_bytes
-        if number in kept:
-            activations += storage.size_bytes
+        # What a loss keeps is an activation here.
+        held["activations" if number in kept else kinds[number]] += timeline.storages[number].size_bytes
     peak_bytes = reserved_bytes = peak.live_bytes
     if card is not None:
-        served = _served(timeline, card, room_bytes)
+        step = _with_cublas(timeline, card)
+        served = serve(step, card.free_bytes if room_bytes is None else room_bytes) or serve(step)
+        assert served is not None
         peak_bytes, reserved_bytes = max(peak_bytes, served.peak_bytes), served.reserved_bytes
-    parts = {
-        "parameters_bytes": held[Category.PARAMETERS],
-        "buffers_bytes": held[Category.BUFFERS],
-        "gradients_bytes": held[Category.GRADIENTS],
-        "optimizer_bytes": held[Category.OPTIMIZER],
-        "inputs_bytes": held[Category.INPUTS],
-        "activations_bytes": activations,
-    }
+    parts = {f"{kind}_bytes": held[kind] for kind in _PARTS}
+    temporary = peak_bytes - sum(parts.values())
     return Footprint(
-        size=timeline.size,
-        phase=timeline.phase_at(peak.index),
-        peak_bytes=peak_bytes,
-        reserved_bytes=reserved_bytes,
-        temporary_bytes=peak_bytes - sum(parts.values()),
-        **parts,
+        timeline.size, timeline.phase_at(peak.index), peak_bytes, reserved_bytes, **parts, temporary_bytes=temporary
     )
-
-
-def _served(timeline: Timeline, card: Card, room_bytes: int | None) -> Served:
-    """Replay a step in a card's memory, or without a limit if it does not fit."""
-    step = _with_cublas(timeline, card)
-    served = serve(step, card.free_bytes if room_bytes is None else room_bytes) or serve(step)
-    assert served is not None
-    return served
 
 
 def _with_cublas(timeline: Timeline, card: Card) -> Timeline:

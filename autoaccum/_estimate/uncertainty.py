@@ -1,4 +1,4 @@
-"""How much more memory a step may take on a card than predicted, from published trainings on real cards.
+"""How much more memory a step may take on a GPU than predicted, from published trainings on real GPUs.
 
 The margins are printed by `python benchmarks/margins.py` from the results of `make published`, and a test compares
 them: of the runs of one kind and precision, 95 % took at most this share more than predicted. Too few models with
@@ -7,8 +7,7 @@ convolutions were trained in half precision to tell it from fp32, so both count 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
@@ -16,13 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-@dataclass(frozen=True, slots=True)
-class Margin:
+class Margin(NamedTuple):
     """A margin and the runs it comes from.
 
     Attributes:
         share: The share of the prediction that a step may take in addition.
-        runs: The number of published runs; 0 if there are none and the share is assumed.
+        runs: The number of published runs; 0 if the share is assumed.
         kind: What the runs trained, for the note.
     """
 
@@ -33,12 +31,11 @@ class Margin:
     @property
     def basis(self) -> str:
         """The margin and its origin, as a note."""
+        text = f"safe sizes leave {self.share:.1%} of the prediction free"
         if not self.runs:
-            return f"safe sizes leave {self.share:.1%} of the prediction free, which is assumed: {self.kind}"
-        return (
-            f"safe sizes leave {self.share:.1%} of the prediction free: 95 % of {self.runs} published trainings of "
-            f"{self.kind} took at most that much more than predicted"
-        )
+            return f"{text}, which is assumed: {self.kind}"
+        runs = f"{self.runs} published trainings of {self.kind}"
+        return f"{text}: 95 % of {runs} took at most that much more than predicted"
 
 
 # By kind of model and precision.
@@ -49,9 +46,7 @@ MARGINS = {
     ("others", "half"): Margin(0.048, 51, "models without convolutions in half precision"),
 }
 # Assumed: more than any margin that was measured.
-_WITHOUT_RUNS = 0.25
-_RECURRENT = Margin(_WITHOUT_RUNS, 0, "no training with recurrent layers was published")
-_CONVOLUTIONS = nn.modules.conv._ConvNd
+_RECURRENT = Margin(0.25, 0, "no training with recurrent layers was published")
 
 
 def margin_for(modules: Iterable[nn.Module], precision: str) -> Margin:
@@ -65,5 +60,5 @@ def margin_for(modules: Iterable[nn.Module], precision: str) -> Margin:
     if any(isinstance(one, nn.RNNBase) for one in modules):
         return _RECURRENT
     # One convolution alone makes patches or an embedding.
-    convolves = sum(isinstance(one, _CONVOLUTIONS) for one in modules) > 1
+    convolves = sum(isinstance(one, nn.modules.conv._ConvNd) for one in modules) > 1
     return MARGINS["convolutions" if convolves else "others", "fp32" if precision == "fp32" else "half"]

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from autoaccum._estimate.estimate import Traced
     from autoaccum._estimate.gpus import Card
     from autoaccum._estimate.moments import StepMemory
+    from autoaccum._estimate.trace import Estimate
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._report.records import LoaderFacts, Measured, Predicted, Remedy
@@ -159,11 +160,11 @@ def preflight(
     way |= {"optimizer": chosen, "adapt": adapt}
     warnings: list[str] = []
     predicted: list[Predicted] = []
-    timelines: dict[str, Timeline] = {}
+    estimates: dict[str, Estimate] = {}
     try:
-        for one, timeline in _predicted(of_cards, cards, made, precision, on_rank, way):
+        for one, estimate in _predicted(of_cards, cards, made, precision, on_rank, way):
             predicted.append(one)
-            timelines[one.card.name] = timeline
+            estimates[one.card.name] = estimate
     except NotTracedError as error:
         if not measures:
             raise
@@ -175,7 +176,7 @@ def preflight(
         measured, told = _measured(asked, backend, put_together, memory, notices)
         warnings += told
         measured = replace(measured, step_memory=_traced(asked, made, way, measured))
-    remedies_on, remedies, of_remedies = _remedies(asked, measured, predicted, made, way, on_rank)
+    remedies_on, remedies, of_remedies = _remedies(asked, measured, predicted, estimates, made, way, on_rank)
     facts = None
     if measured is not None and loader is not None:
         _LOG.info("timing the loader")
@@ -200,7 +201,7 @@ def preflight(
             *of_remedies,
         ),
         notes=tuple(dict.fromkeys([*notices.texts, *(note for one in predicted for note in one.notes)])),
-        timelines=timelines,
+        timelines={one.card.name: estimates[one.card.name].timeline(one.footprint.size) for one in predicted},
     )
 
 
@@ -360,7 +361,7 @@ def _predicted(
     precision: str,
     on_rank: Callable[[Timeline], Timeline],
     way: dict[str, Any],
-) -> Iterator[tuple[Predicted, Timeline]]:
+) -> Iterator[tuple[Predicted, Estimate]]:
     """Trace the step once for each precision the cards would use, with and without TF32; yield what fits on each.
 
     Cards of which the model asks what they answer differently each have a trace of their own.
@@ -376,14 +377,14 @@ def _predicted(
             fitting = trace_step(model, asked.batch, kind="cuda", **way | options).changed(on_rank)
             known.append(fitting)
         estimate = fitting.estimate(card)
-        found = predict(asked, card, name, estimate)
-        yield found, estimate.timeline(found.footprint.size)
+        yield predict(asked, card, name, estimate), estimate
 
 
 def _remedies(
     asked: Asked,
     measured: Measured | None,
     predicted: Sequence[Predicted],
+    estimates: Mapping[str, Estimate],
     model: nn.Module,
     way: Mapping[str, Any],
     on_rank: Callable[[Timeline], Timeline],
@@ -405,7 +406,13 @@ def _remedies(
         return step if place.card is None else step.changed(on_rank)
 
     try:
-        tried = Remedies(asked, place, trace, model, way["optimizer"], [one.card for one in predicted])
+        if place.card is not None:
+            unchanged = estimates[name].traced
+        else:
+            how: dict[str, Any] = {"kind": place.kind, "precision": place.precision, "tensor_float": place.half}
+            unchanged = trace(batch=asked.batch, sizes=sorted({1, asked.most}), **how)
+        cards = [one.card for one in predicted]
+        tried = Remedies(asked, place, unchanged, trace, model, way["optimizer"], cards)
         remedies = tried.all()
     except NotTracedError as error:  # it was measured
         return None, (), (f"what would help on {name}: {error}",)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._engine.probing import probe
+from autoaccum._estimate.moments import condensed
 from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
 from autoaccum._report.dry_run import rehearse
@@ -177,7 +178,7 @@ def predict(asked: Asked, card: Card, precision: str, estimate: Estimate) -> Pre
         bytes_per_sample=estimate.bytes_per_sample,
         is_capped=0 < largest == asked.most and estimate.reserved_bytes(largest) + estimate.bytes_per_sample <= room,
         notes=estimate.notes,
-        step_memory=estimate.step_memory(size),
+        step_memory=condensed(estimate.timeline(size)),
     )
 
 

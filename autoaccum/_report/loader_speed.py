@@ -17,7 +17,7 @@ from autoaccum._data.loaders import left_as_it_was
 from autoaccum._report.records import LoaderFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from autoaccum._data.pieces import Split
 
@@ -39,25 +39,35 @@ def listen_to(loader: Iterable[Any], split: Split | None = None, *, for_s: float
     Returns:
         The times; None if the loader is an iterator or has no batch.
     """
-    if isinstance(loader, Iterator):
+    workers = getattr(loader, "num_workers", None)
+    ahead = (workers or 0) * (getattr(loader, "prefetch_factor", None) or 1)
+    drawn = _drawn(loader, ahead + _BATCHES + 1, for_s, lambda batch: count(batch, split))
+    if not drawn:
         return None
-    with left_as_it_was(loader):
-        return _timed(iter(loader), loader, split, for_s)
+    # Prefetched batches do not count: timing restarts after them.
+    timed = drawn[ahead:] if len(drawn) > ahead else drawn
+    later = sum(samples for samples, _ in timed[1:])
+    speed = later / max(timed[-1][1] - timed[0][1], 1e-9) if later else None
+    return LoaderFacts(len(drawn), sum(samples for samples, _ in drawn), drawn[0][1], speed, workers)
 
 
-def first_batches(loader: Iterable[Any], most: int, for_s: float = _LISTENED_S) -> list[Any]:
+def first_batches(loader: Iterable[Any], most: int) -> list[Any]:
     """Return at most `most` of a loader's first batches, drawn as in `listen_to`; none if it is an iterator."""
+    return [batch for batch, _ in _drawn(loader, most, _LISTENED_S, lambda batch: batch)]
+
+
+def _drawn(loader: Iterable[Any], most: int, for_s: float, of: Callable[[Any], Any]) -> list[tuple[Any, float]]:
+    """Return what a function returns for each batch drawn, and the seconds at which that came."""
+    found: list[tuple[Any, float]] = []
     if isinstance(loader, Iterator):
-        return []
+        return found
     with left_as_it_was(loader):
-        batches: list[Any] = []
-        first_at = time.perf_counter()
+        started = time.perf_counter()
         for batch in loader:
-            first_at = first_at if batches else time.perf_counter()
-            batches.append(batch)
-            if len(batches) == most or time.perf_counter() - first_at > for_s:
+            found.append((of(batch), time.perf_counter() - started))
+            if len(found) == most or found[-1][1] - found[0][1] > for_s:
                 break
-        return batches
+    return found
 
 
 def samples_of(loader: Any, samples: int) -> int | None:
@@ -73,27 +83,3 @@ def samples_of(loader: Any, samples: int) -> int | None:
         return len(loader) * samples
     except (TypeError, NotImplementedError):  # no length; iterable datasets raise the second
         return None
-
-
-def _timed(batches: Iterator[Any], loader: Any, split: Split | None, for_s: float) -> LoaderFacts | None:
-    workers = getattr(loader, "num_workers", None)
-    ahead = (workers or 0) * (getattr(loader, "prefetch_factor", None) or 1)
-    started = time.perf_counter()
-    first = next(batches, None)
-    if first is None:
-        return None
-    first_at = last_at = time.perf_counter()
-    sizes = [count(first, split)]
-    # Prefetched batches do not count: timing restarts after them.
-    counted_from, counted_at = 0, first_at
-    while last_at - first_at < for_s and len(sizes) <= ahead + _BATCHES:
-        batch = next(batches, None)
-        if batch is None:
-            break
-        sizes.append(count(batch, split))
-        last_at = time.perf_counter()
-        if len(sizes) == ahead + 1:
-            counted_from, counted_at = len(sizes) - 1, last_at
-    later = sum(sizes[counted_from + 1 :])
-    speed = later / max(last_at - counted_at, 1e-9) if later else None
-    return LoaderFacts(len(sizes), sum(sizes), first_at - started, speed, workers)

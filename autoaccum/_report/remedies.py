@@ -1,4 +1,4 @@
-"""Finds changes that would reduce the memory of a step, by tracing the step again with one change, or several.
+"""Finds changes that would reduce the memory of a step, by tracing the step again with one change, or all of them.
 
 Used if not even one sample fits, if windows are cut into many micro-batches, or if the loss alone holds a large part.
 Nothing is measured: the memory of a changed step is predicted and compared with the prediction for the unchanged step.
@@ -6,9 +6,9 @@ Nothing is measured: the memory of a changed step is predicted and compared with
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,7 +39,7 @@ _LARGE_LOSS = 0.25
 # float32 scale for each of its blocks of 256 numbers: https://huggingface.co/docs/bitsandbytes, 8-bit optimizers).
 _TWO_NUMBERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 _BITS8_BYTES = 1 + 4 / 256
-_HALF = ("bf16", "fp16")
+_OFFLOADED = "offloaded activations"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Place:
 
     Attributes:
         kind: "cpu" or "cuda".
-        card: The card; None for a device at hand.
+        card: The GPU; None for a device at hand.
         room_bytes: The memory a step may use there.
         unlimited_bytes: The same without the user's memory limit; None if there is no limit.
         holds_model: Whether that includes the model.
@@ -89,23 +89,24 @@ class Place:
         return 0 if self.holds_model else first.parameters_bytes + first.buffers_bytes
 
 
-class _Lever(NamedTuple):
-    """A change of the step.
+@dataclass(frozen=True)
+class _Change:
+    """A change of the step, or several.
 
     Attributes:
         name: Its name.
         how: How to make it.
         cost: Its disadvantage.
         options: Arguments of the trace that it changes.
-        of_timeline: What it changes in a traced step, given the bytes of a weight; None if nothing.
+        of_timeline: What it changes in a traced step; None if nothing.
         memory: What `fit` takes as `memory` for it; empty if it is another change.
     """
 
     name: str
     how: str
     cost: str
-    options: Mapping[str, Any]
-    of_timeline: Callable[[int, Timeline], Timeline] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    of_timeline: Callable[[Timeline], Timeline] | None = None
     memory: tuple[str, ...] = ()
 
 
@@ -115,10 +116,11 @@ class Remedies:
     Args:
         asked: The question about the job.
         place: Where it should fit.
+        unchanged: The step as it is, traced for that place.
         trace: `trace_step` with the parts of the job bound; takes the arguments that a remedy changes.
         model: The model, only inspected.
         optimizer: The optimizer, only inspected.
-        cards: The cards that were asked about; a larger card is looked for among them first.
+        cards: The GPUs that were asked about; a larger one is looked for among them first.
 
     Attributes:
         failed: Changes with which the user's model raises an error, and the error.
@@ -128,6 +130,7 @@ class Remedies:
         self,
         asked: Asked,
         place: Place,
+        unchanged: Traced,
         trace: Callable[..., Traced],
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -135,71 +138,75 @@ class Remedies:
     ) -> None:
         self._asked = asked
         self._cards = cards
-        self._place = place
         self._trace = trace
         self._model = model
         self._optimizer = optimizer
-        self._unchanged = self._traced()
-        self._as_it_is = self._unchanged.estimate(place.card)
+        self._unchanged = unchanged
+        self._as_it_is = unchanged.estimate(place.card)
         self._place = place.as_tried(self._as_it_is)
         self.failed: list[str] = []
 
     def all(self) -> tuple[Remedy, ...]:
         """Return the remedies, most effective first."""
-        before = self._place.largest(self._as_it_is, self._asked.most)
-        size = self._as_it_is.footprints[0].size
-        now_bytes = self._as_it_is.reserved_bytes(size)
+        most, size = self._asked.most, self._as_it_is.footprints[0].size
+        before, now_bytes = self._place.largest(self._as_it_is, most), self._as_it_is.reserved_bytes(size)
         found = []
-        for lever, estimate, place in self._changes():
-            peak, largest = estimate.reserved_bytes(size), place.largest(estimate, self._asked.most)
+        for change, estimate, place in self._changed():
+            peak, largest = estimate.reserved_bytes(size), place.largest(estimate, most)
             if largest > before or (peak < now_bytes and largest >= max(before, 1)):
-                safe = min(largest, place.largest(estimate, self._asked.most, safely=True))
-                found.append(Remedy(lever.name, lever.how, peak, largest, lever.cost, safe, lever.memory))
+                safe = min(largest, place.largest(estimate, most, safely=True))
+                found.append(Remedy(change.name, change.how, peak, largest, change.cost, safe, change.memory))
         return tuple(sorted(found, key=lambda one: (-(one.micro_batch or 0), one.peak_bytes or 0)))
 
-    def _changes(self) -> Iterator[tuple[_Lever, Estimate, Place]]:
-        levers = [one for one in (*self._savings(), self._half_weights(), self._bits8(), self._half()) if one]
-        # Half weights need no autocast beside them, and what is kept on the host need not be computed again.
-        together_ = [one for one in levers if one.name not in ("bf16", "offloaded activations")]
-        sets = [(one,) for one in levers] + ([tuple(together_)] if len(together_) > 1 else [])
-        for those in sets:
-            lever, traced = self._made_by(those)
+    def _changed(self) -> Iterator[tuple[_Change, Estimate, Place]]:
+        changes = list(self._changes())
+        # What is kept on the host need not be computed again.
+        others = [one for one in changes if one.name != _OFFLOADED]
+        for change in [*changes, _all_of(others)] if len(others) > 1 else changes:
+            traced = self._made_by(change)
             if traced is not None:
-                yield lever, traced.estimate(self._place.card), self._place
+                yield change, traced.estimate(self._place.card), self._place
         if self._place.unlimited_bytes is not None:
             place = replace(self._place, room_bytes=self._place.unlimited_bytes)
             cost = "the memory that the limit keeps free"
-            yield _Lever("a higher memory limit", "at most, no memory_limit", cost, {}), self._as_it_is, place
-        elif self._place.card is not None and (larger := self._larger(self._place.card)) is not None:
-            yield larger
+            yield _Change("a higher memory limit", "at most, no memory_limit", cost), self._as_it_is, place
+        elif self._place.card is not None:
+            yield from self._larger(self._place.card)
 
-    def _made_by(self, levers: Sequence[_Lever]) -> tuple[_Lever, Traced | None]:
-        """Return changes together as one, and the step with them; None if the user's model fails with them."""
-        options = {name: value for lever in levers for name, value in lever.options.items()}
-        if (adapt := together([lever.options.get("adapt") for lever in levers])) is not None:
-            options["adapt"] = adapt
-        memory = tuple(name for lever in levers for name in lever.memory) if all(one.memory for one in levers) else ()
-        lever = _Lever(
-            " + ".join(one.name for one in levers),
-            "; ".join(one.how for one in levers),
-            "; ".join(one.cost for one in levers),
-            options,
-            memory=memory,
-        )
-        weights: torch.dtype = options.get("weights") or next(self._model.parameters()).dtype  # of the state
+    def _changes(self) -> Iterator[_Change]:
+        place = self._place
+        for name, memory, cost in (
+            ("activation checkpointing", CHECKPOINT, "a second forward pass"),
+            ("loss in chunks", CHUNKED, "logits are computed once more"),
+        ):
+            with saves(memory)(self._model) as way:
+                pass
+            if way:
+                how = f"memory={memory!r}" + (f", or torch.utils.checkpoint: {way}" if memory == CHECKPOINT else "")
+                yield _Change(name, how, cost, {"adapt": saves(memory)}, memory=(memory,))
+        if place.kind == "cuda":
+            how, cost = f"memory={OFFLOAD!r}, or torch.autograd.graph.save_on_cpu", "copies to the host and back"
+            yield _Change(_OFFLOADED, how, cost, {"adapt": saves(OFFLOAD)}, memory=(OFFLOAD,))
+            if isinstance(self._optimizer, _TWO_NUMBERS):
+                how = "torchao.optim.AdamW8bit or bitsandbytes.optim.AdamW8bit"
+                in_8_bits = partial(_in_8_bits, next(self._model.parameters()).dtype.itemsize)
+                yield _Change("8-bit optimizer", how, "its state is rounded to 8 bits", of_timeline=in_8_bits)
+        if place.half and place.precision == "fp32":
+            cost = "activations have 8 significant bits"
+            yield _Change("bf16", "precision='bf16'", cost, {"precision": "bf16"})
+
+    def _made_by(self, change: _Change) -> Traced | None:
+        """Return the changed step; None if the user's model fails with the change."""
         try:
-            traced = self._traced(**options)
+            traced = self._traced(**change.options) if change.options else self._unchanged
         except Exception as error:
             # An input, or a tensor that the model makes, may not match the rest. Our own errors are bugs.
             if raised_here(error) and not isinstance(error, InvalidInputError):
                 raise
-            self.failed.append(f"{lever.name} ({type(error).__name__}: {first_line(error)})")
+            self.failed.append(f"{change.name} ({type(error).__name__}: {first_line(error)})")
             let_go(error)
-            return lever, None
-        for one in levers:
-            if one.of_timeline is not None:
-                traced = traced.changed(partial(one.of_timeline, weights.itemsize))
-        return lever, traced
+            return None
+        return traced if change.of_timeline is None else traced.changed(change.of_timeline)
 
     def _traced(self, **changed: Any) -> Traced:
         options = {
@@ -212,54 +219,8 @@ class Remedies:
         }
         return self._trace(**options | changed)
 
-    def _savings(self) -> Iterator[_Lever]:
-        """Yield what `memory=` does, as far as the model can have it."""
-        with saves(CHECKPOINT)(self._model) as way:
-            pass
-        if way:
-            how = f"memory={CHECKPOINT!r}, or torch.utils.checkpoint: {way}"
-            yield self._saving("activation checkpointing", CHECKPOINT, how, "a second forward pass")
-        with saves(CHUNKED)(self._model) as way:
-            pass
-        if way:
-            yield self._saving("loss in chunks", CHUNKED, f"memory={CHUNKED!r}", "logits are computed once more")
-        if self._place.kind == "cuda":
-            how = f"memory={OFFLOAD!r}, or torch.autograd.graph.save_on_cpu"
-            yield self._saving("offloaded activations", OFFLOAD, how, "activations are copied to the host and back")
-
-    @staticmethod
-    def _saving(name: str, memory: str, how: str, cost: str) -> _Lever:
-        return _Lever(name, how, cost, {"adapt": saves(memory)}, memory=(memory,))
-
-    def _half(self) -> _Lever | None:
-        if self._place.precision in _HALF or not self._place.half:
-            return None
-        return _Lever("bf16", "precision='bf16'", "activations have 8 significant bits", {"precision": "bf16"})
-
-    def _half_weights(self) -> _Lever | None:
-        if not self._place.half or any(one.dtype is not torch.float32 for one in self._model.parameters()):
-            return None
-        if any(one.is_complex() for one in self._model.buffers()):
-            return None  # they would lose their imaginary part
-        how = (
-            "model.to(torch.bfloat16) before the optimizer is made; also floating inputs and a loss with weights "
-            "(torchao's AdamW with bf16_stochastic_round=True rounds updates stochastically)"
-        )
-        # The last of a weight's 8 significant bits is worth 1/256 to 1/128 of it; an update below half of that is lost.
-        cost = (
-            "sums of gradients and updates have 8 significant bits: an update below 1/256 of its weight may be lost, "
-            "so be careful with small learning rates"
-        )
-        return _Lever("bf16 weights", how, cost, {"weights": torch.bfloat16})
-
-    def _bits8(self) -> _Lever | None:
-        if self._place.kind != "cuda" or not isinstance(self._optimizer, _TWO_NUMBERS):
-            return None
-        how = "torchao.optim.AdamW8bit or bitsandbytes.optim.AdamW8bit"
-        return _Lever("8-bit optimizer", how, "its state is rounded to 8 bits", {}, _in_8_bits)
-
-    def _larger(self, here: Card) -> tuple[_Lever, Estimate, Place] | None:
-        """Find the smallest card that does not need many micro-batches, among those asked about if one is there."""
+    def _larger(self, here: Card) -> Iterator[tuple[_Change, Estimate, Place]]:
+        """Yield the smallest GPU that does not need many micro-batches, among those asked about if one is there."""
         traced = {self._place.half: [self._unchanged]}
         enough = -(-self._asked.target_batch // MANY_MICRO_BATCHES)
         for cards, which in ((self._cards, ", the smallest asked about that suffices"), (known_cards(), "")):
@@ -274,12 +235,27 @@ class Remedies:
                 estimate = fitting.estimate(card)
                 if estimate.fits(enough, estimate.safe_bytes(card.free_bytes)):
                     place = replace(self._place, card=card, room_bytes=card.free_bytes)
-                    return _Lever("a larger card", f"such as {card.name}{which}", "the card", {}), estimate, place
-        return None
+                    yield _Change("a larger card", f"such as {card.name}{which}", "the card"), estimate, place
+                    return
+
+
+def _all_of(changes: Sequence[_Change]) -> _Change:
+    """Return several changes as one; at most one of them changes the timeline."""
+    options = {name: value for one in changes for name, value in one.options.items()}
+    if (adapt := together([one.options.get("adapt") for one in changes])) is not None:
+        options["adapt"] = adapt
+    return _Change(
+        " + ".join(one.name for one in changes),
+        "; ".join(one.how for one in changes),
+        "; ".join(one.cost for one in changes),
+        options,
+        next((one.of_timeline for one in changes if one.of_timeline), None),
+        tuple(name for one in changes for name in one.memory) if all(one.memory for one in changes) else (),
+    )
 
 
 def computes_bf16(device: str) -> bool:
-    """Whether a device at hand supports bf16; NVIDIA cards do from Ampere on."""
+    """Whether a device at hand supports bf16; NVIDIA GPUs do from Ampere on."""
     if not device.startswith("cuda") or not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_capability(torch.device(device)) >= (8, 0)

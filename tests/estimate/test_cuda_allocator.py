@@ -77,9 +77,9 @@ def test_memory_runs_out_where_it_is_handed_out():
         allocator.allocate(20 * MIB)
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 64 * MIB)), max_size=60))
-def test_books_balance_whatever_comes_and_goes(steps):
-    allocator = CachingAllocator()
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 64 * MIB)), max_size=60), st.booleans())
+def test_books_balance_whatever_comes_and_goes(steps, expandable):
+    allocator = CachingAllocator(expandable=expandable)
     held = []
     for takes, size in steps:
         if takes or not held:
@@ -103,3 +103,20 @@ def test_timeline_is_served_within_what_it_needs_and_not_within_less():
     assert serve(timeline).reserved_bytes == 70 * MIB
     assert serve(timeline, 70 * MIB) is not None
     assert serve(timeline, 69 * MIB) is None
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("setting", "reserved"),
+    [
+        ("max_split_size_mb:512, expandable_segments: True", 100 * MIB),  # pools that grow by 20 MiB
+        ("expandable_segments:False", (30 + 40 + 66) * MIB),  # no segment is large enough for the last
+    ],
+)
+def test_expandable_segments_are_replayed_where_the_environment_sets_them(monkeypatch, variable, setting, reserved):
+    storages = [Storage(size * MIB, Category.MADE) for size in (30, 40, 65)]
+    timeline = Timeline(1, storages, [0, 1, ~1, 2, ~2], [(0, "before"), (1, "forward")])
+
+    monkeypatch.setenv(variable, setting)
+
+    assert serve(timeline).reserved_bytes == reserved

@@ -68,15 +68,6 @@ def test_a_rank_of_a_sharded_model_holds_its_share_and_what_is_gathered(traced, 
     assert live <= held + 4 * block + rest + step.peak().live_bytes - bytes_of(step, Category.PARAMETERS) * 4
 
 
-def test_what_is_gathered_is_gone_in_the_update(traced):
-    shard = sharding(stack(), 8)(traced.step_of(8))
-
-    start = next(start for start, name in shard.phases if name == "optimizer")
-    alive = [shard.storages[number] for number in shard.alive_at(start + 1)]
-    assert not any(one.operator == "ranks" for one in alive)
-    assert sum(one.operator == "ranks" for one in shard.storages) == 2
-
-
 def test_more_ranks_leave_more_room_and_phases_stay_where_they_are(traced):
     peaks = [traced.changed(sharding(stack(), ranks)).estimate(CARD).at(64).reserved_bytes for ranks in (2, 4, 16)]
 

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import random
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
 from autoaccum import Simulated, preflight
+from autoaccum._report import capacity
 from autoaccum.errors import DeviceMissingError, InvalidInputError
 from helpers import assert_bitwise, classifier, labelled, state_of
 
@@ -399,3 +401,15 @@ def test_ranks_take_more_with_buckets_and_less_with_shards():
 def test_ranks_that_cannot_be_are_refused(options, told):
     with pytest.raises(InvalidInputError, match=told):
         report_on(**options)
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu:0"])
+def test_what_would_help_on_a_device_of_another_kind_is_not_predicted(monkeypatch, device):
+    facts = capacity._facts
+    monkeypatch.setattr(capacity, "_facts", lambda *of: replace(facts(*of), device=device))
+
+    report = report_on("700KiB", target=256)
+
+    assert any(f"not predicted for {device.partition(':')[0]}" in warning for warning in report.warnings)
+    assert report.remedies == ()
+    assert report.measured.step_memory is None

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import autoaccum
+from autoaccum._estimate.allocation_trace import Timeline
 from autoaccum._estimate.estimate import trace_step
 from autoaccum._estimate.gpus import with_display
 from autoaccum._estimate.trace import Estimate
@@ -23,8 +24,8 @@ class OnALine(Estimate):
     def fits(self, size, room_bytes):
         return self.at(size).reserved_bytes <= room_bytes
 
-    def step_memory(self, size):
-        return None
+    def timeline(self, size):
+        return Timeline(size)
 
 
 def estimate():
