@@ -32,31 +32,29 @@ def adapters(monkeypatch):
         state._shared_state.clear()
 
 
-@pytest.mark.parametrize("name", ["transformers", "lightning", "accelerate"])
+@pytest.mark.parametrize("name", ["loop", "transformers", "lightning", "accelerate"])
 def test_adapter_and_framework_make_the_same_updates_in_micro_batches_of_the_same_size(adapters, name, monkeypatch):
-    sizes = []
-    forward = adapters.Network.forward
+    made, sizes, parameters = [], [], {}
+    monkeypatch.setattr(adapters, "UPDATES", 2)
+    monkeypatch.setattr(adapters, "SAMPLES", (adapters.WARM_UP + 2) * adapters.BATCH)
 
-    def watched(network, inputs, labels):
-        if torch.is_grad_enabled():
-            sizes.append(len(inputs))
-        return forward(network, inputs, labels)
+    class Watched(adapters.Network):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
 
-    monkeypatch.setattr(adapters.Network, "forward", watched)
-    found = {}
-    for by_adapter in (False, True):
-        network, ended = adapters.FRAMEWORKS[name](adapters.Job(2, 8, updates=3, by_adapter=by_adapter))
-        found[by_adapter] = (torch.cat([one.detach().flatten() for one in network.parameters()]), len(ended))
-        # Updates after the first one, in which the adapter infers what the loss runs over.
+        def forward(self, inputs, labels):
+            if torch.is_grad_enabled():
+                sizes.append(len(inputs))
+            return super().forward(inputs, labels)
+
+    monkeypatch.setattr(adapters, "Network", Watched)
+    for is_ours in (False, True):
+        ended = []
+        adapters.TRAININGS[name][1](is_ours, lambda: ended.append(None))  # noqa: B023
+        assert len(ended) == adapters.WARM_UP + 2
+        # Updates after the first ones, in which the adapter checks the loss.
         assert sizes[-2 * adapters.MICRO_BATCHES :] == [adapters.MICRO_BATCH] * 2 * adapters.MICRO_BATCHES
-        sizes.clear()
+        parameters[is_ours] = torch.cat([one.detach().flatten() for one in made[-1].parameters()])
 
-    torch.testing.assert_close(found[True][0], found[False][0], rtol=0.0, atol=1e-6)
-    assert found[True][1] == found[False][1] == 3
-
-
-def test_summary_is_of_the_pairs_of_blocks(adapters):
-    found = adapters.summary([(1.0, 1.1), (2.0, 2.4), (1.0, 1.3)])
-
-    assert found["ratio"]["median"] == pytest.approx(1.2)
-    assert found["added_us_per_micro_step"]["median"] == pytest.approx(0.3e6 / adapters.MICRO_BATCHES)
+    torch.testing.assert_close(parameters[True], parameters[False], rtol=0.0, atol=1e-6)
