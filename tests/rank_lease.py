@@ -8,7 +8,7 @@ from unittest import mock
 
 import rank_training
 
-HOLDER = {"host": "node1", "pid": 7, "boot": "its own", "namespace": 1, "start": 1, "token": "its", "lease_s": 60}
+HOLDER = {"host": "node1", "pid": 7, "where": "its own", "start": 1, "token": "its", "lease_s": 60}
 
 
 def train(rank, size, folder, *, is_alive):

@@ -80,6 +80,7 @@ class Supervisor:
         handlers: dict[int, Any] = {
             **dict.fromkeys(_ENDS, self._on_end),
             **dict.fromkeys(_PASSED_ON, self._forward),
+            signal.SIGTSTP: self._on_stop,
             signal.SIGWINCH: self._on_resize,
             signal.SIGALRM: self._on_overdue,
             signal.SIGCHLD: lambda *_: None,  # so that it wakes the loop
@@ -164,6 +165,11 @@ class Supervisor:
         if self._group is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._group, number)
+
+    def _on_stop(self, _number: int, _frame: FrameType | None) -> None:
+        self._forward(signal.SIGSTOP)  # not SIGTSTP, which does not stop a group without a terminal
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._forward(signal.SIGCONT)
 
     def _on_resize(self, number: int, _frame: FrameType | None) -> None:
         if self._stderr is not None:

@@ -140,6 +140,30 @@ def test_a_command_that_was_asked_to_end_is_not_started_again(tmp_path):
     assert "restarting" not in err
 
 
+def test_a_signal_that_was_ignored_stays_ignored_for_the_command_too():
+    source = "import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"
+
+    ended = run(python(source), preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+
+    assert ended.stdout == "True\n"
+
+
+def test_stopping_the_wrapper_stops_the_command_and_both_go_on(tmp_path):
+    def state(pid):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+
+    with start(python(WAITING, tmp_path)) as wrapper:
+        child = pid_when_ready(tmp_path)
+
+        wrapper.send_signal(signal.SIGTSTP)
+        until(lambda: state(child) == "T" and state(wrapper.pid) == "T")
+        wrapper.send_signal(signal.SIGCONT)
+        until(lambda: state(child) != "T")
+        (tmp_path / "go").touch()
+
+        assert wrapper.wait() == 0
+
+
 def test_a_daemon_that_the_command_leaves_and_that_writes_does_not_hang_the_wrapper(tmp_path):
     began = time.monotonic()
 
