@@ -171,7 +171,7 @@ class Engine:
 
     def _begin(self, window: Window, *, measures_noise: bool) -> None:
         """Choose the path of a window, and prepare its micro-batches."""
-        step, peers = self._step, self._peers
+        step = self._step
         self._window, self._measures_noise, self._share = window, measures_noise, None
         self._versions_of_data = window.versions()
         self._has_grad_mode = torch.is_grad_enabled()
@@ -188,8 +188,8 @@ class Engine:
         if self.is_due:
             self._refresh()
         self._choose_sizes(window)
-        self._share = peers.begin(window, self._sizing)
-        if self._is_steady and peers.samples_to_try is not None:  # on which all ranks try their losses now
+        self._share = self._peers.begin(window, self._sizing)
+        if self._is_steady and self._peers.samples_to_try is not None:  # on which all ranks try their losses now
             self._is_steady = False
             step.objective.begin_window()
 

@@ -127,7 +127,8 @@ class Objective:
         # Whether a pass gives outputs beside the loss: the model's, or those that a closure returns.
         self.gives_outputs = not is_list or isinstance(self._losses[0], Closure)
         self.takes_pairs = self._forward is None and self.takes_outputs
-        self._entries = Entries(notices, lambda name: self.weights.forms.pop(name, None))
+        weights = self.weights  # not `self`, which would hold itself
+        self._entries = Entries(notices, lambda name: weights.forms.pop(name, None))
         self._loss_reduction = loss_reduction
         self._settings: Any = None
         self._read_settings()

@@ -135,11 +135,12 @@ class Training:
         self._val_every = val_every
         self._validation: Validation | None = None
         if val_loader is not None:
+            observers, progress = self._observers, self._progress  # not `self`, which would hold itself
             self._validation = Validation(
                 step,
                 val_loader,
                 metrics,
-                lambda event: self._observers.on_oom(event, step=self._progress.moment.windows),
+                lambda event: observers.on_oom(event, step=progress.moment.windows),
                 part=world.part_of_validation(val_loader),
                 ranks=world.ranks,
                 random=self._random,

@@ -649,7 +649,11 @@ def test_loader_whose_batches_became_smaller_is_an_error(tmp_path):
     ("other", "message"),
     [
         (lambda: loader_of(Noisy(), batch_size=6), "a loader of 8 batches per epoch, and this one has 9"),
-        (lambda: loader_of(Noisy(48), batch_size=6), "a loader of 7 samples per batch, and this one has 6"),
+        (lambda: loader_of(Noisy(48)), "a loader of 50 samples in its dataset, and this one has 48"),
+        (
+            lambda: loader_of(Noisy(), batch_size=6, drop_last=True),
+            "a loader of 7 samples per batch, and this one has 6",
+        ),
         (lambda: lists()[1:], "a loader of 8 batches per epoch, and this one has 7"),
     ],
 )

@@ -1,5 +1,7 @@
 """A sample that does not fit even alone is an error, or left out: the window's mean then runs over the rest."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -113,7 +115,7 @@ def test_checkpoints_count_what_was_trained(tmp_path):
 
 def test_samples_alike_are_not_waited_for_one_by_one(monkeypatch):
     waited = []
-    monkeypatch.setattr("autoaccum._sizing.backoff.time.sleep", waited.append)
+    monkeypatch.setattr(time, "sleep", waited.append)
 
     _, result = trained([4, *[40, 4] * 6, 4], target=2, on_too_large="skip")
 
