@@ -291,14 +291,22 @@ class Runner(WindowRunner):
 
     Args:
         model: The model. It is moved to the device and stays there. Submodules keep their modes.
-        optimizer, loss, device, precision, clip_grad_norm, forward, loss_reduction, loss_scope, batchnorm, oom_report:
-            As for `fit`.
+        optimizer: As for `fit`.
         plan: How a window is cut. It shrinks when memory runs out.
+        loss: As for `fit`.
+        device: As for `fit`.
+        precision: As for `fit`.
         memory_limit: As for `fit`. It is in force within `step` and `evaluate`, and lifted between them, so that a
             runner need not be closed. On the host, it counts from when the runner is created.
         memory: As for `fit`. It is in force within `step` and `evaluate`; the model's forward passes elsewhere are as
             they were.
+        clip_grad_norm: As for `fit`.
+        forward: As for `fit`.
+        loss_reduction: As for `fit`.
+        loss_scope: As for `fit`.
+        batchnorm: As for `fit`.
         split: As for `fit`. With it, `step` takes one batch or a `Window`.
+        oom_report: As for `fit`.
         noise_scale: As for `fit`; the property of this name is the newest estimate.
         callbacks: Called when memory runs out and when the plan changes.
         notices: Reports choices made on your behalf; None for stderr.
