@@ -79,7 +79,7 @@ def loaded(rank, size, kind):
 
 def divided(rank, size, name):
     """Train where a sampler says by an attribute that it gives each rank its own samples, or gives them unsaid."""
-    samples = rank_training.vectors(50)
+    samples = rank_training.vectors(50 if name else 100)
     if name is None:
         sampler = range(rank, len(samples), size)
     else:

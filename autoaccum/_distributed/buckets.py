@@ -53,12 +53,12 @@ class Buckets:
         by_type: dict[torch.dtype, list[tuple[int, int]]] = defaultdict(list)
         for index, tensor in enumerate(map(_real, like)):
             by_type[tensor.dtype].append((index, tensor.numel()))
-        self._buckets: list[tuple[Tensor, list[_Piece]]] = []
+        self._buckets: list[tuple[list[Tensor], list[_Piece]]] = []  # with the buffers that each may take
         for dtype, sizes in by_type.items():
             chunks = _chunks(sizes, self._most(dtype))
             largest = max((sum(piece.end - piece.begin for piece in chunk) for chunk in chunks), default=0)
             buffers = [torch.zeros(largest, dtype=dtype, device=like[0].device) for _ in chunks[:_BUFFERS]]
-            self._buckets += [(buffers[turn % _BUFFERS], chunk) for turn, chunk in enumerate(chunks)]
+            self._buckets += [(buffers, chunk) for chunk in chunks]
 
     def make_sendable(self, tensor: Tensor | None) -> Tensor | None:
         """Return a tensor in a form that can be sent: one that is sent in pieces must be contiguous."""
@@ -87,11 +87,10 @@ class Buckets:
             tensors are undefined; None on success. It raises what `send` raises.
         """
         exchange = _Exchange(tensors, send, factor)
-        chosen = [
-            (buffer, pieces)
-            for buffer, all_pieces in self._buckets
-            if (pieces := [piece for piece in all_pieces if wanted is None or wanted[piece.index]])
-        ]
+        chosen: list[tuple[Tensor, list[_Piece]]] = []
+        for buffers, all_pieces in self._buckets:
+            if pieces := [piece for piece in all_pieces if wanted is None or wanted[piece.index]]:
+                chosen.append((buffers[len(chosen) % len(buffers)], pieces))  # those under way have unlike buffers
         for bucket in chosen[:_BUFFERS]:
             exchange.start(*bucket)
 

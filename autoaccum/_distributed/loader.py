@@ -28,7 +28,7 @@ _KEPT = (
 # What samplers that give each rank its own samples call the number of ranks.
 _COUNTS_OF_RANKS = ("num_replicas", "world_size", "_world_size", "num_processes")
 
-# So many samples of two random orders have one in common.
+# Where two random draws are expected to have so many samples in common, they have one.
 _MANY = 16
 
 
@@ -102,9 +102,13 @@ class DealtLoader:
         drawn_from = [self.generator, *chain.from_iterable(vars(one).values() for one in samplers)]
         state = RandomState(torch.device("cpu"), further=drawn_from)
         state.take()
-        mine = set(chain.from_iterable(self.batch_sampler))
-        state.put_back()
-        if len(mine) >= _MANY and mine.isdisjoint(chain.from_iterable(order)):
+        try:
+            mine = set(map(_spelled, chain.from_iterable(self.batch_sampler)))
+        finally:
+            state.put_back()
+        data: Any = self._loader.dataset
+        expected = len(mine) ** 2 / (len(data) if hasattr(data, "__len__") else len(mine) or 1)
+        if expected >= _MANY and mine.isdisjoint(map(_spelled, chain.from_iterable(order))):
             raise InvalidInputError(
                 f"shard=True splits the samples of every rank's {self._name}, but the sampler gives rank "
                 f"{self._ranks.rank} no sample that rank 0 has, so it already does; use only one of them"
@@ -156,6 +160,10 @@ class ShardedLoader(DealtLoader):
                 own = window[bounds[self._ranks.rank] : bounds[self._ranks.rank + 1]]
                 self._windows.append([own[at : at + most] for at in range(0, len(own), most)])
         return list(chain.from_iterable(self._windows))
+
+
+def _spelled(index: Any) -> str:
+    return repr(index.tolist() if hasattr(index, "tolist") else index)
 
 
 def _check_can_be_sharded(name: str, loader: Any) -> None:

@@ -108,7 +108,9 @@ class SteadyPath:
         if self._has_changed():
             self._state, self._epoch = None, self._epoch + 1
         self.is_due = is_number_due(number) or known.epoch != self._epoch
-        return not self.is_due and known.name is not None and not self._sizing.is_learning
+        if self.is_due or known.name is None or self._sizing.is_learning:
+            return False
+        return known.may_cut or not window.carries_numbers()  # of a batch that the window is a part of
 
     def is_first(self) -> bool:
         """Whether the window that `admits` was asked about is the first of its structure."""

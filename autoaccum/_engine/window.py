@@ -184,7 +184,7 @@ class Engine:
             if self._is_steady:
                 step.memory.stop_measuring()
             else:  # what loaders, callbacks and evaluations took is not the window's
-                self._room.measure()
+                self._room.measure(tuple(map(tuple, window.widths())))
         if self.is_due:
             self._refresh()
         self._choose_sizes(window)
@@ -312,6 +312,8 @@ class Engine:
                 raise error.said from None
             self._is_checked_again, self._step.objective.weights.is_checked = True, False
         self._restore()
+        if self._dropped:
+            raise StateDamagedError(f"the loss changed its form after {self._damage()}") from None
         self.steady.forget()
         self._is_steady, self.is_due = False, True
         self._refresh()

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import Plan
@@ -36,7 +36,8 @@ class Headroom:
         self._looked_at = -math.inf
         self._retries: int | None = None
         self._held_bytes = 0  # when the window began that is measured
-        self._extra_bytes: dict[tuple[int, ...], int] = {}  # the least that windows of these sizes took beside that
+        self._kind: Hashable = ()
+        self._extra_bytes: dict[Hashable, int] = {}  # the least that windows of a kind and sizes took beside that
         self._thrashing = 0
 
     def follow(self, plan: Plan) -> None:
@@ -44,11 +45,13 @@ class Headroom:
         if plan is self._plan:
             return
         self._plan = plan
+        self._extra_bytes.clear()
         self.peak_bytes = None
         self._renew()
 
-    def measure(self) -> None:
-        """Measure the window that begins, under a soft limit."""
+    def measure(self, kind: Hashable = ()) -> None:
+        """Measure the window that begins, under a soft limit; `kind` tells windows apart that take unlike memory."""
+        self._kind = kind
         self._memory.reset_peak()
         self._held_bytes = self._memory.peak_bytes() or 0
 
@@ -66,8 +69,9 @@ class Headroom:
         if peak is not None:
             if memory.is_soft:
                 # Blocks that the heap has kept from earlier windows can make a peak larger than a step, never smaller.
-                extra = min(peak - self._held_bytes, self._extra_bytes.get(tuple(sizes), peak))
-                self._extra_bytes[tuple(sizes)] = extra
+                key = self._kind, tuple(sizes)
+                extra = min(peak - self._held_bytes, self._extra_bytes.get(key, peak))
+                self._extra_bytes[key] = extra
                 peak = self._held_bytes + extra
             self._recent = max(self._recent or 0, peak)
             self.peak_bytes = max(self.peak_bytes or 0, peak)

@@ -278,6 +278,7 @@ class Checkpoints:
             part = self._world.part_of(content, path)
             moment = self._contents.moment(content, part)
             kept = None if part is None else self._contents.kept(part)
+            _check_counts(moment, kept)
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise CheckpointError(
                 f"{path} is not a checkpoint of autoaccum's fit, or its content was edited ({type(error).__name__}: "
@@ -317,6 +318,14 @@ class Checkpoints:
             self.take_up(*found)
         except CheckpointError as error:
             raise error from damage
+
+
+def _check_counts(moment: Moment, kept: Kept | None) -> None:
+    position = moment.position
+    counts = [moment.windows, moment.samples, position.epoch, position.batches, position.used]
+    counts += [] if kept is None else [kept.oom_events, kept.skipped_samples]
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError(f"counts are {counts}")
 
 
 def checkpoints_for(

@@ -102,6 +102,21 @@ def test_number_of_the_whole_window_or_a_scale_is_left_as_it_is_where_the_loss_i
     assert_whole(tagger(), divided, autoaccum.Window(batches), (4, 4, 4), whole, loss_reduction="sum")
 
 
+def test_part_of_a_larger_batch_is_refused_after_batches_that_were_whole_windows():
+    def loss(outputs, batch):
+        return (outputs - batch["target"]).square().sum() / batch["samples"]
+
+    loader = [{"input": torch.randn(n, 3), "target": torch.randn(n, 1), "samples": float(n)} for n in (8, 8, 16, 8)]
+    forward = lambda model, batch: model(batch["input"])  # noqa: E731
+
+    with pytest.raises(
+        autoaccum.errors.InvalidInputError, match="a sum divided by 'samples', a number of a batch"
+    ) as caught:
+        autoaccum.fit(nn.Linear(3, 1), loader, 8, micro_batch=8, loss=loss, forward=forward, device=CPU, progress=False)
+
+    assert caught.value.result.steps == 2
+
+
 def test_windows_that_are_the_loaders_batches_are_trained_on():
     batches = [sentences(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
     model, by_hand = tagger(), tagger()

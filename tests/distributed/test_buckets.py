@@ -71,6 +71,17 @@ def test_only_what_is_wanted_is_sent_and_missing_tensors_are_zeros():
     assert torch.equal(torch.cat(sent), torch.tensor([1.0, 1, 0, 0, 0, 0]))
 
 
+def test_buckets_under_way_do_not_share_memory_where_one_between_them_is_not_wanted():
+    given = [torch.full((4,), value) for value in (1.0, 2.0, 3.0)]
+
+    def send(bucket):
+        return lambda: bucket.mul_(10.0)  # as a network that is done only when it is waited for
+
+    Buckets(given, 32).begin(given, send, wanted=[True, False, True])()
+
+    assert [tensor[0].item() for tensor in given] == [10.0, 2.0, 30.0]
+
+
 def test_rank_that_holds_nothing_sends_zeros():
     sent = []
 

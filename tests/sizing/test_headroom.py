@@ -64,6 +64,20 @@ def test_what_windows_need_counts_also_after_a_refusal(device):
 
 
 @pytest.mark.slow
+def test_long_samples_are_not_taken_for_short_ones_that_were_cut_alike():
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())))
+    optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss
+    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(8, 4), loss=loss, device="cpu", memory_limit="60MiB")
+
+    cuts = []
+    for length in (16, 16384, 16384):
+        inputs = torch.randn(8, length, 64)
+        cuts.append(runner.step((inputs, inputs)).micro_batches)
+
+    assert cuts[:2] == [(4, 4), (4, 4)]
+    assert len(cuts[2]) > 2
+
+
 def test_sizes_grow_back_after_the_process_has_released_what_it_held():
     class Neighbour(autoaccum.Callback):
         def on_step(self, report, *, epoch):

@@ -656,3 +656,29 @@ def test_gradients_that_can_be_differentiated_again_are_refused_by_name():
     accumulating.backward(batch())
 
     assert not any(gradient.requires_grad for gradient in gradients(model))
+
+
+def test_gradients_of_earlier_batches_are_not_lost_where_a_loss_changes_its_form():
+    class Grown(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 1), None
+
+        def forward(self, inputs):
+            return self.first(inputs) + (0.0 if self.second is None else self.second(inputs))
+
+    def loss(outputs, targets):
+        value = (outputs - targets).square().mean()
+        return {"one": value, "other": 0.0 * value} if number == 5 else value
+
+    model = Grown()
+    accumulator = autoaccum.Accumulator(model, loss=loss, device="cpu", micro_batch=4, loss_reduction="mean")
+    for number in range(5):
+        if number == 4:
+            model.zero_grad()
+            model.second = nn.Linear(3, 1)
+        accumulator.backward((torch.randn(8, 3), torch.randn(8, 1)))
+    number = 5
+
+    with pytest.raises(autoaccum.errors.StateDamagedError, match="the loss changed its form after gradients of 2"):
+        accumulator.backward((torch.randn(8, 3), torch.randn(8, 1)))

@@ -651,6 +651,17 @@ def test_edited_checkpoint_with_right_checksums_is_refused_in_words_and_nothing_
     assert all(map(torch.equal, before, run.model.parameters()))
 
 
+@pytest.mark.parametrize(("key", "value"), [("windows", -3), ("windows", "3"), ("samples", None), ("position", "q")])
+def test_edited_counts_are_refused_in_words(tmp_path, key, value):
+    stopped_at(4, tmp_path)
+    content = torch.load(tmp_path / "step-00000004" / "state.pt", weights_only=True)
+    content[key] = content[key] | {"batches": value} if key == "position" else value
+    Storage(tmp_path).write(content, 4)
+
+    with pytest.raises(CheckpointError, match=r"its content was edited .*counts are"):
+        Run(checkpoint=tmp_path).fit()
+
+
 def test_dataset_of_another_length_is_refused_in_the_middle_of_an_epoch(tmp_path):
     def loader_of(samples):  # with as many batches
         return DataLoader(TensorDataset(torch.ones(samples, 3), torch.zeros(samples, dtype=torch.int64)), 8)
