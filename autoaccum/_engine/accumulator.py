@@ -21,6 +21,7 @@ from autoaccum._sizing.planner import plan
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system import signals
 from autoaccum._system.launched import max_micro_batch
+from autoaccum.errors import StateDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -172,7 +173,14 @@ class GradientAccumulator:
     # --- a batch ------------------------------------------------------------------------------------------------------
 
     def _on_change(self) -> None:
-        """Set gradients of new parameters aside, and let other processes know of them."""
+        """Set gradients of new parameters aside, and let other processes know of them.
+
+        Raises:
+            StateDamagedError: Those of earlier batches were dropped with a window that begins again.
+        """
+        lost = "" if self._current is None else self._current.engine.lost_gradients()
+        if lost and any(earlier is not None for earlier in self._earlier):
+            raise StateDamagedError(f"the loss changed its form after {lost}")
         known = dict(zip(self._parameters, self._earlier, strict=True))
         new = [parameter for parameter in self._step.parameters if parameter not in known]
         self._earlier += map(_GRADIENT, new)

@@ -312,8 +312,6 @@ class Engine:
                 raise error.said from None
             self._is_checked_again, self._step.objective.weights.is_checked = True, False
         self._restore()
-        if self._dropped:
-            raise StateDamagedError(f"the loss changed its form after {self._damage()}") from None
         self.steady.forget()
         self._is_steady, self.is_due = False, True
         self._refresh()
@@ -398,14 +396,20 @@ class Engine:
             refused.where = self._window, self._sizing.start
         return refused
 
+    def lost_gradients(self) -> str:
+        """Return which gradients were dropped with the window's own, in words; "" for none."""
+        if not self._dropped:
+            return ""
+        return (
+            f"gradients of {len(self._dropped)} parameters, the first of shape {tuple(self._dropped[0].shape)}, "
+            "were dropped, also those of earlier batches, because the model got these parameters since it was last "
+            "looked at: clear all gradients, repeat the batches of this step"
+        )
+
     def _damage(self) -> str:
         """Return what the restored window has written that cannot be restored, in words; "" for nothing."""
-        if self._dropped:
-            return (
-                f"gradients of {len(self._dropped)} parameters, the first of shape {tuple(self._dropped[0].shape)}, "
-                "were dropped, also those of earlier batches, because the model got these parameters since it was last "
-                "looked at: clear all gradients, repeat the batches of this step"
-            )
+        if lost := self.lost_gradients():
+            return lost
         names = self._savepoint.damage() if self._is_saved else []
         self.has_lost_parameters |= bool(names)
         return told_damage(names) if names else ""
