@@ -81,7 +81,7 @@ def test_long_samples_are_not_taken_for_short_ones_that_were_cut_alike():
 def test_sizes_grow_back_after_the_process_has_released_what_it_held():
     class Neighbour(autoaccum.Callback):
         def on_step(self, report, *, epoch):
-            self.held = torch.zeros(144 * 2**18) if 5 <= report.step < 10 else None
+            self.held = torch.zeros(160 * 2**18) if 5 <= report.step < 10 else None
 
     torch.manual_seed(0)
     body = nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.AvgPool2d(8), nn.Flatten()
