@@ -71,7 +71,10 @@ def refuse_unsupported_layers(modules: Sequence[nn.Module]) -> None:
 def broadcast_weights(ranks: Ranks, step: GradientStep) -> None:
     """Give every rank the weights and buffers of rank 0."""
     tensors = _state(step)
-    failure = Buckets(tensors).begin(tensors, lambda bucket: ranks.broadcast(bucket, 0))() if tensors else None
+    if ranks.rank:  # the sum is what rank 0 has
+        for tensor in tensors:
+            tensor.detach().zero_()
+    failure = Buckets(tensors, range(len(tensors))).add_up(tensors, ranks.all_reduce)
     failed = ranks.exchange("weights alike", failure is not None)
     if failure is not None:
         raise failure

@@ -31,7 +31,7 @@ from autoaccum._system.launched import (
 from autoaccum.errors import RankFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from torch import Tensor
 
@@ -138,27 +138,14 @@ class Ranks:
         with suppress(RankFailedError):
             self.exchange(_FAILURE, f"{type(error).__name__}: {first_line(error)}")
 
-    def all_reduce(self, tensor: Tensor) -> Callable[[], None]:
-        """Start to replace a tensor on the device by the sum over all ranks, bit-identical on each.
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace a tensor on the device by the sum over all ranks, bit-identical on each.
 
-        Returns:
-            A function that waits for it. Both raise RankFailedError if another rank is gone.
+        Raises:
+            RankFailedError: Another rank is gone.
         """
         with self._errors_in_words():
-            return self._waiting(distributed.all_reduce(tensor, group=self._tensors, async_op=True))
-
-    def broadcast(self, tensor: Tensor, source: int) -> Callable[[], None]:
-        """Start to replace a contiguous tensor on the device by the one of the rank `source`; as `all_reduce`."""
-        as_bytes = tensor.reshape(-1).view(torch.uint8)  # not every network sends every type
-        with self._errors_in_words():
-            return self._waiting(distributed.broadcast(as_bytes, source, group=self._tensors, async_op=True))
-
-    def _waiting(self, work: Any) -> Callable[[], None]:
-        def wait() -> None:
-            with self._errors_in_words():
-                self._wait(work)
-
-        return wait
+            self._wait(distributed.all_reduce(tensor, group=self._tensors, async_op=True))
 
     def _gathered(self, said: bytes) -> list[bytes]:
         """Return what every rank says."""
