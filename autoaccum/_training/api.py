@@ -243,7 +243,9 @@ def fit(
     _tell_of_cap(cap, micro_batch if isinstance(micro_batch, int) else target, notices)
     backend = devices.resolve(device, model, notices)
     limit_bytes = options.limit_bytes(backend)
-    shown = OtherRank(rank, silent=progress is False) if rank else progress_for(progress, backend, limit_bytes, counts)
+    shown = progress_for(progress if rank == 0 else False, backend, limit_bytes, counts)
+    if rank and progress is not False:
+        shown = OtherRank(rank)
     savings = options.savings(backend)
     with Untouched(backend.device, folders, (loader, val_loader)) as untouched, joined(backend) as ranks:
         step = assemble(model, options, memory=backend, notices=notices, is_one_of_several=ranks is not None)
