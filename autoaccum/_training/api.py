@@ -23,13 +23,11 @@ from autoaccum._engine.noise_scale import NoiseScale
 from autoaccum._engine.options import Options
 from autoaccum._engine.savings import Savings
 from autoaccum._records import SAMPLES, TOKENS
-from autoaccum._sizing.cache import PlanCache
 from autoaccum._system.launched import MAX_MICRO_BATCH, max_micro_batch, own_rank
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
 from autoaccum._training.checkpoints import EVERY, check_saving, checkpoints_for
 from autoaccum._training.console import OtherRank, progress_for
-from autoaccum._training.first_plan import Finding
 from autoaccum._training.loop import Training
 from autoaccum._training.lr_schedule import Schedule, check_scheduler
 from autoaccum._training.progress import Data
@@ -311,16 +309,10 @@ def fit(
                 counts,
             ),
             Schedule(scheduler, scheduler_interval, step.optimizer, is_evaluated=val_loader is not None),
-            finding=Finding(
-                step,
-                world.target_batch,
-                cache=PlanCache(notices),
-                limit_bytes=limit_bytes,
-                cap=cap,
-                grows_from=grows_from,
-                counts=counts,
-                saves=savings,
-            ),
+            limit_bytes=limit_bytes,
+            cap=cap,
+            grows_from=grows_from,
+            saves=savings,
             val_loader=val_loader,
             val_every=val_every,
             metrics=metrics,
@@ -341,7 +333,7 @@ def fit(
                 notices=notices,
                 scheduler=scheduler,
             )
-        return training.run(limit_bytes=limit_bytes, started=started)
+        return training.run(started)
 
 
 def _broadcast_weights(ranks: Ranks, step: TrainingStep, arguments: dict[str, Any]) -> None:

@@ -138,11 +138,13 @@ class _Progress(Callback):
         took = f"{_three_digits(trial.elapsed_s)} s"
         self._say(f"trial of {trial.size}: {verdict}{peak}, {took}", "green" if trial.fits else "yellow")
 
-    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:  # noqa: ARG002 - the protocol's
+    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
         """Show the sizes."""
         self._is_searching = False
         target = "samples of the first window" if self._in_tokens else "target batch"
-        self._show_plan(f"plan from step {step}", {target: str(plan.target_batch), "cut": format_cut(plan.micro_batches)})
+        self._show_plan(
+            f"plan from step {step}", {target: str(plan.target_batch), "cut": format_cut(plan.micro_batches)}
+        )
         if probe is not None:
             self._restart_clock()
 
