@@ -19,6 +19,7 @@ from autoaccum._oom import first_line
 from autoaccum._records import SAMPLES, FitResult, TimeSpent
 from autoaccum._system import signals
 from autoaccum._training.checkpoint_contents import Contents
+from autoaccum._training.checkpoints import Checkpoints
 from autoaccum._training.interrupts import Interrupts
 from autoaccum._training.plan_lifecycle import PlanLifecycle
 from autoaccum._training.progress import TrainingProgress
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from autoaccum._records import Evaluation, ProbeResult, StepReport
     from autoaccum._sizing.sizing import Cutting
     from autoaccum._system.notices import Notices
-    from autoaccum._training.checkpoints import Checkpoints
+    from autoaccum._training.checkpoints import Saving
     from autoaccum._training.lr_schedule import Schedule
     from autoaccum._training.progress import Data
     from autoaccum._training.rank_coordination import Coordinator
@@ -68,7 +69,7 @@ class Training:
         metrics: Metrics for the evaluation.
         callbacks: Callbacks to notify, including the progress display.
         notices: Reports choices made for the user.
-        checkpoints: Writes and finds checkpoints; None without `checkpoint`.
+        saving: Where and when checkpoints are written; None without `checkpoint`.
         noise: The gradient noise scale to measure; None without `noise_scale`.
         savings: Saves memory in steps.
         world: The processes of this training.
@@ -92,7 +93,7 @@ class Training:
         metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None,
         callbacks: Sequence[Callback],
         notices: Notices,
-        checkpoints: Checkpoints | None,
+        saving: Saving | None,
         noise: NoiseScale | None,
         savings: Savings,
         world: Coordinator,
@@ -108,7 +109,7 @@ class Training:
             data,
             schedule,
             memory=step.memory,
-            random=None if checkpoints is None else self._random,
+            random=None if saving is None else self._random,
             world=world,
         )
         self._lifecycle = PlanLifecycle(
@@ -128,9 +129,10 @@ class Training:
         self._noise = noise
         self._observers = self._lifecycle.observers
         self._finiteness = Finiteness(step, step.options.on_nan, is_first=world.decides, is_alone=world.is_alone)
-        self._checkpoints = checkpoints
-        if checkpoints is not None:
-            checkpoints.begin(
+        self._checkpoints: Checkpoints | None = None
+        if saving is not None:
+            self._checkpoints = Checkpoints(
+                saving,
                 Contents(step, schedule, data.target_batch, self._random, notices, noise, data.counts),
                 self._progress,
                 self._lifecycle,
@@ -153,7 +155,7 @@ class Training:
                 ranks=world.ranks,
                 random=self._random,
                 is_between_windows=val_every is not None,
-                is_kept=checkpoints is not None,
+                is_kept=saving is not None,
             )
         self._history: deque[StepReport] = deque(maxlen=_HISTORY)
         self._unread: list[StepReport] = []
