@@ -23,13 +23,11 @@ from autoaccum._engine.noise_scale import NoiseScale
 from autoaccum._engine.options import Options
 from autoaccum._engine.savings import Savings
 from autoaccum._records import SAMPLES, TOKENS
-from autoaccum._sizing.cache import PlanCache
 from autoaccum._system.launched import MAX_MICRO_BATCH, max_micro_batch, own_rank
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
-from autoaccum._training.checkpoints import EVERY, check_saving, checkpoints_for
+from autoaccum._training.checkpoints import EVERY, check_saving
 from autoaccum._training.console import OtherRank, progress_for
-from autoaccum._training.first_plan import Finding
 from autoaccum._training.loop import Training
 from autoaccum._training.lr_schedule import Schedule, check_scheduler
 from autoaccum._training.progress import Data
@@ -234,7 +232,8 @@ def fit(
     epochs, max_steps = _check_length(epochs, max_steps)
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
     _check_data(loader, val_loader, split, val_every, metrics, epochs, callbacks)
-    folders = [check_saving(checkpoint, checkpoint_every, resume), options.report_folder]
+    saving = check_saving(checkpoint, checkpoint_every, resume)
+    folders = [None if saving is None else saving.folder, options.report_folder]
     check_bool("shard", shard)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module  # DDP's own first forward pass would wait for all ranks
@@ -243,13 +242,14 @@ def fit(
     _tell_of_cap(cap, micro_batch if isinstance(micro_batch, int) else target, notices)
     backend = devices.resolve(device, model, notices)
     limit_bytes = options.limit_bytes(backend)
-    shown = OtherRank(rank, silent=progress is False) if rank else progress_for(progress, backend, limit_bytes, counts)
+    shown = progress_for(progress if rank == 0 else False, backend, limit_bytes, counts)
+    if rank and progress is not False:
+        shown = OtherRank(rank)
     savings = options.savings(backend)
     with Untouched(backend.device, folders, (loader, val_loader)) as untouched, joined(backend) as ranks:
         step = assemble(model, options, memory=backend, notices=notices, is_one_of_several=ranks is not None)
         untouched.keep_rates(step.optimizer, scheduler)
-        checkpoints = checkpoints_for(checkpoint, checkpoint_every, resume)
-        earlier = None if checkpoints is None else checkpoints.cap(notices)
+        earlier = None if saving is None else saving.cap(notices)
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
         grows_from = None
         if ranks is not None:
@@ -268,7 +268,7 @@ def fit(
                 "memory": savings,
                 "lr_scaling": lr_scaling,
                 "base_batch": base_batch,
-                "checkpoint": checkpoints is not None,
+                "checkpoint": saving is not None,
                 "val_loader": val_loader is not None,
             }
             if on_too_large == "skip":
@@ -309,22 +309,16 @@ def fit(
                 counts,
             ),
             Schedule(scheduler, scheduler_interval, step.optimizer, is_evaluated=val_loader is not None),
-            finding=Finding(
-                step,
-                world.target_batch,
-                cache=PlanCache(notices),
-                limit_bytes=limit_bytes,
-                cap=cap,
-                grows_from=grows_from,
-                counts=counts,
-                saves=savings,
-            ),
+            limit_bytes=limit_bytes,
+            cap=cap,
+            grows_from=grows_from,
+            saves=savings,
             val_loader=val_loader,
             val_every=val_every,
             metrics=metrics,
             callbacks=(shown, *callbacks),
             notices=notices,
-            checkpoints=checkpoints,
+            saving=saving,
             noise=None if options.noise_every is None else NoiseScale(options.noise_every, notices),
             savings=Savings(step.objective.modules, savings, backend, notices),
             world=world,
@@ -339,7 +333,7 @@ def fit(
                 notices=notices,
                 scheduler=scheduler,
             )
-        return training.run(limit_bytes=limit_bytes, started=started)
+        return training.run(started)
 
 
 def _broadcast_weights(ranks: Ranks, step: TrainingStep, arguments: dict[str, Any]) -> None:
