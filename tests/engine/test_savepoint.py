@@ -5,11 +5,11 @@ import random
 import numpy as np
 import pytest
 import torch
+from autoaccum._engine.probing import Snapshot
 from torch import nn
 from torch.nn import functional
 
 from autoaccum._data.random_state import RandomState
-from autoaccum._engine.optimizer_copy import Snapshot
 from autoaccum._engine.savepoint import Savepoint
 from helpers import CPU, assert_bitwise, classifier, labelled, state_of
 
