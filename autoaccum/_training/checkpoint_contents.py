@@ -18,7 +18,7 @@ from autoaccum import _oom
 from autoaccum._data.loader_state import Position
 from autoaccum._distributed.whole_state import as_spread
 from autoaccum._engine.dtensor import is_sharded
-from autoaccum._engine.optimizer_list import OptimizerList
+from autoaccum._engine.optimizers import OptimizerList
 from autoaccum._records import SAMPLES, Plan
 from autoaccum._sizing.frontier import Frontier
 from autoaccum._sizing.sizing import Cutting

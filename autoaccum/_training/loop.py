@@ -14,7 +14,7 @@ from autoaccum._data.random_state import RandomState
 from autoaccum._engine import devices
 from autoaccum._engine.finiteness import Finiteness
 from autoaccum._engine.forward_backward import drop_old_gradients
-from autoaccum._engine.optimizer_list import name_of
+from autoaccum._engine.optimizers import name_of
 from autoaccum._oom import first_line
 from autoaccum._records import SAMPLES, FitResult, TimeSpent
 from autoaccum._system import signals

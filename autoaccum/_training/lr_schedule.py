@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autoaccum._arguments import check_call, check_choice, shown
-from autoaccum._engine.optimizer_list import name_of
-from autoaccum._engine.optimizers import parts_of_scheduler
+from autoaccum._engine.optimizers import name_of, parts_of_scheduler
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

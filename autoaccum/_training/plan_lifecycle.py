@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from autoaccum import _oom
 from autoaccum._callbacks import Callback
-from autoaccum._data.batches import Window
-from autoaccum._data.sample_sizes import largest_first
+from autoaccum._data.batches import Window, largest_first
 from autoaccum._engine.does_not_fit import sample_of
 from autoaccum._engine.events import Events
 from autoaccum._engine.probing import probe
