@@ -315,3 +315,15 @@ def test_losses_of_samples_that_are_no_floating_point_numbers_are_refused(model,
 
     assert "has no gradient, as counts and comparisons have none" in said
     assert "metrics=" in said
+
+
+def test_callback_that_cannot_be_called_is_refused_before_anything_is_trained():
+    class Counts(autoaccum.Callback):
+        def on_step(self, report):
+            pass
+
+    model, batch = nn.Linear(3, 2), (torch.randn(6, 3), torch.randint(0, 2, (6,)))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(autoaccum.InvalidInputError, match=r"Counts.on_step .*on_step\(self, report, \*, epoch\)"):
+        autoaccum.fit(model, [batch], 6, loss=functional.cross_entropy, callbacks=[Counts()], progress=False)
+    assert all(map(torch.equal, before, model.parameters()))

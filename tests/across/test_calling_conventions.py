@@ -183,3 +183,16 @@ def test_loss_in_place_of_a_batch_is_refused_with_what_backward_takes():
 
     with pytest.raises(InvalidInputError, match="backward takes the batch"):
         accumulator.backward(squares(model(samples()[0]), samples()[1]))
+
+
+def test_functions_with_arguments_of_their_own_are_restarted_and_batched():
+    @autoaccum.find_executable_micro_batch(target=4)
+    def train(micro_batch, accumulation_steps, config, *, rate):
+        return micro_batch, accumulation_steps, config, rate
+
+    def scaled(batch, factor, *, shift):
+        return batch * factor + shift
+
+    assert train("config", rate=2) == (4, 1, "config", 2)
+    assert autoaccum.batched(scaled)(torch.ones(3), 2, shift=1).tolist() == [3, 3, 3]
+    assert autoaccum.batched(scaled)(torch.ones(0), 2, shift=1).tolist() == []

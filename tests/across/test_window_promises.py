@@ -9,6 +9,7 @@ import torch
 import torchmetrics
 from torch import nn
 from torch.nn import functional
+from transformers import BatchEncoding
 
 import autoaccum
 from faults import differences, state_of
@@ -503,3 +504,32 @@ def test_sample_of_an_evaluation_may_fail_twice_in_a_row(lack):
 
     assert lack.hits == 3
     assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_metric_that_writes_into_outputs_leaves_a_loss_over_the_window_as_it_is():
+    batch, losses = window(6), []
+    for metric in (lambda outputs, targets: 0.0, lambda outputs, targets: outputs.zero_().sum()):
+        torch.manual_seed(1)
+        model = nn.Linear(4, 3)
+        result = autoaccum.fit(
+            model, [batch], 6, loss=functional.cross_entropy, loss_scope="window", val_loader=[batch],
+            metrics={"m": metric}, max_steps=1, progress=False,
+        )  # fmt: skip
+        losses.append(result.evaluations[-1].loss)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("micro_batch", [6, 3])
+def test_loss_over_the_window_reads_items_of_a_batch_encoding_as_attributes(micro_batch):
+    model, (inputs, _) = nn.Linear(4, 5), window(6)
+    runner = autoaccum.Runner(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        autoaccum.plan(6, micro_batch),
+        loss=lambda outputs, batch: functional.cross_entropy(outputs @ outputs.T, batch.y),
+        loss_scope="window",
+        forward=lambda model, batch: model(batch["x"]),
+    )
+    outputs = model(inputs)
+    expected = functional.cross_entropy(outputs @ outputs.T, torch.arange(6))
+    assert float(runner.step(BatchEncoding({"x": inputs, "y": torch.arange(6)})).loss) == pytest.approx(expected.item())
