@@ -35,8 +35,6 @@ CASES = (
     Case("huge transformer", "fp32", "Adam, loop", sizes=(SAMPLES,), clip=0.5),
     Case("huge convolutional", "fp32", "SGD, foreach", sizes=(SAMPLES,)),
 )
-# Those that take seconds.
-QUICK = tuple(case for case in CASES[1:] if case.model != "huge mlp")
 # Of what the tensors take.
 _LIMITS = [1.2 * 0.85**step for step in range(10)]
 # That of the host backend.

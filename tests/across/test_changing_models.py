@@ -294,3 +294,27 @@ def test_optimizer_cannot_be_set_within_a_window():
     set_it()
 
     assert runner.step(labelled(SAMPLES)).step == 1
+
+
+def test_parameters_that_come_later_have_to_be_finite_in_checkpoints(tmp_path, capsys):
+    class Late(nn.Sequential):
+        pass
+
+    model, batch = Late(nn.Linear(3, 2)), (torch.randn(6, 3), torch.randint(0, 2, (6,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    class Adds(autoaccum.Callback):
+        def on_step(self, report, **_):
+            if report.step == 2:
+                model.append(nn.Linear(2, 2))
+                optimizer.add_param_group({"params": list(model[1].parameters())})
+            if report.step == 4:
+                with torch.no_grad():
+                    model[1].bias.fill_(float("nan"))
+
+    autoaccum.fit(
+        model, [batch] * 5, 6, loss=nn.functional.cross_entropy, optimizer=optimizer, callbacks=[Adds()],
+        checkpoint=tmp_path, checkpoint_every=1, progress=False,
+    )  # fmt: skip
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000003"]
+    assert "step 4: no checkpoint is written, since it would hold NaN or infinity (1.bias)" in capsys.readouterr().err

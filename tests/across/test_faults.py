@@ -1,10 +1,8 @@
 """Whatever fails at any point of a step changes nothing but the cut, or nothing at all: a part of scripts/faults.py."""
 
-import itertools
-
 import pytest
 
-from fault_cases import CUTS, OPTIMIZERS, PRECISIONS, SMALL, Case, pairs
+from fault_cases import SMALL, Case, pairs
 from fault_sweep import Budget, Sweep, Tally
 from fault_training import warm_up
 
@@ -16,30 +14,12 @@ A_FEW = (
 )
 # Of a model's ten cases the quick tests take one, the next model's with faults of the other kind.
 SHARES = [pytest.param(10, id="one case"), pytest.param(1, id="all cases", marks=pytest.mark.sweep)]
-PLAIN = Case("mlp", "fp32", "Adam, loop")
 RICH = Case("own buffers", "fp16", "AdamW, loop", sizes=(4, 4, 4), clip=0.5, pieces=(7, 5))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def warm():
     warm_up()
-
-
-def test_all_pairs_of_models_precisions_and_optimizers_are_among_the_cases():
-    cases = [(case.model, case.precision, case.optimizer) for case in pairs()]
-
-    for one, other in itertools.combinations(range(3), 2):
-        names = [(SMALL, PRECISIONS, OPTIMIZERS)[axis] for axis in (one, other)]
-        assert {(case[one], case[other]) for case in cases} == set(itertools.product(*names))
-
-
-@pytest.mark.parametrize("model", SMALL)
-def test_every_model_meets_every_cut_and_clipping_and_joined_pieces(model):
-    cases = [case for case in pairs() if case.model == model]
-
-    assert {case.sizes for case in cases} == set(CUTS)
-    assert {case.clip is None for case in cases} == {True, False}
-    assert {len(case.pieces) for case in cases} == {1, 2}
 
 
 @pytest.mark.parametrize("every", SHARES)
@@ -56,7 +36,7 @@ def test_fault_at_any_operator_changes_nothing_but_the_cut(model, every):
     assert tally.refused >= 10 // every
 
 
-@pytest.mark.parametrize("points", [6, pytest.param(20, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("points", [3, pytest.param(20, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("case", [RICH, Case("checkpoint", "bf16", "SGD, foreach", sizes=(6, 6))], ids=str)
 def test_memory_that_ran_out_leaves_no_tensor_alive(case, points):
     tally = Sweep(case).run(Budget(**vars(NOTHING) | {"counted": points}))
@@ -65,7 +45,7 @@ def test_memory_that_ran_out_leaves_no_tensor_alive(case, points):
     assert tally.injected > points // 2
 
 
-@pytest.mark.parametrize("lines", [12, pytest.param(40, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("lines", [6, pytest.param(40, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("case", [RICH, Case("several losses", "fp32", "SGD, loop", sizes=(6, 6))], ids=str)
 def test_interrupt_between_any_two_lines_leaves_the_window_undone_or_done(case, lines):
     tally = Sweep(case).run(Budget(**vars(NOTHING) | {"lines": lines}))

@@ -4,7 +4,7 @@ import pytest
 
 import feature_pairs
 
-SHARES = [pytest.param(19, id="some pairs"), pytest.param(1, id="all pairs", marks=pytest.mark.sweep)]
+SHARES = [pytest.param(37, id="some pairs"), pytest.param(1, id="all pairs", marks=pytest.mark.sweep)]
 
 
 @pytest.mark.parametrize("every", SHARES)

@@ -179,3 +179,14 @@ def test_norm_is_that_of_what_the_optimizer_holds():
     assert report.grad_norm == pytest.approx(norm.item(), rel=1e-12)
     moved = (expected[4].weight - model[4].weight).detach()
     assert torch.allclose(moved, expected[4].weight.grad, rtol=1e-9)
+
+
+def test_gradient_is_added_to_an_expanded_one():
+    model, batch = nn.Linear(3, 2), (torch.randn(6, 3), torch.randint(0, 2, (6,)))
+    accumulator = autoaccum.Accumulator(model, loss=nn.functional.cross_entropy, micro_batch=2)
+    accumulator.backward(batch)
+    expected = [parameter.grad + 1.0 for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(1).expand(parameter.shape)
+    accumulator.backward(batch)
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)

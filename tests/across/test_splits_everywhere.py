@@ -379,3 +379,24 @@ def test_loader_whose_batches_count_no_sample_is_explained_by_the_split():
 
     with pytest.raises(InvalidInputError, match=r"gave no batch with a sample, as split=.* counts them"):
         autoaccum.fit(nn.Linear(3, 2), [(torch.randn(8, 3), torch.zeros(8))], 8, split=Nothing(), progress=False)
+
+
+def costing(found):
+    class Costly(autoaccum.ListOfSamples):
+        def cost(self, batch):
+            return found
+
+    samples = [(torch.randn(4), torch.tensor(number % 2)) for number in range(4)]
+    split = Costly(torch.utils.data.default_collate)
+    return autoaccum.fit(nn.Linear(4, 2), [samples] * 2, 4, split=split, device="cpu", progress=False)
+
+
+@pytest.mark.parametrize("found", [torch.tensor(3), 0.003, 3])
+def test_cost_of_a_split_is_any_number(found):
+    assert costing(found).steps == 2
+
+
+@pytest.mark.parametrize("found", [None, float("nan"), -1, "much"])
+def test_cost_that_is_no_number_is_refused(found):
+    with pytest.raises(autoaccum.InvalidInputError, match="cost returned"):
+        costing(found)

@@ -238,9 +238,7 @@ class StopAt(autoaccum.Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("batch", [1, 3, BATCH])
-@pytest.mark.parametrize("step", [1, 2, 4])
-@pytest.mark.parametrize("as_lists", [False, True])
+@pytest.mark.parametrize(("as_lists", "batch", "step"), [(False, 1, 4), (False, 3, 1), (True, 3, 2), (True, BATCH, 4)])
 def test_run_that_goes_on_ends_where_the_undisturbed_one_ends(as_lists, batch, step, tmp_path):
     options = {"target_tokens": TOKENS, "micro_batch": 5, "epochs": 2} | (LISTS if as_lists else {})
     # All as wide: of batches that cannot be joined, checked windows take the costliest first, and draw other masks.

@@ -1,10 +1,14 @@
 """What was chosen for the user is said once."""
 
+import logging
 import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
 
+import autoaccum
 from autoaccum._system.notices import Notices
 
 
@@ -43,3 +47,13 @@ def test_notices_go_to_stderr_where_nobody_handles_them(setting, expected):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert (done.stdout, done.stderr) == ("", expected)
+
+
+def test_nan_is_a_warning_for_whoever_handles_the_lines(caplog):
+    windows = [(torch.randn(4, 4), torch.randint(2, (4,))) for _ in range(4)]
+    windows[2] = (windows[2][0] * float("nan"), windows[2][1])
+
+    with caplog.at_level(logging.WARNING, logger="autoaccum"):
+        autoaccum.fit(nn.Linear(4, 2), windows, 4, device="cpu", progress=False)
+
+    assert [record.levelno for record in caplog.records if "not finite" in record.getMessage()] == [logging.WARNING]
