@@ -66,6 +66,8 @@ class Buckets:
         self,
         tensors: Sequence[Tensor | None],
         all_reduce: Callable[[Tensor], None],
+        *,
+        factors: Sequence[float | Tensor],
         wanted: Sequence[bool] | None = None,
     ) -> Exception | None:
         """Replace tensors, in place, by their sums over all ranks.
@@ -73,6 +75,7 @@ class Buckets:
         Args:
             tensors: In the order of `like`. None counts as zeros.
             all_reduce: Replaces a bucket by its sum.
+            factors: What each is multiplied by before; 1.0 or 0.0 for those that are copied.
             wanted: Which of them are exchanged, the same on every rank; None for all.
 
         Returns:
@@ -87,14 +90,16 @@ class Buckets:
             bucket, rooms, parts = buffer[: sum(sizes)], [], []
             try:
                 for piece, room in zip(pieces, torch.split(bucket, sizes), strict=True):
-                    tensor = tensors[piece.index]
-                    if tensor is None:
-                        room.zero_()
-                    else:
+                    tensor, factor = tensors[piece.index], factors[piece.index]
+                    if tensor is not None:
                         parts.append(piece.of(tensor))
                         rooms.append(room.view(parts[-1].shape))
-                if parts:
-                    torch._foreach_copy_(rooms, parts)
+                    if tensor is None or (isinstance(factor, float) and factor == 0.0):
+                        room.zero_()
+                    elif isinstance(factor, float) and factor == 1.0:
+                        rooms[-1].copy_(parts[-1])
+                    else:
+                        torch.mul(parts[-1], factor, out=rooms[-1])
             except Exception as error:  # noqa: BLE001 - the others wait for this bucket, whatever its contents
                 failure = failure or error
             # Where all ranks but one have zeros, a sum of bytes is a copy. Not every network adds up every type.

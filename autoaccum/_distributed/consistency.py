@@ -71,10 +71,8 @@ def refuse_unsupported_layers(modules: Sequence[nn.Module]) -> None:
 def broadcast_weights(ranks: Ranks, step: GradientStep) -> None:
     """Give every rank the weights and buffers of rank 0."""
     tensors = _state(step)
-    if ranks.rank:  # the sum is what rank 0 has
-        for tensor in tensors:
-            tensor.detach().zero_()
-    failure = Buckets(tensors, range(len(tensors))).add_up(tensors, ranks.all_reduce)
+    buckets, factors = Buckets(tensors, range(len(tensors))), [float(ranks.rank == 0)] * len(tensors)
+    failure = buckets.add_up(tensors, ranks.all_reduce, factors=factors)
     failed = ranks.exchange("weights alike", failure is not None)
     if failure is not None:
         raise failure

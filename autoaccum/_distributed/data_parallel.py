@@ -324,27 +324,34 @@ class DataParallel(Peers):
         outcome = Outcome()
         factor = self._factor(given, outcome)
         wanted = self._wanted()
-        outcome.run(lambda: self._prepare_gradients(wanted, factor))
+        outcome.run(lambda: self._make_gradients(wanted))
         outcome.run(lambda: self._fill_losses(given, factor))
-        self._exchange_sums(outcome, [parameter.grad for parameter in self._trained], wanted)
+        self._exchange_sums(outcome, [parameter.grad for parameter in self._trained], wanted, factor)
         outcome.run(lambda: self._read_values(outcome.result))
         outcome.result.spread = outcome.run(self._spread)
         self._unscale_and_clip(outcome)
         return outcome
 
     def _exchange_sums(
-        self, outcome: Outcome, gradients: Sequence[Tensor | None] = (), wanted: Sequence[bool] = ()
+        self,
+        outcome: Outcome,
+        gradients: Sequence[Tensor | None] = (),
+        wanted: Sequence[bool] = (),
+        factor: float | Tensor = 1.0,
     ) -> None:
         """Replace losses, gradients and buffers by those of the whole window."""
         samples, rank = [part.samples for part in self.parts], self.ranks.rank
         source = next(rank for rank, own in enumerate(samples) if own)
         written = self._flags[source][len(self._trained) :].tolist()  # and some bits more
-        share = samples[rank] / sum(samples)
-        outcome.run(lambda: self._buffers.prepare(written, share, is_source=rank == source))
+        of_buffers = self._buffers.factors(samples[rank] / sum(samples), is_source=rank == source)
         with self._step.memory.lifted():  # also for the network's threads, while buckets are filled
             self.ranks.all_reduce(self._values)
-            tensors = [*gradients, *self._buffers.now()]
-            failure = self._buckets.add_up(tensors, self.ranks.all_reduce, [*wanted, *written])
+            failure = self._buckets.add_up(
+                [*gradients, *self._buffers.now()],
+                self.ranks.all_reduce,
+                factors=[*[factor] * len(gradients), *of_buffers],
+                wanted=[*wanted, *written],
+            )
         outcome.failure = outcome.failure or failure
 
     def _spread(self) -> Spread | None:
@@ -446,15 +453,13 @@ class DataParallel(Peers):
 
     # --- adding up ----------------------------------------------------------------------------------------------------
 
-    def _prepare_gradients(self, wanted: Sequence[bool], factor: float | Tensor) -> None:
-        """Multiply the gradients; ensure that all that any rank has exist here, in a form that can be sent in parts."""
+    def _make_gradients(self, wanted: Sequence[bool]) -> None:
+        """Ensure that every gradient that any rank has exists here, in a form that can be sent in parts."""
         for parameter, is_wanted in zip(self._trained, wanted, strict=True):
             if is_wanted and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             else:
                 parameter.grad = self._buckets.make_sendable(parameter.grad)
-        if not isinstance(factor, float) or factor != 1.0:
-            torch._foreach_mul_([one.grad for one in self._trained if one.grad is not None], factor)
 
     def _fill_losses(self, given: PartResult, factor: float | Tensor) -> None:
         found = given.slots
@@ -594,18 +599,11 @@ class _SharedBuffers:
             for buffer, form in zip(found, self._forms, strict=True)
         ]
 
-    def prepare(self, written: Sequence[bool], share: float, *, is_source: bool) -> None:
-        """Change the buffers, in place, to what this rank adds to their sum.
+    def factors(self, share: float, *, is_source: bool) -> list[float]:
+        """Return what each is multiplied by for the sum over ranks.
 
         Args:
-            written: Which were written on the rank whose buffers all get, but for running statistics.
             share: This rank's share of the running statistics.
-            is_source: Whether this is that rank.
+            is_source: Whether all ranks get this one's other buffers.
         """
-        for buffer, averaged, is_written in zip(self.now(), self._averaged, written, strict=False):
-            if buffer is None or not is_written:
-                continue
-            if averaged:
-                buffer.mul_(share)
-            elif not is_source:
-                buffer.zero_()
+        return [share if averaged else float(is_source) for averaged in self._averaged]
