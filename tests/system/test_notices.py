@@ -43,3 +43,28 @@ def test_notices_go_to_stderr_where_nobody_handles_them(setting, expected):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert (done.stdout, done.stderr) == ("", expected)
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("", ["epoch 1 done", "done: 3 steps", "LossWarning"]),
+        ("logging.getLogger('autoaccum').setLevel('ERROR')", ["LossWarning"]),
+        ("warnings.simplefilter('ignore', autoaccum.LossWarning); progress = False", []),
+        ("progress = False", ["LossWarning"]),
+    ],
+)
+def test_lines_of_fit_are_silenced_by_logging_and_warnings_of_a_loss_by_warnings(setting, expected):
+    code = f"""
+import logging, warnings, torch, autoaccum
+progress = "lines"
+{setting}
+loss = lambda outputs, targets: {{"first": (outputs - targets).square().mean(), "second": outputs.std()}}
+batches = [(torch.randn(8, 3), torch.randn(8, 2))] * 3
+result = autoaccum.fit(torch.nn.Linear(3, 2), batches, 8, loss=loss, device="cpu", micro_batch=4, progress=progress)
+print(len(result.warnings))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    found = [text for text in ("epoch 1 done", "done: 3 steps", "LossWarning") if text in done.stderr]
+    assert (done.stdout.strip(), found) == ("1", expected)
