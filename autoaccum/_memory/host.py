@@ -81,7 +81,7 @@ class Host(MemoryBackend):
         self._machine_free_bytes = 0
         self._machine_asked_s = -1.0
         self._peak_counted = False
-        self._gives_back = False  # whether freed blocks leave the process at once
+        self._gives_back: bool | None = None  # whether freed blocks leave the process at once; None: as glibc has it
         self._may_keep = True  # whether they need not while nothing is measured
         self._hard_bytes = 0
         self._granted_bytes = 0  # that were there for the optimizer's step once the heap had given back what is free
@@ -137,8 +137,8 @@ class Host(MemoryBackend):
         try:
             yield
         finally:
-            if limit_bytes is not None:
-                self._gives_back = False
+            if self._gives_back is not None:
+                self._gives_back = None
                 _set_thresholds(_LAST_THRESHOLD_BYTES, 2 * _LAST_THRESHOLD_BYTES)
                 self.trim()
 
@@ -151,12 +151,14 @@ class Host(MemoryBackend):
         with of_process.at(self._hard_bytes, f"a limit of {format_bytes(limit_bytes)} on the {self.name}"):
             self.limit_bytes = min([limit_bytes, *(max(0, bound - _data_bytes()) for bound in others)])
             self.is_soft = True
-            self._give_back(not self._may_keep, limit_bytes)
+            if not self._may_keep:
+                self._give_back(True, limit_bytes)
             try:
                 yield
             finally:
                 self.is_soft = False
-                self._give_back(False, limit_bytes)
+                if self._gives_back:
+                    self._give_back(False, limit_bytes)
 
     def lifted(self) -> contextlib.AbstractContextManager[None]:
         """Suspend the hard limit of this thread, including that of another backend."""
@@ -172,7 +174,7 @@ class Host(MemoryBackend):
     def stop_measuring(self) -> None:
         """Let the heap keep freed blocks, if the machine has room for them."""
         self._peak_counted = False
-        if self._may_keep and self.limit_bytes is not None:
+        if self._may_keep and self._gives_back and self.limit_bytes is not None:
             self._give_back(False, self.limit_bytes)
 
     def peak_bytes(self) -> int | None:

@@ -239,7 +239,8 @@ def fit(
         model = model.module  # DDP's own first forward pass would wait for all ranks
     rank, cap, counts = own_rank(), max_micro_batch(), TOKENS if in_tokens else SAMPLES
     notices = Notices(silent=progress is False or rank > 0)
-    _tell_of_cap(cap, micro_batch if isinstance(micro_batch, int) else target, notices)
+    if cap is not None and cap < (micro_batch if isinstance(micro_batch, int) else target):
+        notices.say(f"micro-batches of at most {cap} samples ({MAX_MICRO_BATCH}={cap})")
     backend = devices.resolve(device, model, notices)
     limit_bytes = options.limit_bytes(backend)
     shown = progress_for(progress if rank == 0 else False, backend, limit_bytes, counts)
@@ -352,11 +353,6 @@ def _broadcast_weights(ranks: Ranks, step: TrainingStep, arguments: dict[str, An
     broadcast_weights(ranks, step)
 
 
-def _tell_of_cap(cap: int | None, most: int, notices: Notices) -> None:
-    if cap is not None and cap < most:
-        notices.say(f"micro-batches of at most {cap} samples ({MAX_MICRO_BATCH}={cap})")
-
-
 def _check_length(epochs: int | None, max_steps: int | None) -> tuple[int | None, int | None]:
     if epochs is not None:
         check_positive_int("epochs", epochs)
@@ -377,54 +373,44 @@ def _check_data(
 ) -> None:
     check_loader("loader", loader, split)
     check_metrics(metrics)
-    _check_val_every(val_every, loader, val_loader)
+    if val_every is not None:
+        check_positive_int("val_every", val_every)
     if val_loader is None:
-        if any(isinstance(callback, EarlyStopping) for callback in callbacks):
-            raise InvalidInputError("EarlyStopping waits for evaluations, and there are none; pass val_loader= too")
-        if metrics is not None:
-            raise InvalidInputError("metrics= require a val_loader= to evaluate, and there is none; pass both")
+        waits = any(isinstance(callback, EarlyStopping) for callback in callbacks)
+        asked = {f"val_every={val_every}": val_every is not None, "metrics=": metrics is not None}
+        for name in (name for name, is_set in (asked | {"EarlyStopping": waits}).items() if is_set):
+            raise InvalidInputError(f"{name} needs a val_loader= to evaluate, and there is none; pass both")
         return
     check_loader("val_loader", val_loader, split)
-    if can_be_read_once(val_loader) and (val_loader is loader or (epochs or 1) > 1):
-        others = "the training reads it too" if val_loader is loader else f"epochs={epochs} evaluate {epochs} times"
+    others = None
+    if can_be_read_once(val_loader):
+        if val_loader is loader:
+            others = "the training reads it too"
+        elif val_every is not None or (epochs or 1) > 1:
+            others = (
+                f"epochs={epochs} evaluate {epochs} times"
+                if val_every is None
+                else f"{val_every=} evaluates several times"
+            )
+    if others is not None:
         raise InvalidInputError(
             f"val_loader, a {type(val_loader).__name__}, can be read only once, and {others}; pass a DataLoader or a "
             "list, which can be read every time"
         )
-
-
-def _check_val_every(val_every: int | None, loader: Any, val_loader: Any) -> None:
-    if val_every is None:
-        return
-    check_positive_int("val_every", val_every)
-    if val_loader is None:
-        raise InvalidInputError(f"val_every={val_every} needs a val_loader= to evaluate, and there is none; pass both")
-    if can_be_read_once(val_loader):
-        raise InvalidInputError(
-            f"val_loader, a {type(val_loader).__name__}, can be read only once, and val_every={val_every} evaluates "
-            "several times; pass a DataLoader or a list, which can be read every time"
-        )
-    if val_loader is loader and not isinstance(loader, list | tuple):
+    if val_every is not None and val_loader is loader and not isinstance(loader, list | tuple):
         raise InvalidInputError(
             f"val_every={val_every} evaluates in the middle of an epoch, and val_loader= is the loader that the "
             "training is reading then; pass a second one over the same data"
         )
 
 
-def _samples_per_epoch(loader: Iterable[Any]) -> int | None:
-    """Return the number of samples per epoch; None if the loader does not tell it beforehand."""
+def _steps_per_epoch(loader: Iterable[Any], target_batch: int, *, drop_last: bool, notices: Notices) -> int | None:
+    """Return the number of windows per epoch, which is reported if there is only one; None if it is not known."""
     if not isinstance(loader, torch.utils.data.DataLoader) or loader.batch_size is None:
         return None
     try:
-        return len(loader) * loader.batch_size if loader.drop_last else len(loader.sampler)  # type: ignore[arg-type]
+        samples = len(loader) * loader.batch_size if loader.drop_last else len(loader.sampler)  # type: ignore[arg-type]
     except TypeError:  # an iterable dataset without a length
-        return None
-
-
-def _steps_per_epoch(loader: Iterable[Any], target_batch: int, *, drop_last: bool, notices: Notices) -> int | None:
-    """Return the number of windows per epoch, which is reported if there is only one; None if it is not known."""
-    samples = _samples_per_epoch(loader)
-    if samples is None:
         return None
     if samples < target_batch and not drop_last:
         notices.say(

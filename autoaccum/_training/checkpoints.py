@@ -22,6 +22,7 @@ from autoaccum._training.checkpoint_files import Storage, check_that_it_can_be_k
 from autoaccum.errors import CheckpointError, InvalidInputError, StateDamagedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from os import PathLike
 
     from autoaccum._data.loader_state import Position
@@ -59,6 +60,7 @@ class Checkpoints:
         finiteness: Knows whether the state may be kept.
 
     Attributes:
+        saving: As above.
         storage: The files.
         spent_s: Seconds spent on writing.
     """
@@ -77,7 +79,7 @@ class Checkpoints:
     ) -> None:
         self.storage = Storage(saving.folder, replaces=saving.resume is False)
         self.spent_s = 0.0
-        self._saving = saving
+        self.saving = saving
         self._contents, self._progress, self._lifecycle = contents, progress, lifecycle
         self._world, self._memory, self._notices, self._finiteness = world, memory, notices, finiteness
         self._lease = Lease(saving.folder)
@@ -141,8 +143,8 @@ class Checkpoints:
     def _found(self) -> tuple[Path, dict[str, Any]] | None:
         self.storage.tidy()
         folder = self.storage.folder
-        if self._saving.resume is False:
-            self._saving.lack.unlink(missing_ok=True)
+        if self.saving.resume is False:
+            self.saving.lack.unlink(missing_ok=True)
             if earlier := len(self.storage.found()):
                 self._notices.say(
                     f"training starts from scratch (resume=False); the {earlier} checkpoints in {folder} move to a "
@@ -150,7 +152,7 @@ class Checkpoints:
                 )
             return None
         found = self.storage.read_newest(self._notices)
-        if found is None and self._saving.resume is True:
+        if found is None and self.saving.resume is True:
             raise CheckpointError(
                 f"resume=True, and there is no checkpoint in {folder}; pass the folder of the run to go on with, or "
                 "resume='auto', which starts from scratch where there is none"
@@ -159,11 +161,6 @@ class Checkpoints:
             self._notices.say(f"training starts from scratch: there is no checkpoint in {folder} yet")
         return found
 
-    def note_lack(self, micro_batch: int, message: str) -> None:
-        """Record for the next attempt that so many samples at once did not fit, since this process cannot go on."""
-        with files.replacing(self._saving.lack, before_rename=self.storage.guard) as unfinished:
-            unfinished.write_text(json.dumps({"micro_batch": micro_batch, "message": message}) + "\n")
-
     # --- when ---------------------------------------------------------------------------------------------------------
 
     def is_due(self, windows: int) -> bool:
@@ -171,7 +168,7 @@ class Checkpoints:
 
         True also when another process has taken the folder over: writing then raises the error that says so.
         """
-        every = self._saving.every
+        every = self.saving.every
         by_steps = isinstance(every, int) and windows % every == 0
         by_time = isinstance(every, float) and time.monotonic() - self._saved_at >= every
         return by_steps or by_time or self._lease.is_lost
@@ -247,7 +244,7 @@ class Checkpoints:
         path = None
         if world.decides:
             path = self.storage.write(content, moment.windows, val_loss=moment.val_loss)
-            self._saving.lack.unlink(missing_ok=True)  # the checkpoint has its sizes
+            self.saving.lack.unlink(missing_ok=True)  # the checkpoint has its sizes
         path = Path(world.of_all("written", None if path is None else str(path))[0])
         self.storage.took(path, moment.val_loss)
         self._note(moment)
@@ -332,8 +329,13 @@ class Saving:
 
     @property
     def lack(self) -> Path:
-        """The file that `Checkpoints.note_lack` writes."""
+        """The file that `note_lack` writes."""
         return self.folder / "out-of-memory.json"
+
+    def note_lack(self, micro_batch: int, message: str, before_rename: Callable[[], None] | None = None) -> None:
+        """Record for the next attempt that so many samples at once did not fit, since this process cannot go on."""
+        with files.replacing(self.lack, before_rename=before_rename) as unfinished:
+            unfinished.write_text(json.dumps({"micro_batch": micro_batch, "message": message}) + "\n")
 
     def cap(self, notices: Notices) -> int | None:
         """Return the most samples at once that an earlier attempt's record allows; None without a record."""

@@ -6,6 +6,7 @@ first windows. The runner is made anew after more saves memory, a sample is left
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -217,7 +218,8 @@ class PlanLifecycle:
         if self._asked not in ("auto", kept.asked):
             plan = self._first_plan()
             cutting = replace(cutting, plan=plan, grows_to=plan)
-        elif self._savings.is_auto and not has_chosen:  # what was saved by is not known, and with it what fits
+        elif (self._savings.is_auto and not has_chosen) or (kept.cap or math.inf) < (self._cap or math.inf):
+            # Not known is what fits with what saves memory now, or beyond the cap of the call before.
             cutting = Cutting.of(self._first_plan())
         else:
             within = [self._within_cap(one) for one in (cutting.plan, cutting.grows_to)]
@@ -435,7 +437,8 @@ class PlanLifecycle:
         """The present cut and all plans, as a checkpoint stores them."""
         chosen = self._savings.names if self._savings.is_auto else None
         plans = tuple(self._record.plans)
-        return Kept(self.current.sizing.cutting, plans, self._asked, self.oom_events, self.skipped_samples, chosen)
+        oom_events, skipped = self.oom_events, self.skipped_samples
+        return Kept(self.current.sizing.cutting, plans, self._asked, oom_events, skipped, chosen, self._cap)
 
     def begin_anew(self) -> None:
         """Make a new runner with the present cut, after training has gone back to an earlier moment."""
