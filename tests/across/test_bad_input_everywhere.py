@@ -26,8 +26,8 @@ from bad_inputs import (
 LISTED = [
     *((f"{name}({argument}) {number}", of_one_argument(name, argument, make))
       for name, call in CALLS.items()
-      for argument, several in call.also.items() if argument in arguments_of(call)
-      for number, make in enumerate(several)),
+      for argument in arguments_of(call)
+      for number, make in enumerate(call.listed(argument))),
     *((f"{name} {number}", of_several(name, make))
       for name, call in CALLS.items()
       for number, make in enumerate(call.together)),

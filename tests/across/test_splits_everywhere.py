@@ -145,25 +145,6 @@ def test_ranks_weigh_their_parts_by_the_split(crew):
     assert far(found[0]["parameters"], split_training.by_hand(TARGET)) <= FAR
 
 
-def test_job_hands_its_split_to_fit():
-    model, data = nn.GRU(3, 2), [(torch.randn(5, 7, 3), torch.randn(7, 2))] * 2
-    job = autoaccum.Job(
-        model,
-        data,
-        14,
-        forward=lambda model, batch: model(batch[0])[0][-1],
-        loss=functional.mse_loss,
-        split=autoaccum.Along((1, 0)),
-        micro_batch=5,
-        device="cpu",
-    )
-
-    result = autoaccum.fit(**job.arguments, progress=False)
-
-    assert (result.steps, result.samples) == (1, 14)
-    assert sum(result.history[0].micro_batches) == 14
-
-
 def test_micro_batch_is_found_by_samples():
     model, batch = Failing(rows=60), split_training.rows(8)
     before = copy.deepcopy(model.state_dict())

@@ -12,31 +12,18 @@ import autoaccum
 
 SAMPLES, MICRO_BATCH = 12, 4
 WINDOWS = 6  # the sixth is neither the first nor a power of two
-# Views compute nothing.
-VIEWS = (
-    "slice",
-    "split",
-    "split_with_sizes",
-    "detach",
-    "view",
-    "t",
-    "transpose",
-    "select",
-    "_unsafe_view",
-    "alias",
-    "expand",
-)
 
 
 class Launched(TorchDispatchMode):
-    """Counts operators, by name."""
+    """Counts operators, by name, but for views, which compute nothing."""
 
     def __init__(self):
         super().__init__()
         self.names = Counter()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.names[operator.overloadpacket.__name__] += 1
+        if not operator.is_view:
+            self.names[operator.overloadpacket.__name__] += 1
         return operator(*args, **kwargs or {})
 
 
@@ -109,7 +96,7 @@ def test_operators_are_those_of_a_loop_by_hand_and_the_savepoints_copies(model, 
     further = found - expected - copies
     # Both multiply each loss once: by 1 / 3, or by its share of the window.
     assert found["mul"] - expected["mul"] == expected["div"] - found["div"]
-    assert [name for name in further if name not in (*VIEWS, "mul")] == []
+    assert [name for name in further if name not in ("mul", "_unsafe_view")] == []
     assert "_local_scalar_dense" not in found - expected  # by which `item()` waits for a device
 
 
@@ -304,21 +291,6 @@ class WritesThroughData(torch.optim.Optimizer):
             parameter.data.add_(parameter.grad, alpha=-0.1)
 
 
-class KeepsLists(WritesThroughData):
-    """Keeps the last gradients in a list, before anything is written to parameters."""
-
-    @torch.no_grad()
-    def step(self):
-        parameters = self.param_groups[0]["params"]
-        for number, parameter in enumerate(parameters):
-            if self.lacks and number == 2:
-                self.lacks = False
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            self.state[parameter].setdefault("last", []).append(parameter.grad.clone())
-        for parameter in parameters:
-            parameter.sub_(sum(self.state[parameter]["last"][-3:]), alpha=0.05)
-
-
 def runner_of(optimizer):
     model = FailsAt().double()
     made = optimizer(model.parameters(), lr=0.1)
@@ -333,14 +305,6 @@ def test_an_optimizer_that_writes_unseen_and_fails_is_damage():
     optimizer.lacks = True
     with pytest.raises(autoaccum.StateDamagedError, match="part old, part new"):
         runner.step(batch_of(SAMPLES))
-
-
-def test_lists_in_an_optimizers_state_are_restored():
-    runner, optimizer = runner_of(KeepsLists)
-    for number in range(2 * WINDOWS):
-        optimizer.lacks = number == WINDOWS
-        assert runner.step(batch_of(SAMPLES)).oom_events == (number == WINDOWS)
-    assert {len(state["last"]) for state in optimizer.state.values()} == {2 * WINDOWS}
 
 
 def test_a_number_that_becomes_a_pair_is_refused():
@@ -361,18 +325,6 @@ def test_a_number_that_becomes_a_pair_is_refused():
     is_pair = True
     with pytest.raises(autoaccum.InvalidInputError, match="was a number in earlier windows"):
         runner.step((inputs, targets))
-
-
-def test_a_steady_window_with_a_scaler_registers_no_hooks():
-    torch.manual_seed(0)
-    model, options = plain(), {"loss": nn.CrossEntropyLoss(), "device": "cpu", "precision": "fp16"}
-    runner = autoaccum.Runner(model, torch.optim.SGD(model.parameters(), 0.1), autoaccum.plan(12, 4), **options)
-    for _ in range(WINDOWS):
-        runner.step(data())
-    before = torch.utils.hooks.RemovableHandle.next_id
-
-    assert not runner.step(data()).skipped
-    assert torch.utils.hooks.RemovableHandle.next_id == before
 
 
 class OfWideTexts(nn.Module):
