@@ -133,11 +133,11 @@ class Checkpointed(nn.Module):
 class Transformer(nn.Module):
     """One encoder layer over padded sentences; logits of shape (N, C, T)."""
 
-    def __init__(self, width=_WIDTH):
+    def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(_WORDS, width, padding_idx=0)
-        self.layer = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.1, batch_first=True)
-        self.head = nn.Linear(width, CLASSES)
+        self.embed = nn.Embedding(_WORDS, _WIDTH, padding_idx=0)
+        self.layer = nn.TransformerEncoderLayer(_WIDTH, 2, 2 * _WIDTH, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(_WIDTH, CLASSES)
 
     def forward(self, tokens):
         return self.head(self.layer(self.embed(tokens), src_key_padding_mask=tokens == 0)).transpose(1, 2)
@@ -329,26 +329,16 @@ SMALL = {
 }
 
 
-def _wide(scale, width, positions, length, side):
-    """Models whose activations outweigh their parameters, so that fewer samples take less; of the last the reverse."""
-    return {
-        f"{scale} mlp": Model(
-            lambda: Witnessed(Wide(width)), lambda: vectors(positions, width), nn.CrossEntropyLoss(reduction="sum")
-        ),
-        f"{scale} convolutional": Model(
-            lambda: Witnessed(wide_convolutional(width // 4)), lambda: vectors(1, side, side), nn.CrossEntropyLoss()
-        ),
-        f"{scale} transformer": Model(
-            lambda: Witnessed(Transformer(width)), lambda: sentences(length), nn.CrossEntropyLoss()
-        ),
-        f"{scale} layers": Model(lambda: Witnessed(layers(8 * width)), vectors, nn.CrossEntropyLoss()),
-    }
-
-
-# Some KiB for a device that is simulated, and some MiB for the host, whose allocator has to notice.
-WIDE = _wide("wide", width=8, positions=40, length=40, side=12)
-HUGE = _wide("huge", width=128, positions=1024, length=160, side=80)
-MODELS = SMALL | WIDE | HUGE
+# Models whose activations outweigh their parameters, so that fewer samples take less; of the last the reverse.
+WIDE = {
+    "wide mlp": Model(lambda: Witnessed(Wide(8)), lambda: vectors(40, 8), nn.CrossEntropyLoss(reduction="sum")),
+    "wide convolutional": Model(
+        lambda: Witnessed(wide_convolutional(2)), lambda: vectors(1, 12, 12), nn.CrossEntropyLoss()
+    ),
+    "wide transformer": Model(lambda: Witnessed(Transformer()), lambda: sentences(40), nn.CrossEntropyLoss()),
+    "wide layers": Model(lambda: Witnessed(layers(64)), vectors, nn.CrossEntropyLoss()),
+}
+MODELS = SMALL | WIDE
 PRECISIONS = ("fp32", "bf16", "fp16")
 OPTIMIZERS = {
     f"{name}, {form}": (kind, {**settings, "foreach": form == "foreach"})
@@ -396,7 +386,7 @@ class Case:
         torch.manual_seed(5)
         return [self._window(number) for number in range(WINDOWS)]
 
-    def runner(self, *, device="cpu", memory_limit=None, callbacks=()):
+    def runner(self, *, device="cpu", callbacks=()):
         """Return the model and a runner of it, the random generators seeded on the way."""
         torch.manual_seed(1)
         random.seed(1)
@@ -410,7 +400,6 @@ class Case:
             loss=self.kind.loss,
             precision=self.precision,
             device=device,
-            memory_limit=memory_limit,
             clip_grad_norm=self.clip,
             callbacks=callbacks,
             **self.kind.options,

@@ -150,7 +150,7 @@ class Played:
     alive_after: tuple = ()
 
 
-def play(case, faults=None, *, cuts=(), windows=3, device="cpu", memory_limit=None, again=False, counted=False):
+def play(case, faults=None, *, cuts=(), windows=3, device="cpu", again=False, counted=False):
     """Train a case for a few windows.
 
     Args:
@@ -159,13 +159,12 @@ def play(case, faults=None, *, cuts=(), windows=3, device="cpu", memory_limit=No
         cuts: The cuts of the first windows; afterwards, or without, as the runner chooses.
         windows: How many windows.
         device: As for `Runner`.
-        memory_limit: As for `Runner`.
         again: Whether a window that raised is given once more; else the training ends there.
         counted: Whether to count what is alive.
     """
     before, meter = (live_tensors(), autoaccum.Simulated("1TiB")) if counted else (0, None)
     with contextlib.redirect_stderr(io.StringIO()):
-        training = _Training(case, dict(faults or {}), meter or device, memory_limit, meter)
+        training = _Training(case, dict(faults or {}), meter or device, meter)
         training.run(cuts, windows, again=again)
     played = training.played
     if counted:
@@ -176,11 +175,11 @@ def play(case, faults=None, *, cuts=(), windows=3, device="cpu", memory_limit=No
 class _Training(autoaccum.Callback):
     """The loop of `play`."""
 
-    def __init__(self, case, faults, device, memory_limit, meter):
+    def __init__(self, case, faults, device, meter):
         self.played, self.part = Played(), BEGIN
         self._case, self._data, self._faults, self._meter = case, case.windows(), faults, meter
         with _made(torch.amp.GradScaler) as scalers:
-            self._model, self._runner = case.runner(device=device, memory_limit=memory_limit, callbacks=(self,))
+            self._model, self._runner = case.runner(device=device, callbacks=(self,))
         self._scaler = scalers[0] if scalers else None
         self._witness = next(module for module in self._model.modules() if hasattr(module, "noted"))
         self._noted = 0

@@ -71,13 +71,14 @@ def test_rank_that_fails_behind_its_last_update_is_heard_of_where_no_checkpoint_
 
 
 class Failing(torch.optim.lr_scheduler.StepLR):
-    """Fails when it moves for the sixth time."""
+    """Fails when it moves for the n-th time."""
 
-    def __init__(self, optimizer):
+    def __init__(self, optimizer, moves=6):
+        self.moves = moves
         super().__init__(optimizer, 4)
 
     def step(self, *arguments):
-        if self.last_epoch == 5:
+        if self.last_epoch == self.moves - 1:
             self.fail()
         super().step(*arguments)
 
@@ -85,37 +86,21 @@ class Failing(torch.optim.lr_scheduler.StepLR):
         raise MemoryError("the scheduler's")
 
 
-def test_scheduler_without_memory_ends_training_with_the_update_named(tmp_path):
-    run = Run(checkpoint=tmp_path, checkpoint_every=3, scheduler=Failing, val_loader=None)
+@pytest.mark.parametrize(("interval", "moves", "update"), [("step", 6, 6), ("epoch", 1, 5)])
+def test_scheduler_without_memory_ends_training_with_the_update_named(tmp_path, interval, moves, update):
+    changes = {"scheduler": lambda optimizer: Failing(optimizer, moves), "scheduler_interval": interval}
+    run = Run(checkpoint=tmp_path, checkpoint_every=3, val_loader=None, **changes)
     stepped = []
     run.optimizer.register_step_post_hook(lambda *_: stepped.append(1))
 
-    with pytest.raises(UpdateCompleteError, match="update 6 is made, and not all that moves with it") as caught:
+    with pytest.raises(UpdateCompleteError, match=f"update {update} is made, and not all that moves with it") as caught:
         run.fit()
 
-    assert len(stepped) == 6
-    assert caught.value.step == 6
+    assert len(stepped) == caught.value.step == update
     assert isinstance(caught.value.__cause__, MemoryError)
     assert not autoaccum.is_oom(caught.value)
     assert checkpoints(tmp_path) == ["step-00000003"]
     assert "the last one is" in caught.value.__notes__[-1]
-
-
-def test_scheduler_without_memory_at_the_end_of_an_epoch_ends_training_with_the_update_named(tmp_path):
-    class Fails(torch.optim.lr_scheduler.StepLR):
-        def step(self, *arguments):
-            if self.last_epoch == 0:
-                raise MemoryError("the scheduler's")
-            super().step(*arguments)
-
-    changes = {"scheduler": lambda optimizer: Fails(optimizer, 4), "scheduler_interval": "epoch"}
-    run = Run(checkpoint=tmp_path, checkpoint_every=3, **changes)
-
-    with pytest.raises(UpdateCompleteError, match="update 5 is made, and not all that moves with it") as caught:
-        run.fit()
-
-    assert isinstance(caught.value.__cause__, MemoryError)
-    assert checkpoints(tmp_path) == ["step-00000003"]
 
 
 def test_rates_stay_as_the_update_was_made_with_where_its_scheduler_fails_in_the_first_window():

@@ -73,28 +73,6 @@ def test_padded_window_has_the_full_batch_gradient(sizes, model):
     assert_full_batch_gradient(model, None, PADDED, sizes)
 
 
-RUNGS = [
-    ("chunked_loss",),
-    ("checkpoint",),
-    ("checkpoint:Linear",),
-    ("offload",),
-    ("chunked_loss", "checkpoint"),
-    ("checkpoint", "offload"),
-    ("auto",),
-]
-
-
-@pytest.mark.parametrize(("memory", "sizes", "model"), a_few_of(RUNGS, CUTS, MODELS), indirect=["model"])
-def test_padded_window_has_the_full_batch_gradient_whatever_saves_memory(memory, sizes, model):
-    assert_full_batch_gradient(model, None, PADDED, sizes, memory=list(memory), device=autoaccum.Simulated("1GiB"))
-
-
-def test_loss_in_several_chunks_has_the_full_batch_gradient(model):
-    window = sentences([8, 1, 5, 2] * 90)  # up to 1,600 tokens at once
-
-    assert_full_batch_gradient(model, None, window, (200, 160), memory="chunked_loss")
-
-
 def test_micro_batch_in_which_nothing_counts_adds_nothing(model):
     batch = sentences([8, 1, 5, 2, 8, 6, 3, 7, 2])
     batch["labels"][4:6] = -100

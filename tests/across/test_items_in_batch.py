@@ -62,9 +62,6 @@ def items_of(batch):
     }
 
 
-LAYOUTS = ("a mapping", "a pair", "a tuple")
-
-
 def tagger():
     torch.manual_seed(0)
     return Tagger().double()
@@ -80,9 +77,10 @@ def assert_whole(model, loss, window, sizes, batch, *, tolerance=1e-12, **option
     assert report.loss == pytest.approx(value.item(), rel=tolerance)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("items", [int, torch.as_tensor], ids=["int", "tensor"])
-@pytest.mark.parametrize("sizes", [(12,), (6, 6), (5, 5, 2)])
+@pytest.mark.parametrize(
+    ("layout", "items", "sizes"),
+    [("a mapping", int, (12,)), ("a pair", torch.as_tensor, (6, 6)), ("a tuple", int, (5, 5, 2))],
+)
 def test_window_of_several_batches_or_of_a_part_of_one_is_refused(layout, items, sizes):
     batches = [items_of(sentences([8] * 4, seed, items=items)) for seed in range(3)]
     window = autoaccum.Window([batch[layout][0] for batch in batches])

@@ -68,26 +68,6 @@ def test_fit_makes_the_updates_of_whole_windows():
     assert far(made["parameters"], split_training.by_hand(TARGET, epochs=2)) <= FAR
 
 
-def test_memory_that_runs_out_changes_nothing_but_the_cut():
-    model = Failing(rows=20)
-
-    result = autoaccum.fit(
-        model,
-        loader(),
-        TARGET,
-        loss=split_training.mean,
-        forward=split_training.forward,
-        optimizer=sgd,
-        split=split_training.split(),
-        device="cpu",
-        progress=False,
-        micro_batch=TARGET,
-    )
-
-    assert result.oom_events
-    assert far([p.detach() for p in model.parameters()], split_training.by_hand(TARGET)) <= FAR
-
-
 def test_runner_takes_the_windows_of_a_split():
     model, split = split_training.net(), split_training.split()
     runner = autoaccum.Runner(
@@ -125,17 +105,6 @@ def test_batches_that_keep_micro_batches_small_are_told_once(capsys):
     assert "ListOfSamples" in said
     assert fit(loader, 4) == []
     assert fit([loader[0]] * 4, 8) == []
-
-
-def test_training_resumes_in_the_middle_of_a_list(tmp_path):
-    arguments = {"target_batch": TARGET, "micro_batch": 3, "epochs": 2, "checkpoint_every": None}
-    whole = split_training.train(0, 1, checkpoint=tmp_path / "whole", **arguments)
-
-    split_training.train(0, 1, checkpoint=tmp_path / "parts", max_steps=4, **arguments)
-    resumed = split_training.train(0, 1, checkpoint=tmp_path / "parts", **arguments)
-
-    assert resumed["resumed from"] == 4
-    assert all(map(torch.equal, resumed["parameters"], whole["parameters"]))
 
 
 def test_ranks_weigh_their_parts_by_the_split(crew):
@@ -311,11 +280,8 @@ def own_loss(outputs, targets):
     [
         (lambda samples: max(len(targets) for _, targets in samples), r"does not add up: .* 3 micro-batches"),
         (lambda samples: -1.0, r"weight returned -1.0"),
-        (lambda samples: float("nan"), r"weight returned nan"),
         (lambda samples: None, r"weight returned None"),
         (lambda samples: torch.ones(2), r"weight returned tensor"),
-        (lambda samples: "3", r"weight returned '3'"),
-        (lambda samples: True, r"weight returned True"),
     ],
 )
 def test_weight_that_cannot_be_one_is_refused(weight, message):

@@ -182,15 +182,6 @@ def test_two_sizes_take_turns_with_and_without_earlier_gradients():
         by_hand.zero_grad()
 
 
-@pytest.mark.parametrize(("name", "value"), [("reduction", "sum"), ("ignore_index", 1)])
-def test_a_changed_loss_is_read_anew_for_batches_of_every_structure(name, value):
-    def before(number, _model, loss):
-        if number == 10:
-            setattr(loss, name, value)
-
-    trained_alike([list(batch_of(SAMPLES)) for _ in range(24)], before=before)
-
-
 @pytest.mark.parametrize(
     "settings", [{}, {"ignore_index": 1}, {"weight": torch.tensor([1.0, 2.0, 0.5]).double()}, {"label_smoothing": 0.1}]
 )
