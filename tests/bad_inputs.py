@@ -258,22 +258,17 @@ def same(one, other):
 
 @dataclass(frozen=True)
 class Call:
-    """A public callable.
+    """A public callable."""
 
-    Attributes:
-        signature: What the user calls.
-        good: Arguments that it takes, in a world.
-        allowed: What each argument may be that `ALLOWED` does not have, or has otherwise.
-        also: The same for further bad values and `ALSO`; a function of the world makes each.
-        together: Arguments that contradict each other, one of which the message has to name.
-        function: Makes the call, if that is another; what it returns is gone through where it is an iterator.
-    """
-
-    signature: Callable[..., Any]
-    good: Callable[[World], dict[str, Any]]
+    signature: Callable[..., Any]  # what the user calls
+    good: Callable[[World], dict[str, Any]]  # arguments that it takes, in a world
+    # What each argument may be that `ALLOWED` does not have, or has otherwise.
     allowed: dict[str, Callable[[Any], bool]] = field(default_factory=dict)
+    # The same for further bad values and `ALSO`; a function of the world makes each.
     also: dict[str, list[Callable[[World], Any]]] = field(default_factory=dict)
+    # Arguments that contradict each other, one of which the message has to name.
     together: list[Callable[[World], dict[str, Any]]] = field(default_factory=list)
+    # Makes the call, if that is another; what it returns is gone through where it is an iterator.
     function: Callable[..., Any] | None = None
 
     def make(self, **arguments):

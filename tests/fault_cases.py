@@ -285,24 +285,15 @@ def views():
 
 @dataclass(frozen=True)
 class Model:
-    """A model and what it is trained with.
+    """A model and what it is trained with."""
 
-    Attributes:
-        make: Makes it.
-        window: Makes the inputs and targets of one window.
-        loss: As for `Runner`.
-        options: Further arguments of `Runner`.
-        forwards: How often each sample goes through it.
-        mapping: Whether its batches are mappings.
-        writes_parameters: Whether it writes its parameters in the forward pass, which is known after a window.
-    """
-
-    make: Callable
-    window: Callable
-    loss: object = None
-    options: dict = field(default_factory=dict)
-    forwards: int = 1
-    mapping: bool = False
+    make: Callable  # makes it
+    window: Callable  # makes the inputs and targets of one window
+    loss: object = None  # as for `Runner`
+    options: dict = field(default_factory=dict)  # further arguments of `Runner`
+    forwards: int = 1  # how often each sample goes through it
+    mapping: bool = False  # whether its batches are mappings
+    # Whether it writes its parameters in the forward pass, which is known after a window.
     writes_parameters: bool = False
 
     @property
@@ -356,23 +347,14 @@ CUTS = ((6, 6), (4, 4, 4), (5, 4, 3), (3, 3, 3, 3))
 
 @dataclass(frozen=True)
 class Case:
-    """A training of a few windows, the same in every run.
+    """A training of a few windows, the same in every run."""
 
-    Attributes:
-        model: Name in `MODELS`.
-        precision: One of `PRECISIONS`.
-        optimizer: Name in `OPTIMIZERS`, or what a runner takes by name.
-        sizes: The cut to begin with.
-        clip: Norm to which gradients are clipped.
-        pieces: Sizes of the loader's batches that make a window; several are joined.
-    """
-
-    model: str
-    precision: str = "fp32"
-    optimizer: str = "Adam, loop"
-    sizes: tuple[int, ...] = (6, 6)
-    clip: float | None = None
-    pieces: tuple[int, ...] = (SAMPLES,)
+    model: str  # name in `MODELS`
+    precision: str = "fp32"  # one of `PRECISIONS`
+    optimizer: str = "Adam, loop"  # name in `OPTIMIZERS`, or what a runner takes by name
+    sizes: tuple[int, ...] = (6, 6)  # the cut to begin with
+    clip: float | None = None  # norm to which gradients are clipped
+    pieces: tuple[int, ...] = (SAMPLES,)  # sizes of the loader's batches that make a window; several are joined
 
     def __str__(self):
         return "; ".join(filter(None, (self.model, self.precision, self.optimizer)))

@@ -111,43 +111,28 @@ class Faults:
 
 @dataclass
 class Played:
-    """What a training of a few windows left behind.
+    """What a training of a few windows left behind."""
 
-    Attributes:
-        states: Before the first window, and after each.
-        cuts: The cut of each window that became an update.
-        figures: What the reports say of them; None where an interrupt came in its place.
-        events: By window, how often memory ran out.
-        recomputed: By window, the samples that were worked on and thrown away.
-        uses: By window, the gradients of the samples' own entries, as the optimizer was given them.
-        order: Samples in the order in which the model noted them.
-        error: What was raised, if anything was.
-        finished: Whether its window had become an update all the same.
-        left: The state then.
-        part: The part of its window that was gone through then.
-        fell: Phase, size of the micro-batch and the plan's, each time that memory ran out.
-        peaks: By window, the most bytes that were allocated.
-        alive_before: Bytes of tensors before each window, where they were counted.
-        alive_between: The same after each release of memory, and whether gradients were being kept.
-        alive_after: Tensors and bytes at the end, beyond those at the beginning.
-    """
-
-    states: list = field(default_factory=list)
-    cuts: list = field(default_factory=list)
+    states: list = field(default_factory=list)  # before the first window, and after each
+    cuts: list = field(default_factory=list)  # the cut of each window that became an update
+    # What the reports say of them; None where an interrupt came in its place.
     figures: list = field(default_factory=list)
-    events: list = field(default_factory=list)
-    recomputed: list = field(default_factory=list)
+    events: list = field(default_factory=list)  # by window, how often memory ran out
+    recomputed: list = field(default_factory=list)  # by window, the samples that were worked on and thrown away
+    # By window, the gradients of the samples' own entries, as the optimizer was given them.
     uses: dict = field(default_factory=dict)
-    order: list = field(default_factory=list)
-    error: BaseException | None = None
-    finished: bool = False
-    left: dict | None = None
-    part: str = ""
+    order: list = field(default_factory=list)  # samples in the order in which the model noted them
+    error: BaseException | None = None  # what was raised, if anything was
+    finished: bool = False  # whether its window had become an update all the same
+    left: dict | None = None  # the state then
+    part: str = ""  # the part of its window that was gone through then
+    # Phase, size of the micro-batch and the plan's, each time that memory ran out.
     fell: list = field(default_factory=list)
-    peaks: list = field(default_factory=list)
-    alive_before: list = field(default_factory=list)
+    peaks: list = field(default_factory=list)  # by window, the most bytes that were allocated
+    alive_before: list = field(default_factory=list)  # bytes of tensors before each window, where they were counted
+    # The same after each release of memory, and whether gradients were being kept.
     alive_between: list = field(default_factory=list)
-    alive_after: tuple = ()
+    alive_after: tuple = ()  # tensors and bytes at the end, beyond those at the beginning
 
 
 def play(case, faults=None, *, cuts=(), windows=3, device="cpu", again=False, counted=False):
