@@ -278,7 +278,9 @@ class Call:
         return self.allowed.get(name) or ALLOWED.get(name)
 
     def listed(self, name):
-        return self.also.get(name, ALSO.get(name, []))
+        """Bad values of an argument to try each time: those that it has, and three that nearly all refuse."""
+        plain = [lambda _, value=value: value for value in ("nope", -1, 1.5) if not _safely(self.may_be(name), value)]
+        return [*self.also.get(name, ALSO.get(name, [])), *plain]
 
     def bad(self, name):
         """A strategy of bad values for an argument: functions of a world."""

@@ -10,7 +10,7 @@ from torch import nn
 import autoaccum
 from autoaccum.errors import InvalidInputError
 from faults import FailAt
-from helpers import assert_bitwise, classifier, labelled
+from helpers import assert_bitwise, classifier, labelled, runner_of
 
 SAMPLES = 12
 
@@ -156,14 +156,7 @@ def test_optimizer_that_is_set_makes_the_next_updates():
     def train(take):
         torch.manual_seed(0)
         model = classifier()
-        runner = autoaccum.Runner(
-            model,
-            torch.optim.Adam(model.parameters(), lr=1e-2),
-            autoaccum.plan(SAMPLES, SAMPLES),
-            loss=nn.CrossEntropyLoss(),
-            clip_grad_norm=0.1,
-            device="cpu",
-        )
+        runner = runner_of(model, torch.optim.Adam(model.parameters(), lr=1e-2), SAMPLES, SAMPLES, clip_grad_norm=0.1)
         torch.manual_seed(1)
         runner.step(labelled(SAMPLES))
         take(model, runner)
@@ -194,15 +187,7 @@ def test_optimizer_that_is_set_makes_the_next_updates():
 def test_optimizer_that_is_set_is_scaled_and_taken_back_like_the_first(monkeypatch):
     torch.manual_seed(0)
     model, window = classifier().float(), [half.float() if half.is_floating_point() else half for half in labelled(8)]
-    runner = autoaccum.Runner(
-        model,
-        None,
-        autoaccum.plan(8, 4),
-        loss=nn.CrossEntropyLoss(),
-        precision="fp16",
-        clip_grad_norm=0.1,
-        device="cpu",
-    )
+    runner = runner_of(model, samples=8, micro_batch=4, precision="fp16", clip_grad_norm=0.1)
     runner.step(tuple(window))
     runner.optimizer = other = torch.optim.Adam(model.parameters(), lr=0.1)
     fails = [True, False]
@@ -239,7 +224,7 @@ def test_optimizer_that_is_set_is_scaled_and_taken_back_like_the_first(monkeypat
 )
 def test_what_cannot_be_set_on_a_runner_is_refused_and_nothing_changes(name, value, text):
     model = classifier()
-    runner = autoaccum.Runner(model, None, autoaccum.plan(SAMPLES, 6), loss=nn.CrossEntropyLoss(), device="cpu")
+    runner = runner_of(model, samples=SAMPLES, micro_batch=6)
     before = runner.plan, runner.optimizer
 
     with pytest.raises(InvalidInputError, match=text):
@@ -251,7 +236,7 @@ def test_what_cannot_be_set_on_a_runner_is_refused_and_nothing_changes(name, val
 
 def test_optimizer_cannot_be_set_within_a_window():
     model = classifier()
-    runner = autoaccum.Runner(model, None, autoaccum.plan(SAMPLES, 6), loss=nn.CrossEntropyLoss(), device="cpu")
+    runner = runner_of(model, samples=SAMPLES, micro_batch=6)
 
     def set_it(*_):
         runner.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoaccum
+from helpers import runner_of
 
 SAMPLES, MICRO_BATCH = 12, 4
 WINDOWS = 6  # the sixth is neither the first nor a power of two
@@ -58,7 +59,7 @@ def launched_by_hand(model):
 
 def launched_by_runner(model):
     optimizer, loss = torch.optim.AdamW(model.parameters(), foreach=False), nn.CrossEntropyLoss()
-    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(SAMPLES, MICRO_BATCH), loss=loss, device="cpu")
+    runner = runner_of(model, optimizer, SAMPLES, MICRO_BATCH, loss=loss)
     for _ in range(WINDOWS - 1):
         runner.step(data())
     given = data()
@@ -128,7 +129,7 @@ def trained_alike(batches, *, before=lambda number, model, loss: None, make=Fail
     model = make().double()
     by_hand, losses = copy.deepcopy(model), (nn.CrossEntropyLoss(), nn.CrossEntropyLoss())
     own, other = (optimizer(one.parameters(), lr=0.05) for one in (model, by_hand))
-    runner = autoaccum.Runner(model, own, autoaccum.plan(SAMPLES, MICRO_BATCH), loss=losses[0], device="cpu")
+    runner = runner_of(model, own, SAMPLES, MICRO_BATCH, loss=losses[0])
     for number, (inputs, targets) in enumerate(batches, 1):
         before(number, model, losses[0])
         before(number, by_hand, losses[1])
@@ -157,9 +158,7 @@ class WritesItsInput(FailsAt):
 
 def test_batches_of_two_sizes_take_turns_as_copies():
     model, loss = WritesItsInput().double(), nn.CrossEntropyLoss()
-    runner = autoaccum.Runner(
-        model, torch.optim.SGD(model.parameters(), 0.0), autoaccum.plan(SAMPLES, MICRO_BATCH), loss=loss, device="cpu"
-    )
+    runner = runner_of(model, torch.optim.SGD(model.parameters(), 0.0), SAMPLES, MICRO_BATCH, loss=loss)
     for number in range(12):
         inputs, targets = batch_of(8 if number == 5 else SAMPLES)
         report = runner.step((inputs.clone(), targets))
@@ -210,13 +209,7 @@ def test_outputs_are_kept_for_batches_of_every_structure():
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("own")])
 def test_a_buffer_registered_between_windows_survives_a_failure(error):
     model = FailsAt()
-    runner = autoaccum.Runner(
-        model,
-        torch.optim.SGD(model.parameters(), 0.1),
-        autoaccum.plan(SAMPLES, MICRO_BATCH),
-        loss=nn.CrossEntropyLoss(),
-        device="cpu",
-    )
+    runner = runner_of(model, torch.optim.SGD(model.parameters(), 0.1), SAMPLES, MICRO_BATCH)
     for _ in range(WINDOWS - 1):
         runner.step(data())
     model.register_buffer("average", torch.ones(3))
@@ -282,7 +275,7 @@ class WritesThroughData(torch.optim.Optimizer):
             parameter.data.add_(parameter.grad, alpha=-0.1)
 
 
-def runner_of(optimizer):
+def runner_with(optimizer):
     model = FailsAt().double()
     made = optimizer(model.parameters(), lr=0.1)
     options = {"loss": nn.CrossEntropyLoss(), "device": "cpu"}
@@ -290,7 +283,7 @@ def runner_of(optimizer):
 
 
 def test_an_optimizer_that_writes_unseen_and_fails_is_damage():
-    runner, optimizer = runner_of(WritesThroughData)
+    runner, optimizer = runner_with(WritesThroughData)
     for _ in range(WINDOWS):
         runner.step(batch_of(SAMPLES))
     optimizer.lacks = True
