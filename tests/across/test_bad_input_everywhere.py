@@ -61,19 +61,11 @@ def test_every_option_of_the_command_line_has_bad_values():
     assert not bad_options.missing(), "say in tests/bad_options.py what these may not be"
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        ("report", "html", "--html", "a file/below"),
-        ("report", "memory_limit", "--memory-limit", "9" * 400),
-        ("run", "target_batch", "--target-batch", str(2**63)),
-        ("slurm", "warn_before", "--warn-before", "0"),
-        ("slurm", "others", "--slurm", "signal=USR2"),
-    ],
-    ids=lambda case: f"{case[0]} {case[1]}",
-)
-def test_bad_option_is_refused_by_name_and_leaves_nothing(case, folder):
-    assert bad_options.judge(case, folder) == ""
+@pytest.mark.parametrize("command", bad_options.BAD)
+def test_bad_option_is_refused_by_name_and_leaves_nothing(command, folder):
+    cases = [case for case in bad_options.cases() if case[0] == command]
+
+    assert [wrong for case in cases if (wrong := bad_options.judge(case, folder))] == []
 
 
 # --- what is tried before the first update ----------------------------------------------------------------------------
