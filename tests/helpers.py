@@ -42,6 +42,11 @@ def runner_of(model, optimizer=None, samples=8, micro_batch=8, *, loss=None, **o
     )
 
 
+def fit_quietly(model, loader, target_batch, **options):
+    """Train on the CPU and say nothing, unless something else is said."""
+    return autoaccum.fit(model, loader, target_batch, **{"device": "cpu", "progress": False} | options)
+
+
 class CountingLoader:
     """A loader that counts how many batches were drawn from it, in all epochs together."""
 

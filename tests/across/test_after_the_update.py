@@ -11,7 +11,7 @@ import after_step
 import autoaccum
 from after_step import same
 from autoaccum import UpdateCompleteError
-from helpers import batches_of, classifier, labelled
+from helpers import batches_of, classifier, fit_quietly, labelled
 from long_runs import Run, checkpoints
 
 
@@ -182,10 +182,9 @@ def test_callback_that_fails_after_the_update_makes_no_other_one(error, expected
     optimizer.register_step_post_hook(lambda *_: stepped.append(1))
 
     with pytest.raises(expected) as caught:
-        autoaccum.fit(
-            model, batches_of(labelled(32), 8, 8, 8, 8), 8, optimizer=optimizer, device="cpu", callbacks=[Planned()],
-            memory="auto", progress=False,
-        )  # fmt: skip
+        fit_quietly(
+            model, batches_of(labelled(32), 8, 8, 8, 8), 8, optimizer=optimizer, callbacks=[Planned()], memory="auto"
+        )
 
     told = [str(caught.value), *getattr(caught.value, "__notes__", ())]
     assert any(f"update {len(stepped)} is made, and everything that moves with it has moved" in text for text in told)

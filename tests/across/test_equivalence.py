@@ -18,6 +18,7 @@ from gradients import (
     distance,
     full_batch_gradient,
 )
+from helpers import fit_quietly
 
 WEIGHTS = torch.tensor([0.1, 1.0, 2.0, 5.0, 0.5], dtype=torch.float64)
 
@@ -162,16 +163,14 @@ def test_last_window_of_fit_has_the_gradient_of_what_is_left(tokens):
         functional.cross_entropy(by_hand(x), y).backward()
         optimizer.step()
 
-    result = autoaccum.fit(
+    result = fit_quietly(
         model,
         list(zip(inputs.split(3), targets.split(3), strict=True)),
         4,
         loss=functional.cross_entropy,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
         micro_batch=3,
-        device="cpu",
         precision="fp32",
-        progress=False,
     )
 
     assert [report.samples for report in result.history] == [4, 4, 4, 4, 4, 2]

@@ -10,7 +10,7 @@ NOTHING = Budget(memory=0, first=0, troubled=0, twice=0, smallest=0, errors=0, i
 # By turns, so that each pair of a model and a precision, and so on, meets a few faults of each kind.
 A_FEW = (
     Budget(**vars(NOTHING) | {"memory": 3, "troubled": 2, "smallest": 1}),
-    Budget(**vars(NOTHING) | {"memory": 1, "first": 2, "errors": 1, "interrupts": 1, "twice": 1}),
+    Budget(**vars(NOTHING) | {"memory": 1, "first": 5, "errors": 1, "interrupts": 1, "twice": 1}),
 )
 RICH = Case("own buffers", "fp16", "AdamW, loop", sizes=(4, 4, 4), clip=0.5, pieces=(7, 5))
 

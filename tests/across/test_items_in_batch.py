@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import autoaccum
 from gradients import cut_gradient, distance, joined
-from helpers import CPU
+from helpers import CPU, fit_quietly
 from tiny_transformers import tiny
 
 pytest.importorskip("transformers")
@@ -124,16 +124,14 @@ def test_windows_that_are_the_loaders_batches_are_trained_on():
         divided(by_hand(batch["input_ids"]), batch).backward()
         optimizer.step()
 
-    result = autoaccum.fit(
+    result = fit_quietly(
         model,
         batches,
         4,
         loss=divided,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        device="cpu",
         precision="fp32",
         micro_batch=2,
-        progress=False,
     )
 
     torch.testing.assert_close(model.state_dict(), by_hand.state_dict(), rtol=1e-12, atol=1e-14)

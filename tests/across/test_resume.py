@@ -18,7 +18,7 @@ import autoaccum
 import warm
 from autoaccum.errors import CheckpointError
 from folders import TESTS
-from helpers import a_few_of
+from helpers import a_few_of, fit_quietly
 from long_runs import (
     BATCH,
     EPOCHS,
@@ -770,9 +770,7 @@ def test_call_outside_of_the_main_thread_says_that_signals_write_no_checkpoint(t
 def train(folder, **options):
     torch.manual_seed(0)
     loader = [(torch.randn(4, 4), torch.randint(2, (4,))) for _ in range(2)]
-    return autoaccum.fit(
-        nn.Linear(4, 2), loader, 4, device="cpu", checkpoint=folder, checkpoint_every=1, progress=False, **options
-    )
+    return fit_quietly(nn.Linear(4, 2), loader, 4, checkpoint=folder, checkpoint_every=1, **options)
 
 
 def test_equal_losses_leave_the_best_checkpoint_where_it_was_after_a_resume(tmp_path):

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 import autoaccum
 import split_training
 from autoaccum.errors import InvalidInputError
+from helpers import fit_quietly
 from rank_training import FAR, assert_alike, far, sgd
 
 TARGET = 16
@@ -36,7 +37,7 @@ def loader():
 def updated(loss, collate, data, *, micro_batch, weight=None, **options):
     """The parameters after one update from all of some samples, by fit in micro-batches of some size."""
     model = split_training.net()
-    autoaccum.fit(
+    fit_quietly(
         model,
         [data],
         len(data),
@@ -44,8 +45,6 @@ def updated(loss, collate, data, *, micro_batch, weight=None, **options):
         optimizer=sgd,
         split=autoaccum.ListOfSamples(collate, weight=weight),
         micro_batch=micro_batch,
-        device="cpu",
-        progress=False,
         **options,
     )
     return [p.detach() for p in model.parameters()]
@@ -193,16 +192,8 @@ def test_torch_loss_and_pairs_keep_their_own_weights():
         torch.manual_seed(0)
         body = nn.Linear(6, 4).double()
         model = body if loss is pair else nn.Sequential(body, Transposed())
-        autoaccum.fit(
-            model,
-            [data],
-            12,
-            loss=loss,
-            optimizer=lambda p: torch.optim.SGD(p, lr=1.0),
-            split=split,
-            micro_batch=5,
-            device="cpu",
-            progress=False,
+        fit_quietly(
+            model, [data], 12, loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=1.0), split=split, micro_batch=5
         )
         torch.manual_seed(0)
         whole = nn.Linear(6, 4).double()
@@ -219,15 +210,13 @@ class Transposed(nn.Module):
 
 def test_loss_over_the_window_refuses_what_does_not_run_along_the_first_dimension():
     with pytest.raises(InvalidInputError, match=r"loss_scope='window'.*split=Along\(1\)"):
-        autoaccum.fit(
+        fit_quietly(
             nn.Linear(6, 4),
             [torch.zeros(3, 4, 6)],
             4,
             loss=lambda outputs, _: outputs.mean(),
             loss_scope="window",
             split=autoaccum.Along(1),
-            device="cpu",
-            progress=False,
         )
 
 
