@@ -11,7 +11,7 @@ import after_step
 import autoaccum
 from after_step import same
 from autoaccum import UpdateCompleteError
-from helpers import batches_of, classifier, labelled
+from helpers import batches_of, classifier, fit_quietly, labelled
 from long_runs import Run, checkpoints
 
 
@@ -71,13 +71,14 @@ def test_rank_that_fails_behind_its_last_update_is_heard_of_where_no_checkpoint_
 
 
 class Failing(torch.optim.lr_scheduler.StepLR):
-    """Fails when it moves for the sixth time."""
+    """Fails when it moves for the n-th time."""
 
-    def __init__(self, optimizer):
+    def __init__(self, optimizer, moves=6):
+        self.moves = moves
         super().__init__(optimizer, 4)
 
     def step(self, *arguments):
-        if self.last_epoch == 5:
+        if self.last_epoch == self.moves - 1:
             self.fail()
         super().step(*arguments)
 
@@ -85,37 +86,21 @@ class Failing(torch.optim.lr_scheduler.StepLR):
         raise MemoryError("the scheduler's")
 
 
-def test_scheduler_without_memory_ends_training_with_the_update_named(tmp_path):
-    run = Run(checkpoint=tmp_path, checkpoint_every=3, scheduler=Failing, val_loader=None)
+@pytest.mark.parametrize(("interval", "moves", "update"), [("step", 6, 6), ("epoch", 1, 5)])
+def test_scheduler_without_memory_ends_training_with_the_update_named(tmp_path, interval, moves, update):
+    changes = {"scheduler": lambda optimizer: Failing(optimizer, moves), "scheduler_interval": interval}
+    run = Run(checkpoint=tmp_path, checkpoint_every=3, val_loader=None, **changes)
     stepped = []
     run.optimizer.register_step_post_hook(lambda *_: stepped.append(1))
 
-    with pytest.raises(UpdateCompleteError, match="update 6 is made, and not all that moves with it") as caught:
+    with pytest.raises(UpdateCompleteError, match=f"update {update} is made, and not all that moves with it") as caught:
         run.fit()
 
-    assert len(stepped) == 6
-    assert caught.value.step == 6
+    assert len(stepped) == caught.value.step == update
     assert isinstance(caught.value.__cause__, MemoryError)
     assert not autoaccum.is_oom(caught.value)
     assert checkpoints(tmp_path) == ["step-00000003"]
     assert "the last one is" in caught.value.__notes__[-1]
-
-
-def test_scheduler_without_memory_at_the_end_of_an_epoch_ends_training_with_the_update_named(tmp_path):
-    class Fails(torch.optim.lr_scheduler.StepLR):
-        def step(self, *arguments):
-            if self.last_epoch == 0:
-                raise MemoryError("the scheduler's")
-            super().step(*arguments)
-
-    changes = {"scheduler": lambda optimizer: Fails(optimizer, 4), "scheduler_interval": "epoch"}
-    run = Run(checkpoint=tmp_path, checkpoint_every=3, **changes)
-
-    with pytest.raises(UpdateCompleteError, match="update 5 is made, and not all that moves with it") as caught:
-        run.fit()
-
-    assert isinstance(caught.value.__cause__, MemoryError)
-    assert checkpoints(tmp_path) == ["step-00000003"]
 
 
 def test_rates_stay_as_the_update_was_made_with_where_its_scheduler_fails_in_the_first_window():
@@ -197,10 +182,9 @@ def test_callback_that_fails_after_the_update_makes_no_other_one(error, expected
     optimizer.register_step_post_hook(lambda *_: stepped.append(1))
 
     with pytest.raises(expected) as caught:
-        autoaccum.fit(
-            model, batches_of(labelled(32), 8, 8, 8, 8), 8, optimizer=optimizer, device="cpu", callbacks=[Planned()],
-            memory="auto", progress=False,
-        )  # fmt: skip
+        fit_quietly(
+            model, batches_of(labelled(32), 8, 8, 8, 8), 8, optimizer=optimizer, callbacks=[Planned()], memory="auto"
+        )
 
     told = [str(caught.value), *getattr(caught.value, "__notes__", ())]
     assert any(f"update {len(stepped)} is made, and everything that moves with it has moved" in text for text in told)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import autoaccum
 from autoaccum.errors import DoesNotFitError, InvalidInputError
-from helpers import CountingLoader, assert_bitwise, batches_of, classifier, labelled, state_of
+from helpers import CountingLoader, assert_bitwise, batches_of, classifier, labelled, runner_of, state_of
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def token_mean(outputs, targets):
 def test_later_window_in_which_nothing_counts_is_refused_and_makes_no_update(loss, model):
     inputs, targets = labelled(4)
     targets[3] = -100
-    runner = autoaccum.Runner(model, None, autoaccum.plan(4, 2), loss=loss, device="cpu")
+    runner = runner_of(model, samples=4, micro_batch=2, loss=loss)
     runner.step((inputs, targets))
     before = state_of(model)
 

@@ -12,6 +12,7 @@ from fault_cases import Case
 from fault_sweep import Sweep
 from fault_training import play
 from faults import FailAt, differences, state_of
+from helpers import runner_of
 
 
 class FailIn:
@@ -83,9 +84,7 @@ def test_error_of_a_callback_arrives_unchanged_and_leaves_the_state_before_the_w
         def on_oom(self, event, *, step):
             raise mine
 
-    runner = autoaccum.Runner(
-        model, None, autoaccum.plan(12, 6), loss=nn.CrossEntropyLoss(), device="cpu", callbacks=[Careless()]
-    )
+    runner = runner_of(model, samples=12, micro_batch=6, callbacks=[Careless()])
     window = torch.rand(12, 6), torch.randint(0, 3, (12,))
     runner.step(window)
     before = state_of(model, runner.optimizer)
@@ -123,7 +122,7 @@ def test_interrupt_during_the_update_waits_for_its_end(number):
 
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(8, 8), loss=nn.CrossEntropyLoss(), device="cpu")
+    runner = runner_of(model, optimizer, 8, 8)
     optimizer.register_step_pre_hook(lambda *_: signal.raise_signal(number))
     before = model.weight.detach().clone()
     former = signal.signal(number, stop)
@@ -156,7 +155,7 @@ class InPlace(nn.Module):
 def in_place_runner(most):
     model = InPlace(most)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, autoaccum.Runner(model, optimizer, autoaccum.plan(12, 12), loss=nn.CrossEntropyLoss(), device="cpu")
+    return model, runner_of(model, optimizer, 12, 12)
 
 
 def test_model_that_changes_its_input_is_given_copies_once_that_is_seen():
@@ -189,7 +188,7 @@ def test_losses_that_could_not_be_tried_for_lack_of_memory_are_told():
     def plain(outputs, targets):
         return nn.functional.cross_entropy(outputs, targets)
 
-    runner = autoaccum.Runner(Picky(6, 3), None, autoaccum.plan(12, 1), loss=plain, device="cpu")
+    runner = runner_of(Picky(6, 3), samples=12, micro_batch=1, loss=plain)
 
     with pytest.warns(autoaccum.LossWarning, match="two samples .* do not fit at once, so .* not checked"):
         report = runner.step((torch.rand(12, 6), torch.randint(0, 3, (12,))))

@@ -251,34 +251,6 @@ def test_batch_that_is_larger_than_any_before_is_cut_smaller_before_it_fails():
     assert told.reports[4].micro_batches == (64,)
 
 
-def test_lengths_that_rise_do_not_make_micro_batches_ever_smaller():
-    lengths = list(range(5, 61, 2))
-
-    _, told, result = fit("3MiB", 40, Pooled(), texts(lengths))
-
-    assert result.oom_events <= 1
-    assert max(told.reports[-2].micro_batches) >= 8
-    assert sum(len(report.micro_batches) for report in told.reports) <= 8 * len(told.reports)
-
-
-def test_memory_that_does_not_go_with_bytes_is_no_reason_to_give_up():
-    class Hidden(Pooled):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.head = (
-                nn.Embedding(50, 4),
-                nn.Sequential(nn.Linear(4, 4096), nn.ReLU(), nn.Linear(4096, 4)),
-            )
-
-        def forward(self, tokens):
-            return self.head(self.embed(tokens).mean(1))
-
-    _, told, result = fit(1_000_000, 64, Hidden(), texts([64, 2, 64, 2] * 4))
-
-    assert result.steps == 4
-    assert max(told.reports[-1].micro_batches) >= 4
-
-
 # --- the clock --------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 import autoaccum
 from faults import differences, state_of
+from helpers import runner_of
 
 SAMPLES = 24
 LACK = torch.OutOfMemoryError("CUDA out of memory.")
@@ -168,7 +169,7 @@ def test_plan_that_had_shrunk_grows_back_where_training_goes_on_from_a_checkpoin
 
 def test_runner_alone_says_that_memory_ran_out_and_that_sizes_grew_back(capsys):
     model = Failing()
-    runner = autoaccum.Runner(model, None, autoaccum.plan(SAMPLES, 6), loss=nn.CrossEntropyLoss(), device="cpu")
+    runner = runner_of(model, samples=SAMPLES, micro_batch=6)
     model.arm(forward=2)
     for _ in range(LATER):
         runner.step(window(2))
@@ -312,9 +313,7 @@ def test_momentum_encoder_moves_once_a_micro_batch_also_where_the_loss_is_over_t
     for _ in range(4):
         expected = 0.5 * expected + 0.5 * model.encoder.weight.detach()
     optimizer = torch.optim.SGD(model.encoder.parameters(), lr=0.1)
-    runner = autoaccum.Runner(
-        model, optimizer, autoaccum.plan(SAMPLES, 6), loss=contrast, loss_scope="window", device="cpu"
-    )
+    runner = runner_of(model, optimizer, SAMPLES, 6, loss=contrast, loss_scope="window")
 
     runner.step((window(0)[0].double(), window(0)[1]))
 
@@ -324,7 +323,7 @@ def test_momentum_encoder_moves_once_a_micro_batch_also_where_the_loss_is_over_t
 def test_expanded_buffers_go_back_too():
     model = Failing()
     model.register_buffer("shape", torch.ones(1, 4).expand(3, 4))
-    runner = autoaccum.Runner(model, None, autoaccum.plan(SAMPLES, 6), loss=nn.CrossEntropyLoss(), device="cpu")
+    runner = runner_of(model, samples=SAMPLES, micro_batch=6)
     model.arm(forward=2)
 
     assert runner.step(window(0)).oom_events == 1

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler as TorchBatchSampler
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import autoaccum
 import warm
 from autoaccum.errors import CheckpointError
 from folders import TESTS
-from helpers import a_few_of
+from helpers import a_few_of, fit_quietly
 from long_runs import (
     BATCH,
     EPOCHS,
@@ -490,7 +491,7 @@ class CountedData(Noisy):
 
 
 def stateful_loader():
-    return loader_of(Noisy(), pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader)
+    return loader_of(Noisy(), StatefulDataLoader)
 
 
 @pytest.mark.parametrize("step", [3, STEPS_PER_EPOCH, 7])
@@ -499,8 +500,7 @@ def test_stateful_loader_is_set_to_its_state(tmp_path, step):
 
 
 def test_stateful_loader_begins_the_epoch_that_it_would_have_begun(tmp_path):
-    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    options = {"loader": lambda: loader_of(Noisy(), stateful)}
+    options = {"loader": stateful_loader}
     whole = Run(**options)
     whole.fit()
     Run(checkpoint=tmp_path, **options).fit(epochs=1)
@@ -513,8 +513,7 @@ def test_stateful_loader_begins_the_epoch_that_it_would_have_begun(tmp_path):
 
 
 def test_stateful_loader_is_not_wound(tmp_path):
-    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    options = {"loader": lambda: loader_of(CountedData(), stateful), "epochs": 1, "val_loader": None}
+    options = {"loader": lambda: loader_of(CountedData(), StatefulDataLoader), "epochs": 1, "val_loader": None}
     stopped_at(4, tmp_path, **options)
     CountedData.drawn = 0
 
@@ -578,8 +577,7 @@ def test_loader_with_a_state_and_batches_of_any_size_goes_on(tmp_path, sizes, op
 
 
 def test_stateful_loader_with_workers_gives_the_rest_of_the_epoch(tmp_path):
-    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    options = {"loader": lambda: loader_of(Noisy(), stateful, num_workers=2)}
+    options = {"loader": lambda: loader_of(Noisy(), StatefulDataLoader, num_workers=2)}
     whole = Run(**options)
     whole.fit()
     stopped_at(7, tmp_path, **options).loader._iterator = None  # else its workers live on beside the next ones
@@ -772,9 +770,7 @@ def test_call_outside_of_the_main_thread_says_that_signals_write_no_checkpoint(t
 def train(folder, **options):
     torch.manual_seed(0)
     loader = [(torch.randn(4, 4), torch.randint(2, (4,))) for _ in range(2)]
-    return autoaccum.fit(
-        nn.Linear(4, 2), loader, 4, device="cpu", checkpoint=folder, checkpoint_every=1, progress=False, **options
-    )
+    return fit_quietly(nn.Linear(4, 2), loader, 4, checkpoint=folder, checkpoint_every=1, **options)
 
 
 def test_equal_losses_leave_the_best_checkpoint_where_it_was_after_a_resume(tmp_path):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import autoaccum
+from helpers import fit_quietly
 
 LARGEST = 16
 
@@ -53,7 +54,7 @@ def test_sample_is_left_out_and_the_mean_runs_over_the_rest(place, micro_batch):
     wide = (torch.randn(1, 40, dtype=torch.float64), torch.tensor([0]))
 
     model = RunsOut()
-    result = autoaccum.fit(
+    result = fit_quietly(
         model,
         [*loader[:place], wide, *loader[place + 1 :]],
         4,
@@ -61,7 +62,6 @@ def test_sample_is_left_out_and_the_mean_runs_over_the_rest(place, micro_batch):
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         device=autoaccum.Simulated("1GiB"),
         precision="fp32",
-        progress=False,
         micro_batch=micro_batch,
         on_too_large="skip",
     )
@@ -139,7 +139,4 @@ def test_epoch_of_which_nothing_fits_any_more_ends_the_training():
     loader = [(torch.randn(2, 4), torch.randint(2, (2,))) for _ in range(1)]
 
     with pytest.raises(autoaccum.DoesNotFitError, match="no sample of epoch"):
-        autoaccum.fit(
-            Leaks(), loader, 2, loss=nn.CrossEntropyLoss(), device="cpu", max_steps=100, micro_batch=2,
-            on_too_large="skip", progress=False,
-        )  # fmt: skip
+        fit_quietly(Leaks(), loader, 2, loss=nn.CrossEntropyLoss(), max_steps=100, micro_batch=2, on_too_large="skip")

@@ -13,6 +13,7 @@ from transformers import BatchEncoding
 
 import autoaccum
 from faults import differences, state_of
+from helpers import runner_of
 
 LINES = 3  # the most that an error takes, at 120 characters
 
@@ -52,17 +53,6 @@ def window(samples=8, features=4, seed=0):
     return torch.randn(samples, features, generator=chance), torch.randint(0, 3, (samples,), generator=chance)
 
 
-def runner_of(model, *, samples=8, micro_batch=8, optimizer=None, loss=None, **options):
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return autoaccum.Runner(
-        model,
-        torch.optim.SGD(trained, 0.1) if optimizer is None else optimizer,
-        autoaccum.plan(samples, micro_batch),
-        loss=nn.CrossEntropyLoss() if loss is None else loss,
-        **{"device": "cpu"} | options,
-    )
-
-
 def assert_short(error):
     lines = textwrap.wrap(str(error), 120)
     assert len(lines) <= LINES, lines
@@ -96,34 +86,23 @@ MOVES = [
 ]
 
 
+@pytest.mark.parametrize("error", [None, ValueError("mine")], ids=["memory", "another error"])
 @pytest.mark.parametrize(("kind", "shape", "before"), MOVES)
-def test_memory_that_runs_out_takes_back_what_the_failed_pass_wrote_and_no_more(kind, shape, before, lack):
-    model = Counts(kind, shape, lack)
+def test_failure_takes_back_what_the_failed_pass_wrote_and_no_more(kind, shape, before, error, lack):
+    model, made = Counts(kind, shape, lack), 0
     runner = runner_of(model)
     for _ in range(before):
         runner.step(window())
-    start = model.counted.max().item()
-    lack.arm(0)
+    lack.arm(0, error=error)
 
-    report = runner.step(window())
+    if error is None:
+        made = len(runner.step(window()).micro_batches)
+    else:
+        with pytest.raises(ValueError, match="mine"):
+            runner.step(window())
 
-    assert start == before
-    assert report.oom_events == 1
-    assert model.counted.min().item() == model.counted.max().item() == before + len(report.micro_batches)
-
-
-@pytest.mark.parametrize(("kind", "shape", "before"), MOVES)
-def test_another_error_takes_back_what_the_failed_pass_wrote_and_no_more(kind, shape, before, lack):
-    model = Counts(kind, shape, lack)
-    runner = runner_of(model)
-    for _ in range(before):
-        runner.step(window())
-    lack.arm(0, error=ValueError("mine"))
-
-    with pytest.raises(ValueError, match="mine"):
-        runner.step(window())
-
-    assert model.counted.min().item() == model.counted.max().item() == before
+    assert lack.hits == 1
+    assert model.counted.min().item() == model.counted.max().item() == before + made
 
 
 def assert_put_back_or_told(train, name):
@@ -202,29 +181,6 @@ def test_pass_that_fails_after_an_optimizer_stepped_in_it_is_told_as_damage_and_
         runner.step(window())
 
     assert (lack.calls, lack.hits) == (1, 1)
-
-
-# --- evaluation -------------------------------------------------------------------------------------------------------
-
-
-class Noisy(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 3)
-        self.noise = torch.Generator().manual_seed(3)
-
-    def forward(self, inputs):
-        return super().forward(inputs + torch.randn(inputs.shape, generator=self.noise))
-
-
-def test_evaluation_leaves_a_modules_own_generator_where_it_was():
-    model = Noisy()
-    runner = runner_of(model)
-    runner.step(window())
-    before = model.noise.get_state()
-
-    runner.evaluate([window()])
-
-    assert torch.equal(model.noise.get_state(), before)
 
 
 # --- the optimizer's step ---------------------------------------------------------------------------------------------
@@ -309,23 +265,6 @@ def counting_loss(lack):
         return functional.cross_entropy(outputs, targets)
 
     return loss, metric
-
-
-@pytest.mark.parametrize("held", ["by the loss", "by the model"])
-def test_metric_counts_each_sample_of_a_runner_once(held, lack):
-    loss, metric = counting_loss(lack)
-    model = nn.Linear(4, 3)
-    if held == "by the model":
-        model, loss = Counting(lack), functional.cross_entropy
-        metric = model.seen
-    runner = runner_of(model, samples=13, micro_batch=5, loss=loss)
-    runner.step(window(13))
-    for _ in range(3):
-        lack.arm(1)
-        runner.step(window(13))
-
-    assert lack.hits == 1
-    assert metric.compute() == 4 * 13
 
 
 @pytest.mark.parametrize("held", ["by the closure", "by the model"])

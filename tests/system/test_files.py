@@ -30,8 +30,16 @@ def test_link_in_the_place_of_a_checkpoint_is_replaced_and_not_written_through(t
     assert precious.read_text() == "mine"
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "sparse"])
-@pytest.mark.parametrize("name", ["", "manifest.json", "state.pt"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("pipe", ""),
+        ("pipe", "manifest.json"),
+        ("folder", "state.pt"),
+        ("device", "state.pt"),
+        ("sparse", "manifest.json"),
+    ],
+)
 def test_what_is_no_file_is_no_checkpoint_and_the_one_before_is_taken(tmp_path, kind, name):
     storage = Storage(tmp_path)
     storage.write({"x": 1}, 1)
@@ -43,7 +51,7 @@ def test_what_is_no_file_is_no_checkpoint_and_the_one_before_is_taken(tmp_path, 
         place.mkdir()
     elif kind == "device":
         place.symlink_to("/dev/zero")
-    elif name != "state.pt":  # which is read to its end
+    else:
         with place.open("wb") as file:
             file.truncate(1 << 40)
 
@@ -113,7 +121,7 @@ def test_block_that_raises_leaves_what_was_there_and_nothing_else(tmp_path, erro
     assert names(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("path", [None, 3, b"report.html", "", "a\0b", ["report.html"]])
+@pytest.mark.parametrize("path", [None, b"report.html", "a\0b"])
 def test_what_is_no_path_is_refused(path):
     with pytest.raises(InvalidInputError, match=r"^path="), beside(path):
         raise AssertionError

@@ -1,6 +1,5 @@
 """What the package says of itself where only its source is on the path, and no metadata of a distribution."""
 
-import json
 import os
 import subprocess
 import sys
@@ -28,10 +27,3 @@ def run_source(tmp_path):
 
 def test_source_without_metadata_is_of_an_unknown_version(run_source):
     assert run_source("-c", "import autoaccum; print(autoaccum.__version__)") == "unknown\n"
-
-
-def test_doctor_says_that_the_version_is_unknown_and_nothing_of_extras(run_source):
-    installed = json.loads(run_source("-m", "autoaccum", "doctor", "--json"))["installation"]
-
-    assert installed["autoaccum"] == "unknown"
-    assert "optional packages" not in installed
