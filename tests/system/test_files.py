@@ -4,14 +4,12 @@ import os
 import shutil
 
 import pytest
-import torch
 
-import autoaccum
 from autoaccum._system import files
 from autoaccum._system.files import beside, check_place
 from autoaccum._system.notices import Notices
 from autoaccum._training.checkpoint_files import Storage
-from autoaccum._training.checkpoints import Checkpoints
+from autoaccum._training.checkpoints import Saving
 from autoaccum.errors import InvalidInputError
 
 
@@ -65,24 +63,12 @@ def test_what_is_no_file_is_no_checkpoint_and_the_one_before_is_taken(tmp_path, 
 
 
 def test_note_of_lack_of_memory_that_is_a_pipe_is_passed_over_and_replaced(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = Saving(tmp_path, None, "auto")
     os.mkfifo(tmp_path / "out-of-memory.json")
 
     assert checkpoints.cap(Notices(silent=True)) is None
     checkpoints.note_lack(10, "too large")
     assert checkpoints.cap(Notices(silent=True)) == 7
-
-
-def test_note_of_lack_of_memory_is_forgotten_once_a_checkpoint_was_written(tmp_path):
-    loader = [(torch.ones(4, 2), torch.ones(4, 1))] * 3
-    options = {"device": "cpu", "micro_batch": 4, "progress": False, "checkpoint": tmp_path}
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.note_lack(2, "too large")
-
-    result = autoaccum.fit(torch.nn.Linear(2, 1), loader, 4, **options)
-
-    assert max(result.history[-1].micro_batches) == 1
-    assert checkpoints.cap(Notices(silent=True)) is None
 
 
 def test_report_is_written_beside_its_place_under_a_name_that_nobody_can_guess(tmp_path, precious):

@@ -57,3 +57,29 @@ def test_nan_is_a_warning_for_whoever_handles_the_lines(caplog):
         autoaccum.fit(nn.Linear(4, 2), windows, 4, device="cpu", progress=False)
 
     assert [record.levelno for record in caplog.records if "not finite" in record.getMessage()] == [logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("", ["epoch 1 done", "done: 3 steps", "LossWarning"]),
+        ("logging.getLogger('autoaccum').setLevel('ERROR'); warnings.simplefilter('ignore')", []),
+        ("progress = False", ["LossWarning"]),
+    ],
+)
+def test_lines_of_fit_are_silenced_by_logging_and_warnings_of_a_loss_by_warnings(setting, expected):
+    code = f"""
+import logging, warnings, torch, autoaccum
+progress = "lines"
+{setting}
+def loss(model, batch):
+    outputs = model(batch[0])
+    return torch.nn.functional.mse_loss(outputs, batch[1]) + outputs.mean(0).square().sum()
+batches = [(torch.randn(8, 3), torch.randn(8, 2))] * 3
+result = autoaccum.fit(torch.nn.Linear(3, 2), batches, 8, loss=[loss], device="cpu", micro_batch=4, progress=progress)
+print(len(result.warnings))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    found = [text for text in ("epoch 1 done", "done: 3 steps", "LossWarning") if text in done.stderr]
+    assert (done.stdout.strip(), found) == ("1", expected)
