@@ -49,6 +49,14 @@ def pairs(name):
     return [(), *((one,) for one in features), *itertools.combinations(features, 2)]
 
 
+def each_once(name):
+    """Return pairs in which each feature of a model occurs once, with another one than of other models."""
+    features = [alone[0] for alone in pairs(name) if len(alone) == 1]
+    step = 1 + 2 * MODELS.index(name)
+    order = [features[step * place % len(features)] for place in range(len(features))]
+    return [tuple(order[at : at + 2]) for at in range(0, len(order), 2)]
+
+
 class Residual(nn.Module):
     """A block that is repeated, so that it can be checkpointed."""
 

@@ -132,6 +132,7 @@ def test_settings_of_a_loss_that_change_between_windows_are_followed(batch, chan
     assert_same(found, wanted)
 
 
+@pytest.mark.slow  # it really fills its memory
 def test_checksums_of_frozen_parameters_take_no_memory_from_a_window_that_failed():
     """They are in double precision, and the failed micro-batch's graph lives as long as its error is handled."""
     script = textwrap.dedent(

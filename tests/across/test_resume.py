@@ -166,19 +166,6 @@ def test_run_stopped_after_any_window_goes_on_as_if_nothing_had_happened(tmp_pat
     assert result.checkpoint == tmp_path / f"step-{STEPS:08d}"
 
 
-def test_run_stopped_several_times_goes_on_as_if_nothing_had_happened(tmp_path):
-    assert_goes_on_as_if_nothing_had_happened(tmp_path, 2, 4, 9)
-
-
-def test_writing_checkpoints_changes_nothing(tmp_path):
-    whole = whole_run()
-    often = Run(checkpoint=tmp_path, checkpoint_every=1)
-
-    often.fit()
-
-    assert often.end == whole.end
-
-
 class FailOnce:
     """Raises what it was given the n-th time it is called."""
 

@@ -15,6 +15,7 @@ from helpers import fit_quietly
 from rank_training import FAR, assert_alike, far, sgd
 
 TARGET = 16
+OF_ROWS = {"loss": split_training.mean, "forward": split_training.forward, "device": "cpu"}
 
 
 class Failing(nn.Module):
@@ -69,15 +70,7 @@ def test_fit_makes_the_updates_of_whole_windows():
 
 def test_runner_takes_the_windows_of_a_split():
     model, split = split_training.net(), split_training.split()
-    runner = autoaccum.Runner(
-        model,
-        sgd(model.parameters()),
-        autoaccum.plan(TARGET, 5),
-        loss=split_training.mean,
-        forward=split_training.forward,
-        split=split,
-        device="cpu",
-    )
+    runner = autoaccum.Runner(model, sgd(model.parameters()), autoaccum.plan(TARGET, 5), split=split, **OF_ROWS)
 
     for window in autoaccum.windows(loader(), TARGET, split=split):
         runner.step(window)
@@ -117,15 +110,7 @@ def test_micro_batch_is_found_by_samples():
     model, batch = Failing(rows=60), split_training.rows(8)
     before = copy.deepcopy(model.state_dict())
 
-    result = autoaccum.find_micro_batch(
-        model,
-        batch,
-        loss=split_training.mean,
-        forward=split_training.forward,
-        split=split_training.split(),
-        max_micro_batch=64,
-        device="cpu",
-    )
+    result = autoaccum.find_micro_batch(model, batch, split=split_training.split(), max_micro_batch=64, **OF_ROWS)
 
     repeated = [len(batch[number % 8][1]) for number in range(64)]
     assert result.micro_batch == max(n for n in range(65) if sum(repeated[:n]) <= 60)
@@ -137,12 +122,10 @@ def test_report_counts_by_the_split():
         split_training.net(),
         split_training.rows(8),
         TARGET,
-        loss=split_training.mean,
-        forward=split_training.forward,
         split=split_training.split(),
-        device="cpu",
         gpus="h100-80gb",
         loader=loader(),
+        **OF_ROWS,
     )
 
     assert report.fits
@@ -299,10 +282,9 @@ def test_window_of_another_split_than_the_runners_is_refused():
     split = split_training.split()
     (window, *_) = autoaccum.windows(loader(), TARGET, split=split)
     model = split_training.net()
-    options = {"loss": split_training.mean, "forward": split_training.forward, "device": "cpu"}
 
     for other in (None, split_training.split()):
-        runner = autoaccum.Runner(model, sgd(model.parameters()), autoaccum.plan(TARGET, 5), split=other, **options)
+        runner = autoaccum.Runner(model, sgd(model.parameters()), autoaccum.plan(TARGET, 5), split=other, **OF_ROWS)
         with pytest.raises(InvalidInputError, match=r"made with split=ListOfSamples\(collate\), and the Runner has"):
             runner.step(window)
 

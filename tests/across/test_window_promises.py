@@ -105,6 +105,43 @@ def test_failure_takes_back_what_the_failed_pass_wrote_and_no_more(kind, shape, 
     assert model.counted.min().item() == model.counted.max().item() == before + made
 
 
+CHANGES = {
+    "assigned": lambda module: setattr(module, "seen", module.seen + 1),
+    "written through a view": lambda module: module.seen[:2].fill_(3.0),
+    "resized": lambda module: module.seen.resize_(18).fill_(7.0),
+    "emptied": lambda module: setattr(module, "seen", None),
+    "removed": lambda module: delattr(module, "seen"),
+    "added": lambda module: module.register_buffer("new", torch.ones(2)),
+    "there at last": lambda module: setattr(module, "absent", torch.ones(2)),
+}
+
+
+class Changes(nn.Module):
+    def __init__(self, change, lack):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(9))
+        self.register_buffer("absent", None)
+        self.head, self.change, self.fails = nn.Linear(4, 3), change, calling(lack)
+
+    def forward(self, inputs):
+        self.change(self)
+        self.fails()
+        return self.head(inputs)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_buffers_that_a_failed_pass_has_changed_in_any_way_are_as_before(change, lack):
+    model = Changes(change, lack)
+    runner, seen = runner_of(model), model.seen
+    lack.arm(0, error=ValueError("mine"))
+
+    with pytest.raises(ValueError, match="mine"):
+        runner.step(window())
+
+    assert model.seen is seen
+    assert (model.seen.tolist(), model.absent, [*dict(model.named_buffers())]) == ([0.0] * 9, None, ["seen"])
+
+
 def assert_put_back_or_told(train, name):
     """Either what is off by is 0 afterwards, or damage was told of, by name; never neither."""
     off, told = None, None

@@ -239,11 +239,3 @@ def test_help_and_run_start_without_torch(arguments):
     ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
 
     assert ended.stderr == "[]\n"
-
-
-def test_a_signal_that_was_ignored_stays_ignored_for_the_command_too():
-    source = "import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"
-
-    ended = run(python(source), preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-
-    assert ended.stdout == "True\n"

@@ -78,6 +78,7 @@ def test_process_that_is_started_under_a_limit_gets_what_there_was_before(found,
     assert seen[how] == seen["before"]
 
 
+@pytest.mark.slow  # a process for each limit
 @pytest.mark.parametrize("limit_mib", [20, 40])
 def test_small_convolutional_net_trains_under_small_limits_and_uses_them(limit_mib):
     # In a process of its own: it once ended in most runs with a device that was lost inside native code.
