@@ -356,14 +356,33 @@ def test_of_a_list_of_samples_the_largest_are_tried_first():
     assert set(widths[-2:]) == {9}
 
 
+class SmallGpt(nn.Module):
+    """Two layers of width 64 over 64 tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(500, 64), nn.Linear(64, 500)
+        layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, tokens):
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        return self.head(self.layers(self.tokens(tokens), mask=mask, is_causal=True)).transpose(1, 2)
+
+
 @pytest.mark.slow
-def test_images_are_found_within_three_percent_in_six_trials():
-    model = torchvision.models.resnet18(num_classes=10)
-    batch = torch.randn(4, 3, 96, 96), torch.randint(10, (4,))
+@pytest.mark.parametrize("device", ["simulated", "cpu"])
+@pytest.mark.parametrize(("kind", "limit"), [("resnet18", "700MiB"), ("gpt", "150MiB"), ("gpt", "225MiB")])
+def test_size_is_found_within_three_percent_in_six_trials(kind, limit, device):
+    """On the CPU under a real limit: what is above it, or one more, was tried."""
+    tokens = torch.randint(500, (4, 64))
+    images = torch.randn(4, 3, 96, 96), torch.randint(10, (4,))
+    model = SmallGpt() if kind == "gpt" else torchvision.models.resnet18(num_classes=10)
+    where = {"device": autoaccum.Simulated(limit)} if device == "simulated" else {"device": "cpu", "memory_limit": limit}
 
     found = autoaccum.find_micro_batch(
-        model, batch, loss=nn.CrossEntropyLoss(), device=autoaccum.Simulated("700MiB"), precision="fp32",
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), max_micro_batch=256,
+        model, (tokens, tokens) if kind == "gpt" else images, loss=nn.CrossEntropyLoss(), precision="fp32",
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), max_micro_batch=256, **where,
     )  # fmt: skip
 
     smallest_failed = min(trial.size for trial in found.trials if not trial.fits)
