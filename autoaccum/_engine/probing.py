@@ -190,8 +190,7 @@ def _search(
             reason = f"one sample alone is refused: {error}"
             raise sample_does_not_fit(step, reason, sample=running.sample()) from error
         on_trial(trials[-1])
-        fits = trials[-1].fits
-        search.tried(size, widths, running.extra_bytes(size) if fits else None, fits=fits)
+        search.tried(size, widths, running.extra_bytes(size), fits=trials[-1].fits)
     answer = max((trial.size for trial in trials if trial.fits), default=None)
     if answer is None:
         lack = running.lack

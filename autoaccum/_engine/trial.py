@@ -114,12 +114,12 @@ class Trials:
         return Trial(size, fits, peak, elapsed_s)
 
     def extra_bytes(self, size: int) -> int | None:
-        """Return what a size that fitted took of memory beside what is held; None if that is not counted.
+        """Return what a size took of memory beside what is held; None if that is not counted, or it did not run through.
 
         Of its step only what grows with the size: if the update takes more than a small micro-batch, all small ones
         share its peak.
         """
-        peak = self.growing_bytes[size]
+        peak = self.growing_bytes.get(size)
         return None if peak is None or self.held_bytes is None else peak - self.held_bytes
 
     def sample(self, name: str | None = None) -> str:

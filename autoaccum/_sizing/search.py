@@ -104,24 +104,26 @@ class Search:
         return min(most, size)
 
     def tried(self, size: int, widths: Widths, extra_bytes: int | None, *, fits: bool) -> None:
-        """Record a trial."""
+        """Record a trial, which may have been measured also where it ran above a soft limit."""
         confirms = self._begins_with is not None
         if fits:
             self.frontier.note(size, widths)
             self.is_done = confirms
-            if extra_bytes is not None:
-                self.frontier.measure(size, widths, max(1, extra_bytes))
-            return
-        if confirms:  # what an earlier run has measured does not hold any more
+        elif confirms:  # what an earlier run has measured does not hold any more
             self.frontier.forget()
             self._begins_with = None
-        self.frontier.fail(size, widths)
+        if extra_bytes is not None:
+            self.frontier.measure(size, widths, max(1, extra_bytes))
+        if not fits:
+            self.frontier.fail(size, widths)
 
     def _between(self, sure: int, too_many: int, predicted: int) -> int:
-        """Return a size between one that fits and one that does not: the predicted one, if that is well inside."""
-        is_inside = sure + max(1, (too_many - sure) // _GROWTH) <= predicted < too_many
-        if is_inside and self.frontier.failures < _MOST_FAILURES:
-            return predicted
+        """Return a size between one that fits and one that does not, as predicted; first one that could end the search."""
+        if self.frontier.failures < _MOST_FAILURES:
+            if sure + max(1, (too_many - sure) // _GROWTH) <= predicted < too_many:
+                return predicted
+            if predicted <= _closing(sure) < too_many:
+                return _closing(sure)
         return (sure + too_many) // 2 if too_many <= _GROWTH * sure else max(sure + 1, math.isqrt(sure * too_many))
 
     # --- windows ------------------------------------------------------------------------------------------------------
