@@ -33,10 +33,9 @@ from autoaccum.errors import (
 if TYPE_CHECKING:
     from autoaccum._callbacks import Callback, EarlyStopping, StopTraining
     from autoaccum._data.batches import Window
-    from autoaccum._data.packed_rows import PackedRows
     from autoaccum._data.pieces import Split
     from autoaccum._data.regrouping import windows
-    from autoaccum._data.splits import Along, ListOfSamples
+    from autoaccum._data.splits import Along, ListOfSamples, PackedRows
     from autoaccum._distributed.process_group import join_ranks
     from autoaccum._engine.any_batch import batched
     from autoaccum._engine.chunked_loss import ChunkedLoss
@@ -58,7 +57,7 @@ _HOMES = {
     "EarlyStopping": "_callbacks",
     "StopTraining": "_callbacks",
     "Window": "_data.batches",
-    "PackedRows": "_data.packed_rows",
+    "PackedRows": "_data.splits",
     "Split": "_data.pieces",
     "windows": "_data.regrouping",
     "Along": "_data.splits",

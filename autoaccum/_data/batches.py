@@ -16,9 +16,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, overload
 
 from autoaccum._arguments import shown
-from autoaccum._data.nesting import holds_tensor, numbers_in, shapes_of
+from autoaccum._data.nesting import elements_of, holds_tensor, numbers_in, shapes_of
 from autoaccum._data.pieces import NestedPiece, Span
-from autoaccum._data.splits import FIRST, Along, ByDefault, check_split, is_default, piece_of
+from autoaccum._data.splits import FIRST, Along, ByDefault, ListOfSamples, check_split, is_default, piece_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -395,3 +395,27 @@ def repeated(batch: Any, samples: int, split: Split | None = None) -> Any:
         if not isinstance(several, Window):
             window = repeating(several, samples, split)
     return window.cut(0, samples)
+
+
+# --- the order of samples ---------------------------------------------------------------------------------------------
+
+
+def by_size(batch: Any, split: Split | None) -> Any:
+    """Return a list of samples with the largest ones first, and any other batch as it is."""
+    return sorted(batch, key=elements_of, reverse=True) if isinstance(split, ListOfSamples) else batch
+
+
+def largest_first(window: Window) -> Window:
+    """Return a window of lists of samples with the largest ones first, and any other window as it is.
+
+    Each micro-batch then holds samples of like size, so that its collator pads little; and the one that takes most
+    memory is the first. Samples of one size stay in the loader's order.
+    """
+    if not isinstance(window.split, ListOfSamples):
+        return window
+    samples = [sample for part in window.raw() for sample in part]
+    sizes = list(map(elements_of, samples))
+    order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
+    found = Window.of_checked([[samples[index] for index in order]], window.split)
+    found.places = order
+    return found

@@ -13,7 +13,7 @@ from autoaccum._data.nesting import tensors_in
 from autoaccum._distributed.buckets import Buckets
 from autoaccum._engine.dtensor import is_spread
 from autoaccum._engine.forward_backward import TrainingStep
-from autoaccum._engine.optimizer_list import name_of
+from autoaccum._engine.optimizers import name_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

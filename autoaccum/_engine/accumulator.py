@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._data.sample_sizes import largest_first
-from autoaccum._engine.gradient_checks import no_gradient
+from autoaccum._data.batches import largest_first
+from autoaccum._engine.lack_of_memory import Phase
 from autoaccum._engine.peers import Alone
-from autoaccum._engine.phases import Phase
 from autoaccum._engine.steady import NotSteadyError
 from autoaccum._engine.window import Engine
+from autoaccum._engine.window_checks import no_gradient
 from autoaccum._records import BackwardReport, DeviceScalar
 from autoaccum._sizing.cache import CacheEntry
 from autoaccum._sizing.planner import plan

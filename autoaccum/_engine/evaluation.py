@@ -15,10 +15,9 @@ from torch import Tensor
 from autoaccum._data.batches import Window
 from autoaccum._data.nesting import copied, map_tensors
 from autoaccum._engine.does_not_fit import sample_does_not_fit, whole_does_not_fit
-from autoaccum._engine.lack_of_memory import resolvable_lack
+from autoaccum._engine.lack_of_memory import Phase, resolvable_lack
 from autoaccum._engine.metrics import CountingMetric, keeps_count, mean_of, metrics_by_name
 from autoaccum._engine.parts_that_fit import PartsThatFit
-from autoaccum._engine.phases import Phase
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.window_loss import WindowLoss
 from autoaccum._loss.loss_forms import Common

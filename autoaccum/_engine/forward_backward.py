@@ -15,8 +15,8 @@ from autoaccum._data.nesting import without_graphs
 from autoaccum._data.transfer import Transfer
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum._engine.gradients import LossSum
+from autoaccum._engine.lack_of_memory import Phase, Stage
 from autoaccum._engine.optimizer_step import Updates
-from autoaccum._engine.phases import Phase, Stage
 from autoaccum._loss import reported
 from autoaccum._loss.objective import no_gradient
 from autoaccum.errors import InvalidInputError
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from autoaccum._engine.gradient_checks import GradientChecks
     from autoaccum._engine.gradients import PartResult
     from autoaccum._engine.lack_of_memory import Witness
     from autoaccum._engine.options import Options
     from autoaccum._engine.precision import Precision
+    from autoaccum._engine.window_checks import GradientChecks
     from autoaccum._loss.loss_weights import Factors
     from autoaccum._loss.objective import Objective, Source
     from autoaccum._loss.terms import Term

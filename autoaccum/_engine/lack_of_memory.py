@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from autoaccum._oom import first_line, is_device_lost, is_oom, is_too_large, let_go
@@ -11,10 +13,9 @@ from autoaccum.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from autoaccum._engine.phases import Phase
-
     # Called on the first lack of memory, while the frames in which it happened still exist.
     Witness = Callable[..., None]
+
 
 # The most names in a message.
 _NAMED = 3
@@ -70,3 +71,28 @@ def first_of(names: Sequence[str]) -> str:
     """Return names in words, only the first of many."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
+
+
+class Phase(StrEnum):
+    """A phase of a window. Its value appears in `MemoryEvent.phase` and in reports."""
+
+    SAVE = "save"  # buffers and random state, to restore them later
+    WEIGH = "weigh"  # try the loss, and weigh micro-batches
+    TRANSFER = "transfer"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RESERVE = "reserve"  # memory for the optimizer's step
+    ADD = "add"  # a batch's gradient to earlier ones
+    REDUCE = "reduce"  # gradients over ranks
+    UNSCALE = "unscale"
+    CLIP = "clip"
+    OPTIMIZER = "optimizer"
+    EVALUATE = "evaluate"
+    ELSEWHERE = "on another rank"
+
+
+@dataclass(slots=True)
+class Stage:
+    """A training step's current phase, shared by its parts."""
+
+    phase: Phase = Phase.TRANSFER

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autoaccum._arguments import check_function, shown
 from autoaccum._data.nesting import map_tensors
-from autoaccum._engine.metric_states import is_metric
+from autoaccum._engine.savepoint import is_metric
 from autoaccum._loss.terms import in_full
 from autoaccum._oom import first_line, is_oom
 from autoaccum.errors import DoesNotFitError, InvalidInputError
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from autoaccum._engine.peers import Talk
+
 
 Metric = Callable[[Any, Any], Any]
 

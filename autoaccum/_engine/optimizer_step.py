@@ -7,6 +7,7 @@ copy of the parameters is kept in host memory.
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections import deque
@@ -17,17 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._python_dispatch import _get_current_dispatch_mode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from autoaccum._engine.optimizer_copy import OptimizerCopy, own_container, put_back
-from autoaccum._engine.phases import Phase, Stage
+from autoaccum._engine.lack_of_memory import Phase, Stage
 from autoaccum._memory._storages import Transients
 from autoaccum._oom import first_line, is_oom, let_go
 from autoaccum.errors import StateDamagedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from autoaccum._memory.base import MemoryBackend
@@ -217,7 +217,8 @@ class Updates:
     def _copied(self) -> OptimizerCopy | None:
         """Copy what the optimizer will write to host memory; None if only host memory is short."""
         try:
-            return OptimizerCopy(self._optimizer, self._scaler)
+            with self._memory.elsewhere():
+                return OptimizerCopy(self._optimizer, self._scaler)
         except Exception as error:
             # Lack of host memory says nothing about a step on another device: version counters have to suffice then.
             if self._memory.device.type == "cpu" or not is_oom(error):
@@ -258,6 +259,54 @@ def uncompiled(optimizer: torch.optim.Optimizer) -> AbstractContextManager[objec
         return nullcontext()
     eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return eager
+
+
+class OptimizerCopy:
+    """Copies in host memory of what an optimizer step writes: parameters, state, settings and the scaler's scale."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._scaler_state = None if scaler is None else scaler.state_dict()
+        self._holders = list(optimizer.state)
+        leaves, self._form = tree_flatten((list(optimizer.state.values()), optimizer.param_groups))
+        self._leaves = list(map(own_container, leaves))
+        tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self._copies = [(tensor, tensor._version, aside(tensor)) for tensor in tensors]
+
+    def undo(self) -> bool:
+        """Restore the state at the time of the copy; tensors keep their identity."""
+        with torch.no_grad():
+            for tensor, _, value in self._copies:
+                tensor.copy_(value)
+        state, groups = tree_unflatten(self._leaves, self._form)
+        put_back(self._optimizer, zip(self._holders, state, strict=True), groups)
+        if self._scaler is not None and self._scaler_state is not None:
+            self._scaler.load_state_dict(self._scaler_state)
+        return True
+
+    def was_written_unseen(self) -> bool:
+        """Whether a parameter has changed without its version counter, as by `parameter.data.add_(...)`."""
+        return any(
+            tensor.requires_grad and tensor._version == version and not torch.equal(tensor.detach().cpu(), value)
+            for tensor, version, value in self._copies
+        )
+
+
+def own_container(leaf: Any) -> Any:
+    """Return a copy of a container that PyTorch's trees do not look into (a Counter, a set); anything else as it is."""
+    return copy.copy(leaf) if isinstance(leaf, dict | list | set) else leaf
+
+
+def put_back(
+    optimizer: torch.optim.Optimizer, state: Iterable[tuple[Tensor, Any]], groups: list[dict[str, Any]]
+) -> None:
+    """Give an optimizer this state and these settings, in the objects that it has for them."""
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    for group, settings in zip(optimizer.param_groups, groups, strict=True):
+        group.clear()
+        group.update(settings)
 
 
 class _Written:
@@ -310,3 +359,13 @@ def _uses_lists(group: dict[str, Any]) -> bool:
     if foreach is None:  # the optimizer chooses: loops on the CPU, lists on a GPU
         return any(parameter.device.type != "cpu" for parameter in group["params"])
     return bool(foreach)
+
+
+def aside(tensor: Tensor) -> Tensor:
+    if is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "device_mesh"):  # but for DTensor
+        # `to` of some, such as torchao's states of 8 bits, shares memory where the device stays the same.
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: aside(getattr(tensor, name)) for name in names}
+        made: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+        return made
+    return tensor.detach().to("cpu", copy=True)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from autoaccum._data.batches import Window
 from autoaccum._engine.does_not_fit import sample_of
-from autoaccum._engine.lack_of_memory import resolvable_lack, told_damage
-from autoaccum._engine.phases import Phase
+from autoaccum._engine.lack_of_memory import Phase, resolvable_lack, told_damage
 from autoaccum._records import MemoryEvent
 from autoaccum._sizing.backoff import Backoffs, wait_for_memory
 from autoaccum._sizing.frontier import widths_between

@@ -18,23 +18,22 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum import _oom
 from autoaccum._arguments import check_one_batch, shown
-from autoaccum._data.batches import as_window
+from autoaccum._data.batches import as_window, largest_first
 from autoaccum._data.loaders import check_loader
 from autoaccum._data.random_state import RandomState
-from autoaccum._data.sample_sizes import largest_first
 from autoaccum._data.splits import ListOfSamples
 from autoaccum._engine import devices, optimizers, update_complete
 from autoaccum._engine.assembly import assemble
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.events import Events
 from autoaccum._engine.forward_backward import drop_old_gradients
-from autoaccum._engine.gradient_checks import no_gradient
 from autoaccum._engine.noise_scale import NoiseScale, shuffled
 from autoaccum._engine.options import Options
 from autoaccum._engine.peers import Alone
 from autoaccum._engine.savings import AVOIDABLE, Savings
 from autoaccum._engine.step_limit import LimitLifted, StepLimit, drawn
 from autoaccum._engine.window import Engine
+from autoaccum._engine.window_checks import no_gradient
 from autoaccum._loss.closures import used_by
 from autoaccum._loss.terms import not_finite
 from autoaccum._oom import let_go

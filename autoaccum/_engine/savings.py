@@ -1,30 +1,34 @@
 """What saves memory in the steps of a model: by name from the start, or added wherever not even one sample fits.
 
-`chunked_head.py`, `checkpointing.py` and `offloading.py` change the modules of a step in place, and give them back.
+`chunked_head.py`, `checkpointing.py` and `offloaded` change the modules of a step in place, and give them back.
 """
 
 from __future__ import annotations
 
+import functools
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
 
 from autoaccum._arguments import is_one_of, shown
 from autoaccum._engine.checkpointing import blocks_of, checkpointed, is_checkpointed_already
 from autoaccum._engine.chunked_head import chunked, find_heads
-from autoaccum._engine.offloading import offloaded
-from autoaccum._engine.replaced_forward import are_compiled, is_compiled, is_replaced
+from autoaccum._engine.replaced_forward import are_compiled, forward_replaced, is_compiled, is_replaced
 from autoaccum.errors import DoesNotFitError, InvalidInputError, SavingRefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import nn
 
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._system.notices import Notices
+
 
 CHUNKED, CHECKPOINT, OFFLOAD = "chunked_loss", "checkpoint", "offload"
 # From the cheapest on.
@@ -230,3 +234,46 @@ def _lack_of(name: str, modules: Sequence[nn.Module]) -> str:
         if is_compiled(part) and blocks.intersection(part.modules()):
             return "the blocks are compiled, and torch.compile fails on what is computed again; compile without them"
     return ""
+
+
+# --- the host's memory ------------------------------------------------------------------------------------------------
+
+
+# Smaller tensors are not worth the transfer to the host and back.
+_LEAST_OFFLOADED_BYTES = 4096
+
+
+@contextmanager
+def offloaded(modules: Sequence[nn.Module], memory: MemoryBackend) -> Iterator[str]:
+    """Keep tensors saved for backward in host memory until the backward pass needs them; yields that in words."""
+    with ExitStack() as changed:
+        for module in modules:
+            changed.enter_context(forward_replaced(module, functools.partial(_offloaded, module, memory)))
+        yield "what backward needs is kept in the host's memory"
+
+
+def _offloaded(module: nn.Module, memory: MemoryBackend, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Parameters and buffers stay on the device anyway.
+    stays = {part.untyped_storage()._cdata for part in (*module.parameters(), *module.buffers())}
+    is_pinned = memory.device.type == "cuda"
+
+    def pack(tensor: Tensor) -> Any:
+        # An expanded tensor occupies less memory than its shape suggests.
+        is_moved = tensor.layout is torch.strided and tensor.device == memory.device and 0 not in tensor.stride()
+        if not is_moved or tensor.nbytes < _LEAST_OFFLOADED_BYTES or tensor.untyped_storage()._cdata in stays:
+            # An output that is kept as it is would keep its graph, and that the output: a forward pass that fails
+            # before its backward pass would leave both in memory.
+            return tensor.detach()
+        with memory.elsewhere():
+            on_host = torch.empty_like(tensor, device="cpu", pin_memory=is_pinned)
+            return on_host.copy_(tensor), tensor.device
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        on_host, device = packed
+        # Always a copy: with a simulated device, both are in the same memory.
+        return torch.empty_like(on_host, device=device).copy_(on_host, non_blocking=is_pinned)
+
+    with saved_tensors_hooks(pack, unpack):
+        return forward(*args, **kwargs)

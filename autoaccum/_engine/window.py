@@ -26,14 +26,17 @@ from autoaccum._engine.does_not_fit import (
     sample_of,
     whole_does_not_fit,
 )
-from autoaccum._engine.gradient_checks import GradientChecks, refuse_hooks, warn_of_hooks
 from autoaccum._engine.gradients import PartResult, Progress
-from autoaccum._engine.lack_of_memory import resolvable_lack, told_damage
-from autoaccum._engine.moving_layers import warn_of_moving_layers
-from autoaccum._engine.phases import Phase
+from autoaccum._engine.lack_of_memory import Phase, resolvable_lack, told_damage
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.steady import NotSteadyError, SteadyPath
-from autoaccum._engine.time_first import TimeFirst
+from autoaccum._engine.window_checks import (
+    GradientChecks,
+    TimeFirst,
+    refuse_hooks,
+    warn_of_hooks,
+    warn_of_moving_layers,
+)
 from autoaccum._loss.loss_weights import NotCheckedError
 from autoaccum._oom import is_device_lost
 from autoaccum._sizing.headroom import Headroom

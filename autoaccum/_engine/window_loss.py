@@ -25,9 +25,9 @@ from autoaccum._data.nesting import copied, map_tensors, without_graphs
 from autoaccum._data.random_state import RandomState
 from autoaccum._data.splits import FIRST, Along
 from autoaccum._engine.forward_backward import check_weight
-from autoaccum._engine.gradient_checks import nodes
 from autoaccum._engine.gradients import LossSum, PartResult
-from autoaccum._engine.phases import Phase
+from autoaccum._engine.lack_of_memory import Phase
+from autoaccum._engine.window_checks import nodes
 from autoaccum._loss import reported
 from autoaccum._loss.closures import used_by
 from autoaccum._loss.loss_weights import Factors

@@ -326,6 +326,11 @@ _BY_NAME: dict[str, Callable[[Any, ReadTerm], list[ReadTerm]]] = {
 _HANDLERS: dict[str, Callable[[Any, ReadTerm], list[ReadTerm]]] = {}  # by the whole name of a node
 
 
+def stopped(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Let no gradient pass, as a hook of a node."""
+    return tuple(None if one is None else torch.zeros_like(one) for one in gradients)
+
+
 # --- saved numbers ----------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._loss.loss_check import share_a_divisor
 from autoaccum._loss.terms import Form, TermForm
 from autoaccum.errors import InvalidInputError, LossWarning
 
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 
 # The most divisors of their own that may meet in one gradient.
 _MOST_DIVISORS = 3
+# The relative difference of shares that single precision may cause.
+_SAME_SHARE = 1e-5
 
 
 class Common(Enum):
@@ -267,6 +268,15 @@ class LossForms:
                         "loss_reduction="
                     )
                 self.forms[name] = both
+
+
+def share_a_divisor(forms: Sequence[TermForm]) -> bool:
+    """Whether means are divided by numbers that are proportional to each other."""
+    return all(len(form.shares) == len(forms[0].shares) for form in forms) and all(
+        abs(one - first) <= _SAME_SHARE  # False for NaN
+        for form in forms
+        for one, first in zip(form.shares, forms[0].shares, strict=True)
+    )
 
 
 def _both(mine: Sequence[TermForm], theirs: Sequence[TermForm]) -> tuple[TermForm, ...] | None:

@@ -18,8 +18,7 @@ from torch._subclasses import FakeTensor
 
 from autoaccum._data.nesting import numbers_in
 from autoaccum._loss.batch_counts import ELEMENTS, SAMPLES, TARGETS, counts_of, in_words
-from autoaccum._loss.graph_reader import ReadTerm, read, weight_at_once
-from autoaccum._loss.loss_check import stopped
+from autoaccum._loss.graph_reader import ReadTerm, read, stopped, weight_at_once
 from autoaccum._loss.loss_forms import Common, LossForms
 from autoaccum._loss.terms import Form, TermForm, in_full
 from autoaccum.errors import InvalidInputError

@@ -21,13 +21,12 @@ from autoaccum._data.pieces import weigher_of
 from autoaccum._data.splits import ByDefault, check_split
 from autoaccum._loss import calling_conventions
 from autoaccum._loss.closures import Closure
-from autoaccum._loss.loss_check import MOST_SAMPLES
+from autoaccum._loss.loss_check import MOST_SAMPLES, TrialLosses
 from autoaccum._loss.loss_entries import TOTAL, Entries
 from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.loss_weights import LossWeights
 from autoaccum._loss.modes import run_eagerly
 from autoaccum._loss.terms import ELEMENTWISE, Form, Term, describe, is_pair, kind_of, of_torch, reported_term, term_of
-from autoaccum._loss.trial_losses import TrialLosses
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:

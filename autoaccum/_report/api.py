@@ -16,14 +16,13 @@ import torch
 from torch import nn
 
 from autoaccum._arguments import check_bool, check_call, check_positive_int, shown
-from autoaccum._data.batches import count
+from autoaccum._data.batches import by_size, count
 from autoaccum._data.loaders import check_loader
 from autoaccum._data.nesting import tensors_in
-from autoaccum._data.sample_sizes import by_size
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble, check_shapes
 from autoaccum._engine.batchnorm import BatchNorms
-from autoaccum._engine.optimizer_list import name_of
+from autoaccum._engine.optimizers import name_of
 from autoaccum._engine.options import Options
 from autoaccum._engine.precision import own_half_type
 from autoaccum._engine.savings import Savings, check_memory

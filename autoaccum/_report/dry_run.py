@@ -14,9 +14,8 @@ from torch import Tensor
 
 from autoaccum._data.batches import Window, count
 from autoaccum._data.nesting import plain_parts
-from autoaccum._engine.optimizer_copy import Snapshot
+from autoaccum._engine.probing import Snapshot, Trials, without_updates
 from autoaccum._engine.savepoint import Savepoint
-from autoaccum._engine.trial import Trials, without_updates
 from autoaccum._estimate.trace import Footprint
 from autoaccum._memory._storages import gradient_bytes
 from autoaccum._memory.limits import format_bytes

@@ -8,8 +8,8 @@ from torch import nn
 
 import autoaccum
 from autoaccum._engine import optimizer_step
+from autoaccum._engine.lack_of_memory import Stage
 from autoaccum._engine.optimizer_step import Updates
-from autoaccum._engine.phases import Stage
 from autoaccum._memory.host import Host
 from autoaccum._system.notices import Notices
 from faults import FailAt, differences, state_of

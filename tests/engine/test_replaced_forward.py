@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from autoaccum._engine.checkpointing import checkpointed
-from autoaccum._engine.offloading import offloaded
+from autoaccum._engine.savings import offloaded
 from autoaccum._memory import Simulated
 from fallback_models import Stack, a_step
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from autoaccum._data.random_state import RandomState
-from autoaccum._engine.optimizer_copy import Snapshot
+from autoaccum._engine.probing import Snapshot
 from autoaccum._engine.savepoint import Savepoint
 from helpers import CPU, assert_bitwise, classifier, labelled, state_of
 

@@ -9,8 +9,7 @@ from autoaccum._data.batches import Window
 from autoaccum._data.random_state import RandomState
 from autoaccum._engine import lack_of_memory
 from autoaccum._engine.forward_backward import TrainingStep
-from autoaccum._engine.optimizer_copy import OptimizerCopy
-from autoaccum._engine.optimizer_step import _Written
+from autoaccum._engine.optimizer_step import OptimizerCopy, _Written
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._system import signals
 from fault_cases import Case

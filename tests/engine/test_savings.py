@@ -11,7 +11,7 @@ from torch.nn import functional
 import autoaccum
 from autoaccum import Simulated
 from autoaccum._engine.checkpointing import checkpointed
-from autoaccum._engine.offloading import offloaded
+from autoaccum._engine.savings import offloaded
 from fallback_models import Feed, Stack, Wide, data, seed
 from helpers import CPU, assert_bitwise, live_tensors, state_of
 from rung_training import STEPS, assert_same, is_plain, replayed, trained

@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 from allocations import real_peak
 from autoaccum._engine.checkpointing import checkpointed
 from autoaccum._engine.chunked_head import chunked
-from autoaccum._engine.offloading import offloaded
+from autoaccum._engine.savings import offloaded
 from autoaccum._estimate.estimate import estimate_step, trace_step
 from autoaccum._estimate.gpus import Card
 from autoaccum._memory import Simulated

@@ -13,7 +13,7 @@ from autoaccum._data.batches import Window
 from autoaccum._data.transfer import Transfer
 from autoaccum._doctor import examine
 from autoaccum._engine import chunked_loss, devices
-from autoaccum._engine.offloading import offloaded
+from autoaccum._engine.savings import offloaded
 from autoaccum._memory import backend_for
 from autoaccum._system.notices import Notices
 from autoaccum.errors import DeviceMissingError

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 import autoaccum
-from autoaccum._engine.optimizer_list import OptimizerList
+from autoaccum._engine.optimizers import OptimizerList
 from autoaccum.errors import InvalidInputError
 from helpers import batches_of, labelled
 from long_runs import Run, stopped_at

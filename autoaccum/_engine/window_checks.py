@@ -9,20 +9,28 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from autoaccum._data.splits import is_default
+from autoaccum._engine.lack_of_memory import first_of
+from autoaccum._engine.replaced_forward import are_compiled
+from autoaccum._engine.savepoint import is_metric
+from autoaccum._oom import is_oom
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from torch import Tensor
-
+    from autoaccum._loss.objective import Objective
     from autoaccum._system.notices import Notices
+
 
 # The function by which modules run their backward hooks.
 _OF_MODULE_HOOKS = "BackwardHookFunctionBackward"
@@ -168,3 +176,91 @@ def no_gradient(parameters: Sequence[nn.Parameter]) -> InvalidInputError:
             "step for each micro-batch; remove the hooks, and pass the optimizer"
         )
     return InvalidInputError(f"the backward pass left no gradient on any parameter of the model{why}")
+
+
+# --- samples taken for time steps -------------------------------------------------------------------------------------
+
+
+_KINDS = (nn.RNNBase, nn.MultiheadAttention)
+_DIMS = 3  # (T, N, F)
+
+
+class TimeFirst:
+    """The modules that expect time first, until a pass has shown what they get; none if the user has given a split."""
+
+    def __init__(self, objective: Objective, notices: Notices) -> None:
+        self._objective = objective
+        self._notices = notices
+        self._watched: list[tuple[str, nn.Module]] = []
+        self._is_seen, self._finding = False, ""
+        if is_default(objective.split) and not are_compiled(objective.modules):
+            found = (named for root in objective.modules for named in root.named_modules())
+            self._watched = [(name, one) for name, one in found if isinstance(one, _KINDS) and not one.batch_first]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the passes in this block. Report a finding; where they fail, it is a note of the error instead."""
+        self._finding = ""
+        hooks = [
+            module.register_forward_pre_hook(partial(self._see, name), with_kwargs=True)
+            for name, module in self._watched
+        ]
+        try:
+            yield
+        except Exception as error:
+            if self._finding and not is_oom(error):
+                error.add_note(f"autoaccum: {self._finding}")
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if self._is_seen:
+            self._watched = []
+        if self._finding:
+            self._notices.say(self._finding, key="time first")
+
+    def _see(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = args[0] if args else kwargs.get("input", kwargs.get("query"))
+        if not isinstance(given, Tensor) or given.dim() != _DIMS or given.shape[0] == given.shape[1]:
+            return
+        self._is_seen, samples = True, self._objective.samples
+        if given.shape[0] == samples and not self._finding:
+            self._finding = (
+                f"{type(module).__name__} {name!r} has batch_first=False and gets a tensor of shape "
+                f"{tuple(given.shape)}, so it takes the {samples} samples of a micro-batch for time steps; if batches "
+                "are time-first, pass split=autoaccum.Along(1), or Along((1, 0)) for targets without time; if not, and "
+                "it is not meant to attend along another dimension, make it with batch_first=True"
+            )
+
+
+# --- layers that move -------------------------------------------------------------------------------------------------
+
+
+# The counter of normalisation layers, which only momentum=None reads.
+_OF_NORMS = "num_batches_tracked"
+
+
+def warn_of_moving_layers(
+    modules: Iterable[nn.Module], moved: Sequence[str], micro_batches: int, notices: Notices
+) -> None:
+    """Tell once which buffers and parameters have moved in a window of several micro-batches, given their names."""
+    if not moved:
+        return
+    usual = set(_usual(modules))
+    names = [name for name in moved if name not in usual and not name.endswith(_OF_NORMS)]
+    if names:
+        notices.say(
+            f"forward() moves {first_of(names)}: once for each micro-batch, {micro_batches} times in this update "
+            "instead of once, and later micro-batches meet other values than the first. For the whole batch's "
+            "gradient, collect in forward() what moves them, and move them once an update, from a callback's on_step "
+            "(docs/losses.md)",
+            key="moving layers",
+        )
+
+
+def _usual(modules: Iterable[nn.Module]) -> Iterable[str]:
+    """Yield the names of what is told elsewhere, or is meant to move: BatchNorm's statistics, metrics' states."""
+    for module in modules:
+        for path, part in module.named_modules():
+            if isinstance(part, _BatchNorm) or is_metric(part):
+                yield from (f"{path}.{name}" if path else name for name in part._buffers)

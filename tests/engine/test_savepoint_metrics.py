@@ -5,8 +5,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from autoaccum._engine.metric_states import MetricStates
-from autoaccum._engine.savepoint import Savepoint
+from autoaccum._engine.savepoint import MetricStates, Savepoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics")  # too few samples for a curve
 
