@@ -302,7 +302,7 @@ class Trials:
         return Trial(size, fits, peak, elapsed_s)
 
     def extra_bytes(self, size: int) -> int | None:
-        """Return what a size took of memory beside what is held; None if that is not counted, or it did not run through.
+        """Return what a size took of memory beside what is held; None if not counted, or if it did not run through.
 
         Of its step only what grows with the size: if the update takes more than a small micro-batch, all small ones
         share its peak.

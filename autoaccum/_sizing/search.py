@@ -118,7 +118,7 @@ class Search:
             self.frontier.fail(size, widths)
 
     def _between(self, sure: int, too_many: int, predicted: int) -> int:
-        """Return a size between one that fits and one that does not, as predicted; first one that could end the search."""
+        """Return a size between one that fits and one that does not: as predicted, or one that could end the search."""
         if self.frontier.failures < _MOST_FAILURES:
             if sure + max(1, (too_many - sure) // _GROWTH) <= predicted < too_many:
                 return predicted

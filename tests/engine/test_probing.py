@@ -378,7 +378,8 @@ def test_size_is_found_within_three_percent_in_six_trials(kind, limit, device):
     tokens = torch.randint(500, (4, 64))
     images = torch.randn(4, 3, 96, 96), torch.randint(10, (4,))
     model = SmallGpt() if kind == "gpt" else torchvision.models.resnet18(num_classes=10)
-    where = {"device": autoaccum.Simulated(limit)} if device == "simulated" else {"device": "cpu", "memory_limit": limit}
+    simulated = {"device": autoaccum.Simulated(limit)}
+    where = simulated if device == "simulated" else {"device": "cpu", "memory_limit": limit}
 
     found = autoaccum.find_micro_batch(
         model, (tokens, tokens) if kind == "gpt" else images, loss=nn.CrossEntropyLoss(), precision="fp32",
