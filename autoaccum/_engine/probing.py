@@ -184,7 +184,7 @@ def _search(
     if begins_with is None or begins_with > max_micro_batch:
         frontier.forget()
         begins_with = None
-    search = Search(frontier, begins_with=begins_with)
+    search = Search(frontier, begins_with=begins_with, is_soft=step.memory.is_soft)
     ((_, widths),) = repeating(batch, 1, step.objective.split).widths()[0]
     while (size := search.next_trial(widths, max_micro_batch, running.free_bytes)) is not None:
         line = frontier.line(widths)
