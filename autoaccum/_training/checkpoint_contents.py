@@ -29,11 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from autoaccum._data.loader_state import RandomStates
-    from autoaccum._data.random_state import RandomState
-    from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._engine.noise_scale import NoiseScale
-    from autoaccum._system.notices import Notices
-    from autoaccum._training.lr_schedule import Schedule
+    from autoaccum._training.one_call import Call
 
 # Of a moment.
 _COUNTS = ("windows", "samples", "evaluated", "last_val_loss")
@@ -109,35 +105,11 @@ class Kept:
 
 
 class Contents:
-    """What a checkpoint holds of one training run.
+    """What a checkpoint holds of one call of `fit`."""
 
-    Args:
-        step: Its model, optimizer and scaler.
-        schedule: Its learning-rate scheduler.
-        target_batch: Samples a window, or tokens.
-        random: Its random generators.
-        notices: Reports what a checkpoint cannot restore.
-        noise: Its gradient noise scale; None if that is not measured.
-        counts: What the target is counted in: `SAMPLES` or `TOKENS`.
-    """
-
-    def __init__(
-        self,
-        step: TrainingStep,
-        schedule: Schedule,
-        target_batch: int,
-        random: RandomState,
-        notices: Notices,
-        noise: NoiseScale | None = None,
-        counts: str = SAMPLES,
-    ) -> None:
-        self._noise = noise
-        self._counts = counts
-        self._step = step
-        self._schedule = schedule
-        self._target_batch = target_batch
-        self._random = random
-        self._notices = notices
+    def __init__(self, call: Call) -> None:
+        self._call, self._step, self._schedule = call, call.step, call.schedule
+        self._random, self._noise = call.random, call.noise
 
     @property
     def is_sharded(self) -> bool:
@@ -157,8 +129,8 @@ class Contents:
         state = optimizer.state_dict()
         return {
             "ranks": None if ranks is None else list(ranks),
-            "target_batch": self._target_batch,
-            "counts": self._counts,
+            "target_batch": self._call.target_batch,
+            "counts": self._call.counts,
             **{name: getattr(moment, name) for name in _COUNTS},
             "stopped": None if moment.stopped is None else asdict(moment.stopped),
             "modules": [_module_state(module) for module in self._step.objective.modules],
@@ -304,10 +276,10 @@ class Contents:
         if len(content["random"][-1]) != len(self._random.taken[-1]):
             yield "model", "its modules hold another number of random generators"
         theirs = content["target_batch"], content["counts"]
-        if theirs != (self._target_batch, self._counts):
+        if theirs != (self._call.target_batch, self._call.counts):
             there, here = (
                 f"{target}" if counts == SAMPLES else f"{target} tokens"
-                for target, counts in (theirs, (self._target_batch, self._counts))
+                for target, counts in (theirs, (self._call.target_batch, self._call.counts))
             )
             yield "target_batch", f"it was made with {there}, and this call has {here}"
 

@@ -9,7 +9,7 @@ from autoaccum._system import files
 from autoaccum._system.files import beside, check_place
 from autoaccum._system.notices import Notices
 from autoaccum._training.checkpoint_files import Storage
-from autoaccum._training.checkpoints import Saving
+from autoaccum._training.checkpoint_settings import Saving
 from autoaccum.errors import InvalidInputError
 
 
