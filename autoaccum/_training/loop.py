@@ -25,7 +25,7 @@ from autoaccum._training.validation import Validation
 from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from autoaccum._data.batches import Window
@@ -268,7 +268,7 @@ class Training:
                     "generator can be read only once, a DataLoader or a list every epoch"
                 )
                 if self._call.val_every is not None and progress.moment.windows and not self._is_evaluated:
-                    self._evaluate(progress.moment.position.epoch - 1, progress.evaluated)
+                    self._evaluate(progress.moment.position.epoch - 1)
                 break
             while window is not None and self._step_with(window):
                 # Release the window before loading the next one, so that memory holds only one of them.
@@ -335,9 +335,9 @@ class Training:
         if not position.closed:
             self._observers.on_epoch_end(position.epoch)
             is_due = self._call.val_every is None or (self._progress.ends_training and not self._is_evaluated)
-        if not is_due or not self._evaluate(position.epoch, self._progress.end_epoch):
+        if not is_due or not self._evaluate(position.epoch, ends_epoch=True):
             with signals.held():
-                self._progress.end_epoch(None)
+                self._progress.move_on(None, ends_epoch=True)
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate between two windows if `val_every` asks for it; return whether there was an evaluation."""
@@ -349,15 +349,15 @@ class Training:
             or self._is_evaluated
         ):
             return False
-        return self._evaluate(moment.position.epoch, self._progress.evaluated)
+        return self._evaluate(moment.position.epoch)
 
     @property
     def _is_evaluated(self) -> bool:
         """Whether the present moment was evaluated."""
         return self._progress.moment.evaluated == self._progress.moment.windows
 
-    def _evaluate(self, epoch: int, advance: Callable[[Evaluation], None]) -> bool:
-        """Evaluate if there is validation data, let `advance` move what moves with it, and save the best so far."""
+    def _evaluate(self, epoch: int, *, ends_epoch: bool = False) -> bool:
+        """Evaluate if there is validation data, move on, and save the best so far."""
         if self._validation is None:
             return False
         evaluation = self._validation.run(self._lifecycle.current.sizing.plan.micro_batch)
@@ -366,7 +366,7 @@ class Training:
         self._observers.on_evaluation(evaluation, epoch=epoch, step=windows)
         with signals.held():
             self._evaluations.append((windows, evaluation))
-            advance(evaluation)
+            self._progress.move_on(evaluation, ends_epoch=ends_epoch)
         self._interrupts.after_evaluation(evaluation)
         return True
 

@@ -212,49 +212,32 @@ class TrainingProgress:
         epochs = self._call.epochs
         return self._ends_here or (epochs is not None and self.moment.position.epoch >= epochs)
 
-    def evaluated(self, evaluation: Evaluation) -> None:
-        """Advance everything that moves with an evaluation between two windows.
-
-        Raises:
-            UpdateCompleteError: The scheduler failed.
-        """
-        self.is_whole = False
-        try:
-            self._schedule.after_evaluation(evaluation)
-        except Exception as error:
-            raise update_complete.wrapped(error, self.moment.windows, has_moved=False) from error
-        self.moment = replace(self._with(evaluation), random=self._random_states())
-        self.is_whole = True
-
-    def end_epoch(self, evaluation: Evaluation | None) -> None:
-        """Advance everything that moves after an epoch's last window, or after the last window of all.
+    def move_on(self, evaluation: Evaluation | None, *, ends_epoch: bool) -> None:
+        """Advance everything that moves between two windows.
 
         Args:
-            evaluation: The epoch's evaluation, if any.
+            evaluation: The evaluation of this moment, if any.
+            ends_epoch: Whether the epoch's last window, or the last of all, is done.
 
         Raises:
             UpdateCompleteError: The scheduler failed.
         """
         self.is_whole = False
-        position = self.moment.position
+        moment, position = self.moment, self.moment.position
         try:
             if evaluation is not None:
                 self._schedule.after_evaluation(evaluation)
-            if not position.closed:
+                moment = replace(moment, evaluated=moment.windows, last_val_loss=evaluation.loss)
+            if ends_epoch and not position.closed:
                 self._schedule.after_epoch()
         except Exception as error:
-            raise update_complete.wrapped(error, self.moment.windows, has_moved=False) from error
-        if self._ends_here:  # the epoch may have more windows
+            raise update_complete.wrapped(error, moment.windows, has_moved=False) from error
+        if ends_epoch and self._ends_here:  # the epoch may have more windows
             position = replace(position, closed=True)
-        else:
+        elif ends_epoch:
             position, self._windows = self._track.at_start(position.epoch + 1), None
-        moment = self.moment if evaluation is None else self._with(evaluation)
         self.moment = replace(moment, position=position, random=self._random_states())
         self.is_whole = True
-
-    def _with(self, evaluation: Evaluation) -> Moment:
-        """Return the present moment with its evaluation."""
-        return replace(self.moment, evaluated=self.moment.windows, last_val_loss=evaluation.loss)
 
     def go_to(self, moment: Moment) -> None:
         """Restore the loader and the random state of a moment.

@@ -446,25 +446,21 @@ def test_sigusr1_saves_at_the_end_of_the_window_and_training_goes_on(tmp_path, u
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_handlers_are_those_from_before_however_the_call_ends(tmp_path, fails):
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
-    inside = []
-    run = Run(checkpoint=tmp_path)
+def test_handlers_are_those_from_before_however_the_call_ends_and_without_checkpoints_all_the_time(tmp_path, fails):
+    def now():
+        return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+
+    before, inside = now(), []
+    looks = At(1, lambda: inside.append(now()[:2]))
 
     with contextlib.suppress(StoppedError):
-        run.fit(At(1, lambda: inside.append(signal.getsignal(signal.SIGTERM))), *([StopAt(2)] if fails else []))
+        Run(checkpoint=tmp_path).fit(looks, *([StopAt(2)] if fails else []))
+    after = now()
+    Run().fit(At(1, looks.action))
 
-    assert inside[0] is not before[0]
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
-
-
-def test_without_checkpoints_signals_keep_their_default_action():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
-    inside = []
-
-    Run().fit(At(1, lambda: inside.extend(signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1))))
-
-    assert inside == before
+    assert after == now() == before
+    assert inside[0] != before[:2]
+    assert inside[1] == before[:2]
 
 
 # --- whose checkpoint -------------------------------------------------------------------------------------------------
