@@ -166,21 +166,16 @@ def test_resume_false_starts_anew_and_moves_the_old_ones_aside_with_its_first(tm
     ("arguments", "message"),
     [
         ({"resume": "yes"}, "resume='yes' is unknown"),
-        ({"resume": None}, "resume=None is unknown"),
         ({"resume": True}, "resume= needs a folder"),
         ({"checkpoint_every": 5}, "checkpoint_every= needs a folder"),
         ({"checkpoint": 5}, "checkpoint=5 is not a path"),
-        ({"checkpoint": ""}, "checkpoint='' names no folder"),
         ({"checkpoint": "~nosuchuserx/x"}, "checkpoint='~nosuchuserx/x' is not a path"),
         ({"checkpoint": "a\0b"}, r"checkpoint='a\\x00b' names no folder"),
-        ({"checkpoint": "unused", "checkpoint_every": 0}, "checkpoint_every must be at least 1, got 0"),
         ({"checkpoint": "unused", "checkpoint_every": 1.5}, "checkpoint_every must be a whole number"),
         (
             {"checkpoint": "unused", "checkpoint_every": "5"},
             "checkpoint_every='5' is neither a number of updates",
         ),
-        ({"checkpoint": "unused", "checkpoint_every": "0min"}, "checkpoint_every='0min' is neither"),
-        ({"checkpoint_every": "15min"}, "checkpoint_every= needs a folder"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_refused_with_their_value(tmp_path, monkeypatch, arguments, message):
