@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EVERY = "10min"
 # By how much less is tried after what did not fit.
 _LESS = 0.7
-# Of the file that `note_lack` writes.
+# Of the file that `note_out_of_memory` writes.
 _MOST_NOTED_BYTES = 1 << 20
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
@@ -43,13 +43,15 @@ class Saving:
     resume: bool | str
 
     @property
-    def lack(self) -> Path:
-        """The file that `note_lack` writes."""
+    def note(self) -> Path:
+        """The file that `note_out_of_memory` writes."""
         return self.folder / "out-of-memory.json"
 
-    def note_lack(self, micro_batch: int, message: str, before_rename: Callable[[], None] | None = None) -> None:
+    def note_out_of_memory(
+        self, micro_batch: int, message: str, before_rename: Callable[[], None] | None = None
+    ) -> None:
         """Record for the next attempt that so many samples at once did not fit, since this process cannot go on."""
-        with files.replacing(self.lack, before_rename=before_rename) as unfinished:
+        with files.replacing(self.note, before_rename=before_rename) as unfinished:
             unfinished.write_text(json.dumps({"micro_batch": micro_batch, "message": message}) + "\n")
 
     def cap(self, notices: Notices) -> int | None:
@@ -57,8 +59,14 @@ class Saving:
         if self.resume is False:
             return None
         try:
-            size = check_positive_int("", json.loads(files.read(self.lack, _MOST_NOTED_BYTES))["micro_batch"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # or nothing that `note_lack` has written
+            size = check_positive_int("", json.loads(files.read(self.note, _MOST_NOTED_BYTES))["micro_batch"])
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ):  # or nothing that `note_out_of_memory` has written
             return None
         cap = max(1, int(size * _LESS))
         notices.say(f"micro-batches of at most {cap} samples in this call, since {size} ran out of memory before")

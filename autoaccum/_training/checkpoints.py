@@ -123,7 +123,7 @@ class Checkpoints:
         self.storage.tidy()
         folder = self.storage.folder
         if self.saving.resume is False:
-            self.saving.lack.unlink(missing_ok=True)
+            self.saving.note.unlink(missing_ok=True)
             if earlier := len(self.storage.found()):
                 self._notices.say(
                     f"training starts from scratch (resume=False); the {earlier} checkpoints in {folder} move to a "
@@ -223,7 +223,7 @@ class Checkpoints:
         path = None
         if world.decides:
             path = self.storage.write(content, moment.windows, val_loss=moment.val_loss)
-            self.saving.lack.unlink(missing_ok=True)  # the checkpoint has its sizes
+            self.saving.note.unlink(missing_ok=True)  # the checkpoint has its sizes
         path = Path(world.of_all("written", None if path is None else str(path))[0])
         self.storage.took(path, moment.val_loss)
         self._note(moment)
