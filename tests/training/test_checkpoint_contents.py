@@ -489,26 +489,35 @@ OTHERS = {
     "model with other parts": ({"model": Wider}, r"another model: it lacks more.bias, more.weight, which is here"),
     "model of another size": (
         {"model": Larger},
-        r"another model: first\.\w+ is \(8,.*\) of torch.float32 there and \(9,",
+        r"another model: it was made with first\.\w+ \(8,.*\) of torch.float32, and this call has \(9,",
     ),
-    "model of another type": ({"model": lambda: Model().double()}, r"float32 there and .* of torch.float64 here"),
-    "model that draws": ({"model": Drawing}, "another model: its modules hold another number of random generators"),
-    "optimizer": ({"optimizer": torch.optim.AdamW}, "another optimizer: Adam there and AdamW here"),
+    "model of another type": ({"model": lambda: Model().double()}, r"float32, and this call has .* of torch.float64"),
+    "model that draws": (
+        {"model": Drawing},
+        "another model: it was made with a number of random generators of 0, and this call has 1",
+    ),
+    "optimizer": (
+        {"optimizer": torch.optim.AdamW},
+        "another optimizer: it was made with Adam, and this call has AdamW",
+    ),
     "groups": (
         {"optimizer": lambda p: torch.optim.Adam([{"params": p[:1]}, {"params": p[1:]}])},
-        r"another optimizer: groups of \[6\] parameters there and of \[1, 5\] here",
+        r"another optimizer: it was made with groups of parameters of lengths \[6\], and this call has \[1, 5\]",
     ),
     "scheduler": (
         {"scheduler": torch.optim.lr_scheduler.ConstantLR},
-        "another scheduler: StepLR there and ConstantLR here",
+        "another scheduler: it was made with StepLR, and this call has ConstantLR",
     ),
     "order of parameters": (
         {"optimizer": lambda p: torch.optim.Adam([*p[2:4], *p[:2], *p[4:]])},
-        r"another optimizer: parameter 0 of group 0 is 0\.first\.weight there and 0\.norm\.weight here",
+        r"another optimizer: .* parameter 0 of group 0, 0\.first\.weight, and this call has 0\.norm\.weight",
     ),
-    "precision": ({"precision": "fp16"}, "another precision: it was made in fp32, and this call has fp16"),
+    "precision": ({"precision": "fp16"}, "another precision: it was made with fp32, and this call has fp16"),
     "target": ({"target_tokens": 12}, "another target_batch: it was made with 12, and this call has 12 tokens"),
-    "precision without a scaler": ({"precision": "bf16"}, "another precision: it was made in fp32, and this call has"),
+    "precision without a scaler": (
+        {"precision": "bf16"},
+        "another precision: it was made with fp32, and this call has bf16",
+    ),
 }
 
 
@@ -590,7 +599,7 @@ def test_checkpoint_of_another_kind_of_device_is_refused(tmp_path):
     stopped_at(4, tmp_path)
     edited(tmp_path, lambda content: content.update(device="cuda"))
 
-    with pytest.raises(CheckpointError, match="another device: it was made on cuda, and this is cpu"):
+    with pytest.raises(CheckpointError, match="another device: it was made with cuda, and this call has cpu"):
         Run(checkpoint=tmp_path).fit()
 
 
