@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -259,7 +260,7 @@ class Accumulator:
     def _added(self, window: Window) -> BackwardReport:
         """Add the gradient of a window; with memory="auto" save more wherever not even one sample fits."""
         if not self._savings.is_auto:
-            with self._savings.in_force():
+            with self._savings.in_force() if self._savings.names else nullcontext():
                 return self._accumulating.add(window)
         while True:
             known = self._accumulating.look_up(window)

@@ -199,7 +199,7 @@ class Windows:
         self._items = self._over_all_ranks(None if any(one is None for one in counts) else sum(counts))
         accumulator = self._accumulator_of(_inner(model))
         self._held.clear()
-        report = accumulator.backward(Window(batches, self._split))
+        report = accumulator.backward(batches[0] if len(batches) == 1 else Window(batches, self._split))
         # Those before are of samples that the loss was checked on, and of attempts that failed.
         log_held(trainer, self._held[-len(report.micro_batches) :])
         self.last_backward, self.is_computed = report, True

@@ -452,27 +452,6 @@ def test_trainer_that_dies_of_a_real_limit_ends_with_windowed(tmp_path):
     assert "evaluate" in done.stderr
 
 
-class Sizes(pl.Callback):
-    def __init__(self, callback):
-        self.callback, self.found = callback, []
-
-    def on_train_batch_end(self, *_):
-        self.found.append(self.callback.report.micro_batches)
-
-
-def test_size_that_was_found_is_remembered_for_the_next_start(monkeypatch, tmp_path):
-    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path))
-    starts = []
-    for _ in range(2):
-        callback = windowed(device=autoaccum.Simulated("1600KiB"))
-        starts.append(Sizes(callback))
-        fitted(Classifier(width=4000), vectors(), callback, starts[-1], epochs=2)
-
-    first, second = (sizes.found for sizes in starts)
-    assert len(first[0]) > 1  # the search
-    assert second[0] == first[-2]
-
-
 # --- what stays Lightning's -------------------------------------------------------------------------------------------
 
 

@@ -197,19 +197,6 @@ def test_fp16_is_scaled_as_by_the_trainer_whichever_operator_lacks_memory(tmp_pa
             assert mine == pytest.approx(other, rel=1e-3)
 
 
-def test_adapters_of_peft_are_trained(tmp_path):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
-
-    def with_adapters():
-        torch.manual_seed(1)
-        return peft.get_peft_model(model_of("llama"), config).double()
-
-    ours = trained(cut(), tmp_path, "llama", model=with_adapters())
-
-    assert_same(ours, trained(Trainer, tmp_path, "llama", model=with_adapters()))
-
-
 @pytest.mark.parametrize("memory", ["chunked_loss", "checkpoint:GPT2Block", "auto"])
 def test_what_saves_memory_changes_nothing_but_rounding(tmp_path, memory):
     ours = trained(cut(memory=memory), tmp_path, "gpt2")

@@ -324,21 +324,23 @@ def test_sample_that_does_not_fit_alone_is_told():
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 
-def sized(megabytes, **options):
-    """An accumulator on a device of so many megabytes beside the model, of which a sample takes about one."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+class Wide(nn.Module):
+    """A sample takes about a megabyte."""
 
-    class Wide(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = model
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
 
-        def forward(self, inputs):
-            return self.body(inputs.repeat(1, 1, 1)).mean(1)
+    def forward(self, inputs, targets=None):
+        outputs = self.body(inputs.repeat(1, 1, 1)).mean(1)
+        return outputs if targets is None else {"loss": functional.mse_loss(outputs, targets)}
 
+
+def sized(megabytes):
+    """An accumulator on a device of so many megabytes beside the model."""
     device = autoaccum.Simulated(f"{megabytes}MiB")
-    return autoaccum.Accumulator(Wide(), loss=nn.MSELoss(), device=device, notices=Notices(silent=True), **options)
+    return autoaccum.Accumulator(Wide(), loss=nn.MSELoss(), device=device, notices=Notices(silent=True))
 
 
 def rows(samples):
@@ -364,12 +366,88 @@ def cuts(accumulating, *, batches=4):
     return found
 
 
-def test_next_start_of_a_job_begins_with_the_size_that_was_found(monkeypatch):
-    searched = cuts(sized(24))
+class Start:
+    """A start of a job, by a loop of one's own or one of a framework; notes the micro-batches of its batches."""
 
-    found = cuts(sized(24), batches=1)[0]
+    def __init__(self, how, folder, batches=4):
+        self.found, self.batches = [], batches
+        self.options = {"device": autoaccum.Simulated("24MiB"), "notices": Notices(silent=True)}
+        getattr(self, how)(folder)
+
+    def loader(self):
+        return torch.utils.data.DataLoader(range(64 * self.batches), batch_size=64, collate_fn=self.collate)
+
+    def collate(self, numbers):
+        return dict(zip(("inputs", "targets"), rows(len(numbers)), strict=True))
+
+    def loop(self, _, backward=None):
+        model = Wide()
+        closure = lambda part: model(**part)["loss"]  # noqa: E731
+        backward = backward or autoaccum.Accumulator(model, closure=closure, **self.options).backward
+        for batch in self.loader():
+            self.found.append(backward(batch).micro_batches)
+            model.zero_grad()
+
+    def accelerate(self, folder):
+        accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+        from autoaccum.integrations.accelerate import windowed  # noqa: PLC0415
+
+        model = accelerator.prepare(Wide())
+        self.loop(folder, windowed(accelerator, model, closure=lambda part: model(**part)["loss"], **self.options))
+
+    def transformers(self, folder):
+        kind = pytest.importorskip("transformers")
+        from autoaccum.integrations.transformers import windowed  # noqa: PLC0415
+
+        noted, args = self.found, {"max_steps": self.batches, "per_device_train_batch_size": 64, "save_strategy": "no"}
+        args |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "remove_unused_columns": False}
+
+        class Noting(kind.TrainerCallback):
+            def on_step_end(self, *_, **__):
+                noted.append(trainer.autoaccum.last_backward.micro_batches)
+
+        trainer = windowed(kind.Trainer, **self.options)(
+            Wide(),
+            kind.TrainingArguments(str(folder), dataloader_pin_memory=False, **args),
+            train_dataset=range(64 * self.batches),
+            data_collator=self.collate,
+            callbacks=[Noting()],
+        )
+        trainer.train()
+
+    def lightning(self, _):
+        pl = pytest.importorskip("lightning.pytorch")
+        from autoaccum.integrations.lightning import Windowed  # noqa: PLC0415
+
+        callback, noted = Windowed(**self.options), self.found
+
+        class Module(pl.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.model = Wide()
+
+            def training_step(self, batch):
+                return self.model(**batch)["loss"]
+
+            def on_train_batch_end(self, *_):
+                noted.append(callback.report.micro_batches)
+
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        options = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+        pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[callback], **options).fit(Module(), self.loader())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", ["loop", "accelerate", "transformers", "lightning"])
+def test_next_start_of_a_job_begins_with_the_size_that_was_found(monkeypatch, tmp_path, how):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    searched = Start(how, tmp_path).found
+
+    found = Start(how, tmp_path, batches=1).found[0]
     monkeypatch.setenv("AUTOACCUM_CACHE_DIR", "")
-    forgotten = cuts(sized(24), batches=1)[0]
+    forgotten = Start(how, tmp_path, batches=1).found[0]
 
     assert searched[0][0] < searched[-1][0] < 64
     assert (found, forgotten) == (searched[-1], searched[0])
