@@ -23,7 +23,7 @@ from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.terms import everything_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep

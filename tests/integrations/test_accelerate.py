@@ -164,21 +164,6 @@ def test_out_of_memory_at_any_operator_changes_neither_parameters_nor_losses():
     assert hits >= 15
 
 
-def test_a_closure_may_call_the_prepared_model():
-    plain = Loop(is_plain=True).epoch()
-    other = Loop(most=5)
-    other.backward = windowed(
-        other.accelerator,
-        other.model,
-        closure=lambda batch: {"loss": cross_entropy(other.model(batch[0]), batch[1]), "rows": float(len(batch[0]))},
-        **options(),
-    )
-
-    other.epoch()
-
-    assert_same(plain, other)
-
-
 def test_precision_is_accelerates_own():
     plain = Loop(is_plain=True, dtype=torch.float32, mixed_precision="bf16")
     other = Loop(most=5, dtype=torch.float32, mixed_precision="bf16")
@@ -335,22 +320,13 @@ def test_a_model_that_is_not_prepared_is_refused():
         windowed(Accelerator(cpu=True), perceptron(), loss=cross_entropy)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [("DEEPSPEED", "DeepSpeed"), ("FSDP", "FSDP"), ("MEGATRON_LM", "Megatron-LM"), ("XLA", "XLA")]
-)
-def test_what_reduces_gradients_by_itself_is_refused_by_name(kind, name):
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"])
+def test_what_reduces_gradients_by_itself_is_refused_by_name(kind):
     loop = Loop(is_plain=True)
     loop.accelerator.state.distributed_type = DistributedType[kind]
 
-    with pytest.raises(autoaccum.errors.InvalidInputError, match=name):
+    with pytest.raises(autoaccum.errors.InvalidInputError, match=f"trains with {kind}"):
         windowed(loop.accelerator, loop.model, loss=cross_entropy)
-
-
-def test_what_cannot_save_memory_in_the_model_is_refused():
-    loop = Loop(is_plain=True)
-
-    with pytest.raises(autoaccum.errors.InvalidInputError, match="no repeated blocks"):
-        windowed(loop.accelerator, loop.model, loss=cross_entropy, memory="checkpoint", **options())
 
 
 def test_sample_that_does_not_fit_is_advised_options_of_the_adapter_alone():

@@ -15,7 +15,7 @@ from torch.nn import functional
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers import Trainer, TrainingArguments  # noqa: E402
 
 import autoaccum  # noqa: E402
 from autoaccum._system.notices import Notices  # noqa: E402
@@ -204,31 +204,6 @@ def test_what_saves_memory_changes_nothing_but_rounding(tmp_path, memory):
 
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=0.0, atol=1e-7)
     assert ours.state.global_step == theirs.state.global_step
-
-
-def test_callbacks_are_called_as_without(tmp_path):
-    def calls(trainer):
-        seen = []
-
-        class Recording(TrainerCallback):
-            def __getattribute__(self, name):
-                found = super().__getattribute__(name)
-                if not name.startswith("on_"):
-                    return found
-                return lambda args, state, control, **kwargs: seen.append((name, state.global_step))
-
-        trained(
-            trainer,
-            tmp_path,
-            callbacks=[Recording()],
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=3,
-            eval_strategy="steps",
-            eval_steps=2,
-        )
-        return seen
-
-    assert calls(cut()) == calls(Trainer)
 
 
 # --- memory that runs out ---------------------------------------------------------------------------------------------
@@ -535,12 +510,6 @@ def test_class_can_be_pickled_and_prints_its_own_name():
     assert repr(made) == "<class 'autoaccum.integrations.transformers.WindowedOfSums'>"
     assert written is Written
     assert "Written" in repr(Written)
-
-
-def test_device_may_be_simulated(tmp_path):
-    device = autoaccum.Simulated("1GiB")
-
-    assert_same(trained(cut(device=device), tmp_path, samples=12), trained(Trainer, tmp_path, samples=12))
 
 
 # --- losses of several terms ------------------------------------------------------------------------------------------

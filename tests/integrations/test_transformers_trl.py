@@ -6,8 +6,8 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
-peft = pytest.importorskip("peft")
 
+import peft
 import trl
 from datasets import Dataset
 

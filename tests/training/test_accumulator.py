@@ -724,18 +724,6 @@ def test_backward_within_backward_is_refused():
     assert gradients(model) == [None] * 6
 
 
-def test_gradients_that_can_be_differentiated_again_are_refused_by_name():
-    model = Failing()
-    accumulating = accumulator(model)
-
-    with pytest.raises(TypeError, match="unexpected keyword argument 'create_graph'"):
-        accumulating.backward(batch(), create_graph=True)
-    assert gradients(model) == [None] * 6
-    accumulating.backward(batch())
-
-    assert not any(gradient.requires_grad for gradient in gradients(model))
-
-
 def test_gradients_of_earlier_batches_are_not_lost_where_a_loss_changes_its_form():
     class Grown(nn.Module):
         def __init__(self):
