@@ -22,7 +22,6 @@ from autoaccum._system.notices import Notices
 from autoaccum.integrations.lightning import Windowed
 from faults import FailAt
 from small_samples import BATCH, CLASSES, WORDS, vectors, words_and_labels
-from warm import python
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
@@ -396,58 +395,6 @@ def test_out_of_memory_at_any_operator_changes_neither_parameters_nor_logs(on, r
         assert_same_log(expected, [without_values_of_parts(row) for row in rows(tmp_path / f"{point}")])
 
     assert hits == len(points)
-
-
-@pytest.mark.slow
-def test_trainer_that_dies_of_a_real_limit_ends_with_windowed(tmp_path):
-    code = """
-        import warnings
-        warnings.simplefilter("ignore")
-        import lightning.pytorch as pl, torch
-        from torch import nn
-        from autoaccum._memory import backend_for
-        from autoaccum.integrations.lightning import Windowed
-
-        class Wide(pl.LightningModule):
-            def __init__(self):
-                super().__init__()
-                self.body = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(20)])
-
-            def training_step(self, batch):
-                loss = self.body(batch[0]).square().mean()
-                self.log("loss", loss)
-                return loss
-
-            def validation_step(self, batch):
-                many = self.body(batch[0]).repeat(1, 100)
-                self.log("validation", many.square().mean())
-
-            def configure_optimizers(self):
-                return torch.optim.SGD(self.parameters(), lr=0.1)
-
-        def run(*callbacks):
-            data = torch.utils.data.TensorDataset(torch.randn(40_000, 64))
-            loader = torch.utils.data.DataLoader(data, batch_size=20_000)
-            options = dict(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
-            options |= dict(enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0)
-            trainer = pl.Trainer(callbacks=list(callbacks), **options)
-            trainer.fit(Wide(), loader, loader)
-            return trainer.global_step, sorted(trainer.callback_metrics)
-
-        try:
-            with backend_for(torch.device("cpu")).limited(96 << 20):
-                run()
-        except RuntimeError as error:
-            print("dies:", error)
-        print("ends:", *run(Windowed(memory_limit="96MiB")))
-    """
-    command = [*python(), "-c", textwrap.dedent(code)]
-
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-
-    assert "can't allocate memory" in done.stdout.split("ends:")[0]
-    assert "ends: 2 ['loss', 'validation']" in done.stdout, done.stderr[-3000:]
-    assert "evaluate" in done.stderr
 
 
 # --- what stays Lightning's -------------------------------------------------------------------------------------------

@@ -2,10 +2,8 @@
 
 import contextlib
 import math
-import os
 import pickle
 import re
-import subprocess
 
 import pytest
 import torch
@@ -23,10 +21,8 @@ from autoaccum._training.accumulator import Accumulator  # noqa: E402
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts  # noqa: E402
 from autoaccum.integrations.transformers import windowed  # noqa: E402
 from faults import FailAt  # noqa: E402
-from folders import TESTS  # noqa: E402
 from torchrun import found_by_ranks  # noqa: E402
 from trainers import MODELS, TEXT, WIDTH, collated, history, model_of, rows_of, trained, weights  # noqa: E402
-from warm import python  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -303,40 +299,6 @@ def test_evaluation_in_which_not_one_sample_fits_says_so(tmp_path, monkeypatch):
 
     with pytest.raises(autoaccum.DoesNotFitError, match=r"a sample of shapes .* in an evaluation on .*told to"):
         ours.evaluate()
-
-
-LIMITED = """
-import resource, sys
-import torch
-from trainers import trained, Trainer, model_of
-from autoaccum.integrations.transformers import windowed
-import transformers
-torch.set_num_threads(1)
-config = transformers.GPT2Config(vocab_size=2000, n_positions=32, n_embd=64, n_layer=2, n_head=2)
-model = transformers.GPT2LMHeadModel(config)
-kind = windowed(Trainer) if sys.argv[1] == "windowed" else Trainer
-trained(kind, sys.argv[2], model=model, samples=4, per_device_train_batch_size=4)  # what the first training loads
-held = int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmData"))) << 10
-resource.setrlimit(resource.RLIMIT_DATA, (held + (96 << 20), resource.RLIM_INFINITY))
-done = trained(kind, sys.argv[2], model=model, samples=800, per_device_train_batch_size=400)
-print("updates", done.state.global_step, "failures", done.autoaccum.last_backward.oom_events, done.autoaccum.plan)
-"""
-
-
-def limited(tmp_path, kind):
-    command = [*python(), "-c", LIMITED, kind, str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(TESTS)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
-
-
-@pytest.mark.slow
-def test_training_under_a_real_limit_ends_with_it_and_dies_without(tmp_path):
-    without, ours = limited(tmp_path, "plain"), limited(tmp_path, "windowed")
-
-    assert without.returncode != 0
-    assert "can't allocate memory" in without.stderr
-    assert ours.returncode == 0, ours.stderr
-    assert "updates 2" in ours.stdout
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import subprocess
 from contextlib import suppress
 
 import pytest
@@ -11,10 +12,13 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
+import warm
 from autoaccum._sizing.cache import Key
 from autoaccum._system.notices import Notices
 from faults import FailAt, InterruptAt
+from folders import TESTS
 from helpers import assert_bitwise, state_of
+from starts import Start, Wide, rows
 
 SAMPLES, CLASSES = 12, 3
 
@@ -324,27 +328,10 @@ def test_sample_that_does_not_fit_alone_is_told():
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 
-class Wide(nn.Module):
-    """A sample takes about a megabyte."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-
-    def forward(self, inputs, targets=None):
-        outputs = self.body(inputs.repeat(1, 1, 1)).mean(1)
-        return outputs if targets is None else {"loss": functional.mse_loss(outputs, targets)}
-
-
 def sized(megabytes):
     """An accumulator on a device of so many megabytes beside the model."""
     device = autoaccum.Simulated(f"{megabytes}MiB")
     return autoaccum.Accumulator(Wide(), loss=nn.MSELoss(), device=device, notices=Notices(silent=True))
-
-
-def rows(samples):
-    return torch.randn(samples, 1024, 64), torch.randn(samples, 8)
 
 
 def test_size_is_found_while_it_trains_and_kept():
@@ -366,91 +353,35 @@ def cuts(accumulating, *, batches=4):
     return found
 
 
-class Start:
-    """A start of a job, by a loop of one's own or one of a framework; notes the micro-batches of its batches."""
-
-    def __init__(self, how, folder, batches=4):
-        self.found, self.batches = [], batches
-        self.options = {"device": autoaccum.Simulated("24MiB"), "notices": Notices(silent=True)}
-        getattr(self, how)(folder)
-
-    def loader(self):
-        return torch.utils.data.DataLoader(range(64 * self.batches), batch_size=64, collate_fn=self.collate)
-
-    def collate(self, numbers):
-        return dict(zip(("inputs", "targets"), rows(len(numbers)), strict=True))
-
-    def loop(self, _, backward=None):
-        model = Wide()
-        closure = lambda part: model(**part)["loss"]  # noqa: E731
-        backward = backward or autoaccum.Accumulator(model, closure=closure, **self.options).backward
-        for batch in self.loader():
-            self.found.append(backward(batch).micro_batches)
-            model.zero_grad()
-
-    def accelerate(self, folder):
-        accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
-        from autoaccum.integrations.accelerate import windowed  # noqa: PLC0415
-
-        model = accelerator.prepare(Wide())
-        self.loop(folder, windowed(accelerator, model, closure=lambda part: model(**part)["loss"], **self.options))
-
-    def transformers(self, folder):
-        kind = pytest.importorskip("transformers")
-        from autoaccum.integrations.transformers import windowed  # noqa: PLC0415
-
-        noted, args = self.found, {"max_steps": self.batches, "per_device_train_batch_size": 64, "save_strategy": "no"}
-        args |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "remove_unused_columns": False}
-
-        class Noting(kind.TrainerCallback):
-            def on_step_end(self, *_, **__):
-                noted.append(trainer.autoaccum.last_backward.micro_batches)
-
-        trainer = windowed(kind.Trainer, **self.options)(
-            Wide(),
-            kind.TrainingArguments(str(folder), dataloader_pin_memory=False, **args),
-            train_dataset=range(64 * self.batches),
-            data_collator=self.collate,
-            callbacks=[Noting()],
-        )
-        trainer.train()
-
-    def lightning(self, _):
-        pl = pytest.importorskip("lightning.pytorch")
-        from autoaccum.integrations.lightning import Windowed  # noqa: PLC0415
-
-        callback, noted = Windowed(**self.options), self.found
-
-        class Module(pl.LightningModule):
-            def __init__(self):
-                super().__init__()
-                self.model = Wide()
-
-            def training_step(self, batch):
-                return self.model(**batch)["loss"]
-
-            def on_train_batch_end(self, *_):
-                noted.append(callback.report.micro_batches)
-
-            def configure_optimizers(self):
-                return torch.optim.SGD(self.parameters(), lr=0.1)
-
-        options = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-        pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[callback], **options).fit(Module(), self.loader())
+HOWS = ["loop", "accelerate", "transformers", "lightning"]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("how", ["loop", "accelerate", "transformers", "lightning"])
+@pytest.mark.parametrize("how", HOWS)
 def test_next_start_of_a_job_begins_with_the_size_that_was_found(monkeypatch, tmp_path, how):
+    pytest.importorskip(how if how != "loop" else "torch")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    searched = Start(how, tmp_path).found
 
-    found = Start(how, tmp_path, batches=1).found[0]
+    def found(batches):
+        return Start(how, tmp_path, batches, device=autoaccum.Simulated("24MiB")).found
+
+    searched, again = found(4), found(1)[0]
     monkeypatch.setenv("AUTOACCUM_CACHE_DIR", "")
-    forgotten = Start(how, tmp_path, batches=1).found[0]
+    forgotten = found(1)[0]
 
     assert searched[0][0] < searched[-1][0] < 64
-    assert (found, forgotten) == (searched[-1], searched[0])
+    assert (again, forgotten) == (searched[-1], searched[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOWS)
+def test_loop_that_dies_of_a_real_limit_ends_with_it(tmp_path, how):
+    pytest.importorskip(how if how != "loop" else "torch")
+    commands = [[*warm.python(), str(TESTS / "starts.py"), one, str(tmp_path)] for one in ("plain", how)]
+    plain, ours = (subprocess.run(one, capture_output=True, text=True, check=False) for one in commands)
+
+    assert "can't allocate memory" in plain.stderr
+    assert ours.stdout.splitlines()[-1:] == ["4 batches"], ours.stderr[-3000:]
 
 
 def test_batches_that_are_added_to_gradients_are_cut_smaller_for_the_memory_of_a_second_set():
@@ -478,35 +409,6 @@ def test_size_of_an_earlier_start_that_does_not_fit_any_more_is_searched_for_aga
 
     assert max(small[0]) < large[0]
     assert again[0] == small[-1]
-
-
-def test_host_limit_is_survived(tmp_path):
-    import subprocess  # noqa: PLC0415
-    import textwrap  # noqa: PLC0415
-
-    import warm  # noqa: PLC0415
-
-    script = """
-        import torch, autoaccum
-        from torch import nn
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 8))
-        plain = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 8))
-        plain.load_state_dict(model.state_dict())
-        inputs, targets = torch.randn(16, 512, 1024), torch.randn(16, 512, 8)
-        nn.functional.mse_loss(plain(inputs), targets).backward()
-        accumulating = autoaccum.Accumulator(model, loss=nn.MSELoss(), device="cpu", memory_limit="60MiB")
-        for _ in range(3):
-            model.zero_grad()
-            report = accumulating.backward((inputs, targets))
-        for one, other in zip(model.parameters(), plain.parameters()):
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-7)
-        print(max(report.micro_batches))
-    """
-    done = subprocess.run([*warm.python(), "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
-
-    assert done.returncode == 0, done.stderr
-    assert 1 <= int(done.stdout) < 16
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
