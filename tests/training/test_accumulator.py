@@ -146,6 +146,24 @@ def test_loss_over_the_whole_batch_is_exact():
     torch.testing.assert_close(torch.cat(report.outputs), Failing()(batch()[0]).detach())
 
 
+def test_dictionaries_are_exact_in_every_batch_also_where_the_loss_changes():
+    """Of these batches all but four take the short path."""
+    model, terms = Failing(), 1
+
+    def loss(outputs, targets):
+        return functional.cross_entropy(outputs, targets) + (outputs.square().mean() if terms > 1 else 0.0)
+
+    accumulating = accumulator(model, closure=lambda part: loss(model(part["in"]), part["out"]), micro_batch=5)
+    for number in range(14):
+        terms = 1 + (number > 9)
+        given = batch(number, SAMPLES if number != 6 else 7)
+        named = dict(zip(("in", "out"), given, strict=True))
+        accumulating.backward(dict(reversed(named.items())) if number == 5 else named)
+
+        assert_equal_gradients(model, of_whole(given, loss=loss))
+        model.zero_grad()
+
+
 def test_compiled_model_gets_the_same_gradient():
     model = Failing()
     model.compile(backend="aot_eager")
