@@ -299,7 +299,7 @@ def checkpointing(model):
 def test_model_is_gone_through_as_it_is_adapted(kind, precision):
     model, options = Blocks(), {"kind": kind, "precision": precision}
 
-    adapted, made = (peak_of(given, adapt=checkpointing, **options) for given in (model, Blocks))
+    adapted, made = (peak_of(given, adapts=[checkpointing], **options) for given in (model, Blocks))
 
     assert adapted == made == pytest.approx(peak_of(Blocks(recompute=True), **options), rel=0.02)
     assert not any("forward" in vars(module) for module in model.modules())
@@ -308,7 +308,7 @@ def test_model_is_gone_through_as_it_is_adapted(kind, precision):
 def test_estimate_of_an_adapted_model_is_what_a_real_step_allocates(two_threads):
     model = Blocks(dropout=0.1)
 
-    predicted = peak_of(model, adapt=checkpointing)
+    predicted = peak_of(model, adapts=[checkpointing])
 
     with checkpointing(model):
         assert predicted == pytest.approx(real_peak(model, batch_of((64,), 1024)), rel=0.01)
@@ -332,7 +332,7 @@ def test_estimate_of_a_loss_in_chunks_is_what_a_real_step_allocates(two_threads)
     model, tokens = Language(), torch.arange(8192).view(4, 2048) % 8000
 
     predicted, plain = (
-        trace_step(model, (tokens, tokens), sizes=[4], adapt=adapt).estimate().footprints[-1].peak_bytes
+        trace_step(model, (tokens, tokens), sizes=[4], adapts=[adapt] if adapt else []).estimate().footprints[-1].peak_bytes
         for adapt in (in_chunks, None)
     )
 
@@ -347,7 +347,7 @@ def test_what_is_kept_on_the_host_is_not_on_the_card(precision):
     card = Simulated(2**60, torch.device("cuda", 0))
 
     plain = peak_of(Blocks(), kind="cuda", precision=precision)
-    kept_on_host = peak_of(Blocks(), kind="cuda", precision=precision, adapt=lambda model: offloaded([model], card))
+    kept_on_host = peak_of(Blocks(), kind="cuda", precision=precision, adapts=[lambda model: offloaded([model], card)])
 
     assert kept_on_host < 0.5 * plain
 
