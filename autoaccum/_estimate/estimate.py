@@ -26,6 +26,7 @@ from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
     import torch
 
     from autoaccum._data.pieces import Split

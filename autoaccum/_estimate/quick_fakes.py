@@ -5,6 +5,7 @@ PyTorch's fakes look results up by forms too, but take several times as long.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,13 +90,18 @@ def _recipe(value: Any, given: Sequence[FakeTensor]) -> Recipe | None:
     form = _form(value, []) if type(value) is FakeTensor else None
     if form is None or value.fake_mode is not given[0].fake_mode:
         return None
+    return _recipe_of_tensor(value, form, given)
+
+
+def _recipe_of_tensor(value: FakeTensor, form: Any, given: Sequence[FakeTensor]) -> Recipe | None:
     shape, stride, offset, dtype, device = form
     mode = value.fake_mode
-    for number, one in enumerate(given):
-        if one is value:
-            return lambda given: given[number]
-        if _storage_of(one) == _storage_of(value):
-            return lambda given: _view(given[number], mode, form)
+    itself = next((number for number, one in enumerate(given) if one is value), None)
+    base = next((number for number, one in enumerate(given) if _storage_of(one) == _storage_of(value)), None)
+    if itself is not None:
+        return itemgetter(itself)
+    if base is not None:
+        return lambda given: _view(given[base], mode, form)
     if offset or value.untyped_storage().nbytes() != _bytes_of(value):
         return None
 
@@ -123,10 +129,9 @@ def _bytes_of(tensor: Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def _batch_norm(
-    source: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *_: Any
-) -> tuple[Tensor, ...] | None:
+def _batch_norm(source: Tensor, *others: Any) -> tuple[Tensor, ...] | None:
     """Return normalised values and the statistics kept for backward, which PyTorch's fake decomposes for long."""
+    training = others[4]
     if not training:
         return None
     # On a GPU, statistics of half-precision inputs are in float32.
@@ -135,9 +140,7 @@ def _batch_norm(
     return torch.empty_like(source), *(source.new_empty(source.shape[1], dtype=dtype) for _ in range(2))
 
 
-def _batch_norm_backward(
-    _: Tensor, source: Tensor, weight: Any, *others: Any
-) -> tuple[Tensor | None, ...] | None:
+def _batch_norm_backward(_: Tensor, source: Tensor, weight: Any, *others: Any) -> tuple[Tensor | None, ...] | None:
     *_, training, _eps, mask = others
     if not training or weight is None:
         return None

@@ -332,7 +332,10 @@ def test_estimate_of_a_loss_in_chunks_is_what_a_real_step_allocates(two_threads)
     model, tokens = Language(), torch.arange(8192).view(4, 2048) % 8000
 
     predicted, plain = (
-        trace_step(model, (tokens, tokens), sizes=[4], adapts=[adapt] if adapt else []).estimate().footprints[-1].peak_bytes
+        trace_step(model, (tokens, tokens), sizes=[4], adapts=[adapt] if adapt else [])
+        .estimate()
+        .footprints[-1]
+        .peak_bytes
         for adapt in (in_chunks, None)
     )
 
