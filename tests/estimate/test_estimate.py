@@ -4,8 +4,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from allocations import real_peak
+from autoaccum._engine import chunked_loss
 from autoaccum._engine.checkpointing import checkpointed
 from autoaccum._engine.chunked_head import chunked
+from autoaccum._engine.chunked_loss import ChunkedLoss
 from autoaccum._engine.offloading import offloaded
 from autoaccum._estimate.estimate import estimate_step, trace_step
 from autoaccum._estimate.gpus import Card
@@ -332,16 +334,32 @@ def test_estimate_of_a_loss_in_chunks_is_what_a_real_step_allocates(two_threads)
     model, tokens = Language(), torch.arange(8192).view(4, 2048) % 8000
 
     predicted, plain = (
-        trace_step(model, (tokens, tokens), sizes=[4], adapts=[adapt] if adapt else [])
-        .estimate()
-        .footprints[-1]
-        .peak_bytes
-        for adapt in (in_chunks, None)
+        trace_step(model, (tokens, tokens), sizes=[4], adapts=adapts).estimate().footprints[-1].peak_bytes
+        for adapts in ([in_chunks], [])
     )
 
     with in_chunks(model):
         assert predicted == pytest.approx(real_peak(model, (tokens, tokens)), rel=0.01)
     assert predicted < plain / 3
+
+
+@pytest.mark.card_fakes
+def test_a_loss_in_chunks_is_predicted_for_a_gpu_where_liger_is_installed(monkeypatch):
+    monkeypatch.setattr(chunked_loss, "has_kernel", lambda *_: pytest.fail("its kernel reads values"))
+    batch = torch.zeros(4, 1024, 32), torch.zeros(4, 1024, dtype=torch.long)
+
+    def in_chunks(head, batch):
+        return ChunkedLoss(head)(*batch)
+
+    def whole(head, batch):
+        return nn.functional.cross_entropy(head(batch[0]).mT, batch[1])
+
+    chunks, plain = (
+        estimate_step(nn.Linear(32, 8000), batch, card=CARD, sizes=[4], forward=forward).footprints[0].peak_bytes
+        for forward in (in_chunks, whole)
+    )
+
+    assert chunks < plain / 2
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
