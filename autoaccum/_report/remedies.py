@@ -147,35 +147,36 @@ class Remedies:
         self._unchanged = unchanged
         self._as_it_is = unchanged.estimate(place.card)
         self._place = place.as_tried(self._as_it_is)
+        self._before = self._place.largest(self._as_it_is, asked.most)
         self.failed: list[str] = []
 
     def all(self) -> tuple[Remedy, ...]:
         """Return the remedies, most effective first."""
-        most, least = self._asked.most, self._as_it_is.footprints[0].size
-        before = self._place.largest(self._as_it_is, most)
-        now_bytes = self._as_it_is.reserved_bytes(before or least)
-        found = []
-        for change, estimate, place in self._changed():
-            largest = place.largest(estimate, most)
-            peak = estimate.reserved_bytes(largest or least)
-            if largest > before or (largest == before > 0 and peak < now_bytes):
-                safe = min(largest, place.largest(estimate, most, safely=True))
-                found.append(Remedy(change.name, change.how, peak, largest, change.cost, safe, change.memory))
-        return tuple(sorted(found, key=lambda one: (-(one.micro_batch or 0), one.peak_bytes or 0)))
-
-    def _changed(self) -> Iterator[tuple[_Change, Estimate, Place]]:
-        changes, suffices = list(self._changes()), False
-        for change in changes:
-            if (estimate := self._made_by(change)) is not None:
-                yield change, estimate, self._place
-                most = self._asked.most
-                suffices = suffices or self._place.largest(estimate, most, safely=True) == most
+        changes = list(self._changes())
+        found = [self._tried(change) for change in changes]
         # What is kept on the host need not be computed again.
         others = [one for one in changes if one.name != _OFFLOADED]
+        suffices = any(one is not None and one.safe_micro_batch == self._asked.most for one in found)
         if len(others) > 1 and not suffices:
-            together = _all_of(others)
-            if (estimate := self._made_by(together)) is not None:
-                yield together, estimate, self._place
+            found.append(self._tried(_all_of(others)))
+        found += [self._remedy(*one) for one in self._elsewhere()]
+        helpful = [one for one in found if one is not None]
+        return tuple(sorted(helpful, key=lambda one: (-(one.micro_batch or 0), one.peak_bytes or 0)))
+
+    def _remedy(self, change: _Change, estimate: Estimate, place: Place) -> Remedy | None:
+        """Return a change with what would fit then; None if it does not help."""
+        largest = place.largest(estimate, self._asked.most)
+        size = largest or self._as_it_is.footprints[0].size
+        peak = estimate.reserved_bytes(size)
+        if largest < self._before or (
+            largest == self._before and (largest == 0 or peak >= self._as_it_is.reserved_bytes(size))
+        ):
+            return None
+        safe = min(largest, place.largest(estimate, self._asked.most, safely=True))
+        return Remedy(change.name, change.how, peak, largest, change.cost, safe, change.memory)
+
+    def _elsewhere(self) -> Iterator[tuple[_Change, Estimate, Place]]:
+        """Yield places with more memory for the step as it is."""
         if self._place.unlimited_bytes is not None:
             place = replace(self._place, room_bytes=self._place.unlimited_bytes)
             cost = "the memory that the limit keeps free"
@@ -205,12 +206,13 @@ class Remedies:
             cost = "activations have 8 significant bits"
             yield _Change("bf16", "precision='bf16'", cost, "bf16")
 
-    def _made_by(self, change: _Change) -> Estimate | None:
-        """Return the memory of the changed step; None if the user's model fails with the change."""
+    def _tried(self, change: _Change) -> Remedy | None:
+        """Trace the changed step; None if it does not help, or the user's model fails with it."""
         try:
             traced = self._traced(precision=change.precision) if change.precision else self._unchanged
             traced = traced.adapted(change.adapts) if change.adapts else traced
-            return (traced.changed(change.of_timeline) if change.of_timeline else traced).estimate(self._place.card)
+            traced = traced.changed(change.of_timeline) if change.of_timeline else traced
+            return self._remedy(change, traced.estimate(self._place.card), self._place)
         except Exception as error:
             # An input, or a tensor that the model makes, may not match the rest. Our own errors are bugs.
             if raised_here(error) and not isinstance(error, InvalidInputError):
