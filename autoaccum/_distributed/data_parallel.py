@@ -254,7 +254,7 @@ class DataParallel(Peers):
         Raises:
             RankFailedError: Another rank cannot continue.
         """
-        known, shares = self._known(given.slots), self._step.objective.weights.common is Common.NOTHING
+        known, shares = self._known(given.slots), self._step.objective.weights.common is Common.OWN_DIVISORS
         # New for every window, since the last one's values are read later; and allocated before the others wait for it.
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         is_stale = shares != (self.share is not None) or (shares and known != self._known_before)
@@ -383,7 +383,7 @@ class DataParallel(Peers):
     # --- what parts weigh ---------------------------------------------------------------------------------------------
 
     def _share_of(self, window: Window) -> Share | None:
-        if self._step.objective.weights.common is not Common.NOTHING:
+        if self._step.objective.weights.common is not Common.OWN_DIVISORS:
             return None
         said = self._weights_of_all(window)
         totals = {name: sum(one.get(name, 0.0) for one in said) for one in said for name in one}

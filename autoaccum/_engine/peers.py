@@ -87,12 +87,6 @@ class GradientPeers:
     def reduce(self, given: PartResult, work: Work, before_update: BeforeUpdate) -> WindowResult | None:
         """Reduce the parts of all processes to the gradient and the losses of the whole window, unscaled and clipped.
 
-        Args:
-            given: The results of this part's micro-batches.
-            work: Those micro-batches.
-            before_update: Called with the window's losses and its number of samples while the update can still be
-                abandoned.
-
         Returns:
             The window; None if the attempt must be repeated, since another process lacks memory or has learned more
             about what a loss runs over.
