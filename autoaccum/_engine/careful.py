@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import Progress
     from autoaccum._engine.noise_scale import NoiseScale, Spread
-    from autoaccum._engine.peers import GradientPeers, SharedWeights
+    from autoaccum._engine.peers import Peers, SharedWeights
     from autoaccum._engine.savepoint import Savepoint
     from autoaccum._loss.loss_weights import Factors
     from autoaccum._sizing.sizing import Sizing
@@ -45,7 +45,7 @@ class CarefulPath:
         savepoint: Savepoint,
         *,
         norms: BatchNorms,
-        peers: GradientPeers,
+        peers: Peers,
         takes_whole: bool,
         noise: NoiseScale | None,
     ) -> None:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.events import Events
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.noise_scale import NoiseScale
-    from autoaccum._engine.peers import GradientPeers, SharedWeights
+    from autoaccum._engine.peers import Peers, SharedWeights
     from autoaccum._records import MemoryEvent, Plan
     from autoaccum._sizing.frontier import Widths
     from autoaccum._sizing.sizing import Sizing
@@ -87,7 +87,7 @@ class Engine:
         events: Events,
         notices: Notices,
         *,
-        peers: GradientPeers,
+        peers: Peers,
         noise: NoiseScale | None = None,
         owns_gradients: bool = True,
     ) -> None:
@@ -285,7 +285,7 @@ class Engine:
         elif self.oom_events or not self._sizes_are_fixed:
             sizing.end(self.at.sizes, is_clean=not self.oom_events, has_room=self._room.is_free)
 
-    def use(self, peers: GradientPeers) -> None:
+    def use(self, peers: Peers) -> None:
         """Make windows with other processes, or with the same in another way, from now on."""
         self._peers = self._careful.peers = peers
 

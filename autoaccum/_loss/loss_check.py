@@ -387,14 +387,7 @@ class TrialLosses:
     """Tries losses on a few samples. Each pass begins with the same state; the last one leaves its own.
 
     Attributes:
-        passes: The forward passes of a batch.
-        modules: The modules that they run.
-        weights: What is known of how losses weigh samples.
-        place: Moves a batch to the device.
         mark: Taken before; restored before each pass.
-        autocast: Returns the context that the model runs in.
-        casts: Whether something casts.
-        parameters: The parameters whose gradients are compared.
         is_complete: Whether something counted in every loss.
         tolerance: The relative difference that rounding may cause, as of the last pass.
     """

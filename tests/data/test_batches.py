@@ -108,9 +108,6 @@ def test_batch_of_any_nesting_is_cut_joined_and_left_as_it_was(kind):
     assert all(one is other for one, other in zip(tensors_in(batch), before, strict=True))
 
 
-# --- what is no batch ------------------------------------------------------------------------------------------------
-
-
 # --- pieces beside each other ----------------------------------------------------------------------------------------
 
 
@@ -214,6 +211,3 @@ def test_what_is_given_as_a_window_is_one_batch_or_a_sequence_of_them(given_wind
 def test_list_of_two_batches_of_one_form_is_refused_as_ambiguous(pair):
     with pytest.raises(InvalidInputError, match=r"autoaccum\.Window\(\[first, second\]\).*tuple \(inputs, targets\)"):
         as_window(pair)
-
-
-# --- samples over again, samples picked ------------------------------------------------------------------------------

@@ -60,9 +60,6 @@ def test_sample_of_a_window_of_several_shapes_is_numbered():
     assert sample_of(window, 6) == "sample 6 of the window, of shape (5,),"
 
 
-# --- the memory -------------------------------------------------------------------------------------------------------
-
-
 # --- the remedies -----------------------------------------------------------------------------------------------------
 
 

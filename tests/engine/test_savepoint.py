@@ -193,6 +193,3 @@ def state_copy(model, optimizer):
     }
     state["optimizer"]["param_groups"] = [dict(group) for group in state["optimizer"]["param_groups"]]
     return state
-
-
-# --- modes -----------------------------------------------------------------------------------------------------------

@@ -26,9 +26,6 @@ def test_next_run_begins_with_what_was_needed(tmp_path, monkeypatch, capsys):
         assert "not even one sample fits" not in capsys.readouterr().err
 
 
-# --- by name, and what errors say ---
-
-
 # --- in a loop of the user's own ---
 
 

@@ -110,6 +110,3 @@ def test_what_forward_moves_is_named_once(layer, names, options):
 )
 def test_what_stays_the_same_or_is_meant_to_move_is_not_spoken_of(layer):
     assert said_of(layer) == []
-
-
-# --- the remedies of the page -----------------------------------------------------------------------------------------

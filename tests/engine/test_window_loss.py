@@ -230,9 +230,6 @@ def test_peak_is_that_of_one_micro_batch(samples):
     assert peak_of(Sequences(), supervised, batch, samples) > 0.8 * one * samples / 8
 
 
-# --- what the loss sees ----------------------------------------------------------------------------------------------
-
-
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 

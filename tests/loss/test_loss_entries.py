@@ -163,6 +163,3 @@ def test_losses_in_a_container_are_refused_and_never_left_out(wrap, model, batch
 
     with pytest.raises(InvalidInputError, match="loss 'size' is a "):
         update(model, (12,), loss, batch)
-
-
-# --- evaluation ------------------------------------------------------------------------------------------------------
