@@ -8,7 +8,6 @@ cut with it; anything else (a temperature, a flag) is passed on whole. A `Split`
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 _VERSION = attrgetter("_version")
 _BY_DEFAULT = ByDefault()
 _PAIR = 2
-_MANY_SPANS = 4096
 
 
 class Window(Sequence[Any]):
@@ -149,11 +147,6 @@ class Window(Sequence[Any]):
     def _seen(self) -> dict[tuple[int, int], Any]:
         return {}
 
-    def sample_bytes(self) -> list[int]:
-        """Bytes of the tensors of one sample, for each of `groups`."""
-        starts = itertools.accumulate([0, *self.groups()[:-1]])
-        return [span.piece.sample_bytes(span.start) for start in starts for span in self._between(start, start + 1)]
-
     def widths(self) -> list[list[tuple[int, tuple[int, ...]]]]:
         """The widths of samples: for each of `groups`, how many in a row have which, as `Piece.widths` has them."""
         found: list[list[tuple[int, tuple[int, ...]]]] = []
@@ -173,6 +166,10 @@ class Window(Sequence[Any]):
             found.append(runs)
         return found
 
+    def costs(self) -> list[int]:
+        """The elements of a sample, for each of `groups`; of samples that are not alike, those of the widest."""
+        return [max(sum(widths) for _, widths in runs) for runs in self.widths()]
+
     def named(self, index: int) -> str | None:
         """Return which sample of the window it is, for messages; None if all are alike, so that it is any."""
         if self.places is None and len(self.groups()) == 1:
@@ -180,8 +177,8 @@ class Window(Sequence[Any]):
         return f"sample {index if self.places is None else self.places[index]} of the window"
 
     def largest(self) -> Window:
-        """Return the largest samples by bytes: the whole group of them that can be joined."""
-        sizes, costs = self.groups(), self.sample_bytes()
+        """Return the largest samples: the whole group of them that can be joined."""
+        sizes, costs = self.groups(), self.costs()
         largest = max(range(len(sizes)), key=lambda group: (costs[group], sizes[group]))
         begin = sum(sizes[:largest])
         return self.part(begin, begin + sizes[largest])
@@ -287,14 +284,12 @@ class KnownWindow(Window):
         batch: The batch.
         structure: The structure of the window before.
         kinds: The type of the batch, and what its tensors are like; one object for all such windows.
-        is_split: Whether the batch can be taken apart where it is.
     """
 
-    def __init__(self, batch: Any, structure: Hashable, kinds: Any, *, is_split: bool) -> None:
+    def __init__(self, batch: Any, structure: Hashable, kinds: Any) -> None:
         self._batch = batch
         self._structure = structure
         self.kinds = kinds
-        self.is_split = is_split
         self._tensors = list(batch.values() if type(batch) is dict else batch)
         self.samples = len(self._tensors[0])
         self.split = _BY_DEFAULT
@@ -387,14 +382,7 @@ def repeated(batch: Any, samples: int, split: Split | None = None) -> Any:
     Raises:
         InvalidInputError: There is no sample to repeat, or the batch cannot be cut.
     """
-    window = repeating(batch, samples, split)
-    if len(window.spans) > _MANY_SPANS and not window.holds_numbers():
-        # Millions of samples from a few: joined in two steps, each of some thousand parts.
-        period = batch.samples if isinstance(batch, Window) else window.spans[0].samples
-        several = window.part(0, period * math.isqrt(samples // period)).joined()
-        if not isinstance(several, Window):
-            window = repeating(several, samples, split)
-    return window.cut(0, samples)
+    return repeating(batch, samples, split).cut(0, samples)
 
 
 # --- the order of samples ---------------------------------------------------------------------------------------------

@@ -83,11 +83,6 @@ class Track:
     """Iterates over a loader, epoch by epoch, and tracks the position in it.
 
     Keeps no reference to a yielded batch, and propagates errors of the loader unchanged.
-
-    Args:
-        loader: The loader.
-        random: The generators that affect it; None tracks only what costs nothing, and `go_to` is not possible.
-        split: As for `fit`.
     """
 
     def __init__(self, loader: Iterable[Any], random: RandomState | None, split: Split | None = None) -> None:

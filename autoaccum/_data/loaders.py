@@ -21,16 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_loader(name: str, loader: object, split: Split | None) -> None:
-    """Check that a loader can be iterated over, and leaves it to the split to collate.
-
-    Args:
-        name: The argument that the loader was passed as.
-        loader: The loader.
-        split: As for `fit`.
-
-    Raises:
-        InvalidInputError: It cannot, or collates the samples that the split would collate.
-    """
+    """Check that a loader can be iterated over, and leaves it to the split to collate."""
     check_iterable(name, loader)
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None or not isinstance(split, ListOfSamples):
         return

@@ -22,13 +22,7 @@ _NONE: frozenset[int] = frozenset()
 
 
 def map_leaves(function: Callable[[Any], Any], node: Any, whole: frozenset[int] = _NONE) -> Any:
-    """Return a nesting with `function` applied to its leaves, in their order.
-
-    Args:
-        function: Applied to every leaf.
-        node: Any nesting.
-        whole: The ids of further nodes to take for leaves.
-    """
+    """Return a nesting with `function` applied to its leaves, in their order."""
     keys, children = _inner(node, whole)
     if children is None:
         return function(node)
@@ -82,6 +76,12 @@ def without_graphs(outputs: Any) -> Any:
     return map_tensors(Tensor.detach, outputs, objects=lambda _: None)
 
 
+def as_leaf(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph, at which a gradient can end."""
+    tensor = tensor.detach()
+    return tensor.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+
 def tensors_in(batch: Any) -> list[Tensor]:
     """Return the tensors of a batch, in the order of its nesting; those inside of other objects come after them."""
     leaves = [leaf for _, leaf in leaves_of(batch)]
@@ -97,10 +97,11 @@ def numbers_in(batch: Any) -> dict[Path, float]:
     Each is a Python or NumPy number, or a tensor without dimensions, in a tuple or in mappings; those in a list of
     samples are not returned.
     """
+    most = 1 if isinstance(batch, list) else None  # deeper ones belong to samples
     return {
         path: float(leaf)
         for path, leaf in leaves_of(batch)
-        if path and _is_number(leaf) and all(isinstance(key, str) for key in path[1:])
+        if path and path[:most] == path and _is_number(leaf) and all(isinstance(key, str) for key in path[1:])
     }
 
 
@@ -131,12 +132,7 @@ def shapes_of(batch: Any) -> str:
 
 
 def shapes_of_sample(batch: Any, *, has_rows: bool) -> list[str]:
-    """Return the shapes of a sample's tensors, each with its path unless the batch is one tensor or a list of some.
-
-    Args:
-        batch: A batch of one sample.
-        has_rows: Whether samples run along the first dimension, which is left out.
-    """
+    """Return the shapes of a sample's tensors, each with its path unless the batch is one tensor or a list of some."""
     found = _spelled(batch)
     is_list = isinstance(batch, tuple | list) and all("/" not in path for path, _ in found)
     names = {id(tensor): "" if is_list else path for path, tensor in found}

@@ -68,17 +68,10 @@ class Split(Protocol):
 class Piece:
     """One batch of a loader, which a `Split` counts, cuts and joins.
 
-    Args:
-        batch: The batch as the loader yielded it.
-        split: The user's object.
-
     Attributes:
         batch: As the argument.
         samples: The number of samples in it.
         is_plain: Whether samples run along the first dimension of all its tensors.
-
-    Raises:
-        InvalidInputError: Its count is no number of samples.
     """
 
     is_plain = False
@@ -102,11 +95,7 @@ class Piece:
         return self._split.join([self.raw(start, stop)])
 
     def raw(self, start: int, stop: int) -> Any:
-        """Return samples `start` to `stop` (exclusive) as the loader would yield them.
-
-        Raises:
-            InvalidInputError: The split made other parts than it was asked for.
-        """
+        """Return samples `start` to `stop` (exclusive) as the loader would yield them."""
         if start == 0 and stop == self.samples:
             return self.batch
         sizes = [size for size in (start, stop - start, self.samples - stop) if size]
@@ -141,13 +130,6 @@ class Piece:
     def tensors(self) -> list[Tensor]:
         """The tensors found in the batch, also inside of objects."""
         return tensors_in(self.batch)
-
-    def sample_bytes(self, index: int) -> int:
-        """Bytes of the tensors of a sample."""
-        is_list = isinstance(self.batch, list | tuple) and len(self.batch) == self.samples
-        if is_list and not isinstance(self, NestedPiece):
-            return sum(tensor.nbytes for tensor in tensors_in(self.batch[index]))
-        return sum(tensor.nbytes for tensor in self.tensors()) // max(self.samples, 1)
 
     def widths(self, index: int) -> tuple[int, ...]:
         """How large a sample is, in one number: the elements of its largest tensor, or what the split says."""
@@ -204,8 +186,8 @@ class NestedPiece(Piece):
         self.batch = batch
         self._split = split
         # The usual batch is not walked through.
-        flat = batch.items() if type(batch) is dict else enumerate(batch) if type(batch) in (list, tuple) else ()
-        flat = list(flat)
+        is_sequence = type(batch) in (list, tuple)
+        flat = list(batch.items() if type(batch) is dict else enumerate(batch) if is_sequence else ())
         is_flat = {type(one) for _, one in flat} == {Tensor}
         self._whole: frozenset[int] = frozenset()
         if reading is not None and not (is_flat and type(batch) is tuple):
@@ -301,11 +283,7 @@ def weigher_of(split: Split | None) -> Callable[[Any], float] | None:
 
 
 def _checked(weight: Any, split: Split) -> float:
-    """Return a weight as a number.
-
-    Raises:
-        InvalidInputError: It is none, or less than 0.
-    """
+    """Return a weight as a number."""
     is_number = weight.numel() == 1 if isinstance(weight, Tensor) else isinstance(weight, int | float | np.number)
     found = float(weight) if is_number else math.nan
     if isinstance(weight, bool) or not 0.0 <= found < math.inf:
@@ -357,11 +335,7 @@ def _can_be_joined(mine: Any, theirs: Any, dim: int | None) -> bool:
 
 
 def _dim_at(dims: Dims, batch: Any, path: Path) -> int | None:
-    """Return the dimension given for the leaf at a path; a number or None stands for all below it.
-
-    Raises:
-        InvalidInputError: None is given for this path, or more are given than the batch has entries.
-    """
+    """Return the dimension given for the leaf at a path; a number or None stands for all below it."""
     found: Any = dims
     for key in path:
         if found is None or isinstance(found, int):

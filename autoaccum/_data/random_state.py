@@ -21,11 +21,6 @@ class RandomState:
     """The generators that a model, a loss or a transform may draw from.
 
     These are the global ones of torch, Python and NumPy, and generators that modules hold as attributes.
-
-    Args:
-        device: Its generator is saved in addition to the CPU's.
-        modules: Their attributes are searched once for generators.
-        further: Generators of others, such as a sampler's.
     """
 
     def __init__(self, device: torch.device, modules: Iterable[nn.Module] = (), further: Iterable[Any] = ()) -> None:

@@ -40,11 +40,7 @@ class Reading:
         self._known: dict[tuple[Any, ...], str] = {}
 
     def lists_of_samples(self, batch: Any) -> frozenset[int]:
-        """Return the ids of the lists and tuples directly in a batch whose items are its samples.
-
-        Raises:
-            InvalidInputError: They can be read either way, or otherwise than in batches before.
-        """
+        """Return the ids of the lists and tuples directly in a batch whose items are its samples."""
         is_mapping = isinstance(batch, Mapping)
         members = list(batch.values()) if is_mapping else batch if isinstance(batch, list | tuple) else ()
         lists = [member for member in members if type(member) in (list, tuple) and member]
@@ -93,11 +89,7 @@ def _reading_of(batch: Any, members: Sequence[Any], lists: Sequence[Any], of_ten
 
 
 def refuse_flattened(batch: Any) -> None:
-    """Reject a row into which a collator has flattened several sequences: its samples cannot be told from its shape.
-
-    Raises:
-        InvalidInputError: The batch has a single row, and its position ids restart or bounds are given.
-    """
+    """Reject a row into which a collator has flattened several sequences: its samples cannot be told from its shape."""
     if not isinstance(batch, Mapping):
         return
     sequences, how = 0, ""

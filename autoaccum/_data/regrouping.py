@@ -125,15 +125,7 @@ def stream(
 def stream_of_tokens(
     batches: Iterable[Any], target: int, *, drop_last: bool = False, skip: int = 0, split: Split | None = None
 ) -> Iterator[Window]:
-    """Regroup batches into windows of as many whole samples as come nearest to a target of tokens.
-
-    Args:
-        batches: A loader's batches.
-        target: Tokens per window.
-        drop_last: As for `fit`: whether to leave out a last window that ends before its target.
-        skip: As for `stream`.
-        split: As for `fit`, already checked.
-    """
+    """Regroup batches into windows of as many whole samples as come nearest to a target of tokens."""
     spans: list[Span] = []
     held = 0
     for batch in batches:
@@ -156,11 +148,7 @@ def stream_of_tokens(
 
 
 def tokens_of(piece: Piece) -> list[int]:
-    """Return the tokens of each sample in a batch, or in a list of samples.
-
-    Raises:
-        InvalidInputError: The batch is neither tensors nor a list of samples.
-    """
+    """Return the tokens of each sample in a batch, or in a list of samples."""
     if isinstance(piece, NestedPiece):
         cut = piece.by_sample()
         for name, void in _COUNTED.items():

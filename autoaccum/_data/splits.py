@@ -151,11 +151,7 @@ class ListOfSamples:
 
 
 def check_split(split: object) -> None:
-    """Check the argument `split`.
-
-    Raises:
-        InvalidInputError: It does not have the methods of `Split`.
-    """
+    """Check the argument `split`."""
     if split is None:
         return
     missing = [name for name in _METHODS if not callable(getattr(split, name, None))]
@@ -182,11 +178,6 @@ class ByDefault(Along):
     def piece(self, batch: Any) -> NestedPiece:
         """Return a batch, ready to be cut."""
         return NestedPiece(batch, self, reading=self._reading)
-
-
-def is_first(split: Split | None) -> bool:
-    """Whether samples run along the first dimension of every tensor, or are the items of lists."""
-    return split is None or (isinstance(split, Along) and split.is_first)
 
 
 def is_default(split: Split | None) -> bool:

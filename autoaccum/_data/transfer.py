@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 class Transfer:
     """Moves batches to one device.
 
-    Args:
-        device: The device to move them to.
-
     Attributes:
         copies: Whether batches already on the device are copied, since the model modifies its input in place.
     """
@@ -51,13 +48,7 @@ class Transfer:
     def feed(
         self, window: Window, sizes: Sequence[int], starts: Sequence[int] | None = None
     ) -> Generator[Any, None, None]:
-        """Return the micro-batches of a window on the device, prefetching the next one.
-
-        Args:
-            window: The samples, on any device.
-            sizes: Sizes of the micro-batches.
-            starts: The samples at which they begin; None for one after the other from the first sample on.
-        """
+        """Return the micro-batches of a window on the device, prefetching the next one."""
         if starts is None:
             starts = tuple(itertools.accumulate(sizes[:-1], initial=0))
         cuts = (window.cut(start, start + size) for start, size in zip(starts, sizes, strict=True))
@@ -108,11 +99,7 @@ class Transfer:
         return moved, stream.record_event()
 
     def _place_object(self, thing: Any) -> Any:
-        """Return an object that holds tensors, such as a graph or a PackedSequence, with them on the device.
-
-        Raises:
-            InvalidInputError: There is no known way to move it.
-        """
+        """Return an object that holds tensors, such as a graph or a PackedSequence, with them on the device."""
         if callable(getattr(thing, "to", None)):
             return thing.to(self._device)
         if dataclasses.is_dataclass(thing) and not isinstance(thing, type):

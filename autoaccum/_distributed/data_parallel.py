@@ -262,7 +262,7 @@ class DataParallel(Peers):
         Raises:
             RankFailedError: Another rank cannot continue.
         """
-        known, shares = self._known(given.slots), self._step.objective.weights.common is Common.NOTHING
+        known, shares = self._known(given.slots), self._step.objective.weights.common is Common.OWN_DIVISORS
         # New for every window, since the last one's values are read later; and allocated before the others wait for it.
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         is_stale = shares != (self.totals is not None) or (shares and known != self._known_before)
@@ -398,7 +398,7 @@ class DataParallel(Peers):
 
     def _totals_of(self, window: Window) -> dict[Slot, float] | None:
         self._pairs = None
-        if self._step.objective.weights.common is not Common.NOTHING:
+        if self._step.objective.weights.common is not Common.OWN_DIVISORS:
             return None
         totals = sums(self._weights_of_all(window))
         if not window.samples and self._step.objective.weights.mixes_pairs:

@@ -1,6 +1,14 @@
 """Makes one exact optimizer update from each window on one device, even if memory runs out on the way.
 
 Takes a model, a loss, an optimizer and windows (`_data`); produces updates and `StepReport`s, gradients in `.grad`
-(`accumulator.py`), evaluations, and trial results (`probing.py`). Read `window.py` first, then `runner.py`. May
-import `_sizing`, `_loss`, `_data`, `_memory` and `_system`. Other processes are reached only through `peers.py`.
+(`accumulator.py`), evaluations, and trial results (`probing.py`). Within a window:
+
+    runner.py           WindowRunner.step: the update
+      window.py         Engine.run: savepoint, micro-batches, finish; restores and begins again where memory runs out
+        steady.py       micro-batches of windows in which nothing has to be checked
+        careful.py      all others, by `forward_backward.py` or (a loss over the whole window) `window_loss.py`
+      peers.py          gradients of several processes, or of this one, become the window's
+      optimizer_step.py reserves memory and steps
+
+May import `_sizing`, `_loss`, `_data`, `_memory` and `_system`. Other processes are reached only through `peers.py`.
 """

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.events import Events
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import PartResult, WindowResult
-    from autoaccum._engine.peers import GradientPeers
+    from autoaccum._engine.peers import Peers
     from autoaccum._engine.savings import Rung
     from autoaccum._records import Plan
     from autoaccum._system.notices import Notices
@@ -72,14 +72,14 @@ class GradientAccumulator:
         events: Events,
         notices: Notices,
         *,
-        peers: Callable[[], GradientPeers] | None = None,
+        peers: Callable[[], Peers] | None = None,
         entry_of: Callable[[Window], CacheEntry] | None = None,
     ) -> None:
         self._step = step
         self._events = events
         self._notices = notices
         self._make_peers = peers or (lambda: Alone(step))
-        self._peers: GradientPeers = self._make_peers()
+        self._peers: Peers = self._make_peers()
         self._asked = step.options.micro_batch
         self._entry_of = entry_of or (lambda _: CacheEntry(step.memory))
         self._parameters: list[nn.Parameter] = []  # those of which gradients are set aside

@@ -68,16 +68,7 @@ def assemble_without_optimizer(
     further: Sequence[nn.Module] = (),
     scale: torch.amp.GradScaler | Callable[[Tensor], Tensor] | None = None,
 ) -> GradientStep:
-    """Check and move the model as `assemble` does, and assemble what a gradient needs.
-
-    Args:
-        model: The model.
-        options: The options of the call.
-        memory: The device.
-        notices: Reports choices.
-        further: Modules beside the model that the loss uses.
-        scale: The user's own scaler, or a function that scales a loss; None for no scaling.
-    """
+    """Check and move the model as `assemble` does, and assemble what a gradient needs."""
     check_model(model)
     with devices.failures_told(memory, "what a gradient needs in addition to the model"):
         objective = _objective(model, options, notices, further)
@@ -124,11 +115,7 @@ def _report_oom(step: GradientStep, notices: Notices) -> None:
 
 
 def check_model(model: object) -> None:
-    """Reject anything that is not a model, or a model without values to train.
-
-    Raises:
-        InvalidInputError: It is not a module, or its parameters do not exist yet.
-    """
+    """Reject anything that is not a model, or a model without values to train."""
     devices.check_is_module(model)
     assert isinstance(model, nn.Module)
     check_shapes(model)
@@ -141,11 +128,7 @@ def check_model(model: object) -> None:
 
 
 def check_shapes(model: nn.Module) -> None:
-    """Reject a model whose parameters have no shape yet.
-
-    Raises:
-        InvalidInputError: A parameter or a buffer is lazy.
-    """
+    """Reject a model whose parameters have no shape yet."""
     for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(value):
             raise InvalidInputError(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import Progress
     from autoaccum._engine.noise_scale import NoiseScale, Spread
-    from autoaccum._engine.peers import GradientPeers
+    from autoaccum._engine.peers import Peers
     from autoaccum._engine.savepoint import Savepoint
     from autoaccum._loss.loss_weights import Factors, Slot
     from autoaccum._sizing.sizing import Sizing
@@ -45,7 +45,7 @@ class CarefulPath:
         savepoint: Savepoint,
         *,
         norms: BatchNorms,
-        peers: GradientPeers,
+        peers: Peers,
         takes_whole: bool,
         noise: NoiseScale | None,
     ) -> None:
@@ -61,18 +61,7 @@ class CarefulPath:
     def run(
         self, window: Window, at: Progress, totals: Mapping[Slot, float] | None, *, is_first: bool, measures_noise: bool
     ) -> PartResult:
-        """Run a window, or this process's part of it, from its start.
-
-        Args:
-            window: The window.
-            at: Follows the micro-batches.
-            totals: The weights of the whole window, if they had to be known in advance.
-            is_first: Whether to check what only a pass with a graph can show.
-            measures_noise: Whether to measure how far the gradient of its first micro-batch is from its own.
-
-        Raises:
-            InvalidInputError: The loss's return value cannot be used.
-        """
+        """Run a window, or this process's part, from its start; `totals` are the weights of all parts, if known."""
         if self._whole is not None:
             return self._run_whole(self._whole, window, at, is_first=is_first)
         step, sizing, given = self._step, self._sizing, PartResult(window.samples)
@@ -112,12 +101,12 @@ class CarefulPath:
 
     def _order(self, window: Window, starts: Sequence[int], sizes: Sequence[int]) -> Sequence[int]:
         """Return the order in which micro-batches run: the costliest first, so that they fail before much is done."""
-        if self._sizing.is_learning and self._step.objective.weights.common is not Common.NOTHING:
+        if self._sizing.is_learning and self._step.objective.weights.common is not Common.OWN_DIVISORS:
             return [0]  # its measurement decides the next size
         if len(window.groups()) == 1:
             return range(len(sizes))
-        bounds, bytes_each = list(accumulate(window.groups())), window.sample_bytes()
-        costs = [bytes_each[bisect_right(bounds, start)] * size for start, size in zip(starts, sizes, strict=True)]
+        bounds, of_sample = list(accumulate(window.groups())), window.costs()
+        costs = [of_sample[bisect_right(bounds, start)] * size for start, size in zip(starts, sizes, strict=True)]
         return sorted(range(len(sizes)), key=lambda place: -costs[place])
 
     def _one(
@@ -161,13 +150,12 @@ class CarefulPath:
         is_due = common is not None if is_part else is_first
         if step.passes is not None or not step.objective.needs_check(window, sizes, is_part=is_part, is_due=is_due):
             return  # or determined together with the others
-        if (at.is_checked or (is_part and not is_due)) and step.objective.weights.is_checked:
+        weights = step.objective.weights
+        if weights.is_checked and (weights.is_checked_now or (is_part and not is_due)):
             return
-        samples = common or window
         at.size = None if step.objective.tries_several else 1  # if that does not fit, nothing does
-        place, autocast = step.transfer.place, step.precision.autocast
-        step.objective.check(samples, place, self._before_trying, autocast, step.parameters)
-        at.size, at.is_checked = None, True
+        step.check_losses(common or window, self._before_trying)
+        at.size = None
 
     def _weigh(self, window: Window, sizes: tuple[int, ...], totals: Mapping[Slot, float] | None) -> list[Factors]:
         objective, is_part = self._step.objective, self.peers.is_part

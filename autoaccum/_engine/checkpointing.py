@@ -154,9 +154,6 @@ def _once_more(
         modes: Which of its modules were in training mode.
         functions: Modes of functions that were in force.
         checked: Blocks of which it is known that they draw nothing that is not put back.
-
-    Raises:
-        SavingRefusedError: It draws from generators of the host.
     """
     parts = list(block.modules())
     norms = [part for part in parts if isinstance(part, _NormBase)]

@@ -87,15 +87,7 @@ def described(batch: Any, name: str | None = None, *, has_rows: bool = True) -> 
 def sample_does_not_fit(
     step: GradientStep, said: str, *, sample: str = ONE_SAMPLE, phase: str | None = None, is_whole: bool = False
 ) -> DoesNotFitError:
-    """Return the error for a sample that does not fit alone.
-
-    Args:
-        step: The training step.
-        said: What the device said.
-        sample: The sample, in words.
-        phase: In which phase that was; None if it is not known.
-        is_whole: Whether the loss takes all samples of a window at once.
-    """
+    """Return the error for a sample that does not fit alone."""
     remedies = [*_limit(step), *_precision(step, said), *["fewer samples in a window"] * is_whole]
     if phase == Phase.EVALUATE:
         remedies += ["smaller inputs"]
@@ -108,15 +100,7 @@ def sample_does_not_fit(
 def whole_does_not_fit(
     step: GradientStep, said: str, phase: str, tries: int, what: str | None = None
 ) -> DoesNotFitError:
-    """Return the error for something that takes the same memory in micro-batches of any size.
-
-    Args:
-        step: The training step.
-        said: What the device said.
-        phase: In which phase that was.
-        tries: How often it was tried.
-        what: What it was, in words; None for what the phase is for.
-    """
+    """Return the error for something that takes the same memory in micro-batches of any size."""
     limit = _limit(step)
     if phase in _OF_THE_OPTIMIZER:
         remedies = [*limit, *_less_state(step), "an optimizer with foreach=False", "a smaller model"]

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from autoaccum._data.batches import Window
-from autoaccum._data.nesting import copied, map_tensors
+from autoaccum._data.nesting import as_leaf, copied, map_tensors
 from autoaccum._engine.does_not_fit import sample_does_not_fit, whole_does_not_fit
 from autoaccum._engine.lack_of_memory import Phase, resolvable_lack
 from autoaccum._engine.metrics import CountingMetric, keeps_count, mean_of, metrics_by_name
 from autoaccum._engine.parts_that_fit import PartsThatFit
-from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.window_loss import WindowLoss
 from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.modes import evaluation_mode
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import GradientStep, TrainingStep
     from autoaccum._engine.metrics import Metric
     from autoaccum._engine.peers import Talk
+    from autoaccum._engine.savepoint import Savepoint
     from autoaccum._loss.terms import Term
     from autoaccum.errors import DoesNotFitError
 
@@ -82,9 +82,6 @@ class Evaluator:
         metrics: As for `fit`. A callable may be called again for the same samples where memory has run out.
         on_oom: Called each time memory runs out.
         ranks: Other processes that also evaluate, each on the batches of its own loader; None if there are none.
-
-    Raises:
-        InvalidInputError: A metric cannot be combined over ranks, or the loss cannot be computed on a whole batch.
     """
 
     def __init__(
@@ -101,7 +98,7 @@ class Evaluator:
         self._whole = WindowLoss(step) if step.options.loss_scope == "window" else None
         self._callables = {name: metric for name, metric in named.items() if not keeps_count(metric)}
         self._counting = [CountingMetric(*item, device, ranks) for item in named.items() if keeps_count(item[1])]
-        self._savepoint = Savepoint(step.objective.modules, device, step.objective.functions)
+        self._savepoint = step.savepoint()
         self._parts = PartsThatFit(step.memory, self._savepoint, partial(_does_not_fit, step), on_oom)
 
     def run(self, batches: Iterable[Any], *, trained_size: int | None = None) -> Evaluation:
@@ -235,7 +232,7 @@ class Evaluator:
                 # The graph of the loss alone says what it is divided by.
                 outputs = objective.outputs(batch)
                 with torch.enable_grad():
-                    return [objective.terms_of(map_tensors(_as_leaf, outputs), batch, size)], outputs
+                    return [objective.terms_of(map_tensors(as_leaf, outputs), batch, size)], outputs
             for source in objective.sources:
                 found, outputs = objective.terms(source, batch, size)
                 terms.append(found)
@@ -247,7 +244,7 @@ class Evaluator:
         sums = _Sums()
         joined, reads = whole.join(parts), self._step.objective.weights.common is Common.DIVISOR
         with torch.set_grad_enabled(reads):  # the graph of the loss alone says what it is divided by
-            joined = map_tensors(_as_leaf, joined) if reads else joined
+            joined = map_tensors(as_leaf, joined) if reads else joined
             terms = whole.terms(joined, whole.batch(window), window.samples)
         self._add(terms, window, sums)
         return sums
@@ -290,8 +287,8 @@ def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
     for _ in range(_TRIES_TO_WEIGH):
         try:
             with torch.inference_mode(False):
-                objective.check(window, step.transfer.place, mark, step.precision.autocast, step.parameters)
-                objective.weights.tell_supposed()
+                step.check_losses(window, mark)
+                objective.weights.warn_if_unchecked()
         except Exception as error:
             lack = resolvable_lack(error, Phase.WEIGH, None, step.witness)
             if lack is None:
@@ -309,10 +306,6 @@ def _no_gradients() -> Iterator[None]:
     """Compute no gradients, also where the caller is in inference mode, in which graphs of losses say nothing."""
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _as_leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
 def _does_not_fit(step: TrainingStep, said: str, sample: str) -> DoesNotFitError:

@@ -13,13 +13,7 @@ if TYPE_CHECKING:
 
 
 class Events:
-    """Reports what happens in the windows of one run.
-
-    Args:
-        callbacks: Called with trials, plans and out-of-memory events.
-        notices: Reports these to the user; None if a callback does that.
-        windows: Windows that have become an update so far.
-    """
+    """Reports what happens in the windows of one run."""
 
     def __init__(self, callbacks: Sequence[Callback] = (), notices: Notices | None = None, windows: int = 0) -> None:
         self.windows = windows

@@ -60,11 +60,7 @@ class Finiteness:
     # --- losses -------------------------------------------------------------------------------------------------------
 
     def see(self, report: StepReport) -> None:
-        """Check the previous windows, and record the values of this one.
-
-        Raises:
-            NotFiniteError: A value was not finite, and on_nan is "stop".
-        """
+        """Check the previous windows, and record the values of this one."""
         self._read(at_most=self._most_coming)
         self._skipped = self._skipped + 1 if report.skipped else 0
         if self._skipped == _SKIPPED_IN_A_ROW:
@@ -86,11 +82,7 @@ class Finiteness:
             self._coming.append((report.step, *_copied(values, device)))
 
     def finish(self) -> None:
-        """Check all remaining windows, which waits for the device.
-
-        Raises:
-            NotFiniteError: As for `see`.
-        """
+        """Check all remaining windows, which waits for the device."""
         self._read(at_most=0)
 
     def begin_anew(self) -> None:

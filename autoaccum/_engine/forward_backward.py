@@ -18,6 +18,7 @@ from autoaccum._engine.dtensor import is_sharded
 from autoaccum._engine.gradients import LossSum
 from autoaccum._engine.lack_of_memory import Phase, Stage
 from autoaccum._engine.optimizer_step import Updates
+from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss import reported
 from autoaccum._loss.objective import no_gradient
 from autoaccum.errors import InvalidInputError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    from autoaccum._data.batches import Window
     from autoaccum._engine.gradients import PartResult
     from autoaccum._engine.lack_of_memory import Witness
     from autoaccum._engine.options import Options
@@ -113,6 +115,16 @@ class GradientStep:
         own = (parameter for module in self.objective.modules for parameter in module.parameters())
         return list(dict.fromkeys(own))
 
+    def savepoint(self, *, of_parameters: bool = False) -> Savepoint:
+        """Return a savepoint of all that a pass may change, with parameters as far as the model writes them."""
+        parameters = (lambda: self.parameters) if of_parameters and not self.is_sharded else None
+        objective = self.objective
+        return Savepoint(objective.modules, self.memory.device, objective.functions, parameters=parameters)
+
+    def check_losses(self, samples: Window, mark: Savepoint) -> None:
+        """Try the losses on a few samples; `mark` is taken and restored."""
+        self.objective.check(samples, self.transfer.place, mark, self.precision.autocast, self.parameters)
+
     def clear_gradients(self) -> None:
         """Release every gradient, including those of parameters that the optimizer does not hold."""
         for parameter in self.parameters:
@@ -145,9 +157,6 @@ class GradientStep:
         """Run one micro-batch, on the device, forward and backward, adding to the gradients and to `into`.
 
         Several losses with their own forward passes run one after the other, so that only one graph is alive at a time.
-
-        Raises:
-            InvalidInputError: The result is not a loss, or has no graph.
         """
         if self.passes is not None:
             self.passes.begin_pass()
@@ -215,11 +224,7 @@ class GradientStep:
 
 
 class TrainingStep(GradientStep):
-    """A gradient step with an optimizer, whose parameters are among `parameters`.
-
-    Attributes:
-        updates: Makes updates from the gradients accumulated here.
-    """
+    """A gradient step with an optimizer, whose parameters are among `parameters`."""
 
     optimizer: torch.optim.Optimizer
 
@@ -250,11 +255,7 @@ class TrainingStep(GradientStep):
 
 
 def check_weight(name: str, weight: float | Tensor) -> None:
-    """Reject a window's (sum, weight) pair if its weight is 0 and this can be seen without waiting for the device.
-
-    Raises:
-        InvalidInputError: The weight is 0.
-    """
+    """Reject a window's (sum, weight) pair if its weight is 0 and this can be seen without waiting for the device."""
     if (not isinstance(weight, Tensor) or weight.device.type == "cpu") and float(weight) == 0.0:
         raise InvalidInputError(
             f"the (sum, weight) pairs {name!r} of this window have weight 0 together, so their mean does not exist; "

@@ -50,14 +50,12 @@ class Progress:
         size: That of the micro-batch which is running; None for none.
         done: Samples whose gradients are complete.
         recomputed: Samples that were computed and discarded.
-        is_checked: Whether its losses were tried, so that they need not be when it begins again.
     """
 
     sizes: tuple[int, ...] = ()
     size: int | None = None
     done: int = 0
     recomputed: int = 0
-    is_checked: bool = False
 
 
 @dataclass(slots=True)

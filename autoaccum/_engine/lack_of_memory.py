@@ -59,7 +59,7 @@ def resolvable_lack(
     return event
 
 
-def told_damage(names: Sequence[str]) -> str:
+def damage_text(names: Sequence[str]) -> str:
     """Return in words that tensors of these names were written and cannot be restored."""
     return (
         f"forward() or backward() had written {first_of(names)}, which was not saved before and is not as it was: "

@@ -29,11 +29,7 @@ Metric = Callable[[Any, Any], Any]
 
 
 class CountingMetric:
-    """An object with `update`, `compute` and `reset`, such as torchmetrics'.
-
-    Raises:
-        InvalidInputError: It can combine its counts over ranks neither as torchmetrics does nor by `merge_state`.
-    """
+    """An object with `update`, `compute` and `reset`, such as torchmetrics'."""
 
     def __init__(self, name: str, metric: Any, device: torch.device, ranks: Talk | None) -> None:
         self._name = name
@@ -46,11 +42,7 @@ class CountingMetric:
         self._metric.reset()
 
     def update(self, outputs: Any, targets: Any, samples: int) -> None:
-        """Count some samples. Where memory runs out in it, its count may be half written, and is not repeated.
-
-        Raises:
-            DoesNotFitError: Memory ran out.
-        """
+        """Count some samples. Where memory runs out in it, its count may be half written, and is not repeated."""
         with self._out_of_memory_told(f"it counted {samples} samples", ", or give the val_loader smaller batches"):
             self._metric.update(outputs, targets)
 
@@ -67,11 +59,7 @@ class CountingMetric:
         tried.reset()
 
     def result(self) -> dict[str, float]:
-        """Return its numbers by name, over the samples of all ranks.
-
-        Raises:
-            DoesNotFitError: Memory ran out.
-        """
+        """Return its numbers by name, over the samples of all ranks."""
         if self._ranks is None:
             return self._numbers(self._metric)
         metric = self._of_all_states(self._ranks) if _is_torchmetrics(self._metric) else self._merged(self._ranks)
@@ -155,11 +143,7 @@ def metrics_by_name(metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | 
 
 
 def check_metrics(metrics: Any) -> None:
-    """Check the argument `metrics`.
-
-    Raises:
-        InvalidInputError: One of them is no metric, or a mapping's key is no name.
-    """
+    """Check the argument `metrics`."""
     for name, metric in metrics_by_name(metrics).items():
         if not isinstance(name, str):
             raise InvalidInputError(f"metrics={shown(metrics)} has the name {shown(name)}; names must be strings")

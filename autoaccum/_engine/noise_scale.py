@@ -42,14 +42,7 @@ class Spread:
 
 
 def spread_of(part: float, whole: float, share: float, samples: int) -> Spread | None:
-    """Return how far the gradient of a part is from the window's; None if the part is nothing, or all of it.
-
-    Args:
-        part: The squared norm of what the part adds to the mean gradient.
-        whole: The squared norm of the mean gradient.
-        share: The part's share in the mean.
-        samples: Samples of the window.
-    """
+    """Return how far the gradient of a part is from the window's; None if the part is nothing, or all of it."""
     if not 0.0 < share < 1.0:
         return None
     return Spread(samples * (part / share**2 - whole) / (1.0 / share - 1.0), whole)

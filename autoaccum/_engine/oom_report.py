@@ -27,11 +27,7 @@ _LARGEST = 40  # tensors that are listed
 
 
 class OomReport:
-    """Writes one report: a text, and on CUDA a snapshot for PyTorch's memory viewer.
-
-    Raises:
-        InvalidInputError: The folder does not exist and cannot be made.
-    """
+    """Writes one report: a text, and on CUDA a snapshot for PyTorch's memory viewer."""
 
     def __init__(self, folder: Path, step: GradientStep, notices: Notices) -> None:
         self._folder = folder
@@ -46,15 +42,7 @@ class OomReport:
     def see(
         self, error: BaseException, *, phase: str, size: int | None, step: int | None = None, is_trial: bool = False
     ) -> None:
-        """Write the report. Call it where `error`, whose frames hold the tensors, has just been caught.
-
-        Args:
-            error: The first lack of memory.
-            phase: What was being done.
-            size: Samples in the micro-batch; None outside of one.
-            step: Number of the window, from 1; None outside of training.
-            is_trial: Whether sizes are being tried; only a single sample that does not fit is reported then.
-        """
+        """Write the report. Call it where `error`, whose frames hold the tensors, has just been caught."""
         if self._is_written or (is_trial and size is not None and size > 1):
             return
         self._is_written = True

@@ -95,11 +95,7 @@ class Updates:
             self.drop_reservation()
 
     def reserve(self, more: Sequence[nn.Parameter] = ()) -> None:
-        """Ensure that the optimizer's step will have the memory it needs; a failure has touched nothing.
-
-        Args:
-            more: Parameters that will have a gradient, beside those that have one now.
-        """
+        """Ensure that the optimizer's step will have the memory it needs; a failure has touched nothing."""
         self._stage.phase = Phase.RESERVE
         self._copy = None
         groups = self._optimizer.param_groups
@@ -184,7 +180,7 @@ class Updates:
                     f"part old, part new ({first_line(error)}); load a checkpoint{remedy if is_oom(error) else ''}"
                 ) from error
             raise
-        self.made = coming
+        self.made, self._copy = coming, None
         if copy is not None and watch is not None and not is_skipped:
             self._learn(copy, watch)
         return is_skipped

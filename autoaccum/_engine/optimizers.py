@@ -68,11 +68,7 @@ def resolve(
 
 
 def scaling_factor(rule: str | None, target_batch: int, base_batch: int | None) -> float:
-    """Return the factor for learning rates; arguments as for `scale_learning_rate`.
-
-    Raises:
-        InvalidInputError: The rule is unknown, or one of rule and `base_batch` is missing.
-    """
+    """Return the factor for learning rates; arguments as for `scale_learning_rate`."""
     if rule is None:
         if base_batch is None:
             return 1.0
@@ -101,9 +97,6 @@ def scale_learning_rate(
 
     The rule is "linear" (Goyal et al. 2017, arXiv:1706.02677) or "sqrt" (Krizhevsky 2014, arXiv:1404.5997). A
     scheduler that was created before goes on from the scaled rates.
-
-    Raises:
-        InvalidInputError: As for `scaling_factor`.
     """
     factor = scaling_factor(rule, target_batch, base_batch)
     for group in optimizer.param_groups:
@@ -164,11 +157,7 @@ def _made(given: Any, trainable: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _refuse_one_that_evaluates(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose update takes the loss or gradient of the window at several points.
-
-    Raises:
-        InvalidInputError: It is one.
-    """
+    """Refuse an optimizer whose update takes the loss or gradient of the window at several points."""
     name = type(optimizer).__name__
     if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
         raise InvalidInputError(
@@ -207,14 +196,7 @@ def name_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 class OptimizerList(torch.optim.Optimizer):
-    """Steps several optimizers, one after the other.
-
-    Args:
-        parts: The optimizers.
-
-    Raises:
-        InvalidInputError: Two of them hold the same parameter.
-    """
+    """Steps several optimizers, one after the other."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self.parts = list(parts)
@@ -271,11 +253,7 @@ class OptimizerList(torch.optim.Optimizer):
         )
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step each part.
-
-        Raises:
-            InvalidInputError: A closure was given, which each part would call again.
-        """
+        """Step each part."""
         if closure is not None:
             raise InvalidInputError("closure= cannot be given to several optimizers, since each would call it again")
         for part in self.parts:

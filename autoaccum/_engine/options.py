@@ -137,19 +137,11 @@ class Options:
         return _NOISE_EVERY if self.noise_scale is True else self.noise_scale or None
 
     def limit_bytes(self, device: MemoryBackend) -> int | None:
-        """Return the memory limit as the device counts it; None for no limit.
-
-        Raises:
-            InvalidInputError: It cannot be set there.
-        """
+        """Return the memory limit as the device counts it; None for no limit."""
         return parse_limit(self.memory_limit, device)
 
     def savings(self, device: MemoryBackend) -> tuple[str, ...]:
-        """Return the names in `memory`, in order.
-
-        Raises:
-            InvalidInputError: One of them has no effect on this device.
-        """
+        """Return the names in `memory`, in order."""
         return check_memory(self.memory, device)
 
 

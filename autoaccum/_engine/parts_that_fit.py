@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from autoaccum._data.batches import Window
 from autoaccum._engine.does_not_fit import sample_of
-from autoaccum._engine.lack_of_memory import Phase, resolvable_lack, told_damage
+from autoaccum._engine.lack_of_memory import Phase, damage_text, resolvable_lack
 from autoaccum._records import MemoryEvent
 from autoaccum._sizing.backoff import Backoffs, wait_for_memory
 from autoaccum._sizing.frontier import widths_between
@@ -128,7 +128,7 @@ class PartsThatFit:
             is_saved = True
             done = function()
             if is_first:
-                self._savepoint.settle()
+                self._savepoint.learn_moved()
                 self._knows_what_moves = True
         except Exception as error:
             has_moved = _versions_in(window) != versions
@@ -142,7 +142,7 @@ class PartsThatFit:
             self._savepoint.restore()
         self._memory.release()
         if is_saved and (damage := self._savepoint.damage()):
-            raise StateDamagedError(f"memory ran out after {told_damage(damage)}")
+            raise StateDamagedError(f"memory ran out after {damage_text(damage)}")
         self._on_oom(lack)
         return lack
 

@@ -55,11 +55,13 @@ class Talk(Protocol):
     def exchange_tensors(self, what: str, value: Any) -> list[Any]: ...
 
 
-class GradientPeers:
-    """The processes that compute the gradient of a window together; by default, this one alone."""
+class Peers:
+    """The processes that make windows together: their gradients, and updates from them."""
 
     # Whether other processes have other parts of the same windows.
     is_part: bool = False
+    # Whether the others make, or have made, the current window's update, whatever happens here.
+    is_decided: bool = False
     # Samples of several processes on which losses are tried before this window; None for those of this one.
     samples_to_try: Window | None = None
     # Factor for all losses whose weights are known beforehand, to compensate for a reduction that divides gradients.
@@ -82,12 +84,6 @@ class GradientPeers:
     def reduce(self, given: PartResult, work: Work, before_update: BeforeUpdate) -> WindowResult | None:
         """Reduce the parts of all processes to the gradient and the losses of the whole window, unscaled and clipped.
 
-        Args:
-            given: The results of this part's micro-batches.
-            work: Those micro-batches.
-            before_update: Called with the window's losses and its number of samples while the update can still be
-                abandoned.
-
         Returns:
             The window; None if the attempt must be repeated, since another process lacks memory or has learned more
             about what a loss runs over.
@@ -96,13 +92,6 @@ class GradientPeers:
 
     def failed(self, error: Exception, work: Work, number: int) -> None:
         """Tell the others of a failure in update `number`, and raise if it ends the training."""
-
-
-class Peers(GradientPeers):
-    """The processes that make an update from a window together."""
-
-    # Whether the others make, or have made, the current window's update, whatever happens here.
-    is_decided: bool = False
 
     def expected_gradients(self) -> Sequence[nn.Parameter]:
         """Return parameters that will have a gradient, of which some have one now."""

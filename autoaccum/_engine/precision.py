@@ -27,12 +27,6 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 class Precision:
     """One precision on one device.
 
-    Args:
-        name: "fp32", "bf16" or "fp16".
-        device: The device to compute on.
-        autocasts: Whether operators are cast; False for a model whose parameters already have that type.
-        yields: Whether an autocast that the user's own loop has entered stays in force.
-
     Attributes:
         scaler: Scales the loss so that fp16 gradients do not vanish; None where none is due.
     """
@@ -58,11 +52,7 @@ class Precision:
 
 
 def resolve(name: str, device: torch.device, model: nn.Module, notices: Notices) -> Precision:
-    """Create the requested precision; "auto" selects the device's best. What the name does not say is reported.
-
-    Raises:
-        InvalidInputError: The name is unknown.
-    """
+    """Create the requested precision; "auto" selects the device's best. What the name does not say is reported."""
     check_choice("precision", name, PRECISIONS)
     own = own_half_type(model)
     if own is not None:
@@ -82,11 +72,7 @@ def resolve_without_scaler(
     notices: Notices,
     scale: torch.amp.GradScaler | Callable[[Tensor], Tensor] | None,
 ) -> Precision:
-    """Create the requested precision for a loop that scales its own losses with `scale`, if any.
-
-    Raises:
-        InvalidInputError: The name is unknown, `scale` cannot be called, or fp16 is asked for without it.
-    """
+    """Create the requested precision for a loop that scales its own losses with `scale`, if any."""
     if isinstance(scale, torch.amp.GradScaler):
         _prepare(scale, device)
     elif scale is not None:

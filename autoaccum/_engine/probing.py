@@ -120,7 +120,6 @@ def probe(
     *,
     loss_scope: str = "micro_batch",
     begins_with: int | None = None,
-    sample: str | None = None,
     frontier: Frontier | None = None,
 ) -> ProbeResult:
     """Search with an assembled training step; the limit applies only during the search.
@@ -133,7 +132,6 @@ def probe(
         on_trial: Called after each trial.
         loss_scope: "window": the loss is computed over a window of `max_micro_batch` samples at once.
         begins_with: The result of an earlier search. If it fits, it is returned without further trials.
-        sample: The name of the only sample, for the error that it does not fit.
         frontier: What an earlier search has found; follows what this one finds.
 
     Raises:
@@ -143,11 +141,7 @@ def probe(
     """
     memory = step.memory
     modules = step.objective.modules
-    whole = (
-        WholeWindow(step, Savepoint(modules, memory.device, step.objective.functions))
-        if loss_scope == "window"
-        else None
-    )
+    whole = WholeWindow(step, step.savepoint()) if loss_scope == "window" else None
     # Before the limit begins, since the copy is not part of the step.
     host = memory if memory.device.type == "cpu" else backend_for(torch.device("cpu"))
     with devices.failures_told(host, "the copy of all that a search puts back"):
@@ -157,9 +151,7 @@ def probe(
     with devices.failures_told(memory, "the search for a micro-batch"):
         try:
             with memory.limited(limit_bytes):
-                return _search(
-                    step, batch, max_micro_batch, limit_bytes, on_trial, whole, begins_with, sample, frontier
-                )
+                return _search(step, batch, max_micro_batch, limit_bytes, on_trial, whole, begins_with, frontier)
         finally:
             with signals.held():
                 step.abandon()
@@ -175,7 +167,6 @@ def _search(
     on_trial: Callable[[Trial], None],
     whole: WholeWindow | None,
     begins_with: int | None,
-    sample: str | None,
     frontier: Frontier | None,
 ) -> ProbeResult:
     running = Trials(step, batch, whole, max_micro_batch)
@@ -205,9 +196,7 @@ def _search(
         said = lack.message
         if whole is not None:
             said = f"the loss takes all {max_micro_batch} samples of a window at once; {said}"
-        raise sample_does_not_fit(
-            step, said, sample=running.sample(sample), phase=lack.phase, is_whole=whole is not None
-        )
+        raise sample_does_not_fit(step, said, sample=running.sample(), phase=lack.phase, is_whole=whole is not None)
     line = frontier.line(widths)
     return ProbeResult(
         answer,
@@ -224,12 +213,6 @@ class Trials:
     A trial reproduces the memory use of a step in the middle of training: gradients and optimizer state exist before it
     begins, the state to restore after a failure is copied, and the next micro-batch is being transferred.
 
-    Args:
-        step: The training step to try.
-        batch: A batch or a window, whose samples are repeated to make a micro-batch of any size.
-        whole: Runs a window whose loss is computed over all of it; None if every micro-batch has its own loss.
-        samples: Samples in such a window.
-
     Attributes:
         held_bytes: Bytes held between trials, counted as peaks are; None if that is not counted.
         free_bytes: Bytes that are free between them; None if that is not known.
@@ -243,9 +226,7 @@ class Trials:
         self._step = step
         self._batch = batch
         self._whole = whole
-        saved = None if step.is_sharded else lambda: step.parameters
-        modules, functions = step.objective.modules, step.objective.functions
-        self._savepoint = Savepoint(modules, step.memory.device, functions, parameters=saved)
+        self._savepoint = step.savepoint(of_parameters=True)
         split = step.objective.split
         self._window = None if whole is None or samples is None else repeating(batch, samples, split)
         self.lack: MemoryEvent | None = None
@@ -310,10 +291,10 @@ class Trials:
         peak = self.growing_bytes.get(size)
         return None if peak is None or self.held_bytes is None else peak - self.held_bytes
 
-    def sample(self, name: str | None = None) -> str:
-        """Return a sample of those that are tried, in words, with its name if it has one."""
+    def sample(self) -> str:
+        """Return a sample of those that are tried, in words."""
         split = self._step.objective.split
-        return described(repeated(self._batch, 1, split), name, has_rows=is_default(split))
+        return described(repeated(self._batch, 1, split), has_rows=is_default(split))
 
     def _one_step(self, size: int) -> None:
         for parameter in self._with_gradient or ():

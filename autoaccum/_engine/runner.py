@@ -45,11 +45,11 @@ from autoaccum._system.reason_file import writes_reason
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from os import PathLike
 
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from autoaccum._callbacks import Callback
     from autoaccum._data.batches import Window
@@ -124,9 +124,6 @@ class WindowRunner:
     def step(self, part: Window) -> StepReport | None:
         """Make one update from one window.
 
-        Args:
-            part: The window, or this process's part of it, which may be empty.
-
         Returns:
             What was done; None if no process has a sample of the window.
 
@@ -143,15 +140,18 @@ class WindowRunner:
         elif self._sorts:
             part = largest_first(part)
         try:
-            drop_old_gradients(step, self._notices)
+            if step.holds_gradients():
+                drop_old_gradients(step, self._notices)
             now.is_at_work = True
             try:
                 reduced, skipped = self._engine.run(
                     part, self._finish, is_final=self._is_made, on_change=self._on_change, measures_noise=measures
                 )
+            except BaseException:
+                step.updates.drop_reservation()
+                raise
             finally:
                 now.is_at_work = False
-                step.updates.drop_reservation()
             if skipped is None:
                 return None
             elapsed_s = time.perf_counter() - started
@@ -173,10 +173,10 @@ class WindowRunner:
         """
         self._step.updates.reserve(self._peers.expected_gradients())
         reduced = self._peers.reduce(given, self._engine, self._before_update)
-        if reduced is None:
-            self._step.updates.drop_reservation()
-            return None
-        return reduced, self._update() if reduced.samples else None
+        if reduced is not None and reduced.samples:
+            return reduced, self._update()
+        self._step.updates.drop_reservation()
+        return None if reduced is None else (reduced, None)
 
     def _before_update(self, losses: Losses, samples: int) -> None:
         """Reject an unusable update, and prepare what moves with it, while there is a way back."""
@@ -217,7 +217,7 @@ class WindowRunner:
             skipped=skipped,
             recomputed_samples=engine.at.recomputed,
             device_losses={name: DeviceScalar(parts) for name, parts in reduced.losses.items()},
-            device_reported={name: DeviceScalar(value) for name, value in reduced.reported.items()},
+            device_reported=_on_device(reduced.reported) if reduced.reported else {},
             device_learning_rates=self._now.rates,
             device_grad_norm=None if reduced.grad_norm is None else DeviceScalar(reduced.grad_norm),
             noise_scale=noise,
@@ -437,22 +437,19 @@ class Runner(WindowRunner):
             part = as_window(window, self._step.objective.split)
         while True:
             try:
-                return self._stepped(part)
+                if not (self._limit.enforces or self._savings.names):
+                    report = super().step(part)
+                else:
+                    with self._limit.in_force(), self._savings.in_force():
+                        report = super().step(part)
+                assert report is not None
+                return report  # noqa: TRY300 - all of it may lack memory
             except AVOIDABLE as error:
                 if not self._savings.is_auto or self.is_past_return or not self._savings.climb(error):
                     raise
                 let_go(error)
             self._step.memory.release()
             self._sizing.set(self._sizing.set_plan)
-
-    def _stepped(self, part: Window) -> StepReport:
-        if self._limit.enforces or self._savings.names:
-            with self._limit.in_force(), self._savings.in_force():
-                report = super().step(part)
-        else:
-            report = super().step(part)
-        assert report is not None
-        return report
 
     @writes_reason
     def evaluate(self, loader: Iterable[Any]) -> float:
@@ -476,6 +473,10 @@ class Runner(WindowRunner):
         finally:
             with suppress(RuntimeError):  # the device may be lost, and its generator with it
                 before.put_back()
+
+
+def _on_device(values: Mapping[str, Tensor]) -> dict[str, DeviceScalar]:
+    return {name: DeviceScalar(value) for name, value in values.items()}
 
 
 def _check_finite(losses: Losses) -> None:

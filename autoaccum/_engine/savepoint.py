@@ -57,9 +57,6 @@ class Savepoint:
         device: Its random generator is saved beside the CPU's.
         functions: Losses, closures and splits: modules, metrics and generators that they reach are saved as well.
         parameters: Returns the parameters, which are saved as far as the model writes them; None for none.
-
-    Attributes:
-        random: The random state.
     """
 
     random: RandomState
@@ -104,8 +101,8 @@ class Savepoint:
         Args:
             copies_all: Whether to copy also what has not been seen to move, but for large tensors of whole numbers
                 (quantised weights), and for frozen parameters if they are larger than the trained ones.
-            is_thorough: Whether to look at all modules anew, and at the values of what is not copied, so that `settle`
-                and `damage` find what changes without a trace.
+            is_thorough: Whether to look at all modules anew, and at the values of what is not copied, so that
+                `learn_moved` and `damage` find what changes without a trace.
             with_host_random: Whether to save the random state of Python and NumPy also where it has not been seen to
                 move.
         """
@@ -141,7 +138,7 @@ class Savepoint:
         self._metrics.put_back()
         self.random.put_back()
 
-    def settle(self) -> list[str]:
+    def learn_moved(self) -> list[str]:
         """Learn what has moved since `take(is_thorough=True)`.
 
         Returns:
@@ -189,7 +186,7 @@ class Savepoint:
         self._kept = [dict(table) for table in self._tables]
         self._filled = [table for table in self._tables if table]
         self._entries = sum(map(len, self._tables))
-        self._in_tables = self._now_in_tables()
+        self._in_tables = list(chain.from_iterable(map(dict.values, self._filled)))
         small: dict[Any, list[tuple[Any, Tensor]]] = defaultdict(list)
         for table in self._tables:
             for name, tensor in table.items():
@@ -243,12 +240,9 @@ class Savepoint:
         """Whether the tables hold the tensors that copies were allocated for, as they were then."""
         if sum(map(len, self._tables)) != self._entries:
             return False  # also where a table was empty
-        now = self._now_in_tables()
+        now = list(chain.from_iterable(map(dict.values, self._filled)))
         are_same = len(now) == len(self._in_tables) and all(map(is_, now, self._in_tables))
         return are_same and self._now_at() == self._small_at
-
-    def _now_in_tables(self) -> list[Tensor | None]:
-        return list(chain.from_iterable(map(dict.values, self._filled)))
 
     def _now_at(self) -> list[int]:
         """Return what changes when a model resizes a buffer in place: addresses and numbers of elements."""

@@ -47,9 +47,6 @@ class Savings:
     Attributes:
         is_auto: Whether to climb.
         names: What saves memory in the next step, in order.
-
-    Raises:
-        InvalidInputError: A name has no place in the model.
     """
 
     def __init__(
@@ -149,11 +146,7 @@ class Savings:
 
 
 def check_memory(memory: Sequence[str] | str | None, backend: MemoryBackend) -> tuple[str, ...]:
-    """Return the names from `fit`'s argument `memory`, in order.
-
-    Raises:
-        InvalidInputError: A name is unknown, or has no effect here.
-    """
+    """Return the names from `fit`'s argument `memory`, in order."""
     names = () if memory is None else (memory,) if isinstance(memory, str) else memory
     if not isinstance(names, list | tuple):
         raise InvalidInputError(f"memory={shown(memory)} is neither a name nor a list of names, such as ['checkpoint']")
@@ -186,11 +179,7 @@ def _is_known(name: object) -> bool:
 
 
 def check_place(name: str, modules: Sequence[nn.Module]) -> None:
-    """Refuse what has no place in modules, by a name of `memory`.
-
-    Raises:
-        InvalidInputError: It has none.
-    """
+    """Refuse what has no place in modules, by a name of `memory`."""
     if lack := _lack_of(name, modules):
         raise InvalidInputError(f"memory={name!r}: {lack}; or leave it out")
 

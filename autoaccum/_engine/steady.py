@@ -6,9 +6,11 @@ would void what they saw. Misuse that begins later is found by the next careful 
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import chain, repeat
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 _BEFORE_TENSORS = len(("type", "keys"))
 _KINDS_OF_PAIR = _BEFORE_TENSORS + len(("inputs", "targets"))
-_IS_TRAINED = attrgetter("requires_grad")
+_IS_TRAINED, _PARAMETERS = attrgetter("requires_grad"), itemgetter("params")
 _HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 # Windows of one structure that take the careful path: the first, second, fourth, ..., and then now and then.
 _LAST_POWER = 1024
@@ -154,7 +156,7 @@ class SteadyPath:
         for tensor, own in zip(tensors, kinds[_BEFORE_TENSORS:], strict=True):
             if type(tensor) is not Tensor or (tensor.shape, tensor.dtype, tensor.device) != own:
                 return None
-        return KnownWindow(batch, known.structure, kinds, is_split=known.is_split)
+        return KnownWindow(batch, known.structure, kinds)
 
     def cut_anew(self) -> None:
         """Ask again for the sizes of micro-batches: some have failed, here or elsewhere."""
@@ -179,7 +181,7 @@ class SteadyPath:
         step = self._step
         groups = () if step.optimizer is None else step.optimizer.param_groups
         return (
-            [list(map(id, group["params"])) for group in groups],
+            list(map(id, chain.from_iterable(map(_PARAMETERS, groups)))),
             self._objective.model.training,
             self._objective.settings(),
             torch.is_autocast_enabled(step.memory.device.type),
@@ -208,6 +210,7 @@ class SteadyPath:
         is_flat = kinds is not None and kinds[1] is None  # a tuple or a list of tensors
         is_pair = is_flat and objective.takes_pairs and len(kinds) == _KINDS_OF_PAIR
         known, weights, samples = self._now, objective.weights, window.samples
+        plain = window.plain_batch() if window.kinds is not None else None
         name = known.name
         assert name is not None
         at.sizes = sizes = self._sizes(window)
@@ -217,7 +220,7 @@ class SteadyPath:
             raise NotSteadyError
         common, provisional, all_count = known.common, float(samples), False
         if common is Common.DIVISOR and is_flat and not self._is_part:
-            all_count = everything_counts(loss_of, window.plain_batch())
+            all_count = everything_counts(loss_of, plain)
             common = Common.SAMPLES if all_count else common
         divides = common is Common.DIVISOR and not is_whole
         if divides:
@@ -229,7 +232,12 @@ class SteadyPath:
         found: list[float | Tensor] = []
         share: float | Tensor = 1.0
         stage.phase = Phase.TRANSFER
-        with self._batches(window, sizes) as batches:
+        if plain is None or not known.is_split or step.transfer.copies:
+            batches: Any = step.transfer.feed(window, sizes)
+        else:
+            parts = zip(*map(Tensor.split, window.tensors(), repeat(sizes)), strict=True)
+            batches = parts if type(plain) is tuple else map(flat_like, repeat(plain), parts)
+        with closing(batches) if isinstance(batches, Generator) else nullcontext():
             for size in sizes:
                 at.size = size  # before its transfer, which it can be made smaller for
                 batch = next(batches)
@@ -276,14 +284,6 @@ class SteadyPath:
         known.sizes, known.kinds_of_sizes = self._sizing.cut(0), window.kinds
         known.plan = plan if self._sizing.is_quiet else None
         return known.sizes
-
-    def _batches(self, window: Window, sizes: tuple[int, ...]) -> Any:
-        transfer = self._step.transfer
-        if not isinstance(window, KnownWindow) or not window.is_split or transfer.copies:
-            return closing(transfer.feed(window, sizes))
-        batch = window.plain_batch()
-        parts = zip(*[tensor.split(sizes) for tensor in window.tensors()], strict=True)
-        return nullcontext(parts if type(batch) is tuple else (flat_like(batch, part) for part in parts))
 
 
 def _kinds(batch: Any) -> list[Any]:

@@ -27,8 +27,7 @@ from autoaccum._engine.does_not_fit import (
     whole_does_not_fit,
 )
 from autoaccum._engine.gradients import PartResult, Progress
-from autoaccum._engine.lack_of_memory import Phase, resolvable_lack, told_damage
-from autoaccum._engine.savepoint import Savepoint
+from autoaccum._engine.lack_of_memory import Phase, damage_text, resolvable_lack
 from autoaccum._engine.steady import NotSteadyError, SteadyPath
 from autoaccum._engine.window_checks import (
     GradientChecks,
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.events import Events
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.noise_scale import NoiseScale
-    from autoaccum._engine.peers import GradientPeers
+    from autoaccum._engine.peers import Peers
     from autoaccum._loss.loss_weights import Slot
     from autoaccum._records import MemoryEvent, Plan
     from autoaccum._sizing.frontier import Widths
@@ -74,16 +73,6 @@ _REFUSES_ONE = "Expected more than 1 value per channel"
 class Engine:
     """Computes gradients of windows.
 
-    Args:
-        step: The training step.
-        sizing: Cuts the windows into micro-batches.
-        events: Counts windows and reports out-of-memory errors.
-        notices: Reports choices made on the user's behalf.
-        peers: The processes that make the windows together.
-        noise: The gradient noise scale to measure; None without `noise_scale`.
-        owns_gradients: Whether gradients between windows are this engine's, so that the loss may reach parameters of
-            others, whose gradients are dropped.
-
     Attributes:
         steady: The path of windows that need no check.
         is_due: Whether the current window is due for all checks.
@@ -99,11 +88,10 @@ class Engine:
         events: Events,
         notices: Notices,
         *,
-        peers: GradientPeers,
+        peers: Peers,
         noise: NoiseScale | None = None,
         owns_gradients: bool = True,
     ) -> None:
-        modules, device = step.objective.modules, step.memory.device
         self._step = step
         self._sizing = sizing
         self._events = events
@@ -112,10 +100,9 @@ class Engine:
         self._owns_gradients = owns_gradients
         self._takes_whole = step.options.loss_scope == "window"
         self._room = Headroom(step.memory)
-        self._norms = BatchNorms(modules, step.options.batchnorm, notices)
+        self._norms = BatchNorms(step.objective.modules, step.options.batchnorm, notices)
         self._time_first = TimeFirst(step.objective, notices)
-        saved = None if step.is_sharded else lambda: step.parameters
-        self._savepoint = Savepoint(modules, device, step.objective.functions, parameters=saved)
+        self._savepoint = step.savepoint(of_parameters=True)
         self.steady = SteadyPath(step, sizing, is_part=peers.is_part)
         self._careful = CarefulPath(
             step,
@@ -183,7 +170,11 @@ class Engine:
         self._given: PartResult | None = None
         self._is_saved = self._is_checked_again = False
         self._dropped: list[nn.Parameter] = []
-        self._choose_path(window)
+        is_admitted = bool(window.samples) and self.steady.admits(window)
+        self.is_due = bool(window.samples) and not is_admitted and self.steady.is_due
+        self._is_steady = is_admitted and not (self._measures_noise or self._norms.rescales)
+        if not self._is_steady:
+            step.objective.begin_window()
         if step.memory.is_soft:
             if self._is_steady:
                 step.memory.stop_measuring()
@@ -196,14 +187,6 @@ class Engine:
         if self._is_steady and self._peers.samples_to_try is not None:  # on which all ranks try their losses now
             self._is_steady = False
             step.objective.begin_window()
-
-    def _choose_path(self, window: Window) -> None:
-        """Decide whether a window is steady; if it is careful, whether it is due for all checks."""
-        is_admitted = bool(window.samples) and self.steady.admits(window)
-        self.is_due = bool(window.samples) and not is_admitted and self.steady.is_due
-        self._is_steady = is_admitted and not (self._measures_noise or self._norms.rescales)
-        if not self._is_steady:
-            self._step.objective.begin_window()
 
     def _refresh(self) -> None:
         """Look up the model's current parameters and layers."""
@@ -272,11 +255,11 @@ class Engine:
                 )
             if checks is not None and not self._takes_whole:
                 checks.check()
-            step.objective.weights.tell_supposed()
+            step.objective.weights.warn_if_unchecked()
         finally:
             step.watch = None
         if is_due:
-            moved = self._savepoint.settle()
+            moved = self._savepoint.learn_moved()
             self.steady.learn(window, given)
             if len(at.sizes) > 1:
                 warn_of_moving_layers(step.objective.modules, moved, len(at.sizes), self._notices)
@@ -305,7 +288,7 @@ class Engine:
         elif self.oom_events or not self._sizes_are_fixed:
             sizing.end(self.at.sizes, is_clean=not self.oom_events, has_room=self._room.is_free)
 
-    def use(self, peers: GradientPeers) -> None:
+    def use(self, peers: Peers) -> None:
         """Make windows with other processes, or with the same in another way, from now on."""
         self._peers = self._careful.peers = peers
 
@@ -315,9 +298,11 @@ class Engine:
         """Restore the window, whose loss is not as careful windows have seen it, and run it on the careful path."""
         if isinstance(error, NotCheckedError) and not error.is_known:
             if self._is_checked_again:
-                raise error.said from None
+                raise error.error from None
             self._is_checked_again, self._step.objective.weights.is_checked = True, False
         self._restore()
+        if self._is_steady:
+            self._step.objective.begin_window()
         self.steady.forget()
         self._is_steady, self.is_due = False, True
         self._refresh()
@@ -418,7 +403,7 @@ class Engine:
             return lost
         names = self._savepoint.damage() if self._is_saved else []
         self.has_lost_parameters |= bool(names)
-        return told_damage(names) if names else ""
+        return damage_text(names) if names else ""
 
     # --- no way to go on: give the window up --------------------------------------------------------------------------
 

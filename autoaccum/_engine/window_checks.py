@@ -22,6 +22,7 @@ from autoaccum._data.splits import is_default
 from autoaccum._engine.lack_of_memory import first_of
 from autoaccum._engine.replaced_forward import are_compiled
 from autoaccum._engine.savepoint import is_metric
+from autoaccum._loss.graph_reader import nodes_of
 from autoaccum._oom import is_oom
 from autoaccum.errors import InvalidInputError
 
@@ -38,10 +39,6 @@ _OF_MODULE_HOOKS = "BackwardHookFunctionBackward"
 
 class GradientChecks:
     """Checks the gradients of a step before and after each backward pass of one window.
-
-    Args:
-        parameters: The step's, which calls this while it is its `watch`.
-        owns_gradients: Whether the loss may reach other parameters too, whose gradients are dropped.
 
     Raises:
         InvalidInputError: By all methods: a check fails.
@@ -65,7 +62,7 @@ class GradientChecks:
         self._total = weakref.ref(total)
         if self._known is None:
             return
-        leaves = (getattr(node, "variable", None) for node in nodes(total))
+        leaves = (getattr(node, "variable", None) for node in nodes_of(total))
         strangers = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and leaf not in self._known]
         if strangers:
             raise InvalidInputError(
@@ -123,22 +120,8 @@ def _place(gradient: Tensor) -> int:
 def _may_add_twice(total: Tensor | None) -> bool:
     """Whether a function in the graph may run backward passes of its own, as a reentrant checkpoint does."""
     return total is None or any(
-        isinstance(node, BackwardCFunction) and type(node).__name__ != _OF_MODULE_HOOKS for node in nodes(total)
+        isinstance(node, BackwardCFunction) and type(node).__name__ != _OF_MODULE_HOOKS for node in nodes_of(total)
     )
-
-
-def nodes(total: Tensor) -> list[Any]:
-    """Return the nodes of a loss's graph."""
-    if total.grad_fn is None:
-        return []
-    found: list[Any] = [total.grad_fn]
-    seen = set(found)
-    for node in found:  # which grows
-        for further, _ in node.next_functions:
-            if further is not None and further not in seen:
-                seen.add(further)
-                found.append(further)
-    return found
 
 
 def hooked(parameters: Sequence[nn.Parameter], *, after: bool = False) -> list[nn.Parameter]:

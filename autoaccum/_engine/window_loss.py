@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from autoaccum._data.batches import Window, repeated
-from autoaccum._data.nesting import copied, map_tensors, without_graphs
+from autoaccum._data.nesting import as_leaf, copied, map_tensors, without_graphs
 from autoaccum._data.random_state import RandomState
 from autoaccum._data.splits import FIRST, Along
 from autoaccum._engine.forward_backward import check_weight
 from autoaccum._engine.gradients import LossSum, PartResult
 from autoaccum._engine.lack_of_memory import Phase
-from autoaccum._engine.window_checks import nodes
 from autoaccum._loss import reported
 from autoaccum._loss.closures import used_by
+from autoaccum._loss.graph_reader import nodes_of
 from autoaccum._loss.loss_weights import Factors
 from autoaccum._loss.objective import no_gradient
 from autoaccum._loss.terms import Form, is_pair
@@ -55,11 +55,7 @@ _ALL_AT_ONCE = Factors(alone=True)
 
 
 class WindowLoss:
-    """A loss over the whole window, for outputs that are computed part by part.
-
-    Raises:
-        InvalidInputError: The loss does not take outputs.
-    """
+    """A loss over the whole window, for outputs that are computed part by part."""
 
     def __init__(self, step: GradientStep) -> None:
         if step.objective.loss is None or isinstance(step.objective.loss, list | tuple):
@@ -78,22 +74,14 @@ class WindowLoss:
         self._step = step
 
     def outputs(self, batch: Any, samples: int) -> Any:
-        """Return the representations of one micro-batch that is on the device.
-
-        Raises:
-            InvalidInputError: The model did not return representations.
-        """
+        """Return the representations of one micro-batch that is on the device."""
         with self._step.precision.autocast():
             outputs = self._step.objective.outputs(batch)
         _check_representations(outputs, samples)
         return outputs
 
     def join(self, parts: Sequence[Any]) -> Any:
-        """Join the representations of all micro-batches as if they came from one.
-
-        Raises:
-            InvalidInputError: They cannot be joined.
-        """
+        """Join the representations of all micro-batches as if they came from one."""
         samples = [next(len(tensor) for tensor in tensors_of(part) if tensor.dim()) for part in parts]
         return _join(parts, samples, "what the model returned for the window's micro-batches")
 
@@ -103,9 +91,6 @@ class WindowLoss:
         For (inputs, targets) pairs, these are the targets, with None in place of the inputs. Items of a mapping are
         joined and moved when the loss reads them. Anything else is joined and moved whole; if it cannot be joined, the
         `Window` itself is returned.
-
-        Raises:
-            InvalidInputError: The targets cannot be joined.
         """
         is_one = len(window.groups()) == 1
         if is_one and not window.is_plain:  # as the split joins them
@@ -167,11 +152,7 @@ class _Items(Mapping[Any, Any]):
 
 
 class WholeWindow:
-    """Accumulates the gradient of a loss over whole windows; the caller takes `mark` before each of them.
-
-    Raises:
-        InvalidInputError: The loss does not take outputs.
-    """
+    """Accumulates the gradient of a loss over whole windows; the caller takes `mark` before each of them."""
 
     def __init__(self, step: GradientStep, mark: Savepoint) -> None:
         self._step = step
@@ -199,9 +180,6 @@ class WholeWindow:
             entering: Follows the window.
             is_first: Whether to check that the loss reaches the model by its outputs alone, and that the second pass
                 gives what the first has given.
-
-        Raises:
-            InvalidInputError: The model or the loss cannot be used in this way.
         """
         if sizes[0] == window.samples:
             given = self._run_at_once(window, entering, is_first=is_first)
@@ -227,7 +205,7 @@ class WholeWindow:
         if window.carries_numbers():
             batch = self._loss.batch(window)
         kept = [without_graphs(outputs)] if self._step.keeps_outputs else []
-        joined = map_tensors(_as_leaf, outputs)
+        joined = map_tensors(as_leaf, outputs)
         given = self._backward(joined, batch, size, kept, is_first=is_first)
         self._pass_on(outputs, 0, joined, compares=False)
         return given
@@ -249,7 +227,7 @@ class WholeWindow:
         joined, is_rehearsal = self._loss.join(parts), sum(sizes) < window.samples
         if is_rehearsal:
             joined = repeated(joined, window.samples, FIRST)
-        joined = map_tensors(_as_leaf, joined)
+        joined = map_tensors(as_leaf, joined)
         del parts
         given = self._backward(joined, self._loss.batch(window), window.samples, kept, is_first=is_first)
         self._after_loss.take(copies_all=is_first or is_rehearsal)
@@ -309,13 +287,9 @@ class WholeWindow:
         return PartResult(samples, losses, reported=noted, outputs=outputs)
 
     def _refuse_other_ways(self, total: Tensor) -> None:
-        """Check that the loss of detached outputs reaches no parameters of the model.
-
-        Raises:
-            InvalidInputError: It does.
-        """
+        """Check that the loss of detached outputs reaches no parameters of the model."""
         names = {id(parameter): name for name, parameter in self._step.objective.model.named_parameters()}
-        reached = [names.get(id(getattr(node, "variable", None))) for node in nodes(total)]
+        reached = [names.get(id(getattr(node, "variable", None))) for node in nodes_of(total)]
         if found := [name for name in reached if name is not None]:
             raise InvalidInputError(
                 f"loss_scope='window' computes the loss from the model's outputs, and this loss reaches {found[0]} in "
@@ -324,11 +298,7 @@ class WholeWindow:
             )
 
     def _pass_on(self, outputs: Any, start: int, joined: Any, *, compares: bool) -> None:
-        """Go backward from a micro-batch's outputs, given the window's, which have the gradient of its loss.
-
-        Raises:
-            InvalidInputError: The outputs are not those of the window, if that is compared, which waits for the device.
-        """
+        """Go backward from a micro-batch's outputs, given the window's, which have the gradient of its loss."""
         tensors, wholes = tensors_of(outputs), tensors_of(joined)
         if len(tensors) != len(wholes):
             raise _other_outputs(f"{len(tensors)} tensors instead of {len(wholes)}")
@@ -390,11 +360,6 @@ def _other_outputs(found: str) -> InvalidInputError:
     )
 
 
-def _as_leaf(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
-
-
 def _value(term: Term) -> Tensor:
     """Return the window's loss; it covers all samples, so no weighting is needed."""
     if term.over is not Form.PAIR:
@@ -405,11 +370,7 @@ def _value(term: Term) -> Tensor:
 
 
 def _join(parts: Sequence[Any], samples: Sequence[int], what: str) -> Any:
-    """Return parts of a window as one, given the samples of each.
-
-    Raises:
-        InvalidInputError: They cannot be joined.
-    """
+    """Return parts of a window as one, given the samples of each."""
     # Each beside a tensor, since there may be none in it (a list of names).
     window = Window([(part, torch.empty(count, 0)) for part, count in zip(parts, samples, strict=True)], FIRST)
     if len(window.groups()) > 1:

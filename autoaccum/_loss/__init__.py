@@ -1,6 +1,7 @@
 """Runs the model and the loss on a micro-batch, and weights the result within the loss of its window.
 
-From a micro-batch and the cut of its window, it computes loss terms with their graphs, and the factors with which they
-sum to the loss of the whole window. Tries an unknown loss on a few samples. May import `_data`,
-`_memory`, `_system` and the modules in the package's root.
+What a loss weighs is found in this order: `objective` runs it and makes `terms` of what it returns; `graph_reader`
+reads from the graph what each term is divided by; `loss_check` confirms that once, on a few samples; `loss_forms` keeps
+what is known; `loss_weights` multiplies each micro-batch's loss by its weight. May import `_data`, `_memory`, `_system`
+and the modules in the package's root.
 """

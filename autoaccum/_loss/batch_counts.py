@@ -41,13 +41,7 @@ ELEMENTS, _ROWS = "elements", "rows"
 
 
 def counts_in(batch: Any, samples: int, wanted: frozenset[Count] | None = None) -> dict[Count, float]:
-    """Return what is counted in a batch; the counts of parts add up to those of the whole.
-
-    Args:
-        batch: Samples as the loader yields them, best on the host: counting waits for the device that they are on.
-        samples: Their number.
-        wanted: The counts to return; None for all.
-    """
+    """Return what is counted in a batch; the counts of parts add up to those of the whole."""
     found: dict[Count, float] = {SAMPLES: float(samples)} if wanted is None or SAMPLES in wanted else {}
     names = None if wanted is None else {name for _, name in wanted}
     for name, tensor in _named(batch, ""):

@@ -28,11 +28,7 @@ _MOST_SAID, _MOST_ENTRIES = 100, 4
 
 
 def check_list(losses: Sequence[Callable[..., Any]]) -> None:
-    """Reject a list with a loss that by its kind, or by the names of its parameters, is one of (outputs, targets).
-
-    Raises:
-        InvalidInputError: There is one.
-    """
+    """Reject a list with a loss that by its kind, or by the names of its parameters, is one of (outputs, targets)."""
     for loss in losses:
         names = list(_parameters_of(loss))
         is_of_outputs = len(names) > 1 and _OUTPUTS.fullmatch(names[0]) and _TARGETS.fullmatch(names[1])
@@ -41,22 +37,14 @@ def check_list(losses: Sequence[Callable[..., Any]]) -> None:
 
 
 def check_single(loss: Callable[..., Any]) -> None:
-    """Reject a single loss whose first parameter is the model.
-
-    Raises:
-        InvalidInputError: It is.
-    """
+    """Reject a single loss whose first parameter is the model."""
     names = list(_parameters_of(loss))
     if names[:1] == ["model"]:
         raise _wrong_alone(loss, f"takes ({', '.join(names)})")
 
 
 def explain_list(error: Exception, loss: Callable[..., Any], model: nn.Module, batch: Any) -> None:
-    """Explain a loss of a list that took the model or the batch for tensors.
-
-    Raises:
-        InvalidInputError: It did.
-    """
+    """Explain a loss of a list that took the model or the batch for tensors."""
     kinds = {type(value).__name__ for value in (model, batch) if not isinstance(value, Tensor)}
     said, frame = first_line(error), error.__traceback__
     while frame is not None:
@@ -68,11 +56,7 @@ def explain_list(error: Exception, loss: Callable[..., Any], model: nn.Module, b
 
 
 def explain_single(error: Exception, loss: Callable[..., Any], outputs: Any) -> None:
-    """Explain a single loss that called the outputs, as it would a model.
-
-    Raises:
-        InvalidInputError: It did.
-    """
+    """Explain a single loss that called the outputs, as it would a model."""
     if f"'{type(outputs).__name__}' object is not callable" in str(error):
         raise _wrong_alone(loss, f"calls the first of them ({first_line(error)[:_MOST_SAID]})") from error
 
@@ -84,16 +68,6 @@ def explain_model(
 
     Only a pair (inputs, targets) and a mapping are taken apart by convention. A tuple of one, three or more tensors is
     one argument, which few models take.
-
-    Args:
-        error: What the model raised.
-        model: The model.
-        batch: The batch.
-        inputs: The positional arguments that the model was called with.
-        entries: The others.
-
-    Raises:
-        InvalidInputError: It does not.
     """
     said, name = first_line(error)[:_MOST_SAID], type(model).__name__
     if inputs and inputs[0] is batch:

@@ -23,14 +23,7 @@ _MANY = 1000
 
 
 class Closure:
-    """A loss that is a function of a micro-batch alone.
-
-    Args:
-        function: Returns the loss in one of the forms that `loss=` may return.
-
-    Raises:
-        InvalidInputError: It cannot be called with a micro-batch.
-    """
+    """A loss that is a function of a micro-batch alone."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         check_function("closure", function, "batch")
@@ -58,10 +51,6 @@ def used_by(functions: Iterable[Any], *, depth: int = 2) -> list[Any]:
     """Return what functions refer to, each once: free variables, globals, defaults, bound arguments and their objects.
 
     Attributes of objects, and items of lists, tuples and dictionaries, are included one level deep.
-
-    Args:
-        functions: Functions, or objects that are called.
-        depth: How many calls of other functions are followed.
     """
     found: dict[int, Any] = {}
     for function in functions:

@@ -71,11 +71,7 @@ class ReadTerm:
 
 
 def read(loss: Tensor) -> list[ReadTerm]:
-    """Return the terms of a loss.
-
-    Args:
-        loss: A single number with a graph, which stays as it is.
-    """
+    """Return the terms of a loss."""
     node = loss.grad_fn
     if node is None:  # a parameter
         return [ReadTerm(None, None)]
@@ -84,11 +80,7 @@ def read(loss: Tensor) -> list[ReadTerm]:
 
 
 def weight_at_once(loss: Tensor) -> float | None:
-    """Return what cross entropy on the host is divided by, by a look at the only node that says it; None otherwise.
-
-    Args:
-        loss: A number whose graph was read before, in the same form.
-    """
+    """Return what cross entropy on the host is divided by, by a look at the only node that says it; None otherwise."""
     node: Any = loss.grad_fn
     if node is None or node.name() not in _OF_CLASSES or node._saved_reduction != _MEAN:
         return None
@@ -326,6 +318,20 @@ _BY_NAME: dict[str, Callable[[Any, ReadTerm], list[ReadTerm]]] = {
 _HANDLERS: dict[str, Callable[[Any, ReadTerm], list[ReadTerm]]] = {}  # by the whole name of a node
 
 
+def nodes_of(loss: Tensor) -> list[Any]:
+    """Return the nodes of a loss's graph."""
+    if loss.grad_fn is None:
+        return []
+    found: list[Any] = [loss.grad_fn]
+    seen = set(found)
+    for node in found:  # which grows
+        for further, _ in node.next_functions:
+            if further is not None and further not in seen:
+                seen.add(further)
+                found.append(further)
+    return found
+
+
 def stopped(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Let no gradient pass, as a hook of a node."""
     return tuple(None if one is None else torch.zeros_like(one) for one in gradients)
@@ -351,11 +357,7 @@ def _on_host(value: Tensor) -> float | Tensor:
 
 
 def _saved(node: Any, name: str) -> Any:
-    """Return what a node has saved, unless unpacking it would run a forward pass once more.
-
-    Raises:
-        _UnreadError: It is not there, or hooks for saved tensors are in force.
-    """
+    """Return what a node has saved, unless unpacking it would run a forward pass once more."""
     raw = getattr(node, "_raw" + name, None)
     if raw is not None:
         try:

@@ -22,7 +22,7 @@ from torch.autograd.graph import _engine_run_backward
 from autoaccum import _oom
 from autoaccum._data.nesting import map_tensors, numbers_in
 from autoaccum._loss.batch_counts import SUM, counts_in
-from autoaccum._loss.graph_reader import ReadTerm, read, stopped
+from autoaccum._loss.graph_reader import ReadTerm, nodes_of, read, stopped
 from autoaccum._loss.modes import quiet_training
 from autoaccum._loss.terms import Form, TermForm, no_mean, not_finite
 from autoaccum.errors import InvalidInputError
@@ -68,7 +68,7 @@ class Run:
         weights: What each is divided by; None if it could not be read.
         gradients: One number for each parameter of each term, shape (terms, parameters), on the host.
         counts: What is counted in the samples.
-        numbers: Numbers other than 1 that the batch carries.
+        numbers: Numbers that the batch carries.
         is_stated: Whether the loss is a pair or a vector, which says what its mean runs over.
     """
 
@@ -132,15 +132,7 @@ def _unusual(window: Window, start: int, samples: int, most: int) -> list[int]:
 
 
 def run_of(term: Term, samples: int, batch: Any, parameters: Sequence[nn.Parameter], *, keep: bool) -> Run:
-    """Return what a loss gave; its graph is used up.
-
-    Args:
-        term: The loss, with a graph.
-        samples: Its number of samples.
-        batch: The batch of them, on the host.
-        parameters: The parameters whose gradients are compared.
-        keep: Whether the graph is used again.
-    """
+    """Return what a loss gave; its graph is used up."""
     loss, is_stated = term.value, term.over is not None
     if is_stated:  # its mean runs over what it says, whatever its graph says
         weights: list[float | None] = [float(samples if term.over is Form.VECTOR else term.weight or 0.0)]
@@ -153,12 +145,11 @@ def run_of(term: Term, samples: int, batch: Any, parameters: Sequence[nn.Paramet
     for number in range(len(terms)) if parameters else ():
         with _only(terms, number):
             rows.append(_projected(_gradients(loss, parameters, keep=keep or number + 1 < len(terms))))
-    numbers = {path: number for path, number in numbers_in(batch).items() if number != 1.0}
     counts = counts_in(batch, samples)
     # Where gradients cannot be had, the value of a single term has to do.
     value = loss.detach().to("cpu", torch.float64)
     gradients = torch.stack(rows) if rows else value.new_zeros(len(terms), 1) if len(terms) > 1 else value.reshape(1, 1)
-    return Run(samples, float(value), terms, weights, gradients, counts, numbers, is_stated=is_stated)
+    return Run(samples, float(value), terms, weights, gradients, counts, numbers_in(batch), is_stated=is_stated)
 
 
 @contextmanager
@@ -182,24 +173,13 @@ def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter], *, keep: bool) 
     # By the engine: `torch.autograd.grad` leaves modes of functions, and blocks that the model checkpoints would be
     # computed again with their dropout.
     run = functools.partial(_engine_run_backward, (loss,), (scale,), keep, False, allow_unreachable=True)
-    if not any(node.name() == "CheckpointFunctionBackward" for node in _nodes_of(loss)):
+    if not any(node.name() == "CheckpointFunctionBackward" for node in nodes_of(loss)):
         return list(run(tuple(parameters), accumulate_grad=False))
     run((), accumulate_grad=True)  # blocks that are checkpointed with reentry need a whole backward pass
     found = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     return found
-
-
-def _nodes_of(loss: Tensor) -> Iterator[Any]:
-    """Return the nodes of the graph of a loss, each once."""
-    seen, left = set(), [loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            left += [one for one, _ in node.next_functions]
 
 
 def _projected(gradients: Sequence[Tensor | None]) -> Tensor:
@@ -231,7 +211,7 @@ def tolerance_of(loss: Tensor, *, casts: bool, dtypes: Iterator[torch.dtype]) ->
     """Return the relative difference that rounding may cause in values and gradients."""
     used = {loss.dtype, *(dtype for dtype in dtypes if dtype.is_floating_point)}
     # Also where a model or a closure enters autocast by itself.
-    made = (one.dtype for node in _nodes_of(loss) for one in node._input_metadata)
+    made = (one.dtype for node in nodes_of(loss) for one in node._input_metadata)
     if casts or any(dtype.itemsize < _FOUR_BYTES for dtype in used) or not _HALVES.isdisjoint(made):
         return _OF_HALF
     if loss.device.type != "cpu" and torch.float32 in used:
@@ -276,14 +256,7 @@ def _differ(one: Run, other: Run, tolerance: float) -> bool:
 
 
 class _Compared:
-    """Compares one term of all samples with that of the parts.
-
-    Args:
-        number: The term's number.
-        runs: The run of all samples, and those of the parts.
-        tolerance: As for `forms_of`.
-        is_random: Whether values and gradients are those of other random numbers, and are not compared.
-    """
+    """Compares one term of all samples with that of the parts."""
 
     def __init__(self, number: int, runs: Sequence[Run], tolerance: float, *, is_random: bool) -> None:
         self._runs = runs
@@ -313,7 +286,9 @@ class _Compared:
             return self._unread()
         weight, near = weights[0], _SAME_WEIGHT * abs(weights[0])
         if all(_close(one, weight, near) for one in weights) and self._agree([1.0] * len(parts)):
-            numbers = self._runs[0].numbers.items()
+            # Without a divisor the 1 is that of a plain sum, and a number of the batch is 1 by accident.
+            is_divided = self._terms[0].divisor is not None or not _close(weight, 1.0, near)
+            numbers = self._runs[0].numbers.items() if is_divided else ()
             return TermForm(Form.SUM, number=next((at for at, one in numbers if _close(one, abs(weight), near)), None))
         return TermForm(Form.UNCONFIRMED)
 
@@ -412,14 +387,7 @@ class TrialLosses:
     """Tries losses on a few samples. Each pass begins with the same state; the last one leaves its own.
 
     Attributes:
-        passes: The forward passes of a batch.
-        modules: The modules that they run.
-        weights: What is known of how losses weigh samples.
-        place: Moves a batch to the device.
         mark: Taken before; restored before each pass.
-        autocast: Returns the context that the model runs in.
-        casts: Whether something casts.
-        parameters: The parameters whose gradients are compared.
         is_complete: Whether something counted in every loss.
         tolerance: The relative difference that rounding may cause, as of the last pass.
     """
@@ -437,10 +405,6 @@ class TrialLosses:
 
     def forms(self, window: Window, most: int) -> dict[str, list[TermForm]] | None:
         """Return the terms of each loss that is a number, by name; None if the window has no two samples to try.
-
-        Args:
-            window: The window.
-            most: The most samples to try.
 
         Raises:
             InvalidInputError: A pair is not (sum, weight), or a loss cannot be computed for a part of the samples.
@@ -460,14 +424,14 @@ class TrialLosses:
         whole = self._runs(source, sample, 0, sample.samples)
         if self.weights.is_trusted:
             return  # as `loss=None` shows only now
-        moves = bool(self.mark.settle())
+        moves = bool(self.mark.learn_moved())
         halves = [self._part(source, sample, *ends) for ends in ((0, first), (first, sample.samples))]
         again: Mapping[str, Run] | None = None
         for name, run in whole.items():
             if any(weight == 0.0 for weight in run.weights):  # nothing counts in it
                 self.is_complete = False
                 if not run.is_stated:
-                    found[name] = [_supposed(term) for term in run.terms]
+                    found[name] = [_by_graph_alone(term) for term in run.terms]
                 continue
             if not math.isfinite(run.value):
                 if name not in self.weights.forms:
@@ -492,7 +456,7 @@ class TrialLosses:
             for source in self.passes:
                 for term in self._terms(source, window.cut(0, 1), 1):
                     if term.over is None and not term.is_reported:
-                        found[term.name] = [_supposed(one) for one in read(term.value)]
+                        found[term.name] = [_by_graph_alone(one) for one in read(term.value)]
         return {} if self.weights.is_trusted else found
 
     # --- passes -------------------------------------------------------------------------------------------------------
@@ -540,7 +504,7 @@ def _part_of(name: str, run: Run, part: Mapping[str, Run], samples: int) -> Run:
     return run.nothing(samples, {}) if other is None else run.nothing(other.samples, other.counts)
 
 
-def _supposed(term: ReadTerm) -> TermForm:
+def _by_graph_alone(term: ReadTerm) -> TermForm:
     if term.weight is None:
         return TermForm(Form.UNCONFIRMED, is_read=False)
     return TermForm(Form.MEAN, per_sample=abs(float(term.weight))) if term.is_counted else TermForm(Form.SUM)

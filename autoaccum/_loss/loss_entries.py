@@ -45,15 +45,7 @@ class Entries:
         return bool(unknown)
 
     def added(self, raw: Mapping[str, Any], total: str) -> set[str]:
-        """Return the names of the entries that sum to the loss.
-
-        Args:
-            raw: The entries by name.
-            total: The name of the entry that is the total.
-
-        Raises:
-            InvalidInputError: There are no entries.
-        """
+        """Return the names of the entries that sum to the loss."""
         if not raw:
             raise InvalidInputError(
                 f"loss returned an empty mapping; return a scalar, or a mapping with an entry "

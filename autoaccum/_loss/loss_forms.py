@@ -32,7 +32,7 @@ class Common(Enum):
     SAMPLES = "micro-batches count by their samples"
     SPLIT = "micro-batches count by split.weight"
     DIVISOR = "one divisor, known after the forward pass"
-    NOTHING = "divisors of their own"
+    OWN_DIVISORS = "divisors of their own"
 
 
 _COMMON = {
@@ -47,25 +47,22 @@ _COMMON = {
 class LossForms:
     """The forms of losses.
 
-    Args:
-        asked: What the arguments say of every loss that is a number; None to find it out.
-
     Attributes:
-        said: The same; None for a loss of torch, which says it better.
+        stated: The same; None for a loss of torch, which says it better.
         forms: The terms of each loss, by name; of those that are numbers only if it is not said.
         is_checked: Whether losses were tried on several samples, or on one where no two can be.
         is_trusted: Whether the loss is one of torch, which needs no check.
-        is_new: Whether losses were checked for this window, so that what is read in it is known.
-        are_apart: Whether divisors that were proportional turned out not to be.
+        is_checked_now: Whether losses were checked for this window, so that what is read in it is known.
+        have_diverged: Whether divisors that were proportional turned out not to be.
         warnings: Warnings of gradients that may be wrong.
     """
 
     def __init__(self, asked: Common | None) -> None:
-        self.said = self._asked = asked
+        self.stated = self._asked = asked
         self.forms: dict[str, tuple[TermForm, ...]] = {}
-        self.is_checked = self.is_trusted = self.is_new = self.are_apart = False
+        self.is_checked = self.is_trusted = self.is_checked_now = self.have_diverged = False
         self.warnings: list[str] = []
-        self._is_supposed = False
+        self._is_unchecked = False
 
     @property
     def common(self) -> Common:
@@ -73,17 +70,17 @@ class LossForms:
         forms = self._all_forms()
         kinds = {self._common_of(form) for form in forms}
         means = [form for form in forms if form.form is Form.MEAN]
-        have_one = len(means) < len(("one", "another")) or (share_a_divisor(means) and not self.are_apart)
+        have_one = len(means) < len(("one", "another")) or (share_a_divisor(means) and not self.have_diverged)
         pairs = sum(form.form is Form.PAIR for form in forms)
         if pairs + bool(means) > 1 or not have_one or len(kinds) > 1:
-            return Common.NOTHING
-        return kinds.pop() if kinds else self.said or Common.SAMPLES
+            return Common.OWN_DIVISORS
+        return kinds.pop() if kinds else self.stated or Common.SAMPLES
 
     def _common_of(self, form: TermForm) -> Common:
         if form.form is Form.VECTOR:
-            return Common.SUM if self.said is Common.SUM else Common.SAMPLES
-        if self.said is not None and form.form is not Form.PAIR:
-            return self.said
+            return Common.SUM if self.stated is Common.SUM else Common.SAMPLES
+        if self.stated is not None and form.form is not Form.PAIR:
+            return self.stated
         return _COMMON[form.form]
 
     def _all_forms(self) -> list[TermForm]:
@@ -92,7 +89,7 @@ class LossForms:
     @property
     def knows_all(self) -> bool:
         """Whether no loss needs a check, as far as is known."""
-        return self.said is not None or self.is_trusted
+        return self.stated is not None or self.is_trusted
 
     def is_vector(self, name: str) -> bool:
         """Whether a loss is one for each sample."""
@@ -101,12 +98,12 @@ class LossForms:
     @property
     def mixes_pairs(self) -> bool:
         """Whether one of several losses with divisors of their own is a (sum, weight) pair."""
-        return any(form.form is Form.PAIR for form in self._all_forms()) and self.common is Common.NOTHING
+        return any(form.form is Form.PAIR for form in self._all_forms()) and self.common is Common.OWN_DIVISORS
 
     @property
     def are_read(self) -> bool:
         """Whether factors depend on nothing that is counted in the batch."""
-        return self.common not in (Common.NOTHING, Common.SPLIT) and not self._counted() and self._number is None
+        return self.common not in (Common.OWN_DIVISORS, Common.SPLIT) and not self._counted() and self._number is None
 
     @property
     def _number(self) -> Path | None:
@@ -115,7 +112,7 @@ class LossForms:
 
     def _counted(self) -> list[TermForm]:
         """Return the means whose weights are counted in the batch."""
-        is_mixed = self.common is Common.NOTHING
+        is_mixed = self.common is Common.OWN_DIVISORS
         return [form for form in self._all_forms() if form.form is Form.MEAN and (is_mixed or not form.is_read)]
 
     # --- what becomes known -------------------------------------------------------------------------------------------
@@ -123,10 +120,10 @@ class LossForms:
     def note(self, terms: Sequence[Term]) -> None:
         """Note which losses are pairs, which are losses of each sample, and which are what the arguments say."""
         for term in terms:
-            if term.is_reported or (term.over is None and self.said is None):
+            if term.is_reported or (term.over is None and self.stated is None):
                 continue
             if term.over is None:
-                self.forms[term.name] = (TermForm(Form.SUM if self.said is Common.SUM else Form.UNCONFIRMED),)
+                self.forms[term.name] = (TermForm(Form.SUM if self.stated is Common.SUM else Form.UNCONFIRMED),)
                 continue
             before = self.forms.get(term.name, (None,))[0]
             if term.over is Form.PAIR and before is not None and before.form not in (Form.PAIR, Form.VECTOR):
@@ -141,7 +138,7 @@ class LossForms:
         """Take the form of a loss of torch, which needs no check; None if it is no such loss."""
         self.forms.pop(name, None)
         self.is_trusted = form is not None
-        self.said = self._asked if form is None else None
+        self.stated = self._asked if form is None else None
         if form is not None:
             self.forms[name] = (form,)
 
@@ -151,23 +148,20 @@ class LossForms:
         Args:
             found: The terms of each loss, by name.
             is_checked: Whether they were tried on several samples.
-
-        Raises:
-            InvalidInputError: Losses cannot be put together from micro-batches.
         """
-        self.is_checked = self.is_new = True
+        self.is_checked = self.is_checked_now = True
         found = {name: forms for name, forms in found.items() if is_checked or name not in self.forms}
         for name, forms in found.items():
             self.forms[name] = _both(forms, self.forms.get(name, ())) or tuple(forms)
         for name, forms in found.items():
             self._refuse_or_warn(name, forms)
-        self._is_supposed = bool(found) and not is_checked
+        self._is_unchecked = bool(found) and not is_checked
         self._refuse_what_is_not_counted()
 
-    def tell_supposed(self) -> None:
+    def warn_if_unchecked(self) -> None:
         """Warn of what is known of a single sample alone; not before that sample has fitted."""
-        if self._is_supposed:
-            self._is_supposed = False
+        if self._is_unchecked:
+            self._is_unchecked = False
             self.warn(
                 "two samples that can be joined do not fit at once, so what the loss is divided by is read from its "
                 "graph and not checked; a (sum, weight) pair or loss_reduction= says it"
@@ -195,7 +189,7 @@ class LossForms:
 
     def _refuse_what_is_not_counted(self) -> None:
         """Reject means with divisors of their own that no count of the batch gives before the backward pass."""
-        if self.common is not Common.NOTHING:
+        if self.common is not Common.OWN_DIVISORS:
             return
         divisors: list[TermForm] = []
         for name, forms in self.forms.items():
@@ -236,7 +230,7 @@ class LossForms:
     @property
     def knowledge(self) -> tuple[Any, ...]:
         """Everything that is known of losses."""
-        return self.forms, self.is_checked, self.are_apart
+        return self.forms, self.is_checked, self.have_diverged
 
     def in_short(self) -> Any:
         """Return what must be the same on all ranks, to be compared."""
@@ -252,12 +246,12 @@ class LossForms:
         Raises:
             InvalidInputError: They know different things of one loss.
         """
-        self.is_new = True
+        self.is_checked_now = True
         if not self.is_trusted:
             self.forms = {}
-        for forms, is_checked, are_apart in known:
+        for forms, is_checked, have_diverged in known:
             self.is_checked |= is_checked
-            self.are_apart |= are_apart
+            self.have_diverged |= have_diverged
             for name, theirs in forms.items():
                 mine = self.forms.get(name, theirs)
                 both = _both(mine, theirs)

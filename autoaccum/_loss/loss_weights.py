@@ -68,22 +68,18 @@ class NotCheckedError(Exception):
     """A loss is not what it was when it was checked, or has not been checked: the window begins again with a check.
 
     Args:
-        said: The error for the user, if the check has been made already.
+        error: The error for the user, if the check has been made already.
         is_known: Whether it is known by now, so that no check is needed.
     """
 
-    def __init__(self, said: InvalidInputError, *, is_known: bool = False) -> None:
-        super().__init__(str(said))
-        self.said = said
+    def __init__(self, error: InvalidInputError, *, is_known: bool = False) -> None:
+        super().__init__(str(error))
+        self.error = error
         self.is_known = is_known
 
 
 class LossWeights(LossForms):
     """Weights of the losses of micro-batches.
-
-    Args:
-        asked: As for `LossForms`.
-        split: The split, for a message.
 
     Attributes:
         window: The window that is being computed, and the first sample of the current micro-batch in it.
@@ -103,14 +99,14 @@ class LossWeights(LossForms):
     def begin_window(self) -> None:
         """Begin a window, for which losses have not been checked yet."""
         self._added.clear()
-        self.is_new = False
+        self.is_checked_now = False
 
     # --- before a window ----------------------------------------------------------------------------------------------
 
     def totals(self, window: Window) -> dict[Slot, float]:
         """Return what each term with a divisor of its own is divided by in a window, as the batch counts it."""
         found: dict[Slot, float] = {OF_SAMPLES: float(window.samples)}
-        if self.said is Common.SPLIT and self.common is not Common.DIVISOR:
+        if self.stated is Common.SPLIT and self.common is not Common.DIVISOR:
             found[_OF_SPLIT] = window.weight(0, window.samples) if window.samples else 0.0
         for name, forms in self.forms.items():
             found[name, -1] = _expected(forms[0], window) if window.samples else 0.0
@@ -129,9 +125,6 @@ class LossWeights(LossForms):
             sizes: The micro-batch sizes.
             totals: `totals` of the window that these samples are a part of; None if they are the whole.
             is_part: Whether they are a part, which is put together with others by its weight.
-
-        Raises:
-            InvalidInputError: Nothing that a loss counts is in the window.
         """
         common = self.common
         if (number := self._number) is not None and (is_part or window.carries_numbers()):
@@ -147,7 +140,7 @@ class LossWeights(LossForms):
         if common is Common.SUM:
             return [Factors() for _ in sizes]
         weights, whole = list(map(float, sizes)), OF_SAMPLES
-        if self.said is Common.SPLIT and common is not Common.DIVISOR:
+        if self.stated is Common.SPLIT and common is not Common.DIVISOR:
             stops, whole = list(accumulate(sizes)), _OF_SPLIT
             weights = [window.weight(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
             self._check_split(window, weights)
@@ -159,7 +152,7 @@ class LossWeights(LossForms):
             self.set_provisional(window, totals)
             for factor, weight in zip(factors, self._weights_beforehand(window, sizes), strict=True):
                 factor.weight = weight
-        if common is Common.NOTHING:
+        if common is Common.OWN_DIVISORS:
             self._weigh_each_term(factors, window, sizes, totals or self.totals(window))
         return factors
 
@@ -266,11 +259,7 @@ class LossWeights(LossForms):
         return float(window.samples), float(window.samples)
 
     def total(self, name: str, found: Sequence[float | Tensor], *, may_be_nothing: bool = False) -> float | Tensor:
-        """Return the weight of a window from those of its micro-batches.
-
-        Raises:
-            InvalidInputError: Nothing counts, as far as can be seen without waiting for the device.
-        """
+        """Return the weight of a window from those of its micro-batches."""
         total: Any = sum(found[1:], start=found[0])
         if isinstance(total, Tensor) and total.device.type != "cpu":
             # It may be an integer, which would round a quotient to single precision.
@@ -285,14 +274,6 @@ class LossWeights(LossForms):
         """Return what a loss adds to that of the window; None if nothing in it counts.
 
         Its weight is noted in the term, if there is one to note.
-
-        Args:
-            term: The loss, with its graph.
-            samples: Samples of the micro-batch.
-            factors: Its factors.
-
-        Raises:
-            InvalidInputError: The loss has another form than in the windows before.
         """
         value = self._weighed(term, samples, factors) if factors.scale else None
         return value if value is None or factors.scale == 1.0 else value * factors.scale
@@ -300,8 +281,8 @@ class LossWeights(LossForms):
     def _weighed(self, term: Term, samples: int, factors: Factors) -> Tensor | None:
         name, value = term.name, term.value
         if term.over is Form.PAIR:
-            if name not in factors.pairs and self.common is Common.NOTHING and not factors.alone:
-                raise NotCheckedError(_changed(name, None, ()).said, is_known=True)  # which was not known before
+            if name not in factors.pairs and self.common is Common.OWN_DIVISORS and not factors.alone:
+                raise NotCheckedError(_changed(name, None, ()).error, is_known=True)  # which was not known before
             factor = factors.pairs.get(name) or 1.0 / self.provisional_total(name)
             return value / term.weight if factors.alone else value * factor  # type: ignore[operator]
         if factors.alone and value.requires_grad:
@@ -310,7 +291,7 @@ class LossWeights(LossForms):
             return value  # the caller says of a loss that it has no gradient
         if name in factors.terms:
             return self._weigh_terms(term, factors)
-        if term.over is None and self.said is None and (name not in self.forms or self.is_vector(name)):
+        if term.over is None and self.stated is None and (name not in self.forms or self.is_vector(name)):
             raise _changed(name, None, read(value))
         if self.common is Common.SUM and term.over is None:
             self.see_sum(name, value)
@@ -331,12 +312,6 @@ class LossWeights(LossForms):
         """Return what a loss is divided by, as its graph says.
 
         It is on the device if only the device knows it and nothing has to be compared with it: of cross entropy alone.
-
-        Args:
-            name: Its name.
-            loss: A number.
-            samples: Samples of the micro-batch.
-            trains: Whether it is trained on, and not evaluated.
 
         Raises:
             NotCheckedError: It has another form than when it was checked.
@@ -370,7 +345,7 @@ class LossWeights(LossForms):
         form, weight = self.forms[name][0], float(term.weight)
         of_samples = samples * form.counts.get(SAMPLES, 0.0)
         is_one = form.may_be_clamped and term.divisor == 1.0 and not _is_same(weight, of_samples)
-        if not is_one and (window is None or not self.is_new or self.is_trusted or not form.counts):
+        if not is_one and (window is None or not self.is_checked_now or self.is_trusted or not form.counts):
             return weight
         numbers: list[float] = []
         if window is not None and window.is_on(_HOST):
@@ -440,9 +415,9 @@ class LossWeights(LossForms):
             NotCheckedError: They are not proportional, as they were when they were checked.
         """
         if abs(weight - expected) > _SAME_WEIGHT * abs(expected):  # not so for NaN
-            self.are_apart = True
+            self.have_diverged = True
             self._refuse_what_is_not_counted()
-            raise NotCheckedError(_changed(name, None, ()).said, is_known=True)
+            raise NotCheckedError(_changed(name, None, ()).error, is_known=True)
 
     def see_sum(self, name: str, loss: Tensor) -> None:
         """Compare a loss that is added up with what it was when it was checked, and in the window's micro-batches.
@@ -469,23 +444,19 @@ class LossWeights(LossForms):
         Raises:
             NotCheckedError: It was never put together so in a window that was checked.
         """
-        if self.said is not None:
+        if self.stated is not None:
             return
         if any(isinstance(one.weight, float) and one.weight in (0.0, math.inf, -math.inf) for one in found):
             return  # nothing counts
         built = (name, *((one.is_counted, one.divisor is None, one.end and one.end.name()) for one in found))
         if built not in self._seen:
-            if not self.is_new:
+            if not self.is_checked_now:
                 raise _changed(name, self.forms.get(name), found)
             self._seen.add(built)
 
     def refuse_nothing(self, name: str, loss: Tensor) -> None:
-        """Reject a window of one micro-batch in which nothing counts, if that can be seen without waiting.
-
-        Raises:
-            InvalidInputError: Nothing counts.
-        """
-        if self.said is not None or isinstance(loss, FakeTensor) or weight_at_once(loss):
+        """Reject a window of one micro-batch in which nothing counts, if that can be seen without waiting."""
+        if self.stated is not None or isinstance(loss, FakeTensor) or weight_at_once(loss):
             return
         if any(isinstance(one.weight, float) and not one.weight for one in read(loss)):
             raise nothing_counts(f"what loss {name!r} is divided by is 0", 1)

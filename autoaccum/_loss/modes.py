@@ -35,7 +35,7 @@ class Mark(Protocol):
     def restore(self) -> None:
         """Restore it."""
 
-    def settle(self) -> Sequence[object]:
+    def learn_moved(self) -> Sequence[object]:
         """Return what passes have moved since the state was saved."""
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autoaccum._arguments import check_function, is_one_of, shown
-from autoaccum._data.nesting import map_tensors
+from autoaccum._data.nesting import as_leaf, map_tensors
 from autoaccum._data.pieces import weigher_of
 from autoaccum._data.splits import ByDefault, check_split
 from autoaccum._loss import calling_conventions
@@ -82,9 +82,6 @@ class Objective:
         casts_itself: Whether the model, or a closure, enters autocast by itself.
         gave_number: Whether the last pass returned a single number.
         samples: Samples of the last pass.
-
-    Raises:
-        InvalidInputError: The arguments cannot be used.
     """
 
     def __init__(
@@ -114,7 +111,7 @@ class Objective:
         self.casts_itself = False
         self.gave_number = False
         self.samples = 0
-        self.weights = LossWeights(_said_by(loss_reduction, split), repr(split))
+        self.weights = LossWeights(_stated_by(loss_reduction, split), repr(split))
         self._most = MOST_SAMPLES  # samples of the next check
         self._losses: Sequence[Any] = loss if isinstance(loss, list | tuple) else [loss]
         is_list = self._losses is loss
@@ -146,16 +143,8 @@ class Objective:
     def terms(self, source: Source, batch: Any, samples: int) -> tuple[list[Term], Any]:
         """Run one source on one micro-batch.
 
-        Args:
-            source: One of `sources`.
-            batch: The micro-batch, on the device.
-            samples: Its number of samples.
-
         Returns:
             The loss terms with their graphs, and the model's outputs (None for a callable that does not return them).
-
-        Raises:
-            InvalidInputError: The returned value is not a loss.
         """
         self.samples = samples
         raw, outputs = source.run(self, batch)
@@ -187,14 +176,11 @@ class Objective:
             outputs: The model's outputs.
             batch: The batch that they were computed from, on the device; of a pair only the targets are used.
             samples: Its number of samples.
-
-        Raises:
-            InvalidInputError: The returned value is not a loss.
         """
         raw = self._losses_of(outputs, batch)
         if self.may_look and self._entries.needs_graphs(raw, TOTAL):
             with torch.enable_grad():
-                raw = self._losses_of(map_tensors(_with_gradient, outputs), batch)
+                raw = self._losses_of(map_tensors(lambda one: as_leaf(one.clone()), outputs), batch)
         return self._terms(raw, samples, TOTAL)
 
     # --- weights ------------------------------------------------------------------------------------------------------
@@ -236,9 +222,6 @@ class Objective:
             mark: Taken and restored here.
             autocast: Returns the context that the model runs in.
             parameters: The parameters whose gradients are compared.
-
-        Raises:
-            InvalidInputError: A loss cannot be put together from micro-batches.
         """
         most, self._most = self._most, self._most // 2
         weights = self.weights
@@ -267,28 +250,18 @@ class Objective:
         self._most, self.weights.is_checked = MOST_SAMPLES, False
 
     def begin_window(self) -> None:
-        """Read the settings of a `torch.nn` loss, which may change from one window to the next.
-
-        Raises:
-            InvalidInputError: They contradict `loss_reduction`.
-        """
+        """Read the settings of a `torch.nn` loss, which may change from one window to the next."""
         self._read_settings()
         self.weights.begin_window()
 
     def settings(self) -> tuple[Any, ...]:
         """Return the settings of a loss of torch, and how losses weigh samples, to be compared with later ones."""
-        return self._reduction(), list(self.weights.forms.values())
-
-    def _reduction(self) -> Any:
-        return None if self._kind is None else getattr(self.loss, "reduction", "mean")
+        reduction = None if self._kind is None else getattr(self.loss, "reduction", "mean")
+        return reduction, list(self.weights.forms.values())
 
     def _read_settings(self) -> None:
-        """Read the settings of a loss of torch.
-
-        Raises:
-            InvalidInputError: They contradict `loss_reduction`.
-        """
-        reduction = self._reduction()
+        """Read the settings of a loss of torch."""
+        reduction, _ = self.settings()
         if reduction == self._settings:
             return
         self._settings = reduction
@@ -324,7 +297,7 @@ class Objective:
         return {TOTAL: raw} if isinstance(raw, Tensor) or not isinstance(raw, Mapping) else dict(raw)
 
     def _terms(self, raw: Mapping[str, Any], samples: int, total: str) -> list[Term]:
-        summed = self.weights.said is Common.SUM
+        summed = self.weights.stated is Common.SUM
         added = self._entries.added(raw, total)
         terms = [term_of(name, value, samples, summed=summed) for name, value in raw.items() if name in added]
         self.weights.note(terms)
@@ -387,16 +360,12 @@ class Objective:
 
 
 def check_loss_reduction(loss_reduction: object) -> None:
-    """Check the argument `loss_reduction`.
-
-    Raises:
-        InvalidInputError: It is not one of the reductions.
-    """
+    """Check the argument `loss_reduction`."""
     if loss_reduction is not None and not is_one_of(loss_reduction, ("mean", "sum")):
         raise InvalidInputError(f"loss_reduction={shown(loss_reduction)} is unknown; choose 'mean', 'sum' or None")
 
 
-def _said_by(loss_reduction: str | None, split: Split | None) -> Common | None:
+def _stated_by(loss_reduction: str | None, split: Split | None) -> Common | None:
     """Return how the arguments weigh every loss that is a number; None to find it out."""
     if loss_reduction == "sum":
         return Common.SUM
@@ -450,11 +419,6 @@ def no_gradient(names: Iterable[str]) -> InvalidInputError:
         f"loss {'+'.join(names)!r} has no gradient: it does not depend on a trainable parameter; look for "
         ".detach(), .item() or torch.no_grad() in its computation"
     )
-
-
-def _with_gradient(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().clone()
-    return tensor.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
 def _own_loss(outputs: Any) -> Any:

@@ -34,15 +34,7 @@ def note(
     weights: LossWeights,
     into: dict[Slot, list[Any]],
 ) -> None:
-    """Record the values that one micro-batch reports.
-
-    Args:
-        terms: Losses and reported entries of one forward pass.
-        samples: Samples in the micro-batch.
-        factors: The factors of its losses.
-        weights: What is known of how losses weigh samples.
-        into: The sums and weights to add to.
-    """
+    """Record the values that one micro-batch reports."""
     losses = [term for term in terms if not term.is_reported]
     weight, is_sum = _like_total(losses, factors, weights)
     for term in terms:

@@ -94,9 +94,6 @@ def term_of(name: str, raw: Any, samples: int, *, summed: bool) -> Term:
         raw: A scalar, a vector of per-sample losses or a (sum, weight) pair.
         samples: Samples in the micro-batch.
         summed: Whether a vector is summed instead of averaged.
-
-    Raises:
-        InvalidInputError: It is none of these.
     """
     if isinstance(raw, Tensor):
         if raw.dim() == 0:
@@ -186,12 +183,7 @@ def kind_of(loss: object) -> Any:
 
 
 def everything_counts(loss: object, batch: Any) -> bool:
-    """Whether the mean of a loss runs over all targets of a pair, as can be seen without waiting for a device.
-
-    Args:
-        loss: The loss, with the reduction of a mean.
-        batch: Tensors, which may be no pair.
-    """
+    """Whether the mean of a loss runs over all targets of a pair, as can be seen without waiting for a device."""
     kind = kind_of(loss)
     if kind in _OF_CLASSES:
         targets = batch[-1]
@@ -218,15 +210,7 @@ def of_torch(loss: object) -> TermForm | None:
 
 
 def weight_of_pair(name: str, weight: Any) -> Tensor | float:
-    """Check the second half of a (sum, weight) pair, as far as possible without synchronising with the device.
-
-    Args:
-        name: Name of the loss.
-        weight: The value returned with the sum.
-
-    Raises:
-        InvalidInputError: It cannot be a weight: not a number, a bool, several numbers, or one with a gradient.
-    """
+    """Check the second half of a (sum, weight) pair, as far as possible without synchronising with the device."""
     found = None
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
@@ -244,13 +228,7 @@ def weight_of_pair(name: str, weight: Any) -> Tensor | float:
 
 
 def no_mean(name: str, whole: tuple[float, float], *parts: tuple[float, float]) -> InvalidInputError:
-    """Return the error for a vector or a pair whose mean over samples is not that of two parts of them together.
-
-    Args:
-        name: Name of the loss.
-        whole: Mean and weight of the samples.
-        parts: The same of their parts.
-    """
+    """Return the error for a vector or a pair whose mean over samples is not that of two parts of them together."""
     (mean, weight), added = whole, sum(part[1] for part in parts)
     if not math.isclose(weight, added, rel_tol=_SAME_PAIR):
         return InvalidInputError(

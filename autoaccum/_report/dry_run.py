@@ -149,7 +149,9 @@ class _Stage:
         gradients = gradient_bytes(step.parameters)
         state = _state_bytes(step.optimizer)
         # On a card the next micro-batch is transferred while the current one runs.
-        inputs = size * Window([self._batch], self._step.objective.split).sample_bytes()[0] * (2 if on_card else 1)
+        window = Window([self._batch], self._step.objective.split)
+        one_bytes = sum(tensor.nbytes for tensor in window.tensors()) // window.samples
+        inputs = size * one_bytes * (2 if on_card else 1)
         reserved = peak if on_card else peak + parameters + buffers
         in_update = peak > growing
         highest = reserved if allocated is None else min(allocated, reserved)

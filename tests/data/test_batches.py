@@ -4,19 +4,16 @@ import itertools
 import types
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import MutableMapping
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.utils import rnn
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
-import autoaccum
-from autoaccum._data.batches import Window, as_window, count
+from autoaccum._data.batches import Window, as_window
 from autoaccum._data.nesting import map_tensors
 from autoaccum._data.pieces import NestedPiece as Piece
 from autoaccum._data.regrouping import stream, windows
@@ -53,11 +50,6 @@ class AttributeDict(dict):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.__dict__ = self
-
-
-@dataclass
-class Record:
-    inputs: torch.Tensor
 
 
 def numbered(samples, start=0, width=2):
@@ -116,86 +108,6 @@ def test_batch_of_any_nesting_is_cut_joined_and_left_as_it_was(kind):
     assert all(one is other for one, other in zip(tensors_in(batch), before, strict=True))
 
 
-def test_nothing_is_copied_that_is_cut_and_a_whole_batch_is_handed_on_as_the_object_it_is():
-    inputs = numbered(4)
-    batch = Wrapped({"inputs": inputs})
-
-    (first, _) = stream([inputs], 3)
-
-    assert Piece(inputs).cut(1, 3).data_ptr() == inputs[1].data_ptr()
-    assert first[0].data_ptr() == inputs.data_ptr()
-    assert Piece(batch).cut(0, 4) is batch
-
-
-def test_data_beside_tensors_is_cut_and_joined_where_it_is_as_long_as_the_batch():
-    batch = {
-        "inputs": numbered(3),
-        "names": ["a", "b", "c"],
-        "pair": ("left", "right"),
-        "boxes": np.arange(6).reshape(3, 2),
-        "anchors": np.arange(4),
-        "temperature": 0.5,
-        "scale": torch.tensor(2.0),
-        "note": "abc",
-        "nothing": None,
-        "box": types.SimpleNamespace(name="a"),
-    }
-
-    cut = Piece(batch).cut(1, 3)
-
-    assert cut["names"] == ["b", "c"]
-    assert cut["boxes"].tolist() == [[2, 3], [4, 5]]
-    for name in ("pair", "anchors", "temperature", "scale", "note", "nothing", "box"):
-        assert cut[name] is batch[name]
-    joined = Window([batch, batch]).joined()
-    assert joined["names"] == ["a", "b", "c"] * 2
-    assert joined["boxes"][:, 0].tolist() == [0, 2, 4] * 2
-
-
-# --- what is no batch ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("batch", [(), [], {}, "text", 7, None, ["a", "b"], np.zeros(3), torch.tensor(1.0)])
-def test_batch_without_a_tensor_of_samples_is_refused_by_its_type(batch):
-    with pytest.raises(InvalidInputError, match=rf"{type(batch).__name__} holds no tensor.*default_collate"):
-        count(batch)
-
-
-@pytest.mark.parametrize(
-    ("batch", "shapes"),
-    [
-        ((torch.zeros(4, 2), torch.zeros(3)), ["0: (4, 2)", "1: (3,)"]),
-        ({"inputs": torch.zeros(4), "masks": [torch.zeros(4), torch.zeros(5, 1)]}, ["inputs: (4,)", "masks/1: (5, 1)"]),
-        ([torch.zeros(2, 5), torch.zeros(3, 5)], ["0: (2, 5)", "1: (3, 5)"]),
-    ],
-)
-def test_tensors_of_unequal_first_size_are_refused_with_their_shapes(batch, shapes):
-    with pytest.raises(InvalidInputError) as caught:
-        count(batch)
-
-    assert all(shape in str(caught.value) for shape in shapes)
-
-
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lambda: torch.eye(4).to_sparse(), "sparse_coo"),
-        (lambda: torch.eye(4).to_sparse_csr(), "sparse_csr"),
-        (lambda: rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(2, 2)]), "PackedSequence"),
-        (lambda: rnn.pack_sequence([torch.zeros(4, 2)]), "PackedSequence"),
-        (lambda: Record(torch.zeros(4)), "Record"),
-        (lambda: types.SimpleNamespace(boxes=[torch.zeros(4)]), "SimpleNamespace"),
-        (lambda: torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)]), "nested tensor"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta", "ignore:The PyTorch API of nested tensors")
-def test_what_cannot_be_cut_is_refused_by_its_kind(make, name):
-    hidden = make()
-
-    with pytest.raises(InvalidInputError, match=rf"holds a {name}.*cannot be cut"):
-        count((torch.zeros(4), hidden))
-
-
 # --- pieces beside each other ----------------------------------------------------------------------------------------
 
 
@@ -220,17 +132,6 @@ def test_unlike_pieces_are_never_joined(one, other):
 
     assert window.groups() == [2, 2]
     assert window.joined() is window
-
-
-def test_window_is_a_sequence_of_its_pieces_and_cut_across_them():
-    window = Window([numbered(3), numbered(1, 3), numbered(4, 4)])
-
-    assert [rows(window.cut(*span)) for span in [(0, 2), (2, 5), (7, 8)]] == [[0, 1], [2, 3, 4], [7]]
-    assert [(rows(part), samples) for part, samples in window.parts(2, 6)] == [([2], 1), ([3], 1), ([4, 5], 2)]
-    assert [rows(piece) for piece in window] == [[0, 1, 2], [3], [4, 5, 6, 7]]
-    assert rows(window[-1]) == [4, 5, 6, 7]
-    assert [rows(piece) for piece in window[:1]] == [[0, 1, 2]]
-    assert repr(window) == "Window(8 samples in 3 pieces)"
 
 
 @given(data=st.data(), pieces=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 2)), min_size=1, max_size=8))
@@ -310,33 +211,3 @@ def test_what_is_given_as_a_window_is_one_batch_or_a_sequence_of_them(given_wind
 def test_list_of_two_batches_of_one_form_is_refused_as_ambiguous(pair):
     with pytest.raises(InvalidInputError, match=r"autoaccum\.Window\(\[first, second\]\).*tuple \(inputs, targets\)"):
         as_window(pair)
-
-
-@pytest.mark.parametrize(
-    ("nothing", "message"),
-    [
-        ((X[:0], Y[:0]), "0 samples"),
-        ([(X[:0], Y[:0])] * 3, "0 samples"),
-        (Window([X[:0]]), "0 samples"),
-        ([], "holds no tensor"),
-        (iter([]), "at least one batch"),
-        ([[]], "holds no tensor"),
-        (None, "holds no tensor"),
-    ],
-)
-def test_window_without_samples_is_refused(nothing, message):
-    with pytest.raises(InvalidInputError, match=message):
-        as_window(nothing)
-
-
-# --- samples over again, samples picked ------------------------------------------------------------------------------
-
-
-def test_dataset_in_place_of_a_loader_is_refused_unless_it_yields_batches_itself():
-    class Batches(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter([torch.zeros(4, 2)])
-
-    with pytest.raises(InvalidInputError, match=r"is a dataset.*wrap it in torch.utils.data.DataLoader"):
-        autoaccum.windows(torch.utils.data.TensorDataset(torch.zeros(4, 2)), 2)
-    assert [len(window) for window in autoaccum.windows(Batches(), 2)] == [2, 2]

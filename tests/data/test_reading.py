@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.utils.data import default_collate
-from transformers import BatchEncoding, DataCollatorWithFlattening
+from transformers import BatchEncoding
 
 import autoaccum
 from autoaccum._data.batches import Window, count
@@ -117,22 +117,3 @@ def test_flattened_sequences_are_refused_with_the_remedy(positions):
         count(batch)
 
     assert count(batch, autoaccum.Along(0)) == 1
-
-
-@pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True}, {"return_seq_idx": True}])
-def test_what_transformers_flattens_is_refused(options):
-    collate = DataCollatorWithFlattening(**options)
-
-    with pytest.raises(InvalidInputError, match=r"one row of 2 sequences"):
-        count(dict(collate([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])))
-
-
-def test_position_ids_of_one_sequence_are_none_of_many():
-    ids = torch.ones(1, 4, dtype=torch.long)
-
-    assert count({"input_ids": ids, "position_ids": torch.arange(4).unsqueeze(0)}) == 1
-    for positions, mask in (([0, 0, 0, 1], [0, 0, 1, 1]), ([0, 1, 0, 0], [1, 1, 0, 0]), ([0, 0, 0, 0], [0, 0, 0, 1])):
-        batch = {"input_ids": ids, "position_ids": torch.tensor([positions])}
-        assert count(batch | {"attention_mask": torch.tensor([mask])}) == 1
-        assert not any(positions) or count(batch) == 1
-    assert count({"input_ids": ids.expand(2, 4), "position_ids": torch.tensor([[0, 1, 0, 1]] * 2)}) == 2

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import autoaccum
 from autoaccum import PackedRows, Window
 
 LENGTHS = [3, 1, 4, 2]
@@ -45,16 +44,3 @@ def test_joined_parts_are_the_row():
 
 def test_window_counts_sequences():
     assert Window([row(), row([2, 5])], PackedRows()).samples == 6
-
-
-@pytest.mark.parametrize(
-    ("batch", "said"),
-    [
-        ({"input_ids": torch.zeros(2, 4)}, r"\(2, 4\)"),
-        ({"input_ids": torch.zeros(1, 4)}, "position_ids"),
-        ([1], "list"),
-    ],
-)
-def test_anything_but_one_row_with_bounds_is_refused(batch, said):
-    with pytest.raises(autoaccum.InvalidInputError, match=said):
-        PackedRows().count(batch)

@@ -1,11 +1,8 @@
 """What is said of BatchNorm in a window that is cut, and how its momentum is set right and put back."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import autoaccum
 from autoaccum._system.notices import Notices
@@ -59,37 +56,6 @@ def test_window_forgets_as_much_as_one_update_with_the_whole_batch(sizes, moment
     torch.testing.assert_close((norm.running_mean, norm.running_var), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_mean_is_far_nearer_to_the_whole_batchs_than_with_the_layers_momentum():
-    inputs = torch.randn(64, 3, dtype=torch.float64)
-    expected = layer()
-    expected(inputs)
-
-    def off(mode):
-        norm = layer()
-        train(norm, inputs, (8,) * 8, mode)
-        return float((norm.running_mean - expected.running_mean).norm())
-
-    assert off("rescale") < off("keep") / 50
-
-
-@pytest.mark.parametrize(
-    ("options", "sizes", "mode"),
-    [
-        ({"momentum": None}, (6, 6), "rescale"),
-        ({"track_running_stats": False}, (6, 6), "rescale"),
-        ({}, (12,), "rescale"),
-        ({}, (6, 6), "keep"),
-    ],
-    ids=["cumulative", "no running statistics", "uncut", "keep"],
-)
-def test_momentum_is_the_layers_own_to_the_last_bit_where_there_is_nothing_to_set_right(options, sizes, mode):
-    norm = layer(**options)
-
-    train(norm, torch.randn(12, 3, dtype=torch.float64), sizes, mode)
-
-    assert set(norm.used) == {norm.momentum}
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_momentum_is_put_back_to_the_last_bit(fails):
     def fail(_, __, outputs):
@@ -110,19 +76,6 @@ def test_momentum_is_put_back_to_the_last_bit(fails):
     assert [norm.momentum for norm in layers] == [0.1, 0.37, 1 / 3]
 
 
-def test_momentum_and_mode_that_the_user_changes_between_windows_count():
-    changed, frozen, inputs = layer(), layer(), torch.randn(12, 3, dtype=torch.float64)
-    runner = runner_of(changed, frozen, sizes=(6, 6))
-    step(runner, inputs)
-    changed.momentum = 0.5
-    frozen.eval()
-
-    step(runner, inputs)
-
-    assert (changed.used[-1], frozen.used[-1]) == (pytest.approx(1 - math.sqrt(0.5)), MOMENTUM)
-    assert (changed.momentum, frozen.momentum) == (0.5, MOMENTUM)
-
-
 # --- what is said ----------------------------------------------------------------------------------------------------
 
 
@@ -141,26 +94,3 @@ def test_number_of_layers_what_differs_and_what_to_do_are_said_once():
     assert "5 to 7 samples" in line
     for remedy in ("batchnorm='rescale'", "GroupNorm", "LayerNorm", "frozen"):
         assert remedy in line
-
-
-@pytest.mark.parametrize(
-    ("layers", "sizes"),
-    [([layer()], (12,)), ([layer().eval()], (6, 6)), ([nn.GroupNorm(1, 3).double(), nn.LayerNorm(3).double()], (6, 6))],
-    ids=["uncut", "evaluation mode", "other layers"],
-)
-def test_nothing_is_said_where_nothing_differs(layers, sizes):
-    assert said(nn.Linear(3, 3).double(), *layers, sizes=sizes) == []
-
-
-def test_checkpointed_forward_pass_finds_the_same_momentum_the_second_time():
-    class Checkpointed(nn.Sequential):
-        def forward(self, inputs):
-            return checkpoint(super().forward, inputs.requires_grad_(), use_reentrant=False)
-
-    norm, inputs = layer(), torch.zeros(12, 3, dtype=torch.float64)
-    before = norm.running_mean.clone()
-
-    train(Checkpointed(norm), inputs, (6, 6))
-
-    # Moved twice by each, as in any loop: torch's checkpointing does not put statistics back.
-    torch.testing.assert_close(norm.running_mean, before * (1 - MOMENTUM) ** 2, rtol=1e-12, atol=0)

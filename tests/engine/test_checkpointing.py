@@ -7,7 +7,7 @@ import transformers
 from torch import nn
 
 import autoaccum
-from autoaccum._engine.checkpointing import blocks_of, checkpointed, repeated_blocks
+from autoaccum._engine.checkpointing import checkpointed, repeated_blocks
 from fallback_models import Stack, a_step
 
 
@@ -20,63 +20,6 @@ def test_gradients_buffers_and_random_state_are_bitwise_what_they_are_without():
             for expected, found in zip(a_step(plain), a_step(changed), strict=True):
                 assert torch.equal(expected, found)
     assert not any("forward" in vars(block) for block in changed.blocks)
-
-
-class Dense(nn.Module):
-    """Gives its blocks a list that it adds to, as DenseNet does."""
-
-    class Block(nn.Module):
-        def __init__(self, width):
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(width, 4), nn.Tanh())
-
-        def forward(self, features):
-            return self.body(torch.cat(features, 1))
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([Dense.Block(4 * number) for number in (1, 2, 3)])
-
-    def forward(self, inputs):
-        features = [inputs]
-        for block in self.blocks:
-            features.append(block(features))
-        return torch.cat(features, 1)
-
-
-def test_lists_that_the_caller_adds_to_are_what_they_were():
-    model, inputs = Dense(), torch.randn(3, 4)
-    expected = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
-
-    with checkpointed([model]):
-        found = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
-
-    assert all(map(torch.equal, found, expected))
-
-
-def test_blocks_are_computed_again_in_the_modes_of_the_first_time():
-    model, inputs = Stack().eval(), torch.randn(16, 32)
-    expected = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
-
-    with checkpointed([model]):
-        outputs = model(inputs).sum()
-        model.train()
-        found = torch.autograd.grad(outputs, list(model.parameters()))
-
-    assert all(map(torch.equal, found, expected))
-    assert all(part.training for part in model.modules())
-
-
-@pytest.mark.parametrize("name", ["blocks", "Block", "blocks.1"])
-def test_blocks_are_taken_by_name_or_class(name):
-    model = Stack()
-
-    found = blocks_of([model], name)
-
-    assert blocks_of([nn.ModuleDict({"module": model})], name) == found  # as DDP, PEFT and torch.compile put it
-    assert found == ([model.blocks[1]] if name == "blocks.1" else list(model.blocks))
-    assert blocks_of([model], "Blok") == []
 
 
 @pytest.mark.parametrize(
@@ -102,36 +45,6 @@ def gpt2():
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_layer=4, n_head=2, n_embd=32, vocab_size=50, n_positions=16)
     return transformers.GPT2LMHeadModel(config)
-
-
-def test_blocks_of_transformers_models_have_the_same_gradients_and_nothing_stays_behind():
-    model, tokens = gpt2(), torch.randint(50, (2, 8))
-    before = [dict(vars(part)) for part in model.modules()]
-
-    def gradients():
-        torch.manual_seed(3)
-        return torch.autograd.grad(model(input_ids=tokens, labels=tokens).loss, list(model.parameters()))
-
-    model.config.use_cache = False  # a cache moves keys and values, which rounds otherwise
-    expected = gradients()
-    model.config.use_cache = True
-    with checkpointed([model]) as said:
-        assert said == "activation checkpointing of 4 GPT2Block blocks"
-        found = gradients()
-
-    assert all(map(torch.equal, found, expected))
-    assert model.config.use_cache
-    assert [dict(vars(part)) for part in model.modules()] == before
-
-
-def test_checkpointing_that_the_user_has_turned_on_stays_as_it_is():
-    model = gpt2()
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable()
-
-    with checkpointed([model]) as said:
-        assert said == "activation checkpointing by the model's own"
-        assert not any("forward" in vars(part) for part in model.transformer.h)
 
 
 @pytest.mark.parametrize("memory", [None, "checkpoint"])

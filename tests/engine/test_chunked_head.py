@@ -1,8 +1,6 @@
 """memory="chunked_loss": the logits of Transformers' models are never whole, and their gradients stay the same."""
 
 import contextlib
-import copy
-import pickle
 
 import pytest
 import torch
@@ -91,43 +89,6 @@ def test_models_have_the_same_loss_and_gradients(name, further):
     assert "forward" not in vars(model.get_output_embeddings())
 
 
-IN_CHUNKS = {
-    "shifted": lambda logits, labels: functional.cross_entropy(
-        logits[..., :-1, :].contiguous().view(-1, logits.size(-1)), labels[..., 1:].reshape(-1)
-    ),
-    "sum": lambda logits, labels: functional.cross_entropy(logits.reshape(-1, V), labels.reshape(-1), reduction="sum"),
-    "each": lambda logits, labels: (
-        functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").square().mean()
-    ),
-    "smoothed": lambda logits, labels: functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1
-    ),
-    "weighted": lambda logits, labels: functional.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), weight=torch.linspace(0.5, 1.5, V, dtype=torch.float64)
-    ),
-    "temperature": lambda logits, labels: functional.cross_entropy((logits / 3.0).flatten(0, 1), labels.flatten()),
-    "classes second": lambda logits, labels: functional.cross_entropy(logits.transpose(1, 2) * 2, labels),
-    "permuted": lambda logits, labels: functional.cross_entropy(logits.permute(0, 2, 1), labels),
-    "axes": lambda logits, labels: functional.cross_entropy(logits.mT, labels, reduction="sum"),
-    "module": lambda logits, labels: torch.nn.CrossEntropyLoss(ignore_index=5)(
-        logits.float().flatten(0, 1), labels.clamp(min=0).flatten()
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ["GPT-2", "Gemma"])
-@pytest.mark.parametrize("loss", IN_CHUNKS)
-def test_cross_entropy_of_the_users_own_is_computed_in_chunks(loss, name):
-    model = made(name)
-    expected = torch.autograd.grad(IN_CHUNKS[loss](model(TOKENS).logits, LABELS), list(model.parameters()))
-
-    with in_chunks(model):
-        found = torch.autograd.grad(IN_CHUNKS[loss](model(TOKENS).logits, LABELS), list(model.parameters()))
-
-    tolerance = {"rtol": 1e-5, "atol": 1e-8} if loss == "module" else {"rtol": 1e-12, "atol": 1e-14}
-    torch.testing.assert_close(found, expected, **tolerance)
-
-
 REFUSED = {
     "log_softmax": lambda logits: logits.log_softmax(-1),
     "logsumexp": lambda logits: torch.logsumexp(logits, dim=-1),
@@ -156,36 +117,6 @@ def test_whatever_else_asks_for_logits_is_refused(asks):
         REFUSED[asks](model(TOKENS).logits)
 
 
-def test_copies_that_are_made_meanwhile_are_plain():
-    model = made("GPT-2")
-    with in_chunks(model):
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301 - its own
-            assert type(other(TOKENS).logits) is torch.Tensor
-        assert type(model(TOKENS).logits) is UnmadeLogits
-    assert type(model(TOKENS).logits) is torch.Tensor
-
-
-# PEFT asks Transformers by a former name.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_lora_around_the_head_is_computed_in_chunks(dropout):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["lm_head", "q_proj"], lora_dropout=dropout, init_lora_weights=False)
-    model = peft.get_peft_model(made("Llama").float(), config).double().train()
-    results = []
-    for save in (contextlib.nullcontext, lambda: in_chunks(model)):
-        torch.manual_seed(0)
-        with save():
-            results.append(gradients(model, input_ids=TOKENS, labels=LABELS))
-    (whole, of_whole), (chunks, of_chunks) = results
-
-    assert any("lm_head" in name for name in of_chunks)
-    assert torch.isfinite(chunks.loss)
-    if not dropout:  # masks of chunks are others than at once
-        assert chunks.loss.item() == pytest.approx(whole.loss.item(), rel=1e-6)
-        torch.testing.assert_close(of_chunks, of_whole, rtol=1e-5, atol=1e-8)
-
-
 def fit(model, **options):
     settings = {"micro_batch": 2, "progress": False, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)} | options
     return autoaccum.fit(model, [{"input_ids": TOKENS, "labels": LABELS}] * 4, 3, **settings)
@@ -205,13 +136,6 @@ def test_fit_trains_as_without_over_micro_batches_of_unlike_counts(name, capsys)
     assert "forward" not in vars(models[1].get_output_embeddings())
 
 
-def test_outputs_are_not_kept_beside_it():
-    accumulator = autoaccum.Accumulator(made("GPT-2"), device="cpu", memory="chunked_loss")
-
-    with pytest.raises(SavingRefusedError, match="detach"):
-        accumulator.backward({"input_ids": TOKENS, "labels": LABELS}, keep="outputs")
-
-
 class Own(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -228,21 +152,3 @@ def test_model_that_does_not_tell_its_head_is_refused_and_stays():
         fit(model, memory="chunked_loss")
 
     assert type(model(TOKENS)) is torch.Tensor
-
-
-def test_compiled_model_is_refused_and_stays():
-    model = made("GPT-2")
-    model.compile(backend="eager")
-
-    with pytest.raises(InvalidInputError, match="compiled"):
-        fit(model, memory="chunked_loss")
-
-
-def test_weights_that_are_put_in_for_a_call_alone_are_refused():
-    model = made("Llama")
-    others = {name: (2 * one.detach()).requires_grad_() for name, one in model.named_parameters()}
-
-    with in_chunks(model):
-        logits = torch.func.functional_call(model, others, (), {"input_ids": TOKENS}).logits
-        with pytest.raises(SavingRefusedError, match="memory='chunked_loss': the head has other parameters"):
-            functional.cross_entropy(logits.flatten(0, 1), LABELS.flatten())

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from autoaccum import ChunkedLoss
 from autoaccum._engine import chunked_loss
 from autoaccum._memory import Simulated
 from autoaccum._system.notices import Notices
-from autoaccum.errors import InvalidInputError, SavingRefusedError
 
 V, D, N, T = 50, 16, 4, 10
 GIVEN = torch.Generator().manual_seed(0)
@@ -80,58 +78,6 @@ def test_loss_and_gradients_are_those_of_whole_logits(name, head):
     found = gradients(ChunkedLoss(model.head, **options)(model(TOKENS), labels), model)
 
     torch.testing.assert_close(found, gradients(of_whole(model, options, labels), model), rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("way", ["fp32", "bf16", "autocast"])
-@pytest.mark.parametrize("name", ["mean", "smoothed", "weighted"])
-def test_in_other_types_it_is_as_exact_as_with_whole_logits(name, way):
-    model = Language().to(torch.bfloat16 if way == "bf16" else torch.float32)
-    exact, options = copy.deepcopy(model).double(), OPTIONS[name]
-    in_full = {key: one.double() if key == "weight" else one for key, one in options.items()}
-    expected = gradients(of_whole(exact, in_full, LABELS), exact)
-    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
-        loss = ChunkedLoss(model.head, **options)(model(TOKENS), LABELS)
-        found = gradients(loss, model)
-
-    assert loss.dtype is torch.float32
-    for one, other in zip([found[0], *found[1]], [expected[0], *expected[1]], strict=True):
-        assert (one.double() - other).norm() <= (1e-6 if way == "fp32" else 2e-2) * other.norm()
-
-
-def test_without_gradients_it_is_the_same_number():
-    model = Language()
-    with torch.no_grad():
-        found = ChunkedLoss(model.head)(model(TOKENS), LABELS)
-
-    torch.testing.assert_close(found, of_whole(model, {}, LABELS).detach())
-    assert torch.isnan(ChunkedLoss(model.head)(model(TOKENS), torch.full((N, T), -100)))  # as nn.CrossEntropyLoss
-
-
-def test_head_that_drops_is_computed_again_with_the_same_masks():
-    model = Language(nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5), nn.Linear(D, V))).double()
-    loss = ChunkedLoss(model.head)
-    torch.manual_seed(1)
-    (found,) = torch.autograd.grad(loss(model(TOKENS), LABELS), model.head[0].weight)
-    small = []
-    for sign in (1, -1):
-        with torch.no_grad():
-            model.head[0].weight[3, 4] += sign * 1e-6
-            torch.manual_seed(1)
-            small.append(float(loss(model(TOKENS), LABELS)))
-            model.head[0].weight[3, 4] -= sign * 1e-6
-
-    assert float(found[3, 4]) == pytest.approx((small[0] - small[1]) / 2e-6, rel=1e-4)
-
-
-def test_weights_that_are_put_in_for_the_forward_pass_alone_are_refused():
-    model = Language()
-    loss = ChunkedLoss(model.head)
-    others = {name: one.detach().clone().requires_grad_() for name, one in loss.named_parameters()}
-
-    found = torch.func.functional_call(loss, others, (model(TOKENS), LABELS))
-
-    with pytest.raises(SavingRefusedError, match="other parameters where its logits are computed"):
-        found.backward()
 
 
 # --- in windows -------------------------------------------------------------------------------------------------------
@@ -216,57 +162,7 @@ def test_logits_are_never_whole():
     assert peaks[1] < of_all / 4
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("labels", "said"),
-    [
-        (LABELS[:, 1:], r"integers of shape \(4, 10\)"),
-        (LABELS.flatten(), r"shape \(40,\)"),
-        (torch.ones(N, T), r"torch\.float32"),
-        (torch.ones(N, T, V), r"torch\.float32 of shape \(4, 10, 50\)"),
-    ],
-)
-def test_labels_that_are_no_classes_of_the_tokens_are_refused(labels, said):
-    model = Language()
-
-    with pytest.raises(InvalidInputError, match=said):
-        ChunkedLoss(model.head)(model(TOKENS), labels)
-
-
 # --- Liger's kernel ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["smoothed", "weighted", "each"])
-def test_what_the_kernel_does_not_compute_is_computed_in_chunks(name, monkeypatch):
-    model, options = Language(), OPTIONS[name]
-    monkeypatch.setattr(chunked_loss, "has_kernel", pytest.fail)
-
-    found = gradients(ChunkedLoss(model.head, **options)(model(TOKENS), LABELS), model)
-
-    torch.testing.assert_close(found, gradients(of_whole(model, options, LABELS), model), rtol=1e-5, atol=1e-6)
-
-
-def test_kernel_is_taken_on_cuda_for_a_linear_layer_and_types_that_it_is_exact_in(monkeypatch):
-    class Scaled(nn.Linear):
-        """A layer that does more than nn.Linear."""
-
-    def is_taken(head, kind="cuda", dtype=torch.float32, size=10**6):
-        hidden = SimpleNamespace(device=torch.device(kind), dtype=dtype, numel=lambda: size)
-        return chunked_loss.has_kernel(head, hidden)
-
-    head = nn.Linear(D, V)
-    monkeypatch.setattr(chunked_loss, "_of_liger", lambda: print)
-
-    assert is_taken(head)
-    assert is_taken(head, dtype=torch.bfloat16)
-    assert not is_taken(head, dtype=torch.float16)
-    assert not is_taken(head, kind="cpu")
-    assert not is_taken(head, size=100)
-    assert not is_taken(Scaled(D, V))
-    monkeypatch.setattr(chunked_loss, "_of_liger", lambda: None)
-    assert not is_taken(head)
 
 
 OF_LIGER = """

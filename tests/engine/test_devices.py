@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from autoaccum._engine import devices
-from autoaccum._memory import Host, Simulated
+from autoaccum._memory import Host
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 from helpers import CPU
@@ -27,12 +27,6 @@ def test_host_is_found_under_all_its_names(device, notices):
     assert notices.texts == ()
 
 
-def test_backend_stands_for_its_device(notices):
-    backend = Simulated("1MiB")
-
-    assert devices.resolve(backend, nn.Linear(1, 1), notices) is backend
-
-
 @without_accelerator
 @pytest.mark.parametrize(
     "model", [nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1, device="meta")], ids=["host", "none", "meta"]
@@ -51,16 +45,3 @@ def test_device_that_torch_does_not_know_is_refused_with_what_there_is(device, n
 
     assert f"device={device!r}" in str(caught.value)
     assert "this machine has 'cpu'" in str(caught.value)
-
-
-@pytest.mark.parametrize("device", ["cuda:99", "mps", "xpu", "meta", torch.device("cuda", 99)], ids=str)
-def test_device_that_is_not_there_is_refused_with_what_there_is(device, notices):
-    with pytest.raises(InvalidInputError, match=f"device='{device}' is not available; this machine has 'cpu'"):
-        devices.resolve(device, nn.Linear(1, 1), notices)
-
-
-@without_accelerator
-@pytest.mark.parametrize("device", ["cuda", 0, 1], ids=repr)
-def test_accelerator_that_is_not_there_is_refused(device, notices):
-    with pytest.raises(InvalidInputError, match=r"this machine has 'cpu'$"):
-        devices.resolve(device, nn.Linear(1, 1), notices)

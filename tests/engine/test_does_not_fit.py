@@ -54,49 +54,10 @@ def said_of(step, **what):
 # --- the sample -------------------------------------------------------------------------------------------------------
 
 
-def test_sample_that_a_split_collates_has_the_shapes_that_it_has_then():
-    samples = [(torch.zeros(3, size), size) for size in (5, 7)]
-    split = autoaccum.ListOfSamples(lambda some: (torch.stack([one for one, _ in some]), [size for _, size in some]))
-
-    assert sample_of(Window([samples], split), 1) == "a sample of shape (1, 3, 7)"
-
-
 def test_sample_of_a_window_of_several_shapes_is_numbered():
     window = Window([torch.zeros(4, 3), torch.zeros(4, 5)])
 
     assert sample_of(window, 6) == "sample 6 of the window, of shape (5,),"
-
-
-def test_collator_that_fails_does_not_hide_that_a_sample_does_not_fit():
-    def collate(samples):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    window = Window([[(torch.zeros(3), 0)]], autoaccum.ListOfSamples(collate))
-
-    assert sample_of(window, 0) == "one sample"
-
-
-# --- the memory -------------------------------------------------------------------------------------------------------
-
-
-def test_memory_of_which_little_is_left_is_named_with_who_holds_it():
-    device = Device(2 * GIB, [Neighbour(692, "python", 70 * GIB)])
-
-    text = str(sample_does_not_fit(step_on(device), "CUDA out of memory."))
-
-    assert "2.0 GiB of 80.0 GiB are free" in text
-    assert "python (pid 692) 70.0 GiB" in text
-
-
-def test_limit_is_named_in_place_of_free_memory():
-    device = Device(2 * GIB)
-
-    with device.limited(3 * GIB):
-        text = said_of(step_on(device))
-
-    assert "under memory_limit=3.0 GiB" in text
-    assert "are free" not in text
-    assert "try a higher memory_limit" in text
 
 
 # --- the remedies -----------------------------------------------------------------------------------------------------
@@ -124,23 +85,6 @@ def test_every_option_that_is_advised_is_one_of_the_function_that_was_called(tak
         named = set(re.findall(r"(\w+)=", advised.replace("an optimizer with foreach=False", "")))
         assert advised
         assert named <= Options.of(takes, {}).names
-
-
-def test_an_evaluation_is_advised_nothing_about_backward_passes_and_updates():
-    text = said_of(step_on(model=Blocks()), phase=Phase.EVALUATE)
-
-    assert "memory=" not in text
-    assert "optimizer" not in text
-
-
-def test_what_the_optimizer_takes_is_not_saved_by_keeping_less_for_backward():
-    step = step_on()
-
-    of_the_optimizer = whole_does_not_fit(step, SAID, Phase.RESERVE, 2)
-
-    assert not of_the_optimizer.saving_helps
-    assert "precision" not in str(of_the_optimizer)
-    assert whole_does_not_fit(step, SAID, Phase.FORWARD, 2).saving_helps
 
 
 # --- its length -------------------------------------------------------------------------------------------------------

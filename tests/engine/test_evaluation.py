@@ -1,7 +1,6 @@
 """Evaluation counts every sample once, in micro-batches of its own size, and leaves training as it is."""
 
 import contextlib
-import math
 import random
 
 import numpy as np
@@ -10,11 +9,11 @@ import torch
 import torchmetrics
 from torch import nn
 from torch.nn import functional
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 import autoaccum
 from autoaccum._system.notices import Notices
-from autoaccum.errors import DoesNotFitError, InvalidInputError, StateDamagedError
+from autoaccum.errors import DoesNotFitError
 from helpers import CountingLoader, assert_bitwise, batches_of, classifier, labelled, state_of
 
 SIZES = (4, 1, 7, 3)
@@ -85,21 +84,6 @@ def test_mean_loss_is_that_of_all_samples_together_each_drawn_once(loss, data):
     assert loader.drawn == len(SIZES)
 
 
-def test_losses_with_forward_passes_of_their_own_are_added_and_metrics_get_outputs(model, data):
-    def classes(model, batch):
-        return functional.cross_entropy(model(batch[0]), batch[1])
-
-    def size(model, batch):
-        return model(batch[0]).square().mean()
-
-    found = evaluated(model, batches_of(data, *SIZES), accuracy, loss=[classes, size])
-
-    assert found.loss == pytest.approx(
-        exact(model, data, lambda x, y: functional.cross_entropy(x, y) + x.square().mean())
-    )
-    assert found.metrics["accuracy"] == pytest.approx(exact(model, data, accuracy))
-
-
 class Tagger(nn.Module):
     """Logits (N, C, T) for tokens (N, T)."""
 
@@ -142,98 +126,7 @@ def test_token_mean_runs_over_the_tokens_of_all_batches(loss, scope, sentences):
     assert found == pytest.approx(exact(model, sentences), rel=1e-12)
 
 
-def test_batch_in_which_nothing_counts_adds_nothing_and_is_not_a_number_by_itself(sentences):
-    model = Tagger().double()
-    ignored = (sentences[0], torch.full_like(sentences[1], -100))
-    runner = runner_of(model, loss=nn.CrossEntropyLoss())
-
-    assert runner.evaluate([ignored, sentences]) == pytest.approx(exact(model, sentences), rel=1e-12)
-    assert math.isnan(runner.evaluate([ignored]))
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_loss_that_is_not_finite_is_told(value, model, data):
-    targets = data[1].double().index_fill(0, torch.tensor([9]), value)
-
-    found = evaluated(model, [(data[0], targets)], loss=lambda x, y: (x.sum(1) - y).square().mean())
-
-    assert str(found.loss) == str(value)
-
-
-def test_loss_in_half_precision_does_not_overflow_when_it_is_added_up():
-    model = nn.Linear(2, 2, bias=False).half()
-    inputs, targets = torch.zeros(8, 2).half(), torch.full((8, 2), 100.0).half()
-
-    assert runner_of(model, loss=nn.MSELoss()).evaluate([(inputs, targets)] * 4) == 10_000.0
-
-
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.int64])
-def test_weights_of_pairs_are_added_in_full(kind, model):
-    def pair(outputs, targets):
-        return functional.cross_entropy(outputs, targets, reduction="sum"), torch.tensor(len(targets)).to(kind)
-
-    data = labelled(700)
-
-    found = runner_of(model, loss=pair).evaluate(batches_of(data, *[7] * 100))
-
-    assert found == pytest.approx(exact(model, data), rel=1e-12)
-
-
-WEIGHTS = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    "loss", [nn.CrossEntropyLoss(), lambda x, y: functional.cross_entropy(x, y, WEIGHTS)], ids=["module", "weighted"]
-)
-@pytest.mark.parametrize("made", ["before", "within"])
-def test_inference_mode_changes_neither_an_evaluation_nor_the_training_after_it(made, loss, model, data):
-    runner = runner_of(model, loss=loss)
-    expected, of_training = exact(model, data, loss), exact(model, [half[:4] for half in data], loss)
-
-    with torch.inference_mode():
-        batches = batches_of([half.clone() if made == "within" else half for half in data], *SIZES)
-        found = runner.evaluate(batches)
-
-    assert found == pytest.approx(expected, rel=1e-12)
-    assert runner.step(autoaccum.Window(batches_of(data, *SIZES)[:1])).loss == pytest.approx(of_training, rel=1e-12)
-
-
-@pytest.mark.parametrize("empty", [[], [labelled(0)]], ids=["none", "empty"])
-@pytest.mark.parametrize("evaluate", [evaluated, lambda model, batches: runner_of(model).evaluate(batches)])
-def test_loader_without_samples_is_refused(evaluate, empty, model):
-    with pytest.raises(InvalidInputError, match="val_loader"):
-        evaluate(model, empty)
-
-
 # --- what it leaves --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scope", ["micro_batch", "window"])
-def test_model_its_gradients_and_random_state_are_left_as_they_were(scope, data):
-    model = classifier()
-    model[1].eval()
-    runner = runner_of(model, loss=functional.cross_entropy, loss_scope=scope)
-    model(data[0]).sum().backward()
-    before, random_state = state_of(model), torch.get_rng_state()
-
-    runner.evaluate(batches_of(data, *SIZES))
-
-    assert_bitwise(state_of(model), before)
-    assert torch.equal(torch.get_rng_state(), random_state)
-
-
-def test_model_sees_evaluation_mode_and_no_gradients(data):
-    seen = []
-
-    class Watching(nn.Linear):
-        def forward(self, inputs):
-            outputs = super().forward(inputs)
-            seen.append((self.training, outputs.requires_grad))
-            return outputs
-
-    runner_of(Watching(4, 3).double(), loss=nn.CrossEntropyLoss()).evaluate(batches_of(data, *SIZES))
-
-    assert set(seen) == {(False, False)}
 
 
 class Drawing(nn.Linear):
@@ -304,58 +197,6 @@ def test_metrics_run_over_all_samples_in_each_evaluation_anew(device, model, dat
     for one in found:
         assert one.metrics == {name: pytest.approx(expected) for name in names}
         assert (one.loss, one.samples) == (pytest.approx(exact(model, data), rel=1e-12), SAMPLES)
-
-
-@pytest.mark.parametrize("number", [np.float16(3000), np.full(70, 3000, dtype=np.float16), np.bool_(True)])
-def test_numbers_of_numpy_are_added_in_full(number, model):
-    found = evaluated(model, [labelled(70)] * 3, {"it": lambda outputs, targets: number})
-
-    assert found.metrics == {"it": float(np.mean(number))}
-
-
-def test_metrics_of_one_name_are_told_apart(model, data):
-    found = evaluated(model, [data], [lambda x, y: 1.0, lambda x, y: 2.0, accuracy])
-
-    assert found.metrics == {
-        "<lambda>": 1.0,
-        "<lambda> 2": 2.0,
-        "accuracy": pytest.approx(exact(model, data, accuracy)),
-    }
-
-
-def test_metric_of_a_mapping_batch_gets_the_batch():
-    class Model(nn.Linear):
-        def forward(self, inputs, labels):
-            return {"loss": functional.cross_entropy(super().forward(inputs), labels), "logits": inputs}
-
-    inputs, labels = labelled(6)
-    batch, seen = {"inputs": inputs, "labels": labels}, []
-
-    autoaccum.fit(
-        Model(4, 3).double(), [batch], 6, epochs=1, device="cpu", progress=False, val_loader=[batch],
-        metrics=lambda outputs, given: seen.append((outputs, given)) or 0.0,
-    )  # fmt: skip
-
-    assert all(outputs.keys() == {"loss", "logits"} and given.keys() == batch.keys() for outputs, given in seen)
-
-
-@pytest.mark.parametrize(
-    ("metric", "said"),
-    [
-        ("accuracy", r"callable of \(outputs, targets\) or a torchmetrics object"),
-        ([accuracy, None], r"callable of \(outputs, targets\) or a torchmetrics object"),
-        ({"it": lambda outputs, targets: None}, "metric 'it' returned "),
-        ({"it": lambda outputs, targets: [0.5]}, "metric 'it' returned "),
-        (MulticlassConfusionMatrix(3), r"'MulticlassConfusionMatrix'.*shape \(3, 3\)"),
-    ],
-)
-def test_what_is_no_metric_or_gives_no_number_is_refused_before_training(metric, said, model, data):
-    before = state_of(model)
-
-    with pytest.raises(InvalidInputError, match=said):
-        evaluated(model, [data], metric)
-
-    assert_bitwise(state_of(model), before)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -448,139 +289,6 @@ def test_one_sample_that_does_not_fit_is_an_error_that_leaves_the_model(wide, da
     assert_bitwise(state_of(wide), before)
 
 
-def test_size_grows_back_once_the_memory_is_there_again(data):
-    sizes = []
-
-    class Beside(nn.Linear):
-        """Has a neighbour at first, which leaves memory for three samples."""
-
-        def forward(self, inputs):
-            if len(sizes) < 20 and len(inputs) > 3:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            sizes.append(len(inputs))
-            return super().forward(inputs)
-
-    model = Beside(4, 3).double()
-    options = {"device": autoaccum.Simulated(MIB), "loss": functional.cross_entropy, "loss_reduction": "mean"}
-    found = runner_of(model, **options).evaluate([data] * 80)
-
-    assert (sizes[:20], sizes[-1]) == ([3] * 20, SAMPLES)
-    assert found == pytest.approx(exact(model, data), rel=1e-12)
-
-
-def test_wide_batch_that_fails_cuts_no_narrow_one_and_every_batch_as_wide():
-    sizes = []
-
-    class Texts(nn.Linear):
-        """Has memory for 30 numbers."""
-
-        def forward(self, texts):
-            if texts.numel() > 30:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            sizes.append(len(texts))
-            return super().forward(texts.sum(1, keepdim=True))
-
-    narrow, wide = (torch.ones(6, width) for width in (5, 10))
-    options = {"device": autoaccum.Simulated(MIB), "loss": lambda outputs, _: outputs.mean(), "loss_reduction": "mean"}
-    runner = runner_of(Texts(1, 1), **options)
-
-    for _ in range(2):
-        runner.evaluate([narrow, wide, narrow, wide, torch.ones(2, 10)])
-
-    assert sizes == [6, 3, 3, 6, 3, 3, 2] * 2
-
-
-class Long(nn.Module):
-    """Takes next to no memory without gradients, and about 80 kB a sample with them."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(4, 3).double()
-        self.sizes = []
-
-    def forward(self, inputs):
-        self.sizes.append(len(inputs))
-        wide = self.head(inputs)[:, :1].repeat(1, 1000)
-        for _ in range(10):
-            wide = wide.sin()
-        return self.head(inputs) + 0 * wide.sum(1, keepdim=True)
-
-
-def own_loss(outputs, targets):
-    return functional.cross_entropy(outputs, targets)
-
-
-def test_trying_the_loss_takes_fewer_samples_and_cuts_no_micro_batch(data):
-    model = Long()
-    runner = runner_of(model, loss=own_loss, device=autoaccum.Simulated("400KiB"))
-
-    found = runner.evaluate([data] * 2)
-
-    assert found == pytest.approx(exact(model, data), rel=1e-12)
-    assert model.sizes.count(SAMPLES) >= 2
-
-
-def test_trying_the_loss_that_does_not_fit_says_so(data):
-    runner = runner_of(Long(), loss=own_loss, device=autoaccum.Simulated("60KiB"))
-
-    with pytest.raises(DoesNotFitError, match=r"trying the loss on a few samples does not fit.*loss_reduction="):
-        runner.evaluate([data])
-
-
-def test_lack_of_memory_after_a_large_buffer_has_begun_to_move_is_not_hidden(data):
-    class Bank(nn.Linear):
-        """Writes a bank of features in a late evaluation pass, and then runs out of memory."""
-
-        def __init__(self):
-            super().__init__(4, 3)
-            self.register_buffer("bank", torch.zeros(70_000))
-            self.passes = 0
-
-        def forward(self, inputs):
-            self.passes += 1
-            if self.passes == 20:
-                self.bank += 1
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return super().forward(inputs)
-
-    runner = runner_of(Bank().double(), device=autoaccum.Simulated(MIB), loss_reduction="mean")
-
-    with pytest.raises(StateDamagedError, match="had written bank"):
-        runner.evaluate([data] * 20)
-
-
-def test_samples_that_the_model_has_changed_in_place_are_not_taken_twice(data):
-    class InPlace(Wide):
-        def forward(self, inputs):
-            return super().forward(inputs.add_(1))
-
-    runner = runner_of(InPlace().double(), device=room(5))
-
-    with pytest.raises(InvalidInputError, match="changed its input in place"):
-        runner.evaluate([data])
-
-
-def test_samples_made_in_inference_mode_are_evaluated(wide, data):
-    with torch.inference_mode():
-        batch = tuple(half.clone() for half in data)
-
-    assert runner_of(wide, device=room(5)).evaluate([batch]) == pytest.approx(exact(wide, data), rel=1e-12)
-
-
-def test_callable_in_which_memory_runs_out_is_called_again_and_no_sample_counts_twice(model, data):
-    def greedy(outputs, targets):
-        if len(targets) > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return accuracy(outputs, targets)
-
-    found = evaluated(model, batches_of(data, *SIZES), [accuracy, greedy, Seen(), micro_accuracy()])
-
-    *averages, of_metric = (found.metrics[name] for name in ("accuracy", "greedy", "MulticlassAccuracy"))
-    assert [*averages, of_metric] == [pytest.approx(exact(model, data, accuracy))] * 3
-    assert found.metrics["Seen/samples"] == SAMPLES
-    assert found.loss == pytest.approx(exact(model, data), rel=1e-12)
-
-
 def test_metric_that_counts_and_runs_out_of_memory_says_so_before_training(model, data):
     class Greedy(Seen):
         def update(self, outputs, targets):
@@ -589,17 +297,6 @@ def test_metric_that_counts_and_runs_out_of_memory_says_so_before_training(model
 
     with pytest.raises(DoesNotFitError, match=r"metric 'it', a Greedy, ran out of memory while it counted 15 samples"):
         evaluated(model, [data], {"it": Greedy()})
-
-
-def test_metric_that_runs_out_of_memory_while_it_computes_says_so(model, data):
-    class Greedy(Seen):
-        def compute(self):
-            if len(self.sizes) > 1:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return 0.0
-
-    with pytest.raises(DoesNotFitError, match="metric 'it', a Greedy, ran out of memory while it computed its result"):
-        evaluated(model, [data, data], {"it": Greedy()})
 
 
 # --- a loss over the whole batch -------------------------------------------------------------------------------------
@@ -636,41 +333,3 @@ def test_loss_over_the_window_is_that_of_each_batch_of_the_loader(loss, device, 
     assert found.loss == pytest.approx(of_batches(model, batches), rel=1e-12)
     assert list(found.metrics.values()) == [pytest.approx(exact(model, data, accuracy))] * 2
     assert found.samples == SAMPLES
-
-
-def test_memory_that_runs_out_cuts_the_forward_pass_and_not_the_loss(wide, data):
-    seen = []
-
-    def loss(outputs, targets):
-        seen.append(len(outputs))
-        return against_each_other(outputs, targets)
-
-    found = runner_of(wide, loss=loss, loss_scope="window", device=room(5)).evaluate([data])
-
-    assert found == pytest.approx(exact(wide, data, against_each_other), rel=1e-12)
-    assert seen[0] == SAMPLES
-
-
-@pytest.mark.parametrize("scope", ["micro_batch", "window"])
-def test_outputs_that_are_views_take_no_memory_from_the_next_micro_batch(scope, data):
-    sizes = []
-
-    class View(nn.Linear):
-        def forward(self, inputs):
-            sizes.append(len(inputs))
-            return super().forward(inputs).repeat(1, WIDTH // 4)[:, :4]
-
-    options = {"loss": functional.cross_entropy, "loss_reduction": "mean", "loss_scope": scope}
-    runner_of(View(4, 4).double(), device=room(6), **options).evaluate([data])
-
-    assert sizes[-3:] == [5, 5, 5]  # six would fit; kept views would leave room for fewer
-
-
-def test_loss_over_the_window_that_does_not_fit_says_so(wide, data):
-    def greedy(outputs, targets):
-        return outputs.mean() + outputs.new_zeros(10 * WIDTH).mean()
-
-    runner = runner_of(wide, loss=greedy, loss_scope="window", device=room(5))
-
-    with pytest.raises(DoesNotFitError, match=f"the loss over all {SAMPLES} samples"):
-        runner.evaluate([data])

@@ -1,6 +1,5 @@
 """A report of memory running out tells what was alive, and the training is the same as without one."""
 
-import gc
 from pathlib import Path
 
 import pytest
@@ -63,27 +62,6 @@ def test_report_names_the_largest_tensors_by_shape_type_bytes_and_owner(tmp_path
     assert [f"{WIDE * 4:,}", f"({WIDE},) torch.float32 scale"] in lines
 
 
-def test_report_names_gradients(tmp_path):
-    model = nn.Linear(64, 2)
-    device = autoaccum.Simulated(2**22)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    failed = []
-
-    def fails_after_backward(outputs, targets):
-        if model.weight.grad is not None and len(outputs) == 4 and not failed:
-            failed.append(1)
-            device.ensure(2**40)
-        return nn.functional.mse_loss(outputs, targets)
-
-    options = {"loss": fails_after_backward, "loss_reduction": "mean", "device": device, "oom_report": tmp_path}
-    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(8, 4), **options)
-
-    runner.step((torch.randn(8, 64), torch.randn(8, 2)))
-
-    (text,) = texts(tmp_path)
-    assert "(2, 64) torch.float32 gradient of weight" in text
-
-
 def test_training_with_a_report_ends_as_without_to_the_last_bit(tmp_path):
     model, result = train(tmp_path)
     plain, expected = train()
@@ -93,19 +71,6 @@ def test_training_with_a_report_ends_as_without_to_the_last_bit(tmp_path):
     assert result.oom_events == expected.oom_events
 
 
-def test_only_the_first_failure_of_a_run_is_written(tmp_path):
-    _, result = train(tmp_path, most=30)
-
-    assert result.oom_events > 1
-    assert len(texts(tmp_path)) == 1
-
-
-def test_sizes_that_are_tried_leave_no_report(tmp_path):
-    train(tmp_path, micro_batch="auto")
-
-    assert texts(tmp_path) == []
-
-
 def test_one_sample_that_does_not_fit_leaves_a_report(tmp_path):
     with pytest.raises(DoesNotFitError):
         train(tmp_path, micro_batch="auto", most=0)
@@ -113,60 +78,8 @@ def test_one_sample_that_does_not_fit_leaves_a_report(tmp_path):
     assert len(texts(tmp_path)) == 1
 
 
-class Counting(autoaccum.Callback):
-    """Counts the tensors that are alive as memory has run out, without a collection that would hide a cycle."""
-
-    def on_oom(self, event, *, step):
-        self.alive = sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
-
-
-def test_report_holds_no_tensor_once_it_is_written(tmp_path):
-    counts = {}
-    for folder in (None, tmp_path):
-        gc.collect()
-        gc.disable()
-        counting = Counting()
-        try:
-            train(folder, callbacks=[counting])
-        finally:
-            gc.enable()
-        counts[folder] = counting.alive
-
-    assert len(texts(tmp_path)) == 1
-    assert counts[tmp_path] == counts[None]
-
-
-@pytest.mark.parametrize("lack", ["full", "missing"])
-def test_report_that_cannot_be_written_is_said_and_changes_nothing(tmp_path, capsys, monkeypatch, lack):
-    folder = tmp_path / "reports"
-
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    class Removes(autoaccum.Callback):
-        def on_step(self, _report, *, epoch):
-            folder.rename(tmp_path / "elsewhere") if folder.exists() else None
-
-    if lack == "full":
-        monkeypatch.setattr(Path, "write_bytes", full)
-    model, _ = train(folder, progress="lines", steps=2, since=2, callbacks=[Removes()] if lack == "missing" else ())
-    monkeypatch.undo()
-    plain, _ = train(steps=2, since=2)
-
-    assert_bitwise(model.state_dict(), plain.state_dict())
-    assert "memory ran out; no report of it could be written" in capsys.readouterr().err
-    assert not folder.exists() or texts(folder) == []
-
-
 def test_folder_that_is_a_file_is_refused_before_anything_else(tmp_path):
     (tmp_path / "file").write_text("")
 
     with pytest.raises(InvalidInputError, match="oom_report="):
         train(tmp_path / "file")
-
-
-def test_lack_of_memory_in_an_evaluation_leaves_a_report(tmp_path):
-    train(tmp_path, steps=1, since=3, val_loader=[batch()])
-
-    (text,) = texts(tmp_path)
-    assert text.startswith("evaluate, 200 samples: ")

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._engine import optimizer_step
 from autoaccum._engine.lack_of_memory import Stage
 from autoaccum._engine.optimizer_step import Updates
 from autoaccum._memory.host import Host
@@ -15,7 +14,6 @@ from autoaccum._system.notices import Notices
 from faults import FailAt, differences, state_of
 
 SIZE = 64
-BYTES = 4 * SIZE * SIZE  # of the one parameter
 
 
 class Asked(Host):
@@ -42,43 +40,6 @@ def updates_of(model, optimizer, memory, scaler=None):
     return Updates(optimizer, scaler, memory, clip_grad_norm=None, stage=Stage())
 
 
-@pytest.mark.parametrize(
-    ("make", "transient"),
-    [
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 0),
-        (lambda p: torch.optim.Adam(p, lr=0.1, foreach=False), 2),
-        (lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True), 1),
-    ],
-    ids=["momentum", "adam loop", "adamw foreach"],
-)
-def test_temporaries_are_asked_for_before_every_step_but_the_first_of_an_optimizer_without_state(make, transient):
-    model, memory = one_parameter(), Asked()
-    updates = updates_of(model, make(model.parameters()), memory)
-    for number in range(6):
-        if number == 3:
-            updates._optimizer.state.clear()  # as after the trials of a probe
-        model.weight.grad = torch.ones_like(model.weight)
-        updates.make()
-
-    assert [asked // BYTES for asked in memory.asked] == [transient] * 4 * bool(transient)
-
-
-def test_layers_that_are_dropped_at_random_are_measured_no_more_than_once_each():
-    model, memory = nn.Sequential(*(one_parameter() for _ in range(4))), Asked()
-    updates = updates_of(model, torch.optim.Adam(model.parameters(), lr=0.1, foreach=True), memory)
-    for number in range(1, 16):  # each of their combinations
-        for place, layer in enumerate(model):
-            layer.weight.grad = torch.ones(SIZE, SIZE) if number >> place & 1 else None
-        updates.make()
-        if number not in (1, 2, 4, 8):  # which are measured
-            assert memory.asked[-1] >= BYTES * number.bit_count()
-
-    assert len(memory.asked) == 15 - 4
-    updates._optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    updates.make()  # of which nothing is known
-    assert len(memory.asked) == 15 - 4
-
-
 @pytest.mark.parametrize("foreach", [False, True])
 def test_first_step_is_taken_back_wherever_it_fails(foreach):
     def run(*points):
@@ -102,30 +63,6 @@ def test_first_step_is_taken_back_wherever_it_fails(foreach):
     hits = sum(run(point).hits for point in range(1, counted + 1))
 
     assert hits == counted > 20
-
-
-@pytest.mark.parametrize(("kernel", "is_told"), [("zeros_like", False), ("_foreach_addcdiv_", True)])
-def test_first_step_for_which_the_host_has_no_memory_for_a_copy_is_undone_or_told(kernel, is_told, monkeypatch):
-    def lacks(*_, **__):
-        raise torch.OutOfMemoryError("out of memory (injected)")
-
-    model = one_parameter()
-    model.weight.grad = torch.ones_like(model.weight)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, foreach=True)
-    memory = Asked()
-    memory.device = torch.device("cuda")
-    updates = updates_of(model, optimizer, memory)
-    before = copy.deepcopy(state_of(model, optimizer))
-    monkeypatch.setattr(optimizer_step, "OptimizerCopy", lacks)
-
-    run = getattr(torch, kernel)
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, kernel, lambda *given, **named: (run(*given, **named), lacks()))
-        with pytest.raises((torch.OutOfMemoryError, autoaccum.StateDamagedError)) as caught:
-            updates.make()
-
-    assert isinstance(caught.value, autoaccum.StateDamagedError) == is_told
-    assert (differences(state_of(model, optimizer), before) == []) != is_told
 
 
 class OwnState(torch.optim.SGD):
@@ -180,19 +117,6 @@ def runner_on(memory, optimizer=torch.optim.Adam):
 def window():
     torch.manual_seed(1)
     return torch.randn(12, 6), torch.randint(0, 3, (12,))
-
-
-def test_reservation_that_fails_once_is_made_again_from_the_gradients_at_hand():
-    memories = Asked(), Asked()
-    (one, clean), (other, refused) = map(runner_on, memories)
-    reports = []
-    for runner, memory, refusals in ((clean, memories[0], 0), (refused, memories[1], 1)):
-        runner.step(window())
-        memory.refusals = refusals
-        reports.append(runner.step(window()))
-
-    assert (reports[1].oom_events, reports[1].recomputed_samples) == (1, 0)
-    assert differences(state_of(one, clean.optimizer), state_of(other, refused.optimizer)) == []
 
 
 def test_reservation_that_cannot_be_had_leaves_everything_as_it_was():

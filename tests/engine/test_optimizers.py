@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._engine.optimizers import resolve, scale_learning_rate
+from autoaccum._engine.optimizers import resolve
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 from helpers import CountingLoader, batches_of, classifier, labelled
@@ -19,37 +19,6 @@ def notices():
 @pytest.fixture
 def model():
     return classifier()
-
-
-def held_by(optimizer):
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-@pytest.mark.parametrize("make", [torch.optim.Adam, lambda parameters: torch.optim.Adam(parameters, lr=0.1)])
-def test_function_or_class_gets_the_trainable_parameters_each_once(make, model, notices):
-    model[0].weight.requires_grad_(False)
-    model.append(model[4])  # a layer that is used twice
-
-    optimizer = resolve(make, [model], notices)
-
-    assert list(map(id, held_by(optimizer))) == [id(p) for p in model.parameters() if p.requires_grad]
-
-
-def test_adamw_is_chosen_and_said(model, notices):
-    optimizer = resolve(None, [model], notices)
-
-    assert isinstance(optimizer, torch.optim.AdamW)
-    assert optimizer.param_groups[0]["lr"] == 1e-3
-    assert notices.texts == ("optimizer: AdamW(lr=1e-3) (optimizer=None)",)
-
-
-def test_parameters_of_a_loss_are_trained_too_and_shared_ones_once(model, notices):
-    loss = nn.ModuleList([nn.Linear(2, 2), model[4]])
-
-    held = held_by(resolve(None, [model, loss], notices))
-
-    assert len(held) == len(set(held)) == 6 + 2
-    assert set(loss.parameters()) <= set(held)
 
 
 @pytest.mark.parametrize(
@@ -66,19 +35,6 @@ def test_optimizer_over_other_parameters_is_refused_with_numbers_and_remedy(para
 
     with pytest.raises(InvalidInputError, match=rf"{text}.*pass a function"):
         resolve(optimizer, [model], notices)
-
-
-@pytest.mark.parametrize(
-    ("modules", "text"),
-    [
-        ([nn.ReLU()], r"no parameters.*torch\.nn\.ModuleList"),
-        ([nn.Linear(1, 1).requires_grad_(False)], r"needs a gradient.*requires_grad_\(True\)"),
-    ],
-    ids=["none", "frozen"],
-)
-def test_nothing_to_train_is_refused_with_the_remedy(modules, text, notices):
-    with pytest.raises(InvalidInputError, match=text):
-        resolve(None, modules, notices)
 
 
 class SAM(torch.optim.SGD):
@@ -107,27 +63,6 @@ def test_optimizer_that_evaluates_several_times_is_refused_by_name(make, text, m
 
 
 # --- learning rate ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("rule", "expected"), [("linear", [0.4, 4.0]), ("sqrt", [0.2, 2.0])])
-def test_every_group_is_scaled_and_said(rule, expected, model, notices):
-    groups = [{"params": model[0].parameters()}, {"params": model[4].parameters(), "lr": 1.0}]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
-
-    scale_learning_rate(optimizer, rule, target_batch=100, base_batch=25, notices=notices)
-
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(expected)
-    assert notices.texts[0] == f"learning rate: 0.1 -> {expected[0]:g} ({rule}, 25 -> 100)"
-
-
-def test_tensor_learning_rate_is_scaled_without_writing_into_it(model, notices):
-    rate = torch.tensor(0.1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-
-    scale_learning_rate(optimizer, "linear", target_batch=100, base_batch=25, notices=notices)
-
-    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.4)
-    assert float(rate) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 """Several optimizers over disjoint parameters make one update together, or none."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from torch.optim.lr_scheduler import StepLR
 
 import autoaccum
 from autoaccum._engine.optimizers import OptimizerList
@@ -14,7 +12,6 @@ from helpers import batches_of, labelled
 from long_runs import Run, stopped_at
 
 DATA = labelled(32)
-DATA_OF_ONE = labelled(8)
 
 
 def a_model():
@@ -60,47 +57,6 @@ def test_cut_windows_make_the_update_of_the_whole_batch(given):
 
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-def test_scheduler_moves_all_or_the_one_that_it_was_made_from():
-    both, one = a_model(), a_model()
-    of_both, of_one = parts_of(both), parts_of(one)
-
-    fit(both, of_both, scheduler=lambda optimizer: ExponentialLR(optimizer, 0.5))
-    result = fit(one, of_one, scheduler=ExponentialLR(of_one[1], 0.5))
-
-    assert [part.param_groups[0]["lr"] for part in of_both] == [0.1 / 16, 0.05 / 16]
-    assert [part.param_groups[0]["lr"] for part in of_one] == [0.1, 0.05 / 16]
-    assert result.history[1].learning_rates == (0.1, 0.025)
-
-
-def test_group_that_is_added_to_one_of_them_is_stepped():
-    model = a_model()
-    parts = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD([model[2].weight], lr=0.1)]
-    runner = autoaccum.Runner(model, parts, autoaccum.plan(8, 4), loss=nn.CrossEntropyLoss(), device="cpu")
-    before = model[2].bias.clone()
-    runner.step(DATA_OF_ONE)
-    assert torch.equal(model[2].bias, before)
-
-    parts[1].add_param_group({"params": [model[2].bias]})
-    runner.step(DATA_OF_ONE)
-
-    assert not torch.equal(model[2].bias, before)
-
-
-def test_what_looks_before_training_takes_several_too():
-    model = a_model()
-    parts = parts_of(model)
-    before = copy.deepcopy([part.state_dict() for part in parts])
-
-    found = autoaccum.find_micro_batch(model, DATA_OF_ONE, loss=nn.CrossEntropyLoss(), optimizer=parts, device="cpu")
-    report = autoaccum.preflight(
-        model, DATA_OF_ONE, 8, loss=nn.CrossEntropyLoss(), optimizer=parts, device="cpu", gpus=["l4"]
-    )
-
-    assert found.micro_batch == 8
-    assert report.subject.optimizer == "SGD and Adam"
-    assert [part.state_dict() for part in parts] == before
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

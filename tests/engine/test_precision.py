@@ -49,9 +49,3 @@ def test_model_that_is_in_half_precision_is_left_so_without_casts_or_scaler(aske
     assert (precision.name, precision.scaler) == (name, None)
     assert dtype_within(precision) is torch.float32
     assert notices.texts == (f"precision: {name}, in which the model's parameters are already",)
-
-
-def test_model_of_mixed_types_is_cast(notices):
-    model = nn.Sequential(nn.Linear(2, 2, dtype=torch.bfloat16), nn.Linear(2, 2))
-
-    assert dtype_within(resolve("bf16", CPU, model, notices)) is torch.bfloat16

@@ -52,33 +52,6 @@ def test_report_says_the_loss_before_the_update_and_the_norm_before_clipping():
     assert report.elapsed_s > 0
 
 
-def test_report_says_the_learning_rates_of_its_update():
-    model = network()
-    groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters(), "lr": torch.tensor(0.25)}]
-    optimizer = torch.optim.Adam(groups)
-    runner = runner_of(model, autoaccum.plan(10, 5), optimizer=optimizer)
-
-    first = runner.step(samples(10))
-    optimizer.param_groups[0]["lr"] = 0.125
-    optimizer.param_groups[1]["lr"].fill_(0.0625)
-    second = runner.step(samples(10))
-
-    assert (first.learning_rates, second.learning_rates) == ((0.5, 0.25), (0.125, 0.0625))
-
-
-def test_hand_made_plan_is_used_as_it_is():
-    report = runner_of(network(), autoaccum.Plan(10, (7, 1, 2))).step(samples(10))
-
-    assert report.micro_batches == (7, 1, 2)
-
-
-@pytest.mark.parametrize(("count", "cut"), [(3, (3,)), (9, (5, 4)), (11, (4, 4, 3))])
-def test_window_of_another_size_is_cut_evenly_within_the_plans_micro_batch(count, cut):
-    report = runner_of(network(), autoaccum.plan(10, 5)).step(samples(count))
-
-    assert report.micro_batches == cut
-
-
 def test_loss_with_parameters_of_its_own_learns_with_the_model():
     class Scaled(nn.Module):
         def __init__(self):
@@ -125,85 +98,6 @@ def test_fused_optimizer_that_fails_is_never_taken_for_unharmed():
 
     with pytest.raises(autoaccum.StateDamagedError):
         runner.step(samples(10))
-
-
-def test_lost_device_is_said_and_not_tried_again():
-    calls = []
-
-    def poisoned(outputs, targets):
-        calls.append(1)
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    runner = runner_of(network(), autoaccum.plan(10, 5), loss=poisoned, loss_reduction="mean")
-
-    with pytest.raises(autoaccum.DeviceLostError, match="new one"):
-        runner.step(samples(10))
-
-    assert len(calls) == 1
-
-
-def test_window_of_one_sample_that_batchnorm_refuses_says_how_to_leave_it_out():
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-
-    with pytest.raises(ValueError, match="more than 1 value") as caught:
-        runner_of(model, autoaccum.plan(10, 5)).step(samples(1))
-
-    assert "drop_last=True" in caught.value.__notes__[0]
-
-
-def with_batchnorm():
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-
-
-def test_rest_of_one_sample_that_batchnorm_refuses_says_that_memory_ran_out_windows_before():
-    def picky(outputs, targets):
-        if len(outputs) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return nn.functional.cross_entropy(outputs, targets)
-
-    runner = runner_of(with_batchnorm(), autoaccum.plan(10, 10), loss=picky, loss_reduction="mean")
-    for _ in range(2):
-        assert runner.step(samples(10)).micro_batches == (2, 2, 2, 2, 2)
-
-    with pytest.raises(autoaccum.DoesNotFitError, match="one sample alone is refused: Expected more than 1 value"):
-        runner.step(samples(5))
-
-
-def test_rest_of_one_sample_that_batchnorm_refuses_is_explained_where_memory_never_ran_out():
-    runner = runner_of(with_batchnorm(), autoaccum.Plan(10, (9, 1)))
-
-    with pytest.raises(ValueError, match="more than 1 value") as caught:
-        runner.step(samples(10))
-
-    assert "the micro-batches 9+1 of this window leave one of a single sample" in caught.value.__notes__[0]
-
-
-def test_other_errors_of_single_samples_stay_themselves_after_memory_ran_out():
-    def picky(outputs, targets):
-        if len(outputs) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        if len(seen) == 10:
-            raise ValueError("a mistake in the loss")
-        seen.append(1)
-        return nn.functional.cross_entropy(outputs, targets)
-
-    seen = []
-    runner = runner_of(nn.Linear(6, 3), autoaccum.plan(10, 10), loss=picky, loss_reduction="mean")
-    runner.step(samples(10))
-
-    with pytest.raises(ValueError, match="a mistake in the loss"):
-        runner.step(samples(10))
-
-
-def test_size_that_a_kernel_refuses_is_taken_smaller_like_lack_of_memory():
-    def picky(outputs, targets):
-        if len(outputs) > 4:
-            raise RuntimeError("Expected canUse32BitIndexMath(input) to be true")
-        return nn.functional.cross_entropy(outputs, targets)
-
-    report = runner_of(network(), autoaccum.plan(10, 10), loss=picky, loss_reduction="mean").step(samples(10))
-
-    assert report.micro_batches == (4, 3, 3)
 
 
 def test_memory_that_runs_out_for_the_first_transfer_of_a_steady_window_makes_its_parts_smaller(monkeypatch):

@@ -14,7 +14,7 @@ from autoaccum._estimate.fake import Stage, ValuesAssumed
 from autoaccum._estimate.fake_step import FakePrecision
 from autoaccum._loss.objective import Objective
 from autoaccum._system.notices import Notices
-from launches import CARD, Launches, WaitsError, fake_card
+from launches import CARD, Launches, fake_card
 from put_together import runner_of
 
 pytestmark = [
@@ -38,10 +38,6 @@ class Block(nn.Module):
 
 def plain():
     return nn.Sequential(Block(), Block(), nn.Flatten(), nn.Linear(8 * WIDTH, 4))
-
-
-def with_statistics():
-    return nn.Sequential(nn.Flatten(), nn.Linear(8 * WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
 
 
 def optimizer_of(model):
@@ -131,50 +127,3 @@ def test_steady_window_waits_for_nothing_and_launches_no_more_than_by_hand(monke
 
     assert ours - theirs == {}
     assert theirs - ours == {"zeros": 1, "add_": len(SIZES)}  # losses are added up when they are read
-
-
-def test_statistics_cost_a_copy_before_the_window(monkeypatch):
-    ours = Counter(steady(monkeypatch, with_statistics, clip=1.0))
-    theirs = Counter(steady(monkeypatch, with_statistics, clip=1.0, runs=by_hand))
-
-    assert ours - theirs == {"copy_": 3}  # of fakes one by one, of other tensors one for each type
-    assert theirs - ours == {"zeros": 1, "add_": len(SIZES)}
-
-
-class Planted(nn.Module):
-    """Waits for the device, from the third window on."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.how, self.passes = how, 0
-
-    def forward(self, features):
-        self.passes += self.training  # a few samples are compared in evaluation mode
-        is_later = self.training and self.passes > 2 * len(SIZES)
-        return features * self.how(features.detach()) if is_later else features
-
-
-def reads(features):
-    return features.mean().item()
-
-
-def chooses(features):
-    return features[features > 0].mean()
-
-
-def fetches(features):
-    return features.mean(0).cpu().to(CARD, non_blocking=True)
-
-
-def brings(features):
-    return torch.tensor([1.0, 2.0, 3.0, 4.0]).to(CARD)
-
-
-def compares(features):
-    return 1.0 if torch.equal(features, features + 1) else 2.0
-
-
-@pytest.mark.parametrize("planted", [reads, chooses, fetches, brings, compares])
-def test_operator_that_waits_for_the_device_is_seen(monkeypatch, planted):
-    with pytest.raises(WaitsError, match="waits for the device"):
-        steady(monkeypatch, lambda: nn.Sequential(with_statistics(), Planted(planted)))

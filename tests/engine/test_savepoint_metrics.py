@@ -5,7 +5,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from autoaccum._engine.savepoint import MetricStates, Savepoint
+from autoaccum._engine.savepoint import Savepoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics")  # too few samples for a curve
 
@@ -53,18 +53,3 @@ def test_metrics_hold_what_they_held_when_the_mark_was_taken(before):
     plain.count(8, samples=4)
 
     torch.testing.assert_close(model.values(), plain.values(), rtol=0, atol=0)
-
-
-def test_states_made_in_inference_mode_are_put_back_outside_of_it():
-    model = Model()
-    with torch.inference_mode():
-        model.count(0)
-    states = MetricStates(model.modules())
-    states.take()
-    before = model.mean.mean_value.clone()
-
-    with torch.inference_mode():
-        model.mean.mean_value.add_(1)
-    states.put_back()
-
-    assert torch.equal(model.mean.mean_value, before)

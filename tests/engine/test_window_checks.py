@@ -33,10 +33,6 @@ def test_hooks_are_told_of_once_where_a_window_is_cut(register):
     assert run(model, 8) == []
 
 
-def test_models_without_hooks_are_not_told_of():
-    assert run(nn.Linear(4, 3), 4) == []
-
-
 def test_optimizer_that_steps_in_the_backward_pass_is_named():
     model = nn.Linear(4, 3)
 

@@ -1,17 +1,15 @@
 """Layers that move in every forward pass are named once; the remedies of docs/losses.md are exact."""
 
-import copy
 import re
 
 import pytest
 import torch
 import torchmetrics
 from torch import nn
-from torch.nn.utils import parametrizations, spectral_norm
+from torch.nn.utils import spectral_norm
 
 import autoaccum
 from autoaccum._system.notices import Notices
-from folders import ROOT
 
 WIDTH = 4
 
@@ -112,59 +110,3 @@ def test_what_forward_moves_is_named_once(layer, names, options):
 )
 def test_what_stays_the_same_or_is_meant_to_move_is_not_spoken_of(layer):
     assert said_of(layer) == []
-
-
-# --- the remedies of the page -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def page():
-    names = {"autoaccum": autoaccum, "torch": torch}
-    text = (
-        (ROOT / "docs" / "losses.md").read_text().partition("## Layers that change in forward")[2].partition("\n## ")[0]
-    )
-    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(block, names)  # noqa: S102 - the documentation's own
-    return names
-
-
-def trained(model, callback, micro_batch):
-    autoaccum.fit(
-        model,
-        [tuple(part + number for part in a_batch()) for number in range(4)],
-        12,
-        loss=nn.MSELoss(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        micro_batch=micro_batch,
-        device="cpu",
-        progress=False,
-        callbacks=[] if callback is None else [callback],
-    )
-    return list(model.parameters())
-
-
-def test_spectral_norm_that_moves_once_an_update_is_the_whole_batchs(page):
-    torch.manual_seed(0)
-    cut = nn.Sequential(nn.Linear(WIDTH, 8), parametrizations.spectral_norm(nn.Linear(8, WIDTH))).double()
-    whole, without = copy.deepcopy(cut), copy.deepcopy(cut)
-    callback = page["SpectralNormOnceAStep"]([cut[1]])
-    cut[1].parametrizations.weight[0].eval()
-
-    expected = trained(whole, None, 12)
-
-    for one, other in zip(trained(cut, callback, 4), expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    assert not all(map(torch.allclose, trained(without, None, 4), expected))
-
-
-def test_queue_that_moves_once_an_update_is_the_whole_batchs_and_not_spoken_of(page):
-    torch.manual_seed(0)
-    cut = page["Queued"](nn.Linear(WIDTH, WIDTH), WIDTH, WIDTH).double()
-    whole = copy.deepcopy(cut)
-
-    expected = trained(whole, page["QueueOnceAStep"](whole), 12)
-
-    for one, other in zip(trained(cut, page["QueueOnceAStep"](cut), 4), expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(cut.queue, whole.queue, rtol=1e-12, atol=1e-12)
-    assert said_of(page["Queued"](nn.Linear(WIDTH, WIDTH), WIDTH, WIDTH), windows=1) == []

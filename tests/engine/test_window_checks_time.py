@@ -56,40 +56,5 @@ def test_module_that_takes_samples_for_time_is_named_where_the_loss_is_refused(c
     assert "split=autoaccum.Along(1)" in said
 
 
-def test_model_that_turns_its_input_is_not_warned_of(capsys):
-    assert trained(Tagger(turns=True), loader(SAMPLES, TIME), capsys) == []
-
-
 def test_data_cut_along_its_samples_is_not_warned_of(capsys):
     assert trained(Tagger(), loader(TIME, SAMPLES), capsys, split=autoaccum.Along(1)) == []
-
-
-def test_watching_leaves_no_hooks_behind(capsys):
-    model = Tagger()
-
-    with pytest.raises(autoaccum.InvalidInputError):
-        trained(model, loader(SAMPLES, TIME), capsys, loss=own_loss)
-
-    assert not model.layer._forward_pre_hooks
-
-
-@pytest.mark.parametrize("loss", [None, nn.CrossEntropyLoss()])
-def test_loss_that_fails_where_time_was_cut_has_a_note_on_it(capsys, loss):
-    class Classifier(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.head = nn.LSTM(6, 4), nn.Linear(4, 3)
-
-        def forward(self, frames):
-            return self.head(self.layer(frames)[0][-1])
-
-    batches = [(torch.randn(16, 16, 6), torch.randint(3, (16,)))]  # as many time steps as samples
-
-    with pytest.raises(ValueError) as caught:
-        autoaccum.fit(Classifier(), batches, 16, loss=loss, micro_batch=8, device="cpu")
-
-    assert "LSTM 'layer' has batch_first=False" in caught.value.__notes__[0]
-    assert "Along((1, 0))" in caught.value.__notes__[0]
-    assert "batch_first" not in capsys.readouterr().err
-    model = Classifier()
-    autoaccum.fit(model, batches, 16, loss=loss, micro_batch=8, device="cpu", split=autoaccum.Along((1, 0)))

@@ -2,44 +2,19 @@
 
 import itertools
 import random
-import re
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
-from transformers.modeling_outputs import BaseModelOutput
 
 import autoaccum
 from autoaccum.errors import InvalidInputError
-from folders import ROOT
 from helpers import assert_bitwise
 
 SAMPLES = 13
 SIZES = [13, 7, 5, 1]  # the last two but one are in unequal micro-batches
-
-
-class Two(NamedTuple):
-    image: torch.Tensor
-    text: torch.Tensor
-
-
-class Clip(nn.Module):
-    """Two towers and the scale of their similarities, as in CLIP."""
-
-    def __init__(self):
-        super().__init__()
-        self.image = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 5))
-        self.text = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 5))
-        self.logit_scale = nn.Parameter(torch.tensor(1.3))
-
-    def forward(self, inputs):
-        image, text = inputs
-        return self.image(image), self.text(text), self.logit_scale.exp()
 
 
 class Tower(nn.Module):
@@ -59,13 +34,6 @@ class Tower(nn.Module):
         return self.head(self.drop(self.norm(self.body(inputs)))) * (1.0 + 0.1 * noise + 0.01 * self.seen)
 
 
-def info_nce(outputs, _=None):
-    image, text, scale = outputs
-    logits = scale * functional.normalize(image, dim=1) @ functional.normalize(text, dim=1).T
-    labels = torch.arange(len(logits))
-    return (functional.cross_entropy(logits, labels) + functional.cross_entropy(logits.T, labels)) / 2
-
-
 def against_each_other(outputs, targets):
     """Return for each sample how well it tells its own class from the others."""
     similarity = functional.normalize(outputs, dim=1) @ functional.normalize(outputs, dim=1).T
@@ -75,12 +43,6 @@ def against_each_other(outputs, targets):
 
 def supervised(outputs, targets):
     return against_each_other(outputs, targets).mean()
-
-
-def paired(samples=SAMPLES):
-    """((image, text), targets)."""
-    inputs = torch.randn(samples, 6, dtype=torch.float64), torch.randn(samples, 4, dtype=torch.float64)
-    return inputs, torch.arange(samples) % 3
 
 
 def plain(samples=SAMPLES):
@@ -171,53 +133,6 @@ def test_any_function_of_per_sample_outputs_has_the_whole_batchs_gradient(loss, 
 
 
 @pytest.mark.parametrize(
-    "form",
-    [
-        lambda image, text, scale: [Two(image, text), scale],
-        lambda image, text, scale: {"a": {"image": image, "text": text}, "scale": scale, "temperature": 0.5},
-        lambda image, text, scale: BaseModelOutput(last_hidden_state=image, hidden_states=(text, scale)),
-        lambda image, text, scale: (image, text, scale, None, torch.arange(len(image))),
-        lambda image, text, scale: (image, text, scale, image),
-    ],
-    ids=["named tuple in a list", "nested dict", "ModelOutput", "whole numbers and None", "twice the same"],
-)
-@pytest.mark.parametrize("size", SIZES)
-def test_representations_may_be_nested_at_will(form, size):
-    seen = []
-
-    def loss(outputs, _):
-        seen.append(outputs)
-        image, *others = leaves(outputs)
-        return info_nce((image, *others[:2]))
-
-    model, batch = Clip().double(), paired()
-
-    assert_whole(
-        loss, size, model=model, batch=batch, by_hand=info_nce, forward=lambda model, batch: form(*model(batch[0]))
-    )
-
-    assert type(seen[0]) is type(form(*model(batch[0])))
-
-
-def leaves(outputs):
-    if isinstance(outputs, torch.Tensor):
-        return [outputs]
-    inside = outputs.values() if hasattr(outputs, "values") else outputs if isinstance(outputs, tuple | list) else ()
-    return [leaf for part in inside for leaf in leaves(part)]
-
-
-def test_scalar_that_all_micro_batches_share_may_be_the_parameter_itself():
-    assert_whole(
-        info_nce,
-        5,
-        model=Clip().double(),
-        batch=paired(),
-        by_hand=lambda outputs, _: info_nce((*outputs[:2], outputs[2].log())),
-        forward=lambda model, batch: (*model(batch[0])[:2], model.logit_scale),
-    )
-
-
-@pytest.mark.parametrize(
     ("loss", "options"),
     [
         (lambda x, y: against_each_other(x, y) / len(y), {"loss_reduction": "sum"}),
@@ -233,39 +148,6 @@ def test_loss_may_have_any_form(loss, options):
     losses = assert_whole(loss, 7, model=model, batch=batch, by_hand=supervised, **options)
 
     assert sum(losses.values()) == pytest.approx(supervised(model(batch[0]), batch[1]).item())
-
-
-class LearnedScale(nn.Module):
-    """A loss with a parameter, and a buffer, as large as a memory bank, that counts its calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-        self.register_buffer("calls", torch.zeros(70_000))
-
-    def forward(self, outputs, targets):
-        self.calls += 1
-        return supervised(outputs, targets) * self.scale.exp()
-
-
-@pytest.mark.parametrize("trains_model", [True, False])
-@pytest.mark.parametrize("size", [13, 7])
-def test_loss_has_parameters_and_buffers_of_its_own(trains_model, size):
-    model, loss, batch = nn.Linear(6, 5).double().requires_grad_(trains_model), LearnedScale(), plain()
-    loss(model(batch[0]), batch[1]).backward()
-    expected = gradients(model, loss)
-    model.zero_grad()
-    loss.zero_grad()
-    loss.calls.zero_()
-
-    accumulating = accumulator(model, loss, size)
-    for _ in range(3):  # of which the last is not due for checks
-        accumulating.backward(batch)
-
-    torch.testing.assert_close(
-        gradients(model, loss), [None if one is None else 3 * one for one in expected], rtol=1e-12, atol=1e-12
-    )
-    assert loss.calls.unique().tolist() == [3]
 
 
 # --- what a forward pass moves ---------------------------------------------------------------------------------------
@@ -348,91 +230,7 @@ def test_peak_is_that_of_one_micro_batch(samples):
     assert peak_of(Sequences(), supervised, batch, samples) > 0.8 * one * samples / 8
 
 
-def test_items_of_mappings_are_joined_only_when_the_loss_asks():
-    batch = {"input": torch.randn(256, 4096), "label": torch.arange(256)}
-    halves = [{name: item[rows] for name, item in batch.items()} for rows in (slice(128), slice(128, 256))]
-    loss = lambda outputs, batch: (outputs.square().mean(1) * batch["label"]).mean()  # noqa: E731
-
-    assert peak_of(nn.Linear(4096, 5), loss, autoaccum.Window(halves), 8) < batch["input"].nbytes / 4
-
-
-# --- what the loss sees ----------------------------------------------------------------------------------------------
-
-
-def seen_by_the_loss(model, batches, **options):
-    seen = []
-
-    def loss(outputs, batch):
-        seen.append(batch)
-        return outputs.square().mean()
-
-    run(model, loss, batches, 4, **options)
-    return seen[0]
-
-
-def test_loss_sees_the_targets_of_pairs_though_their_inputs_cannot_be_joined():
-    short, long = (torch.randint(9, (4, 3)), torch.arange(4)), (torch.randint(9, (8, 5)), torch.arange(4, 12))
-
-    assert seen_by_the_loss(nn.EmbeddingBag(9, 5), [short, long]).tolist() == list(range(12))
-
-
-def test_loss_sees_the_items_of_mappings_and_is_told_which_cannot_be_joined():
-    short = {"input": torch.randint(9, (4, 3)), "label": torch.arange(4), "name": list("abcd"), "of": 2, "id": 1}
-    long = {"input": torch.randint(9, (8, 5)), "label": torch.arange(4, 12), "name": list("efghijkl"), "of": 2}
-
-    seen = seen_by_the_loss(nn.EmbeddingBag(9, 5), [short, long], forward=lambda model, batch: model(batch["input"]))
-
-    assert list(seen) == ["input", "label", "name", "of"]
-    assert seen["label"].tolist() == list(range(12))
-    assert seen["name"] == list("abcdefghijkl")
-    assert seen["of"] == 2
-    assert seen.get("id") is None
-    with pytest.raises(InvalidInputError, match="cannot join 'input' of the window's batches, which the loss reads"):
-        seen["input"]
-
-
 # --- what is refused -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("loss", [None, [lambda model, batch: model(batch[0]).mean()]], ids=["none", "list"])
-def test_loss_has_to_take_outputs(loss):
-    with pytest.raises(InvalidInputError, match="takes one loss over the outputs of the whole window, but there is"):
-        run(nn.Linear(6, 5).double(), loss, plain(), 7)
-
-
-@dataclass
-class Embeddings:
-    image: torch.Tensor
-
-
-@pytest.mark.parametrize("size", [13, 7], ids=["uncut", "cut"])
-@pytest.mark.parametrize(
-    ("forward", "found"),
-    [
-        (lambda model, batch: model(batch[0]).mean(), "only tensors without dimensions"),
-        (lambda model, batch: model(batch[0]).T, r"a tensor of shape \(5, "),
-        (lambda model, batch: Embeddings(model(batch[0])), "a Embeddings in which no tensor is found"),
-        (lambda model, batch: None, "a NoneType"),
-    ],
-    ids=["a loss", "features first", "dataclass", "nothing"],
-)
-def test_model_has_to_return_representations(forward, found, size):
-    with pytest.raises(InvalidInputError, match=rf"needs representations.*{found}.*pass loss="):
-        run(nn.Linear(6, 5).double(), supervised, plain(), size, forward=forward)
-
-
-@pytest.mark.parametrize(
-    ("forward", "found"),
-    [
-        (lambda model, batch: (model(batch[0]), model(batch[0]).mean()), "the value .* against .* the value"),
-        (lambda model, batch: (model(batch[0]), batch[1].tolist()[0]), "a tuple"),
-        (lambda model, batch: model(batch[0]) @ model(batch[0]).T, r"shape \(7, 7\) against .* shape \(6, 6\)"),
-    ],
-    ids=["a loss of the micro-batch", "a number of the micro-batch", "similarities within the micro-batch"],
-)
-def test_what_cannot_be_joined_is_refused(forward, found):
-    with pytest.raises(InvalidInputError, match=f"cannot join what the model returned.*{found}"):
-        run(nn.Linear(6, 5).double(), lambda outputs, _: outputs[0].mean(), plain(), 7, forward=forward)
 
 
 @pytest.mark.parametrize(
@@ -452,19 +250,6 @@ def test_what_has_no_gradient_or_no_weight_is_refused(loss, options, found):
 # --- the documentation -----------------------------------------------------------------------------------------------
 
 
-def test_example_of_the_documentation_runs():
-    page = ROOT / "docs" / "losses.md"
-    (example,) = (
-        code for code in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL) if "info_nce" in code
-    )
-    names = {}
-
-    exec(compile(example, str(page), "exec"), names)  # noqa: S102
-
-    assert names["result"].steps == 4
-    assert names["result"].plan.micro_batch == 16
-
-
 @pytest.mark.parametrize("size", [8, 5])
 def test_count_of_a_batch_in_a_window_of_several_is_refused(size):
     def loss(outputs, batch):
@@ -481,20 +266,3 @@ def test_count_of_a_batch_in_a_window_of_several_is_refused(size):
             size,
             forward=lambda model, batch: model(batch["input"]),
         )
-
-
-def test_forward_pass_that_checkpointing_repeats_moves_nothing():
-    class Checkpointed(Tower):
-        def forward(self, inputs):
-            return checkpoint(super().forward, inputs, use_reentrant=False)
-
-    ours, theirs, batch = Checkpointed().double(), Tower().double(), plain()
-    theirs.load_state_dict(ours.state_dict())
-    accumulating = accumulator(ours, supervised, 7)
-
-    seed()
-    accumulating.backward(batch)
-    seed()
-    all_graphs_alive(theirs, supervised, batch, (7, 6))
-
-    assert_bitwise(dict(ours.named_buffers()), dict(theirs.named_buffers()))

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
+from autoaccum._data.nesting import numbers_in
 
 
 def detection(outputs, targets):
@@ -114,3 +115,25 @@ def test_clamped_number_of_boxes_in_lists_of_samples_is_exact_or_told(first):
     loss(model(batch["inputs"]), batch).backward()
     is_exact = torch.allclose(trained.weight, model.weight - model.weight.grad, rtol=1e-9)
     assert is_exact or any(issubclass(one.category, autoaccum.LossWarning) for one in told)
+
+
+@pytest.mark.parametrize("items", [1, 7])
+def test_sum_divided_by_a_number_of_the_batch_is_refused_in_a_window_of_several(items):
+    batches = [{"inputs": torch.randn(4, 3), "items": items} for _ in range(3)]
+    model = nn.Linear(3, 1)
+    runner = autoaccum.Runner(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        autoaccum.plan(12, 4),
+        loss=lambda outputs, batch: outputs.square().sum() / batch["items"],
+        forward=lambda model, batch: model(batch["inputs"]),
+        device="cpu",
+    )
+
+    with pytest.raises(autoaccum.InvalidInputError, match="a sum divided by 'items'"):
+        runner.step(autoaccum.Window(batches))
+
+
+def test_labels_of_a_list_of_samples_are_no_numbers_of_the_batch():
+    assert numbers_in([{"image": torch.zeros(2), "label": 3}, {"image": torch.zeros(2), "label": 4}]) == {}
+    assert numbers_in([torch.zeros(2), torch.zeros(2), 5]) == {(2,): 5.0}
