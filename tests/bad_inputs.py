@@ -258,30 +258,34 @@ def same(one, other):
 
 @dataclass(frozen=True)
 class Call:
-    """A public callable.
+    """A public callable."""
 
-    Attributes:
-        function: Makes the call; what it returns is gone through where it is an iterator.
-        signature: Of what the user calls.
-        good: Arguments that it takes, in a world.
-        allowed: What each argument may be.
-        also: Further bad values, by argument; a function of the world makes each.
-        together: Arguments that contradict each other, with the names one of which the message has to hold.
-        says: Other names under which a message may speak of an argument.
-    """
-
-    function: Callable[..., Any]
-    signature: Callable[..., Any]
-    good: Callable[[World], dict[str, Any]]
-    allowed: dict[str, Callable[[Any], bool]]
+    signature: Callable[..., Any]  # what the user calls
+    good: Callable[[World], dict[str, Any]]  # arguments that it takes, in a world
+    # What each argument may be that `ALLOWED` does not have, or has otherwise.
+    allowed: dict[str, Callable[[Any], bool]] = field(default_factory=dict)
+    # The same for further bad values and `ALSO`; a function of the world makes each.
     also: dict[str, list[Callable[[World], Any]]] = field(default_factory=dict)
+    # Arguments that contradict each other, one of which the message has to name.
     together: list[Callable[[World], dict[str, Any]]] = field(default_factory=list)
-    says: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # Makes the call, if that is another; what it returns is gone through where it is an iterator.
+    function: Callable[..., Any] | None = None
+
+    def make(self, **arguments):
+        return (self.function or self.signature)(**arguments)
+
+    def may_be(self, name):
+        return self.allowed.get(name) or ALLOWED.get(name)
+
+    def listed(self, name):
+        """Bad values of an argument to try each time: those that it has, and three that nearly all refuse."""
+        plain = [lambda _, value=value: value for value in ("nope", -1, 1.5) if not _safely(self.may_be(name), value)]
+        return [*self.also.get(name, ALSO.get(name, [])), *plain]
 
     def bad(self, name):
         """A strategy of bad values for an argument: functions of a world."""
-        junk = JUNK.filter(lambda value: not _safely(self.allowed[name], value)).map(lambda value: lambda _: value)
-        return junk | st.sampled_from(self.also[name]) if name in self.also else junk
+        junk = JUNK.filter(lambda value: not _safely(self.may_be(name), value)).map(lambda value: lambda _: value)
+        return junk | st.sampled_from(self.listed(name)) if self.listed(name) else junk
 
 
 def _safely(allowed, value):
@@ -358,23 +362,26 @@ def model(value):
     return isinstance(value, nn.Module)
 
 
-STEP = {
+SPLITS = [lambda _: autoaccum.Along, lambda _: autoaccum.Along((2, 0)), lambda _: autoaccum.Along({"labels": 0})]
+# By the argument's name, which means the same wherever it stands.
+ALLOWED = {
     "loss": or_none(function),
     "optimizer": or_none(lambda value: isinstance(value, type) and issubclass(value, torch.optim.Optimizer)),
     "device": device,
     "precision": choice("auto", "fp32", "bf16", "fp16"),
     "forward": or_none(function),
-}
-STEP_ALSO = {"model": MODELS, "loss": LOSSES, "optimizer": OPTIMIZERS, "device": DEVICES, "forward": FORWARDS}
-FIT = STEP | {
     "model": model,
     "loader": iterable,
+    "batch": batch,
+    "window": batch,
+    "plan": nothing,
     "target_batch": whole(),
     "scheduler": or_none(nothing),
     "scheduler_interval": choice("step"),
     "epochs": or_none(whole()),
     "max_steps": or_none(whole()),
     "micro_batch": lambda value: value == "auto" or whole()(value),
+    "max_micro_batch": or_none(whole()),
     "memory_limit": or_none(limit),
     "clip_grad_norm": or_none(positive),
     "drop_last": is_bool,
@@ -392,6 +399,9 @@ FIT = STEP | {
     "noise_scale": lambda value: is_bool(value) or whole()(value),
     "memory": or_none(lambda value: value in ([], ())),
     "callbacks": lambda value: value in ([], ()),
+    "notices": or_none(nothing),
+    "closure": or_none(nothing),
+    "scale": or_none(nothing),
     "progress": lambda value: is_bool(value) or choice("auto", "bar", "lines")(value),
     "checkpoint": or_none(path),
     "checkpoint_every": or_none(lambda value: value == EVERY),
@@ -400,9 +410,14 @@ FIT = STEP | {
     "shard": is_bool,
     # Beside `target_batch`; by themselves they are tested where they belong.
     "target_tokens": or_none(nothing),
+    "weight": or_none(function),
 }
-SPLITS = [lambda _: autoaccum.Along, lambda _: autoaccum.Along((2, 0)), lambda _: autoaccum.Along({"labels": 0})]
-FIT_ALSO = STEP_ALSO | {
+ALSO = {
+    "model": MODELS,
+    "loss": LOSSES,
+    "optimizer": OPTIMIZERS,
+    "device": DEVICES,
+    "forward": FORWARDS,
     "split": SPLITS,
     "loader": LOADERS,
     "scheduler": SCHEDULERS,
@@ -419,6 +434,14 @@ FIT_ALSO = STEP_ALSO | {
         lambda _: ["auto", "checkpoint"],
     ],
     "callbacks": [lambda _: autoaccum.Callback(), lambda _: [print], lambda _: {autoaccum.Callback()}],
+}
+# Other words by which a message may speak of an argument.
+SAYS = {
+    "loader": ("loader", "batch"),
+    "window": ("window", "batch"),
+    "batches": ("batch",),
+    "gpus": ("gpus", "card"),
+    "dims": ("Along(",),
 }
 FIT_TOGETHER = [
     lambda w: {"drop_last": True, "target_batch": 100},
@@ -467,99 +490,43 @@ def fit(**arguments):
     return autoaccum.fit(**arguments)
 
 
-def without(arguments, *names):
-    return {name: value for name, value in arguments.items() if name not in names}
-
-
 def plan_of(_):
     return autoaccum.plan(4, 2)
 
 
+def runner_of(world):
+    return autoaccum.Runner(world.model, world.optimizer, plan_of(world), device="cpu")
+
+
 CALLS = {
-    "fit": Call(fit, autoaccum.fit, fit_arguments, FIT, FIT_ALSO, FIT_TOGETHER, {"loader": ("loader", "batch")}),
+    "fit": Call(autoaccum.fit, fit_arguments, together=FIT_TOGETHER, function=fit),
     "find_micro_batch": Call(
         autoaccum.find_micro_batch,
-        autoaccum.find_micro_batch,
         lambda w: {"model": w.model, "batch": w.batch, "optimizer": w.optimizer, "device": "cpu"},
-        STEP
-        | {
-            "model": model,
-            "batch": batch,
-            "memory": FIT["memory"],
-            "memory_limit": or_none(limit),
-            "max_micro_batch": or_none(whole()),
-            "split": or_none(nothing),
-            "loss_scope": choice("micro_batch", "window"),
-        },
-        STEP_ALSO | {"split": SPLITS} | {name: FIT_ALSO[name] for name in ("memory", "memory_limit")},
     ),
     "Runner": Call(
         autoaccum.Runner,
-        autoaccum.Runner,
         lambda w: {"model": w.model, "optimizer": w.optimizer, "plan": plan_of(w), "device": "cpu"},
-        STEP
-        | {
-            "model": model,
-            "plan": nothing,
-            "memory": FIT["memory"],
-            "memory_limit": or_none(limit),
-            "clip_grad_norm": or_none(positive),
-                    "loss_reduction": or_none(choice("mean", "sum")),
-            "loss_scope": choice("micro_batch", "window"),
-            "batchnorm": choice("keep", "rescale"),
-            "noise_scale": FIT["noise_scale"],
-            "split": or_none(nothing),
-            "oom_report": FIT["oom_report"],
-            "callbacks": FIT["callbacks"],
-            "notices": or_none(nothing),
-        },
-        STEP_ALSO | {name: FIT_ALSO[name] for name in ("callbacks", "memory", "memory_limit", "oom_report")},
+        also={"split": SPLITS[:1]},  # of the others a batch tells
     ),
     "Accumulator": Call(
-        autoaccum.Accumulator,
-        autoaccum.Accumulator,
-        lambda w: {"model": w.model, "device": "cpu"},
-        {name: allowed for name, allowed in STEP.items() if name != "optimizer"}
-        | {
-            "model": model,
-            "closure": or_none(nothing),
-            "memory": FIT["memory"],
-            "memory_limit": or_none(limit),
-            "oom_report": FIT["oom_report"],
-            "micro_batch": FIT["micro_batch"],
-            "loss_reduction": or_none(choice("mean", "sum")),
-            "loss_scope": choice("micro_batch", "window"),
-            "batchnorm": choice("keep", "rescale"),
-            "split": or_none(nothing),
-            "scale": or_none(nothing),
-            "callbacks": FIT["callbacks"],
-            "notices": or_none(nothing),
-        },
-        {name: values for name, values in STEP_ALSO.items() if name not in ("optimizer", "model")}
-        | {name: FIT_ALSO[name] for name in ("callbacks", "memory", "memory_limit", "oom_report")},
+        autoaccum.Accumulator, lambda w: {"model": w.model, "device": "cpu"}, also={"model": [], "split": SPLITS[:1]}
     ),
     "Runner.step": Call(
-        lambda runner, window: runner.step(window),
         autoaccum.Runner.step,
-        lambda w: {"runner": autoaccum.Runner(w.model, w.optimizer, plan_of(w), device="cpu"), "window": w.batch},
-        {"window": batch},
-        {"window": LOADERS[:5]},
-        says={"window": ("window", "batch")},
+        lambda w: {"runner": runner_of(w), "window": w.batch},
+        also={"window": LOADERS[:5]},
+        function=lambda runner, window: runner.step(window),
     ),
     "Runner.evaluate": Call(
-        lambda runner, loader: runner.evaluate(loader),
         autoaccum.Runner.evaluate,
-        lambda w: {"runner": autoaccum.Runner(w.model, w.optimizer, plan_of(w), device="cpu"), "loader": [w.batch]},
-        {"loader": iterable},
-        {"loader": LOADERS},
-        says={"loader": ("loader", "batch")},
+        lambda w: {"runner": runner_of(w), "loader": [w.batch]},
+        function=lambda runner, loader: runner.evaluate(loader),
     ),
     "plan": Call(
         autoaccum.plan,
-        autoaccum.plan,
         lambda _: {"target_batch": 100, "max_micro_batch": 37},
         {
-            "target_batch": whole(),
             "max_micro_batch": whole(),
             "trials": lambda value: value in ([], ()) or (isinstance(value, dict | set | str | bytes) and not value),
         },
@@ -567,43 +534,18 @@ CALLS = {
         [lambda _: {"target_batch": 2**50, "max_micro_batch": 1}],
     ),
     "windows": Call(
-        autoaccum.windows,
-        autoaccum.windows,
-        lambda w: {"loader": [w.batch], "target_batch": 2},
-        {
-            "loader": iterable,
-            "target_batch": whole(),
-            "drop_last": is_bool,
-            "split": or_none(nothing),
-            "target_tokens": or_none(nothing),
-        },
-        {"loader": LOADERS[3:], "split": SPLITS},
-        says={"loader": ("loader", "batch")},
+        autoaccum.windows, lambda w: {"loader": [w.batch], "target_batch": 2}, also={"loader": LOADERS[3:]}
     ),
     "Window": Call(
         autoaccum.Window,
-        autoaccum.Window,
         lambda w: {"batches": [w.batch]},
-        {"batches": nothing, "split": or_none(nothing)},
-        {"batches": [lambda _: [], *LOADERS[3:]], "split": SPLITS},
-        says={"batches": ("batch",)},
+        {"batches": nothing},
+        {"batches": [lambda _: [], *LOADERS[3:]]},
     ),
     "preflight": Call(
         autoaccum.preflight,
-        autoaccum.preflight,
         lambda w: {"model": w.model, "batch": w.batch, "target_batch": 4, "optimizer": w.optimizer, "device": "cpu"},
-        STEP
-        | {
-            "model": model,
-            "batch": batch,
-            "memory": or_none(lambda value: value in ([], ())),
-            "target_batch": whole(),
-            "memory_limit": or_none(limit),
-            "max_micro_batch": or_none(whole()),
-            "loss_reduction": or_none(choice("mean", "sum")),
-            "loss_scope": choice("micro_batch", "window"),
-            "batchnorm": choice("keep", "rescale"),
-            "split": or_none(nothing),
+        {
             "gpus": lambda value: value in ([], ()),
             "device_memory": or_none(size),
             "display": or_none(lambda value: size(value) or whole(0)(value)),
@@ -612,19 +554,16 @@ CALLS = {
             "loader": or_none(iterable),
             "measure": or_none(is_bool),
         },
-        STEP_ALSO
-        | {
-            "split": SPLITS,
-            "memory_limit": FIT_ALSO["memory_limit"],
+        {
+            "loader": [],
+            "memory": [],
             "gpus": [lambda _: "no such card", lambda _: ["h100-80gb", "nope"], lambda _: [3]],
             "device_memory": [lambda _: "50%", lambda _: "1MiB", lambda _: "9" * 400],
             "display": [lambda _: "50%", lambda _: "much", lambda _: "9" * 400],
         },
         [lambda _: {"measure": False}],
-        says={"gpus": ("gpus", "card")},
     ),
     "ChunkedLoss": Call(
-        autoaccum.ChunkedLoss,
         autoaccum.ChunkedLoss,
         lambda w: {"head": w.model},
         {
@@ -642,70 +581,53 @@ CALLS = {
     ),
     "Simulated": Call(
         autoaccum.Simulated,
-        autoaccum.Simulated,
         lambda _: {"capacity": "1GiB"},
         {"capacity": lambda value: size(value) or whole(1, 2**60)(value), "device": nothing},
-        {"capacity": [lambda _: "50%", lambda _: 0.5, lambda _: "9" * 400], "device": DEVICES},
+        {"capacity": [lambda _: "50%", lambda _: 0.5, lambda _: "9" * 400]},
     ),
     "Along": Call(
         autoaccum.Along,
-        autoaccum.Along,
         lambda _: {"dims": 1},
-        {"dims": dims, "weight": or_none(function)},
+        {"dims": dims},
         {"dims": [lambda _: -1, lambda _: (0, -1), lambda _: {"a": None}], "weight": [lambda _: of_three]},
-        says={"dims": ("Along(",)},
     ),
     "ListOfSamples": Call(
         autoaccum.ListOfSamples,
-        autoaccum.ListOfSamples,
         lambda _: {"collate": of_one},
-        {"collate": callable, "weight": or_none(function)},
+        {"collate": callable},
         {"collate": [lambda _: of_none, lambda _: of_three], "weight": [lambda _: of_three, lambda _: of_none]},
     ),
     "batched": Call(
         autoaccum.batched,
-        autoaccum.batched,
         lambda _: {"function": of_one},
-        {
-            "function": callable,
-            "split": or_none(nothing),
-            "join": or_none(callable),
-            "device": device,
-            "micro_batch": or_none(whole()),
-            "notices": or_none(nothing),
-        },
-        {"function": [lambda _: of_none], "split": SPLITS[:1], "device": DEVICES},
+        {"function": callable, "join": or_none(callable), "micro_batch": or_none(whole())},
+        {"function": [lambda _: of_none], "split": SPLITS[:1]},
     ),
     "find_executable_micro_batch": Call(
-        autoaccum.find_executable_micro_batch,
         autoaccum.find_executable_micro_batch,
         lambda _: {"target": 4},
         {"target": whole(), "micro_batch": or_none(whole())},
     ),
-    "StopTraining": Call(autoaccum.StopTraining, autoaccum.StopTraining, lambda _: {},
-                         {"reason": lambda value: isinstance(value, str)}),
+    "StopTraining": Call(autoaccum.StopTraining, lambda _: {}, {"reason": lambda value: isinstance(value, str)}),
     "EarlyStopping": Call(
-        autoaccum.EarlyStopping,
         autoaccum.EarlyStopping,
         lambda _: {},
         {"patience": whole(), "monitor": lambda value: isinstance(value, str), "mode": choice("min", "max")},
     ),
-    "is_oom": Call(autoaccum.is_oom, autoaccum.is_oom, lambda _: {"exception": ValueError()},
-                   {"exception": lambda value: isinstance(value, BaseException)}),
-    "join_ranks": Call(autoaccum.join_ranks, autoaccum.join_ranks, lambda _: {}, {"device": device},
-                       {"device": DEVICES}),
-    "JSONLinesLog": Call(autoaccum.JSONLinesLog, autoaccum.JSONLinesLog, lambda _: {}, {"path": path}),
-    "TensorBoardLog": Call(autoaccum.TensorBoardLog, autoaccum.TensorBoardLog, lambda _: {}, {"log_dir": path}),
+    "is_oom": Call(
+        autoaccum.is_oom,
+        lambda _: {"exception": ValueError()},
+        {"exception": lambda value: isinstance(value, BaseException)},
+    ),
+    "join_ranks": Call(autoaccum.join_ranks, lambda _: {}),
+    "JSONLinesLog": Call(autoaccum.JSONLinesLog, lambda _: {}, {"path": path}),
+    "TensorBoardLog": Call(autoaccum.TensorBoardLog, lambda _: {}, {"log_dir": path}),
     "Plan": Call(
         autoaccum.Plan,
-        autoaccum.Plan,
         lambda _: {"target_batch": 4, "micro_batches": (2, 2)},
-        {
-            "target_batch": lambda value: value == 4,
-            "micro_batches": nothing,
-        },
+        {"target_batch": lambda value: value == 4, "micro_batches": nothing},
     ),
-}  # fmt: skip
+}
 # What the library makes and users read, or derive from: nothing is asked of it.
 READ_ONLY = {
     "Job",  # what it holds, fit and preflight check
@@ -728,7 +650,7 @@ def missing():
         f"{name}({argument})"
         for name, call in CALLS.items()
         for argument in arguments_of(call)
-        if argument not in call.allowed
+        if call.may_be(argument) is None
     ]
 
 
@@ -763,7 +685,7 @@ def cases(draw, calls=tuple(CALLS)):
 
 
 def of_one_argument(name, argument, make):
-    return Case(name, lambda world: {argument: make(world)}, CALLS[name].says.get(argument, (argument,)))
+    return Case(name, lambda world: {argument: make(world)}, SAYS.get(argument, (argument,)))
 
 
 def of_several(name, make):
@@ -780,7 +702,7 @@ def judge(case, folder):
     shown = ", ".join(f"{name}={_shown(value)}" for name, value in change.items())
     before = world.state()
     try:
-        made = call.function(**arguments)
+        made = call.make(**arguments)
         if hasattr(made, "__next__"):
             list(made)
     except autoaccum.AutoaccumError as error:

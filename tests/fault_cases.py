@@ -133,11 +133,11 @@ class Checkpointed(nn.Module):
 class Transformer(nn.Module):
     """One encoder layer over padded sentences; logits of shape (N, C, T)."""
 
-    def __init__(self, width=_WIDTH):
+    def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(_WORDS, width, padding_idx=0)
-        self.layer = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.1, batch_first=True)
-        self.head = nn.Linear(width, CLASSES)
+        self.embed = nn.Embedding(_WORDS, _WIDTH, padding_idx=0)
+        self.layer = nn.TransformerEncoderLayer(_WIDTH, 2, 2 * _WIDTH, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(_WIDTH, CLASSES)
 
     def forward(self, tokens):
         return self.head(self.layer(self.embed(tokens), src_key_padding_mask=tokens == 0)).transpose(1, 2)
@@ -285,24 +285,15 @@ def views():
 
 @dataclass(frozen=True)
 class Model:
-    """A model and what it is trained with.
+    """A model and what it is trained with."""
 
-    Attributes:
-        make: Makes it.
-        window: Makes the inputs and targets of one window.
-        loss: As for `Runner`.
-        options: Further arguments of `Runner`.
-        forwards: How often each sample goes through it.
-        mapping: Whether its batches are mappings.
-        writes_parameters: Whether it writes its parameters in the forward pass, which is known after a window.
-    """
-
-    make: Callable
-    window: Callable
-    loss: object = None
-    options: dict = field(default_factory=dict)
-    forwards: int = 1
-    mapping: bool = False
+    make: Callable  # makes it
+    window: Callable  # makes the inputs and targets of one window
+    loss: object = None  # as for `Runner`
+    options: dict = field(default_factory=dict)  # further arguments of `Runner`
+    forwards: int = 1  # how often each sample goes through it
+    mapping: bool = False  # whether its batches are mappings
+    # Whether it writes its parameters in the forward pass, which is known after a window.
     writes_parameters: bool = False
 
     @property
@@ -329,26 +320,16 @@ SMALL = {
 }
 
 
-def _wide(scale, width, positions, length, side):
-    """Models whose activations outweigh their parameters, so that fewer samples take less; of the last the reverse."""
-    return {
-        f"{scale} mlp": Model(
-            lambda: Witnessed(Wide(width)), lambda: vectors(positions, width), nn.CrossEntropyLoss(reduction="sum")
-        ),
-        f"{scale} convolutional": Model(
-            lambda: Witnessed(wide_convolutional(width // 4)), lambda: vectors(1, side, side), nn.CrossEntropyLoss()
-        ),
-        f"{scale} transformer": Model(
-            lambda: Witnessed(Transformer(width)), lambda: sentences(length), nn.CrossEntropyLoss()
-        ),
-        f"{scale} layers": Model(lambda: Witnessed(layers(8 * width)), vectors, nn.CrossEntropyLoss()),
-    }
-
-
-# Some KiB for a device that is simulated, and some MiB for the host, whose allocator has to notice.
-WIDE = _wide("wide", width=8, positions=40, length=40, side=12)
-HUGE = _wide("huge", width=128, positions=1024, length=160, side=80)
-MODELS = SMALL | WIDE | HUGE
+# Models whose activations outweigh their parameters, so that fewer samples take less; of the last the reverse.
+WIDE = {
+    "wide mlp": Model(lambda: Witnessed(Wide(8)), lambda: vectors(40, 8), nn.CrossEntropyLoss(reduction="sum")),
+    "wide convolutional": Model(
+        lambda: Witnessed(wide_convolutional(2)), lambda: vectors(1, 12, 12), nn.CrossEntropyLoss()
+    ),
+    "wide transformer": Model(lambda: Witnessed(Transformer()), lambda: sentences(40), nn.CrossEntropyLoss()),
+    "wide layers": Model(lambda: Witnessed(layers(64)), vectors, nn.CrossEntropyLoss()),
+}
+MODELS = SMALL | WIDE
 PRECISIONS = ("fp32", "bf16", "fp16")
 OPTIMIZERS = {
     f"{name}, {form}": (kind, {**settings, "foreach": form == "foreach"})
@@ -366,23 +347,14 @@ CUTS = ((6, 6), (4, 4, 4), (5, 4, 3), (3, 3, 3, 3))
 
 @dataclass(frozen=True)
 class Case:
-    """A training of a few windows, the same in every run.
+    """A training of a few windows, the same in every run."""
 
-    Attributes:
-        model: Name in `MODELS`.
-        precision: One of `PRECISIONS`.
-        optimizer: Name in `OPTIMIZERS`, or what a runner takes by name.
-        sizes: The cut to begin with.
-        clip: Norm to which gradients are clipped.
-        pieces: Sizes of the loader's batches that make a window; several are joined.
-    """
-
-    model: str
-    precision: str = "fp32"
-    optimizer: str = "Adam, loop"
-    sizes: tuple[int, ...] = (6, 6)
-    clip: float | None = None
-    pieces: tuple[int, ...] = (SAMPLES,)
+    model: str  # name in `MODELS`
+    precision: str = "fp32"  # one of `PRECISIONS`
+    optimizer: str = "Adam, loop"  # name in `OPTIMIZERS`, or what a runner takes by name
+    sizes: tuple[int, ...] = (6, 6)  # the cut to begin with
+    clip: float | None = None  # norm to which gradients are clipped
+    pieces: tuple[int, ...] = (SAMPLES,)  # sizes of the loader's batches that make a window; several are joined
 
     def __str__(self):
         return "; ".join(filter(None, (self.model, self.precision, self.optimizer)))
@@ -396,7 +368,7 @@ class Case:
         torch.manual_seed(5)
         return [self._window(number) for number in range(WINDOWS)]
 
-    def runner(self, *, device="cpu", memory_limit=None, callbacks=()):
+    def runner(self, *, device="cpu", callbacks=()):
         """Return the model and a runner of it, the random generators seeded on the way."""
         torch.manual_seed(1)
         random.seed(1)
@@ -410,7 +382,6 @@ class Case:
             loss=self.kind.loss,
             precision=self.precision,
             device=device,
-            memory_limit=memory_limit,
             clip_grad_norm=self.clip,
             callbacks=callbacks,
             **self.kind.options,

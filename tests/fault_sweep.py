@@ -25,27 +25,17 @@ _COUNTED = 2
 
 @dataclass
 class Tally:
-    """What a sweep found.
+    """What a sweep found."""
 
-    Attributes:
-        operators: Operators of the swept window.
-        injected: Faults that were injected.
-        survived: Windows that became an update in another cut, or the same, bit for bit.
-        refused: Windows that raised and left everything as it was before.
-        finished: Interrupts that waited until the update was made.
-        damaged: By operator at which the optimizer failed: how often that was told as damage.
-        mismatches: Whatever is not as promised, in words.
-        seconds: How long it took.
-    """
-
-    operators: int = 0
-    injected: int = 0
-    survived: int = 0
-    refused: int = 0
-    finished: int = 0
+    operators: int = 0  # operators of the swept window
+    injected: int = 0  # faults that were injected
+    survived: int = 0  # windows that became an update in another cut, or the same, bit for bit
+    refused: int = 0  # windows that raised and left everything as it was before
+    finished: int = 0  # interrupts that waited until the update was made
+    # By operator at which the optimizer failed: how often that was told as damage.
     damaged: Counter = field(default_factory=Counter)
-    mismatches: list = field(default_factory=list)
-    seconds: float = 0.0
+    mismatches: list = field(default_factory=list)  # whatever is not as promised, in words
+    seconds: float = 0.0  # how long it took
 
     def add(self, other):
         """Add another case's."""
@@ -55,29 +45,17 @@ class Tally:
 
 @dataclass(frozen=True)
 class Budget:
-    """How many faults of each kind a sweep injects; all operators where there are no more.
+    """How many faults of each kind a sweep injects; all operators where there are no more."""
 
-    Attributes:
-        memory: Memory runs out in a window like any other.
-        first: In the first window, which settles what is found out and made lazily.
-        troubled: In a window after one in which memory ran out, where gradients are taken aside.
-        twice: Memory runs out, and again in the retry.
-        smallest: Memory runs out in every attempt.
-        errors: The user's code raises an error of its own.
-        interrupts: An interrupt arrives.
-        counted: Of the first kind, those at which what is alive is counted.
-        lines: An interrupt arrives between two lines of the library, in each of two windows.
-    """
-
-    memory: int = 300
-    first: int = 100
-    troubled: int = 100
-    twice: int = 40
-    smallest: int = 6
-    errors: int = 40
-    interrupts: int = 40
-    counted: int = 4
-    lines: int = 40
+    memory: int = 300  # memory runs out in a window like any other
+    first: int = 100  # in the first window, which settles what is found out and made lazily
+    troubled: int = 100  # in a window after one in which memory ran out, where gradients are taken aside
+    twice: int = 40  # memory runs out, and again in the retry
+    smallest: int = 6  # memory runs out in every attempt
+    errors: int = 40  # the user's code raises an error of its own
+    interrupts: int = 40  # an interrupt arrives
+    counted: int = 4  # of the first kind, those at which what is alive is counted
+    lines: int = 40  # an interrupt arrives between two lines of the library, in each of two windows
 
 
 class Sweep:

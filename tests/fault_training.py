@@ -111,46 +111,31 @@ class Faults:
 
 @dataclass
 class Played:
-    """What a training of a few windows left behind.
+    """What a training of a few windows left behind."""
 
-    Attributes:
-        states: Before the first window, and after each.
-        cuts: The cut of each window that became an update.
-        figures: What the reports say of them; None where an interrupt came in its place.
-        events: By window, how often memory ran out.
-        recomputed: By window, the samples that were worked on and thrown away.
-        uses: By window, the gradients of the samples' own entries, as the optimizer was given them.
-        order: Samples in the order in which the model noted them.
-        error: What was raised, if anything was.
-        finished: Whether its window had become an update all the same.
-        left: The state then.
-        part: The part of its window that was gone through then.
-        fell: Phase, size of the micro-batch and the plan's, each time that memory ran out.
-        peaks: By window, the most bytes that were allocated.
-        alive_before: Bytes of tensors before each window, where they were counted.
-        alive_between: The same after each release of memory, and whether gradients were being kept.
-        alive_after: Tensors and bytes at the end, beyond those at the beginning.
-    """
-
-    states: list = field(default_factory=list)
-    cuts: list = field(default_factory=list)
+    states: list = field(default_factory=list)  # before the first window, and after each
+    cuts: list = field(default_factory=list)  # the cut of each window that became an update
+    # What the reports say of them; None where an interrupt came in its place.
     figures: list = field(default_factory=list)
-    events: list = field(default_factory=list)
-    recomputed: list = field(default_factory=list)
+    events: list = field(default_factory=list)  # by window, how often memory ran out
+    recomputed: list = field(default_factory=list)  # by window, the samples that were worked on and thrown away
+    # By window, the gradients of the samples' own entries, as the optimizer was given them.
     uses: dict = field(default_factory=dict)
-    order: list = field(default_factory=list)
-    error: BaseException | None = None
-    finished: bool = False
-    left: dict | None = None
-    part: str = ""
+    order: list = field(default_factory=list)  # samples in the order in which the model noted them
+    error: BaseException | None = None  # what was raised, if anything was
+    finished: bool = False  # whether its window had become an update all the same
+    left: dict | None = None  # the state then
+    part: str = ""  # the part of its window that was gone through then
+    # Phase, size of the micro-batch and the plan's, each time that memory ran out.
     fell: list = field(default_factory=list)
-    peaks: list = field(default_factory=list)
-    alive_before: list = field(default_factory=list)
+    peaks: list = field(default_factory=list)  # by window, the most bytes that were allocated
+    alive_before: list = field(default_factory=list)  # bytes of tensors before each window, where they were counted
+    # The same after each release of memory, and whether gradients were being kept.
     alive_between: list = field(default_factory=list)
-    alive_after: tuple = ()
+    alive_after: tuple = ()  # tensors and bytes at the end, beyond those at the beginning
 
 
-def play(case, faults=None, *, cuts=(), windows=3, device="cpu", memory_limit=None, again=False, counted=False):
+def play(case, faults=None, *, cuts=(), windows=3, device="cpu", again=False, counted=False):
     """Train a case for a few windows.
 
     Args:
@@ -159,13 +144,12 @@ def play(case, faults=None, *, cuts=(), windows=3, device="cpu", memory_limit=No
         cuts: The cuts of the first windows; afterwards, or without, as the runner chooses.
         windows: How many windows.
         device: As for `Runner`.
-        memory_limit: As for `Runner`.
         again: Whether a window that raised is given once more; else the training ends there.
         counted: Whether to count what is alive.
     """
     before, meter = (live_tensors(), autoaccum.Simulated("1TiB")) if counted else (0, None)
     with contextlib.redirect_stderr(io.StringIO()):
-        training = _Training(case, dict(faults or {}), meter or device, memory_limit, meter)
+        training = _Training(case, dict(faults or {}), meter or device, meter)
         training.run(cuts, windows, again=again)
     played = training.played
     if counted:
@@ -176,11 +160,11 @@ def play(case, faults=None, *, cuts=(), windows=3, device="cpu", memory_limit=No
 class _Training(autoaccum.Callback):
     """The loop of `play`."""
 
-    def __init__(self, case, faults, device, memory_limit, meter):
+    def __init__(self, case, faults, device, meter):
         self.played, self.part = Played(), BEGIN
         self._case, self._data, self._faults, self._meter = case, case.windows(), faults, meter
         with _made(torch.amp.GradScaler) as scalers:
-            self._model, self._runner = case.runner(device=device, memory_limit=memory_limit, callbacks=(self,))
+            self._model, self._runner = case.runner(device=device, callbacks=(self,))
         self._scaler = scalers[0] if scalers else None
         self._witness = next(module for module in self._model.modules() if hasattr(module, "noted"))
         self._noted = 0

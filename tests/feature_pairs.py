@@ -49,6 +49,14 @@ def pairs(name):
     return [(), *((one,) for one in features), *itertools.combinations(features, 2)]
 
 
+def each_once(name):
+    """Return pairs in which each feature of a model occurs once, with another one than of other models."""
+    features = [alone[0] for alone in pairs(name) if len(alone) == 1]
+    step = 1 + 2 * MODELS.index(name)
+    order = [features[step * place % len(features)] for place in range(len(features))]
+    return [tuple(order[at : at + 2]) for at in range(0, len(order), 2)]
+
+
 class Residual(nn.Module):
     """A block that is repeated, so that it can be checkpointed."""
 
@@ -188,22 +196,15 @@ class OwnSplit:
 
 @dataclass
 class Recorded(autoaccum.Callback):
-    """The forward passes of a training, by window.
+    """The forward passes of a training, by window."""
 
-    Attributes:
-        windows: For each update, the inputs and the random state of each pass from which it was made.
-        losses: What the reports say.
-        skipped: Whether the scaler skipped each update.
-        fails_at: A pass, counted from 1, that runs out of memory.
-        passes_each: How often each micro-batch runs for an update.
-    """
-
+    # For each update, the inputs and the random state of each pass from which it was made.
     windows: list = field(default_factory=list)
-    losses: list = field(default_factory=list)
-    skipped: list = field(default_factory=list)
-    fails_at: int = 0
+    losses: list = field(default_factory=list)  # what the reports say
+    skipped: list = field(default_factory=list)  # whether the scaler skipped each update
+    fails_at: int = 0  # A pass, counted from 1, that runs out of memory
     failed: int = 0
-    passes_each: int = 1
+    passes_each: int = 1  # how often each micro-batch runs for an update
 
     def __post_init__(self):
         self.passes, self.count = [], 0
@@ -274,19 +275,12 @@ def options_of(model, features):
 
 @dataclass
 class Outcome:
-    """What one training left.
+    """What one training left."""
 
-    Attributes:
-        error: What refused it, in words; "" if it trained.
-        state: The model's state in the end.
-        recorded: Its passes.
-        evaluation: The loss of the last evaluation.
-    """
-
-    error: str
-    state: dict
-    recorded: Recorded
-    evaluation: float | None = None
+    error: str  # what refused it, in words; "" if it trained
+    state: dict  # the model's state in the end
+    recorded: Recorded  # its passes
+    evaluation: float | None = None  # the loss of the last evaluation
 
 
 def trained(name, features, folder):

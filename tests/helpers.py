@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import autoaccum
+
 CPU = torch.device("cpu")
 
 
@@ -26,6 +28,23 @@ def labelled(samples, classes=3, features=4):
 def batches_of(batch, *sizes):
     """A pair cut into batches of these sizes."""
     return list(zip(*(half.split(list(sizes)) for half in batch), strict=True))
+
+
+def runner_of(model, optimizer=None, samples=8, micro_batch=8, *, loss=None, **options):
+    """A runner by SGD, of cross entropy, on the CPU, unless something else is said."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return autoaccum.Runner(
+        model,
+        torch.optim.SGD(trained, 0.1) if optimizer is None else optimizer,
+        autoaccum.plan(samples, micro_batch),
+        loss=nn.CrossEntropyLoss() if loss is None else loss,
+        **{"device": "cpu"} | options,
+    )
+
+
+def fit_quietly(model, loader, target_batch, **options):
+    """Train on the CPU and say nothing, unless something else is said."""
+    return autoaccum.fit(model, loader, target_batch, **{"device": "cpu", "progress": False} | options)
 
 
 class CountingLoader:

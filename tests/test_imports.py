@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 import autoaccum
+from depends_on_load import DEPENDS_ON_LOAD
 from folders import ROOT, TESTS
 
 PACKAGE = Path(autoaccum.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
-PACKAGES = sorted(path.parent.name for path in PACKAGE.glob("_*/__init__.py"))
 CONTRACTS = {
     contract["id"]: contract
     for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
@@ -55,9 +55,8 @@ def test_only_errors_and_adapters_are_importable_by_public_names():
     }
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_module_says_what_it_is_for(path):
-    assert ast.get_docstring(ast.parse(path.read_text()))
+def test_every_module_says_what_it_is_for():
+    assert [name_of(path) for path in MODULES if not ast.get_docstring(ast.parse(path.read_text()))] == []
 
 
 def test_no_function_or_class_shares_its_name_with_a_module():
@@ -88,33 +87,13 @@ def test_test_files_mirror_the_packages():
 # --- order ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def checked():
-    """What import-linter says of all contracts."""
-    command = Path(sys.executable).with_name("lint-imports")
-    ran = subprocess.run([command, "--no-cache", "--no-logo"], check=False, capture_output=True, text=True, cwd=ROOT)
-    assert ran.returncode in (0, 1), ran.stderr
-    return ran.stdout
-
-
-@pytest.mark.parametrize("contract", CONTRACTS.values(), ids=CONTRACTS)
-def test_contract_of_imports_is_kept(contract, checked):
-    assert f"{contract['name']} KEPT" in checked, checked
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_package_has_its_place_in_the_order_and_may_have_no_circle(package):
-    layers = [one.strip() for layer in CONTRACTS["packages"]["layers"] for one in layer.split("|")]
-
-    assert f"autoaccum.{package}" in layers
-    assert f"autoaccum.{package}" in CONTRACTS["no-circles"]["ancestors"]
-
-
-def test_modules_of_the_root_have_their_place_in_the_order():
-    layers = [one.strip() for layer in CONTRACTS["packages"]["layers"] for one in layer.split("|")]
+def test_every_package_and_module_has_its_place_in_the_order_and_no_package_may_have_a_circle():
+    layers = {one.strip() for layer in CONTRACTS["packages"]["layers"] for one in layer.split("|")}
+    packages = {f"autoaccum.{path.parent.name}" for path in PACKAGE.glob("_*/__init__.py")}
     root = {name_of(path) for path in PACKAGE.glob("*.py")} - {"autoaccum", "autoaccum.__main__"}
 
-    assert root <= set(layers)
+    assert packages | root <= layers
+    assert packages <= set(CONTRACTS["no-circles"]["ancestors"])
 
 
 def test_no_import_is_exempt():
@@ -165,24 +144,13 @@ def test_import_touches_neither_devices_nor_the_process(looks):
     assert not after["cuda"]
 
 
-@pytest.mark.parametrize(
-    "heavy",
-    [
-        "transformers",
-        "tensorboard",
-        "torchvision",
-        "sklearn",
-        "lightning",
-        "accelerate",
-        "torchmetrics",
-        "altair",
-        "vl_convert",
-    ],
-)
-def test_import_brings_nothing_that_only_some_need(heavy, looks):
-    assert heavy not in looks[2]
+def test_import_brings_nothing_that_only_some_need(looks):
+    heavy = {"transformers", "tensorboard", "torchvision", "sklearn", "lightning", "accelerate", "torchmetrics"}
+
+    assert not (heavy | {"altair", "vl_convert", "click", "autoaccum._cli.app"}) & set(looks[2])
 
 
-def test_command_line_is_not_imported_with_the_library(looks):
-    assert "autoaccum._cli.app" not in looks[2]
-    assert "click" not in looks[2]
+def test_tests_that_may_be_tried_twice_are_there():
+    text = "".join(path.read_text() for path in TESTS.rglob("test_*.py"))
+
+    assert [name for name in DEPENDS_ON_LOAD if f"def {name}(" not in text] == []

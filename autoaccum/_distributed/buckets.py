@@ -1,4 +1,4 @@
-"""Flat buffers for sending lists of tensors between ranks, with the same layout on every rank.
+"""Sums lists of tensors over ranks in flat buffers, with the same layout on every rank.
 
 The buffers are allocated once and kept, so that collective operations need no allocation: if filling a buffer fails on
 one rank, its old contents are sent nevertheless, and no other rank is left waiting.
@@ -6,28 +6,21 @@ one rank, its old contents are sent nevertheless, and no other rank is left wait
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
 
-    # Starts to replace a bucket's contents by the result; returns a function that waits for it.
-    Send = Callable[[Tensor], Callable[[], None]]
-
 # The default of DistributedDataParallel (bucket_cap_mb=25): large enough for the bandwidth of a network.
 BUCKET_BYTES = 25 * 2**20
-# Of half the size each: one is filled or read while the other is under way.
-_BUFFERS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Elements `begin` to `end` of the flattened tensor `index`; `is_whole` if these are all of its elements."""
 
     index: int
@@ -36,29 +29,31 @@ class _Piece:
     is_whole: bool
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return these elements of a real tensor, which must be contiguous if they are not all."""
+        """Return these elements of a tensor, which must be contiguous if they are not all."""
+        tensor = _real(tensor)
         return tensor if self.is_whole else tensor.view(-1)[self.begin : self.end]
 
 
 class Buckets:
-    """Sends tensors of fixed shapes in buckets.
+    """Sums tensors of fixed shapes in buckets.
 
     Args:
         like: Tensors with the shapes, types and device of those that will be sent.
-        total_bytes: Maximum size of the two buckets that are under way at once.
+        copied: Which of them are copied bit by bit from the one rank on which they are not zero, by their indices.
+        bucket_bytes: Maximum size of a bucket.
     """
 
-    def __init__(self, like: Sequence[Tensor], total_bytes: int = BUCKET_BYTES) -> None:
-        self._bucket_bytes = total_bytes // _BUFFERS
-        by_type: dict[torch.dtype, list[tuple[int, int]]] = defaultdict(list)
+    def __init__(self, like: Sequence[Tensor], copied: Collection[int] = (), bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._bucket_bytes = bucket_bytes
+        groups: dict[tuple[torch.dtype, bool], list[tuple[int, int]]] = defaultdict(list)
         for index, tensor in enumerate(map(_real, like)):
-            by_type[tensor.dtype].append((index, tensor.numel()))
-        self._buckets: list[tuple[list[Tensor], list[_Piece]]] = []  # with the buffers that each may take
-        for dtype, sizes in by_type.items():
+            groups[tensor.dtype, index in copied].append((index, tensor.numel()))
+        self._buckets: list[tuple[Tensor, list[_Piece], bool]] = []
+        for (dtype, is_copied), sizes in groups.items():
             chunks = _chunks(sizes, self._most(dtype))
             largest = max((sum(piece.end - piece.begin for piece in chunk) for chunk in chunks), default=0)
-            buffers = [torch.zeros(largest, dtype=dtype, device=like[0].device) for _ in chunks[:_BUFFERS]]
-            self._buckets += [(buffers, chunk) for chunk in chunks]
+            buffer = torch.zeros(largest, dtype=dtype, device=like[0].device)
+            self._buckets += [(buffer, chunk, is_copied) for chunk in chunks]
 
     def make_sendable(self, tensor: Tensor | None) -> Tensor | None:
         """Return a tensor in a form that can be sent: one that is sent in pieces must be contiguous."""
@@ -66,86 +61,58 @@ class Buckets:
             return tensor
         return tensor.contiguous()
 
-    def begin(
+    @torch.no_grad()
+    def add_up(
         self,
         tensors: Sequence[Tensor | None],
-        send: Send,
+        all_reduce: Callable[[Tensor], None],
         *,
-        factor: float | Tensor = 1.0,
+        factors: Sequence[float | Tensor],
         wanted: Sequence[bool] | None = None,
-    ) -> Callable[[], Exception | None]:
-        """Begin to send tensors, and to copy the results back, in place.
+    ) -> Exception | None:
+        """Replace tensors, in place, by their sums over all ranks.
 
         Args:
-            tensors: In the order of `like`. None sends zeros.
-            send: Sends a bucket.
-            factor: Multiplied with the tensors before they are sent.
-            wanted: Which of them are sent, the same on every rank; None for all.
+            tensors: In the order of `like`. None counts as zeros.
+            all_reduce: Replaces a bucket by its sum.
+            factors: What each is multiplied by before; 1.0 or 0.0 for those that are copied.
+            wanted: Which of them are exchanged, the same on every rank; None for all.
 
         Returns:
-            A function that completes it and returns the first failure on this rank, after which the contents of the
-            tensors are undefined; None on success. It raises what `send` raises.
+            The first failure on this rank, after which the contents of the tensors are undefined; None on success.
         """
-        exchange = _Exchange(tensors, send, factor)
-        chosen: list[tuple[Tensor, list[_Piece]]] = []
-        for buffers, all_pieces in self._buckets:
-            if pieces := [piece for piece in all_pieces if wanted is None or wanted[piece.index]]:
-                chosen.append((buffers[len(chosen) % len(buffers)], pieces))  # those under way have unlike buffers
-        for bucket in chosen[:_BUFFERS]:
-            exchange.start(*bucket)
-
-        def finish() -> Exception | None:
-            for bucket in chosen[_BUFFERS:]:
-                exchange.complete()
-                exchange.start(*bucket)
-            while exchange.under_way:
-                exchange.complete()
-            return exchange.failure
-
-        return finish
+        failure = None
+        for buffer, all_pieces, is_copied in self._buckets:
+            pieces = [piece for piece in all_pieces if wanted is None or wanted[piece.index]]
+            if not pieces:
+                continue
+            sizes = [piece.end - piece.begin for piece in pieces]
+            bucket, rooms, parts = buffer[: sum(sizes)], [], []
+            try:
+                for piece, room in zip(pieces, torch.split(bucket, sizes), strict=True):
+                    tensor, factor = tensors[piece.index], factors[piece.index]
+                    if tensor is not None:
+                        parts.append(piece.of(tensor))
+                        rooms.append(room.view(parts[-1].shape))
+                    if tensor is None or (isinstance(factor, float) and factor == 0.0):
+                        room.zero_()
+                    elif isinstance(factor, float) and factor == 1.0:
+                        rooms[-1].copy_(parts[-1])
+                    else:
+                        torch.mul(parts[-1], factor, out=rooms[-1])
+            except Exception as error:  # noqa: BLE001 - the others wait for this bucket, whatever its contents
+                failure = failure or error
+            # Where all ranks but one have zeros, a sum of bytes is a copy. Not every network adds up every type.
+            all_reduce(bucket.view(torch.uint8) if is_copied else bucket)
+            if failure is None and parts:
+                try:
+                    torch._foreach_copy_(parts, rooms)
+                except Exception as error:  # noqa: BLE001 - the others also wait for the next bucket
+                    failure = error
+        return failure
 
     def _most(self, dtype: torch.dtype) -> int:
         return max(1, self._bucket_bytes // dtype.itemsize)
-
-
-class _Exchange:
-    """Fills, sends and reads one bucket after the other."""
-
-    def __init__(self, tensors: Sequence[Tensor | None], send: Send, factor: float | Tensor) -> None:
-        self.failure: Exception | None = None
-        # What waits for each, tensors, and where they lie in the bucket.
-        self.under_way: deque[tuple[Callable[[], None], list[Tensor], list[Tensor]]] = deque()
-        self._tensors, self._send, self._factor = tensors, send, factor
-
-    @torch.no_grad()
-    def start(self, buffer: Tensor, pieces: Sequence[_Piece]) -> None:
-        sizes = [piece.end - piece.begin for piece in pieces]
-        bucket, parts, rooms = buffer[: sum(sizes)], [], []
-        try:
-            for piece, room in zip(pieces, torch.split(bucket, sizes), strict=True):
-                tensor = self._tensors[piece.index]
-                if tensor is None:
-                    room.zero_()
-                else:
-                    parts.append(piece.of(_real(tensor)))
-                    rooms.append(room.view(parts[-1].shape))
-            if parts:
-                torch._foreach_copy_(rooms, parts)
-            if not isinstance(self._factor, float) or self._factor != 1.0:
-                bucket.mul_(self._factor)
-        except Exception as error:  # noqa: BLE001 - the others wait for this bucket, whatever its contents
-            self.failure = self.failure or error
-        self.under_way.append((self._send(bucket), parts, rooms))
-
-    @torch.no_grad()
-    def complete(self) -> None:
-        wait, parts, rooms = self.under_way.popleft()
-        wait()
-        if self.failure is None and parts:
-            try:
-                torch._foreach_copy_(parts, rooms)
-            except Exception as error:  # noqa: BLE001 - the others also wait for the next bucket
-                self.failure = error
 
 
 def _chunks(sizes: Sequence[tuple[int, int]], most: int) -> list[list[_Piece]]:

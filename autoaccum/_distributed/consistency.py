@@ -71,7 +71,8 @@ def refuse_unsupported_layers(modules: Sequence[nn.Module]) -> None:
 def broadcast_weights(ranks: Ranks, step: GradientStep) -> None:
     """Give every rank the weights and buffers of rank 0."""
     tensors = _state(step)
-    failure = Buckets(tensors).begin(tensors, lambda bucket: ranks.broadcast(bucket, 0))() if tensors else None
+    buckets, factors = Buckets(tensors, range(len(tensors))), [float(ranks.rank == 0)] * len(tensors)
+    failure = buckets.add_up(tensors, ranks.all_reduce, factors=factors)
     failed = ranks.exchange("weights alike", failure is not None)
     if failure is not None:
         raise failure

@@ -37,7 +37,7 @@ from autoaccum._oom import first_line, is_device_lost, is_oom, let_go
 from autoaccum.errors import InvalidInputError, StartAgainError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import GradientStep
@@ -116,9 +116,11 @@ class DataParallel(Peers):
         self._step = step
         self._updates = step.updates if isinstance(step, TrainingStep) else None
         self._trained = trained(step)
-        self._gradients = Buckets(self._trained if self.adds_up_gradients else [])
         self._flags = [np.zeros(0, dtype=bool)] * ranks.size  # of each rank's last message
         self._buffers = _SharedBuffers(step)
+        gradients = self._trained if self.adds_up_gradients else []
+        copied = [len(gradients) + index for index in self._buffers.copied]
+        self._buckets = Buckets([*gradients, *self._buffers.at_first], copied)
         self._slots: list[reported.Slot] = []  # the losses, and values reported in addition
         self._norm, self._weight = (in_full(torch.zeros((), device=step.memory.device)) for _ in range(2))
         self._values = self._norm
@@ -129,7 +131,7 @@ class DataParallel(Peers):
         own = (step.memory.name, step.memory.reading().total_bytes, step.options.memory_limit)
         self._are_like = [one == own for one in ranks.exchange("devices", own)]
         # The first collective allocates GPU memory for all later ones: better now than next to a window's activations.
-        ranks.all_reduce(self._norm)()
+        ranks.all_reduce(self._norm)
 
     @property
     def samples(self) -> int:
@@ -147,11 +149,15 @@ class DataParallel(Peers):
             InvalidInputError: There are new parameters, which the other ranks do not know.
         """
         known = set(self._trained)
-        if come := [parameter for parameter in trained(self._step) if parameter not in known]:
+        come = [parameter for parameter in trained(self._step) if parameter not in known]
+        if come and (self._updates is not None or self._begun is not None):
+            remedy = "end this call of fit, and go on with the changed model in another"
+            if self._updates is None:
+                remedy = "make another Accumulator for the changed model"
             raise InvalidInputError(
                 f"{len(come)} parameters are trained now that were not when training began (shapes "
                 f"{', '.join(str(tuple(parameter.shape)) for parameter in come[:3])}), and several ranks add up the "
-                "gradients of those they began with; end this call of fit, and go on with the changed model in another"
+                f"gradients of those they began with; {remedy}"
             )
 
     def begin(self, window: Window, sizing: Sizing) -> Share | None:
@@ -213,8 +219,9 @@ class DataParallel(Peers):
             work.start_over()
             return WindowResult()
         outcome = self.add_up(given)
-        losses = {name: LossSum([loss]) for name, loss in outcome.losses.items()}
-        outcome.run(lambda: before_update(losses, self.samples))
+        result = outcome.result
+        result.samples = self.samples
+        outcome.run(lambda: before_update(result.losses, result.samples))
         # From here on, this rank cannot know whether the others have received its message and make the update. If the
         # model sums gradients itself, they all meet once more.
         self.is_decided = self.adds_up_gradients
@@ -225,7 +232,7 @@ class DataParallel(Peers):
             work.start_over(self.share)
             return None
         self.is_decided = True
-        return WindowResult(losses, outcome.reported, self.samples, outcome.norm, outcome.spread)
+        return result
 
     def commit(self) -> bool:
         """Step the optimizer, as all others do now; if memory runs out, retry once after releasing the caches.
@@ -323,30 +330,33 @@ class DataParallel(Peers):
         wanted = self._wanted()
         outcome.run(lambda: self._make_gradients(wanted))
         outcome.run(lambda: self._fill_losses(given, factor))
-        gradients = [parameter.grad for parameter in self._trained]
-        with self._step.memory.lifted():  # also for the network's threads, while buckets are filled
-            finish = self._begin_small()
-            outcome.note(self._gradients.begin(gradients, self.ranks.all_reduce, factor=factor, wanted=wanted)())
-            finish(outcome)
-        outcome.run(lambda: self._read_values(outcome))
-        outcome.spread = outcome.run(self._spread)
+        self._exchange_sums(outcome, [parameter.grad for parameter in self._trained], wanted, factor)
+        outcome.run(lambda: self._read_values(outcome.result))
+        outcome.result.spread = outcome.run(self._spread)
         self._unscale_and_clip(outcome)
         return outcome
 
-    def _begin_small(self) -> Callable[[Outcome], None]:
-        """Begin to exchange losses and buffers; return what completes it."""
-        samples = [part.samples for part in self.parts]
+    def _exchange_sums(
+        self,
+        outcome: Outcome,
+        gradients: Sequence[Tensor | None] = (),
+        wanted: Sequence[bool] = (),
+        factor: float | Tensor = 1.0,
+    ) -> None:
+        """Replace losses, gradients and buffers by those of the whole window."""
+        samples, rank = [part.samples for part in self.parts], self.ranks.rank
         source = next(rank for rank, own in enumerate(samples) if own)
         written = self._flags[source][len(self._trained) :].tolist()  # and some bits more
-        wait = self.ranks.all_reduce(self._values)
-        buffers = self._buffers.begin_exchange(self.ranks, source, written, samples[self.ranks.rank] / sum(samples))
-
-        def finish(outcome: Outcome) -> None:
-            wait()
-            for one in buffers:
-                outcome.note(one())
-
-        return finish
+        of_buffers = self._buffers.factors(samples[rank] / sum(samples), is_source=rank == source)
+        with self._step.memory.lifted():  # also for the network's threads, while buckets are filled
+            self.ranks.all_reduce(self._values)
+            failure = self._buckets.add_up(
+                [*gradients, *self._buffers.now()],
+                self.ranks.all_reduce,
+                factors=[*[factor] * len(gradients), *of_buffers],
+                wanted=[*wanted, *written],
+            )
+        outcome.failure = outcome.failure or failure
 
     def _spread(self) -> Spread | None:
         """Return how far the gradients of parts are from the window's, if noise was measured: the ranks' mean."""
@@ -367,11 +377,13 @@ class DataParallel(Peers):
         norm = outcome.run(updates.norm)
         if norm is not None:
             outcome.run(lambda: self._norm.fill_(norm))
-        # Other kinds of devices, or other numbers of threads, may sum in another order.
-        self.ranks.broadcast(self._norm, 0)()
+        # Other kinds of devices, or other numbers of threads, may sum in another order: rank 0's counts.
+        if self.ranks.rank:
+            self._norm.zero_()
+        self.ranks.all_reduce(self._norm)
         if norm is not None:
             outcome.run(lambda: updates.clip(norm.copy_(self._norm)))
-        outcome.norm = norm
+        outcome.result.grad_norm = norm
 
     def all_ready(self, outcome: Outcome) -> bool:
         """Whether every rank holds the same gradients, unscaled and clipped."""
@@ -414,7 +426,7 @@ class DataParallel(Peers):
             return 1.0
         if any(part.samples and part.weight is None for part in self.parts):
             outcome.run(lambda: self._weight.fill_(given.weight or 0.0))
-            self.ranks.all_reduce(self._weight)()
+            self.ranks.all_reduce(self._weight)
             factor = outcome.run(lambda: self._provisional_part(given))
             return 1.0 if factor is None else factor
         total = sum(part.weight or 0.0 for part in self.parts)
@@ -451,7 +463,7 @@ class DataParallel(Peers):
             if is_wanted and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             else:
-                parameter.grad = self._gradients.make_sendable(parameter.grad)
+                parameter.grad = self._buckets.make_sendable(parameter.grad)
 
     def _fill_losses(self, given: PartResult, factor: float | Tensor) -> None:
         found = given.slots
@@ -461,10 +473,10 @@ class DataParallel(Peers):
         # The rest has its own weights.
         self._values[: sum(kind <= WEIGHT for kind, _ in self._slots)].mul_(factor)
 
-    def _read_values(self, outcome: Outcome) -> None:
+    def _read_values(self, result: WindowResult) -> None:
         found = dict(zip(self._slots, self._values.unbind(), strict=True))
-        outcome.losses = {name: value for (kind, name), value in found.items() if kind == LOSS}
-        outcome.reported = means(found)
+        result.losses = {name: LossSum([value]) for (kind, name), value in found.items() if kind == LOSS}
+        result.reported = means(found)
 
 
 def _sendable(window: Window, most: int) -> list[Any]:
@@ -506,18 +518,12 @@ class Outcome:
 
     Attributes:
         failure: The first failure.
-        losses: The window's losses by name.
-        reported: Values reported in addition, by name.
-        norm: The norm of the gradients before clipping, if they are clipped.
-        spread: As in `WindowResult`.
+        result: What has come of it so far.
     """
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
-        self.spread: Spread | None = None
-        self.losses: dict[str, Tensor] = {}
-        self.reported: dict[str, Tensor] = {}
-        self.norm: Tensor | None = None
+        self.result = WindowResult()
 
     def run(self, work: Callable[[], _T]) -> _T | None:
         """Do some work and return its result; None if it, or anything before it, has failed."""
@@ -527,10 +533,6 @@ class Outcome:
             except Exception as error:  # noqa: BLE001 - the others are informed first
                 self.failure = error
         return None
-
-    def note(self, failure: Exception | None) -> None:
-        """Record a failure from elsewhere."""
-        self.failure = self.failure or failure
 
 
 class Share:
@@ -569,16 +571,19 @@ class _SharedBuffers:
             for name, buffer in part._buffers.items()
             if buffer is not None and buffer.device.type == device
         ]
-        at_first: list[Any] = [part._buffers[name] for part, name in self._owners]
-        self._forms = [(buffer.shape, buffer.dtype) for buffer in at_first]
+        self.at_first: list[Any] = [part._buffers[name] for part, name in self._owners]
+        self._forms = [(buffer.shape, buffer.dtype) for buffer in self.at_first]
         self._averaged = [isinstance(part, _BatchNorm) and name in _STATISTICS for part, name in self._owners]
-        self._means = Buckets(self._of(at_first, averaged=True))
-        self._others = Buckets(self._of(at_first, averaged=False))
         self._before: list[tuple[Tensor | None, int]] = []
+
+    @property
+    def copied(self) -> list[int]:
+        """Return which are not averaged."""
+        return [index for index, averaged in enumerate(self._averaged) if not averaged]
 
     def begin(self) -> None:
         """Record the buffers before a window."""
-        self._before = [(buffer, 0 if buffer is None else buffer._version) for buffer in self._now()]
+        self._before = [(buffer, 0 if buffer is None else buffer._version) for buffer in self.now()]
 
     def written(self) -> list[bool]:
         """Return which buffers have been written since."""
@@ -586,11 +591,11 @@ class _SharedBuffers:
         return [
             now is not None and ((averaged and part.training) or now is not before or now._version != version)
             for now, (before, version), averaged, (part, _) in zip(
-                self._now(), self._before, self._averaged, self._owners, strict=True
+                self.now(), self._before, self._averaged, self._owners, strict=True
             )
         ]
 
-    def _now(self) -> list[Tensor | None]:
+    def now(self) -> list[Tensor | None]:
         """Return the buffers; None for one whose shape or type has changed, so that it cannot be sent."""
         found = (part._buffers.get(name) for part, name in self._owners)
         return [
@@ -598,25 +603,11 @@ class _SharedBuffers:
             for buffer, form in zip(found, self._forms, strict=True)
         ]
 
-    def begin_exchange(
-        self, ranks: Ranks, source: int, written: Sequence[bool], factor: float
-    ) -> list[Callable[[], Exception | None]]:
-        """Begin to make the buffers equal on all ranks; return what completes it, as `Buckets.begin`.
+    def factors(self, share: float, *, is_source: bool) -> list[float]:
+        """Return what each is multiplied by for the sum over ranks.
 
         Args:
-            ranks: All ranks.
-            source: The rank whose buffers all get, but for running statistics.
-            written: Which were written there.
-            factor: This rank's share of the running statistics.
+            share: This rank's share of the running statistics.
+            is_source: Whether all ranks get this one's other buffers.
         """
-        now = self._now()
-        lists = [(self._of(now, averaged=one), self._of(written, averaged=one)) for one in (True, False)]
-        (means, which), (others, which_others) = lists
-        return [
-            self._means.begin(means, ranks.all_reduce, factor=factor, wanted=which),
-            self._others.begin(others, lambda bucket: ranks.broadcast(bucket, source), wanted=which_others),
-        ]
-
-    def _of(self, values: Iterable[_T], *, averaged: bool) -> list[_T]:
-        """Return the values of buffers that are averaged, or of the others."""
-        return [value for value, one in zip(values, self._averaged, strict=False) if one is averaged]
+        return [share if averaged else float(is_source) for averaged in self._averaged]

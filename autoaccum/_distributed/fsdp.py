@@ -111,11 +111,11 @@ class ShardedDataParallel(DataParallel):
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         correction = self._correction()
         outcome.run(lambda: self._fill_losses(given, correction / self.ranks.size))
-        self._begin_small()(outcome)
+        self._exchange_sums(outcome)
         if correction != 1.0:
             gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
             outcome.run(lambda: torch._foreach_mul_(gradients, correction))
-        outcome.run(lambda: self._read_values(outcome))
+        outcome.run(lambda: self._read_values(outcome.result))
         return outcome
 
     def all_ready(self, outcome: Outcome) -> bool:
@@ -128,7 +128,7 @@ class ShardedDataParallel(DataParallel):
             with self._in_pass(self._sizing.plan.micro_batch):
                 norm = self._training.updates.norm()
                 self._training.updates.clip(norm)
-                outcome.norm = norm.full_tensor()  # type: ignore[attr-defined]
+                outcome.result.grad_norm = norm.full_tensor()  # type: ignore[attr-defined]
         return are_ready
 
     def failed(self, error: Exception, work: Work, number: int) -> None:

@@ -13,7 +13,6 @@ import os
 import pickle
 import struct
 import sys
-import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ from autoaccum._system.launched import (
 from autoaccum.errors import RankFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from torch import Tensor
 
@@ -43,8 +42,8 @@ _MESSAGE_BYTES = 512
 _INLINE_BYTES = _MESSAGE_BYTES - _LENGTH.size
 # What a message is about that stands in place of any other.
 _FAILURE = "failure"
-# Poll immediately at first, then less and less often: other ranks may share this one's cores.
-_LOOK_FIRST_S, _LOOK_LAST_S = 2e-5, 1e-3
+# Signals are handled so often while this rank waits.
+_SIGNALS_EVERY = timedelta(seconds=0.1)
 
 # What gloo and NCCL say of a rank that is gone, or that did not answer in time.
 _OF_THE_NETWORK = (
@@ -138,27 +137,14 @@ class Ranks:
         with suppress(RankFailedError):
             self.exchange(_FAILURE, f"{type(error).__name__}: {first_line(error)}")
 
-    def all_reduce(self, tensor: Tensor) -> Callable[[], None]:
-        """Start to replace a tensor on the device by the sum over all ranks, bit-identical on each.
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace a tensor on the device by the sum over all ranks, bit-identical on each.
 
-        Returns:
-            A function that waits for it. Both raise RankFailedError if another rank is gone.
+        Raises:
+            RankFailedError: Another rank is gone.
         """
         with self._errors_in_words():
-            return self._waiting(distributed.all_reduce(tensor, group=self._tensors, async_op=True))
-
-    def broadcast(self, tensor: Tensor, source: int) -> Callable[[], None]:
-        """Start to replace a contiguous tensor on the device by the one of the rank `source`; as `all_reduce`."""
-        as_bytes = tensor.reshape(-1).view(torch.uint8)  # not every network sends every type
-        with self._errors_in_words():
-            return self._waiting(distributed.broadcast(as_bytes, source, group=self._tensors, async_op=True))
-
-    def _waiting(self, work: Any) -> Callable[[], None]:
-        def wait() -> None:
-            with self._errors_in_words():
-                self._wait(work)
-
-        return wait
+            self._wait(distributed.all_reduce(tensor, group=self._tensors, async_op=True))
 
     def _gathered(self, said: bytes) -> list[bytes]:
         """Return what every rank says."""
@@ -175,12 +161,10 @@ class Ranks:
         return [one[start : start + length].numpy().tobytes() for one, length in zip(received, lengths, strict=True)]
 
     def _wait(self, work: Any) -> None:
-        """Wait in Python, so that signals are handled; work on a GPU waits in its own stream instead."""
-        if self._is_gloo:
-            pause = _LOOK_FIRST_S
-            while not work.is_completed():
-                time.sleep(pause)
-                pause = min(2 * pause, _LOOK_LAST_S)
+        """Wait so that signals are handled; work on a GPU waits in its own stream instead."""
+        while self._is_gloo and not work.is_completed():
+            with suppress(RuntimeError):  # of the time, or of the work, which is raised below
+                work.wait(_SIGNALS_EVERY)
         work.wait()
 
     @contextmanager

@@ -213,7 +213,8 @@ class Updates:
     def _copied(self) -> OptimizerCopy | None:
         """Copy what the optimizer will write to host memory; None if only host memory is short."""
         try:
-            return OptimizerCopy(self._optimizer, self._scaler)
+            with self._memory.elsewhere():
+                return OptimizerCopy(self._optimizer, self._scaler)
         except Exception as error:
             # Lack of host memory says nothing about a step on another device: version counters have to suffice then.
             if self._memory.device.type == "cpu" or not is_oom(error):

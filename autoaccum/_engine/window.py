@@ -448,9 +448,15 @@ class Engine:
     # --- what ranks do with a window ----------------------------------------------------------------------------------
 
     def start_over(self, share: SharedWeights | None = None) -> None:
-        """Restore the state before the window, since its parts do not fit together."""
+        """Restore the state before the window, since its parts do not fit together.
+
+        Raises:
+            StateDamagedError: Gradients of earlier batches were dropped with those of the window.
+        """
         self._share = share
         self._restore()
+        if lost := self.lost_gradients():
+            raise StateDamagedError(f"the window began again on all ranks after {lost}")
 
     def adopt(self, failed: Iterable[tuple[int, Widths]]) -> None:
         """Make micro-batches smaller that ran out of memory on another process with as much memory."""

@@ -55,9 +55,9 @@ _LEAST_BEYOND_BYTES = 256 * 1024 * 1024
 _RESERVE = 20
 # A measured peak may be above the limit by one part in so many: two windows of the same sizes differ by less.
 _TOLERANCE = 32
-# The names of glibc's options (malloc.h), and the values that glibc begins with and reaches by itself.
+# The names of glibc's options (malloc.h), the values that glibc begins with and reaches by itself, and the largest.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_FIRST_THRESHOLD_BYTES, _LAST_THRESHOLD_BYTES = 128 * 1024, 32 * 1024 * 1024
+_FIRST_THRESHOLD_BYTES, _LAST_THRESHOLD_BYTES, _NEVER_BYTES = 128 * 1024, 32 * 1024 * 1024, 2**31 - 1
 # The limit over the largest block that may stay with the heap while something is measured. Larger ones are mappings,
 # of which the kernel allows 65,530 to a process.
 _BLOCKS_OF_LIMIT = 4096
@@ -81,7 +81,7 @@ class Host(MemoryBackend):
         self._machine_free_bytes = 0
         self._machine_asked_s = -1.0
         self._peak_counted = False
-        self._gives_back = False  # whether freed blocks leave the process at once
+        self._gives_back: bool | None = None  # whether freed blocks leave the process at once; None: as glibc has it
         self._may_keep = True  # whether they need not while nothing is measured
         self._hard_bytes = 0
         self._granted_bytes = 0  # that were there for the optimizer's step once the heap had given back what is free
@@ -134,7 +134,13 @@ class Host(MemoryBackend):
             beyond, room = max(_HARD * limit_bytes, limit_bytes + _LEAST_BEYOND_BYTES), free - free // _RESERVE
             self._hard_bytes = _data_bytes() + min(beyond, room)
             self._may_keep = beyond <= room
-        yield
+        try:
+            yield
+        finally:
+            if self._gives_back is not None:
+                self._gives_back = None
+                _set_thresholds(_LAST_THRESHOLD_BYTES, 2 * _LAST_THRESHOLD_BYTES)
+                self.trim()
 
     @contextmanager
     def _in_force(self, limit_bytes: int | None) -> Iterator[None]:
@@ -145,12 +151,14 @@ class Host(MemoryBackend):
         with of_process.at(self._hard_bytes, f"a limit of {format_bytes(limit_bytes)} on the {self.name}"):
             self.limit_bytes = min([limit_bytes, *(max(0, bound - _data_bytes()) for bound in others)])
             self.is_soft = True
-            self._give_back(not self._may_keep, limit_bytes)
+            if not self._may_keep:
+                self._give_back(True, limit_bytes)
             try:
                 yield
             finally:
                 self.is_soft = False
-                self._give_back(False, limit_bytes)
+                if self._gives_back:
+                    self._give_back(False, limit_bytes)
 
     def lifted(self) -> contextlib.AbstractContextManager[None]:
         """Suspend the hard limit of this thread, including that of another backend."""
@@ -166,7 +174,7 @@ class Host(MemoryBackend):
     def stop_measuring(self) -> None:
         """Let the heap keep freed blocks, if the machine has room for them."""
         self._peak_counted = False
-        if self._may_keep and self.limit_bytes is not None:
+        if self._may_keep and self._gives_back and self.limit_bytes is not None:
             self._give_back(False, self.limit_bytes)
 
     def peak_bytes(self) -> int | None:
@@ -249,18 +257,19 @@ class Host(MemoryBackend):
         return self.reading().total_bytes
 
     def _give_back(self, gives_back: bool, limit_bytes: int) -> None:
-        """Let freed blocks leave the process at once, or let the heap keep them as it would without a limit."""
+        """Let freed blocks leave the process at once, or let the heap keep them all, however many are at its end.
+
+        A step that gets them anew has the kernel clear them: 160 MiB in each of the tutorial's.
+        """
         if gives_back is self._gives_back:
             return
         self._gives_back = gives_back
-        threshold = (
-            max(limit_bytes // _BLOCKS_OF_LIMIT, _FIRST_THRESHOLD_BYTES) if gives_back else _LAST_THRESHOLD_BYTES
-        )
-        threshold = min(threshold, _LAST_THRESHOLD_BYTES)
-        libc = _libc()
-        if libc is not None:
-            libc.mallopt(_M_MMAP_THRESHOLD, threshold)
-            libc.mallopt(_M_TRIM_THRESHOLD, 2 * threshold)
+        if gives_back:
+            threshold = max(limit_bytes // _BLOCKS_OF_LIMIT, _FIRST_THRESHOLD_BYTES)
+            threshold = min(threshold, _LAST_THRESHOLD_BYTES)
+            _set_thresholds(threshold, 2 * threshold)
+        else:
+            _set_thresholds(_LAST_THRESHOLD_BYTES, _NEVER_BYTES)
 
     def _check_onednn(self) -> None:
         try:
@@ -300,6 +309,14 @@ class Host(MemoryBackend):
         return torch.OutOfMemoryError(
             f"{self.name} would run out: {format_bytes(wanted)} are needed and {format_bytes(free)}{allowed} are free."
         )
+
+
+def _set_thresholds(mapped_bytes: int, trimmed_bytes: int) -> None:
+    """Set from which size on a block is a mapping of its own, and how much may be free at the heap's end."""
+    libc = _libc()
+    if libc is not None:
+        libc.mallopt(_M_MMAP_THRESHOLD, mapped_bytes)
+        libc.mallopt(_M_TRIM_THRESHOLD, trimmed_bytes)
 
 
 def _anonymous() -> int:

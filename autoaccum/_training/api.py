@@ -23,13 +23,11 @@ from autoaccum._engine.noise_scale import NoiseScale
 from autoaccum._engine.options import Options
 from autoaccum._engine.savings import Savings
 from autoaccum._records import SAMPLES, TOKENS
-from autoaccum._sizing.cache import PlanCache
 from autoaccum._system.launched import MAX_MICRO_BATCH, max_micro_batch, own_rank
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
-from autoaccum._training.checkpoints import EVERY, check_saving, checkpoints_for
+from autoaccum._training.checkpoints import EVERY, check_saving
 from autoaccum._training.console import OtherRank, progress_for
-from autoaccum._training.first_plan import Finding
 from autoaccum._training.loop import Training
 from autoaccum._training.lr_schedule import Schedule, check_scheduler
 from autoaccum._training.progress import Data
@@ -234,22 +232,25 @@ def fit(
     epochs, max_steps = _check_length(epochs, max_steps)
     check_scheduler(scheduler, scheduler_interval, val_loader, optimizer)
     _check_data(loader, val_loader, split, val_every, metrics, epochs, callbacks)
-    folders = [check_saving(checkpoint, checkpoint_every, resume), options.report_folder]
+    saving = check_saving(checkpoint, checkpoint_every, resume)
+    folders = [None if saving is None else saving.folder, options.report_folder]
     check_bool("shard", shard)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module  # DDP's own first forward pass would wait for all ranks
     rank, cap, counts = own_rank(), max_micro_batch(), TOKENS if in_tokens else SAMPLES
     notices = Notices(silent=progress is False or rank > 0)
-    _tell_of_cap(cap, micro_batch if isinstance(micro_batch, int) else target, notices)
+    if cap is not None and cap < (micro_batch if isinstance(micro_batch, int) else target):
+        notices.say(f"micro-batches of at most {cap} samples ({MAX_MICRO_BATCH}={cap})")
     backend = devices.resolve(device, model, notices)
     limit_bytes = options.limit_bytes(backend)
-    shown = OtherRank(rank, silent=progress is False) if rank else progress_for(progress, backend, limit_bytes, counts)
+    shown = progress_for(progress if rank == 0 else False, backend, limit_bytes, counts)
+    if rank and progress is not False:
+        shown = OtherRank(rank)
     savings = options.savings(backend)
     with Untouched(backend.device, folders, (loader, val_loader)) as untouched, joined(backend) as ranks:
         step = assemble(model, options, memory=backend, notices=notices, is_one_of_several=ranks is not None)
         untouched.keep_rates(step.optimizer, scheduler)
-        checkpoints = checkpoints_for(checkpoint, checkpoint_every, resume)
-        earlier = None if checkpoints is None else checkpoints.cap(notices)
+        earlier = None if saving is None else saving.cap(notices)
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
         grows_from = None
         if ranks is not None:
@@ -268,7 +269,7 @@ def fit(
                 "memory": savings,
                 "lr_scaling": lr_scaling,
                 "base_batch": base_batch,
-                "checkpoint": checkpoints is not None,
+                "checkpoint": saving is not None,
                 "val_loader": val_loader is not None,
             }
             if on_too_large == "skip":
@@ -309,22 +310,16 @@ def fit(
                 counts,
             ),
             Schedule(scheduler, scheduler_interval, step.optimizer, is_evaluated=val_loader is not None),
-            finding=Finding(
-                step,
-                world.target_batch,
-                cache=PlanCache(notices),
-                limit_bytes=limit_bytes,
-                cap=cap,
-                grows_from=grows_from,
-                counts=counts,
-                saves=savings,
-            ),
+            limit_bytes=limit_bytes,
+            cap=cap,
+            grows_from=grows_from,
+            saves=savings,
             val_loader=val_loader,
             val_every=val_every,
             metrics=metrics,
             callbacks=(shown, *callbacks),
             notices=notices,
-            checkpoints=checkpoints,
+            saving=saving,
             noise=None if options.noise_every is None else NoiseScale(options.noise_every, notices),
             savings=Savings(step.objective.modules, savings, backend, notices),
             world=world,
@@ -339,7 +334,7 @@ def fit(
                 notices=notices,
                 scheduler=scheduler,
             )
-        return training.run(limit_bytes=limit_bytes, started=started)
+        return training.run(started)
 
 
 def _broadcast_weights(ranks: Ranks, step: TrainingStep, arguments: dict[str, Any]) -> None:
@@ -356,11 +351,6 @@ def _broadcast_weights(ranks: Ranks, step: TrainingStep, arguments: dict[str, An
         )
     check_alike(ranks, step, arguments)
     broadcast_weights(ranks, step)
-
-
-def _tell_of_cap(cap: int | None, most: int, notices: Notices) -> None:
-    if cap is not None and cap < most:
-        notices.say(f"micro-batches of at most {cap} samples ({MAX_MICRO_BATCH}={cap})")
 
 
 def _check_length(epochs: int | None, max_steps: int | None) -> tuple[int | None, int | None]:
@@ -383,54 +373,44 @@ def _check_data(
 ) -> None:
     check_loader("loader", loader, split)
     check_metrics(metrics)
-    _check_val_every(val_every, loader, val_loader)
+    if val_every is not None:
+        check_positive_int("val_every", val_every)
     if val_loader is None:
-        if any(isinstance(callback, EarlyStopping) for callback in callbacks):
-            raise InvalidInputError("EarlyStopping waits for evaluations, and there are none; pass val_loader= too")
-        if metrics is not None:
-            raise InvalidInputError("metrics= require a val_loader= to evaluate, and there is none; pass both")
+        waits = any(isinstance(callback, EarlyStopping) for callback in callbacks)
+        asked = {f"val_every={val_every}": val_every is not None, "metrics=": metrics is not None}
+        for name in (name for name, is_set in (asked | {"EarlyStopping": waits}).items() if is_set):
+            raise InvalidInputError(f"{name} needs a val_loader= to evaluate, and there is none; pass both")
         return
     check_loader("val_loader", val_loader, split)
-    if can_be_read_once(val_loader) and (val_loader is loader or (epochs or 1) > 1):
-        others = "the training reads it too" if val_loader is loader else f"epochs={epochs} evaluate {epochs} times"
+    others = None
+    if can_be_read_once(val_loader):
+        if val_loader is loader:
+            others = "the training reads it too"
+        elif val_every is not None or (epochs or 1) > 1:
+            others = (
+                f"epochs={epochs} evaluate {epochs} times"
+                if val_every is None
+                else f"{val_every=} evaluates several times"
+            )
+    if others is not None:
         raise InvalidInputError(
             f"val_loader, a {type(val_loader).__name__}, can be read only once, and {others}; pass a DataLoader or a "
             "list, which can be read every time"
         )
-
-
-def _check_val_every(val_every: int | None, loader: Any, val_loader: Any) -> None:
-    if val_every is None:
-        return
-    check_positive_int("val_every", val_every)
-    if val_loader is None:
-        raise InvalidInputError(f"val_every={val_every} needs a val_loader= to evaluate, and there is none; pass both")
-    if can_be_read_once(val_loader):
-        raise InvalidInputError(
-            f"val_loader, a {type(val_loader).__name__}, can be read only once, and val_every={val_every} evaluates "
-            "several times; pass a DataLoader or a list, which can be read every time"
-        )
-    if val_loader is loader and not isinstance(loader, list | tuple):
+    if val_every is not None and val_loader is loader and not isinstance(loader, list | tuple):
         raise InvalidInputError(
             f"val_every={val_every} evaluates in the middle of an epoch, and val_loader= is the loader that the "
             "training is reading then; pass a second one over the same data"
         )
 
 
-def _samples_per_epoch(loader: Iterable[Any]) -> int | None:
-    """Return the number of samples per epoch; None if the loader does not tell it beforehand."""
+def _steps_per_epoch(loader: Iterable[Any], target_batch: int, *, drop_last: bool, notices: Notices) -> int | None:
+    """Return the number of windows per epoch, which is reported if there is only one; None if it is not known."""
     if not isinstance(loader, torch.utils.data.DataLoader) or loader.batch_size is None:
         return None
     try:
-        return len(loader) * loader.batch_size if loader.drop_last else len(loader.sampler)  # type: ignore[arg-type]
+        samples = len(loader) * loader.batch_size if loader.drop_last else len(loader.sampler)  # type: ignore[arg-type]
     except TypeError:  # an iterable dataset without a length
-        return None
-
-
-def _steps_per_epoch(loader: Iterable[Any], target_batch: int, *, drop_last: bool, notices: Notices) -> int | None:
-    """Return the number of windows per epoch, which is reported if there is only one; None if it is not known."""
-    samples = _samples_per_epoch(loader)
-    if samples is None:
         return None
     if samples < target_batch and not drop_last:
         notices.say(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,6 +96,7 @@ class Kept:
         oom_events: How often memory has run out.
         skipped_samples: Number of samples left out.
         memory: What memory="auto" has chosen to save memory by; None without it, or while it is still measuring.
+        cap: The most samples at once that the call allowed, whatever fits; None for no bound.
     """
 
     cutting: Cutting
@@ -104,6 +105,7 @@ class Kept:
     oom_events: int
     skipped_samples: int
     memory: tuple[str, ...] | None = None
+    cap: int | None = None
 
 
 class Contents:
@@ -186,6 +188,7 @@ class Contents:
                 "is_found": now.is_found,
                 "is_timed": now.is_timed,
                 "memory": None if kept.memory is None else list(kept.memory),
+                "cap": kept.cap,
             },
         }
 
@@ -213,25 +216,10 @@ class Contents:
             part: What it holds of this rank, where there were several.
         """
         part = content if part is None else part
-        position = Position(**part["position"])
-        random = part["random"]
-        here = self._step.memory.device
-        if here.type != content["device"]:
-            self._notices.say(
-                f"the checkpoint was made on {content['device']}, and this is {here.type}: its random generator is not "
-                "restored"
-            )
-            now = None if here.type == "cpu" else torch.get_device_module(here).get_rng_state(here)
-            random = _on_another_device(random, now)
-            position = replace(
-                position,
-                start=_on_another_device(position.start, now),
-                before_last=_on_another_device(position.before_last, now),
-            )
         stopped = content["stopped"]
         return Moment(
-            position=position,
-            random=random,
+            position=Position(**part["position"]),
+            random=part["random"],
             stopped=None if stopped is None else Stopped(**stopped),
             **{name: content[name] for name in _COUNTS},
         )
@@ -255,6 +243,7 @@ class Contents:
             saved["oom_events"],
             saved["skipped_samples"],
             None if memory is None else tuple(memory),
+            saved["cap"],
         )
 
     def put_back(self, content: dict[str, Any]) -> None:
@@ -310,6 +299,8 @@ class Contents:
             yield "precision", f"it was made in {content['precision']}, and this call has {here}"
         elif (content["scaler"] is None) != (self._step.precision.scaler is None):  # on a device that needs none
             yield "precision", "one of both has a gradient scaler"
+        if content["device"] != (here := self._step.memory.device.type):  # whose generator has another state
+            yield "device", f"it was made on {content['device']}, and this is {here}"
         if len(content["random"][-1]) != len(self._random.taken[-1]):
             yield "model", "its modules hold another number of random generators"
         theirs = content["target_batch"], content["counts"]
@@ -341,10 +332,6 @@ def _offer(owner: Any, load: Callable[[], object]) -> None:
 
 def _plan(sizes: Sequence[int]) -> Plan:
     return Plan(sum(sizes), tuple(sizes))
-
-
-def _on_another_device(states: RandomStates | None, on_device: Tensor | None) -> RandomStates | None:
-    return None if states is None else (states[0], on_device, *states[2:])
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------

@@ -74,7 +74,6 @@ class Storage:
     def __init__(self, folder: Path, *, replaces: bool = False) -> None:
         self.folder = folder
         self.guard: Callable[[], None] = lambda: None
-        self.newest: Path | None = None
         self.best: Path | None = None
         self.best_loss: float | None = None
         self._replaces = replaces
@@ -82,15 +81,18 @@ class Storage:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             reason = "" if os.access(folder, os.W_OK | os.X_OK) else "no permission to write"
-        except OSError as error:
-            reason = error.strerror or str(error)
-        except ValueError as error:  # a null byte
-            reason = str(error)
+        except (OSError, ValueError) as error:  # ValueError: a null byte
+            reason = getattr(error, "strerror", None) or str(error)
         if reason:
             raise InvalidInputError(
                 f"checkpoint={str(folder)!r} cannot be a folder for checkpoints ({reason}); pass one that you may "
                 "write to"
             )
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint of this run; None before the first."""
+        return self._whole[0] if self._whole else None
 
     def tidy(self) -> None:
         """Remove what killed writers left; one that is only suspended then fails at its rename."""
@@ -117,7 +119,8 @@ class Storage:
             CheckpointError: There are some, and none of them is whole.
         """
         damaged: list[str] = []
-        for path in self.found():
+        found = self.found()
+        for number, path in enumerate(found):
             try:
                 content = _read(path)
             except _DamagedError as error:
@@ -125,8 +128,9 @@ class Storage:
                 said = f"checkpoint {path} is cut short or damaged ({error}); the one before it is looked for"
                 notices.say(said, level=logging.WARNING)
                 continue
-            self._whole, self.newest = [path], path
-            self._look_for_best(notices)
+            self._whole = [path]
+            for other in reversed(found[number:]):  # of equals the earliest is the best, as without a resume
+                self._look_at_loss(other, notices)
             return path, content
         if damaged:
             raise CheckpointError(
@@ -142,17 +146,14 @@ class Storage:
                 return path, _read(path)
         return None
 
-    def _look_for_best(self, notices: Notices) -> None:
-        """Find the best among the newest and those before it: what is newer was damaged."""
-        found = self.found()
-        for path in reversed(found[found.index(self._whole[0]) :]):  # of equals the earliest, as without a resume
-            try:
-                loss = manifest_of(path)["val_loss"]
-                if loss is not None and path != self._whole[0]:
-                    _check(path)
-            except (_DamagedError, CheckpointError) as error:
-                notices.say(f"checkpoint {path} is not taken for the best one: {error}", level=logging.WARNING)
-                continue
+    def _look_at_loss(self, path: Path, notices: Notices) -> None:
+        try:
+            loss = manifest_of(path)["val_loss"]
+            if loss is not None and path != self.newest:
+                _check(path)
+        except (_DamagedError, CheckpointError) as error:
+            notices.say(f"checkpoint {path} is not taken for the best one: {error}", level=logging.WARNING)
+        else:
             self._note_loss(path, loss)
 
     def _note_loss(self, path: Path, loss: float | None) -> None:
@@ -202,7 +203,6 @@ class Storage:
     def took(self, path: Path, val_loss: float | None = None) -> None:
         """Note that this process, or another one of this run, has written a checkpoint."""
         self._whole = [path, *(other for other in self._whole if other != path)][:_KEPT]
-        self.newest = path
         self._note_loss(path, val_loss)
 
     def _rename(self, unfinished: Path, path: Path) -> None:
@@ -245,21 +245,19 @@ class Storage:
         try:
             yield
         except OSError as error:
-            kept = "and those before it are as they were"
+            why, kept = f" ({error.strerror or error})", "and those before it are as they were; make room on that disk"
             if not self.folder.is_dir():
-                raise CheckpointError(
-                    f"the checkpoint {path} could not be written, since its folder is gone, and with it those before; "
-                    "leave the folder alone while training goes on, or pass another as checkpoint="
-                ) from error
-            self.guard()  # another process that has taken the folder over removes what is half written
-            if isinstance(error, FileNotFoundError):
-                why = f", since a part of it was removed meanwhile, {kept}; leave the folder alone during a training"
-            else:
-                why = (
-                    f" ({error.strerror or error}), {kept}; make room on that disk, or pass another folder as "
-                    "checkpoint="
+                why, kept = (
+                    ", since its folder is gone",
+                    "and with it those before; leave it alone while training goes on",
                 )
-            raise CheckpointError(f"the checkpoint {path} could not be written{why}") from error
+            else:
+                self.guard()  # another process that has taken the folder over removes what is half written
+                if isinstance(error, FileNotFoundError):
+                    why = ", since a part of it was removed meanwhile"
+            raise CheckpointError(
+                f"the checkpoint {path} could not be written{why}, {kept}, or pass another folder as checkpoint="
+            ) from error
 
 
 def sha256_of(path: Path) -> str:
@@ -272,6 +270,20 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
+@contextmanager
+def _reading(path: Path, name: str) -> Iterator[None]:
+    """Turn an error of the file system into damage of a checkpoint, or one that names it."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, FileNotFoundError | NotADirectoryError | files.NotRegularError):
+            raise _DamagedError(f"{name} is missing, or no file") from error
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be read ({error.strerror or error}); see to that, or pass another folder as "
+            "checkpoint="
+        ) from error
+
+
 def manifest_of(path: Path) -> dict[str, Any]:
     """Return the manifest of a checkpoint.
 
@@ -280,23 +292,17 @@ def manifest_of(path: Path) -> dict[str, Any]:
         CheckpointError: It is of a newer autoaccum.
     """
     try:
-        manifest = json.loads(files.read(path / MANIFEST, _MOST_MANIFEST_BYTES, follows=True))
-        if manifest["format"] > FORMAT:
+        with _reading(path, MANIFEST):
+            manifest = json.loads(files.read(path / MANIFEST, _MOST_MANIFEST_BYTES, follows=True))
+        form, sums, loss = manifest["format"], manifest["sha256"], manifest["val_loss"]
+        if form > FORMAT:
             raise CheckpointError(
-                f"the checkpoint {path} was written by autoaccum {manifest['autoaccum']} in format "
-                f"{manifest['format']}, and this one, {__version__}, reads formats up to {FORMAT}; use that version "
-                "or a newer one, or pass resume=False to start from scratch"
+                f"the checkpoint {path} was written by autoaccum {manifest['autoaccum']} in format {form}, and this "
+                f"one, {__version__}, reads formats up to {FORMAT}; use that version or a newer one, or pass "
+                "resume=False to start from scratch"
             )
-        sums, loss = manifest["sha256"], manifest["val_loss"]
         if type(sums) is not dict or STATE not in sums or not isinstance(loss, int | float | None):
             raise _DamagedError(f"{MANIFEST} does not list {STATE}")
-    except OSError as error:
-        if isinstance(error, FileNotFoundError | NotADirectoryError | files.NotRegularError):
-            raise _DamagedError(f"{MANIFEST} is missing, or no file") from error
-        raise CheckpointError(
-            f"the checkpoint {path} cannot be read ({error.strerror or error}); see to that, or pass another folder as "
-            "checkpoint="
-        ) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _DamagedError(f"{MANIFEST} is missing or damaged, or it is of another program") from error
     return dict(manifest)
@@ -319,17 +325,8 @@ def _check(path: Path) -> None:
         CheckpointError: One cannot be read.
     """
     for name, expected in manifest_of(path)["sha256"].items():
-        try:
+        with _reading(path, name):
             is_right = sha256_of(path / name) == expected
-        except FileNotFoundError:
-            raise _DamagedError(f"{name} is missing") from None
-        except files.NotRegularError as error:
-            raise _DamagedError(f"{name}: {error}") from error
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint {path} cannot be read ({error.strerror or error}); see to that, or pass another "
-                "folder as checkpoint="
-            ) from error
         if not is_right:
             raise _DamagedError(f"wrong checksum of {name}")
 

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from autoaccum._training.checkpoint_files import Storage, check_that_it_can_be_k
 from autoaccum.errors import CheckpointError, InvalidInputError, StateDamagedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from os import PathLike
 
     from autoaccum._data.loader_state import Position
@@ -48,30 +50,24 @@ class Checkpoints:
     """The checkpoints of one training, across all of its processes.
 
     Args:
-        folder: Where they are; made if it is missing.
-        every: Windows from one to the next, or seconds if it is a float; None: neither.
-        resume: As for `fit`.
+        saving: The folder, and when a checkpoint is due.
+        contents: Collects and restores what checkpoints hold.
+        progress: Tracks the moment.
+        lifecycle: Knows how windows are cut.
+        world: The processes of this training.
+        memory: The device, whose limit does not count writing.
+        notices: Reports choices made for the user.
+        finiteness: Knows whether the state may be kept.
 
     Attributes:
-        storage: Their files.
+        saving: As above.
+        storage: The files.
         spent_s: Seconds spent on writing.
-
-    Raises:
-        InvalidInputError: The folder cannot be written to.
     """
 
-    def __init__(self, folder: Path, *, every: int | float | None = None, resume: bool | str = "auto") -> None:  # noqa: PYI041
-        self.storage = Storage(folder, replaces=resume is False)
-        self.spent_s = 0.0
-        self._every = every
-        self._resume = resume
-        self._lease = Lease(folder)
-        self._lack = folder / "out-of-memory.json"
-        self._saved: tuple[Position, Stopped | None] | None = None
-        self._saved_at = time.monotonic()
-
-    def begin(
+    def __init__(
         self,
+        saving: Saving,
         contents: Contents,
         progress: TrainingProgress,
         lifecycle: PlanLifecycle,
@@ -81,9 +77,14 @@ class Checkpoints:
         notices: Notices,
         finiteness: Finiteness,
     ) -> None:
-        """Take the parts of the training whose state checkpoints hold."""
+        self.storage = Storage(saving.folder, replaces=saving.resume is False)
+        self.spent_s = 0.0
+        self.saving = saving
         self._contents, self._progress, self._lifecycle = contents, progress, lifecycle
         self._world, self._memory, self._notices, self._finiteness = world, memory, notices, finiteness
+        self._lease = Lease(saving.folder)
+        self._saved: tuple[Position, Stopped | None] | None = None
+        self._saved_at = time.monotonic()
 
     @property
     def newest(self) -> Path | None:
@@ -142,8 +143,8 @@ class Checkpoints:
     def _found(self) -> tuple[Path, dict[str, Any]] | None:
         self.storage.tidy()
         folder = self.storage.folder
-        if self._resume is False:
-            self._lack.unlink(missing_ok=True)
+        if self.saving.resume is False:
+            self.saving.lack.unlink(missing_ok=True)
             if earlier := len(self.storage.found()):
                 self._notices.say(
                     f"training starts from scratch (resume=False); the {earlier} checkpoints in {folder} move to a "
@@ -151,7 +152,7 @@ class Checkpoints:
                 )
             return None
         found = self.storage.read_newest(self._notices)
-        if found is None and self._resume is True:
+        if found is None and self.saving.resume is True:
             raise CheckpointError(
                 f"resume=True, and there is no checkpoint in {folder}; pass the folder of the run to go on with, or "
                 "resume='auto', which starts from scratch where there is none"
@@ -160,23 +161,6 @@ class Checkpoints:
             self._notices.say(f"training starts from scratch: there is no checkpoint in {folder} yet")
         return found
 
-    def note_lack(self, micro_batch: int, message: str) -> None:
-        """Record for the next attempt that so many samples at once did not fit, since this process cannot go on."""
-        with files.replacing(self._lack, before_rename=self.storage.guard) as unfinished:
-            unfinished.write_text(json.dumps({"micro_batch": micro_batch, "message": message}) + "\n")
-
-    def cap(self, notices: Notices) -> int | None:
-        """Return the most samples at once that an earlier attempt's record allows; None without a record."""
-        if self._resume is False:
-            return None
-        try:
-            size = check_positive_int("", json.loads(files.read(self._lack, _MOST_NOTED_BYTES))["micro_batch"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # or nothing that `note_lack` has written
-            return None
-        cap = max(1, int(size * _LESS))
-        notices.say(f"micro-batches of at most {cap} samples in this call, since {size} ran out of memory before")
-        return cap
-
     # --- when ---------------------------------------------------------------------------------------------------------
 
     def is_due(self, windows: int) -> bool:
@@ -184,8 +168,9 @@ class Checkpoints:
 
         True also when another process has taken the folder over: writing then raises the error that says so.
         """
-        by_steps = isinstance(self._every, int) and windows % self._every == 0
-        by_time = isinstance(self._every, float) and time.monotonic() - self._saved_at >= self._every
+        every = self.saving.every
+        by_steps = isinstance(every, int) and windows % every == 0
+        by_time = isinstance(every, float) and time.monotonic() - self._saved_at >= every
         return by_steps or by_time or self._lease.is_lost
 
     def is_best(self, loss: float) -> bool:
@@ -259,7 +244,7 @@ class Checkpoints:
         path = None
         if world.decides:
             path = self.storage.write(content, moment.windows, val_loss=moment.val_loss)
-            self._lack.unlink(missing_ok=True)  # the checkpoint has its sizes
+            self.saving.lack.unlink(missing_ok=True)  # the checkpoint has its sizes
         path = Path(world.of_all("written", None if path is None else str(path))[0])
         self.storage.took(path, moment.val_loss)
         self._note(moment)
@@ -328,20 +313,45 @@ def _check_counts(moment: Moment, kept: Kept | None) -> None:
         raise ValueError(f"counts are {counts}")
 
 
-def checkpoints_for(
-    checkpoint: str | PathLike[str] | None, every: int | str | None, resume: bool | str
-) -> Checkpoints | None:
-    """Make the folder and return the checkpoints of `fit`; None without `checkpoint=`.
+@dataclass(frozen=True)
+class Saving:
+    """The arguments of `fit` about checkpoints, once checked.
 
-    Raises:
-        InvalidInputError: One of the arguments cannot be used, or the folder cannot be written to.
+    Attributes:
+        folder: Where checkpoints are; made, if it is missing, when the training begins.
+        every: Windows from one to the next, or seconds if it is a float; None: neither.
+        resume: As for `fit`.
     """
-    folder = check_saving(checkpoint, every, resume)
-    return None if folder is None else Checkpoints(folder, every=_interval(every), resume=resume)
+
+    folder: Path
+    every: int | float | None
+    resume: bool | str
+
+    @property
+    def lack(self) -> Path:
+        """The file that `note_lack` writes."""
+        return self.folder / "out-of-memory.json"
+
+    def note_lack(self, micro_batch: int, message: str, before_rename: Callable[[], None] | None = None) -> None:
+        """Record for the next attempt that so many samples at once did not fit, since this process cannot go on."""
+        with files.replacing(self.lack, before_rename=before_rename) as unfinished:
+            unfinished.write_text(json.dumps({"micro_batch": micro_batch, "message": message}) + "\n")
+
+    def cap(self, notices: Notices) -> int | None:
+        """Return the most samples at once that an earlier attempt's record allows; None without a record."""
+        if self.resume is False:
+            return None
+        try:
+            size = check_positive_int("", json.loads(files.read(self.lack, _MOST_NOTED_BYTES))["micro_batch"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # or nothing that `note_lack` has written
+            return None
+        cap = max(1, int(size * _LESS))
+        notices.say(f"micro-batches of at most {cap} samples in this call, since {size} ran out of memory before")
+        return cap
 
 
-def check_saving(checkpoint: str | PathLike[str] | None, every: int | str | None, resume: bool | str) -> Path | None:
-    """Check the arguments of `fit` about checkpoints and return their folder, which need not exist.
+def check_saving(checkpoint: str | PathLike[str] | None, every: int | str | None, resume: bool | str) -> Saving | None:
+    """Check the arguments of `fit` about checkpoints; return None if there is no folder.
 
     Raises:
         InvalidInputError: One of them cannot be used.
@@ -351,13 +361,13 @@ def check_saving(checkpoint: str | PathLike[str] | None, every: int | str | None
             f"resume={shown(resume)} is unknown; choose 'auto' (go on if there is a checkpoint), True (there must be "
             "one) or False (start from scratch)"
         )
-    _interval(every)
+    interval = _interval(every)
     if checkpoint is None:
         needing = {"checkpoint_every": every not in (None, EVERY), "resume": resume is True}
         for name in (name for name, is_set in needing.items() if is_set):
             raise InvalidInputError(f"{name}= needs a folder for checkpoints; pass checkpoint= too")
         return None
-    return check_path("checkpoint", checkpoint, "folder for checkpoints")
+    return Saving(check_path("checkpoint", checkpoint, "folder for checkpoints"), interval, resume)
 
 
 def _interval(every: int | str | None) -> int | float | None:

@@ -78,75 +78,82 @@ def progress_for(
 
 
 class OtherRank(Callback):
-    """Prints of a rank other than 0 only what rank 0 cannot know.
+    """Of a rank other than 0, says only that it ran out of memory, which no other rank sees."""
 
-    Args:
-        rank: Its number.
-        silent: Whether to print nothing at all.
-    """
-
-    def __init__(self, rank: int, *, silent: bool) -> None:
+    def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._silent = silent
 
     def on_oom(self, event: MemoryEvent, *, step: int) -> None:
-        """Print where memory ran out: no other process sees it."""
-        if self._silent:
-            return
-        what = "" if event.size is None else f" of {event.size} samples"
-        log(f"rank {self._rank}: out of memory in step {step}, {event.phase}{what}: {event.message}")
+        """Say where memory ran out."""
+        log(f"rank {self._rank}: {_oom_text(event, step)}")
 
 
-class _Tally:
-    """What both callbacks count: where in the run we are, how fast it goes, what memory it took."""
+class _Progress(Callback):
+    """Counts where in the run training is, how fast it goes and what memory it takes.
 
-    def __init__(
-        self,
-        *,
-        epochs: int | None,
-        max_steps: int | None,
-        steps_per_epoch: int | None,
-        capacity_bytes: int | None = None,
-        counts: str = SAMPLES,
-    ) -> None:
-        self.capacity_bytes = capacity_bytes
+    Args:
+        capacity_bytes: What the training may take on its device; None if unknown.
+        counts: What the target is counted in: "samples" or "tokens".
+    """
+
+    def __init__(self, capacity_bytes: int | None, counts: str) -> None:
+        self._capacity_bytes = capacity_bytes
         self._in_tokens = counts == TOKENS
-        self.epochs = epochs
-        self.epoch = 1
-        self.total_steps = _total_steps(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
-        self.oom_events = 0
-        self.peak_bytes: int | None = None
-        self.report: StepReport | None = None
-        self.noise_scale: float | None = None
-        self.saved_step: int | None = None
-        self.ended_epoch = 0
+        self._begin(None, None)
+
+    def _begin(self, epochs: int | None, total_steps: int | None) -> None:
+        self._epochs, self._total_steps = epochs, total_steps
+        self._epoch, self._ended_epoch, self._resumed_step = 1, 0, 0
+        self._report: StepReport | None = None
+        self._saved_step: int | None = None
+        self._noise_scale: float | None = None
+        self._oom_events = 0
+        self._peak_bytes: int | None = None
         self._first_rates: tuple[float | None, ...] | None = None
         self._rates_change = False
         self._cut: tuple[int, ...] = ()  # of the largest window: a short last one says nothing about the plan
         self._fitted = 0
         self._told: tuple[str, ...] = ()  # by the last line
-        self.is_searching = False
-        self._resumed_step = 0
+        self._is_searching = False
         # Samples; of windows of as many tokens, which hold unlike numbers of them, updates.
-        self._speed = 0.0
-        self._done = 0
-        self._since = time.monotonic()
+        self._speed, self._done, self._since = 0.0, 0, time.monotonic()
 
-    def restart_clock(self) -> None:
-        """Restart the speed count, so that neither a probe nor an evaluation counts as slow training."""
-        self._speed = self._per_s()
-        self._done = 0
-        self._since = time.monotonic()
+    def _say(self, text: str, style: str) -> None:
+        raise NotImplementedError
 
-    def resume(self, step: int, epoch: int) -> None:
-        """Go on from a checkpoint, which may be one from before the last report."""
-        self.epoch, self.report = epoch, None
-        self._resumed_step = self.saved_step = step
-        self.restart_clock()
+    # --- events -------------------------------------------------------------------------------------------------------
 
-    def add(self, report: StepReport, epoch: int) -> None:
-        self.epoch = epoch
-        self.report = report
+    def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
+        """Begin to count."""
+        by_epochs = None if epochs is None or steps_per_epoch is None else epochs * steps_per_epoch
+        self._begin(epochs, min((steps for steps in (by_epochs, max_steps) if steps is not None), default=None))
+
+    def on_trial(self, trial: Trial) -> None:
+        """Show such as "trial of 50: fits, peak 512 MiB, 0.12 s"."""
+        self._is_searching = True
+        # What fitted in the first window may not fit once the optimizer has made its state.
+        verdict = "fits" if trial.fits else "fits no longer" if trial.size <= self._fitted else "does not fit"
+        self._fitted = max(self._fitted, trial.size) if trial.fits else self._fitted
+        peak = "" if trial.peak_bytes is None else f", peak {format_bytes(trial.peak_bytes)}"
+        took = f"{_three_digits(trial.elapsed_s)} s"
+        self._say(f"trial of {trial.size}: {verdict}{peak}, {took}", "green" if trial.fits else "yellow")
+
+    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
+        """Show the sizes."""
+        self._is_searching = False
+        target = "samples of the first window" if self._in_tokens else "target batch"
+        self._show_plan(
+            f"plan from step {step}", {target: str(plan.target_batch), "cut": format_cut(plan.micro_batches)}
+        )
+        if probe is not None:
+            self._restart_clock()
+
+    def _show_plan(self, title: str, facts: dict[str, str]) -> None:
+        raise NotImplementedError
+
+    def on_step(self, report: StepReport, *, epoch: int) -> None:
+        """Count the window."""
+        self._report, self._epoch = report, epoch
         done = 1 if self._in_tokens else report.samples
         if self._in_tokens or report.samples >= sum(self._cut):
             self._cut = report.micro_batches
@@ -156,36 +163,60 @@ class _Tally:
             # The window that ended the search for the cut began before the clock was restarted.
             self._speed = done / report.elapsed_s
         if report.noise_scale is not None:
-            self.noise_scale = report.noise_scale
+            self._noise_scale = report.noise_scale
         if report.peak_bytes is not None:
-            self.peak_bytes = max(report.peak_bytes, self.peak_bytes or 0)
+            self._peak_bytes = max(report.peak_bytes, self._peak_bytes or 0)
+
+    def on_oom(self, event: MemoryEvent, *, step: int) -> None:
+        """Show where memory ran out."""
+        self._oom_events += 1
+        self._say(_oom_text(event, step), "yellow")
+
+    def on_epoch_end(self, epoch: int) -> None:
+        """Count the epoch."""
+        self._ended_epoch = epoch
+        self._restart_clock()
+
+    def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:
+        """Show the loss and the metrics."""
+        after = f"epoch {epoch}" if epoch == self._ended_epoch else f"step {step}"
+        values = "".join(f", {name} {value:.4g}" for name, value in evaluation.metrics.items())
+        took = f"({evaluation.samples} samples, {evaluation.elapsed_s:.1f} s)"
+        self._say(f"evaluation after {after}: loss {evaluation.loss:.4g}{values} {took}", "bold")
+        self._restart_clock()
+
+    def on_checkpoint(self, path: Path, *, step: int) -> None:  # noqa: ARG002 - the protocol's
+        """Have the figures name the step that is saved."""
+        self._saved_step = step
+
+    def on_resume(self, path: Path, *, step: int, epoch: int) -> None:  # noqa: ARG002 - the protocol's
+        """Count on from there, which may be before the last report."""
+        self._epoch, self._report = epoch, None
+        self._resumed_step = self._saved_step = step
+        self._restart_clock()
+
+    # --- figures ------------------------------------------------------------------------------------------------------
+
+    def _restart_clock(self) -> None:
+        """Restart the speed count, so that neither a probe nor an evaluation counts as slow training."""
+        self._speed, self._done, self._since = self._per_s(), 0, time.monotonic()
+
+    def _per_s(self) -> float:
+        """Since the clock was restarted; right after that, as it was before."""
+        return self._done / max(time.monotonic() - self._since, 1e-9) if self._done else self._speed
 
     @property
-    def steps(self) -> int:
-        return self._resumed_step if self.report is None else self.report.step
+    def _steps(self) -> int:
+        return self._resumed_step if self._report is None else self._report.step
 
     @property
-    def position(self) -> str:
-        """Such as "epoch 2/3, step 23/45"; what is not known is left out."""
-        epochs = "" if self.epochs is None else f"/{self.epochs}"
-        steps = "" if self.total_steps is None else f"/{self.total_steps}"
-        return f"epoch {self.epoch}{epochs}, step {self.steps}{steps}"
+    def _position(self) -> tuple[str, str]:
+        """Such as "epoch 2/3" and "step 23/45"; what is not known is left out."""
+        epochs = "" if self._epochs is None else f"/{self._epochs}"
+        steps = "" if self._total_steps is None else f"/{self._total_steps}"
+        return f"epoch {self._epoch}{epochs}", f"step {self._steps}{steps}"
 
-    def after(self, epoch: int, step: int) -> str:
-        """What an evaluation followed: "epoch 2", or "step 20" in the middle of one."""
-        return f"epoch {epoch}" if epoch == self.ended_epoch else f"step {step}"
-
-    def trial(self, trial: Trial) -> str:
-        """Such as "trial of 50: fits, peak 512 MiB, 0.12 s"."""
-        self.is_searching = True
-        if trial.fits:
-            self._fitted = max(self._fitted, trial.size)
-        # What fitted in the first window may not fit once the optimizer has made its state.
-        verdict = "fits" if trial.fits else "fits no longer" if trial.size <= self._fitted else "does not fit"
-        peak = "" if trial.peak_bytes is None else f", peak {format_bytes(trial.peak_bytes)}"
-        return f"trial of {trial.size}: {verdict}{peak}, {_three_digits(trial.elapsed_s)} s"
-
-    def figures(self, *, in_bar: bool = False) -> str:
+    def _figures(self, *, in_bar: bool = False) -> str:
         """Such as "loss 0.412, 141 samples/s, 12 min left, cut 34+33+33, peak 512 MiB of 600 MiB, 1 oom".
 
         With a target in tokens: "3.1 updates/s", and "in 7 micro-batches of 1 to 9 samples" of the last window.
@@ -193,100 +224,32 @@ class _Tally:
         Waits for the device. The bar shows the time left and the peak by itself (`in_bar`), and the cut always; lines
         name cut, peak and failures only where they have changed since the last one. The learning rate, of the first
         group, stands behind the loss once any has changed.
-
-        Behind that stand ", noise scale 2,100" once it is measured, and ", saved at step 20" where there are
-        checkpoints.
         """
-        assert self.report is not None, "figures are drawn after a step"
+        assert self._report is not None, "figures are drawn after a step"
         facts = [_cut_by_length(self._cut) if self._in_tokens else f"cut {format_cut(self._cut)}"]
-        if not in_bar and self.peak_bytes is not None:
-            facts.append(f"peak {_of_capacity(self.peak_bytes, self.capacity_bytes)}")
-        if self.oom_events or in_bar:
-            facts.append(f"{self.oom_events} oom")
+        if not in_bar and self._peak_bytes is not None:
+            facts.append(f"peak {_of_capacity(self._peak_bytes, self._capacity_bytes)}")
+        if self._oom_events or in_bar:
+            facts.append(f"{self._oom_events} oom")
         if not in_bar:
             facts, self._told = [fact for fact in facts if fact not in self._told], tuple(facts)
-        parts = [
-            f"loss {self.report.loss:.4g}" + (" (update skipped)" if self.report.skipped else ""),
-            *self._rate(self.report.learning_rates),
-            f"{_three_digits(self._per_s())} {'updates' if self._in_tokens else 'samples'}/s",
-            *([] if in_bar else self._time_left()),
-            *facts,
-        ]
-        if self.noise_scale is not None:
-            parts.append(f"noise scale {rounded(self.noise_scale)}")
-        if self.saved_step is not None:
-            parts.append(f"saved at step {self.saved_step}")
-        return ", ".join(parts)
-
-    def _rate(self, rates: tuple[float | None, ...]) -> list[str]:
+        rates = self._report.learning_rates
         self._first_rates = self._first_rates or rates
         self._rates_change = self._rates_change or rates != self._first_rates
-        return [f"lr {rates[0]:.3g}"] if self._rates_change and rates and rates[0] is not None else []
-
-    def _time_left(self) -> list[str]:
-        assert self.report is not None, "figures are drawn after a step"
+        parts = [f"loss {self._report.loss:.4g}" + (" (update skipped)" if self._report.skipped else "")]
+        if self._rates_change and rates and rates[0] is not None:
+            parts.append(f"lr {rates[0]:.3g}")
         speed, target = self._per_s(), 1 if self._in_tokens else sum(self._cut)
-        if self.is_searching or self.total_steps is None or not speed or self.steps >= self.total_steps:
-            return []
-        return [f"{_rounded_time((self.total_steps - self.steps) * target / speed)} left"]
-
-    def _per_s(self) -> float:
-        """Since the clock was restarted; right after that, as it was before."""
-        if not self._done:
-            return self._speed
-        return self._done / max(time.monotonic() - self._since, 1e-9)
-
-
-def _cut_by_length(sizes: Sequence[int]) -> str:
-    if len(sizes) <= 1:
-        return f"{sum(sizes):,} samples at once"
-    least, most = min(sizes), max(sizes)
-    each = f"{most:,}" if least == most else f"{least:,} to {most:,}"
-    return f"in {len(sizes):,} micro-batches of {each} {'sample' if most == 1 else 'samples'}"
-
-
-class _Progress(Callback):
-    """What both ways to show progress have in common: they count, and know which step is saved."""
-
-    def __init__(self, capacity_bytes: int | None, counts: str) -> None:
-        self._capacity_bytes = capacity_bytes
-        self._counts = counts
-        self._tally = _Tally(epochs=None, max_steps=None, steps_per_epoch=None, counts=counts)
-
-    def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
-        """Begin to count."""
-        self._tally = _Tally(
-            epochs=epochs,
-            max_steps=max_steps,
-            steps_per_epoch=steps_per_epoch,
-            capacity_bytes=self._capacity_bytes,
-            counts=self._counts,
-        )
-
-    def _say(self, text: str, style: str) -> None:
-        raise NotImplementedError
-
-    def on_trial(self, trial: Trial) -> None:
-        """Show the size and whether it fits."""
-        self._say(self._tally.trial(trial), "green" if trial.fits else "yellow")
-
-    def on_oom(self, event: MemoryEvent, *, step: int) -> None:
-        """Show where memory ran out."""
-        self._tally.oom_events += 1
-        self._say(_oom_text(event, step), "yellow")
-
-    def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:
-        """Show the loss and the metrics."""
-        self._say(_evaluation_text(evaluation, self._tally.after(epoch, step)), "bold")
-        self._tally.restart_clock()
-
-    def on_checkpoint(self, path: Path, *, step: int) -> None:  # noqa: ARG002 - the protocol's
-        """Have the figures name the step that is saved."""
-        self._tally.saved_step = step
-
-    def on_resume(self, path: Path, *, step: int, epoch: int) -> None:  # noqa: ARG002 - the protocol's
-        """Count on from there."""
-        self._tally.resume(step, epoch)
+        parts.append(f"{_three_digits(speed)} {'updates' if self._in_tokens else 'samples'}/s")
+        left = 0 if self._total_steps is None else self._total_steps - self._steps
+        if not in_bar and not self._is_searching and speed and left > 0:
+            parts.append(f"{_rounded_time(left * target / speed)} left")
+        parts += facts
+        if self._noise_scale is not None:
+            parts.append(f"noise scale {rounded(self._noise_scale)}")
+        if self._saved_step is not None:
+            parts.append(f"saved at step {self._saved_step}")
+        return ", ".join(parts)
 
 
 class LineProgress(_Progress):
@@ -320,37 +283,29 @@ class LineProgress(_Progress):
         super().on_fit_start(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
         self._last_line = time.monotonic()
 
-    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
-        """Write a line: the cut and where it came from."""
-        self._tally.is_searching = False
-        facts = "; ".join(f"{name} {value}" for name, value in _plan_facts(plan, probe, self._counts))
-        self._say(f"plan from step {step}: {facts}")
-        if probe is not None:
-            self._tally.restart_clock()
-
     def on_step(self, report: StepReport, *, epoch: int) -> None:
         """Write a line if the last one is long enough ago."""
-        self._tally.add(report, epoch)
+        super().on_step(report, epoch=epoch)
         if time.monotonic() - self._last_line >= self._every_s:
-            self._say(f"{self._tally.position}: {self._tally.figures()}")
+            self._say(f"{', '.join(self._position)}: {self._figures()}")
             self._last_line = time.monotonic()
 
     def on_epoch_end(self, epoch: int) -> None:
         """Write a line: how the epoch ended."""
-        self._tally.ended_epoch = epoch
-        if self._tally.report is not None:
-            self._say(f"epoch {epoch} done, {self._tally.position.partition(', ')[2]}: {self._tally.figures()}")
-        self._tally.restart_clock()
+        if self._report is not None:
+            self._say(f"epoch {epoch} done, {self._position[1]}: {self._figures()}")
+        super().on_epoch_end(epoch)
         self._last_line = time.monotonic()
 
     def on_fit_end(self, result: FitResult | None) -> None:
         """Write the summary; nothing where `fit` raised, the error speaks for itself."""
-        if result is None:
-            return
-        self._say(_summary_text(result))
-        rows = dict(_rows_of(result, self._tally.peak_bytes, self._capacity_bytes))
-        if "time" in rows:
-            self._say(f"time besides updates: {rows['time']}")
+        if result is not None:
+            self._say(_summary_text(result))
+            if shares := _shares(result):
+                self._say(f"time besides updates: {shares}")
+
+    def _show_plan(self, title: str, facts: dict[str, str]) -> None:
+        self._say(f"{title}: {'; '.join(f'{name} {value}' for name, value in facts.items())}")
 
     def _say(self, text: str, style: str = "") -> None:  # noqa: ARG002 - a line has none
         if self._file is None:
@@ -392,7 +347,7 @@ class RichProgress(_Progress):
             TextColumn("left"),
             console=console,
         )
-        self._bar.add_task("windows", total=self._tally.total_steps)
+        self._bar.add_task("windows", total=self._total_steps)
         self._status = Text("starting", style="dim")
         self._live = Live(
             console=console,
@@ -406,27 +361,17 @@ class RichProgress(_Progress):
         with _dropped():
             self._live.start(refresh=True)
 
-    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
-        """Print the plan as a table above the bar."""
-        table = Table(title=f"plan from step {step}", title_justify="left", show_header=False)
-        for name, value in _plan_facts(plan, probe, self._counts):
-            table.add_row(name, value)
-        self._print(table)
-        if probe is not None:
-            self._tally.restart_clock()
-
     def on_step(self, report: StepReport, *, epoch: int) -> None:
         """Move the bar if the last picture is long enough ago."""
-        self._tally.add(report, epoch)
+        super().on_step(report, epoch=epoch)
         if time.monotonic() - self._last_draw >= _BAR_EVERY_S:
             self._draw()
 
     def on_epoch_end(self, epoch: int) -> None:
         """Bring the bar up to date."""
-        self._tally.ended_epoch = epoch
-        if self._tally.report is not None:
+        if self._report is not None:
             self._draw()
-        self._tally.restart_clock()
+        super().on_epoch_end(epoch)
 
     def on_resume(self, path: Path, *, step: int, epoch: int) -> None:
         """Count on from there, with the bar where it was."""
@@ -439,13 +384,12 @@ class RichProgress(_Progress):
         live, self._live = self._live, None
         if live is None:
             return
-        if result is not None and self._tally.report is not None:
+        if result is not None and self._report is not None:
             self._update()
         with _dropped():
             live.stop()
-        if result is not None:
-            with _dropped():
-                live.console.print(self._summary(result))
+            if result is not None:
+                live.console.print(Text(_summary_text(result), style="bold"), self._rows(result))
 
     def _draw(self) -> None:
         self._update()
@@ -456,33 +400,39 @@ class RichProgress(_Progress):
 
     def _update(self) -> None:
         assert self._bar is not None, "on_fit_start comes first"
-        task = self._bar.tasks[0].id
-        self._bar.update(task, completed=self._tally.steps, description=self._tally.position.partition(",")[0])
-        self._status = Text(self._tally.figures(in_bar=True), style="dim")
+        self._bar.update(self._bar.tasks[0].id, completed=self._steps, description=self._position[0])
+        self._status = Text(self._figures(in_bar=True), style="dim")
 
     def _picture(self) -> RenderableType:
-        return Group(self._bar or Text(), self._status, *self._memory())
+        """Return the bar, the figures, and the peak as a bar beside what there is."""
+        parts: list[RenderableType] = [self._bar or Text(), self._status]
+        peak, capacity = self._peak_bytes, self._capacity_bytes
+        if peak is not None:
+            line = Table.grid(padding=(0, 1))
+            text = Text(_of_capacity(peak, capacity), style="dim")
+            if capacity is None:
+                line.add_row(Text("peak memory", style="dim"), text)
+            else:
+                bar = ProgressBar(total=max(capacity, 1), completed=min(peak, capacity), width=_MEMORY_WIDTH)
+                line.add_row(Text("peak memory", style="dim"), bar, text)
+            parts.append(line)
+        return Group(*parts)
 
-    def _memory(self) -> Iterator[RenderableType]:
-        """Yield the peak as a bar beside what there is."""
-        peak, capacity = self._tally.peak_bytes, self._capacity_bytes
-        if peak is None:
-            return
-        line = Table.grid(padding=(0, 1))
-        text = Text(_of_capacity(peak, capacity), style="dim")
-        if capacity is None:
-            line.add_row(Text("peak memory", style="dim"), text)
-        else:
-            bar = ProgressBar(total=max(capacity, 1), completed=min(peak, capacity), width=_MEMORY_WIDTH)
-            line.add_row(Text("peak memory", style="dim"), bar, text)
-        yield line
+    def _rows(self, result: FitResult) -> Table:
+        """Return a table of what to show of a call besides its summary."""
+        rows = {"cut": _cut_at_end(result)}
+        if result.elapsed_s > 0 and result.history:
+            speed = sum(report.samples for report in result.history) / result.elapsed_s
+            rows = {"speed": f"{speed:.4g} samples/s, everything included", **rows}
+        if self._peak_bytes is not None:
+            rows["peak memory"] = _of_capacity(self._peak_bytes, self._capacity_bytes)
+        rows["out of memory"] = _counted(result.oom_events, "time")
+        if shares := _shares(result):
+            rows["time"] = shares
+        return _table(rows)
 
-    def _summary(self, result: FitResult) -> RenderableType:
-        table = Table(show_header=False)
-        peak = self._tally.peak_bytes
-        for name, text in _rows_of(result, peak, self._capacity_bytes):
-            table.add_row(name, text)
-        return Group(Text(_summary_text(result), style="bold"), table)
+    def _show_plan(self, title: str, facts: dict[str, str]) -> None:
+        self._print(_table(facts, title))
 
     def _say(self, text: str, style: str) -> None:
         self._print(Text(text, style=style))
@@ -502,10 +452,11 @@ def _dropped() -> Iterator[None]:
         return
 
 
-def _total_steps(*, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> int | None:
-    by_epochs = None if epochs is None or steps_per_epoch is None else epochs * steps_per_epoch
-    known = [steps for steps in (by_epochs, max_steps) if steps is not None]
-    return min(known, default=None)
+def _table(rows: dict[str, str], title: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    for row in rows.items():
+        table.add_row(*row)
+    return table
 
 
 def _three_digits(number: float) -> str:
@@ -519,22 +470,6 @@ def _rounded_time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"  # noqa: PLR2004 - 90 minutes
 
 
-def _plan_facts(plan: Plan, probe: ProbeResult | None, counts: str) -> list[tuple[str, str]]:
-    target = "target batch" if counts == SAMPLES else "samples of the first window"
-    facts = [
-        (target, str(plan.target_batch)),
-        ("cut", format_cut(plan.micro_batches)),
-    ]
-    if probe is not None:
-        facts.append(("largest that fits", f"{probe.micro_batch}, found in {_counted(len(probe.trials), 'trial')}"))
-        if probe.limit_bytes is not None:
-            facts.append(("memory limit", format_bytes(probe.limit_bytes)))
-        if probe.fixed_bytes is not None and probe.bytes_per_sample is not None:
-            needs = f"{format_bytes(probe.fixed_bytes)} and {format_bytes(probe.bytes_per_sample)} a sample"
-            facts.append(("memory needed", needs))
-    return facts
-
-
 def _oom_text(event: MemoryEvent, step: int) -> str:
     size = "" if event.size is None else f" of {event.size} samples"
     return f"out of memory in step {step}, {event.phase}{size}: {event.message}"
@@ -544,66 +479,41 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _evaluation_text(evaluation: Evaluation, after: str) -> str:
-    metrics = "".join(f", {name} {value:.4g}" for name, value in evaluation.metrics.items())
-    return (
-        f"evaluation after {after}: loss {evaluation.loss:.4g}{metrics} "
-        f"({evaluation.samples} samples, {evaluation.elapsed_s:.1f} s)"
-    )
+def _of_capacity(used_bytes: int, capacity_bytes: int | None) -> str:
+    """Return such as "512.0 MiB of 600.0 MiB"."""
+    return format_bytes(used_bytes) + ("" if capacity_bytes is None else f" of {format_bytes(capacity_bytes)}")
 
 
-def _summary_text(result: FitResult) -> str:
-    last = f", last loss {result.history[-1].loss:.4g}" if result.history else ""
-    metrics = "".join(
-        f", {name} {value:.4g}" for evaluation in result.evaluations[-1:] for name, value in evaluation.metrics.items()
-    )
-    saved = "" if result.checkpoint is None else f", checkpoint {result.checkpoint}"
-    stopped = "" if result.stopped is None else f", stopped: {result.stopped}"
-    of_call = ""
-    if result.resumed_from is not None:
-        of_call = f"; the last {_counted(result.steps - result.resumed_from, 'step')}"
-    return (
-        f"done: {_counted(result.steps, 'step')}, {_counted(result.samples, 'sample')}{of_call} in "
-        f"{result.elapsed_s:.1f} s, "
-        f"cut {_cut_at_end(result)}, {result.oom_events} oom{last}{metrics}{saved}{stopped}"
-    )
-
-
-def _rows_of(result: FitResult, peak_bytes: int | None, capacity_bytes: int | None) -> Iterator[tuple[str, str]]:
-    """Yield what to show of a call: names and texts.
-
-    Args:
-        result: What `fit` returns.
-        peak_bytes: The largest peak of its windows; None if unknown.
-        capacity_bytes: What the training may take on its device; None if unknown.
-    """
-    if result.elapsed_s > 0 and result.history:
-        speed = sum(report.samples for report in result.history) / result.elapsed_s
-        yield "speed", f"{speed:.4g} samples/s, everything included"
-    yield "cut", _cut_at_end(result)
-    if peak_bytes is not None:
-        yield "peak memory", _of_capacity(peak_bytes, capacity_bytes)
-    yield "out of memory", f"{result.oom_events} time{'' if result.oom_events == 1 else 's'}"
-    if shares := ", ".join(f"{what} {seconds:.1f} s ({share:.0%})" for what, seconds, share in _shares(result)):
-        yield "time", shares
+def _cut_by_length(sizes: Sequence[int]) -> str:
+    if len(sizes) <= 1:
+        return f"{sum(sizes):,} samples at once"
+    least, most = min(sizes), max(sizes)
+    each = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+    return f"in {len(sizes):,} micro-batches of {each} {'sample' if most == 1 else 'samples'}"
 
 
 def _cut_at_end(result: FitResult) -> str:
     """Return how the last windows were cut: as planned, unless that plan was found for windows that did not come."""
     since, _ = result.plans[-1]
-    if since <= result.steps or not result.history:
-        return format_cut(result.plan.micro_batches)
-    return format_cut(result.history[-1].micro_batches)
+    is_planned = since <= result.steps or not result.history
+    return format_cut(result.plan.micro_batches if is_planned else result.history[-1].micro_batches)
 
 
-def _of_capacity(used_bytes: int, capacity_bytes: int | None) -> str:
-    """Return such as "512.0 MiB of 600.0 MiB"."""
-    whole = "" if capacity_bytes is None else f" of {format_bytes(capacity_bytes)}"
-    return f"{format_bytes(used_bytes)}{whole}"
+def _summary_text(result: FitResult) -> str:
+    metrics = result.evaluations[-1].metrics if result.evaluations else {}
+    facts = [f"cut {_cut_at_end(result)}", f"{result.oom_events} oom"]
+    facts += [f"last loss {result.history[-1].loss:.4g}"] if result.history else []
+    facts += [f"{name} {value:.4g}" for name, value in metrics.items()]
+    facts += [] if result.checkpoint is None else [f"checkpoint {result.checkpoint}"]
+    facts += [] if result.stopped is None else [f"stopped: {result.stopped}"]
+    done = f"done: {_counted(result.steps, 'step')}, {_counted(result.samples, 'sample')}"
+    if result.resumed_from is not None:
+        done += f"; the last {_counted(result.steps - result.resumed_from, 'step')}"
+    return f"{done} in {result.elapsed_s:.1f} s, {', '.join(facts)}"
 
 
-def _shares(result: FitResult) -> Iterator[tuple[str, float, float]]:
-    """Yield where a call's time went besides its updates, if it shows: a name, seconds, and a share."""
+def _shares(result: FitResult) -> str:
+    """Return where a call's time went besides its updates, as far as it shows; else nothing."""
     spent = result.time_spent
     named = {
         "start": spent.start_s,
@@ -613,6 +523,8 @@ def _shares(result: FitResult) -> Iterator[tuple[str, float, float]]:
         "evaluations": spent.evaluation_s,
         "checkpoints": spent.checkpoint_s,
     }
-    for what, seconds in named.items():
-        if seconds >= 0.05 and result.elapsed_s > 0:  # noqa: PLR2004 - it would be printed as 0.0 s
-            yield what, seconds, min(1.0, seconds / result.elapsed_s)
+    return ", ".join(
+        f"{what} {seconds:.1f} s ({min(1.0, seconds / result.elapsed_s):.0%})"
+        for what, seconds in named.items()
+        if seconds >= 0.05 and result.elapsed_s > 0  # noqa: PLR2004 - it would be printed as 0.0 s
+    )

@@ -180,7 +180,7 @@ class Interrupts:
         except StartAgainError as error:
             if self._checkpoints is not None and error.micro_batch is not None:
                 try:
-                    self._checkpoints.note_lack(error.micro_batch, str(error))
+                    self._checkpoints.saving.note_lack(error.micro_batch, str(error), self._checkpoints.storage.guard)
                 except OSError as failure:  # must not hide the reason to start again
                     error.add_note(f"autoaccum: that size could not be noted for the next start ({failure.strerror})")
             raise

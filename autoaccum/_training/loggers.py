@@ -9,49 +9,63 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import time
-from contextlib import contextmanager
-from os import SEEK_END
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._arguments import check_path
 from autoaccum._callbacks import Callback
-from autoaccum._json import evaluation_record, finite, oom_record, plan_record, probe_record, step_record, trial_record
 from autoaccum._oom import first_line
 from autoaccum._system.output import log
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from os import PathLike
     from pathlib import Path
     from typing import BinaryIO
 
     from autoaccum._records import Evaluation, FitResult, MemoryEvent, Plan, ProbeResult, StepReport, Trial
 
+_PLAN = ("target_batch", "micro_batches", "micro_batch", "accum_steps")
+_PROBE = ("micro_batch", "limit_bytes", "fixed_bytes", "bytes_per_sample")
+_STEP = (
+    *("step", "samples", "loss", "losses", "micro_batches", "oom_events", "elapsed_s", "peak_bytes", "grad_norm"),
+    *("skipped", "learning_rates", "noise_scale"),
+)
+_RESULT = ("steps", "samples", "oom_events", "elapsed_s", "stopped", "noise_scale")
 
-class _OneStepLate(Callback):
-    """Holds each step back until the next event, then hands it to `_write_step`."""
+
+class _Log(Callback):
+    """Writes each step at the next event; what cannot be written is said once and ends no training."""
 
     def __init__(self) -> None:
         self._held: tuple[StepReport, int, float] | None = None
-
-    def _write_step(self, report: StepReport, *, epoch: int, at_s: float) -> None:
-        raise NotImplementedError
+        self._has_complained = False
 
     def on_step(self, report: StepReport, *, epoch: int) -> None:
-        """Hold this step back and write the one before."""
+        """Write the step before this one."""
         self._write_held()
-        self._held = (report, epoch, time.time())
+        self._held = report, epoch, time.time()
 
     def _write_held(self) -> None:
         held, self._held = self._held, None
         if held is not None:
-            report, epoch, at_s = held
-            self._write_step(report, epoch=epoch, at_s=at_s)
+            # If the device was lost, the step's numbers are, too. Another error would hide the one that says so.
+            with contextlib.suppress(RuntimeError):
+                self._write_step(*held)
+
+    def _write_step(self, report: StepReport, epoch: int, at_s: float) -> None:
+        raise NotImplementedError
+
+    def _complain(self, text: str) -> None:
+        if not self._has_complained:
+            self._has_complained = True
+            log(text, logging.WARNING)
 
 
-class JSONLinesLog(_OneStepLate):
+class JSONLinesLog(_Log):
     """Appends one JSON object a line for each event, flushed line by line.
 
     Every object has "event" and "time" (seconds since 1970, when it happened). By event, the further keys
@@ -66,7 +80,7 @@ class JSONLinesLog(_OneStepLate):
       (null where it was not measured)
     - "oom": step, phase, size, message
     - "epoch_end": epoch
-    - "evaluation": epoch, step, loss, metrics, samples, elapsed_s
+    - "evaluation": epoch, step, loss, metrics, samples, elapsed_s, losses
     - "checkpoint": step, path
     - "resume": step, epoch, path; steps beyond that one, in the lines before, are void: they are done again
     - "fit_end": completed; where true also steps, samples, oom_events, elapsed_s, stopped (why a callback has ended the
@@ -87,8 +101,7 @@ class JSONLinesLog(_OneStepLate):
         super().__init__()
         self.path = check_path("path", path, "file for the log")
         self._file: BinaryIO | None = None
-        self._is_cut = False
-        self._has_complained = False
+        self._is_cut = False  # whether the file's last line has no end
 
     def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
         """Open the file.
@@ -98,104 +111,96 @@ class JSONLinesLog(_OneStepLate):
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # It stays open over many calls; on_fit_end, which always comes, closes it.
             # Unbuffered: what a buffer cannot write it keeps, and tries again in the middle of another line.
-            self._file = self.path.open("ab", buffering=0)
-            self._is_cut = _is_cut_short(self.path)
+            self._file = self.path.open("ab+", buffering=0)
+            self._file.seek(max(0, self._file.tell() - 1))
+            self._is_cut = self._file.read(1) not in (b"", b"\n")
         except OSError as error:
             raise InvalidInputError(
                 f"the log {str(self.path)!r} cannot be opened for writing ({error.strerror}); "
                 "pass a path in a folder that you may write to"
             ) from error
-        self._write("fit_start", {"epochs": epochs, "max_steps": max_steps, "steps_per_epoch": steps_per_epoch})
+        self._write("fit_start", epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
 
     def on_trial(self, trial: Trial) -> None:
         """Write the trial."""
-        self._write("trial", trial_record(trial))
+        self._write("trial", **_fields(trial))
 
     def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
         """Write the plan."""
-        found = None if probe is None else probe_record(probe)
-        self._write("plan", {"step": step, **plan_record(plan), "probe": found})
+        self._write("plan", step=step, **_fields(plan, _PLAN), probe=None if probe is None else _fields(probe, _PROBE))
 
     def on_oom(self, event: MemoryEvent, *, step: int) -> None:
         """Write where memory ran out."""
-        self._write("oom", {"step": step, **oom_record(event)})
+        self._write("oom", step=step, **_fields(event))
 
     def on_epoch_end(self, epoch: int) -> None:
         """Write the end of the epoch."""
-        self._write("epoch_end", {"epoch": epoch})
+        self._write("epoch_end", epoch=epoch)
 
     def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:
         """Write the evaluation."""
-        self._write("evaluation", {"epoch": epoch, "step": step, **evaluation_record(evaluation)})
+        self._write("evaluation", epoch=epoch, step=step, **_fields(evaluation))
 
     def on_checkpoint(self, path: Path, *, step: int) -> None:
         """Write the checkpoint's path."""
-        self._write("checkpoint", {"step": step, "path": str(path)})
+        self._write("checkpoint", step=step, path=str(path))
 
     def on_resume(self, path: Path, *, step: int, epoch: int) -> None:
         """Write from which step on the lines before are void."""
-        self._write("resume", {"step": step, "epoch": epoch, "path": str(path)})
+        self._write("resume", step=step, epoch=epoch, path=str(path))
 
     def on_fit_end(self, result: FitResult | None) -> None:
         """Write the end and close the file."""
-        if self._file is None:
+        file = self._file
+        if file is None:
             return
         try:
-            self._write("fit_end", _end_record(result))
+            self._write("fit_end", completed=result is not None, **({} if result is None else _fields(result, _RESULT)))
         finally:
-            with contextlib.suppress(OSError):  # where the last write came to nothing
-                self._file.close()
             self._file = None
+            with contextlib.suppress(OSError):  # where the last write came to nothing
+                file.close()
 
-    def _write(self, event: str, fields: dict[str, Any]) -> None:
+    def _write(self, event: str, **values: Any) -> None:
         self._write_held()
-        self._write_line(event, fields, at_s=time.time())
+        self._write_line(event, time.time(), values)
 
-    def _write_step(self, report: StepReport, *, epoch: int, at_s: float) -> None:
-        try:
-            fields = step_record(report)
-        except RuntimeError:
-            # The device was lost, and this step's numbers with it. The error that ends the call tells so; a
-            # second one from here would hide it.
-            return
-        self._write_line("step", {"epoch": epoch, **fields}, at_s=at_s)
+    def _write_step(self, report: StepReport, epoch: int, at_s: float) -> None:
+        self._write_line("step", at_s, {"epoch": epoch, **_fields(report, _STEP)})
 
-    def _write_line(self, event: str, fields: dict[str, Any], *, at_s: float) -> None:
+    def _write_line(self, event: str, at_s: float, values: dict[str, Any]) -> None:
         assert self._file is not None, "on_fit_start comes first"
-        line = json.dumps({"event": event, "time": at_s, **fields}, allow_nan=False).encode() + b"\n"
-        before = b"\n" if self._is_cut else b""
+        line = json.dumps(_plain({"event": event, "time": at_s, **values}), allow_nan=False).encode() + b"\n"
+        line = b"\n" + line if self._is_cut else line
         try:
-            written = self._file.write(before + line)
+            written = self._file.write(line)
+            reason = "" if written == len(line) else "there was room for a part of a line only"
+            self._is_cut = bool(reason) and not line[:written].endswith(b"\n")
         except OSError as error:
-            self._complain(error.strerror or str(error))
-            return
-        if written < len(before + line):
-            self._is_cut = written > len(before) or (self._is_cut and not written)
-            self._complain("there was room for a part of a line only")
-        else:
-            self._is_cut = False
-
-    def _complain(self, reason: str) -> None:
-        if not self._has_complained:
-            self._has_complained = True
-            log(
-                f"the log {str(self.path)!r} cannot be written ({reason}); training goes on, and events are "
-                "missing there",
-                logging.WARNING,
+            reason = error.strerror or str(error)
+        if reason:
+            self._complain(
+                f"the log {str(self.path)!r} cannot be written ({reason}); training goes on, and events are missing "
+                "there"
             )
 
 
-def _is_cut_short(path: Path) -> bool:
-    """Whether the file's last line has no end."""
-    with path.open("rb") as file:
-        length = file.seek(0, SEEK_END)
-        file.seek(max(0, length - 1))
-        return file.read(1) not in (b"", b"\n")
+def _fields(record: Any, names: tuple[str, ...] | None = None) -> dict[str, Any]:
+    """Return attributes of a record by name; without names, all of its fields."""
+    return {name: getattr(record, name) for name in names or [field.name for field in fields(record)]}
 
 
-class TensorBoardLog(_OneStepLate):
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it, which lacks NaN and infinity."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class TensorBoardLog(_Log):
     """Writes scalars for TensorBoard. Where training goes on from a checkpoint, what was beyond it is hidden.
 
     By step: "train/loss" (and "train/loss/NAME" where there are several), "train/learning_rate" (or
@@ -213,142 +218,92 @@ class TensorBoardLog(_OneStepLate):
     def __init__(self, log_dir: str | PathLike[str]) -> None:
         super().__init__()
         self.log_dir = check_path("log_dir", log_dir, "folder for the event files")
-        self._make_writer = _summary_writer()
+        try:
+            # Here, since TensorBoard is optional, and takes longer to import than autoaccum.
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+        except ImportError as error:
+            raise InvalidInputError(
+                "TensorBoardLog needs TensorBoard, which is not installed; pip install tensorboard"
+            ) from error
+        self._make_writer: Any = SummaryWriter
         self._writer: Any = None
-        self._has_complained = False
         self._oom_events = 0
 
-    def on_fit_start(
-        self,
-        *,
-        epochs: int | None,  # noqa: ARG002 - the protocol's
-        max_steps: int | None,  # noqa: ARG002
-        steps_per_epoch: int | None,  # noqa: ARG002
-    ) -> None:
+    def on_fit_start(self, **_: int | None) -> None:
         """Open the event file.
 
         Raises:
             InvalidInputError: It cannot be opened for writing.
         """
         self._oom_events = 0
-        self._writer = self._made()
-
-    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:  # noqa: ARG002 - the protocol's
-        """Write the largest micro-batch."""
-        self._add("plan/micro_batch", plan.micro_batch, step)
-
-    def on_oom(self, event: MemoryEvent, *, step: int) -> None:  # noqa: ARG002 - the protocol's
-        """Write how often memory ran out so far."""
-        self._oom_events += 1
-        self._add("memory/oom_events", self._oom_events, step)
-
-    def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:  # noqa: ARG002 - the protocol's
-        """Write the loss, what it is made of, and the metrics."""
-        self._add("evaluation/loss", evaluation.loss, step)
-        if len(evaluation.losses) > 1:
-            for name, loss in evaluation.losses.items():
-                self._add(f"evaluation/loss/{name}", loss, step)
-        for name, value in evaluation.metrics.items():
-            self._add(f"evaluation/{name}", value, step)
-
-    def on_resume(self, path: Path, *, step: int, epoch: int) -> None:  # noqa: ARG002 - the protocol's
-        """Begin another event file, with which TensorBoard hides what it has of later steps."""
-        self._held = None
-        with self._failures_told():
-            self._close()
-            self._writer = self._make_writer(str(self.log_dir), purge_step=step + 1)
-
-    def on_fit_end(self, result: FitResult | None) -> None:  # noqa: ARG002 - the protocol's
-        """Write the last step and close the event file."""
-        if self._writer is None:
-            return
-        self._write_held()
-        with self._failures_told():
-            self._close()
-
-    def _write_step(self, report: StepReport, *, epoch: int, at_s: float) -> None:  # noqa: ARG002 - the base's
         try:
-            scalars = _step_scalars(report)
-        except RuntimeError:  # the device was lost; see JSONLinesLog
-            return
-        for name, value in scalars.items():
-            self._add(name, value, report.step, walltime=at_s)
-
-    def _made(self) -> Any:
-        try:
-            return self._make_writer(str(self.log_dir))
+            self._writer = self._make_writer(str(self.log_dir))
         except OSError as error:
             raise InvalidInputError(
                 f"the event file in {str(self.log_dir)!r} cannot be opened for writing ({error.strerror}); pass a "
                 "folder that you may write to"
             ) from error
 
-    def _add(self, name: str, value: float, step: int, walltime: float | None = None) -> None:
-        if self._writer is not None:
-            with self._failures_told():
-                self._writer.add_scalar(name, value, step, walltime=walltime)
+    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:  # noqa: ARG002 - the protocol's
+        """Write the largest micro-batch."""
+        self._add({"plan/micro_batch": plan.micro_batch}, step)
+
+    def on_oom(self, event: MemoryEvent, *, step: int) -> None:  # noqa: ARG002 - the protocol's
+        """Write how often memory ran out so far."""
+        self._oom_events += 1
+        self._add({"memory/oom_events": self._oom_events}, step)
+
+    def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:  # noqa: ARG002 - the protocol's
+        """Write the loss, what it is made of, and the metrics."""
+        values = {**_losses("loss", evaluation.loss, evaluation.losses), **evaluation.metrics}
+        self._add({f"evaluation/{name}": value for name, value in values.items()}, step)
+
+    def on_resume(self, path: Path, *, step: int, epoch: int) -> None:  # noqa: ARG002 - the protocol's
+        """Begin another event file, with which TensorBoard hides what it has of later steps."""
+        self._held = None
+        self._close()
+        self._writer = self._tried(lambda: self._make_writer(str(self.log_dir), purge_step=step + 1))
+
+    def on_fit_end(self, result: FitResult | None) -> None:  # noqa: ARG002 - the protocol's
+        """Write the last step and close the event file."""
+        self._write_held()
+        self._close()
+
+    def _write_step(self, report: StepReport, epoch: int, at_s: float) -> None:  # noqa: ARG002 - the base's
+        rates = report.learning_rates
+        values = {
+            **_losses("train/loss", report.loss, report.losses),
+            **{f"train/learning_rate{f'/{place}' * (len(rates) > 1)}": rate for place, rate in enumerate(rates)},
+            "train/grad_norm": report.grad_norm,
+            "train/noise_scale": report.noise_scale,
+            "train/samples_per_s": report.samples / report.elapsed_s if report.elapsed_s > 0 else None,
+            "memory/peak_bytes": report.peak_bytes,
+        }
+        self._add({name: value for name, value in values.items() if value is not None}, report.step, at_s)
+
+    def _add(self, values: Mapping[str, float], step: int, at_s: float | None = None) -> None:
+        for name, value in values.items():
+            if self._writer is not None:
+                self._tried(self._writer.add_scalar, name, value, step, walltime=at_s)
 
     def _close(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
-            writer.close()
+            self._tried(writer.close)
 
-    @contextmanager
-    def _failures_told(self) -> Iterator[None]:
+    def _tried(self, call: Any, *arguments: Any, **named: Any) -> Any:
         """Give the log up where TensorBoard fails: its thread that writes does not begin again after an error."""
         try:
-            yield
+            return call(*arguments, **named)
         except Exception as error:  # noqa: BLE001 - whatever it is, training matters more
             self._writer = None
-            if not self._has_complained:
-                self._has_complained = True
-                log(
-                    f"the event file in {str(self.log_dir)!r} cannot be written ({first_line(error)}); "
-                    "training goes on without it",
-                    logging.WARNING,
-                )
+            self._complain(
+                f"the event file in {str(self.log_dir)!r} cannot be written ({first_line(error)}); training goes on "
+                "without it"
+            )
+            return None
 
 
-def _step_scalars(report: StepReport) -> dict[str, float]:
-    scalars: dict[str, float] = {"train/loss": report.loss}
-    if len(report.losses) > 1:
-        scalars |= {f"train/loss/{name}": loss for name, loss in report.losses.items()}
-    rates = report.learning_rates
-    for number, rate in enumerate(rates):
-        if rate is not None:
-            scalars["train/learning_rate" if len(rates) == 1 else f"train/learning_rate/{number}"] = rate
-    if report.grad_norm is not None:
-        scalars["train/grad_norm"] = report.grad_norm
-    if report.noise_scale is not None:
-        scalars["train/noise_scale"] = report.noise_scale
-    if report.elapsed_s > 0:
-        scalars["train/samples_per_s"] = report.samples / report.elapsed_s
-    if report.peak_bytes is not None:
-        scalars["memory/peak_bytes"] = report.peak_bytes
-    return scalars
-
-
-def _end_record(result: FitResult | None) -> dict[str, Any]:
-    if result is None:
-        return {"completed": False}
-    return {
-        "completed": True,
-        "steps": result.steps,
-        "samples": result.samples,
-        "oom_events": result.oom_events,
-        "elapsed_s": result.elapsed_s,
-        "stopped": result.stopped,
-        "noise_scale": finite(result.noise_scale),
-    }
-
-
-def _summary_writer() -> Callable[..., Any]:
-    try:
-        # Here rather than at the head of the file: TensorBoard is optional, and takes longer to import than
-        # autoaccum.
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
-    except ImportError as error:
-        raise InvalidInputError(
-            "TensorBoardLog needs TensorBoard, which is not installed; pip install tensorboard"
-        ) from error
-    return SummaryWriter
+def _losses(name: str, loss: float, losses: Mapping[str, float]) -> dict[str, float]:
+    """Return a loss, and its parts if there are several, by name."""
+    return {name: loss} | ({f"{name}/{part}": value for part, value in losses.items()} if len(losses) > 1 else {})

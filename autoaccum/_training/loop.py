@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from autoaccum._oom import first_line
 from autoaccum._records import SAMPLES, FitResult, TimeSpent
 from autoaccum._system import signals
 from autoaccum._training.checkpoint_contents import Contents
+from autoaccum._training.checkpoints import Checkpoints
 from autoaccum._training.interrupts import Interrupts
 from autoaccum._training.plan_lifecycle import PlanLifecycle
 from autoaccum._training.progress import TrainingProgress
@@ -26,7 +27,7 @@ from autoaccum._training.validation import Validation
 from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from autoaccum._callbacks import Callback
@@ -38,8 +39,7 @@ if TYPE_CHECKING:
     from autoaccum._records import Evaluation, ProbeResult, StepReport
     from autoaccum._sizing.sizing import Cutting
     from autoaccum._system.notices import Notices
-    from autoaccum._training.checkpoints import Checkpoints
-    from autoaccum._training.first_plan import Finding
+    from autoaccum._training.checkpoints import Saving
     from autoaccum._training.lr_schedule import Schedule
     from autoaccum._training.progress import Data
     from autoaccum._training.rank_coordination import Coordinator
@@ -61,13 +61,15 @@ class Training:
         step: The training step.
         data: The training data.
         schedule: Steps the learning-rate scheduler.
-        finding: Finds the plan by which to cut windows.
+        limit_bytes: Memory limit, as the memory backend counts it.
+        cap: As for `PlanLifecycle`, as is `grows_from`.
+        saves: What saves memory, as `fit` takes it in `memory`.
         val_loader: Data to evaluate on, if any.
         val_every: As for `fit`.
         metrics: Metrics for the evaluation.
         callbacks: Callbacks to notify, including the progress display.
         notices: Reports choices made for the user.
-        checkpoints: Writes and finds checkpoints; None without `checkpoint`.
+        saving: Where and when checkpoints are written; None without `checkpoint`.
         noise: The gradient noise scale to measure; None without `noise_scale`.
         savings: Saves memory in steps.
         world: The processes of this training.
@@ -82,13 +84,16 @@ class Training:
         data: Data,
         schedule: Schedule,
         *,
-        finding: Finding,
+        limit_bytes: int | None,
+        cap: int | None,
+        grows_from: int | None,
+        saves: Sequence[str],
         val_loader: Iterable[Any] | None,
         val_every: int | None,
         metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None,
         callbacks: Sequence[Callback],
         notices: Notices,
-        checkpoints: Checkpoints | None,
+        saving: Saving | None,
         noise: NoiseScale | None,
         savings: Savings,
         world: Coordinator,
@@ -96,7 +101,7 @@ class Training:
         self._step = step
         self._data = data
         self._schedule = schedule
-        self._finding = finding
+        self._limit_bytes = limit_bytes
         self._notices = notices
         self._world = world
         self._random = RandomState(step.memory.device, step.objective.modules)
@@ -104,7 +109,7 @@ class Training:
             data,
             schedule,
             memory=step.memory,
-            random=None if checkpoints is None else self._random,
+            random=None if saving is None else self._random,
             world=world,
         )
         self._lifecycle = PlanLifecycle(
@@ -112,7 +117,11 @@ class Training:
             self._progress,
             callbacks,
             notices,
-            finding=finding,
+            counts=data.counts,
+            saves=saves,
+            limit_bytes=limit_bytes,
+            cap=cap,
+            grows_from=grows_from,
             savings=savings,
             world=world,
             noise=noise,
@@ -120,9 +129,10 @@ class Training:
         self._noise = noise
         self._observers = self._lifecycle.observers
         self._finiteness = Finiteness(step, step.options.on_nan, is_first=world.decides, is_alone=world.is_alone)
-        self._checkpoints = checkpoints
-        if checkpoints is not None:
-            checkpoints.begin(
+        self._checkpoints: Checkpoints | None = None
+        if saving is not None:
+            self._checkpoints = Checkpoints(
+                saving,
                 Contents(step, schedule, data.target_batch, self._random, notices, noise, data.counts),
                 self._progress,
                 self._lifecycle,
@@ -145,11 +155,11 @@ class Training:
                 ranks=world.ranks,
                 random=self._random,
                 is_between_windows=val_every is not None,
-                is_kept=checkpoints is not None,
+                is_kept=saving is not None,
             )
         self._history: deque[StepReport] = deque(maxlen=_HISTORY)
         self._unread: list[StepReport] = []
-        self._evaluations: list[tuple[int, int, Evaluation]] = []  # with their epochs and steps
+        self._evaluations: list[tuple[int, Evaluation]] = []  # with their steps
         self._resumed_from: int | None = None
         # Seconds of this call, also of windows that were trained again.
         self._start_s = self._search_s = self._recomputation_s = self._data_s = self._evaluation_s = 0.0
@@ -163,24 +173,26 @@ class Training:
         """
         return max(self._progress.moment.windows, self._step.updates.made)
 
-    def run(self, *, limit_bytes: int | None, started: float) -> FitResult:
+    def run(self, started: float) -> FitResult:
         """Train to the end.
 
         Args:
-            limit_bytes: Memory limit, as the memory backend counts it.
             started: Start of the call, from `time.perf_counter`.
         """
+        data, memory = self._data, self._step.memory
         # Outermost, so that a SIGTERM ends the process only after the callbacks were notified.
         with self._interrupts.watching(), signals.wrapped():
             try:
-                self._tell_start()
-                with devices.failures_told(self._step.memory, "what ranks send each other"):
-                    self._world.begin(self._step, self._interrupts.requests, self._finding.grows_to)
+                self._observers.on_fit_start(
+                    epochs=data.epochs, max_steps=data.max_steps, steps_per_epoch=data.steps_per_epoch
+                )
+                with devices.failures_told(memory, "what ranks send each other"):
+                    self._world.begin(self._step, self._interrupts.requests, self._lifecycle.grows_to)
                 self._lifecycle.save_memory()
                 begins_with, probed = self._begin()
                 with ExitStack() as limit:
-                    with devices.failures_told(self._step.memory, "what training needs in addition to the model"):
-                        limit.enter_context(self._step.memory.limited(limit_bytes))
+                    with devices.failures_told(memory, "what training needs in addition to the model"):
+                        limit.enter_context(memory.limited(self._limit_bytes))
                         self._lifecycle.begin(begins_with)
                     if self._checkpoints is not None:
                         self._checkpoints.check()
@@ -189,7 +201,7 @@ class Training:
                     self._start_s = time.perf_counter() - started - self._search_s - self._data_s
                     self._interrupts.run(self._train, self._went_back)
                 if self._noise is not None and self._resumed_from != self._progress.moment.windows:
-                    own, in_tokens = name_of(self._step.optimizer), self._data.counts != SAMPLES
+                    own, in_tokens = name_of(self._step.optimizer), data.counts != SAMPLES
                     self._notices.say(self._noise.summary(self._samples_of_a_window, own, in_tokens=in_tokens))
                 result = self._result(started)
             except BaseException as error:
@@ -255,7 +267,7 @@ class Training:
             plan=self._lifecycle.plan,
             plans=self._lifecycle.plans,
             oom_events=self._lifecycle.oom_events,
-            evaluations=tuple(evaluation for *_, evaluation in self._evaluations),
+            evaluations=tuple(evaluation for _, evaluation in self._evaluations),
             elapsed_s=time.perf_counter() - started,
             resumed_from=self._resumed_from,
             checkpoint=None if self._checkpoints is None else self._checkpoints.newest,
@@ -285,40 +297,35 @@ class Training:
             return self._data.target_batch
         return max(1, round(moment.samples / moment.windows))
 
-    def _tell_start(self) -> None:
-        data = self._data
-        self._observers.on_fit_start(epochs=data.epochs, max_steps=data.max_steps, steps_per_epoch=data.steps_per_epoch)
-
     def _begin(self) -> tuple[Cutting, ProbeResult | None]:
         """Find the initial cut in a checkpoint or with the first window; then make the scheduler."""
-        found = self._found()
+        found = None if self._checkpoints is None else self._checkpoints.find()
         if found is None:
             if self._validation is not None:  # before drawing from the training loader, which may be the same one
-                self._validation.try_out(self._finding.most_asked)
-            started = time.perf_counter()
-            first = self._progress.first_part()
-            self._data_s += time.perf_counter() - started
+                self._validation.try_out(self._lifecycle.most_asked)
+            with self._timed("_data_s"):
+                first = self._progress.first_part()
             drop_old_gradients(self._step, self._notices)
-            self._say_what_counts(first)
+            unlike = None
+            if first.spans:
+                unlike = unlike_batch_size(self._world.loader, first.spans[0].piece, self._step.objective.split)
+            if unlike is not None:
+                self._notices.say(unlike)
             if self._noise is not None and keeps_order(self._world.loader):
                 self._noise.say(_NOT_SHUFFLED)
-            started = time.perf_counter()
-            begins_with, probed = self._lifecycle.find(first)
-            self._search_s += time.perf_counter() - started
+            with self._timed("_search_s"):
+                begins_with = self._lifecycle.find(first)
         self._schedule.begin()
         if self._checkpoints is not None:
             self._schedule.check_that_it_can_be_kept()
-        return (begins_with, probed) if found is None else (self._resume(*found), None)
+        return begins_with if found is None else (self._resume(*found), None)
 
-    def _say_what_counts(self, first: Window) -> None:
-        """Report a loader whose first batch counts as another number of samples than it was made of."""
-        if first.spans:
-            split = self._step.objective.split
-            if (text := unlike_batch_size(self._world.loader, first.spans[0].piece, split)) is not None:
-                self._notices.say(text)
-
-    def _found(self) -> tuple[Path, dict[str, Any]] | None:
-        return None if self._checkpoints is None else self._checkpoints.find()
+    @contextmanager
+    def _timed(self, where: str) -> Iterator[None]:
+        """Add the seconds of a block to an attribute."""
+        began = time.perf_counter()
+        yield
+        setattr(self, where, getattr(self, where) + time.perf_counter() - began)
 
     def _resume(self, path: Path, content: dict[str, Any]) -> Cutting:
         """Resume from a checkpoint of an earlier call of `fit`; return how windows are cut."""
@@ -336,7 +343,7 @@ class Training:
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        """Train from the present moment to the end."""
+        """Train from the present moment to the end: epochs of windows, with what comes between them."""
         progress = self._progress
         self._world.note_moment(progress.moment.windows)
         self._stop_if_asked()
@@ -351,7 +358,7 @@ class Training:
                     "generator can be read only once, a DataLoader or a list every epoch"
                 )
                 if self._val_every is not None and progress.moment.windows and not self._is_evaluated:
-                    self._evaluate_here(progress.moment.position.epoch - 1)
+                    self._evaluate(progress.moment.position.epoch - 1, progress.evaluated)
                 break
             while window is not None and self._step_with(window):
                 # Release the window before loading the next one, so that memory holds only one of them.
@@ -367,10 +374,8 @@ class Training:
         self._finiteness.finish()
 
     def _next_window(self) -> Window | None:
-        started = time.perf_counter()
-        window = self._progress.next_window()
-        self._data_s += time.perf_counter() - started
-        return window
+        with self._timed("_data_s"):
+            return self._progress.next_window()
 
     def _stop_if_asked(self) -> None:
         """End the training here if a callback of any process has asked for it."""
@@ -387,12 +392,14 @@ class Training:
         report = self._lifecycle.step(window)
         if report is None:
             return skipped < self._lifecycle.skipped_samples  # of which nothing was left, so that there is no update
-        again = report.recomputed_samples / (report.samples + report.recomputed_samples)
         if is_trial:
             self._search_s += report.elapsed_s
         else:
-            self._recomputation_s += report.elapsed_s * again
-        self._note(report)
+            again = report.recomputed_samples
+            self._recomputation_s += report.elapsed_s * again / (report.samples + again)
+        self._history.append(report)
+        self._read_now_and_then(report)
+        self._observers.on_step(report, epoch=self._progress.moment.position.epoch)
         self._progress.after_callbacks()
         self._finiteness.see(report)
         if self._checkpoints is not None:
@@ -403,59 +410,50 @@ class Training:
             self._stop_if_asked()
         return True
 
-    def _note(self, report: StepReport) -> None:
-        self._history.append(report)
+    def _read_now_and_then(self, report: StepReport) -> None:
+        """Read losses, which otherwise stay on the device, a few hundred with one wait."""
         self._unread.append(report)
         if len(self._unread) == _READ_EVERY:
             for earlier in self._unread:
                 _ = earlier.loss, earlier.grad_norm
             self._unread.clear()
-        self._observers.on_step(report, epoch=self._progress.moment.position.epoch)
 
     def _end_epoch(self) -> None:
         """Evaluate and notify callbacks after an epoch's last window; also runs after the last window of all."""
         position = self._progress.moment.position
-        evaluation = None
+        is_due = False
         if not position.closed:
             self._observers.on_epoch_end(position.epoch)
-            if self._val_every is None or (self._progress.ends_training and not self._is_evaluated):
-                evaluation = self._evaluate(position.epoch)
-        with signals.held():
-            if evaluation is not None:
-                self._evaluations.append((position.epoch, self._progress.moment.windows, evaluation))
-            self._progress.end_epoch(evaluation)
-        if evaluation is not None:
-            self._interrupts.after_evaluation(evaluation)
+            is_due = self._val_every is None or (self._progress.ends_training and not self._is_evaluated)
+        if not is_due or not self._evaluate(position.epoch, self._progress.end_epoch):
+            with signals.held():
+                self._progress.end_epoch(None)
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate between two windows if `val_every` asks for it; return whether there was an evaluation."""
         moment = self._progress.moment
         if self._val_every is None or not moment.windows or moment.windows % self._val_every or self._is_evaluated:
             return False
-        self._evaluate_here(moment.position.epoch)
-        return True
-
-    def _evaluate_here(self, epoch: int) -> None:
-        """Evaluate between two windows."""
-        evaluation = self._evaluate(epoch)
-        assert evaluation is not None
-        with signals.held():
-            self._evaluations.append((epoch, self._progress.moment.windows, evaluation))
-            self._progress.evaluated(evaluation)
-        self._interrupts.after_evaluation(evaluation)
+        return self._evaluate(moment.position.epoch, self._progress.evaluated)
 
     @property
     def _is_evaluated(self) -> bool:
         """Whether the present moment was evaluated."""
         return self._progress.moment.evaluated == self._progress.moment.windows
 
-    def _evaluate(self, epoch: int) -> Evaluation | None:
+    def _evaluate(self, epoch: int, advance: Callable[[Evaluation], None]) -> bool:
+        """Evaluate if there is validation data, let `advance` move what moves with it, and save the best so far."""
         if self._validation is None:
-            return None
+            return False
         evaluation = self._validation.run(self._lifecycle.current.sizing.plan.micro_batch)
         self._evaluation_s += evaluation.elapsed_s
-        self._observers.on_evaluation(evaluation, epoch=epoch, step=self._progress.moment.windows)
-        return evaluation
+        windows = self._progress.moment.windows
+        self._observers.on_evaluation(evaluation, epoch=epoch, step=windows)
+        with signals.held():
+            self._evaluations.append((windows, evaluation))
+            advance(evaluation)
+        self._interrupts.after_evaluation(evaluation)
+        return True
 
     def _went_back(self) -> None:
         """Discard reports on windows that will be trained again, and continue with the present cut."""
@@ -463,8 +461,8 @@ class Training:
         while self._history and self._history[-1].step > moment.windows:
             self._history.pop()
         self._evaluations = [
-            (epoch, step, evaluation)
-            for epoch, step, evaluation in self._evaluations
+            (step, evaluation)
+            for step, evaluation in self._evaluations
             if step < moment.windows or (step == moment.windows and moment.evaluated == step)
         ]
         self._finiteness.begin_anew()

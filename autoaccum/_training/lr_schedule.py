@@ -33,9 +33,6 @@ class Schedule:
 
     Attributes:
         scheduler: The scheduler, also where it was made here.
-
-    Raises:
-        InvalidInputError: It is not a scheduler, or one that does not move this optimizer.
     """
 
     def __init__(self, scheduler: Any, interval: str, optimizer: Optimizer, *, is_evaluated: bool = True) -> None:
@@ -54,8 +51,7 @@ class Schedule:
         if _is_maker(self.scheduler):
             self.scheduler = _made(self.scheduler, self._optimizer)
         if self.scheduler is not None:
-            _check_steps(self.scheduler, is_evaluated=self._is_evaluated)
-            _check_optimizer(self.scheduler, self._optimizer)
+            _check(self.scheduler, self._optimizer, is_evaluated=self._is_evaluated)
         self._on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
 
     def after_update(self, *, skipped: bool) -> None:
@@ -106,18 +102,18 @@ def check_scheduler(scheduler: Any, interval: str, val_loader: Iterable[Any] | N
         raise InvalidInputError(
             f"scheduler={shown(scheduler)} has no step(), nor is it a function that makes one; pass {_EXAMPLE}"
         )
-    if scheduler is None:
-        return
     if _is_maker(scheduler):
         check_call("scheduler", scheduler, "optimizer")
+    elif scheduler is not None:
+        made = optimizer if isinstance(optimizer, Optimizer) else None
+        _check(scheduler, made, is_evaluated=val_loader is not None)
+
+
+def _check(scheduler: Any, optimizer: Optimizer | None, *, is_evaluated: bool) -> None:
+    """Refuse a scheduler that cannot be moved, or is of another optimizer, if it has an attribute `optimizer`."""
+    _check_steps(scheduler, is_evaluated=is_evaluated)
+    if optimizer is None:
         return
-    _check_steps(scheduler, is_evaluated=val_loader is not None)
-    if isinstance(optimizer, Optimizer):
-        _check_optimizer(scheduler, optimizer)
-
-
-def _check_optimizer(scheduler: Any, optimizer: Optimizer) -> None:
-    """Refuse a scheduler of another optimizer; one of the user's own without an `optimizer` attribute is accepted."""
     used = {id(group) for group in optimizer.param_groups}
     for part in parts_of_scheduler(scheduler):
         other = getattr(part, "optimizer", getattr(part, "_optimizer", None))

@@ -1,18 +1,29 @@
-"""Makes the runner of one call of `fit`, and rebuilds it after more saves memory, a resume or a rollback."""
+"""Decides how the windows of a call of `fit` are cut, and makes its runner.
+
+The first plan is set by the user, remembered from an earlier run, resumed, tried before training, or learned in the
+first windows. The runner is made anew after more saves memory, a sample is left out, or training goes back.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autoaccum import _oom
 from autoaccum._callbacks import Callback
-from autoaccum._data.batches import Window
+from autoaccum._data.batches import Window, largest_first
 from autoaccum._engine.does_not_fit import sample_of
 from autoaccum._engine.events import Events
+from autoaccum._engine.probing import probe
+from autoaccum._engine.replaced_forward import are_compiled
 from autoaccum._engine.runner import WindowRunner
 from autoaccum._engine.savings import AVOIDABLE
-from autoaccum._sizing.sizing import Cutting, Sizing
+from autoaccum._records import TOKENS
+from autoaccum._sizing.cache import CacheEntry, PlanCache
+from autoaccum._sizing.job_key import key_of
+from autoaccum._sizing.planner import planned
+from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system.reason_file import RUNNING, Reason, write
 from autoaccum._training.checkpoint_contents import Kept
 from autoaccum._training.stopping import Observers
@@ -26,39 +37,41 @@ if TYPE_CHECKING:
     from autoaccum._records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
     from autoaccum._sizing.frontier import Widths
     from autoaccum._system.notices import Notices
-    from autoaccum._training.first_plan import Finding
     from autoaccum._training.progress import TrainingProgress
     from autoaccum._training.rank_coordination import Coordinator
 
+# Timing cuts takes windows. If fewer than this are to come, the largest cut that fits is used instead; if their number
+# is unknown, timing waits for this many first.
+_WINDOWS_WORTH_TIMING = 40
+_WINDOWS_BEFORE_TIMING = 10
 
-class _Noting(Callback):
-    """Records plans as they change. It is a callback of its own, apart from the lifecycle, which owns and calls it.
 
-    Args:
-        finding: Keeps plans for the next run.
+class _Record(Callback):
+    """Records plans as they change. It is apart from the lifecycle, since callbacks are called by what that owns.
 
     Attributes:
         plans: All plans so far, each with the step from which it is in force.
+        entry: What is remembered of this job for its next run.
     """
 
-    def __init__(self, finding: Finding) -> None:
+    def __init__(self, entry: CacheEntry) -> None:
         self.plans: list[tuple[int, Plan]] = []
-        self._finding = finding
+        self.entry = entry
 
     def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
-        """Record the plan, and what a probe found for the next run."""
+        """Record the plan, and what a search found for the next run."""
         self.plans.append((step, plan))
         write(Reason(RUNNING, plan.micro_batch))  # if the kernel kills this process, `autoaccum run` halves that
         if probe is not None:
-            self._finding.keep(probe)
+            self.entry.keep(probe)
 
     def on_trial(self, trial: Trial) -> None:
         """Tell `autoaccum run` how large the next trial may be."""
         write(Reason(RUNNING, trial.size * 2 if trial.fits else trial.size))
 
     def on_oom(self, event: MemoryEvent, *, step: int) -> None:  # noqa: ARG002 - as the base has it
-        """Delete the cached plan, which does not fit."""
-        self._finding.forget()
+        """Forget the remembered plan, which does not fit."""
+        self.entry.forget()
 
 
 class PlanLifecycle:
@@ -69,7 +82,12 @@ class PlanLifecycle:
         progress: Tracks the moment; it advances with every update.
         callbacks: Callbacks to notify.
         notices: Reports choices made for the user.
-        finding: Finds the plan by which to cut windows.
+        counts: What the target is counted in: "samples" or "tokens".
+        saves: What saves memory, as `fit` takes it in `memory`.
+        limit_bytes: Memory limit, as the memory backend counts it.
+        cap: Upper bound on the micro-batch, set or found; None for no bound.
+        grows_from: The initial size if a size that does not fit would end the process. Nothing is then tried, and sizes
+            grow by extrapolation from smaller ones. None if the process survives running out of memory.
         savings: Saves memory in steps.
         world: The processes of this training.
         noise: The gradient noise scale to measure; None without `noise_scale`.
@@ -89,20 +107,34 @@ class PlanLifecycle:
         callbacks: Sequence[Callback],
         notices: Notices,
         *,
-        finding: Finding,
+        counts: str,
+        saves: Sequence[str],
+        limit_bytes: int | None,
+        cap: int | None,
+        grows_from: int | None,
         savings: Savings,
         world: Coordinator,
         noise: NoiseScale | None,
     ) -> None:
-        self._noise = noise
-        self._noting = _Noting(finding)
-        self.observers = Observers((self._noting, *callbacks), step.memory)
         self._step = step
         self._progress = progress
         self._notices = notices
-        self._finding = finding
+        self._noise = noise
         self._savings = savings
         self._world = world
+        self._counts = counts
+        self._target_batch = target = world.target_batch
+        self._asked = step.options.micro_batch
+        self._cap = None if cap is None or cap >= target else cap  # a cap that no window reaches has no effect
+        self._grows_from = grows_from
+        self._searches = self._asked == "auto" and grows_from is None
+        # A loss over the whole window needs to know the whole cut beforehand.
+        self._tries_before = self._searches and step.options.loss_scope == "window"
+        self._is_uniform = are_compiled(step.objective.modules)
+        self._cache = PlanCache(notices) if self._searches else None
+        self._key = {"target_batch": target, "counts": counts, "limit_bytes": limit_bytes, "saves": saves}
+        self._record = _Record(CacheEntry(step.memory))
+        self.observers = Observers((self._record, *callbacks), step.memory)
         self._earlier_oom_events = 0
         self._fastest: Plan | None = None  # once it has been recorded
         self.skipped_samples = 0
@@ -116,17 +148,34 @@ class PlanLifecycle:
     @property
     def plan(self) -> Plan:
         """The plan in force; before there is a runner, the one to begin with as far as it is known."""
-        return self.current.sizing.plan if self.has_begun else self._finding.plan()
+        return self.current.sizing.plan if self.has_begun else self._first_plan()
 
     @property
     def plans(self) -> tuple[tuple[int, Plan], ...]:
         """All plans, each with the step from which it was in force."""
-        return tuple(self._noting.plans) or ((self._progress.moment.windows + 1, self.plan),)
+        return tuple(self._record.plans) or ((self._progress.moment.windows + 1, self.plan),)
 
     @property
     def oom_events(self) -> int:
         """Number of times memory ran out, including earlier calls."""
         return self._earlier_oom_events + (self.current.oom_events if self.has_begun else 0)
+
+    @property
+    def memory(self) -> tuple[str, ...]:
+        """What saves memory, by names of `memory`."""
+        return self._savings.names
+
+    @property
+    def most_asked(self) -> int | None:
+        """The largest micro-batch that the user allows; None for no bound."""
+        return min((most for most in (self._asked, self._cap) if isinstance(most, int)), default=None)
+
+    @property
+    def grows_to(self) -> int | None:
+        """The largest size to grow to, if sizes grow by extrapolation from smaller ones; else None."""
+        if self._grows_from is None or self._asked != "auto":
+            return None
+        return self._target_batch if self._cap is None else self._cap
 
     # --- the plan to begin with ---------------------------------------------------------------------------------------
 
@@ -143,12 +192,12 @@ class PlanLifecycle:
         Raises:
             DoesNotFitError: Not even one sample fits.
         """
-        self._finding.see(first.samples)
-        known = self._finding.look_up(first) if first.samples else None
-        self._begin_rungs(known)
-        probed = self._probe(first) if first.samples else None
-        plan = self._finding.plan(probed)
-        return Cutting.of(plan), probed
+        self._see(first.samples)
+        if first.samples:
+            self._look_up(first)
+        self._begin_rungs(self._record.entry.saves if self._cache is not None and first.samples else None)
+        probed = self._probe(first) if first.samples and self._tries_before else None
+        return Cutting.of(self._first_plan(probed)), probed
 
     def take_up(self, kept: Kept | None) -> Cutting:
         """Return how windows are cut after a resume.
@@ -157,24 +206,86 @@ class PlanLifecycle:
             kept: The cut and plans stored in the checkpoint; None if other processes wrote it.
         """
         moment = self._progress.moment
-        self._finding.see(round(moment.samples / max(moment.windows, 1)))
-        chosen = None if kept is None else kept.memory
-        has_chosen = self._begin_rungs(chosen)
+        self._see(round(moment.samples / max(moment.windows, 1)))
+        has_chosen = self._begin_rungs(None if kept is None else kept.memory)
         if kept is None:
-            return Cutting.of(self._finding.plan())
-        self._noting.plans, self._earlier_oom_events = list(kept.plans), kept.oom_events
+            return Cutting.of(self._first_plan())
+        self._record.plans, self._earlier_oom_events = list(kept.plans), kept.oom_events
         self.skipped_samples = kept.skipped_samples
         widths = set() if kept.cutting.frontier is None else kept.cutting.frontier.widths
         self._resumed_widths = widths.pop() if len(widths) == 1 else None
-        if self._finding.asked not in ("auto", kept.asked):
-            plan = self._noted(self._finding.plan())
-            return replace(kept.cutting, plan=plan, grows_to=plan)
-        if self._savings.is_auto and not has_chosen:  # what was saved by is not known, and with it what fits
-            return Cutting.of(self._noted(self._finding.plan()))
-        plan = self._finding.within_cap(kept.cutting.plan)
-        if plan != kept.cutting.plan:
-            self._noted(plan)
-        return replace(kept.cutting, plan=plan, grows_to=self._finding.within_cap(kept.cutting.grows_to))
+        cutting = kept.cutting
+        if self._asked not in ("auto", kept.asked):
+            plan = self._first_plan()
+            cutting = replace(cutting, plan=plan, grows_to=plan)
+        elif (self._savings.is_auto and not has_chosen) or (kept.cap or math.inf) < (self._cap or math.inf):
+            # Not known is what fits with what saves memory now, or beyond the cap of the call before.
+            cutting = Cutting.of(self._first_plan())
+        else:
+            within = [self._within_cap(one) for one in (cutting.plan, cutting.grows_to)]
+            cutting = replace(cutting, plan=within[0], grows_to=within[1])
+        if cutting.plan != kept.cutting.plan:
+            self._note(cutting.plan)
+        return cutting
+
+    def _see(self, samples: int) -> None:
+        """Take the samples of one window for those of each, where the target is in tokens."""
+        if self._counts == TOKENS and samples:
+            self._target_batch = samples
+
+    def _largest_of(self, first: Window) -> Window:
+        return (largest_first(first) if self._step.options.loss_scope == "micro_batch" else first).largest()
+
+    def _look_up(self, first: Window) -> None:
+        """Look up what an earlier run of the same job has found."""
+        if self._cache is None:
+            return
+        step, largest = self._step, self._largest_of(first)
+        key = key_of(
+            step.objective.modules,
+            largest.cut(0, largest.samples),
+            optimizer=step.optimizer,
+            memory=step.memory,
+            precision=step.precision.name,
+            loss_scope=step.options.loss_scope,
+            cap=self._cap,
+            **self._key,
+        )
+        self._record.entry = CacheEntry(step.memory, self._cache, key)
+
+    def _probe(self, first: Window) -> ProbeResult:
+        """Search before training, since the loss runs over a whole window."""
+        entry = self._record.entry
+        try:
+            found = probe(
+                self._step,
+                self._largest_of(first),
+                first.samples if self._cap is None else min(first.samples, self._cap),
+                self._key["limit_bytes"],
+                self.observers.on_trial,
+                loss_scope=self._step.options.loss_scope,
+                begins_with=None if entry.found is None else entry.found.micro_batch,
+                frontier=entry.frontier,
+            )
+        except AVOIDABLE as error:
+            if not self._climbs(error):
+                raise
+            _oom.let_go(error)
+        else:
+            entry.keep(found)
+            return found
+        return self._probe(first)
+
+    def _first_plan(self, probed: ProbeResult | None = None) -> Plan:
+        """Return the initial plan; a single micro-batch per window if the first windows are to find a better plan."""
+        target = self._target_batch
+        found = (self._grows_from or target) if probed is None else probed.micro_batch
+        most = self._asked if isinstance(self._asked, int) else found
+        # Only whole windows are timed: on a shared machine, a single trial per size says little.
+        return planned(target, min(most, target, self._cap or target), is_uniform=self._is_uniform)
+
+    def _within_cap(self, earlier: Plan) -> Plan:
+        return earlier if self._cap is None or earlier.micro_batch <= self._cap else self._first_plan()
 
     def _begin_rungs(self, known: tuple[str, ...] | None) -> bool:
         """Begin with what saves memory in an earlier run; return whether that is the same here."""
@@ -184,19 +295,27 @@ class PlanLifecycle:
         self._use_rung()
         return self._savings.names == known
 
+    def _climbs(self, error: Exception) -> bool:
+        """Save memory in another way, if one may avoid an error; return whether there was one."""
+        if not self._savings.climb(error):
+            return False
+        self._use_rung()
+        return True
+
     def _use_rung(self) -> None:
         self._savings.remove()
         self._savings.apply()
-        self._finding.begin_rung(self._savings.names)
+        self._record.entry.use(self._savings.names)
+
+    # --- the runner ---------------------------------------------------------------------------------------------------
 
     def begin(self, cutting: Cutting) -> None:
         """Make the runner that cuts windows by `cutting`."""
         step, windows_done = self._step, self._progress.moment.windows
-        wanted = self._finding.wanted(self._progress.windows_ahead, cutting)
         events = Events([self.observers], windows=windows_done)
         self.current = WindowRunner(
             step,
-            Sizing(step.memory, lambda: step.parameters, cutting, wanted, events),
+            Sizing(step.memory, lambda: step.parameters, cutting, self._wanted(cutting), events),
             events,
             self._notices,
             peers=self._world.peers,
@@ -205,27 +324,38 @@ class PlanLifecycle:
             noise=self._noise,
         )
 
+    def _wanted(self, cutting: Cutting) -> SizingOptions:
+        """Return the options for choosing sizes from now on."""
+        found, ahead = self._record.entry.found, self._progress.windows_ahead
+        is_timed = cutting.is_timed or (found is not None and found.fastest is not None)
+        times_after = None
+        if self._searches and not self._is_uniform and not is_timed:
+            if ahead is None:
+                times_after = _WINDOWS_BEFORE_TIMING
+            elif ahead >= _WINDOWS_WORTH_TIMING:
+                times_after = 0
+        fits = 0  # a size that may be used though it exceeds the plan's
+        if self._counts == TOKENS and isinstance(self._asked, int):
+            fits = self._asked  # the first window may have held fewer samples
+        elif found is not None and self._tries_before:
+            fits = found.micro_batch
+        return SizingOptions(
+            is_uniform=self._is_uniform,
+            by_width=self._searches,
+            learns=not cutting.is_found and self._searches and not self._tries_before,
+            times_after=times_after,
+            fits=fits,
+            most=self._cap,
+            **self._record.entry.experience,
+        )
+
     def tell_beginning(self, plan: Plan, probed: ProbeResult | None) -> None:
         """Notify callbacks of the initial plan, unless the first windows are to find a better one."""
         if self.current.sizing.is_learning:
             return
-        known, since = list(self._noting.plans), self._progress.moment.windows + 1
+        known, since = list(self._record.plans), self._progress.moment.windows + 1
         self.observers.on_plan(plan, step=since, probe=probed)
-        self._noting.plans = known or self._noting.plans  # after a resume, the checkpoint's
-
-    def _probe(self, first: Window) -> ProbeResult | None:
-        try:
-            return self._finding.begin(first, self._tell_trial)
-        except AVOIDABLE as error:
-            if not self._climbs(error):
-                raise
-            _oom.let_go(error)
-        return self._probe(first)
-
-    def _tell_trial(self, trial: Trial) -> None:
-        self.observers.on_trial(trial)
-
-    # --- windows ------------------------------------------------------------------------------------------------------
+        self._record.plans = known or self._record.plans  # after a resume, the checkpoint's
 
     def step(self, part: Window) -> StepReport | None:
         """Make the update of a window, saving more memory or leaving the sample out if not even one sample fits.
@@ -253,12 +383,11 @@ class PlanLifecycle:
         else:
             self._note_fastest()
             return report
-        if rest is not None:
-            self._step.memory.release()
-            return self.step(rest) if rest.samples else None
         # After the handler: inside it, the traceback still pins the activations.
         self._step.memory.release()
-        self._begin_with(self._finding.plan())
+        if rest is not None:
+            return self.step(rest) if rest.samples else None
+        self._search_anew()
         return self.step(part)
 
     def _compare_widths(self, first: Window) -> None:
@@ -271,10 +400,11 @@ class PlanLifecycle:
             f"samples have {sum(max(found, key=sum)):,} elements now, and had {sum(before):,} when the checkpoint was "
             "written; micro-batch sizes are searched for anew"
         )
-        self._begin_with(self._finding.plan())
+        self._search_anew()
 
-    def _begin_with(self, plan: Plan) -> None:
+    def _search_anew(self) -> None:
         self._earlier_oom_events += self.current.oom_events
+        plan = self._first_plan()
         self.begin(Cutting(plan, plan, is_timed=self.current.sizing.cutting.is_timed))
 
     def _rest(self, error: Exception) -> Window | None:
@@ -299,51 +429,31 @@ class PlanLifecycle:
         fastest = self.current.sizing.fastest
         if fastest is not None and fastest is not self._fastest:
             self._fastest = fastest
-            self._finding.keep(fastest=fastest)
+            self._record.entry.keep(fastest=fastest)
             self._notices.say(f"micro-batches of {fastest.micro_batch} samples are fastest by the clock")
 
     @property
     def kept(self) -> Kept:
         """The present cut and all plans, as a checkpoint stores them."""
         chosen = self._savings.names if self._savings.is_auto else None
-        return Kept(
-            self.current.sizing.cutting,
-            tuple(self._noting.plans),
-            self._finding.asked,
-            self.oom_events,
-            self.skipped_samples,
-            chosen,
-        )
-
-    @property
-    def memory(self) -> tuple[str, ...]:
-        """What saves memory, by names of `memory`."""
-        return self._savings.names
+        plans = tuple(self._record.plans)
+        oom_events, skipped = self.oom_events, self.skipped_samples
+        return Kept(self.current.sizing.cutting, plans, self._asked, oom_events, skipped, chosen, self._cap)
 
     def begin_anew(self) -> None:
         """Make a new runner with the present cut, after training has gone back to an earlier moment."""
         former = self.current.sizing.cutting
         self._earlier_oom_events += self.current.oom_events
         next_step = self._progress.moment.windows + 1
-        self._noting.plans = [(since, earlier) for since, earlier in self._noting.plans if since <= next_step]
-        if not self._noting.plans or self._noting.plans[-1][1] != former.plan:
-            self._noted(former.plan)
+        self._record.plans = [(since, earlier) for since, earlier in self._record.plans if since <= next_step]
+        if not self._record.plans or self._record.plans[-1][1] != former.plan:
+            self._note(former.plan)
         self.begin(former)
 
     def end(self) -> None:
         """Give the model back as the user wrote it."""
         self._savings.remove()
 
-    def _climbs(self, error: Exception) -> bool:
-        """Save memory in another way, if one may avoid an error; return whether there was one."""
-        if not self._savings.climb(error):
-            return False
-        self._use_rung()
-        return True
-
-    # --- records of plans ---------------------------------------------------------------------------------------------
-
-    def _noted(self, plan: Plan) -> Plan:
-        """Record a plan that takes effect with the next window, and return it."""
-        self._noting.plans.append((self._progress.moment.windows + 1, plan))
-        return plan
+    def _note(self, plan: Plan) -> None:
+        """Record a plan that takes effect with the next window."""
+        self._record.plans.append((self._progress.moment.windows + 1, plan))

@@ -7,7 +7,7 @@ gradients and optimizer state.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -19,10 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-
-class _CountsWindows(Protocol):
-    @property
-    def windows(self) -> int: ...
+    from autoaccum._training.loop import Training
 
 
 class Untouched:
@@ -34,11 +31,11 @@ class Untouched:
         loaders: Loaders whose own random generators are restored.
 
     Attributes:
-        training: Counts the windows that are done; None before the training exists.
+        training: The training, whose windows done are counted; None before it exists.
     """
 
     def __init__(self, device: torch.device, folders: Iterable[Path | None], loaders: Iterable[Any]) -> None:
-        self.training: _CountsWindows | None = None
+        self.training: Training | None = None
         self._random = RandomState(device)
         self._folders = [one for folder in folders if folder is not None for one in _missing(folder)]
         self._generators = [generator for loader in loaders for generator in generators_of(loader)]
@@ -89,15 +86,12 @@ def _missing(folder: Path) -> list[Path]:
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group without its parameters; tensors are copied, since rates may change in place."""
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }
+    settings = {name: value for name, value in group.items() if name != "params"}
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in settings.items()}
 
 
 def _put_back_settings(group: dict[str, Any], before: dict[str, Any]) -> None:
-    for name in [name for name in group if name != "params" and name not in before]:
+    for name in group.keys() - before.keys() - {"params"}:
         del group[name]
     for name, value in before.items():
         now = group.get(name)

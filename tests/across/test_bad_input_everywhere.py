@@ -23,15 +23,11 @@ from bad_inputs import (
     same,
 )
 
-LISTED = [
-    *((f"{name}({argument}) {number}", of_one_argument(name, argument, make))
-      for name, call in CALLS.items()
-      for argument, several in call.also.items() if argument in arguments_of(call)
-      for number, make in enumerate(several)),
-    *((f"{name} {number}", of_several(name, make))
-      for name, call in CALLS.items()
-      for number, make in enumerate(call.together)),
-]  # fmt: skip
+LISTED = {
+    f"{name}({argument})": [of_one_argument(name, argument, make) for make in call.listed(argument)]
+    for name, call in CALLS.items()
+    for argument in arguments_of(call)
+} | {f"{name}, together": [of_several(name, make) for make in call.together] for name, call in CALLS.items()}
 
 
 @pytest.fixture
@@ -45,13 +41,13 @@ def test_every_public_argument_has_bad_values():
     assert set(CALLS) - {"Runner.step", "Runner.evaluate"} | READ_ONLY == set(autoaccum.__all__)
 
 
-@pytest.mark.parametrize("case", [case for _, case in LISTED], ids=[name for name, _ in LISTED])
-def test_listed_bad_input_is_refused_by_name_and_changes_nothing(case, folder):
-    assert judge(case, folder) == ""
+@pytest.mark.parametrize("cases", LISTED.values(), ids=LISTED)
+def test_listed_bad_input_is_refused_by_name_and_changes_nothing(cases, folder):
+    assert [wrong for case in cases if (wrong := judge(case, folder))] == []
 
 
 @settings(
-    max_examples=120,
+    max_examples=60,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much, HealthCheck.too_slow],
@@ -65,19 +61,11 @@ def test_every_option_of_the_command_line_has_bad_values():
     assert not bad_options.missing(), "say in tests/bad_options.py what these may not be"
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        ("report", "html", "--html", "a file/below"),
-        ("report", "memory_limit", "--memory-limit", "9" * 400),
-        ("run", "target_batch", "--target-batch", str(2**63)),
-        ("slurm", "warn_before", "--warn-before", "0"),
-        ("slurm", "others", "--slurm", "signal=USR2"),
-    ],
-    ids=lambda case: f"{case[0]} {case[1]}",
-)
-def test_bad_option_is_refused_by_name_and_leaves_nothing(case, folder):
-    assert bad_options.judge(case, folder) == ""
+@pytest.mark.parametrize("command", bad_options.BAD)
+def test_bad_option_is_refused_by_name_and_leaves_nothing(command, folder):
+    cases = [case for case in bad_options.cases() if case[0] == command]
+
+    assert [wrong for case in cases if (wrong := bad_options.judge(case, folder))] == []
 
 
 # --- what is tried before the first update ----------------------------------------------------------------------------

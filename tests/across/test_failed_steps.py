@@ -1,5 +1,6 @@
 """A step that fails: what is undone, what is told, and what it cannot undo is never silent."""
 
+import collections
 import signal
 
 import pytest
@@ -7,111 +8,38 @@ import torch
 from torch import nn
 
 import autoaccum
-from fault_cases import Case, Witnessed
+from fault_cases import Case
 from fault_sweep import Sweep
 from fault_training import play
 from faults import FailAt, differences, state_of
+from helpers import runner_of
 
 
 class FailIn:
-    """Raises at a call of a function, before or after it has run.
+    """Raises before the n-th call of a function, which is an attribute of a class or module."""
 
-    Args:
-        owner: The class or module in which the function stands.
-        name: Its name there.
-        error: What is raised.
-        call: At which call, counted from 1.
-        after: Whether the function runs first.
-    """
-
-    def __init__(self, owner, name, error, *, call=1, after=False):
-        self._owner, self._name, self._after = owner, name, after
-        self._calls, self._call = 0, call
+    def __init__(self, owner, name, error, *, call=1):
         self.error, self.hits, self.where = error, 0, name
+        self._owner, self._left = owner, call
 
     def __enter__(self):
-        self._whole = getattr(self._owner, self._name)
+        whole = self._whole = getattr(self._owner, self.where)
 
         def instead(*args, **options):  # a function, which a class binds to its objects
-            return self._instead(*args, **options)
+            self._left -= 1
+            if self._left == 0:
+                self.hits += 1
+                raise self.error
+            return whole(*args, **options)
 
-        setattr(self._owner, self._name, instead)
+        setattr(self._owner, self.where, instead)
 
     def __exit__(self, *_):
-        setattr(self._owner, self._name, self._whole)
-
-    def fail(self):
-        raise self.error
-
-    def _instead(self, *args, **options):
-        self._calls += 1
-        if self._calls == self._call and not self._after:
-            self.hits += 1
-            self.fail()
-        result = self._whole(*args, **options)
-        if self._calls == self._call and self._after:
-            self.hits += 1
-            self.fail()
-        return result
+        setattr(self._owner, self.where, self._whole)
 
 
 def out_of_memory():
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB. (injected)")
-
-
-SCALED = Case("mlp", "fp16", "Adam, loop", sizes=(4, 4, 4), clip=0.5, pieces=(7, 5))
-SITES = {
-    "transfer": (autoaccum.Window, "cut"),
-    "forward": (Witnessed, "forward"),
-    "loss": (nn.CrossEntropyLoss, "forward"),
-    "backward": (torch.Tensor, "backward"),
-    "unscale": (torch.amp.GradScaler, "unscale_"),
-    "clip": (nn.utils, "clip_grads_with_norm_"),
-    "scaler": (torch.amp.GradScaler, "step"),
-    "optimizer": (torch.optim.Adam, "step"),
-}
-MICRO_STEP = ("transfer", "forward", "loss", "backward")
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("call", [1, 2, 3])
-@pytest.mark.parametrize("site", MICRO_STEP)
-def test_memory_that_runs_out_in_a_micro_batch_changes_nothing_but_the_cut(site, call, after):
-    sweep = Sweep(SCALED)
-    fault = FailIn(*SITES[site], out_of_memory(), call=call, after=after)
-
-    played = play(SCALED, {1: fault})
-
-    sweep.judge(played, 1, fault, site)
-    assert (sweep.tally.mismatches, sweep.tally.survived) == ([], 1)
-    assert played.cuts[1] != SCALED.sizes
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("site", ["unscale", "clip"])
-def test_memory_that_runs_out_before_the_optimizer_changes_nothing(site, after):
-    sweep = Sweep(SCALED)
-    fault = FailIn(*SITES[site], out_of_memory(), after=after)
-
-    played = play(SCALED, {1: fault})
-
-    sweep.judge(played, 1, fault, site)
-    assert (sweep.tally.mismatches, sweep.tally.survived) == ([], 1)
-    assert played.cuts[1] == SCALED.sizes
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("site", ["scaler", "optimizer"])
-@pytest.mark.parametrize("window", [0, 1])
-def test_memory_that_runs_out_in_the_optimizer_is_undone_or_told(window, site, after):
-    sweep = Sweep(SCALED)
-    fault = FailIn(*SITES[site], out_of_memory(), after=after)
-
-    played = play(SCALED, {window: fault})
-
-    sweep.judge(played, window, fault, site)
-    assert sweep.tally.mismatches == []
-    assert bool(sweep.tally.damaged) == (after and window > 0)
 
 
 @pytest.mark.parametrize("window", [0, 1])
@@ -148,20 +76,6 @@ def test_kernels_over_lists_that_fail_before_they_write_are_undone_and_later_one
     assert told == [False] + [True] * (len(kernels) - 1)
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("site", SITES)
-def test_error_of_the_users_own_arrives_unchanged_with_its_traceback_whole(site, after):
-    mine = LookupError("the user's own")
-    sweep = Sweep(SCALED)
-    fault = FailIn(*SITES[site], mine, after=after)
-
-    played = play(SCALED, {1: fault}, again=True)
-
-    sweep.judge_error(played, fault, mine, site)
-    assert sweep.tally.mismatches == []
-    assert bool(sweep.tally.damaged) == (after and site in ("scaler", "optimizer"))
-
-
 def test_error_of_a_callback_arrives_unchanged_and_leaves_the_state_before_the_window():
     model = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5))
     mine = LookupError("the user's own")
@@ -170,9 +84,7 @@ def test_error_of_a_callback_arrives_unchanged_and_leaves_the_state_before_the_w
         def on_oom(self, event, *, step):
             raise mine
 
-    runner = autoaccum.Runner(
-        model, None, autoaccum.plan(12, 6), loss=nn.CrossEntropyLoss(), device="cpu", callbacks=[Careless()]
-    )
+    runner = runner_of(model, samples=12, micro_batch=6, callbacks=[Careless()])
     window = torch.rand(12, 6), torch.randint(0, 3, (12,))
     runner.step(window)
     before = state_of(model, runner.optimizer)
@@ -200,41 +112,6 @@ def test_interrupt_that_the_optimizer_itself_raises_leaves_no_half_update_in_sil
         assert differences(played.left, played.states[1]) == []
 
 
-def test_a_fault_in_the_first_optimizer_step_takes_back_the_state_it_had_begun_to_make():
-    torch.manual_seed(0)
-    model, undone = nn.Linear(4, 3), []
-
-    class Watch(autoaccum.Callback):
-        def on_oom(self, event, *, step):
-            undone.append((event.phase, differences(state_of(model, runner.optimizer), before)))
-
-    runner = autoaccum.Runner(
-        model,
-        lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
-        autoaccum.plan(8, 8),
-        loss=nn.CrossEntropyLoss(),
-        device="cpu",
-        precision="fp32",
-        callbacks=[Watch()],
-    )
-    window = torch.randn(8, 4), torch.randint(0, 3, (8,))
-
-    class InOptimizer(FailAt):
-        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-            if "zeros_like" in str(operator):
-                self.count += 1
-                if self.count == 3:
-                    self.fail()
-            return operator(*args, **(kwargs or {}))
-
-    before = state_of(model, runner.optimizer)
-    with InOptimizer():
-        report = runner.step(window)
-
-    assert undone == [("optimizer", [])]
-    assert report.micro_batches == (8,)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_during_the_update_waits_for_its_end(number):
     class Stop(BaseException):
@@ -245,7 +122,7 @@ def test_interrupt_during_the_update_waits_for_its_end(number):
 
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(8, 8), loss=nn.CrossEntropyLoss(), device="cpu")
+    runner = runner_of(model, optimizer, 8, 8)
     optimizer.register_step_pre_hook(lambda *_: signal.raise_signal(number))
     before = model.weight.detach().clone()
     former = signal.signal(number, stop)
@@ -278,7 +155,7 @@ class InPlace(nn.Module):
 def in_place_runner(most):
     model = InPlace(most)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, autoaccum.Runner(model, optimizer, autoaccum.plan(12, 12), loss=nn.CrossEntropyLoss(), device="cpu")
+    return model, runner_of(model, optimizer, 12, 12)
 
 
 def test_model_that_changes_its_input_is_given_copies_once_that_is_seen():
@@ -311,36 +188,13 @@ def test_losses_that_could_not_be_tried_for_lack_of_memory_are_told():
     def plain(outputs, targets):
         return nn.functional.cross_entropy(outputs, targets)
 
-    runner = autoaccum.Runner(Picky(6, 3), None, autoaccum.plan(12, 1), loss=plain, device="cpu")
+    runner = runner_of(Picky(6, 3), samples=12, micro_batch=1, loss=plain)
 
     with pytest.warns(autoaccum.LossWarning, match="two samples .* do not fit at once, so .* not checked"):
         report = runner.step((torch.rand(12, 6), torch.randint(0, 3, (12,))))
 
     assert report.micro_batches == (1,) * 12
     assert len(report.warnings) == 1
-
-
-def test_optimizer_that_fails_with_an_error_of_its_own_after_writing_says_so():
-    class Checked(torch.optim.SGD):
-        errors = ()
-
-        def step(self, closure=None):
-            super().step(closure)
-            for error in self.errors:
-                raise error
-
-    model = nn.Linear(6, 3)
-    optimizer = Checked(model.parameters(), lr=0.1, foreach=False)
-    optimizer.register_step_post_hook(lambda *_: None)  # a hook that does not fail is not what failed
-    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(12, 6), loss=nn.CrossEntropyLoss(), device="cpu")
-    mine = ValueError("mine")
-    runner.step((torch.rand(12, 6), torch.randint(0, 3, (12,))))  # the first is guarded by a copy
-    optimizer.errors = (mine,)
-
-    with pytest.raises(autoaccum.StateDamagedError) as caught:
-        runner.step((torch.rand(12, 6), torch.randint(0, 3, (12,))))
-
-    assert caught.value.__cause__ is mine
 
 
 def test_hooks_on_the_optimizer_do_not_count_trials():
@@ -355,25 +209,6 @@ def test_hooks_on_the_optimizer_do_not_count_trials():
     assert calls == []
     optimizer.step()
     assert calls == [1]
-
-
-def test_plain_function_with_class_weights_has_the_gradient_of_the_whole_window():
-    weight = torch.tensor([0.1, 1.0, 1.0])
-    targets = torch.zeros(64, dtype=torch.long)
-    targets[[5, 9, 20]] = 1
-    inputs, model = torch.randn(64, 4), nn.Linear(4, 3)
-    before = model.weight.detach().clone()
-
-    def weighted(outputs, targets):
-        return nn.functional.cross_entropy(outputs, targets, weight=weight)
-
-    (expected,) = torch.autograd.grad(weighted(model(inputs), targets), [model.weight])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(64, 10), loss=weighted, device="cpu")
-
-    runner.step((inputs, targets))
-
-    torch.testing.assert_close(before - model.weight.detach(), expected)
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
@@ -398,3 +233,59 @@ def test_fused_step_that_failed_is_made_again_with_one_scale(name):
 
     assert (none, once) == (0, 1)
     assert differences(found, expected) == []
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD that counts its steps in several places before it writes."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        self.param_groups[0] |= {"tensor": torch.zeros(()), "list": [], "set": set()}
+        self.fails = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        state = self.state[group["params"][0]]
+        state.setdefault("counter", collections.Counter())["n"] += 1
+        state.setdefault("set", set()).add(len(state["set"]))
+        group["list"].append(0)
+        group["set"].add(len(group["set"]))
+        self._maybe_fail()
+        for parameter in group["params"]:
+            self.state[parameter]["is_there"] = True
+            parameter.sub_(group["lr"] * parameter.grad)
+
+    def _maybe_fail(self):
+        if self.fails:
+            self.fails = False
+            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_containers_in_state_and_groups_are_put_back(at):
+    model = nn.Linear(3, 2)
+    optimizer = Counting(model.parameters())
+    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(6, 3), loss=nn.functional.cross_entropy)
+    for number in range(3):
+        optimizer.fails = number == at
+        runner.step((torch.randn(6, 3), torch.randint(0, 2, (6,))))
+    (group,) = optimizer.param_groups
+    state = optimizer.state[model.weight]
+    assert (len(group["list"]), len(group["set"]), state["counter"]["n"], len(state["set"])) == (3, 3, 3, 3)
+
+
+def test_step_that_fails_after_it_wrote_a_tensor_of_its_group_is_not_repeated():
+    class Writes(Counting):
+        def _maybe_fail(self):
+            self.param_groups[0]["tensor"].add_(1)
+            super()._maybe_fail()
+
+    model = nn.Linear(3, 2)
+    optimizer = Writes(model.parameters())
+    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(6, 3), loss=nn.functional.cross_entropy)
+    runner.step((torch.randn(6, 3), torch.randint(0, 2, (6,))))
+    runner.step((torch.randn(6, 3), torch.randint(0, 2, (6,))))
+    optimizer.fails = True
+    with pytest.raises(autoaccum.errors.StateDamagedError):
+        runner.step((torch.randn(6, 3), torch.randint(0, 2, (6,))))

@@ -54,6 +54,9 @@ CASES = [
     for row, phase in enumerate(PHASES)
     for column, feature in enumerate(FEATURES)
 ]
+# Of another error each phase meets a third of the features: nothing is made smaller, so that less can go wrong.
+SOME_CASES = [case for number, case in enumerate(CASES) if (number // len(FEATURES) + number) % 3 == 0]
+BY_TURNS = list(zip(FEATURES, [*PRECISIONS] * 3, strict=True))
 
 
 class Fault:
@@ -327,7 +330,7 @@ def test_memory_that_runs_out_changes_the_sizes_of_micro_batches_alone(phase, fe
     assert_as_by_hand(training, reports)
 
 
-@pytest.mark.parametrize(("phase", "feature", "precision", "kind"), CASES)
+@pytest.mark.parametrize(("phase", "feature", "precision", "kind"), SOME_CASES)
 def test_another_error_is_raised_and_leaves_everything_as_before(phase, feature, precision, kind):
     (place, times, failing_window), error = PHASES[phase], kind("mine")
     training = Training(feature, precision, place)
@@ -346,7 +349,7 @@ def test_another_error_is_raised_and_leaves_everything_as_before(phase, feature,
     assert_as_by_hand(training, reports)
 
 
-@pytest.mark.parametrize(("feature", "precision"), list(zip(FEATURES, [*PRECISIONS] * 3, strict=True)))
+@pytest.mark.parametrize(("feature", "precision"), BY_TURNS)
 def test_memory_that_is_missing_for_a_later_step_is_seen_before_it_begins(feature, precision):
     hoard, phases = [], []
 
@@ -370,8 +373,7 @@ def test_memory_that_is_missing_for_a_later_step_is_seen_before_it_begins(featur
     assert_as_by_hand(training, reports)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(("feature", "precision"), BY_TURNS)
 def test_state_and_losses_are_those_of_a_runner_that_began_with_the_smaller_size(feature, precision):
     training, other = Training(feature, precision), Training(feature, precision)
     runner = training.runner()
@@ -388,8 +390,10 @@ def test_state_and_losses_are_those_of_a_runner_that_began_with_the_smaller_size
         assert [getattr(report, name) for report in reports] == [getattr(report, name) for report in expected]
 
 
-@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize(("feature", "precision"), list(zip(FEATURES, [*PRECISIONS] * 3, strict=True)))
+@pytest.mark.parametrize(
+    ("feature", "precision", "kind"),
+    [(*case, [torch.OutOfMemoryError, ValueError, KeyboardInterrupt][row // 3]) for row, case in enumerate(BY_TURNS)],
+)
 def test_a_later_step_that_fails_after_it_wrote_is_told_as_damage(feature, precision, kind):
     training, error = Training(feature, precision), kind("CUDA out of memory.")
     runner = training.runner()

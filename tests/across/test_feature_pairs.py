@@ -4,14 +4,11 @@ import pytest
 
 import feature_pairs
 
-SHARES = [pytest.param(19, id="some pairs"), pytest.param(1, id="all pairs", marks=pytest.mark.sweep)]
 
-
-@pytest.mark.parametrize("every", SHARES)
 @pytest.mark.parametrize("name", feature_pairs.MODELS)
-def test_pair_of_features_trains_as_a_plain_loop_or_is_refused(name, every, crew, tmp_path):
+def test_pair_of_features_trains_as_a_plain_loop_or_is_refused(name, crew, tmp_path):
     wrong, trained = [], 0
-    chosen = feature_pairs.pairs(name)[feature_pairs.MODELS.index(name) :: every]
+    chosen = feature_pairs.each_once(name)
 
     for number, features in enumerate(chosen):
         outcomes = feature_pairs.outcomes_of(crew, name, features, str(tmp_path / str(number)))

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import autoaccum
 from gradients import cut_gradient, distance, joined
-from helpers import CPU
+from helpers import CPU, fit_quietly
 from tiny_transformers import tiny
 
 pytest.importorskip("transformers")
@@ -62,9 +62,6 @@ def items_of(batch):
     }
 
 
-LAYOUTS = ("a mapping", "a pair", "a tuple")
-
-
 def tagger():
     torch.manual_seed(0)
     return Tagger().double()
@@ -80,9 +77,10 @@ def assert_whole(model, loss, window, sizes, batch, *, tolerance=1e-12, **option
     assert report.loss == pytest.approx(value.item(), rel=tolerance)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("items", [int, torch.as_tensor], ids=["int", "tensor"])
-@pytest.mark.parametrize("sizes", [(12,), (6, 6), (5, 5, 2)])
+@pytest.mark.parametrize(
+    ("layout", "items", "sizes"),
+    [("a mapping", int, (12,)), ("a pair", torch.as_tensor, (6, 6)), ("a tuple", int, (5, 5, 2))],
+)
 def test_window_of_several_batches_or_of_a_part_of_one_is_refused(layout, items, sizes):
     batches = [items_of(sentences([8] * 4, seed, items=items)) for seed in range(3)]
     window = autoaccum.Window([batch[layout][0] for batch in batches])
@@ -126,16 +124,14 @@ def test_windows_that_are_the_loaders_batches_are_trained_on():
         divided(by_hand(batch["input_ids"]), batch).backward()
         optimizer.step()
 
-    result = autoaccum.fit(
+    result = fit_quietly(
         model,
         batches,
         4,
         loss=divided,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        device="cpu",
         precision="fp32",
         micro_batch=2,
-        progress=False,
     )
 
     torch.testing.assert_close(model.state_dict(), by_hand.state_dict(), rtol=1e-12, atol=1e-14)

@@ -10,7 +10,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as cross_entrop
 import autoaccum
 from faults import FailAt
 from gradients import distance
-from helpers import assert_bitwise, classifier, labelled
+from helpers import assert_bitwise, classifier, labelled, runner_of
 
 SAMPLES, LATENT, WIDTH = 12, 3, 5
 
@@ -88,7 +88,7 @@ def two_windows(leave, *, point=None):
     torch.manual_seed(0)
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(12, 6), loss=nn.CrossEntropyLoss(), device="cpu")
+    runner = runner_of(model, optimizer, 12, 6)
     for number, window in enumerate((labelled(12), labelled(12))):
         if number == 1:
             leave(model, runner)
@@ -153,9 +153,7 @@ def test_gradients_on_models_that_are_not_its_own_are_left_as_a_loop_by_hand_lea
     of_generator = losses_of(generator, discriminator)[1]
     (window,) = drawn(1)
     expected = torch.autograd.grad(of_generator(None, window), list(discriminator.parameters()))
-    runner = autoaccum.Runner(
-        generator, optimizer_of(generator), autoaccum.plan(SAMPLES, 5), loss=[of_generator], device="cpu"
-    )
+    runner = runner_of(generator, optimizer_of(generator), SAMPLES, 5, loss=[of_generator])
 
     runner.step(window)
 
@@ -172,10 +170,19 @@ def test_norm_is_that_of_what_the_optimizer_holds():
     nn.functional.cross_entropy(expected(window[0]), window[1]).backward()
     norm = nn.utils.clip_grad_norm_(expected[4].parameters(), 1e-3)
 
-    report = autoaccum.Runner(
-        model, optimizer, autoaccum.plan(12, 12), loss=nn.CrossEntropyLoss(), clip_grad_norm=1e-3, device="cpu"
-    ).step(window)
+    report = runner_of(model, optimizer, 12, 12, clip_grad_norm=1e-3).step(window)
 
     assert report.grad_norm == pytest.approx(norm.item(), rel=1e-12)
     moved = (expected[4].weight - model[4].weight).detach()
     assert torch.allclose(moved, expected[4].weight.grad, rtol=1e-9)
+
+
+def test_gradient_is_added_to_an_expanded_one():
+    model, batch = nn.Linear(3, 2), (torch.randn(6, 3), torch.randint(0, 2, (6,)))
+    accumulator = autoaccum.Accumulator(model, loss=nn.functional.cross_entropy, micro_batch=2)
+    accumulator.backward(batch)
+    expected = [parameter.grad + 1.0 for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(1).expand(parameter.shape)
+    accumulator.backward(batch)
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)

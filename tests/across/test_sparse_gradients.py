@@ -46,3 +46,15 @@ def test_report_of_a_device_at_hand():
     report = autoaccum.preflight(model, batch, 32, loss=functional.cross_entropy, optimizer=sgd(model), device="cpu")
 
     assert "gradients" in str(report)
+
+
+def test_dense_gradients_are_added_to_sparse_ones():
+    table = nn.Embedding(5, 3, sparse=True)
+    words = torch.tensor([0, 1, 1, 4])
+    table(words).sum().backward()
+    expected = table.weight.grad.to_dense() + 2.0
+    accumulator = autoaccum.Accumulator(
+        table, closure=lambda words: (table.weight.sum() * 2.0).expand(len(words)), micro_batch=2
+    )
+    accumulator.backward(words)
+    torch.testing.assert_close(table.weight.grad, expected)

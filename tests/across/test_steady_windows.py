@@ -9,34 +9,22 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoaccum
+from helpers import runner_of
 
 SAMPLES, MICRO_BATCH = 12, 4
 WINDOWS = 6  # the sixth is neither the first nor a power of two
-# Views compute nothing.
-VIEWS = (
-    "slice",
-    "split",
-    "split_with_sizes",
-    "detach",
-    "view",
-    "t",
-    "transpose",
-    "select",
-    "_unsafe_view",
-    "alias",
-    "expand",
-)
 
 
 class Launched(TorchDispatchMode):
-    """Counts operators, by name."""
+    """Counts operators, by name, but for views, which compute nothing."""
 
     def __init__(self):
         super().__init__()
         self.names = Counter()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.names[operator.overloadpacket.__name__] += 1
+        if not operator.is_view:
+            self.names[operator.overloadpacket.__name__] += 1
         return operator(*args, **kwargs or {})
 
 
@@ -71,7 +59,7 @@ def launched_by_hand(model):
 
 def launched_by_runner(model):
     optimizer, loss = torch.optim.AdamW(model.parameters(), foreach=False), nn.CrossEntropyLoss()
-    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(SAMPLES, MICRO_BATCH), loss=loss, device="cpu")
+    runner = runner_of(model, optimizer, SAMPLES, MICRO_BATCH, loss=loss)
     for _ in range(WINDOWS - 1):
         runner.step(data())
     given = data()
@@ -109,7 +97,7 @@ def test_operators_are_those_of_a_loop_by_hand_and_the_savepoints_copies(model, 
     further = found - expected - copies
     # Both multiply each loss once: by 1 / 3, or by its share of the window.
     assert found["mul"] - expected["mul"] == expected["div"] - found["div"]
-    assert [name for name in further if name not in (*VIEWS, "mul")] == []
+    assert [name for name in further if name not in ("mul", "_unsafe_view")] == []
     assert "_local_scalar_dense" not in found - expected  # by which `item()` waits for a device
 
 
@@ -141,7 +129,7 @@ def trained_alike(batches, *, before=lambda number, model, loss: None, make=Fail
     model = make().double()
     by_hand, losses = copy.deepcopy(model), (nn.CrossEntropyLoss(), nn.CrossEntropyLoss())
     own, other = (optimizer(one.parameters(), lr=0.05) for one in (model, by_hand))
-    runner = autoaccum.Runner(model, own, autoaccum.plan(SAMPLES, MICRO_BATCH), loss=losses[0], device="cpu")
+    runner = runner_of(model, own, SAMPLES, MICRO_BATCH, loss=losses[0])
     for number, (inputs, targets) in enumerate(batches, 1):
         before(number, model, losses[0])
         before(number, by_hand, losses[1])
@@ -170,9 +158,7 @@ class WritesItsInput(FailsAt):
 
 def test_batches_of_two_sizes_take_turns_as_copies():
     model, loss = WritesItsInput().double(), nn.CrossEntropyLoss()
-    runner = autoaccum.Runner(
-        model, torch.optim.SGD(model.parameters(), 0.0), autoaccum.plan(SAMPLES, MICRO_BATCH), loss=loss, device="cpu"
-    )
+    runner = runner_of(model, torch.optim.SGD(model.parameters(), 0.0), SAMPLES, MICRO_BATCH, loss=loss)
     for number in range(12):
         inputs, targets = batch_of(8 if number == 5 else SAMPLES)
         report = runner.step((inputs.clone(), targets))
@@ -193,15 +179,6 @@ def test_two_sizes_take_turns_with_and_without_earlier_gradients():
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-11, atol=1e-13)
         model.zero_grad()
         by_hand.zero_grad()
-
-
-@pytest.mark.parametrize(("name", "value"), [("reduction", "sum"), ("ignore_index", 1)])
-def test_a_changed_loss_is_read_anew_for_batches_of_every_structure(name, value):
-    def before(number, _model, loss):
-        if number == 10:
-            setattr(loss, name, value)
-
-    trained_alike([list(batch_of(SAMPLES)) for _ in range(24)], before=before)
 
 
 @pytest.mark.parametrize(
@@ -232,13 +209,7 @@ def test_outputs_are_kept_for_batches_of_every_structure():
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("own")])
 def test_a_buffer_registered_between_windows_survives_a_failure(error):
     model = FailsAt()
-    runner = autoaccum.Runner(
-        model,
-        torch.optim.SGD(model.parameters(), 0.1),
-        autoaccum.plan(SAMPLES, MICRO_BATCH),
-        loss=nn.CrossEntropyLoss(),
-        device="cpu",
-    )
+    runner = runner_of(model, torch.optim.SGD(model.parameters(), 0.1), SAMPLES, MICRO_BATCH)
     for _ in range(WINDOWS - 1):
         runner.step(data())
     model.register_buffer("average", torch.ones(3))
@@ -304,22 +275,7 @@ class WritesThroughData(torch.optim.Optimizer):
             parameter.data.add_(parameter.grad, alpha=-0.1)
 
 
-class KeepsLists(WritesThroughData):
-    """Keeps the last gradients in a list, before anything is written to parameters."""
-
-    @torch.no_grad()
-    def step(self):
-        parameters = self.param_groups[0]["params"]
-        for number, parameter in enumerate(parameters):
-            if self.lacks and number == 2:
-                self.lacks = False
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            self.state[parameter].setdefault("last", []).append(parameter.grad.clone())
-        for parameter in parameters:
-            parameter.sub_(sum(self.state[parameter]["last"][-3:]), alpha=0.05)
-
-
-def runner_of(optimizer):
+def runner_with(optimizer):
     model = FailsAt().double()
     made = optimizer(model.parameters(), lr=0.1)
     options = {"loss": nn.CrossEntropyLoss(), "device": "cpu"}
@@ -327,20 +283,12 @@ def runner_of(optimizer):
 
 
 def test_an_optimizer_that_writes_unseen_and_fails_is_damage():
-    runner, optimizer = runner_of(WritesThroughData)
+    runner, optimizer = runner_with(WritesThroughData)
     for _ in range(WINDOWS):
         runner.step(batch_of(SAMPLES))
     optimizer.lacks = True
     with pytest.raises(autoaccum.StateDamagedError, match="part old, part new"):
         runner.step(batch_of(SAMPLES))
-
-
-def test_lists_in_an_optimizers_state_are_restored():
-    runner, optimizer = runner_of(KeepsLists)
-    for number in range(2 * WINDOWS):
-        optimizer.lacks = number == WINDOWS
-        assert runner.step(batch_of(SAMPLES)).oom_events == (number == WINDOWS)
-    assert {len(state["last"]) for state in optimizer.state.values()} == {2 * WINDOWS}
 
 
 def test_a_number_that_becomes_a_pair_is_refused():
@@ -361,18 +309,6 @@ def test_a_number_that_becomes_a_pair_is_refused():
     is_pair = True
     with pytest.raises(autoaccum.InvalidInputError, match="was a number in earlier windows"):
         runner.step((inputs, targets))
-
-
-def test_a_steady_window_with_a_scaler_registers_no_hooks():
-    torch.manual_seed(0)
-    model, options = plain(), {"loss": nn.CrossEntropyLoss(), "device": "cpu", "precision": "fp16"}
-    runner = autoaccum.Runner(model, torch.optim.SGD(model.parameters(), 0.1), autoaccum.plan(12, 4), **options)
-    for _ in range(WINDOWS):
-        runner.step(data())
-    before = torch.utils.hooks.RemovableHandle.next_id
-
-    assert not runner.step(data()).skipped
-    assert torch.utils.hooks.RemovableHandle.next_id == before
 
 
 class OfWideTexts(nn.Module):

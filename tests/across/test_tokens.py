@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum.errors import DoesNotFitError, InvalidInputError
+from autoaccum.errors import InvalidInputError
 from faults import FailAt
 from helpers import assert_bitwise
 from ragged import Causal, lengths_of, loader_of, padded, texts
@@ -179,8 +179,7 @@ def test_loop_of_the_users_own_makes_the_same_updates():
     assert_same(model, expected)
 
 
-@pytest.mark.parametrize("as_lists", [False, True])
-@pytest.mark.parametrize("how", [{"target_tokens": TOKENS}, {"target_batch": 16}], ids=str)
+@pytest.mark.parametrize(("as_lists", "how"), [(False, {"target_tokens": TOKENS}), (True, {"target_batch": 16})])
 def test_labels_that_are_the_inputs_themselves_are_not_written_to(how, as_lists):
     """A collator may return `labels=input_ids`, one object: -100 in its padding would be no token."""
 
@@ -203,8 +202,9 @@ def test_labels_that_are_the_inputs_themselves_are_not_written_to(how, as_lists)
         assert all(map(torch.equal, part if as_lists else part["labels"], earlier))
 
 
-@pytest.mark.parametrize("how", [{"target_tokens": TOKENS}, {"target_batch": 16}], ids=str)
-@pytest.mark.parametrize("micro_batch", ["auto", 5])
+@pytest.mark.parametrize(
+    ("how", "micro_batch"), [({"target_tokens": TOKENS}, "auto"), ({"target_batch": 16}, 5)], ids=["tokens", "samples"]
+)
 def test_lack_of_memory_anywhere_leaves_the_update_as_it_is(how, micro_batch):
     options = how | LISTS | {"micro_batch": micro_batch, "max_steps": 3}
     undisturbed, _ = trained(lists(), **options)
@@ -238,9 +238,7 @@ class StopAt(autoaccum.Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("batch", [1, 3, BATCH])
-@pytest.mark.parametrize("step", [1, 2, 4])
-@pytest.mark.parametrize("as_lists", [False, True])
+@pytest.mark.parametrize(("as_lists", "batch", "step"), [(False, 1, 4), (False, 3, 1), (True, 3, 2), (True, BATCH, 4)])
 def test_run_that_goes_on_ends_where_the_undisturbed_one_ends(as_lists, batch, step, tmp_path):
     options = {"target_tokens": TOKENS, "micro_batch": 5, "epochs": 2} | (LISTS if as_lists else {})
     # All as wide: of batches that cannot be joined, checked windows take the costliest first, and draw other masks.
@@ -263,41 +261,6 @@ def test_checkpoint_of_samples_is_not_gone_on_with_in_tokens(tmp_path):
 
     with pytest.raises(autoaccum.CheckpointError, match="made with 90, and this call has 90 tokens"):
         trained(loader_of(SAMPLES, BATCH), target_tokens=TOKENS, checkpoint=tmp_path, epochs=2)
-
-
-class Greedy(Causal):
-    """Cannot take more than so many columns."""
-
-    def forward(self, input_ids, **others):
-        if input_ids.shape[1] > 20:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB. (injected)")
-        return super().forward(input_ids, **others)
-
-
-@pytest.mark.parametrize("how", [{"target_tokens": TOKENS}, {"target_batch": 4}], ids=str)
-@pytest.mark.parametrize("micro_batch", ["auto", 4])
-def test_sample_of_a_list_that_does_not_fit_alone_is_named_by_its_place_in_the_window(how, micro_batch):
-    loader = [[{"input_ids": text} for text in texts(3, 5, 4, 31)]]
-
-    with pytest.raises(
-        DoesNotFitError, match=r"sample 3 of the window, of shapes .*input_ids \(1, 31\).* does not fit on"
-    ):
-        trained(loader, model=Greedy(), micro_batch=micro_batch, **how, **LISTS)
-
-
-@pytest.mark.parametrize("how", [{"target_tokens": TOKENS}, {"target_batch": 16}], ids=str)
-def test_noise_is_measured_from_random_micro_batches_of_lists(how, capsys):
-    options = how | LISTS | {"micro_batch": 5}
-    plain, _ = trained(lists(), **options)
-    model = Causal()
-
-    found, result = trained(lists(), model=model, noise_scale=1, progress="lines", **options)
-
-    assert_same(found, plain)
-    widths = [columns for _, columns in model.shapes[-sum(len(report.micro_batches) for report in result.history) :]]
-    assert any(before < after for before, after in itertools.pairwise(widths[: len(result.history[0].micro_batches)]))
-    assert sum(len(report.micro_batches) > 1 for report in result.history) == result.steps
-    assert "gradient noise scale" in capsys.readouterr().err
 
 
 def flat(model):
@@ -351,13 +314,3 @@ def test_fewer_tokens_than_ranks_are_refused(crew):
     for answer in crew.answers("rank_tokens:train", SAMPLES, BATCH, size=2, target_tokens=1):
         assert isinstance(answer, InvalidInputError)
         assert "target_tokens=1 is less than the number of ranks, 2" in str(answer)
-
-
-def test_next_run_begins_with_what_has_fitted(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path))
-    _, first = trained(loader_of(400, BATCH), target_tokens=TOKENS)
-
-    _, second = trained(loader_of(400, BATCH), target_tokens=TOKENS, progress="lines")
-
-    assert second.plan == first.plan
-    assert "a micro-batch of" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import autoaccum
+from helpers import fit_quietly
 
 LARGEST = 16
 
@@ -46,15 +47,14 @@ def trained(widths, target=4, **options):
     return model, result
 
 
-@pytest.mark.parametrize("micro_batch", ["auto", 2])
-@pytest.mark.parametrize("place", range(8))
+@pytest.mark.parametrize(("place", "micro_batch"), [(0, "auto"), (1, 2), (3, 2), (6, "auto")])
 def test_sample_is_left_out_and_the_mean_runs_over_the_rest(place, micro_batch):
     widths = [4, 4, 4, 4, 4, 4, 4, 4]
     loader = loader_of(widths)
     wide = (torch.randn(1, 40, dtype=torch.float64), torch.tensor([0]))
 
     model = RunsOut()
-    result = autoaccum.fit(
+    result = fit_quietly(
         model,
         [*loader[:place], wide, *loader[place + 1 :]],
         4,
@@ -62,7 +62,6 @@ def test_sample_is_left_out_and_the_mean_runs_over_the_rest(place, micro_batch):
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         device=autoaccum.Simulated("1GiB"),
         precision="fp32",
-        progress=False,
         micro_batch=micro_batch,
         on_too_large="skip",
     )
@@ -121,3 +120,23 @@ def test_samples_alike_are_not_waited_for_one_by_one(monkeypatch):
 
     assert result.skipped_samples == 6
     assert sum(waited) <= 1.0
+
+
+class Leaks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.passes = nn.Linear(4, 2), 0
+
+    def forward(self, features):
+        self.passes += 1
+        if self.passes > 30:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return self.layer(features)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_epoch_of_which_nothing_fits_any_more_ends_the_training():
+    loader = [(torch.randn(2, 4), torch.randint(2, (2,))) for _ in range(1)]
+
+    with pytest.raises(autoaccum.DoesNotFitError, match="no sample of epoch"):
+        fit_quietly(Leaks(), loader, 2, loss=nn.CrossEntropyLoss(), max_steps=100, micro_batch=2, on_too_large="skip")

@@ -9,11 +9,11 @@ import torch
 import torchmetrics
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from transformers import BatchEncoding
 
 import autoaccum
 from faults import differences, state_of
+from helpers import runner_of
 
 LINES = 3  # the most that an error takes, at 120 characters
 
@@ -53,17 +53,6 @@ def window(samples=8, features=4, seed=0):
     return torch.randn(samples, features, generator=chance), torch.randint(0, 3, (samples,), generator=chance)
 
 
-def runner_of(model, *, samples=8, micro_batch=8, optimizer=None, loss=None, **options):
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return autoaccum.Runner(
-        model,
-        torch.optim.SGD(trained, 0.1) if optimizer is None else optimizer,
-        autoaccum.plan(samples, micro_batch),
-        loss=nn.CrossEntropyLoss() if loss is None else loss,
-        **{"device": "cpu"} | options,
-    )
-
-
 def assert_short(error):
     lines = textwrap.wrap(str(error), 120)
     assert len(lines) <= LINES, lines
@@ -93,45 +82,64 @@ class Counts(nn.Module):
 
 LARGE, SMALL = (256, 1024), (3, 3)
 MOVES = [
-    pytest.param("buffer", SMALL, 0, id="small buffer, window 1"),
-    pytest.param("buffer", SMALL, 9, id="small buffer, window 10"),
-    pytest.param("buffer", LARGE, 0, id="large buffer, window 1"),
-    pytest.param("buffer", LARGE, 9, id="large buffer, window 10"),
-    pytest.param("frozen parameter", SMALL, 0, id="small parameter, window 1"),
-    pytest.param("frozen parameter", SMALL, 9, id="small parameter, window 10"),
-    pytest.param("frozen parameter", LARGE, 0, id="large parameter, window 1"),
-    pytest.param("frozen parameter", LARGE, 9, id="large parameter, window 10"),
+    (kind, shape, before) for kind in ("buffer", "frozen parameter") for shape in (SMALL, LARGE) for before in (0, 9)
 ]
 
 
+@pytest.mark.parametrize("error", [None, ValueError("mine")], ids=["memory", "another error"])
 @pytest.mark.parametrize(("kind", "shape", "before"), MOVES)
-def test_memory_that_runs_out_takes_back_what_the_failed_pass_wrote_and_no_more(kind, shape, before, lack):
-    model = Counts(kind, shape, lack)
+def test_failure_takes_back_what_the_failed_pass_wrote_and_no_more(kind, shape, before, error, lack):
+    model, made = Counts(kind, shape, lack), 0
     runner = runner_of(model)
     for _ in range(before):
         runner.step(window())
-    start = model.counted.max().item()
-    lack.arm(0)
+    lack.arm(0, error=error)
 
-    report = runner.step(window())
+    if error is None:
+        made = len(runner.step(window()).micro_batches)
+    else:
+        with pytest.raises(ValueError, match="mine"):
+            runner.step(window())
 
-    assert start == before
-    assert report.oom_events == 1
-    assert model.counted.min().item() == model.counted.max().item() == before + len(report.micro_batches)
+    assert lack.hits == 1
+    assert model.counted.min().item() == model.counted.max().item() == before + made
 
 
-@pytest.mark.parametrize(("kind", "shape", "before"), MOVES)
-def test_another_error_takes_back_what_the_failed_pass_wrote_and_no_more(kind, shape, before, lack):
-    model = Counts(kind, shape, lack)
-    runner = runner_of(model)
-    for _ in range(before):
-        runner.step(window())
+CHANGES = {
+    "assigned": lambda module: setattr(module, "seen", module.seen + 1),
+    "written through a view": lambda module: module.seen[:2].fill_(3.0),
+    "resized": lambda module: module.seen.resize_(18).fill_(7.0),
+    "emptied": lambda module: setattr(module, "seen", None),
+    "removed": lambda module: delattr(module, "seen"),
+    "added": lambda module: module.register_buffer("new", torch.ones(2)),
+    "there at last": lambda module: setattr(module, "absent", torch.ones(2)),
+}
+
+
+class Changes(nn.Module):
+    def __init__(self, change, lack):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(9))
+        self.register_buffer("absent", None)
+        self.head, self.change, self.fails = nn.Linear(4, 3), change, calling(lack)
+
+    def forward(self, inputs):
+        self.change(self)
+        self.fails()
+        return self.head(inputs)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_buffers_that_a_failed_pass_has_changed_in_any_way_are_as_before(change, lack):
+    model = Changes(change, lack)
+    runner, seen = runner_of(model), model.seen
     lack.arm(0, error=ValueError("mine"))
 
     with pytest.raises(ValueError, match="mine"):
         runner.step(window())
 
-    assert model.counted.min().item() == model.counted.max().item() == before
+    assert model.seen is seen
+    assert (model.seen.tolist(), model.absent, [*dict(model.named_buffers())]) == ([0.0] * 9, None, ["seen"])
 
 
 def assert_put_back_or_told(train, name):
@@ -177,13 +185,7 @@ class Lazy(nn.Module):
         return self.head(inputs - self.codes)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "None",
-        "registered, and noted in an attribute",
-    ],
-)
+@pytest.mark.parametrize("how", ["None", "registered, and noted in an attribute"])
 def test_buffer_that_is_made_in_the_failing_pass_is_made_again_or_told_of(how, lack):
     model = Lazy(how, lack)
     runner = runner_of(model)
@@ -216,29 +218,6 @@ def test_pass_that_fails_after_an_optimizer_stepped_in_it_is_told_as_damage_and_
         runner.step(window())
 
     assert (lack.calls, lack.hits) == (1, 1)
-
-
-# --- evaluation -------------------------------------------------------------------------------------------------------
-
-
-class Noisy(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 3)
-        self.noise = torch.Generator().manual_seed(3)
-
-    def forward(self, inputs):
-        return super().forward(inputs + torch.randn(inputs.shape, generator=self.noise))
-
-
-def test_evaluation_leaves_a_modules_own_generator_where_it_was():
-    model = Noisy()
-    runner = runner_of(model)
-    runner.step(window())
-    before = model.noise.get_state()
-
-    runner.evaluate([window()])
-
-    assert torch.equal(model.noise.get_state(), before)
 
 
 # --- the optimizer's step ---------------------------------------------------------------------------------------------
@@ -325,24 +304,7 @@ def counting_loss(lack):
     return loss, metric
 
 
-@pytest.mark.parametrize("held", [pytest.param("by the loss"), "by the model"])
-def test_metric_counts_each_sample_of_a_runner_once(held, lack):
-    loss, metric = counting_loss(lack)
-    model = nn.Linear(4, 3)
-    if held == "by the model":
-        model, loss = Counting(lack), functional.cross_entropy
-        metric = model.seen
-    runner = runner_of(model, samples=13, micro_batch=5, loss=loss)
-    runner.step(window(13))
-    for _ in range(3):
-        lack.arm(1)
-        runner.step(window(13))
-
-    assert lack.hits == 1
-    assert metric.compute() == 4 * 13
-
-
-@pytest.mark.parametrize("held", [pytest.param("by the closure"), "by the model"])
+@pytest.mark.parametrize("held", ["by the closure", "by the model"])
 def test_metric_counts_each_sample_of_an_accumulator_once(held, lack):
     metric, model = torchmetrics.SumMetric(), nn.Linear(4, 3)
     if held == "by the model":
@@ -365,7 +327,7 @@ def test_metric_counts_each_sample_of_an_accumulator_once(held, lack):
     assert metric.compute() == 4 * 13
 
 
-@pytest.mark.parametrize("held", [pytest.param("by the loss"), "by the model"])
+@pytest.mark.parametrize("held", ["by the loss", "by the model"])
 def test_metric_counts_each_sample_of_fit_once(held, lack):
     loss, metric = counting_loss(lack)
     model = nn.Linear(4, 3)
@@ -379,23 +341,6 @@ def test_metric_counts_each_sample_of_fit_once(held, lack):
 
     assert lack.hits > 0
     assert (result.steps, metric.compute()) == (4, 4 * 13)
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_loader_that_keeps_its_state_is_asked_for_it_once_a_window_at_most(tmp_path):
-    class Asked(StatefulDataLoader):
-        asked = 0
-
-        def state_dict(self):
-            Asked.asked += 1
-            return super().state_dict()
-
-    loader = Asked(TensorDataset(*window(64)), batch_size=2)
-    options = {"checkpoint": tmp_path, "loss": nn.CrossEntropyLoss(), "device": "cpu", "progress": False}
-    windows = autoaccum.fit(nn.Linear(4, 3), loader, 16, epochs=1, micro_batch=16, **options).steps
-
-    assert windows == 4
-    assert Asked.asked <= windows + 2  # and once before the first, and at the end
 
 
 # --- what is refused, and in which words ------------------------------------------------------------------------------
@@ -454,10 +399,6 @@ def test_loss_over_the_window_that_is_given_the_term_with_the_outputs_has_its_wh
         torch.testing.assert_close(parameter.detach(), value)
 
 
-def of_outputs(outputs, targets):
-    return functional.cross_entropy(outputs.float(), targets)
-
-
 def with_runner(model, batch, **options):
     runner_of(model, micro_batch=4, **options).step(batch)
 
@@ -473,40 +414,6 @@ def with_accumulator(model, batch, **options):
 ENTRIES = {"Runner": with_runner, "fit": with_fit, "Accumulator": with_accumulator}
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_list_of_losses_of_outputs_is_refused_before_training(entry):
-    model = nn.Linear(4, 3)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-
-    with pytest.raises(autoaccum.InvalidInputError, match=r"model, batch") as caught:
-        ENTRIES[entry](model, window(), loss=[of_outputs, of_outputs])
-
-    assert_short(caught.value)
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_mapping_for_a_model_that_takes_one_tensor_is_refused(entry):
-    model = nn.Sequential(nn.Linear(4, 3))
-    inputs, targets = window()
-
-    with pytest.raises(autoaccum.InvalidInputError, match="forward=") as caught:
-        ENTRIES[entry](model, {"x": inputs, "y": targets}, loss=lambda out, batch: of_outputs(out, batch["y"]))
-
-    assert_short(caught.value)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_inputs_and_targets_as_two_arguments_of_backward_are_refused():
-    model = nn.Sequential(nn.Linear(4, 3))
-    accumulator = autoaccum.Accumulator(model, loss=nn.CrossEntropyLoss(), device="cpu")
-
-    with pytest.raises(autoaccum.InvalidInputError, match=r"\(inputs, targets\)") as caught:
-        accumulator.backward(*window())
-
-    assert_short(caught.value)
-
-
 class TooLarge(nn.Linear):
     """Never fits."""
 
@@ -520,30 +427,20 @@ class TooLarge(nn.Linear):
 ARGUMENTS = {"Runner": autoaccum.Runner, "fit": autoaccum.fit, "Accumulator": autoaccum.Accumulator}
 
 
-def refusal_of_a_sample(entry):
-    with pytest.raises(autoaccum.DoesNotFitError) as caught:
-        ENTRIES[entry](TooLarge(), (torch.randn(8, 5, 7), torch.zeros(8).long()), loss=nn.CrossEntropyLoss())
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_sample_that_does_not_fit_is_named_with_its_shape(entry):
-    assert "5, 7" in refusal_of_a_sample(entry)
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_sample_that_does_not_fit_is_not_blamed_on_memory_that_is_free(entry):
-    assert not re.search(r"[KMG]iB (are )?free", refusal_of_a_sample(entry))
-
-
 def unknown_options(text, entry):
     taken = inspect.signature(ARGUMENTS[entry]).parameters
     return {name for name in re.findall(r"(\w+)=", text) if name not in taken}
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_remedies_for_a_sample_that_does_not_fit_are_options_of_what_was_called(entry):
-    assert unknown_options(refusal_of_a_sample(entry), entry) == set()
+def test_sample_that_does_not_fit_is_named_with_its_shape_and_remedies_of_what_was_called(entry):
+    with pytest.raises(autoaccum.DoesNotFitError) as caught:
+        ENTRIES[entry](TooLarge(), (torch.randn(8, 5, 7), torch.zeros(8).long()), loss=nn.CrossEntropyLoss())
+
+    said = str(caught.value)
+    assert "5, 7" in said
+    assert not re.search(r"[KMG]iB (are )?free", said)  # the memory that is free is not to blame
+    assert unknown_options(said, entry) == set()
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -583,3 +480,32 @@ def test_sample_of_an_evaluation_may_fail_twice_in_a_row(lack):
 
     assert lack.hits == 3
     assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_metric_that_writes_into_outputs_leaves_a_loss_over_the_window_as_it_is():
+    batch, losses = window(6), []
+    for metric in (lambda outputs, targets: 0.0, lambda outputs, targets: outputs.zero_().sum()):
+        torch.manual_seed(1)
+        model = nn.Linear(4, 3)
+        result = autoaccum.fit(
+            model, [batch], 6, loss=functional.cross_entropy, loss_scope="window", val_loader=[batch],
+            metrics={"m": metric}, max_steps=1, progress=False,
+        )  # fmt: skip
+        losses.append(result.evaluations[-1].loss)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("micro_batch", [6, 3])
+def test_loss_over_the_window_reads_items_of_a_batch_encoding_as_attributes(micro_batch):
+    model, (inputs, _) = nn.Linear(4, 5), window(6)
+    runner = autoaccum.Runner(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        autoaccum.plan(6, micro_batch),
+        loss=lambda outputs, batch: functional.cross_entropy(outputs @ outputs.T, batch.y),
+        loss_scope="window",
+        forward=lambda model, batch: model(batch["x"]),
+    )
+    outputs = model(inputs)
+    expected = functional.cross_entropy(outputs @ outputs.T, torch.arange(6))
+    assert float(runner.step(BatchEncoding({"x": inputs, "y": torch.arange(6)})).loss) == pytest.approx(expected.item())

@@ -13,6 +13,8 @@ import pytest
 
 from folders import ROOT
 
+pytestmark = pytest.mark.slow  # of measurements, by real processes
+
 BENCHMARKS = ROOT / "benchmarks"
 HANG = "; time.sleep(600)"
 PROGRAM = """

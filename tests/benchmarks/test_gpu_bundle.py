@@ -16,6 +16,8 @@ import pytest
 
 from folders import ROOT
 
+pytestmark = pytest.mark.slow  # of measurements, by real processes
+
 
 def run(*command, root=ROOT, check=True, **variables):
     """Run a script of the tree, with autoaccum's own wheel alone in the bundle: nothing else is downloaded."""

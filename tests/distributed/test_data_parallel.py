@@ -18,7 +18,7 @@ def test_steady_window_takes_two_messages_beside_the_gradients_and_losses(crew, 
 
 def test_clipped_window_takes_the_norm_in_addition(crew):
     for calls in crew.run("rank_messages:counted", 6, size=2, shard=True, clip_grad_norm=1.0):
-        assert calls == [*STEADY, "broadcast"]
+        assert calls == [*STEADY, "all_reduce"]
 
 
 def test_group_between_hosts_is_made_once_for_all_calls(crew):

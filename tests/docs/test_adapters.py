@@ -96,7 +96,11 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize("tab", TABS)
+# The other frameworks take seconds to import; their own tests are quick.
+QUICK = ("PyTorch", "Accelerate")
+
+
+@pytest.mark.parametrize("tab", [pytest.param(tab, marks=() if tab in QUICK else pytest.mark.slow) for tab in TABS])
 def test_script_trains_to_the_same_before_and_after_the_change(tab, tmp_path, monkeypatch):
     if tab in ("Ignite", "timm", "Accelerate"):
         pytest.importorskip(tab.lower())

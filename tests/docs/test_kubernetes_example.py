@@ -24,13 +24,6 @@ def test_it_is_a_job_by_its_schema(job):
     kubernetes_validate.validate(job, version, strict=True)
 
 
-def test_the_schema_would_notice(job):
-    del job["spec"]["podFailurePolicy"]["rules"][0]["action"]
-
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
-
-
 def test_what_ends_the_job_are_exit_codes_that_no_other_pod_would_better(job):
     codes = job["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
 

@@ -29,6 +29,7 @@ def contrast(first, second):
     return (brighter + 0.05) / (darker + 0.05)
 
 
+@pytest.mark.slow  # it draws all of them
 def test_committed_pictures_pages_and_notebook_are_what_the_scripts_make():
     done = subprocess.run([sys.executable, str(SCRIPTS), "--check"], capture_output=True, text=True, check=False)
 

@@ -4,8 +4,8 @@ import re
 
 import torch
 
-import autoaccum
 from folders import ROOT
+from helpers import fit_quietly
 
 PICTURE = (ROOT / "docs" / "window.svg").read_text()
 SAMPLES, CUT, CUT_AGAIN = 100, (34, 33, 33), (20, 20, 20, 20, 20)
@@ -38,15 +38,13 @@ def test_sizes_in_the_picture_are_those_of_a_window_that_fails_in_its_third_back
     def forward(model, batch):
         return FailsOnce.apply(model(batch[0]), FAILED)
 
-    result = autoaccum.fit(
+    result = fit_quietly(
         model,
         [(torch.randn(SAMPLES, 4), torch.randn(SAMPLES, 1))],
-        target_batch=SAMPLES,
-        loss=torch.nn.MSELoss(),  # which is not tried on a few samples
+        SAMPLES,
+        loss=torch.nn.MSELoss(),
         forward=forward,
         micro_batch=max(CUT),
-        device="cpu",
-        progress=False,
     )
 
     shown = [int(samples) for samples in re.findall(rf"\u00d7 (\d+)/{SAMPLES}<", PICTURE)]

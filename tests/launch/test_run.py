@@ -224,6 +224,7 @@ def test_a_kill_by_the_kernel_is_recognised_by_its_counter():
         group.rmdir()
 
 
+@pytest.mark.slow  # it takes real memory, twice
 def test_a_script_that_exhausts_a_real_limit_is_survived(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(HUNGRY)
@@ -297,12 +298,7 @@ def test_a_killed_script_that_uses_fit_resumes_and_ends_where_the_undisturbed_on
         (["python", "{micro_bach}"], ["--target-batch", 8], "no placeholder {micro_bach}; write {micro_batch}"),
         (["python", "train.py"], ["--target-batch", 8], "the command has no placeholder"),
         (["python", "{target_batch}"], ["--target-batch", 8], "the command has no placeholder"),
-        (["python"], ["--target-batch", 0], "--target-batch must be at least 1"),
-        (["python"], ["--world-size", 0], "--world-size must be at least 1"),
-        (["python"], ["--micro-batch", -1], "--micro-batch must be at least 1"),
         (["python"], ["--micro-batch", 10**15], "is too large"),
-        (["python"], ["--retries", -1], "--retries -1"),
-        (["python"], ["--grace", "nan"], "--grace nan"),
         (["{micro_batch}"], ["--target-batch", 10, "--world-size", 4], "a multiple of 4, such as 8 or 12"),
         (["{micro_batch}"], ["--target-batch", 3, "--world-size", 4], "a multiple of 4, such as 4"),
         (["torchrun", "--nnodes=1:4", "{micro_batch}"], ["--target-batch", 8], "--world-size"),

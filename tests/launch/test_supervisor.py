@@ -102,7 +102,7 @@ def test_a_script_in_place_of_a_program_is_told_how_to_start_it(tmp_path, is_exe
     assert "is not executable; write: autoaccum run ... -- python " in ended.stderr
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
 def test_a_signal_reaches_the_command_once_and_its_own_exit_code_is_kept(tmp_path, name):
     with start(python(WAITING, tmp_path, name)) as wrapper:
         pid_when_ready(tmp_path)
@@ -239,11 +239,3 @@ def test_help_and_run_start_without_torch(arguments):
     ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
 
     assert ended.stderr == "[]\n"
-
-
-def test_a_signal_that_was_ignored_stays_ignored_for_the_command_too():
-    source = "import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"
-
-    ended = run(python(source), preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-
-    assert ended.stdout == "True\n"

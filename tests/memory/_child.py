@@ -269,34 +269,6 @@ def _silent():
     return Notices(silent=True)
 
 
-def check_fit_in_two_threads(host, torch):
-    import threading
-
-    import autoaccum
-    from autoaccum.errors import InvalidInputError
-
-    before, steps, refusals = _soft(), [], []
-
-    def until_it_may():
-        while True:
-            batches = [(torch.ones(4, 2), torch.ones(4, 1))] * 3
-            options = {"device": "cpu", "micro_batch": 4, "memory_limit": "200MiB", "progress": False}
-            try:
-                steps.append(autoaccum.fit(torch.nn.Linear(2, 1), batches, 4, **options).steps)
-            except InvalidInputError as error:
-                refusals.append(str(error))
-            else:
-                return
-
-    threads = [threading.Thread(target=until_it_may) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    said = refusals[0] if refusals else ""
-    return {"before": before, "after": _soft(), "steps": steps, "refusals": len(refusals), "said": said}
-
-
 def _convolutional(torch):
     nn = torch.nn
     body = nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)

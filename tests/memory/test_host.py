@@ -23,7 +23,6 @@ def found():
         "onednn_that_refuses_everything_is_told",
         "second_thread_is_refused",
         "processes_do_not_inherit_the_limit",
-        "fit_in_two_threads",
         # Leaves the process as it is on another system.
         "system_without_limits_refuses_one_and_works_without",
     )
@@ -79,14 +78,7 @@ def test_process_that_is_started_under_a_limit_gets_what_there_was_before(found,
     assert seen[how] == seen["before"]
 
 
-def test_fits_in_two_threads_leave_no_limit(found):
-    seen = found["fit_in_two_threads"]
-
-    assert seen["steps"] == [3, 3]
-    assert seen["refusals"] == 0 or "one after the other" in seen["said"]
-    assert seen["after"] == seen["before"]
-
-
+@pytest.mark.slow  # a process for each limit
 @pytest.mark.parametrize("limit_mib", [20, 40])
 def test_small_convolutional_net_trains_under_small_limits_and_uses_them(limit_mib):
     # In a process of its own: it once ended in most runs with a device that was lost inside native code.

@@ -69,8 +69,8 @@ def cut(widths, batch, *, model=None, device="15GiB", **options):
 @pytest.fixture(autouse=True)
 def no_clock(monkeypatch):
     """Every window is cut as large as it can be."""
-    monkeypatch.setattr("autoaccum._training.first_plan._WINDOWS_WORTH_TIMING", 10**9)
-    monkeypatch.setattr("autoaccum._training.first_plan._WINDOWS_BEFORE_TIMING", 10**9)
+    monkeypatch.setattr("autoaccum._training.plan_lifecycle._WINDOWS_WORTH_TIMING", 10**9)
+    monkeypatch.setattr("autoaccum._training.plan_lifecycle._WINDOWS_BEFORE_TIMING", 10**9)
 
 
 def steps_of(result):

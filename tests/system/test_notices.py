@@ -1,10 +1,14 @@
 """What was chosen for the user is said once."""
 
+import logging
 import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
 
+import autoaccum
 from autoaccum._system.notices import Notices
 
 
@@ -43,3 +47,39 @@ def test_notices_go_to_stderr_where_nobody_handles_them(setting, expected):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert (done.stdout, done.stderr) == ("", expected)
+
+
+def test_nan_is_a_warning_for_whoever_handles_the_lines(caplog):
+    windows = [(torch.randn(4, 4), torch.randint(2, (4,))) for _ in range(4)]
+    windows[2] = (windows[2][0] * float("nan"), windows[2][1])
+
+    with caplog.at_level(logging.WARNING, logger="autoaccum"):
+        autoaccum.fit(nn.Linear(4, 2), windows, 4, device="cpu", progress=False)
+
+    assert [record.levelno for record in caplog.records if "not finite" in record.getMessage()] == [logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("", ["epoch 1 done", "done: 3 steps", "LossWarning"]),
+        ("logging.getLogger('autoaccum').setLevel('ERROR'); warnings.simplefilter('ignore')", []),
+        ("progress = False", ["LossWarning"]),
+    ],
+)
+def test_lines_of_fit_are_silenced_by_logging_and_warnings_of_a_loss_by_warnings(setting, expected):
+    code = f"""
+import logging, warnings, torch, autoaccum
+progress = "lines"
+{setting}
+def loss(model, batch):
+    outputs = model(batch[0])
+    return torch.nn.functional.mse_loss(outputs, batch[1]) + outputs.mean(0).square().sum()
+batches = [(torch.randn(8, 3), torch.randn(8, 2))] * 3
+result = autoaccum.fit(torch.nn.Linear(3, 2), batches, 8, loss=[loss], device="cpu", micro_batch=4, progress=progress)
+print(len(result.warnings))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    found = [text for text in ("epoch 1 done", "done: 3 steps", "LossWarning") if text in done.stderr]
+    assert (done.stdout.strip(), found) == ("1", expected)

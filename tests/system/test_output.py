@@ -1,6 +1,7 @@
 """Output that fails is dropped: a full disk, a pipe that nobody reads or a closed stream ends no training."""
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -96,3 +97,20 @@ def test_tensorboard_that_fails_is_given_up_and_said_once(tmp_path, capsys):
 
     assert result.steps == 3
     assert capsys.readouterr().err.count("training goes on without it") == 1
+
+
+def test_handler_that_fails_ends_no_training():
+    class Broken(logging.Handler):
+        def emit(self, record):
+            raise ConnectionError("the collector is gone")
+
+    handler = Broken()
+    logging.getLogger("autoaccum").addHandler(handler)
+    try:
+        result = autoaccum.fit(
+            nn.Linear(4, 2), [(torch.randn(4, 4), torch.randint(2, (4,)))] * 2, 4, device="cpu", progress="lines"
+        )
+    finally:
+        logging.getLogger("autoaccum").removeHandler(handler)
+
+    assert result.steps == 2

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from autoaccum._system.signals import Terminated, Watch, held, wrapped
+from autoaccum._system.signals import Watch, held, wrapped
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
@@ -114,7 +114,7 @@ def test_thread_that_is_not_the_main_one_holds_nothing_and_does_not_fail():
     assert seen == [signal.getsignal(signal.SIGINT)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGCHLD])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGALRM])
 def test_whatever_handler_raises_waits_for_the_end_of_the_block(number):
     done = []
 
@@ -146,41 +146,6 @@ def arrived():
         signal.signal(number, handler)
 
 
-def test_sigterm_raises_while_it_is_asked_to_and_then_no_more(arrived):
-    with Watch() as watch:
-        watch.raises = True
-        with pytest.raises(Terminated):
-            signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-
-        assert arrived == []
-        assert watch.terminate()
-
-    assert arrived == [signal.SIGTERM]
-
-
-def test_sigterm_goes_straight_to_the_handler_from_before_while_there_is_nothing_to_put_in_order(arrived):
-    with Watch():
-        signal.raise_signal(signal.SIGTERM)
-
-        assert arrived == [signal.SIGTERM]
-
-
-def test_sigterm_without_a_handler_of_the_users_is_to_end_the_process(monkeypatch):
-    delivered = []
-
-    with Watch() as watch:
-        watch.raises = True
-        with pytest.raises(Terminated):
-            signal.raise_signal(signal.SIGTERM)
-
-        assert not watch.terminate()
-        monkeypatch.setattr("autoaccum._system.signals.signal.raise_signal", delivered.append)
-
-    assert delivered == [signal.SIGTERM]
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
 def test_process_that_was_forked_meanwhile_is_ended_by_sigterm_as_ever():
     with Watch() as watch:
         watch.raises = True
@@ -193,15 +158,3 @@ def test_process_that_was_forked_meanwhile_is_ended_by_sigterm_as_ever():
         _, status = os.waitpid(process, 0)
 
     assert os.WTERMSIG(status) == signal.SIGTERM
-
-
-def test_sigusr1_is_a_wish_and_reaches_the_handler_from_before_when_it_is_granted(arrived):
-    with Watch() as watch:
-        signal.raise_signal(signal.SIGUSR1)
-        assert watch.wished
-        assert arrived == []
-
-        watch.grant()
-
-        assert not watch.wished
-        assert arrived == [signal.SIGUSR1]

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import textwrap
-import threading
 
 import pytest
 import torch
@@ -88,8 +87,7 @@ def test_checkpoints_are_written_every_so_many_steps_and_the_newest_two_are_kept
     assert checkpoints(tmp_path) == ["step-00000012", "step-00000015"]
 
 
-@pytest.mark.parametrize("every", ["4min", "240s", "240 s"])
-def test_checkpoints_are_written_every_so_many_minutes(tmp_path, monkeypatch, every):
+def test_checkpoints_are_written_every_so_many_minutes(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("autoaccum._training.checkpoints.time.monotonic", lambda: now[0])
 
@@ -99,7 +97,7 @@ def test_checkpoints_are_written_every_so_many_minutes(tmp_path, monkeypatch, ev
 
     told = Told()
 
-    Run(checkpoint=tmp_path, checkpoint_every=every, val_loader=None).fit(Minute(), told)
+    Run(checkpoint=tmp_path, checkpoint_every="4 min", val_loader=None).fit(Minute(), told)
 
     assert told.saved == [4, 8, 12, STEPS]
 
@@ -135,22 +133,18 @@ def test_one_with_the_lowest_validation_loss_is_kept_beside_the_newest_two(tmp_p
 # --- resume= ----------------------------------------------------------------------------------------------------------
 
 
-def test_going_on_is_said_and_told(tmp_path, capsys):
-    stopped_at(7, tmp_path)
-    told = Told()
-
-    Run(checkpoint=tmp_path).fit(told, progress="lines")
-
-    assert told.resumed == [("step-00000007", 7, 2)]
-    assert "resuming from the checkpoint" in capsys.readouterr().err
-
-
-def test_resume_true_wants_a_checkpoint(tmp_path):
+def test_resume_true_wants_a_checkpoint_and_what_was_saved_and_is_resumed_is_said(tmp_path, capsys):
     with pytest.raises(CheckpointError, match=r"resume=True, and there is no checkpoint in .*; pass the folder"):
         Run(checkpoint=tmp_path, resume=True).fit()
 
-    stopped_at(2, tmp_path)
-    assert Run(checkpoint=tmp_path, resume=True).fit().resumed_from == 2
+    with pytest.raises(StoppedError):
+        Run(checkpoint=tmp_path).fit(StopAt(7), progress="lines")
+    told = Told()
+    assert Run(checkpoint=tmp_path, resume=True).fit(told, progress="lines").resumed_from == 7
+    assert told.resumed == [("step-00000007", 7, 2)]
+    said = capsys.readouterr().err
+    assert "after StoppedError, step 7 is saved in" in said  # an error of the user's own, and no error of saving
+    assert "resuming from the checkpoint" in said
 
 
 def test_resume_false_starts_anew_and_moves_the_old_ones_aside_with_its_first(tmp_path, undisturbed, capsys):
@@ -198,18 +192,6 @@ def test_arguments_that_cannot_be_used_are_refused_with_their_value(tmp_path, mo
     assert checkpoints(tmp_path) == []
 
 
-def test_scheduler_that_cannot_be_kept_is_refused_before_training(tmp_path):
-    class Own:
-        def __init__(self, optimizer):
-            pass
-
-        def step(self):
-            raise AssertionError
-
-    with pytest.raises(InvalidInputError, match=r"Own has no state_dict\(\) and no load_state_dict\(\)"):
-        Run(checkpoint=tmp_path, scheduler=Own).fit()
-
-
 def test_state_that_cannot_be_loaded_safely_is_refused_before_training(tmp_path):
     class Unsafe(torch.optim.lr_scheduler.StepLR):
         def state_dict(self):
@@ -226,27 +208,20 @@ def test_state_that_cannot_be_loaded_safely_is_refused_before_training(tmp_path)
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_checkpoint_that_cannot_be_left_behind_is_a_note_of_the_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("autoaccum._training.checkpoint_files.Storage.write", fail_to_write)
+def test_checkpoint_that_cannot_be_written_is_a_note_of_an_error_and_else_ends_training(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise CheckpointError("disk full")
 
-    with pytest.raises(StoppedError) as caught:
+    monkeypatch.setattr("autoaccum._training.checkpoint_files.Storage.write", fail)
+    due = Run(checkpoint=tmp_path / "due", val_loader=None, checkpoint_every=2)
+
+    with pytest.raises(StoppedError) as stopped:
         Run(checkpoint=tmp_path, val_loader=None).fit(StopAt(3))
-
-    assert caught.value.__notes__ == ["autoaccum: no checkpoint of step 3 could be written (disk full)"]
-
-
-def fail_to_write(*_, **__):
-    raise CheckpointError("disk full")
-
-
-def test_checkpoint_that_is_due_and_cannot_be_written_ends_training(tmp_path, monkeypatch):
-    monkeypatch.setattr("autoaccum._training.checkpoint_files.Storage.write", fail_to_write)
-    run = Run(checkpoint=tmp_path, val_loader=None, checkpoint_every=2)
-
     with pytest.raises(CheckpointError, match="disk full") as caught:
-        run.fit()
+        due.fit()
 
-    assert max(run.samples.windows) == 2
+    assert stopped.value.__notes__ == ["autoaccum: no checkpoint of step 3 could be written (disk full)"]
+    assert max(due.samples.windows) == 2
     assert not getattr(caught.value, "__notes__", [])
 
 
@@ -324,49 +299,35 @@ def test_damage_is_gone_back_from_and_the_run_ends_as_if_it_had_not_happened(tmp
     assert "resuming from the checkpoint" in error
 
 
-def once():
-    """A loader that is its own iterator."""
-    return iter(list(loader_of(Noisy(), shuffle=False)))
-
-
 def test_generator_that_another_call_has_read_from_is_refused_and_a_new_one_is_not(tmp_path):
-    run = Run(checkpoint=tmp_path, loader=lambda: (batch for batch in once()))
-    with pytest.raises(StoppedError):
-        run.fit(StopAt(2))
+    def once():
+        return (batch for batch in list(loader_of(Noisy(), shuffle=False)))
+
+    run = stopped_at(2, tmp_path, loader=once)
 
     with pytest.raises(CheckpointError, match="can be read only once and has been read from"):
         run.fit()
-    assert Run(checkpoint=tmp_path, loader=lambda: (batch for batch in once())).fit().resumed_from == 2
-
-
-def test_damage_that_comes_a_second_time_is_raised(tmp_path):
-    run = Run(checkpoint=tmp_path, checkpoint_every=3, optimizer=damaging(5, 7))  # step 5, and 5 again
-
-    with pytest.raises(StateDamagedError) as caught:
-        run.fit()
-
-    assert "happened a second time" in caught.value.__notes__[0]
-    assert checkpoints(tmp_path) == ["step-00000003"]
+    assert Run(checkpoint=tmp_path, loader=once).fit().resumed_from == 2
 
 
 @pytest.mark.parametrize(
-    ("folder", "hint"), [(None, "with checkpoint=FOLDER"), ("run", "no checkpoint to go back to yet")]
+    ("arguments", "fails", "hint", "left"),
+    [
+        ({"checkpoint_every": 3}, (5, 7), "happened a second time", ["step-00000003"]),  # step 5, and 5 again
+        ({"checkpoint": None}, (3,), "with checkpoint=FOLDER", []),
+        ({}, (3,), "no checkpoint to go back to yet", []),
+        ({"resume": False}, (3,), "no checkpoint to go back to yet", ["step-00000002"]),  # of an earlier run
+    ],
 )
-def test_damage_without_a_checkpoint_arrives_with_a_hint(tmp_path, folder, hint):
-    run = Run(checkpoint=None if folder is None else tmp_path / folder, optimizer=damaging(3))
+def test_damage_that_cannot_be_gone_back_from_is_raised_with_a_hint(tmp_path, arguments, fails, hint, left):
+    if "resume" in arguments:
+        stopped_at(2, tmp_path, optimizer=damaging())
 
     with pytest.raises(StateDamagedError) as caught:
-        run.fit()
+        Run(**{"checkpoint": tmp_path, "optimizer": damaging(*fails), **arguments}).fit()
 
     assert hint in caught.value.__notes__[0]
-    assert folder is None or checkpoints(tmp_path / folder) == []
-
-
-def test_damage_of_a_new_run_never_goes_back_to_an_old_ones_checkpoint(tmp_path):
-    stopped_at(9, tmp_path, optimizer=damaging())
-
-    with pytest.raises(StateDamagedError):
-        Run(checkpoint=tmp_path, resume=False, optimizer=damaging(3)).fit()
+    assert checkpoints(tmp_path) == left
 
 
 def test_interrupt_that_waited_for_a_damaged_update_leaves_no_checkpoint_of_it(tmp_path):
@@ -432,23 +393,6 @@ def test_sigterm_is_saved_before_the_users_own_handler_runs_and_training_goes_on
     assert result.steps == STEPS
 
 
-def test_sigterm_whose_handler_raises_ends_the_call_with_that(tmp_path, undisturbed, handlers):
-    def stop(*_):
-        raise StoppedError
-
-    handlers(signal.SIGTERM, stop)
-    run = Run(checkpoint=tmp_path)
-    in_window_8(run, lambda: signal.raise_signal(signal.SIGTERM))
-
-    with pytest.raises(StoppedError):
-        run.fit()
-
-    assert signal.getsignal(signal.SIGTERM) is stop
-    again = Run(checkpoint=tmp_path)
-    again.fit()
-    assert again.end == undisturbed
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_sigterm_that_came_while_an_object_was_finalized_is_not_lost(tmp_path, handlers):
     class Finalized:
@@ -468,6 +412,7 @@ def test_sigterm_that_came_while_an_object_was_finalized_is_not_lost(tmp_path, h
         Run(checkpoint=tmp_path).fit(At(3, finalize))
 
     assert checkpoints(tmp_path) == ["step-00000003"]
+    assert signal.getsignal(signal.SIGTERM) is stop
 
 
 def test_second_sigterm_does_not_disturb_what_the_first_has_set_going(tmp_path, handlers, monkeypatch):
@@ -522,16 +467,6 @@ def test_without_checkpoints_signals_keep_their_default_action():
     assert inside == before
 
 
-def test_thread_that_is_not_the_main_one_can_keep_checkpoints(tmp_path):
-    results = []
-    thread = threading.Thread(target=lambda: results.append(Run(checkpoint=tmp_path, checkpoint_every=4).fit()))
-
-    thread.start()
-    thread.join()
-
-    assert results[0].checkpoint == tmp_path / "step-00000015"
-
-
 # --- whose checkpoint -------------------------------------------------------------------------------------------------
 
 
@@ -581,6 +516,7 @@ OTHERS = {
         r"another optimizer: parameter 0 of group 0 is 0\.first\.weight there and 0\.norm\.weight here",
     ),
     "precision": ({"precision": "fp16"}, "another precision: it was made in fp32, and this call has fp16"),
+    "target": ({"target_tokens": 12}, "another target_batch: it was made with 12, and this call has 12 tokens"),
     "precision without a scaler": ({"precision": "bf16"}, "another precision: it was made in fp32, and this call has"),
 }
 
@@ -629,37 +565,81 @@ def test_module_that_refuses_its_state_is_told_before_the_optimizer_is_given_any
     assert checkpoints(tmp_path) == ["step-00000003"]
 
 
-def test_checkpoint_of_another_target_batch_is_refused(folder, monkeypatch):
-    monkeypatch.setattr("long_runs.TARGET", 10)
+def edited(folder, change):
+    """Change the content of the newest checkpoint, with right checksums."""
+    storage = Storage(folder)
+    path, content = storage.read_newest(Notices(silent=True))
+    change(content)
+    storage.write(content, int(path.name.removeprefix("step-")))
 
-    with pytest.raises(CheckpointError, match="another target_batch: it was made with 12, and this call has 10"):
-        Run(checkpoint=folder).fit()
+
+EDITS = {
+    **{key: lambda content, key=key: content.pop(key) for key in ("windows", "cutting", "random", "modules")},
+    "counts are": lambda content: content.update(windows=-3),
+    "counts are .*None": lambda content: content.update(samples=None),
+    "counts are .*'q'": lambda content: content["position"].update(batches="q"),
+    "int.* not iterable": lambda content: content["cutting"].update(memory=5),
+}
 
 
-@pytest.mark.parametrize("key", ["windows", "position", "cutting", "random", "modules", "optimizer"])
-def test_edited_checkpoint_with_right_checksums_is_refused_in_words_and_nothing_is_changed(tmp_path, key):
+@pytest.mark.parametrize("said", EDITS)
+def test_edited_checkpoint_with_right_checksums_is_refused_in_words_and_nothing_is_changed(tmp_path, said):
     stopped_at(4, tmp_path)
-    content = torch.load(tmp_path / "step-00000004" / "state.pt", weights_only=True)
-    del content[key]
-    Storage(tmp_path).write(content, 4)
+    edited(tmp_path, EDITS[said])
     run = Run(checkpoint=tmp_path)
-    before = [parameter.clone() for parameter in run.model.parameters()]
+    before = run.state()
 
-    with pytest.raises(CheckpointError, match=f"its content was edited .*{key}"):
+    with pytest.raises(CheckpointError, match=f"its content was edited .*{said}"):
         run.fit()
 
-    assert all(map(torch.equal, before, run.model.parameters()))
+    assert run.state() == before
 
 
-@pytest.mark.parametrize(("key", "value"), [("windows", -3), ("windows", "3"), ("samples", None), ("position", "q")])
-def test_edited_counts_are_refused_in_words(tmp_path, key, value):
+def test_checkpoint_of_another_kind_of_device_is_refused(tmp_path):
     stopped_at(4, tmp_path)
-    content = torch.load(tmp_path / "step-00000004" / "state.pt", weights_only=True)
-    content[key] = content[key] | {"batches": value} if key == "position" else value
-    Storage(tmp_path).write(content, 4)
+    edited(tmp_path, lambda content: content.update(device="cuda"))
 
-    with pytest.raises(CheckpointError, match=r"its content was edited .*counts are"):
+    with pytest.raises(CheckpointError, match="another device: it was made on cuda, and this is cpu"):
         Run(checkpoint=tmp_path).fit()
+
+
+@pytest.mark.parametrize("names", [["nonsense"], ["offload", "offload"], [["x"]]], ids=str)
+def test_names_in_a_checkpoint_that_save_no_memory_are_left_aside(tmp_path, names):
+    def fit(steps):
+        loader = DataLoader(TensorDataset(torch.ones(32, 3), torch.zeros(32, dtype=torch.int64)), 8)
+        return autoaccum.fit(nn.Linear(3, 2), loader, 8, max_steps=steps, memory="auto", checkpoint=tmp_path)
+
+    fit(2)
+    edited(tmp_path, lambda content: content["cutting"].update(memory=names))
+
+    result = fit(4)
+
+    assert (result.resumed_from, result.memory) == (2, ())
+
+
+def test_cap_after_lack_of_memory_is_forgotten_once_it_has_helped(tmp_path):
+    def fit(steps):
+        loader = DataLoader(TensorDataset(torch.ones(256, 3), torch.zeros(256, dtype=torch.int64)), 64)
+        return (
+            autoaccum.fit(
+                nn.Linear(3, 2),
+                loader,
+                64,
+                max_steps=steps,
+                epochs=9,
+                device="cpu",
+                checkpoint=tmp_path,
+                progress=False,
+            )
+            .history[-1]
+            .micro_batches
+        )
+
+    (tmp_path / "out-of-memory.json").write_text('{"micro_batch": 10}')
+    capped, *later = [fit(steps) for steps in (4, 10, 16, 22)]
+
+    assert max(capped) == 7
+    assert later == [(64,)] * 3
 
 
 def test_dataset_of_another_length_is_refused_in_the_middle_of_an_epoch(tmp_path):
@@ -698,20 +678,20 @@ def test_samples_of_another_size_are_said_and_sizes_are_searched_for_anew(tmp_pa
     assert second.history[-1].micro_batches == second.plan.micro_batches
 
 
-@pytest.mark.parametrize("capacity", [262_000, 275_000, 290_000, 320_000])
-def test_resume_on_a_tight_device_trains_or_says_in_words_what_does_not_fit(tmp_path, capacity):
+@pytest.mark.parametrize("capacity", [138_000, 142_000, 146_000, 150_000])
+def test_resume_on_a_tight_device_trains_where_the_first_call_did(tmp_path, capacity):
     def fit(steps):
-        model = nn.Sequential(*[nn.Linear(48, 48) for _ in range(6)], nn.Linear(48, 10))
-        data = TensorDataset(torch.randn(256, 48), torch.randint(0, 10, (256,)))
-        optimizer = torch.optim.Adam(model.parameters())
+        torch.manual_seed(0)
+        parts = nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
+        data = TensorDataset(torch.randn(256, 32), torch.randint(0, 4, (256,)))
         device = autoaccum.Simulated(capacity)
-        autoaccum.fit(
-            model, DataLoader(data, 40), 64, max_steps=steps, optimizer=optimizer, device=device, checkpoint=tmp_path
+        return autoaccum.fit(
+            nn.Sequential(*parts), DataLoader(data, 64), 64, max_steps=steps, device=device, checkpoint=tmp_path
         )
 
-    for steps in (3, 6):
-        with contextlib.suppress(autoaccum.DoesNotFitError):
-            fit(steps)
+    first = fit(6)
+
+    assert fit(12).plan.micro_batch >= first.plan.micro_batch
 
 
 def test_resume_under_a_real_limit_trains_where_the_first_call_did(tmp_path):
@@ -754,23 +734,6 @@ def test_damaged_ones_alone_are_an_error_and_never_a_fresh_start(tmp_path):
 
     with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
         Run(checkpoint=tmp_path).fit()
-
-
-def test_checkpoint_of_another_device_is_gone_on_from_and_its_random_state_is_said_to_be_lost(
-    tmp_path, undisturbed, capsys
-):
-    stopped_at(7, tmp_path)
-    storage = Storage(tmp_path)
-    _, content = storage.read_newest(Notices(silent=True))
-    on_card = torch.zeros(16, dtype=torch.uint8)
-    states = content["random"]
-    storage.write(content | {"device": "cuda", "random": (states[0], on_card, *states[2:])}, content["windows"])
-    run = Run(checkpoint=tmp_path)
-
-    run.fit(progress="lines")
-
-    assert run.end == undisturbed
-    assert "made on cuda, and this is cpu: its random generator is not restored" in capsys.readouterr().err
 
 
 def test_checkpoint_can_be_read_without_autoaccum(tmp_path):

@@ -83,14 +83,7 @@ def test_unknown_progress_is_refused_by_its_value(asked):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "text"),
-    [
-        ((100,), "100"),
-        ((34, 33, 33), "34+33+33"),
-        ((256, 256, 256, 256), "256+256+256+256"),
-        ((26, 26, 25, 25, 25), "2x26+3x25"),
-        ((1,) * 100, "100x1"),
-    ],
+    ("sizes", "text"), [((34, 33, 33), "34+33+33"), ((26, 26, 25, 25, 25), "2x26+3x25"), ((1,) * 100, "100x1")]
 )
 def test_a_cut_is_spelled_out_while_short_and_told_in_runs_when_long(sizes, text):
     assert format_cut(sizes) == text
@@ -107,16 +100,12 @@ def test_lines_tell_each_trial_with_its_verdict(lines):
     )
 
 
-def test_lines_tell_the_plan_and_the_probe_behind_it(lines):
+def test_lines_tell_the_plan(lines):
     shown, file = lines
 
     shown.on_plan(PLAN, step=1, probe=PROBE)
 
-    assert file.getvalue() == (
-        "autoaccum: plan from step 1: target batch 100; cut 34+33+33; "
-        "largest that fits 37, found in 2 trials; memory limit 600.0 MiB; "
-        "memory needed 120.0 MiB and 10.0 MiB a sample\n"
-    )
+    assert file.getvalue() == "autoaccum: plan from step 1: target batch 100; cut 34+33+33\n"
 
 
 def test_lines_tell_a_step_only_when_the_last_line_is_long_enough_ago(clock):
@@ -147,17 +136,6 @@ def test_a_step_line_of_a_target_in_tokens_tells_updates_and_micro_batches_of_th
     first, second = file.getvalue().splitlines()
     assert "0.5 updates/s, 6 s left, in 4 micro-batches of 1 to 9 samples" in first
     assert "0.5 updates/s, 4 s left, in 2 micro-batches of 2 to 3 samples" in second
-
-
-def test_a_step_line_tells_loss_speed_cut_peak_and_oom(clock):
-    file = io.StringIO()
-    shown = LineProgress(every_s=0.0, file=file)
-    shown.on_fit_start(epochs=None, max_steps=None, steps_per_epoch=None)
-    clock.now += 2.0
-
-    shown.on_step(step_report(1, samples=100), epoch=1)
-
-    assert file.getvalue() == ("autoaccum: epoch 1, step 1: loss 0.25, 50 samples/s, cut 34+33+33, peak 512.0 MiB\n")
 
 
 def test_a_step_line_tells_the_learning_rate_once_it_has_changed(clock):
@@ -247,7 +225,7 @@ def test_the_bar_shows_trials_plan_and_memory_above_it(bar):
     text = plain(file)
     assert "trial of 37: fits" in text
     assert "plan from step 1" in text
-    assert "37, found in 2 trials" in text
+    assert "34+33+33" in text
     assert "out of memory in step 3, backward of 34 samples" in text
     assert "accuracy 0.9375" in text
 
@@ -325,7 +303,7 @@ def test_lines_name_cut_peak_and_failures_only_where_they_have_changed(clock):
     shown.on_step(step_report(3), epoch=1)
 
     first, second, _, third = file.getvalue().splitlines()
-    assert first.endswith("cut 34+33+33, peak 512.0 MiB")
+    assert first == "autoaccum: epoch 1, step 1: loss 0.25, 200 samples/s, cut 34+33+33, peak 512.0 MiB"
     assert second.endswith("samples/s")
     assert third.endswith("samples/s, 1 oom")
 
@@ -334,16 +312,13 @@ def test_no_time_left_is_told_while_sizes_are_searched_for(clock):
     file = io.StringIO()
     shown = LineProgress(every_s=0.0, file=file)
     shown.on_fit_start(epochs=None, max_steps=100, steps_per_epoch=None)
-    clock.now += 1.0
-    shown.on_trial(TRIALS[1])
-    shown.on_step(step_report(1), epoch=1)
-    shown.on_plan(PLAN, step=2, probe=PROBE)
-    clock.now += 1.0
-    shown.on_step(step_report(2), epoch=1)
+    for event in (lambda: shown.on_trial(TRIALS[1]), lambda: shown.on_plan(PLAN, step=2, probe=PROBE)):
+        clock.now += 1.0
+        event()
+        clock.now += 1.0
+        shown.on_step(step_report(1), epoch=1)
 
-    lines = file.getvalue().splitlines()
-    assert "left" not in lines[1]
-    assert "left" in lines[-1]
+    assert ["left" in line for line in file.getvalue().splitlines()] == [False, False, False, True]
 
 
 @pytest.mark.parametrize("shown", ["bar", "lines"])

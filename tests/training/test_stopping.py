@@ -159,7 +159,7 @@ def test_early_stopping_ends_where_nothing_has_improved_for_a_while():
 def test_early_stopping_without_what_it_waits_for_is_refused():
     with pytest.raises(InvalidInputError, match="monitor='loos' is not among what is evaluated: 'loss'"):
         Run().fit(autoaccum.EarlyStopping(monitor="loos"))
-    with pytest.raises(InvalidInputError, match="EarlyStopping waits for evaluations"):
+    with pytest.raises(InvalidInputError, match="EarlyStopping needs a val_loader= to evaluate"):
         Run(val_loader=None).fit(autoaccum.EarlyStopping())
     with pytest.raises(InvalidInputError, match="patience must be at least 1, got 0"):
         autoaccum.EarlyStopping(patience=0)
