@@ -80,9 +80,15 @@ class _Member:
 
     def end(self):
         """End it if it lives; return its exit code."""
-        with self._process, contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-            return self._process.wait(timeout=30)
+        try:
+            return self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:  # it hangs
+            self._process.kill()
+            return self._process.wait()
+        finally:
+            self._process.stdout.close()
 
 
 def _work(jobs, answers):

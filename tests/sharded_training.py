@@ -111,31 +111,3 @@ def without_room(rank, size, **arguments):
 
 def unsharded(rank, size, *, norm=False, **arguments):
     return rank_training.train(rank, size, model=rank_training.net(norm=norm), **arguments)
-
-
-class Lacking(autoaccum.Callback):
-    """Raises once where a batch is cut, at the `fails_at`-th call after the first update."""
-
-    def __init__(self, fails_at):
-        self.fails_at, self.calls, self.real = fails_at, None, autoaccum.Window.cut
-
-    def on_step(self, report, *, epoch):
-        self.calls = self.calls or 0
-
-    def cut(self, *given):
-        if self.calls is not None:
-            self.calls += 1
-            if self.calls == self.fails_at:
-                raise torch.OutOfMemoryError("for this test")
-        return self.real(*given)
-
-
-def lacking(rank, size, fails_at, **arguments):
-    """Train; memory runs out once where a batch is cut in the second window, on each rank where `fails_at` says."""
-    lack = Lacking(dict(fails_at).get(rank))
-
-    def cut(window, start, stop):
-        return lack.cut(window, start, stop)
-
-    with mock.patch.object(autoaccum.Window, "cut", cut):
-        return train(rank, size, callbacks=[lack], **arguments)

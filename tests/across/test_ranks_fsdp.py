@@ -153,19 +153,6 @@ def test_lack_of_memory_that_no_smaller_cut_would_mend_is_told_as_such(crew, nor
     assert isinstance(found[0], autoaccum.RankFailedError), found
 
 
-@pytest.mark.parametrize("fails_at", [{0: 1}, {1: 1}, {0: 1, 1: 2}], ids=str)
-def test_lack_of_memory_outside_of_a_pass_begins_the_window_anew_on_all_ranks(crew, fails_at):
-    asked = {"target_batch": 16, "micro_batch": 8, "shard": True, "epochs": 2}
-    expected = alone(target_batch=16, micro_batch=16, epochs=2)
-
-    found = crew.run("sharded_training:lacking", fails_at, size=2, **asked)
-
-    assert_alike(found)
-    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
-    assert all(one["oom"] for one in found)
-    assert all(len(one["cuts"][1]) > 1 for one in found)
-
-
 def test_sizes_grow_from_the_smallest_by_what_smaller_ones_show(crew):
     found = crew.run("sharded_training:train", size=2, target_batch=16, shard=True, epochs=3)
     expected = alone(target_batch=16, micro_batch=16, epochs=3)

@@ -4,15 +4,12 @@ import errno
 import json
 import os
 import stat
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import autoaccum
-import warm
 from autoaccum._sizing import cache as cache_module
 from autoaccum._sizing.cache import Key, PlanCache, Remembered
 from autoaccum._system.notices import Notices
@@ -260,7 +257,7 @@ def test_failing_disk_costs_one_notice_and_leaves_what_was_there(cache, folder, 
     assert cache.find(KEY) == Remembered(7)
 
 
-# --- many files, and many processes -----------------------------------------------------------------------------------
+# --- many files -------------------------------------------------------------------------------------------------------
 
 
 def test_of_too_many_files_those_used_last_stay_and_no_others_are_touched(cache, folder, monkeypatch):
@@ -276,52 +273,3 @@ def test_of_too_many_files_those_used_last_stay_and_no_others_are_touched(cache,
     assert cache.find(KEY) == cache.find(named("0")) == FOUND
     assert len(files(folder)) == 4
     assert (folder / "plan-mine.json").exists()
-
-
-CROWD = """
-import random, sys
-from autoaccum._sizing import cache as plan_cache
-from autoaccum._system.notices import Notices
-from autoaccum._sizing.cache import Key, PlanCache, Remembered
-
-plan_cache._MOST_FILES = 5
-own = int(sys.argv[1])
-random.seed(own)
-notices = Notices(silent=True)
-cache = PlanCache(notices)
-keys = [Key(plan_cache.digest_of(number), 10_000, {"text": "x" * 4000}) for number in range(8)]
-print("ready", flush=True)
-sys.stdin.readline()
-hits = 0
-for turn in range(1, 60):
-    key = random.choice(keys[:2] if turn % 2 else keys)
-    found = cache.find(key)
-    if found is not None:
-        hits += 1
-        assert found.frontier["fits"] == [[found.micro_batch, 7]] and found.fastest == found.micro_batch, found
-    size = turn * 10 + own
-    cache.keep(key, Remembered(size, {"fits": [[size, 7]]}, size))
-    if turn % 50 == 0:
-        cache.forget(key)
-print(hits, *notices.texts)
-"""
-
-
-def test_processes_that_write_read_and_delete_at_once_never_meet_half_a_file(folder):
-    processes = [
-        subprocess.Popen(
-            [*warm.python(), "-c", CROWD, str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for number in range(3)
-    ]
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    said = [process.communicate()[0].split(maxsplit=1) for process in processes]
-
-    assert [process.returncode for process in processes] == [0, 0, 0]
-    assert all(len(words) == 1 and int(words[0]) > 8 for words in said), said
-    assert not [path for path in Path(folder).iterdir() if path.suffix != ".json"]
