@@ -282,7 +282,8 @@ class SteadyPath:
         if not isinstance(window, KnownWindow) or not window.is_split or transfer.copies:
             return closing(transfer.feed(window, sizes))
         batch = window.plain_batch()
-        parts = zip(*[tensor.split(sizes) for tensor in window.tensors()], strict=True)
+        tensors: list[Any] = window.tensors()
+        parts = zip(*[tensor.split(sizes) for tensor in tensors], strict=True)
         return nullcontext(parts if type(batch) is tuple else (flat_like(batch, part) for part in parts))
 
 
