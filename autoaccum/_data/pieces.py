@@ -186,8 +186,9 @@ class NestedPiece(Piece):
         self.batch = batch
         self._split = split
         # The usual batch is not walked through.
-        is_sequence = type(batch) in (list, tuple)
-        flat = list(batch.items() if type(batch) is dict else enumerate(batch) if is_sequence else ())
+        flat: list[tuple[Any, Any]] = []
+        if type(batch) in (list, tuple, dict):
+            flat = list(batch.items() if isinstance(batch, dict) else enumerate(batch))
         is_flat = {type(one) for _, one in flat} == {Tensor}
         self._whole: frozenset[int] = frozenset()
         if reading is not None and not (is_flat and type(batch) is tuple):

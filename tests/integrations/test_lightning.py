@@ -675,18 +675,24 @@ class Lossless(Classifier):
 
 
 @pytest.mark.parametrize(
-    ("module", "callbacks", "text"),
+    ("module", "text"),
     [
-        (Manual, [], "autoaccum.Accumulator"),
-        (OwnBackward, [], "autoaccum.Accumulator"),
-        (Fetching, [], "dataloader_iter"),
-        (Lossless, [], "'loss'"),
-        (Classifier, [BatchSizeFinder()], "BatchSizeFinder"),
+        (Manual, "autoaccum.Accumulator"),
+        (OwnBackward, "autoaccum.Accumulator"),
+        (Fetching, "dataloader_iter"),
+        (Lossless, "'loss'"),
     ],
 )
-def test_what_micro_batches_cannot_be_a_part_of_is_refused(module, callbacks, text):
+def test_what_micro_batches_cannot_be_a_part_of_is_refused(module, text):
     with pytest.raises(autoaccum.errors.InvalidInputError, match=text):
-        fitted(module(), vectors(), windowed(), *callbacks)
+        fitted(module(), vectors(), windowed())
+
+
+def test_batch_size_finder_is_refused():
+    trainer = pl.Trainer(callbacks=[BatchSizeFinder()], **QUIET)
+
+    with pytest.raises(autoaccum.errors.InvalidInputError, match="BatchSizeFinder"):
+        windowed().setup(trainer, Classifier(), "fit")
 
 
 def test_what_cannot_save_memory_in_the_module_is_refused():
