@@ -134,8 +134,9 @@ class Estimate:
     def fits(self, size: int, room_bytes: int) -> bool:
         """Whether a step of this size is predicted to fit in `room_bytes`."""
         step = self.traced.step_of(size)
-        if self.card is None or step.peak().live_bytes > room_bytes:
-            return step.peak().live_bytes <= room_bytes
+        is_too_large = step.peak().live_bytes > room_bytes
+        if self.card is None or is_too_large:
+            return not is_too_large
         return serve(_with_cublas(step, self.card), room_bytes) is not None
 
     @property
