@@ -8,7 +8,7 @@ folders, and of the record that there is. Written are benchmarks/results/gpu-NAM
 it the predicted and real allocations, by which other rules of predictions can be judged; and what stands between the
 markers of the pages. Without a FOLDER the pages are written from benchmarks/results/, and with `--check` compared.
 
-Exit code: 0; 1, with `--check` a page is out of date; 2, a folder cannot be used.
+Exit code: 0; 1, with `--check` a page is out of date, or a folder cannot be used.
 """
 
 from __future__ import annotations
@@ -50,15 +50,9 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
     parser.add_argument("--check", action="store_true", help="only say which pages are out of date")
     options = parser.parse_args(arguments)
-    if options.folders and options.check:
-        parser.error("--check compares the pages with benchmarks/results/, and takes no FOLDER")
-    try:
-        if options.folders:
-            keep(options.folders, root / "benchmarks" / "results")
-        stale = rewrite(root, write=not options.check)
-    except ValueError as error:
-        print(f"gpu_results: {error}", file=sys.stderr)
-        return 2
+    if options.folders:
+        keep(options.folders, root / "benchmarks" / "results")
+    stale = rewrite(root, write=not options.check)
     for page in stale:
         print(f"{page}: {'out of date; run scripts/gpu_results.py' if options.check else 'written'}")
     return int(options.check and bool(stale))
@@ -67,19 +61,12 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
 def keep(folders: list[Path], results: Path) -> None:
     """Write the record of these folders, and copy the allocations."""
     runs = [_read(folder) for folder in folders]
-    names = {run["machine"]["gpu"] for run in runs}
-    if len(names) > 1:
-        raise ValueError(f"these are of different GPUs: {', '.join(sorted(names))}; give the folders of one")
     last = runs[-1]
     gpu = last["machine"]["gpu"]
     at = results / f"gpu-{re.sub(r'[^a-z0-9]+', '-', gpu.lower().removeprefix('nvidia '))}"
     record = at.with_name(f"{at.name}.json")
     parts = _parts_of([*([json.loads(record.read_text())] if record.exists() else []), *runs])
     found = _slim({"gpu": gpu, "written": last["written"], "machine": last["machine"], "parts": parts})
-    try:
-        _tables(found)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"a row is none of benchmarks/gpu.py ({type(error).__name__}: {error})") from None
     results.mkdir(parents=True, exist_ok=True)
     record.write_text(json.dumps(found, indent=1) + "\n")
     for folder, run in zip(folders, runs, strict=True):
@@ -103,17 +90,9 @@ def _parts_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    path = folder / "gpu.json"
-    try:
-        run = json.loads(path.read_text())
-        on_gpu = run["device"] == "cuda" and run["machine"].get("gpu") and not run["tiny"]
-        _ = on_gpu and _made(run), [(part["title"], part["status"], part["rows"]) for part in run["parts"].values()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no result of benchmarks/gpu.py ({type(error).__name__}: {error})") from None
-    if not on_gpu:
-        raise ValueError(f"{path} was not made on a GPU, or was made with --tiny")
-    if not any(not row.get("skipped") for part in run["parts"].values() for row in part["rows"]):
-        raise ValueError(f"{path} has no part that found anything")
+    run: dict[str, Any] = json.loads((folder / "gpu.json").read_text())
+    if run["device"] != "cuda" or run["tiny"]:
+        raise SystemExit(f"{folder} was not made on a GPU, or was made with --tiny")
     return run
 
 
@@ -135,9 +114,9 @@ def rewrite(root: Path, *, write: bool) -> list[str]:
     changed = []
     for page in STATUS:
         before = (root / page).read_text()
-        after = _between(before, "gpu-status", _status(records, page), page)
+        after = _between(before, "gpu-status", _status(records, page))
         if page == TABLES:
-            after = _between(after, "gpu", "\n\n".join(map(_tables, records)), page)
+            after = _between(after, "gpu", "\n\n".join(map(_tables, records)))
         if after != before:
             changed.append(page)
             if write:
@@ -145,10 +124,8 @@ def rewrite(root: Path, *, write: bool) -> list[str]:
     return changed
 
 
-def _between(text: str, name: str, found: str, page: str) -> str:
+def _between(text: str, name: str, found: str) -> str:
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise ValueError(f"{page} must have {begin} and {end} once each")
     before, rest = text.split(begin)
     return f"{before}{begin}\n\n{found}\n\n{end}{rest.split(end)[1]}"
 

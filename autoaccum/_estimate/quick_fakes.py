@@ -140,7 +140,9 @@ def _batch_norm(source: Tensor, *others: Any) -> tuple[Tensor, ...] | None:
     return torch.empty_like(source), *(source.new_empty(source.shape[1], dtype=dtype) for _ in range(2))
 
 
-def _batch_norm_backward(_: Tensor, source: Tensor, weight: Any, *others: Any) -> tuple[Tensor | None, ...] | None:
+def _batch_norm_backward(
+    _gradient: Tensor, source: Tensor, weight: Any, *others: Any
+) -> tuple[Tensor | None, ...] | None:
     *_, training, _eps, mask = others
     if not training or weight is None:
         return None

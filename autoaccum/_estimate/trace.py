@@ -126,6 +126,7 @@ class Estimate:
     uncertainty: float
     traced: Traced = field(repr=False, compare=False)
     card: Card | None
+    _fits: dict[tuple[int, int], bool] = field(default_factory=dict, repr=False, compare=False)
 
     def at(self, size: int, room_bytes: int | None = None) -> Footprint:
         """Return the footprint of a step of this size; if it does not fit, what it would reserve without a limit."""
@@ -133,10 +134,15 @@ class Estimate:
 
     def fits(self, size: int, room_bytes: int) -> bool:
         """Whether a step of this size is predicted to fit in `room_bytes`."""
+        if (size, room_bytes) in self._fits:
+            return self._fits[size, room_bytes]
         step = self.traced.step_of(size)
-        if self.card is None or step.peak().live_bytes > room_bytes:
-            return step.peak().live_bytes <= room_bytes
-        return serve(_with_cublas(step, self.card), room_bytes) is not None
+        is_too_large = step.peak().live_bytes > room_bytes
+        fits = not is_too_large
+        if self.card is not None and fits:
+            fits = serve(_with_cublas(step, self.card), room_bytes) is not None
+        self._fits[size, room_bytes] = fits
+        return fits
 
     @property
     def bytes_per_sample(self) -> int:

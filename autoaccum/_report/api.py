@@ -405,10 +405,10 @@ def _remedies(
 
     try:
         if place.card is not None:
-            unchanged = estimates[name].traced
+            unchanged = estimates[name]
         else:
             how: dict[str, Any] = {"kind": place.kind, "precision": place.precision, "tensor_float": place.half}
-            unchanged = trace(batch=asked.batch, sizes=sorted({1, asked.most}), **how)
+            unchanged = trace(batch=asked.batch, sizes=sorted({1, asked.most}), **how).estimate()
         cards = [one.card for one in predicted]
         tried = Remedies(asked, place, unchanged, trace, model, way["optimizer"], cards)
         remedies = tried.all()

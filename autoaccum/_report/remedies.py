@@ -133,7 +133,7 @@ class Remedies:
         self,
         asked: Asked,
         place: Place,
-        unchanged: Traced,
+        unchanged: Estimate,
         trace: Callable[..., Traced],
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -144,8 +144,8 @@ class Remedies:
         self._trace = trace
         self._model = model
         self._optimizer = optimizer
-        self._unchanged = unchanged
-        self._as_it_is = unchanged.estimate(place.card)
+        self._unchanged = unchanged.traced
+        self._as_it_is = unchanged
         self._place = place.as_tried(self._as_it_is)
         self._before = self._place.largest(self._as_it_is, asked.most)
         self.failed: list[str] = []
