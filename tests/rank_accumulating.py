@@ -87,3 +87,20 @@ def wrapped(rank, size):
     except autoaccum.InvalidInputError as error:
         return str(error)
     return ""
+
+
+def growing(rank, size, loss):
+    """Add a layer between two batches of one step; in the second the loss reports something more, on rank 1 alone."""
+    model = net(0)
+    reports = []
+
+    def reporting(outputs, targets):
+        return {"loss": LOSSES[loss][0](outputs, targets), **{name: outputs.detach().sum() for name in reports}}
+
+    accumulating = autoaccum.Accumulator(model, loss=reporting, device="cpu", precision="fp32", micro_batch=5)
+    for number in range(6):
+        if number == 4:
+            model.append(nn.Linear(4, 4).double())
+        if number == 5 and rank == 1:
+            reports.append("more")
+        accumulating.backward(part(vectors, rank, size, number % 4))

@@ -149,11 +149,15 @@ class DataParallel(Peers):
             InvalidInputError: There are new parameters, which the other ranks do not know.
         """
         known = set(self._trained)
-        if come := [parameter for parameter in trained(self._step) if parameter not in known]:
+        come = [parameter for parameter in trained(self._step) if parameter not in known]
+        if come and (self._updates is not None or self._begun is not None):
+            remedy = "end this call of fit, and go on with the changed model in another"
+            if self._updates is None:
+                remedy = "make another Accumulator for the changed model"
             raise InvalidInputError(
                 f"{len(come)} parameters are trained now that were not when training began (shapes "
                 f"{', '.join(str(tuple(parameter.shape)) for parameter in come[:3])}), and several ranks add up the "
-                "gradients of those they began with; end this call of fit, and go on with the changed model in another"
+                f"gradients of those they began with; {remedy}"
             )
 
     def begin(self, window: Window, sizing: Sizing) -> Share | None:

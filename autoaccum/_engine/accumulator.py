@@ -176,6 +176,7 @@ class GradientAccumulator:
         """Set gradients of new parameters aside, and let other processes know of them.
 
         Raises:
+            InvalidInputError: Other processes are in the middle of the window.
             StateDamagedError: Those of earlier batches were dropped with a window that begins again.
         """
         lost = "" if self._current is None else self._current.engine.lost_gradients()
@@ -187,9 +188,11 @@ class GradientAccumulator:
         self._parameters = [*self._parameters, *new]
         for parameter in new:
             parameter.grad = None
-        self._peers = self._make_peers()
-        if self._current is not None:
-            self._current.engine.use(self._peers)
+        if new:
+            self._peers.check_parameters()
+            self._peers = self._make_peers()
+            if self._current is not None:
+                self._current.engine.use(self._peers)
 
     def _finish(self, given: PartResult) -> tuple[WindowResult, tuple[Any, ...]] | None:
         """Add a window's gradient to earlier ones; None if another process lacks memory for it."""

@@ -467,9 +467,14 @@ class Engine:
 
         Args:
             share: What is known of the weights of all parts.
+
+        Raises:
+            StateDamagedError: Gradients of earlier batches were dropped with those of the window.
         """
         self._share = share
         self._restore()
+        if lost := self.lost_gradients():
+            raise StateDamagedError(f"the window began again on all ranks after {lost}")
 
     def adopt(self, failed: Iterable[tuple[int, Widths]]) -> None:
         """Make micro-batches smaller that ran out of memory on another process with as much memory."""

@@ -51,3 +51,16 @@ def test_sample_that_does_not_fit_on_one_rank_ends_all(crew):
 
 def test_closure_that_calls_a_wrapped_model_is_refused(crew):
     assert all("DistributedDataParallel" in said for said in crew.run("rank_accumulating:wrapped", size=2))
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "text"),
+    [
+        ("pair", autoaccum.StateDamagedError, "gradients of 2 parameters"),
+        ("module", autoaccum.InvalidInputError, "2 parameters are trained now"),
+    ],
+)
+def test_parameters_that_come_in_the_middle_of_a_step_lose_no_gradient_unsaid(crew, loss, error, text):
+    for answer in crew.answers("rank_accumulating:growing", loss, size=2):
+        assert isinstance(answer, error), answer
+        assert text in str(answer)
