@@ -11,7 +11,6 @@ import platform
 import re
 import sys
 import textwrap
-import time
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,6 @@ from autoaccum._memory import _linux, nvml
 from autoaccum._memory.available_devices import find_accelerator
 from autoaccum._memory.host import Host, process_limits
 from autoaccum._memory.limits import format_bytes
-from autoaccum._system.launched import folder_of_plans
 from autoaccum._system.own_distribution import REQUIREMENTS, __version__
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ _LITTLE_FREE = 0.1
 _TOLERATED = 1.1
 _LEAST_TORCH = re.compile(r"torch\s*>=\s*(?P<version>[0-9.]+)")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_NEVER_OVERCOMMITS = "2"
+_VARIABLES = ("AUTOACCUM_", "PYTORCH_", "CUDA_")
 _COLUMNS = 80
 _MEBIBYTE = 2**20
 
@@ -95,7 +93,7 @@ def examine(environment: Mapping[str, str] = os.environ, proc: Path = _PROC, sha
     found = Examination()
     problems = found.problems
     found.facts["installation"] = _installation(environment, problems)
-    found.facts["machine"] = _machine(environment, proc, shared, problems)
+    found.facts["machine"] = _machine(environment, shared, problems)
     found.facts["limits"] = _limits(environment, proc / "self", problems)
     found.facts["devices"] = _devices(environment, problems)
     return found
@@ -108,34 +106,19 @@ def _installation(environment: Mapping[str, str], problems: list[str]) -> dict[s
             f"autoaccum needs PyTorch {least} or newer, and {sys.executable} imports {torch.__version__} from "
             f"{Path(torch.__file__).parent}; upgrade it, or remove that folder from PYTHONPATH"
         )
-    folder, count = folder_of_plans(), 0
-    if folder is not None:
-        try:
-            folder = folder.expanduser()
-            count = len(list(folder.glob("plan-*.json")))
-            # The first run makes the folder.
-            nearest = next((parent for parent in (folder, *folder.parents) if parent.exists()), folder)
-            is_writable = os.access(nearest, os.W_OK)
-        except (OSError, RuntimeError):
-            is_writable = False
-        if not is_writable:
-            problems.append(
-                f"sizes cannot be remembered in {folder}, so each start searches for the micro-batch; set "
-                "AUTOACCUM_CACHE_DIR to a writable folder"
-            )
-    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    gpus = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    built = next((f"{name} {version}" for name, version in gpus.items() if version), "the CPU alone")
     return {
         "autoaccum": __version__,
         "Python": f"{platform.python_version()}, {sys.executable}",
         "system": platform.platform(),
-        "PyTorch": f"{torch.__version__}, for {built if torch.version.cuda or torch.version.hip else 'the CPU alone'}",
-        "remembered sizes": f"{count} in {folder}" if folder else "off, since AUTOACCUM_CACHE_DIR is empty",
-        "variables": " ".join(f"{name}={value}" for name, value in environment.items() if name.startswith("AUTOACCUM_"))
+        "PyTorch": f"{torch.__version__}, for {built}",
+        "variables": " ".join(f"{name}={value}" for name, value in environment.items() if name.startswith(_VARIABLES))
         or None,
     }
 
 
-def _machine(environment: Mapping[str, str], proc: Path, shared: Path, problems: list[str]) -> dict[str, Any]:
+def _machine(environment: Mapping[str, str], shared: Path, problems: list[str]) -> dict[str, Any]:
     usable, threads = _usable_cores(), torch.get_num_threads()
     if threads > usable:
         named = "OMP_NUM_THREADS" if "OMP_NUM_THREADS" in environment else "torch.set_num_threads()"
@@ -145,11 +128,9 @@ def _machine(environment: Mapping[str, str], proc: Path, shared: Path, problems:
         )
     memory = psutil.virtual_memory()
     facts = {
-        "processor": _processor(proc),
         "cores": f"{usable} of {os.cpu_count()} usable by this process, PyTorch uses {threads} threads",
         "memory bytes": memory.total,
         "available bytes": memory.available,
-        "swap bytes": psutil.swap_memory().total,
     }
     try:
         use = psutil.disk_usage(str(shared))
@@ -163,12 +144,6 @@ def _machine(environment: Mapping[str, str], proc: Path, shared: Path, problems:
                 "pass batches through it (a bus error is its lack); give the container more, as by docker run "
                 "--shm-size=8g, or use num_workers=0"
             )
-    if _text(proc / "sys/vm/overcommit_memory").strip() == _NEVER_OVERCOMMITS:
-        problems.append(
-            "the kernel gives out no more memory than there is (vm.overcommit_memory is 2), so CUDA, which reserves "
-            "addresses for all of a GPU, and workers, which copy this process's addresses, may fail with memory free; "
-            "have it set to 0 or 1"
-        )
     return facts
 
 
@@ -185,19 +160,8 @@ def _limits(environment: Mapping[str, str], proc: Path, problems: list[str]) -> 
     facts |= {f"{kind} bytes": limit for kind, limit, _ in process_limits()}
     facts["free for training bytes"] = free
     if "SLURM_JOB_ID" in environment:
-        # The end of the job, in seconds since 1970 (https://slurm.schedmd.com/sbatch.html, output environment).
-        ends, memory = _number(environment, "SLURM_JOB_END_TIME"), _memory_of_slurm(environment)
-        facts |= {
-            "Slurm job": environment["SLURM_JOB_ID"],
-            "hours left": None if ends is None else round(max(0.0, ends - time.time()) / 3600, 1),
-            "memory of the job bytes": memory,
-        }
-        cores = _number(environment, "SLURM_CPUS_PER_TASK") or _number(environment, "SLURM_CPUS_ON_NODE")
-        if cores is not None and torch.get_num_threads() > cores <= _usable_cores():
-            problems.append(
-                f"the Slurm job has {cores} cores for this process, and PyTorch uses {torch.get_num_threads()} "
-                f"threads; set OMP_NUM_THREADS={cores}, or ask for more by --cpus-per-task"
-            )
+        memory = _memory_of_slurm(environment)
+        facts["memory of the Slurm job bytes"] = memory
         if memory is not None and not any(limit <= memory * _TOLERATED for limit in groups):
             problems.append(
                 f"the Slurm job has {format_bytes(memory)} on this node, and no control group enforces that: Slurm may "
@@ -210,9 +174,7 @@ def _limits(environment: Mapping[str, str], proc: Path, problems: list[str]) -> 
 def _devices(environment: Mapping[str, str], problems: list[str]) -> dict[str, Any]:
     driver = nvml.read_driver()
     every, seen = nvml.cards_of(None), nvml.cards_of(environment.get(_VISIBLE))
-    names = (_VISIBLE, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING")
     facts: dict[str, Any] = {"NVIDIA driver": None if driver is None else driver.text}
-    facts |= {name: environment[name] for name in names if name in environment}
     for number, card in enumerate(seen):
         holders = ", ".join(f"{other.name} (pid {other.pid})" for other in card.neighbours[:3])
         used = f", used by {holders}" if holders else ""
@@ -231,8 +193,6 @@ def _devices(environment: Mapping[str, str], problems: list[str]) -> dict[str, A
     if driver is not None and there is None:
         warned = "; ".join(str(warning.message).split("\n")[0] for warning in caught)
         problems.append(_why_unused(driver, every, seen, environment.get(_VISIBLE, ""), warned))
-    if environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-        problems.append("CUDA_LAUNCH_BLOCKING makes each kernel wait for its end; unset it")
     return facts
 
 
@@ -261,11 +221,6 @@ def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _processor(proc: Path) -> str:
-    found = re.search(r"^model name\s*: (.+)$", _text(proc / "cpuinfo"), re.MULTILINE)
-    return found[1] if found is not None else platform.processor() or platform.machine()
-
-
 def _memory_of_slurm(environment: Mapping[str, str]) -> int | None:
     """Return the bytes that the job may take on this node; None if Slurm does not say."""
     per_node = _number(environment, "SLURM_MEM_PER_NODE")
@@ -278,13 +233,6 @@ def _memory_of_slurm(environment: Mapping[str, str]) -> int | None:
 def _number(environment: Mapping[str, str], name: str) -> int | None:
     text = environment.get(name, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 18 else None  # noqa: PLR2004 - 64 bits
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def _wrapped(text: str, first: str, others: str) -> list[str]:

@@ -200,8 +200,8 @@ def readme_table(found):
         ("gradient of the whole batch", "exact", "of another batch", "of another batch", "if parts are equal"),
         ("survives running out of memory later", "yes", "no", "restarts", "no"),
     )
-    notes = "Trials of `fit` are training steps. A size above 100% may fail later."
-    return f"{table(head, rows)}\n\n{len(found)} models ([how](docs/benchmarks.md)). {notes}"
+    notes = "`fit` wastes no steps: its trials train. A size above 100% may fail later."
+    return f"{table(head, rows)}\n\nMeasured with {len(found)} models ([method](docs/benchmarks.md)). {notes}"
 
 
 def throughput_table(rows):

@@ -70,3 +70,15 @@ def train(rank, size, kind, only_on=None):
         "losses": [(report.loss, dict(report.losses)) for report in result.history],
         "evaluations": [(one.loss, dict(one.losses)) for one in result.evaluations],
     }
+
+
+def divided_by_own_count(rank, size):
+    """Train with a loss that is divided by the count that each rank's batch carries."""
+
+    def loss(outputs, batch):
+        summed = torch.nn.functional.cross_entropy(outputs, batch["targets"], reduction="sum")
+        return summed / batch["num_items_in_batch"]
+
+    batch = {"input": torch.randn(6, 4), "targets": torch.arange(6) % 3, "num_items_in_batch": 6}
+    model, options = torch.nn.Linear(4, 3), {"device": "cpu", "progress": False}
+    autoaccum.fit(model, [batch], target_batch=6 * size, micro_batch=3, loss=loss, **options)

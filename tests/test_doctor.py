@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 import warnings
 from types import SimpleNamespace
 
@@ -47,13 +46,11 @@ def found(place, environment=None):
 
 
 def test_where_nothing_is_wrong_it_says_so(place):
-    (place / "cpuinfo").write_text("processor : 0\nmodel name : A Processor\n")
     limit_group(place, 8 * GIB)
 
     text = found(place).to_text()
 
     assert text.splitlines()[-1] == "No problems found."
-    assert "processor           A Processor" in text
     assert "control group      8.0 GiB" in text
 
 
@@ -70,10 +67,11 @@ def test_the_command_prints_text_or_json():
 def test_lines_have_80_columns_and_no_word_is_broken(place, monkeypatch):
     monkeypatch.setattr(psutil, "disk_usage", lambda _: SimpleNamespace(total=64 * MIB, free=60 * MIB))
 
-    examined = found(place, {"CUDA_LAUNCH_BLOCKING": "1", **SLURM, "SLURM_MEM_PER_NODE": "4096"})
+    examined = found(place, {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **SLURM, "SLURM_MEM_PER_NODE": "4096"})
 
     text = examined.to_text()
-    assert len(examined.problems) == 3
+    assert len(examined.problems) == 2
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in text
     words = {word for problem in examined.problems for word in problem.split()}
     assert words <= set(text.split())
     problems = text[text.index("Problems") :].splitlines()
@@ -86,20 +84,12 @@ def test_an_old_pytorch_is_a_problem(place, monkeypatch):
     assert "autoaccum needs PyTorch 99.0 or newer" in found(place).problems[0]
 
 
-def test_a_folder_that_cannot_be_written_is_a_problem(place, monkeypatch):
-    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", "~nobody-of-this-name/x")
-
-    assert "set AUTOACCUM_CACHE_DIR to a writable folder" in found(place).problems[0]
-
-
 def test_more_threads_than_cores_are_a_problem(place, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     monkeypatch.setattr(_doctor, "_usable_cores", lambda: 1)
 
     assert "64 threads on 1 cores" in found(place).problems[0]
     assert "set OMP_NUM_THREADS to 1" in found(place, {"OMP_NUM_THREADS": "64"}).problems[0]
-    monkeypatch.setattr(_doctor, "_usable_cores", lambda: 128)
-    assert "set OMP_NUM_THREADS=8, or" in found(place, {**SLURM, "SLURM_CPUS_PER_TASK": "8"}).problems[0]
 
 
 def test_little_shared_memory_is_a_problem(place, monkeypatch):
@@ -109,13 +99,6 @@ def test_little_shared_memory_is_a_problem(place, monkeypatch):
 
     assert "60.0 MiB free of 64.0 MiB" in problem
     assert "--shm-size=8g" in problem
-
-
-def test_a_machine_that_never_overcommits_is_a_problem(place):
-    (place / "sys/vm").mkdir(parents=True)
-    (place / "sys/vm/overcommit_memory").write_text("2\n")
-
-    assert "vm.overcommit_memory is 2" in found(place).problems[0]
 
 
 def test_little_memory_left_is_a_problem(place, monkeypatch):
@@ -130,19 +113,16 @@ def test_little_memory_left_is_a_problem(place, monkeypatch):
 @pytest.mark.parametrize(("limit", "is_enforced"), [(4 * GIB, True), (64 * GIB, False)])
 def test_memory_of_a_slurm_job_that_nothing_enforces_is_a_problem(place, asked, limit, is_enforced):
     limit_group(place, limit)
-    job = {**SLURM, "SLURM_JOB_END_TIME": str(int(time.time()) + 7200), **asked}
+    examined = found(place, {**SLURM, **asked})
 
-    examined = found(place, job)
-
-    assert examined.facts["limits"]["memory of the job bytes"] == 4 * GIB
-    assert examined.facts["limits"]["hours left"] == 2.0
+    assert examined.facts["limits"]["memory of the Slurm job bytes"] == 4 * GIB
     assert examined.problems == [] if is_enforced else "memory_limit='4096MiB'" in examined.problems[0]
 
 
 def test_variables_of_slurm_that_are_no_numbers_are_left_out(place):
     examined = found(place, {**SLURM, "SLURM_MEM_PER_NODE": "lots", "SLURM_CPUS_PER_TASK": "²"})
 
-    assert examined.facts["limits"]["memory of the job bytes"] is None
+    assert examined.facts["limits"]["memory of the Slurm job bytes"] is None
     assert examined.problems == []
 
 
@@ -199,10 +179,3 @@ def test_why_pytorch_does_not_use_a_gpu(place, gpus, described, environment, sai
     (problem,) = found(place, environment).problems
 
     assert said in problem
-
-
-def test_kernels_that_wait_for_their_end_are_a_problem(place):
-    examined = found(place, {"CUDA_LAUNCH_BLOCKING": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"})
-
-    assert examined.facts["devices"]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    assert "unset it" in examined.problems[0]

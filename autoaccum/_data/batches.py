@@ -95,7 +95,7 @@ class Window(Sequence[Any]):
         return window
 
     def plain_batch(self) -> Any:
-        """The only batch, if all of it is here and it is a tuple or a list of tensors that are cut along their rows."""
+        """The only batch, if all of it is here and it is a flat nesting of tensors that are cut along their rows."""
         if len(self.spans) != 1 or not self.spans[0].is_whole:
             return None
         piece = self.spans[0].piece
@@ -295,10 +295,10 @@ class KnownWindow(Window):
         self._structure = structure
         self.kinds = kinds
         self.is_split = is_split
-        self.samples = len(batch[0])
+        self._tensors = list(batch.values() if type(batch) is dict else batch)
+        self.samples = len(self._tensors[0])
         self.split = _BY_DEFAULT
         self._starts = (0, self.samples)
-        self._tensors = list(batch)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:  # type: ignore[override]

@@ -204,12 +204,14 @@ class NestedPiece(Piece):
         self.batch = batch
         self._split = split
         # The usual batch is not walked through.
-        is_flat = type(batch) in (list, tuple) and {*map(type, batch)} == {Tensor}
+        flat = batch.items() if type(batch) is dict else enumerate(batch) if type(batch) in (list, tuple) else ()
+        flat = list(flat)
+        is_flat = {type(one) for _, one in flat} == {Tensor}
         self._whole: frozenset[int] = frozenset()
         if reading is not None and not (is_flat and type(batch) is tuple):
             refuse_flattened(batch)
             self._whole = reading.lists_of_samples(batch)
-        leaves = [((at,), one) for at, one in enumerate(batch)] if is_flat else leaves_of(batch, self._whole)
+        leaves = [((at,), one) for at, one in flat] if is_flat else leaves_of(batch, self._whole)
         self._leaves = [leaf for _, leaf in leaves]
         along = [dims] * len(leaves) if isinstance(dims, int) else [_dim_at(dims, batch, path) for path, _ in leaves]
         self.samples = _count(self._leaves, along, batch, is_asked=reading is None)
@@ -219,7 +221,7 @@ class NestedPiece(Piece):
             for leaf, dim in zip(self._leaves, along, strict=True)
         ]
         self.is_plain = not self._whole and dims == 0
-        # Whether it is a list or a tuple of tensors that are all cut along their rows.
+        # Whether it is a list, a tuple or a dictionary of tensors that are all cut along their rows.
         self.is_flat = is_flat and self.is_plain and None not in self._dims
         self._form: Hashable = None
 
@@ -234,7 +236,7 @@ class NestedPiece(Piece):
         if start == 0 and stop == self.samples:
             return self.batch
         if self.is_flat:
-            return type(self.batch)([leaf[start:stop] for leaf in self._leaves])
+            return flat_like(self.batch, [leaf[start:stop] for leaf in self._leaves])
         dims = iter(self._dims)
         return map_leaves(lambda leaf: _rows(leaf, next(dims), start, stop), self.batch, self._whole)
 
@@ -282,9 +284,14 @@ class NestedPiece(Piece):
 
     def _rebuilt(self, leaves: list[Any]) -> Any:
         if self.is_flat:
-            return type(self.batch)(leaves)
+            return flat_like(self.batch, leaves)
         following = iter(leaves)
         return map_leaves(lambda _: next(following), self.batch, self._whole)
+
+
+def flat_like(batch: Any, tensors: Iterable[Tensor]) -> Any:
+    """Return tensors as a list, a tuple or a dictionary like a batch."""
+    return dict(zip(batch, tensors, strict=True)) if type(batch) is dict else type(batch)(tensors)
 
 
 def weigher_of(split: Split | None) -> Callable[[Any], float] | None:

@@ -21,17 +21,15 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class _Piece(NamedTuple):
-    """Elements `begin` to `end` of the flattened tensor `index`; `is_whole` if these are all of its elements."""
+    """Some rows of the tensor of this number, or all of it; and how many elements they have."""
 
-    index: int
-    begin: int
-    end: int
-    is_whole: bool
+    tensor: int
+    rows: slice | None
+    size: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return these elements of a tensor, which must be contiguous if they are not all."""
-        tensor = _real(tensor)
-        return tensor if self.is_whole else tensor.view(-1)[self.begin : self.end]
+        """Return these elements of a tensor."""
+        return _real(tensor) if self.rows is None else _real(tensor)[self.rows]
 
 
 class Buckets:
@@ -40,26 +38,19 @@ class Buckets:
     Args:
         like: Tensors with the shapes, types and device of those that will be sent.
         copied: Which of them are copied bit by bit from the one rank on which they are not zero, by their indices.
-        bucket_bytes: Maximum size of a bucket.
+        bucket_bytes: Maximum size of a bucket, unless a single row of a tensor is larger.
     """
 
     def __init__(self, like: Sequence[Tensor], copied: Collection[int] = (), bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._bucket_bytes = bucket_bytes
-        groups: dict[tuple[torch.dtype, bool], list[tuple[int, int]]] = defaultdict(list)
-        for index, tensor in enumerate(map(_real, like)):
-            groups[tensor.dtype, index in copied].append((index, tensor.numel()))
+        groups: dict[tuple[torch.dtype, bool], list[tuple[int, Tensor]]] = defaultdict(list)
+        for number, tensor in enumerate(map(_real, like)):
+            groups[tensor.dtype, number in copied].append((number, tensor))
         self._buckets: list[tuple[Tensor, list[_Piece], bool]] = []
-        for (dtype, is_copied), sizes in groups.items():
-            chunks = _chunks(sizes, self._most(dtype))
-            largest = max((sum(piece.end - piece.begin for piece in chunk) for chunk in chunks), default=0)
+        for (dtype, is_copied), tensors in groups.items():
+            chunks = _chunks(tensors, max(1, bucket_bytes // dtype.itemsize))
+            largest = max((sum(piece.size for piece in chunk) for chunk in chunks), default=0)
             buffer = torch.zeros(largest, dtype=dtype, device=like[0].device)
             self._buckets += [(buffer, chunk, is_copied) for chunk in chunks]
-
-    def make_sendable(self, tensor: Tensor | None) -> Tensor | None:
-        """Return a tensor in a form that can be sent: one that is sent in pieces must be contiguous."""
-        if tensor is None or tensor.is_contiguous() or tensor.numel() <= self._most(tensor.dtype):
-            return tensor
-        return tensor.contiguous()
 
     @torch.no_grad()
     def add_up(
@@ -83,14 +74,14 @@ class Buckets:
         """
         failure = None
         for buffer, all_pieces, is_copied in self._buckets:
-            pieces = [piece for piece in all_pieces if wanted is None or wanted[piece.index]]
+            pieces = [piece for piece in all_pieces if wanted is None or wanted[piece.tensor]]
             if not pieces:
                 continue
-            sizes = [piece.end - piece.begin for piece in pieces]
+            sizes = [piece.size for piece in pieces]
             bucket, rooms, parts = buffer[: sum(sizes)], [], []
             try:
                 for piece, room in zip(pieces, torch.split(bucket, sizes), strict=True):
-                    tensor, factor = tensors[piece.index], factors[piece.index]
+                    tensor, factor = tensors[piece.tensor], factors[piece.tensor]
                     if tensor is not None:
                         parts.append(piece.of(tensor))
                         rooms.append(room.view(parts[-1].shape))
@@ -111,23 +102,23 @@ class Buckets:
                     failure = error
         return failure
 
-    def _most(self, dtype: torch.dtype) -> int:
-        return max(1, self._bucket_bytes // dtype.itemsize)
 
-
-def _chunks(sizes: Sequence[tuple[int, int]], most: int) -> list[list[_Piece]]:
-    """Return the pieces in each bucket: whole tensors as long as they fit, larger ones cut; `sizes` with indices."""
+def _chunks(tensors: Sequence[tuple[int, Tensor]], most: int) -> list[list[_Piece]]:
+    """Return the pieces in each bucket: whole tensors as long as they fit, rows of larger ones; with their numbers."""
     chunks: list[list[_Piece]] = []
     room = 0
-    for index, size in sizes:
-        if size > most:
-            chunks += [[_Piece(index, at, min(at + most, size), is_whole=False)] for at in range(0, size, most)]
+    for number, tensor in tensors:
+        size = tensor.numel()
+        if size > most and tensor.dim():
+            row = size // len(tensor)
+            parts = [slice(at, at + max(1, most // row)) for at in range(0, len(tensor), max(1, most // row))]
+            chunks += [[_Piece(number, rows, row * len(tensor[rows]))] for rows in parts]
             room = 0
         elif size:
             if size > room:
                 chunks.append([])
                 room = most
-            chunks[-1].append(_Piece(index, 0, size, is_whole=True))
+            chunks[-1].append(_Piece(number, None, size))
             room -= size
     return chunks
 

@@ -92,7 +92,7 @@ class DataParallel(Peers):
 
     Attributes:
         parts: Each rank's message about its part of the current window, in rank order.
-        share: Combined weights of the current window's parts, if needed before their gradients are computed.
+        totals: Combined weights of the current window's parts, if needed before their gradients are computed.
         is_decided: As for `Peers`.
     """
 
@@ -119,12 +119,13 @@ class DataParallel(Peers):
         self._flags = [np.zeros(0, dtype=bool)] * ranks.size  # of each rank's last message
         self._buffers = _SharedBuffers(step)
         gradients = self._trained if self.adds_up_gradients else []
-        copied = [len(gradients) + index for index in self._buffers.copied]
+        copied = {len(gradients) + index for index in self._buffers.copied}
         self._buckets = Buckets([*gradients, *self._buffers.at_first], copied)
         self._slots: list[reported.Slot] = []  # the losses, and values reported in addition
         self._norm, self._weight = (in_full(torch.zeros((), device=step.memory.device)) for _ in range(2))
         self._values = self._norm
-        self.share: Share | None = None
+        self.totals: dict[Slot, float] | None = None
+        self._pairs: dict[str, float] | None = None
         self._known_before = b""
         self._begun: Window | None = None
         self._windows = 0
@@ -160,17 +161,17 @@ class DataParallel(Peers):
                 f"gradients of those they began with; {remedy}"
             )
 
-    def begin(self, window: Window, sizing: Sizing) -> Share | None:
+    def begin(self, window: Window, sizing: Sizing) -> dict[Slot, float] | None:
         """Begin a window; return the combined weights of its parts if they are needed before the parts are computed."""
         self._window, self._sizing, self.is_decided = window, sizing, False
         self._buffers.begin()
         if self._begun is window:
-            return self.share  # a second attempt of this rank alone
+            return self.totals  # a second attempt of this rank alone
         self._prepare(window)
         self._known_before = self._known()
-        self.share = self._share_of(window)
+        self.totals = self._totals_of(window)
         self._begun = window
-        return self.share
+        return self.totals
 
     def _prepare(self, window: Window) -> None:
         """Choose the samples on which losses are tried before this window, if they are to be."""
@@ -229,7 +230,7 @@ class DataParallel(Peers):
             self.is_decided = False
             if outcome.failure is not None:
                 raise outcome.failure
-            work.start_over(self.share)
+            work.start_over(self.totals)
             return None
         self.is_decided = True
         return result
@@ -264,7 +265,7 @@ class DataParallel(Peers):
         known, shares = self._known(given.slots), self._step.objective.weights.common is Common.NOTHING
         # New for every window, since the last one's values are read later; and allocated before the others wait for it.
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
-        is_stale = shares != (self.share is not None) or (shares and known != self._known_before)
+        is_stale = shares != (self.totals is not None) or (shares and known != self._known_before)
         self._exchange_parts(given, known, is_stale=is_stale)
         for part, is_like in zip(self.parts, self._are_like, strict=True):
             if part.failed and is_like:  # else every rank would find it out by failing, and the others wait each time
@@ -273,8 +274,8 @@ class DataParallel(Peers):
             return True
         self._adopt_knowledge()
         self._known_before = self._known()
-        self.share = self._share_of(self._window)
-        work.start_over(self.share)
+        self.totals = self._totals_of(self._window)
+        work.start_over(self.totals)
         return False
 
     def _exchange_parts(
@@ -349,13 +350,14 @@ class DataParallel(Peers):
         written = self._flags[source][len(self._trained) :].tolist()  # and some bits more
         of_buffers = self._buffers.factors(samples[rank] / sum(samples), is_source=rank == source)
         with self._step.memory.lifted():  # also for the network's threads, while buckets are filled
-            self.ranks.all_reduce(self._values)
+            wait = self.ranks.begin_all_reduce(self._values)
             failure = self._buckets.add_up(
                 [*gradients, *self._buffers.now()],
                 self.ranks.all_reduce,
                 factors=[*[factor] * len(gradients), *of_buffers],
                 wanted=[*wanted, *written],
             )
+            wait()
         outcome.failure = outcome.failure or failure
 
     def _spread(self) -> Spread | None:
@@ -394,15 +396,22 @@ class DataParallel(Peers):
 
     # --- what parts weigh ---------------------------------------------------------------------------------------------
 
-    def _share_of(self, window: Window) -> Share | None:
+    def _totals_of(self, window: Window) -> dict[Slot, float] | None:
+        self._pairs = None
         if self._step.objective.weights.common is not Common.NOTHING:
             return None
-        said = self._weights_of_all(window)
-        totals = {name: sum(one.get(name, 0.0) for one in said) for one in said for name in one}
-        share = Share(self.ranks, totals)
+        totals = sums(self._weights_of_all(window))
         if not window.samples and self._step.objective.weights.mixes_pairs:
-            share.of_pairs({})  # the others exchange this too, and wait for this rank
-        return share
+            self.of_pairs({})  # the others exchange this too, and wait for this rank
+        return totals
+
+    def of_pairs(self, weights: Mapping[str, float]) -> Mapping[str, float]:
+        """As for `Peers`."""
+        if self._pairs is None:  # otherwise a second attempt by this rank alone
+            self._pairs = sums(self.ranks.exchange("pairs", dict(weights)))
+            if not all(self._pairs.values()):
+                raise nothing_counts()
+        return {name: self._pairs[name] for name in weights}
 
     def _weights_of_all(self, window: Window) -> list[dict[Slot, float]]:
         """Return the weights of each part; if one rank runs out of memory computing them, all retry."""
@@ -422,7 +431,7 @@ class DataParallel(Peers):
     def _factor(self, given: PartResult, outcome: Outcome) -> float | Tensor:
         """Return the factor for this rank's gradients and losses before they are summed over ranks."""
         common = self._step.objective.weights.common
-        if self.share is not None or common is Common.SUM:
+        if self.totals is not None or common is Common.SUM:
             return 1.0
         if any(part.samples and part.weight is None for part in self.parts):
             outcome.run(lambda: self._weight.fill_(given.weight or 0.0))
@@ -458,12 +467,10 @@ class DataParallel(Peers):
     # --- adding up ----------------------------------------------------------------------------------------------------
 
     def _make_gradients(self, wanted: Sequence[bool]) -> None:
-        """Ensure that every gradient that any rank has exists here, in a form that can be sent in parts."""
+        """Ensure that every gradient that any rank has exists here."""
         for parameter, is_wanted in zip(self._trained, wanted, strict=True):
             if is_wanted and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            else:
-                parameter.grad = self._buckets.make_sendable(parameter.grad)
 
     def _fill_losses(self, given: PartResult, factor: float | Tensor) -> None:
         found = given.slots
@@ -505,6 +512,11 @@ def _left_behind(error: Exception, rank: int, number: int) -> StartAgainError:
     )
 
 
+def sums(said: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
+    """Return by name the sum of what ranks say."""
+    return {name: sum(one.get(name, 0.0) for one in said) for one in said for name in one}
+
+
 def nothing_counts() -> InvalidInputError:
     """Return the error that every rank raises if a window's loss is divided by 0."""
     return InvalidInputError(
@@ -533,26 +545,6 @@ class Outcome:
             except Exception as error:  # noqa: BLE001 - the others are informed first
                 self.failure = error
         return None
-
-
-class Share:
-    """The weights of the whole window, which this rank has a part of."""
-
-    multiplier = 1.0
-
-    def __init__(self, ranks: Ranks, totals: Mapping[Slot, float]) -> None:
-        self.totals = totals
-        self._ranks = ranks
-        self._pairs: dict[str, float] | None = None
-
-    def of_pairs(self, weights: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the weights of pairs in the whole window, given those in this part."""
-        if self._pairs is None:  # otherwise a second attempt by this rank alone
-            said = self._ranks.exchange("pairs", dict(weights))
-            self._pairs = {name: sum(one.get(name, 0.0) for one in said) for one in said for name in one}
-            if not all(self._pairs.values()):
-                raise nothing_counts()
-        return {name: self._pairs[name] for name in weights}
 
 
 class _SharedBuffers:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._distributed.data_parallel import DataParallel, Outcome, Share, nothing_counts
+from autoaccum._distributed.data_parallel import DataParallel, Outcome, nothing_counts, sums
 from autoaccum._distributed.process_group import gone, is_of_the_network
 from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, sample_of
 from autoaccum._engine.dtensor import least_size
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.peers import Work
+    from autoaccum._loss.loss_weights import Slot
 
 # A rank with no samples left makes its passes with these factors, so that they contribute nothing.
 _NOTHING = Factors(scale=0.0)
@@ -150,7 +151,7 @@ class ShardedDataParallel(DataParallel):
             return
         if not isinstance(error, LackElsewhereError):
             self._exchange_lack((work.size, first_line(error)))
-        work.start_over(self.share)
+        work.start_over(self.totals)
         work.size = max((size for size, _ in self._lacking.values() if size is not None), default=None)
 
     def _end(self, error: Exception, size: int, window: Window | None = None) -> None:
@@ -261,22 +262,18 @@ class ShardedDataParallel(DataParallel):
                 # Backward passes of shards would reduce gradients: the values and weights of the samples have to do.
                 objective.check(asked, step.transfer.place, self._mark, step.precision.autocast)
 
-    def _share_of(self, window: Window) -> Share:
+    def _totals_of(self, window: Window) -> dict[Slot, float]:
         if self._step.objective.weights.mixes_pairs:
             raise InvalidInputError(
                 "several losses, some of them (sum, weight) pairs, cannot be weighted in a model that fully_shard has "
                 "sharded; return one loss, or means"
             )
-        said = self._weights_of_all(window)
-        totals = {name: sum(one.get(name, 0.0) for one in said) for one in said for name in one}
-        if not totals[OF_SAMPLES]:
-            return Share(self.ranks, totals)
-        if not all(totals.values()):
-            raise nothing_counts()
-        share = Share(self.ranks, totals)
+        totals = sums(self._weights_of_all(window))
         # The reduction of gradients takes their mean over the ranks.
-        share.multiplier = float(self.ranks.size)
-        return share
+        self.multiplier = float(self.ranks.size) if totals[OF_SAMPLES] else 1.0
+        if totals[OF_SAMPLES] and not all(totals.values()):
+            raise nothing_counts()
+        return totals
 
     def _correction(self) -> float:
         """Return the factor for gradients and losses, which have been divided by the number of samples."""
@@ -285,8 +282,8 @@ class ShardedDataParallel(DataParallel):
             return 1.0
         if not sum(weights):
             raise nothing_counts()
-        assert self.share is not None
-        provisional = self._step.objective.weights.set_provisional(self._window, self.share.totals)
+        assert self.totals is not None
+        provisional = self._step.objective.weights.set_provisional(self._window, self.totals)
         return provisional / sum(weights)
 
     def _larger_size(self) -> int:

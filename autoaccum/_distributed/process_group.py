@@ -30,7 +30,7 @@ from autoaccum._system.launched import (
 from autoaccum.errors import RankFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -143,8 +143,18 @@ class Ranks:
         Raises:
             RankFailedError: Another rank is gone.
         """
+        self.begin_all_reduce(tensor)()
+
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
+        """Begin what `all_reduce` does; return what waits for it."""
         with self._errors_in_words():
-            self._wait(distributed.all_reduce(tensor, group=self._tensors, async_op=True))
+            work = distributed.all_reduce(tensor, group=self._tensors, async_op=True)
+
+        def wait() -> None:
+            with self._errors_in_words():
+                self._wait(work)
+
+        return wait
 
     def _gathered(self, said: bytes) -> list[bytes]:
         """Return what every rank says."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,7 +85,7 @@ class GradientAccumulator:
         self._parameters: list[nn.Parameter] = []  # those of which gradients are set aside
         self._earlier: list[Tensor | None] = []
         self._sums: list[Tensor | None] | None = None  # where some gradients cannot be added in place
-        self._is_added = False
+        self._is_added = self._has_earlier = False
         self._current: _SizedEngine | None = None
         self._rung: Rung = ()
         self._looked_up: CacheEntry | None = None
@@ -201,14 +202,17 @@ class GradientAccumulator:
         reduced = self._peers.reduce(given, self._current.engine, self._before_adding)
         if reduced is None:
             return None
-        with signals.held():  # an interrupt would leave some gradients with this batch, and others without it
+        if not self._has_earlier:
             self._is_added = True
-            if self._sums is not None:
-                self._put(self._sums)
-                self._sums = None
-            else:
-                self._add()
-            self._events.windows += 1
+        else:
+            with signals.held():  # an interrupt would leave some gradients with this batch, and others without it
+                self._is_added = True
+                if self._sums is not None:
+                    self._put(self._sums)
+                else:
+                    self._add()
+        self._sums = None
+        self._events.windows += 1
         return reduced, tuple(given.outputs)
 
     def _before_adding(self, *_: object) -> None:
@@ -217,6 +221,9 @@ class GradientAccumulator:
             if self._current is not None and not self._current.engine.is_due:
                 raise NotSteadyError  # the parameters may be new
             raise no_gradient(self._step.parameters)
+        self._has_earlier, self._sums = any(map(is_not, self._earlier, repeat(None))), None
+        if not self._has_earlier:
+            return
         pairs = [(before, parameter.grad) for parameter, before in zip(self._parameters, self._earlier, strict=True)]
         added = [(before, own) for before, own in pairs if before is not None and own is not None]
         if not all(_is_plain(before) and _is_plain(own) for before, own in added):

@@ -22,16 +22,16 @@ from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._loss.loss_forms import Common
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.batchnorm import BatchNorms
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import Progress
     from autoaccum._engine.noise_scale import NoiseScale, Spread
-    from autoaccum._engine.peers import GradientPeers, SharedWeights
+    from autoaccum._engine.peers import GradientPeers
     from autoaccum._engine.savepoint import Savepoint
-    from autoaccum._loss.loss_weights import Factors
+    from autoaccum._loss.loss_weights import Factors, Slot
     from autoaccum._sizing.sizing import Sizing
 
 
@@ -59,14 +59,14 @@ class CarefulPath:
         self._whole = WholeWindow(step, savepoint) if takes_whole else None
 
     def run(
-        self, window: Window, at: Progress, share: SharedWeights | None, *, is_first: bool, measures_noise: bool
+        self, window: Window, at: Progress, totals: Mapping[Slot, float] | None, *, is_first: bool, measures_noise: bool
     ) -> PartResult:
         """Run a window, or this process's part of it, from its start.
 
         Args:
             window: The window.
             at: Follows the micro-batches.
-            share: What is known in advance about the weight of the other parts.
+            totals: The weights of the whole window, if they had to be known in advance.
             is_first: Whether to check what only a pass with a graph can show.
             measures_noise: Whether to measure how far the gradient of its first micro-batch is from its own.
 
@@ -88,7 +88,7 @@ class CarefulPath:
             at.sizes = (*at.sizes[:before], *sizes)
             if not factors:
                 self._check_losses(window, at, sizes, is_first=is_first)
-            factors += self._weigh(window, at.sizes, share)[before:]
+            factors += self._weigh(window, at.sizes, totals)[before:]
             if self._norms.is_there and not sizing.is_learning:
                 self._norms.announce(at.sizes)  # only for sizes that will be used again
             order = range(len(sizes)) if noise is not None else self._order(window, starts, sizes)
@@ -104,7 +104,7 @@ class CarefulPath:
             if sizing.is_learning:
                 del factors[before + len(order) :]
         at.size = None
-        given.weight, given.provisional = self._weight(given, window, share)
+        given.weight, given.provisional = self._weight(given, window, totals)
         given.spread = self._spread(first_norm, window, at.sizes, factors, given)
         return given
 
@@ -169,17 +169,17 @@ class CarefulPath:
         step.objective.check(samples, place, self._before_trying, autocast, step.parameters)
         at.size, at.is_checked = None, True
 
-    def _weigh(self, window: Window, sizes: tuple[int, ...], share: SharedWeights | None) -> list[Factors]:
+    def _weigh(self, window: Window, sizes: tuple[int, ...], totals: Mapping[Slot, float] | None) -> list[Factors]:
         objective, is_part = self._step.objective, self.peers.is_part
-        factors = objective.weights.factors(window, sizes, None if share is None else share.totals, is_part=is_part)
-        if share is not None:
+        factors = objective.weights.factors(window, sizes, totals, is_part=is_part)
+        if totals is not None:
             for factor in factors:
-                factor.scale = share.multiplier
+                factor.scale = self.peers.multiplier
         if (len(sizes) > 1 or is_part) and objective.weights.mixes_pairs:
             # Gradients of several losses share one .grad and cannot be corrected one by one afterwards, so the weights
             # of (sum, weight) pairs are computed beforehand, in a forward pass without a graph.
             weights = self._pair_weights(window, sizes)
-            for name, weight in (weights if share is None else share.of_pairs(weights)).items():
+            for name, weight in (weights if totals is None else self.peers.of_pairs(weights)).items():
                 for factor in factors:
                     factor.pairs[name] = 1.0 / weight
         return factors
@@ -204,12 +204,12 @@ class CarefulPath:
         return weights
 
     def _weight(
-        self, given: PartResult, window: Window, share: SharedWeights | None
+        self, given: PartResult, window: Window, totals: Mapping[Slot, float] | None
     ) -> tuple[float | Tensor | None, float]:
         """Return what the window's loss is divided by, None if nothing is to be corrected; and what stood for it."""
         weights, is_part = self._step.objective.weights, self.peers.is_part
         if not given.weights:
-            total = weights.of_part(window) if is_part and share is None else None
+            total = weights.of_part(window) if is_part and totals is None else None
             return total, float(window.samples) if total is None else total
         # Those of several losses are proportional to each other.
         name, found = next(iter(given.weights.items()))

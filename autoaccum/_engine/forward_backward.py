@@ -5,7 +5,8 @@ Nothing is caught here. `phase` records what was being done when something faile
 
 from __future__ import annotations
 
-from operator import attrgetter, is_
+from itertools import repeat
+from operator import attrgetter, is_, is_not
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -137,8 +138,8 @@ class GradientStep:
 
     def holds_gradients(self) -> bool:
         """Whether any parameter has a gradient."""
-        # Lists compare by identity first, so nothing else is looked at where all are None.
-        return list(map(_GRADIENT, self.parameters)) != [None] * len(self.parameters)
+        # By identity: comparing a tensor with None takes half a millisecond.
+        return any(map(is_not, map(_GRADIENT, self.parameters), repeat(None)))
 
     def accumulate(self, batch: Any, samples: int, factors: Factors, into: PartResult) -> None:
         """Run one micro-batch, on the device, forward and backward, adding to the gradients and to `into`.

@@ -29,17 +29,6 @@ if TYPE_CHECKING:
     BeforeUpdate = Callable[[Losses, int], None]
 
 
-class SharedWeights(Protocol):
-    """Weights of the whole window, for processes that have to know them before they work on their part."""
-
-    totals: Mapping[Slot, float]
-    # Factor for all losses, to compensate for a reduction that divides gradients.
-    multiplier: float
-
-    def of_pairs(self, weights: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the weights of (sum, weight) pairs in the whole window, given those in this part."""
-
-
 class Work(Protocol):
     """The micro-batches of this process's part of a window."""
 
@@ -48,7 +37,7 @@ class Work(Protocol):
 
     size: int | None
 
-    def start_over(self, share: SharedWeights | None = None) -> None:
+    def start_over(self, totals: Mapping[Slot, float] | None = None) -> None:
         """Restore everything to its state before the window."""
 
     def adopt(self, failed: Iterable[tuple[int, Widths]]) -> None:
@@ -73,13 +62,19 @@ class GradientPeers:
     is_part: bool = False
     # Samples of several processes on which losses are tried before this window; None for those of this one.
     samples_to_try: Window | None = None
+    # Factor for all losses whose weights are known beforehand, to compensate for a reduction that divides gradients.
+    multiplier: float = 1.0
 
     def check_parameters(self) -> None:
         """Raise InvalidInputError if there are new parameters that other processes do not know."""
 
-    def begin(self, window: Window, sizing: Sizing) -> SharedWeights | None:  # noqa: ARG002
+    def begin(self, window: Window, sizing: Sizing) -> Mapping[Slot, float] | None:  # noqa: ARG002
         """Begin this part of a window; return the weights of all of it if they have to be known beforehand."""
         return None
+
+    def of_pairs(self, weights: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the weights of (sum, weight) pairs in the whole window, given those in this part."""
+        return weights
 
     def begin_attempt(self) -> None:
         """Prepare for an attempt at the window."""

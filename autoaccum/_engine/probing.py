@@ -184,7 +184,7 @@ def _search(
     if begins_with is None or begins_with > max_micro_batch:
         frontier.forget()
         begins_with = None
-    search = Search(frontier, begins_with=begins_with)
+    search = Search(frontier, begins_with=begins_with, is_soft=step.memory.is_soft)
     ((_, widths),) = repeating(batch, 1, step.objective.split).widths()[0]
     while (size := search.next_trial(widths, max_micro_batch, running.free_bytes)) is not None:
         line = frontier.line(widths)
@@ -197,8 +197,7 @@ def _search(
             reason = f"one sample alone is refused: {error}"
             raise sample_does_not_fit(step, reason, sample=running.sample()) from error
         on_trial(trials[-1])
-        fits = trials[-1].fits
-        search.tried(size, widths, running.extra_bytes(size) if fits else None, fits=fits)
+        search.tried(size, widths, running.extra_bytes(size), fits=trials[-1].fits)
     answer = max((trial.size for trial in trials if trial.fits), default=None)
     if answer is None:
         lack = running.lack
@@ -303,12 +302,12 @@ class Trials:
         return Trial(size, fits, peak, elapsed_s)
 
     def extra_bytes(self, size: int) -> int | None:
-        """Return what a size that fitted took of memory beside what is held; None if that is not counted.
+        """Return what a size took of memory beside what is held; None if not counted, or if it did not run through.
 
         Of its step only what grows with the size: if the update takes more than a small micro-batch, all small ones
         share its peak.
         """
-        peak = self.growing_bytes[size]
+        peak = self.growing_bytes.get(size)
         return None if peak is None or self.held_bytes is None else peak - self.held_bytes
 
     def sample(self, name: str | None = None) -> str:

@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from autoaccum._data.batches import KnownWindow
+from autoaccum._data.pieces import flat_like
 from autoaccum._engine.gradients import LossSum, PartResult
 from autoaccum._engine.lack_of_memory import Phase
 from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.terms import everything_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from autoaccum._records import Plan
     from autoaccum._sizing.sizing import Sizing
 
-_KINDS_OF_PAIR = len(("type", "inputs", "targets"))
+_BEFORE_TENSORS = len(("type", "keys"))
+_KINDS_OF_PAIR = _BEFORE_TENSORS + len(("inputs", "targets"))
 _IS_TRAINED = attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 # Windows of one structure that take the careful path: the first, second, fourth, ..., and then now and then.
@@ -141,10 +143,15 @@ class SteadyPath:
     def known(self, batch: Any) -> KnownWindow | None:
         """Return a window of a batch of tensors just like those of the last window; None if it is anything else."""
         known = self._now
-        kinds, kind = known.kinds, type(batch)
-        if kinds is None or kind is not kinds[0] or len(batch) != len(kinds) - 1:
+        kinds, kind, tensors = known.kinds, type(batch), batch
+        if kinds is None or kind is not kinds[0] or len(batch) != len(kinds) - _BEFORE_TENSORS:
             return None
-        for tensor, own in zip(batch, kinds[1:], strict=True):
+        if kind is dict:
+            # The bounds of sequences in a single row are seen by its values.
+            if tuple(batch) != kinds[1] or kinds[_BEFORE_TENSORS][0][0] == 1:
+                return None
+            tensors = batch.values()
+        for tensor, own in zip(tensors, kinds[_BEFORE_TENSORS:], strict=True):
             if type(tensor) is not Tensor or (tensor.shape, tensor.dtype, tensor.device) != own:
                 return None
         return KnownWindow(batch, known.structure, kinds, is_split=known.is_split)
@@ -197,7 +204,9 @@ class SteadyPath:
         objective, scale, context = self._objective, step.scale, step.precision.autocast()
         run, model = objective.number_of, objective.model
         loss_of: Any = objective.loss
-        is_pair = objective.takes_pairs and window.kinds is not None and len(window.kinds) == _KINDS_OF_PAIR
+        kinds = window.kinds
+        is_flat = kinds is not None and kinds[1] is None  # a tuple or a list of tensors
+        is_pair = is_flat and objective.takes_pairs and len(kinds) == _KINDS_OF_PAIR
         known, weights, samples = self._now, objective.weights, window.samples
         name = known.name
         assert name is not None
@@ -207,7 +216,7 @@ class SteadyPath:
         if not is_whole and not known.may_cut:
             raise NotSteadyError
         common, provisional, all_count = known.common, float(samples), False
-        if common is Common.DIVISOR and window.kinds is not None and not self._is_part:
+        if common is Common.DIVISOR and is_flat and not self._is_part:
             all_count = everything_counts(loss_of, window.plain_batch())
             common = Common.SAMPLES if all_count else common
         divides = common is Common.DIVISOR and not is_whole
@@ -273,9 +282,10 @@ class SteadyPath:
         if not isinstance(window, KnownWindow) or not window.is_split or transfer.copies:
             return closing(transfer.feed(window, sizes))
         batch = window.plain_batch()
-        parts = zip(*[tensor.split(sizes) for tensor in batch], strict=True)
-        return nullcontext(parts if type(batch) is tuple else map(list, parts))
+        parts = zip(*[tensor.split(sizes) for tensor in window.tensors()], strict=True)
+        return nullcontext(parts if type(batch) is tuple else (flat_like(batch, part) for part in parts))
 
 
-def _kinds(batch: Sequence[Tensor]) -> list[Any]:
-    return [type(batch), *((tensor.shape, tensor.dtype, tensor.device) for tensor in batch)]
+def _kinds(batch: Any) -> list[Any]:
+    keys, tensors = (tuple(batch), batch.values()) if type(batch) is dict else (None, batch)
+    return [type(batch), keys, *((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)]

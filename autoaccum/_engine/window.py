@@ -45,7 +45,7 @@ from autoaccum._system import signals
 from autoaccum.errors import DoesNotFitError, StateDamagedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import nn
 
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from autoaccum._engine.events import Events
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.noise_scale import NoiseScale
-    from autoaccum._engine.peers import GradientPeers, SharedWeights
+    from autoaccum._engine.peers import GradientPeers
+    from autoaccum._loss.loss_weights import Slot
     from autoaccum._records import MemoryEvent, Plan
     from autoaccum._sizing.frontier import Widths
     from autoaccum._sizing.sizing import Sizing
@@ -175,7 +176,7 @@ class Engine:
     def _begin(self, window: Window, *, measures_noise: bool) -> None:
         """Choose the path of a window, and prepare its micro-batches."""
         step = self._step
-        self._window, self._measures_noise, self._share = window, measures_noise, None
+        self._window, self._measures_noise, self._totals = window, measures_noise, None
         self._versions_of_data = window.versions()
         self._has_grad_mode = torch.is_grad_enabled()
         self.at, self.oom_events = Progress(), []
@@ -191,7 +192,7 @@ class Engine:
         if self.is_due:
             self._refresh()
         self._choose_sizes(window)
-        self._share = self._peers.begin(window, self._sizing)
+        self._totals = self._peers.begin(window, self._sizing)
         if self._is_steady and self._peers.samples_to_try is not None:  # on which all ranks try their losses now
             self._is_steady = False
             step.objective.begin_window()
@@ -266,7 +267,9 @@ class Engine:
         step.watch = checks
         try:
             with self._time_first.watching():
-                given = self._careful.run(window, at, self._share, is_first=is_due, measures_noise=self._measures_noise)
+                given = self._careful.run(
+                    window, at, self._totals, is_first=is_due, measures_noise=self._measures_noise
+                )
             if checks is not None and not self._takes_whole:
                 checks.check()
             step.objective.weights.tell_supposed()
@@ -462,16 +465,16 @@ class Engine:
 
     # --- what ranks do with a window ----------------------------------------------------------------------------------
 
-    def start_over(self, share: SharedWeights | None = None) -> None:
+    def start_over(self, totals: Mapping[Slot, float] | None = None) -> None:
         """Restore the state before the window, since its parts do not fit together.
 
         Args:
-            share: What is known of the weights of all parts.
+            totals: What is known of the weights of all parts.
 
         Raises:
             StateDamagedError: Gradients of earlier batches were dropped with those of the window.
         """
-        self._share = share
+        self._totals = totals
         self._restore()
         if lost := self.lost_gradients():
             raise StateDamagedError(f"the window began again on all ranks after {lost}")

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from autoaccum._engine import chunked_loss
 from autoaccum._estimate.card_properties import CardAnswers
 from autoaccum._estimate.cuda_kernels import LAST, runs_channels_last
 from autoaccum._estimate.cudnn_recurrent import is_recurrent, recurrent
@@ -154,6 +155,8 @@ def without_driver(answers: CardAnswers | None = None) -> Iterator[None]:
         replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
         # PyTorch's own functions call attention without `CudaCalls`.
         replaced(functional, "scaled_dot_product_attention", attention),
+        # Liger's kernel reads values.
+        replaced(chunked_loss, "has_kernel", lambda *_: False),
         _layouts_of_cudnn(),
         _recomputing_without_engine(),
         functions_heard(),

@@ -5,6 +5,7 @@ Speed is not predicted.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -25,12 +26,13 @@ from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     import torch
 
     from autoaccum._data.pieces import Split
     from autoaccum._engine.optimizers import MakesOptimizer
+    from autoaccum._estimate.allocation_trace import Timeline
+    from autoaccum._estimate.fake_step import Adapt
     from autoaccum._estimate.gpus import Card
     from autoaccum._estimate.trace import Estimate
     from autoaccum._loss.objective import Loss
@@ -66,7 +68,7 @@ def trace_step(
     kind: str = "cpu",
     sizes: Sequence[int] | None = None,
     most: int | None = None,
-    adapt: Callable[[nn.Module], AbstractContextManager[object]] | None = None,
+    adapts: Sequence[Adapt] = (),
     tensor_float: bool = True,
     split: Split | None = None,
     card: Card | None = None,
@@ -87,7 +89,7 @@ def trace_step(
         kind: The kernels to trace: "cpu" or "cuda".
         sizes: The sizes to trace; None for a few from 1 to `most`.
         most: The largest size of interest; None means the batch's own length.
-        adapt: Takes the traced copy of the model and returns a context in which it is changed, such as
+        adapts: Each takes the traced copy of the model and returns a context in which it is changed, such as
             `checkpointing.checkpointed`. The copy is on the CPU or claims to be on "cuda:0".
         tensor_float: With kind="cuda", whether the card computes float32 with Tensor Cores (TF32, from Ampere on).
         split: As for `fit`.
@@ -119,13 +121,36 @@ def trace_step(
         loss_reduction=loss_reduction,
         clip_grad_norm=clip_grad_norm,
         kind=kind,
-        adapt=adapt,
         tensor_float=tensor_float,
         split=split,
         answers=CardAnswers(card, tensor_float=tensor_float),
     )
+    with _in_words():
+        step = FakeStep(job)
+    notes, share = [*notices.texts, *_notes(job)], 0.0
+    if kind == "cuda":
+        margin = margin_for(job.model.modules(), own_half_type(job.model) or precision)
+        notes.append(margin.basis)
+        share = margin.share
+
+    def traced(sizes: Sequence[int], adapts: Sequence[Adapt]) -> Traced:
+        @_in_words()
+        def run(size: int) -> Timeline:
+            return step(size, adapts)
+
+        step_of = TracedSizes(run, min(2, asked[-1]) if len(asked) > 1 else asked[0], asked[-1])
+        return Traced(step_of, tuple(sizes), kind, tuple(notes), share, job.answers.told, changed_by)
+
+    def changed_by(more: Sequence[Adapt]) -> Traced:
+        return traced(asked[-1:], [*adapts, *more])
+
+    return traced(asked, adapts)
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
     try:
-        step_of = TracedSizes(FakeStep(job), min(2, asked[-1]) if len(asked) > 1 else asked[0], asked[-1])
+        yield
     except Exception as error:
         reason = why_stuck(error)
         if reason is None:
@@ -134,12 +159,6 @@ def trace_step(
             f"the model cannot be traced without values: {reason}; measure it on a device (preflight with device=, or "
             "autoaccum report without --gpu), or leave that part out of what is predicted"
         ) from error
-    notes, share = [*notices.texts, *_notes(job)], 0.0
-    if kind == "cuda":
-        margin = margin_for(job.model.modules(), own_half_type(job.model) or precision)
-        notes.append(margin.basis)
-        share = margin.share
-    return Traced(step_of, tuple(asked), kind, tuple(notes), share, job.answers.told)
 
 
 def estimate_step(

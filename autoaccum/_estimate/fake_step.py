@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ from autoaccum._estimate.fake import Stage, ValuesAssumed, batch_like, keep_ever
 from autoaccum._estimate.fake_backward import loosened
 from autoaccum._estimate.own_thread import ONE_AT_A_TIME
 from autoaccum._estimate.owners import Owners
+from autoaccum._estimate.quick_fakes import QuickFakes
 from autoaccum._estimate.tracer import Ledger
 from autoaccum._loss.loss_weights import Factors
 from autoaccum._loss.objective import Objective
@@ -45,13 +46,15 @@ from autoaccum._memory.simulated import Simulated
 from autoaccum._system.notices import Notices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from autoaccum._data.pieces import Split
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.card_properties import CardAnswers
     from autoaccum._loss.objective import Source
     from autoaccum._loss.terms import Term
+
+    Adapt = Callable[[nn.Module], AbstractContextManager[object]]
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -103,7 +106,6 @@ class FakeJob:
     loss_reduction: str | None
     clip_grad_norm: float | None
     kind: str
-    adapt: Callable[[nn.Module], AbstractContextManager[object]] | None
     tensor_float: bool
     split: Split | None
     answers: CardAnswers
@@ -126,16 +128,20 @@ class FakeStep:
             # PyTorch 2.8 calls the driver before each operator on a CUDA fake. Here that raises an error that can be
             # handled; inside some operators it ends the process.
             torch.empty(2, device=self._device)[:1]
-            self._step = step = self._staged()
-            self._owners = Owners(step.objective.modules)
-            self._trainable = [parameter for parameter in step.parameters if parameter.requires_grad]
-            with self._adapted():
-                self._make_gradients()
-                self._update()
+            self._step = self._staged()
+            self._owners = Owners(self._step.objective.modules)
+            self._fakes = QuickFakes()
+            # An update is the same after batches of any size.
+            self._update_part: Timeline | None = None
+            self._trainable = [parameter for parameter in self._step.parameters if parameter.requires_grad]
+            self._make_gradients()
+            self._update()
 
-    def __call__(self, size: int) -> Timeline:
-        """Return the timeline of a step with `size` samples."""
-        with _undisturbed(), self._mode, self._adapted():
+    def __call__(self, size: int, adapts: Sequence[Adapt] = ()) -> Timeline:
+        """Return the timeline of a step with `size` samples, with the model changed in the contexts of `adapts`."""
+        with _undisturbed(), self._mode, ExitStack() as changed:
+            for adapt in adapts:
+                changed.enter_context(adapt(self._step.objective.model))
             batch = batch_like(self._job.batch, size, self._device, self._job.split)
             timeline, arrived = self._traced(batch, size)
             without = [parameter for parameter in self._trainable if id(parameter) not in arrived]
@@ -145,11 +151,8 @@ class FakeStep:
             for parameter in without:
                 self._step.optimizer.state.pop(parameter, None)
             self._trainable = [parameter for parameter in self._trainable if id(parameter) in arrived]
+            self._update_part = None
             return self._traced(batch, size)[0]
-
-    def _adapted(self) -> AbstractContextManager[object]:
-        adapt = self._job.adapt
-        return nullcontext() if adapt is None else adapt(self._step.objective.model)
 
     def _staged(self) -> TrainingStep:
         job, notices = self._job, Notices(silent=True)
@@ -187,7 +190,7 @@ class FakeStep:
             for parameter in self._trainable
         ]
         takes = partial(workspace, tensor_float=self._job.tensor_float) if self._is_cuda else None
-        ledger = Ledger(size, self._device.type, takes, lambda: step.phase, self._owners)
+        ledger = Ledger(size, self._device.type, takes, lambda: step.phase, self._owners, self._fakes)
         with self._owners.watching():
             self._run(ledger, batch, size)
         for watch in watches:
@@ -214,7 +217,12 @@ class FakeStep:
             step.accumulate(batch, size, Factors(alone=True), PartResult())
             step.stage.phase = Phase.OPTIMIZER
             ledger.enter("optimizer")
-            self._make_update()
+            if self._update_part is None:
+                begun, storages = len(ledger.timeline.events), len(ledger.timeline.storages)
+                self._make_update()
+                self._update_part = ledger.timeline.part(begun, storages)
+            else:
+                ledger.timeline.append(self._update_part)
 
     def _make_gradients(self) -> None:
         for parameter in self._trainable:

@@ -24,23 +24,24 @@ class TracedSizes:
 
     Args:
         run: Traces a size.
-        low: The smaller size to trace at once.
-        high: The larger one; the same as `low` to trace only one.
+        low: The smaller size from which others are derived.
+        high: The larger one, traced at once; the same as `low` to derive none.
     """
 
     def __init__(self, run: Callable[[int], Timeline], low: int, high: int) -> None:
         self._run = run
         self._low, self._high = low, high
-        self._known = {size: run(size) for size in sorted({low, high})}
+        self._known = {high: run(high)}
 
     def __call__(self, size: int) -> Timeline:
         """Return the timeline of a size."""
         if size not in self._known:
-            self._known[size] = self._derived(size) or self._traced(size)
+            is_base = size == self._low
+            self._known[size] = self._run(size) if is_base else self._derived(size) or self._traced(size)
         return self._known[size]
 
     def _derived(self, size: int) -> Timeline | None:
-        exact = between(self._known[self._low], self._known[self._high], size) if self._low < self._high else None
+        exact = between(self(self._low), self(self._high), size) if self._low < self._high else None
         least = 1 << (size.bit_length() - 1)
         if exact is not None or least == size:
             return exact

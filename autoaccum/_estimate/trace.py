@@ -12,9 +12,10 @@ from autoaccum._estimate.cuda_dispatch import cublas_bytes
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from autoaccum._estimate.allocation_trace import Timeline
+    from autoaccum._estimate.fake_step import Adapt
     from autoaccum._estimate.gpus import Card
 
 # Micro-batches are smaller than two to this power.
@@ -64,14 +65,16 @@ class Traced:
         notes: The assumptions, each a sentence.
         uncertainty: A step on a card may take this share more than predicted.
         told: What the model asked of the card, and was told.
+        adapted: Traces the step with more changes of the model, at the largest size to begin with.
     """
 
     step_of: Callable[[int], Timeline]
     sizes: tuple[int, ...]
     kind: str
-    notes: tuple[str, ...] = ()
-    uncertainty: float = 0.0
-    told: Mapping[str, object] = field(default_factory=dict)
+    notes: tuple[str, ...]
+    uncertainty: float
+    told: Mapping[str, object]
+    adapted: Callable[[Sequence[Adapt]], Traced]
 
     def holds_for(self, card: Card) -> bool:
         """Whether another card, which computes float32 alike, would have told the model the same."""
@@ -80,7 +83,11 @@ class Traced:
 
     def changed(self, change: Callable[[Timeline], Timeline]) -> Traced:
         """Return the step with a change made to the timeline of each size."""
-        return replace(self, step_of=lambda size: change(self.step_of(size)))
+        return replace(
+            self,
+            step_of=lambda size: change(self.step_of(size)),
+            adapted=lambda adapts: self.adapted(adapts).changed(change),
+        )
 
     def estimate(self, card: Card | None = None) -> Estimate:
         """Return the peak memory of the steps.
@@ -127,7 +134,7 @@ class Estimate:
     def fits(self, size: int, room_bytes: int) -> bool:
         """Whether a step of this size is predicted to fit in `room_bytes`."""
         step = self.traced.step_of(size)
-        if self.card is None:
+        if self.card is None or step.peak().live_bytes > room_bytes:
             return step.peak().live_bytes <= room_bytes
         return serve(_with_cublas(step, self.card), room_bytes) is not None
 
@@ -155,13 +162,16 @@ class Estimate:
     def largest(self, room_bytes: int, most: int) -> int:
         """Return the largest size up to `most` whose step is predicted to fit in `room_bytes`; 0 if none is.
 
-        Powers of two are bisected first, then the sizes between two of them, in an order that does not depend on
-        `most`: fragments of the cache can make a size fail below one that fits, and then the order matters.
+        If `most` itself does not fit, powers of two are bisected first, then the sizes between two of them, in an order
+        that does not depend on `most`: fragments of the cache can make a size fail below one that fits, and then the
+        order matters.
         """
 
         def fits(size: int) -> bool:
-            return size <= most and self.fits(size, room_bytes)
+            return size < most and self.fits(size, room_bytes)
 
+        if self.fits(most, room_bytes):
+            return most
         power, too_large = -1, _POWERS
         while too_large - power > 1:
             middle = (power + too_large) // 2

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autoaccum._estimate.allocation_trace import Category, Storage, Timeline
 from autoaccum._estimate.owners import is_of_loss
+from autoaccum._estimate.quick_fakes import QuickFakes
 from autoaccum._memory._storages import StorageMode, key_of, strided
 
 if TYPE_CHECKING:
@@ -24,21 +25,8 @@ if TYPE_CHECKING:
     from autoaccum._estimate.cuda_kernels import Workspace
     from autoaccum._estimate.owners import Owners
 
-_aten = torch.ops.aten
-_HALVES = (torch.float16, torch.bfloat16)
-# Called on fake tensors thousands of times per step; allocates nothing.
-_QUESTIONS = (torch.ops.prim.device.default,)
-# These have no effect on a fake tensor; running them would take a tenth of a step's time.
-_IN_PLACE = frozenset(
-    (
-        _aten.add_.Tensor,
-        _aten.add_.Scalar,
-        _aten.mul_.Tensor,
-        _aten.mul_.Scalar,
-        _aten.relu_.default,
-        _aten.zero_.default,
-    )
-)
+# Called on fake tensors thousands of times per step.
+_DEVICE = torch.ops.prim.device.default
 
 
 class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
@@ -50,6 +38,7 @@ class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
         workspace_of: Returns an operator's workspace, given the operator, its arguments and its results.
         phase: Returns the step's current phase.
         owners: Knows to which modules storages belong; None to leave that open.
+        fakes: Runs the operators.
 
     Attributes:
         timeline: The timeline so far.
@@ -62,10 +51,12 @@ class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
         workspace_of: Callable[..., Workspace] | None = None,
         phase: Callable[[], str] | None = None,
         owners: Owners | None = None,
+        fakes: QuickFakes | None = None,
     ) -> None:
         super().__init__(device_type)
         self._phase = phase
         self._owners = owners
+        self._fakes = QuickFakes() if fakes is None else fakes
         self.timeline = Timeline(size)
         self._workspace_of = workspace_of
 
@@ -77,17 +68,13 @@ class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operator and record what it allocated."""
-        if func in _QUESTIONS:
-            return func(*args, **(kwargs or {}))
-        if func in _IN_PLACE and isinstance(args[0], FakeTensor):
-            return args[0]
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         if _is_in_place_on_lists(func) and args[0] and self._is_fake_there(args[0][0]):
             return None
         if self._phase is not None and self._phase() != self.timeline.phases[-1][1]:
             self.enter(self._phase())
-        result = quick_fake(func, args) if args and isinstance(args[0], FakeTensor) else None
-        if result is None:
-            result = func(*args, **(kwargs or {}))
+        result = self._fakes.run(func, args, kwargs or {})
         workspace = () if self._workspace_of is None else self._workspace_of(func, args, result)
         held = [self._open(size, Category.WORKSPACE, str(func)) for size in workspace if size]
         self._note(result, func)
@@ -153,53 +140,3 @@ def _is_in_place_on_lists(func: Any) -> bool:
     """Whether the operator changes lists of tensors for an optimizer; a fake one costs hundreds of cache keys."""
     name: str = func._schema.name
     return name.startswith("aten::_foreach_") and name.endswith("_")
-
-
-def quick_fake(func: Any, args: Sequence[Any]) -> Any:
-    """Return an operator's fake results directly; None if the operator itself must run.
-
-    PyTorch's fakes of batch norm run decompositions, tens of operators for each new shape. Skipping them cut the
-    first estimate of ResNet-101 for a card from 2.6 s to 1.9 s on 2 cores. The results
-    have the same shapes, types and strides. cuDNN's grid sampler has no fake.
-    """
-    rule = _QUICK.get(func)
-    return None if rule is None else rule(args)
-
-
-def _batch_norm(args: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return normalised values and the statistics kept for backward; None outside training."""
-    source, training = args[0], args[5]
-    if not training:
-        return None
-    # On a card, statistics of half-precision inputs are in float32.
-    kind = torch.float32 if source.dtype in _HALVES and source.device.type != "cpu" else source.dtype
-    return torch.empty_like(source), *(source.new_empty(source.shape[1], dtype=kind) for _ in range(2))
-
-
-def _batch_norm_backward(args: Sequence[Any]) -> tuple[Tensor | None, ...] | None:
-    """Return the requested gradients; None if the forward pass was not for training."""
-    source, weight, training, mask = args[1], args[2], args[7], args[9]
-    if not training or weight is None:
-        return None
-    alike = (source, weight, weight)
-    return tuple(torch.empty_like(one) if is_asked else None for one, is_asked in zip(alike, mask, strict=True))
-
-
-def _grid_sampler(args: Sequence[Any]) -> Tensor:
-    """Return the pixels that a grid asks for; PyTorch has no fake of cuDNN's operator."""
-    source, grid = args[:2]
-    sampled: Tensor = source.new_empty(*source.shape[:2], *grid.shape[1:3])
-    return sampled
-
-
-def _grid_sampler_backward(args: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Return the gradients of pixels and grid."""
-    return torch.empty_like(args[0]), torch.empty_like(args[1])
-
-
-_QUICK: dict[Any, Callable[[Sequence[Any]], Any]] = {
-    _aten.native_batch_norm.default: _batch_norm,
-    _aten.native_batch_norm_backward.default: _batch_norm_backward,
-    _aten.cudnn_grid_sampler.default: _grid_sampler,
-    _aten.cudnn_grid_sampler_backward.default: _grid_sampler_backward,
-}

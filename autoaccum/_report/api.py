@@ -39,7 +39,7 @@ from autoaccum._report.capacity import Asked, measure_on, predict
 from autoaccum._report.loader_speed import first_batches, listen_to, samples_of
 from autoaccum._report.records import HostFacts, Subject
 from autoaccum._report.remedies import Place, Remedies, are_due, computes_bf16
-from autoaccum._report.savings import names_in, saving, together
+from autoaccum._report.savings import names_in, saving
 from autoaccum._system.notices import Notices
 from autoaccum._system.own_code import raised_here
 from autoaccum.errors import InvalidInputError
@@ -148,7 +148,7 @@ def preflight(
     limits_cards = not (measures and _is_host(device))
     _say_of_room(notices, cards, memory_limit, display, limits_cards=limits_cards)
     _say_of_ranks(notices, ranks, share, fsdp)
-    adapt = saving(names_in(memory, notices))
+    adapts = saving(names_in(memory, notices))
     made = _made(model, notices, on_meta=not measures)
     asked = Asked(batch, share, most, memory_limit, loss_scope)
     of_cards = asked if limits_cards else replace(asked, memory_limit=None)
@@ -156,7 +156,7 @@ def preflight(
     way: dict[str, Any] = {"loss": loss, "forward": forward, "loss_reduction": loss_reduction, "split": split}
     objective = Objective(made, notices=notices, **way)
     chosen = optimizers.resolve(optimizer, objective.modules, notices)
-    way |= {"optimizer": chosen, "adapt": adapt}
+    way |= {"optimizer": chosen, "adapts": adapts}
     warnings: list[str] = []
     predicted: list[Predicted] = []
     estimates: dict[str, Estimate] = {}
@@ -400,8 +400,7 @@ def _remedies(
     _LOG.info("looking for what would help on %s", name)
 
     def trace(**options: Any) -> Traced:
-        adapt = together([way["adapt"], options.get("adapt")])  # beside what is in force already
-        step = trace_step(**{"model": model} | dict(way) | options | {"adapt": adapt})
+        step = trace_step(**{"model": model} | dict(way) | options)
         return step if place.card is None else step.changed(on_rank)
 
     try:

@@ -25,7 +25,8 @@ class Remedy:
     Attributes:
         name: Its name.
         description: How to make it.
-        peak_bytes: The memory a step would then need; None if unknown.
+        peak_bytes: The memory a step of `micro_batch` would then need, or of the least traced if none fits; None if
+            unknown.
         micro_batch: The largest micro-batch that would then fit; None if unknown.
         cost: Its disadvantage.
         safe_micro_batch: The largest that would then fit in spite of the prediction's uncertainty; None if unknown.

@@ -6,7 +6,7 @@ Nothing is measured: the memory of a changed step is predicted and compared with
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.gpus import known_cards
 from autoaccum._oom import first_line, let_go
 from autoaccum._report.records import Remedy
-from autoaccum._report.savings import saves, together
+from autoaccum._report.savings import saves
 from autoaccum._system.own_code import raised_here
 from autoaccum.errors import InvalidInputError
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoaccum._estimate.allocation_trace import Timeline
+    from autoaccum._estimate.fake_step import Adapt
     from autoaccum._estimate.gpus import Card
     from autoaccum._estimate.trace import Estimate, Traced
     from autoaccum._report.capacity import Asked
@@ -97,7 +98,8 @@ class _Change:
         name: Its name.
         how: How to make it.
         cost: Its disadvantage.
-        options: Arguments of the trace that it changes.
+        precision: The precision of the step; empty if it does not change it.
+        adapts: What it changes in the model.
         of_timeline: What it changes in a traced step; None if nothing.
         memory: What `fit` takes as `memory` for it; empty if it is another change.
     """
@@ -105,7 +107,8 @@ class _Change:
     name: str
     how: str
     cost: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    precision: str = ""
+    adapts: tuple[Adapt, ...] = ()
     of_timeline: Callable[[Timeline], Timeline] | None = None
     memory: tuple[str, ...] = ()
 
@@ -144,28 +147,36 @@ class Remedies:
         self._unchanged = unchanged
         self._as_it_is = unchanged.estimate(place.card)
         self._place = place.as_tried(self._as_it_is)
+        self._before = self._place.largest(self._as_it_is, asked.most)
         self.failed: list[str] = []
 
     def all(self) -> tuple[Remedy, ...]:
         """Return the remedies, most effective first."""
-        most, size = self._asked.most, self._as_it_is.footprints[0].size
-        before, now_bytes = self._place.largest(self._as_it_is, most), self._as_it_is.reserved_bytes(size)
-        found = []
-        for change, estimate, place in self._changed():
-            peak, largest = estimate.reserved_bytes(size), place.largest(estimate, most)
-            if largest > before or (peak < now_bytes and largest >= max(before, 1)):
-                safe = min(largest, place.largest(estimate, most, safely=True))
-                found.append(Remedy(change.name, change.how, peak, largest, change.cost, safe, change.memory))
-        return tuple(sorted(found, key=lambda one: (-(one.micro_batch or 0), one.peak_bytes or 0)))
-
-    def _changed(self) -> Iterator[tuple[_Change, Estimate, Place]]:
         changes = list(self._changes())
+        found = [self._tried(change) for change in changes]
         # What is kept on the host need not be computed again.
         others = [one for one in changes if one.name != _OFFLOADED]
-        for change in [*changes, _all_of(others)] if len(others) > 1 else changes:
-            traced = self._made_by(change)
-            if traced is not None:
-                yield change, traced.estimate(self._place.card), self._place
+        suffices = any(one is not None and one.safe_micro_batch == self._asked.most for one in found)
+        if len(others) > 1 and not suffices:
+            found.append(self._tried(_all_of(others)))
+        found += [self._remedy(*one) for one in self._elsewhere()]
+        helpful = [one for one in found if one is not None]
+        return tuple(sorted(helpful, key=lambda one: (-(one.micro_batch or 0), one.peak_bytes or 0)))
+
+    def _remedy(self, change: _Change, estimate: Estimate, place: Place) -> Remedy | None:
+        """Return a change with what would fit then; None if it does not help."""
+        largest = place.largest(estimate, self._asked.most)
+        size = largest or self._as_it_is.footprints[0].size
+        peak = estimate.reserved_bytes(size)
+        if largest < self._before or (
+            largest == self._before and (largest == 0 or peak >= self._as_it_is.reserved_bytes(size))
+        ):
+            return None
+        safe = min(largest, place.largest(estimate, self._asked.most, safely=True))
+        return Remedy(change.name, change.how, peak, largest, change.cost, safe, change.memory)
+
+    def _elsewhere(self) -> Iterator[tuple[_Change, Estimate, Place]]:
+        """Yield places with more memory for the step as it is."""
         if self._place.unlimited_bytes is not None:
             place = replace(self._place, room_bytes=self._place.unlimited_bytes)
             cost = "the memory that the limit keeps free"
@@ -183,22 +194,25 @@ class Remedies:
                 pass
             if way:
                 how = f"memory={memory!r}" + (f", or torch.utils.checkpoint: {way}" if memory == CHECKPOINT else "")
-                yield _Change(name, how, cost, {"adapt": saves(memory)}, memory=(memory,))
+                yield _Change(name, how, cost, adapts=(saves(memory),), memory=(memory,))
         if place.kind == "cuda":
             how, cost = f"memory={OFFLOAD!r}, or torch.autograd.graph.save_on_cpu", "copies to the host and back"
-            yield _Change(_OFFLOADED, how, cost, {"adapt": saves(OFFLOAD)}, memory=(OFFLOAD,))
+            yield _Change(_OFFLOADED, how, cost, adapts=(saves(OFFLOAD),), memory=(OFFLOAD,))
             if isinstance(self._optimizer, _TWO_NUMBERS):
                 how = "torchao.optim.AdamW8bit or bitsandbytes.optim.AdamW8bit"
                 in_8_bits = partial(_in_8_bits, next(self._model.parameters()).dtype.itemsize)
                 yield _Change("8-bit optimizer", how, "its state is rounded to 8 bits", of_timeline=in_8_bits)
         if place.half and place.precision == "fp32":
             cost = "activations have 8 significant bits"
-            yield _Change("bf16", "precision='bf16'", cost, {"precision": "bf16"})
+            yield _Change("bf16", "precision='bf16'", cost, "bf16")
 
-    def _made_by(self, change: _Change) -> Traced | None:
-        """Return the changed step; None if the user's model fails with the change."""
+    def _tried(self, change: _Change) -> Remedy | None:
+        """Trace the changed step; None if it does not help, or the user's model fails with it."""
         try:
-            traced = self._traced(**change.options) if change.options else self._unchanged
+            traced = self._traced(precision=change.precision) if change.precision else self._unchanged
+            traced = traced.adapted(change.adapts) if change.adapts else traced
+            traced = traced.changed(change.of_timeline) if change.of_timeline else traced
+            return self._remedy(change, traced.estimate(self._place.card), self._place)
         except Exception as error:
             # An input, or a tensor that the model makes, may not match the rest. Our own errors are bugs.
             if raised_here(error) and not isinstance(error, InvalidInputError):
@@ -206,7 +220,6 @@ class Remedies:
             self.failed.append(f"{change.name} ({type(error).__name__}: {first_line(error)})")
             let_go(error)
             return None
-        return traced if change.of_timeline is None else traced.changed(change.of_timeline)
 
     def _traced(self, **changed: Any) -> Traced:
         options = {
@@ -241,14 +254,12 @@ class Remedies:
 
 def _all_of(changes: Sequence[_Change]) -> _Change:
     """Return several changes as one; at most one of them changes the timeline."""
-    options = {name: value for one in changes for name, value in one.options.items()}
-    if (adapt := together([one.options.get("adapt") for one in changes])) is not None:
-        options["adapt"] = adapt
     return _Change(
         " + ".join(one.name for one in changes),
         "; ".join(one.how for one in changes),
         "; ".join(one.cost for one in changes),
-        options,
+        "".join(one.precision for one in changes),
+        tuple(adapt for one in changes for adapt in one.adapts),
         next((one.of_timeline for one in changes if one.of_timeline), None),
         tuple(name for one in changes for name in one.memory) if all(one.memory for one in changes) else (),
     )

@@ -12,14 +12,12 @@ from autoaccum._engine.savings import saving as in_force
 from autoaccum._memory.simulated import Simulated
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Sequence
 
     from torch import nn
 
+    from autoaccum._estimate.fake_step import Adapt
     from autoaccum._system.notices import Notices
-
-    Adapt = Callable[[nn.Module], AbstractContextManager[object]]
 
 # Decides which tensors are moved to the host, and has no memory of its own.
 CARD = Simulated(2**50, torch.device("cuda", 0))
@@ -42,28 +40,15 @@ def names_in(memory: Sequence[str] | str | None, notices: Notices) -> tuple[str,
     return names
 
 
-def saving(names: Sequence[str]) -> Adapt | None:
-    """Return what changes a model so that it saves memory in these ways, or refuses them; None without any."""
+def saving(names: Sequence[str]) -> list[Adapt]:
+    """Return what changes a model so that it saves memory in these ways, or refuses them."""
 
     def checked(model: nn.Module) -> ExitStack:
         for name in names:
             check_place(name, [model])
         return ExitStack()
 
-    return together([checked, *map(saves, names)]) if names else None
-
-
-def together(adapts: Sequence[Adapt | None]) -> Adapt | None:
-    """Return what changes a model in all of these ways; None without any."""
-    some = [adapt for adapt in adapts if adapt is not None]
-
-    def adapt(model: nn.Module) -> ExitStack:
-        with ExitStack() as changed:
-            for one in some:
-                changed.enter_context(one(model))
-            return changed.pop_all()
-
-    return adapt if some else None
+    return [checked, *map(saves, names)] if names else []
 
 
 def saves(name: str) -> Adapt:

@@ -413,16 +413,15 @@ def _remedies(report: Findings) -> Section:
     rows = tuple(
         (
             one.name,
-            _bytes(one.peak_bytes),
             _at_most(one.micro_batch, most),
             _number(one.safe_micro_batch),
+            _bytes(one.peak_bytes),
         )
         for one in report.remedies
     )
     below = tuple((("cost", one.cost), ("how", one.description)) for one in report.remedies)
     where = "" if report.remedies_on is None else f" on {report.remedies_on}"
-    # The smallest size traced is one sample, or two where a model refuses one.
-    columns = ("", "peak, 1 or 2 samples", "largest", "safe")
+    columns = ("", "largest", "safe", "its peak")
     return Section(f"What would help{where}", columns, rows, below)
 
 

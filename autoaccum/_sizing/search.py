@@ -29,6 +29,8 @@ _GROWTH = 4
 _CAREFUL_GROWTH = 2
 # Trials end when the result is at least this fraction of the largest size that could fit.
 _PRECISION = 0.97
+# The factor to a prediction that is tried under a soft limit, to have measured sizes on both sides of it.
+_ABOVE = 1.2
 # The search is repeated if this many times the size found by an earlier run surely fits.
 _MUCH_MORE = 1.5
 # The fraction of the free memory of which a failed size is tried again.
@@ -47,6 +49,7 @@ class Search:
         frontier: What an earlier run has found, or nothing. Follows what is found.
         begins_with: The size to begin with in the first window, which has fitted before; None begins small.
         fails_cleanly: Whether sizes slightly above the predicted limit may be tried.
+        is_soft: Whether trials run through above the limit, too.
 
     Attributes:
         frontier: As the argument.
@@ -54,12 +57,20 @@ class Search:
         failures: How often memory ran out.
     """
 
-    def __init__(self, frontier: Frontier, *, begins_with: int | None = None, fails_cleanly: bool = True) -> None:
+    def __init__(
+        self,
+        frontier: Frontier,
+        *,
+        begins_with: int | None = None,
+        fails_cleanly: bool = True,
+        is_soft: bool = False,
+    ) -> None:
         self.frontier = frontier
         self.is_done = False
         self.failures = 0
         self._begins_with = begins_with
         self._has_tried_again = False
+        self._is_soft = is_soft
         self._tolerance = _TOLERANCE if fails_cleanly else 1.0
         self._growth = _GROWTH if fails_cleanly else _CAREFUL_GROWTH
         self._windows = 0
@@ -89,10 +100,14 @@ class Search:
         sizes = frontier.sizes(widths)
         is_known = free_bytes is not None and bool(sizes) and sure >= _MOST_FIRST
         size = frontier.largest(widths, free_bytes or 0, most) if is_known else sure
+        if too_many in sizes:  # it ran above a soft limit: between two sizes that were measured, predictions are exact
+            return None if sure >= _PRECISION * size else size
         if too_many is not None:
             return self._between(sure, too_many, size)
         if not is_known:
             size = max(_GROWTH * sure, _MOST_FIRST)
+        elif self._is_soft and size <= _GROWTH * sure:
+            size = int(_ABOVE * size) + 1  # what is above the limit is measured too
         elif size > sure:
             size = _closing(size) if size <= _GROWTH * sure else size
         else:
@@ -104,24 +119,26 @@ class Search:
         return min(most, size)
 
     def tried(self, size: int, widths: Widths, extra_bytes: int | None, *, fits: bool) -> None:
-        """Record a trial."""
+        """Record a trial, which may have been measured also where it ran above a soft limit."""
         confirms = self._begins_with is not None
         if fits:
             self.frontier.note(size, widths)
             self.is_done = confirms
-            if extra_bytes is not None:
-                self.frontier.measure(size, widths, max(1, extra_bytes))
-            return
-        if confirms:  # what an earlier run has measured does not hold any more
+        elif confirms:  # what an earlier run has measured does not hold any more
             self.frontier.forget()
             self._begins_with = None
-        self.frontier.fail(size, widths)
+        if extra_bytes is not None:
+            self.frontier.measure(size, widths, max(1, extra_bytes))
+        if not fits:
+            self.frontier.fail(size, widths)
 
     def _between(self, sure: int, too_many: int, predicted: int) -> int:
-        """Return a size between one that fits and one that does not: the predicted one, if that is well inside."""
-        is_inside = sure + max(1, (too_many - sure) // _GROWTH) <= predicted < too_many
-        if is_inside and self.frontier.failures < _MOST_FAILURES:
-            return predicted
+        """Return a size between one that fits and one that does not: as predicted, or one that could end the search."""
+        if self.frontier.failures < _MOST_FAILURES:
+            if sure + max(1, (too_many - sure) // _GROWTH) <= predicted < too_many:
+                return predicted
+            if predicted <= _closing(sure) < too_many:
+                return _closing(sure)
         return (sure + too_many) // 2 if too_many <= _GROWTH * sure else max(sure + 1, math.isqrt(sure * too_many))
 
     # --- windows ------------------------------------------------------------------------------------------------------

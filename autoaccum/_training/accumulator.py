@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from autoaccum._records import BackwardReport, Plan
 
 _KEEP = ("outputs",)
+_HALVES = ("bf16", "fp16")
 
 
 class Accumulator:
@@ -123,17 +125,10 @@ class Accumulator:
         self._set_up(model, Options.of(Accumulator, locals()), closure=closure, scale=scale)
 
     @classmethod
-    def _of(
-        cls,
-        model: nn.Module,
-        options: Options,
-        *,
-        closure: Callable[[Any], Any] | None = None,
-        scale: torch.amp.GradScaler | None = None,
-    ) -> Self:
-        """Return an accumulator with the options of an adapter."""
+    def _of(cls, model: nn.Module, options: Options, **further: Any) -> Self:
+        """Return an accumulator with the options of an adapter; others as for `_set_up`."""
         made = cls.__new__(cls)
-        made._set_up(model, options, closure=closure, scale=scale)
+        made._set_up(model, options, **further)
         return made
 
     def _set_up(
@@ -143,7 +138,20 @@ class Accumulator:
         *,
         closure: Callable[[Any], Any] | None,
         scale: torch.amp.GradScaler | Callable[[Tensor], Tensor] | None,
+        half: str | None = None,
+        batches: Callable[[], int] | None = None,
     ) -> None:
+        """Make the parts.
+
+        Args:
+            model: The model.
+            options: Those of the arguments that many entry points share.
+            closure: As for the class.
+            scale: As for the class.
+            half: "bf16" or "fp16" if the model casts to it by itself, so that messages name it, and what is compared is
+                compared as it rounds.
+            batches: Returns how many batches a framework makes an update of, by which its backward pass divides.
+        """
         _check_functions(options, closure)
         self._notices = notices = options.notices or Notices()
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -163,6 +171,10 @@ class Accumulator:
             further=[module for module in dict.fromkeys(used) if module not in losses],
             scale=scale,
         )
+        if half in _HALVES:
+            self._step.precision.name, self._step.objective.casts_itself = half, True
+        if batches is not None:
+            self._step.scale = _divided(self._step.scale, batches)
         self._ranks = _ranks(self._step)
         self._limit = StepLimit(backend, limit_bytes)
         ranks, step = self._ranks, self._step
@@ -259,7 +271,7 @@ class Accumulator:
     def _added(self, window: Window) -> BackwardReport:
         """Add the gradient of a window; with memory="auto" save more wherever not even one sample fits."""
         if not self._savings.is_auto:
-            with self._savings.in_force():
+            with self._savings.in_force() if self._savings.names else nullcontext():
                 return self._accumulating.add(window)
         while True:
             known = self._accumulating.look_up(window)
@@ -276,6 +288,15 @@ class Accumulator:
                 let_go(error)
             self._step.memory.release()
             self._accumulating.begin_rung(self._savings.names)
+
+
+def _divided(scale: Callable[[Tensor], Tensor] | None, batches: Callable[[], int]) -> Callable[[Tensor], Tensor]:
+    def divided(loss: Tensor) -> Tensor:
+        number = batches()
+        loss = loss if number == 1 else loss / number
+        return loss if scale is None else scale(loss)
+
+    return divided
 
 
 def _entries(

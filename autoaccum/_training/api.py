@@ -12,6 +12,7 @@ from torch import nn
 from autoaccum._arguments import check_bool, check_positive_int
 from autoaccum._callbacks import EarlyStopping
 from autoaccum._data.loaders import can_be_read_once, check_loader
+from autoaccum._data.random_state import RandomState
 from autoaccum._data.regrouping import check_target
 from autoaccum._distributed.consistency import broadcast_weights, check_alike, refuse_unsupported_layers
 from autoaccum._distributed.process_group import joined
@@ -26,11 +27,11 @@ from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._system.launched import MAX_MICRO_BATCH, max_micro_batch, own_rank
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
-from autoaccum._training.checkpoints import EVERY, check_saving
+from autoaccum._training.checkpoint_settings import EVERY, check_saving
 from autoaccum._training.console import OtherRank, progress_for
 from autoaccum._training.loop import Training
 from autoaccum._training.lr_schedule import Schedule, check_scheduler
-from autoaccum._training.progress import Data
+from autoaccum._training.one_call import Call
 from autoaccum._training.rank_coordination import Coordinator
 from autoaccum._training.restore_on_failure import Untouched
 from autoaccum.errors import InvalidInputError
@@ -294,36 +295,35 @@ def fit(
             in_tokens=in_tokens,
             notices=notices,
         )
-        training = Training(
+        per_epoch = None
+        if not in_tokens:
+            of_window = target if shard else world.target_batch
+            per_epoch = _steps_per_epoch(loader, of_window, drop_last=drop_last, notices=notices)
+        call = Call(
             step,
-            Data(
-                loader,
-                target,
-                drop_last,
-                epochs,
-                max_steps,
-                None
-                if in_tokens
-                else _steps_per_epoch(
-                    loader, target if shard else world.target_batch, drop_last=drop_last, notices=notices
-                ),
-                counts,
-            ),
+            world,
             Schedule(scheduler, scheduler_interval, step.optimizer, is_evaluated=val_loader is not None),
-            limit_bytes=limit_bytes,
-            cap=cap,
-            grows_from=grows_from,
-            saves=savings,
+            RandomState(backend.device, step.objective.modules),
+            notices,
+            target_batch=target,
+            counts=counts,
+            drop_last=drop_last,
+            epochs=epochs,
+            max_steps=max_steps,
+            steps_per_epoch=per_epoch,
             val_loader=val_loader,
             val_every=val_every,
             metrics=metrics,
             callbacks=(shown, *callbacks),
-            notices=notices,
             saving=saving,
-            noise=None if options.noise_every is None else NoiseScale(options.noise_every, notices),
+            limit_bytes=limit_bytes,
+            cap=cap,
+            grows_from=grows_from,
+            saves=savings,
             savings=Savings(step.objective.modules, savings, backend, notices),
-            world=world,
+            noise=None if options.noise_every is None else NoiseScale(options.noise_every, notices),
         )
+        training = Training(call)
         untouched.training = training
         if lr_scaling is not None:
             optimizers.scale_learning_rate(

@@ -25,15 +25,11 @@ from autoaccum._sizing.sizing import Cutting
 from autoaccum.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from autoaccum._data.loader_state import RandomStates
-    from autoaccum._data.random_state import RandomState
-    from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._engine.noise_scale import NoiseScale
-    from autoaccum._system.notices import Notices
-    from autoaccum._training.lr_schedule import Schedule
+    from autoaccum._training.one_call import Call
 
 # Of a moment.
 _COUNTS = ("windows", "samples", "evaluated", "last_val_loss")
@@ -109,35 +105,11 @@ class Kept:
 
 
 class Contents:
-    """What a checkpoint holds of one training run.
+    """What a checkpoint holds of one call of `fit`."""
 
-    Args:
-        step: Its model, optimizer and scaler.
-        schedule: Its learning-rate scheduler.
-        target_batch: Samples a window, or tokens.
-        random: Its random generators.
-        notices: Reports what a checkpoint cannot restore.
-        noise: Its gradient noise scale; None if that is not measured.
-        counts: What the target is counted in: `SAMPLES` or `TOKENS`.
-    """
-
-    def __init__(
-        self,
-        step: TrainingStep,
-        schedule: Schedule,
-        target_batch: int,
-        random: RandomState,
-        notices: Notices,
-        noise: NoiseScale | None = None,
-        counts: str = SAMPLES,
-    ) -> None:
-        self._noise = noise
-        self._counts = counts
-        self._step = step
-        self._schedule = schedule
-        self._target_batch = target_batch
-        self._random = random
-        self._notices = notices
+    def __init__(self, call: Call) -> None:
+        self._call, self._step, self._schedule = call, call.step, call.schedule
+        self._random, self._noise = call.random, call.noise
 
     @property
     def is_sharded(self) -> bool:
@@ -152,23 +124,30 @@ class Contents:
             kept: How windows are cut.
             ranks: `part` of each rank, where there are several.
         """
-        scaler = self._step.precision.scaler
-        optimizer = self._step.optimizer
-        state = optimizer.state_dict()
         return {
             "ranks": None if ranks is None else list(ranks),
-            "target_batch": self._target_batch,
-            "counts": self._counts,
             **{name: getattr(moment, name) for name in _COUNTS},
             "stopped": None if moment.stopped is None else asdict(moment.stopped),
+            **self._own(),
+            **self.part(moment, kept),
+        }
+
+    def _own(self) -> dict[str, Any]:
+        """Return what does not depend on the moment, or is in it whatever that is."""
+        optimizer, scheduler, precision = self._step.optimizer, self._schedule.scheduler, self._step.precision
+        state = optimizer.state_dict()
+        return {
+            "target_batch": self._call.target_batch,
+            "counts": self._call.counts,
             "modules": [_module_state(module) for module in self._step.objective.modules],
             "optimizer": {"type": _type_name(optimizer), "state": state, "parameters": self._parameter_names()},
-            "scheduler": None if self._schedule.scheduler is None else _named_state(self._schedule.scheduler),
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "precision": self._step.precision.name,
+            "scheduler": None
+            if scheduler is None
+            else {"type": _type_name(scheduler), "state": scheduler.state_dict()},
+            "scaler": None if precision.scaler is None else precision.scaler.state_dict(),
+            "precision": precision.name,
             "device": self._step.memory.device.type,
             "noise_scale": None if self._noise is None else self._noise.state_dict(),
-            **self.part(moment, kept),
         }
 
     def part(self, moment: Moment, kept: Kept) -> dict[str, Any]:
@@ -199,14 +178,13 @@ class Contents:
             CheckpointError: It is of another model, optimizer, scheduler, precision or target batch.
             KeyError: It is another program's, as are other errors of types and values.
         """
-        self._random.take()
-        wrong = next(self._differences(content), None)
-        if wrong is not None:
-            what, found = wrong
-            raise CheckpointError(
-                f"the checkpoint {path} is of another {what}: {found}; make everything as it was for that run, pass "
-                "another folder as checkpoint=, or resume=False to start from scratch"
-            )
+        here, there = _description(self._own() | {"random": self._random.take()}), _description(content)
+        for what, own in here.items():
+            if found := _difference(there[what], own):
+                raise CheckpointError(
+                    f"the checkpoint {path} is of another {what}: {found}; make everything as it was for that run, "
+                    "pass another folder as checkpoint=, or resume=False to start from scratch"
+                )
 
     def moment(self, content: Mapping[str, Any], part: Mapping[str, Any] | None = None) -> Moment:
         """Return the moment at which a checkpoint was taken.
@@ -267,11 +245,6 @@ class Contents:
         if self._noise is not None and content["noise_scale"] is not None:  # a run may begin to measure it
             self._noise.load_state_dict(content["noise_scale"])
 
-    def _parameter_difference(self, saved: Mapping[str, Any]) -> str | None:
-        return _group_difference(saved["state"], self._step.optimizer) or _name_difference(
-            saved["parameters"], self._parameter_names()
-        )
-
     def _parameter_names(self) -> list[list[str]]:
         """Return for each group of the optimizer what its parameters are called, with the number of their module."""
         names = {
@@ -282,34 +255,40 @@ class Contents:
         groups = self._step.optimizer.param_groups
         return [[names.get(parameter, "of no module") for parameter in group["params"]] for group in groups]
 
-    def _differences(self, content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Yield what a checkpoint is of and this run is not, each with how that can be seen."""
-        modules = self._step.objective.modules
-        if len(content["modules"]) != len(modules):
-            yield "model", f"it holds {len(content['modules'])} modules, and with losses there are {len(modules)} here"
-        else:
-            for module, state in zip(modules, content["modules"], strict=True):
-                yield from (("model", text) for text in _module_differences(module, state))
-        found = _type_difference(content["optimizer"], self._step.optimizer)
-        if found := found or self._parameter_difference(content["optimizer"]):
-            yield "optimizer", found
-        if found := _type_difference(content["scheduler"], self._schedule.scheduler):
-            yield "scheduler", found
-        if content["precision"] != (here := self._step.precision.name):
-            yield "precision", f"it was made in {content['precision']}, and this call has {here}"
-        elif (content["scaler"] is None) != (self._step.precision.scaler is None):  # on a device that needs none
-            yield "precision", "one of both has a gradient scaler"
-        if content["device"] != (here := self._step.memory.device.type):  # whose generator has another state
-            yield "device", f"it was made on {content['device']}, and this is {here}"
-        if len(content["random"][-1]) != len(self._random.taken[-1]):
-            yield "model", "its modules hold another number of random generators"
-        theirs = content["target_batch"], content["counts"]
-        if theirs != (self._target_batch, self._counts):
-            there, here = (
-                f"{target}" if counts == SAMPLES else f"{target} tokens"
-                for target, counts in (theirs, (self._target_batch, self._counts))
-            )
-            yield "target_batch", f"it was made with {there}, and this call has {here}"
+
+def _description(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return by what a run is known: names, shapes and types; None for a buffer that may come, go and grow."""
+    optimizer, modules = content["optimizer"], content["modules"]
+    parts: dict[str, Any] = {}
+    for number, saved in enumerate(modules):
+        forms = {**dict.fromkeys(saved["buffers"]), **{name: _form(value) for name, value in saved["state"].items()}}
+        parts |= {f"{name} " if len(modules) == 1 else f"{number}.{name} ": form for name, form in forms.items()}
+    names = {
+        f"parameter {place} of group {number}, ": name
+        for number, group in enumerate(optimizer["parameters"])
+        for place, name in enumerate(group)
+    }
+    groups = [len(group["params"]) for group in optimizer["state"]["param_groups"]]
+    unit = "" if content["counts"] == SAMPLES else " tokens"
+    return {
+        "model": {**parts, "a number of random generators of ": len(content["random"][-1])},
+        "optimizer": {"": optimizer["type"], "groups of parameters of lengths ": groups, **names},
+        "scheduler": {"": "none" if content["scheduler"] is None else content["scheduler"]["type"]},
+        "precision": {"": content["precision"], "a gradient scaler, ": content["scaler"] is not None},
+        "device": {"": content["device"]},  # whose generator has another state
+        "target_batch": {"": f"{content['target_batch']}{unit}"},
+    }
+
+
+def _difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    for name in (name for name in here if name in there):
+        if None not in (there[name], here[name]) and there[name] != here[name]:
+            return f"it was made with {name}{there[name]}, and this call has {here[name]}"
+    if missing := here.keys() - there.keys():
+        return f"it lacks {_listed(missing)}, which is here"
+    if unexpected := there.keys() - here.keys():
+        return f"it has {_listed(unexpected)}, which is not here"
+    return None
 
 
 def _offer(owner: Any, load: Callable[[], object]) -> None:
@@ -352,21 +331,6 @@ def _other_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     }
 
 
-def _module_differences(module: nn.Module, saved: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how a saved module is another one. A buffer may have come or gone: a model sets such ones as it goes."""
-    own = {name: _form(value) for name, value in module.state_dict().items()}
-    kept = {name: _form(value) for name, value in saved["state"].items()}
-    own_others, kept_others = _other_buffers(module), saved["buffers"]
-    if missing := (own.keys() | own_others.keys()) - kept.keys() - kept_others.keys():
-        yield f"it lacks {_listed(missing)}, which is here"
-    if unexpected := (kept.keys() | kept_others.keys()) - own.keys() - own_others.keys():
-        yield f"it has {_listed(unexpected)}, which is not here"
-    for name in own.keys() & kept.keys():
-        here, there = own[name], kept[name]
-        if here != there:
-            yield f"{name} is {there} there and {here} here"
-
-
 @torch.no_grad()
 def _put_module_back(module: nn.Module, saved: Mapping[str, Any], device: torch.device) -> None:
     buffers = {**saved["state"], **saved["buffers"]}
@@ -392,35 +356,11 @@ def _form(value: Any) -> Any:
 # --- optimizer and scheduler ------------------------------------------------------------------------------------------
 
 
-def _named_state(owner: Any) -> dict[str, Any]:
-    return {"type": _type_name(owner), "state": owner.state_dict()}
-
-
 def _type_name(owner: Any) -> str:
     """Return the name of a type, and for a scheduler made of others, or several optimizers, theirs too."""
     parts = owner.parts if isinstance(owner, OptimizerList) else getattr(owner, "_schedulers", None)
     within = f"({', '.join(map(_type_name, parts))})" if isinstance(parts, list | tuple) else ""
     return f"{type(owner).__name__}{within}"
-
-
-def _type_difference(saved: Mapping[str, Any] | None, own: Any) -> str | None:
-    there = "none" if saved is None else saved["type"]
-    here = "none" if own is None else _type_name(own)
-    return None if there == here else f"{there} there and {here} here"
-
-
-def _group_difference(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> str | None:
-    there = [len(group["params"]) for group in saved["param_groups"]]
-    here = [len(group["params"]) for group in optimizer.param_groups]
-    return None if there == here else f"groups of {there} parameters there and of {here} here"
-
-
-def _name_difference(saved: list[list[str]], own: list[list[str]]) -> str | None:
-    for number, (group, own_group) in enumerate(zip(saved, own, strict=True)):
-        for place, (there, here) in enumerate(zip(group, own_group, strict=True)):
-            if there != here:
-                return f"parameter {place} of group {number} is {there} there and {here} here"
-    return None
 
 
 def _put_optimizer_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -443,7 +383,7 @@ def _put_optimizer_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any])
                 optimizer.state[parameter][name] = value.to(now.device)
 
 
-def _listed(names: Sequence[str] | set[str]) -> str:
-    first = sorted(names)[:_NAMED]
+def _listed(names: set[str]) -> str:
+    first = [name.strip(", ") for name in sorted(names)[:_NAMED]]
     more = len(names) - len(first)
     return ", ".join(first) + (f" and {more} more" if more else "")

@@ -5,58 +5,40 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._arguments import check_path, check_positive_int, is_one_of, shown
 from autoaccum._distributed.whole_state import gathered
 from autoaccum._oom import first_line
-from autoaccum._system import files, signals
+from autoaccum._system import signals
 from autoaccum._system.lease import Lease
+from autoaccum._training.checkpoint_contents import Contents
 from autoaccum._training.checkpoint_files import Storage, check_that_it_can_be_kept
-from autoaccum.errors import CheckpointError, InvalidInputError, StateDamagedError
+from autoaccum.errors import CheckpointError, StateDamagedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from os import PathLike
-
     from autoaccum._data.loader_state import Position
     from autoaccum._engine.finiteness import Finiteness
-    from autoaccum._memory.base import MemoryBackend
-    from autoaccum._system.notices import Notices
-    from autoaccum._training.checkpoint_contents import Contents, Kept, Moment, Stopped
+    from autoaccum._training.checkpoint_contents import Kept, Moment, Stopped
+    from autoaccum._training.checkpoint_settings import Saving
+    from autoaccum._training.one_call import Call
     from autoaccum._training.plan_lifecycle import PlanLifecycle
     from autoaccum._training.progress import TrainingProgress
-    from autoaccum._training.rank_coordination import Coordinator
 
-# The default of `checkpoint_every`.
-EVERY = "10min"
-# By how much less is tried after what did not fit.
-_LESS = 0.7
 # The most names of non-finite tensors that ranks exchange.
 _NAMED = 8
-# Of the file that `note_lack` writes.
-_MOST_NOTED_BYTES = 1 << 20
-_TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
-_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 class Checkpoints:
     """The checkpoints of one training, across all of its processes.
 
     Args:
+        call: The call of `fit`.
         saving: The folder, and when a checkpoint is due.
-        contents: Collects and restores what checkpoints hold.
         progress: Tracks the moment.
         lifecycle: Knows how windows are cut.
-        world: The processes of this training.
-        memory: The device, whose limit does not count writing.
-        notices: Reports choices made for the user.
         finiteness: Knows whether the state may be kept.
 
     Attributes:
@@ -67,21 +49,18 @@ class Checkpoints:
 
     def __init__(
         self,
+        call: Call,
         saving: Saving,
-        contents: Contents,
         progress: TrainingProgress,
         lifecycle: PlanLifecycle,
-        world: Coordinator,
-        *,
-        memory: MemoryBackend,
-        notices: Notices,
         finiteness: Finiteness,
     ) -> None:
         self.storage = Storage(saving.folder, replaces=saving.resume is False)
         self.spent_s = 0.0
         self.saving = saving
-        self._contents, self._progress, self._lifecycle = contents, progress, lifecycle
-        self._world, self._memory, self._notices, self._finiteness = world, memory, notices, finiteness
+        self._world, self._memory, self._notices = call.world, call.step.memory, call.notices
+        self._contents, self._progress, self._lifecycle = Contents(call), progress, lifecycle
+        self._finiteness = finiteness
         self._lease = Lease(saving.folder)
         self._saved: tuple[Position, Stopped | None] | None = None
         self._saved_at = time.monotonic()
@@ -144,7 +123,7 @@ class Checkpoints:
         self.storage.tidy()
         folder = self.storage.folder
         if self.saving.resume is False:
-            self.saving.lack.unlink(missing_ok=True)
+            self.saving.note.unlink(missing_ok=True)
             if earlier := len(self.storage.found()):
                 self._notices.say(
                     f"training starts from scratch (resume=False); the {earlier} checkpoints in {folder} move to a "
@@ -244,7 +223,7 @@ class Checkpoints:
         path = None
         if world.decides:
             path = self.storage.write(content, moment.windows, val_loss=moment.val_loss)
-            self.saving.lack.unlink(missing_ok=True)  # the checkpoint has its sizes
+            self.saving.note.unlink(missing_ok=True)  # the checkpoint has its sizes
         path = Path(world.of_all("written", None if path is None else str(path))[0])
         self.storage.took(path, moment.val_loss)
         self._note(moment)
@@ -311,73 +290,3 @@ def _check_counts(moment: Moment, kept: Kept | None) -> None:
     counts += [] if kept is None else [kept.oom_events, kept.skipped_samples]
     if not all(type(count) is int and count >= 0 for count in counts):
         raise ValueError(f"counts are {counts}")
-
-
-@dataclass(frozen=True)
-class Saving:
-    """The arguments of `fit` about checkpoints, once checked.
-
-    Attributes:
-        folder: Where checkpoints are; made, if it is missing, when the training begins.
-        every: Windows from one to the next, or seconds if it is a float; None: neither.
-        resume: As for `fit`.
-    """
-
-    folder: Path
-    every: int | float | None
-    resume: bool | str
-
-    @property
-    def lack(self) -> Path:
-        """The file that `note_lack` writes."""
-        return self.folder / "out-of-memory.json"
-
-    def note_lack(self, micro_batch: int, message: str, before_rename: Callable[[], None] | None = None) -> None:
-        """Record for the next attempt that so many samples at once did not fit, since this process cannot go on."""
-        with files.replacing(self.lack, before_rename=before_rename) as unfinished:
-            unfinished.write_text(json.dumps({"micro_batch": micro_batch, "message": message}) + "\n")
-
-    def cap(self, notices: Notices) -> int | None:
-        """Return the most samples at once that an earlier attempt's record allows; None without a record."""
-        if self.resume is False:
-            return None
-        try:
-            size = check_positive_int("", json.loads(files.read(self.lack, _MOST_NOTED_BYTES))["micro_batch"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # or nothing that `note_lack` has written
-            return None
-        cap = max(1, int(size * _LESS))
-        notices.say(f"micro-batches of at most {cap} samples in this call, since {size} ran out of memory before")
-        return cap
-
-
-def check_saving(checkpoint: str | PathLike[str] | None, every: int | str | None, resume: bool | str) -> Saving | None:
-    """Check the arguments of `fit` about checkpoints; return None if there is no folder.
-
-    Raises:
-        InvalidInputError: One of them cannot be used.
-    """
-    if not isinstance(resume, bool) and not is_one_of(resume, ["auto"]):
-        raise InvalidInputError(
-            f"resume={shown(resume)} is unknown; choose 'auto' (go on if there is a checkpoint), True (there must be "
-            "one) or False (start from scratch)"
-        )
-    interval = _interval(every)
-    if checkpoint is None:
-        needing = {"checkpoint_every": every not in (None, EVERY), "resume": resume is True}
-        for name in (name for name, is_set in needing.items() if is_set):
-            raise InvalidInputError(f"{name}= needs a folder for checkpoints; pass checkpoint= too")
-        return None
-    return Saving(check_path("checkpoint", checkpoint, "folder for checkpoints"), interval, resume)
-
-
-def _interval(every: int | str | None) -> int | float | None:
-    """Return a number of windows as an int, a time as a float of seconds."""
-    if every is None or not isinstance(every, str):
-        return None if every is None else check_positive_int("checkpoint_every", every)
-    found = _TIME.fullmatch(every.strip())
-    if found is None or not float(found[1]):
-        raise InvalidInputError(
-            f"checkpoint_every={shown(every)} is neither a number of updates nor a time; pass such as 500, '15min', "
-            "'90s' or '1h'"
-        )
-    return float(found[1]) * _SECONDS[found[2]]

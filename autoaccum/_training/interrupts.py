@@ -23,11 +23,10 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from autoaccum._records import Evaluation
-    from autoaccum._system.notices import Notices
     from autoaccum._training.checkpoints import Checkpoints
+    from autoaccum._training.one_call import Call
     from autoaccum._training.plan_lifecycle import PlanLifecycle
     from autoaccum._training.progress import TrainingProgress
-    from autoaccum._training.rank_coordination import Coordinator
 
 
 _E = TypeVar("_E", bound=BaseException)
@@ -37,26 +36,17 @@ class Interrupts:
     """Runs a training to its end, or saves its progress in a checkpoint if something interrupts it.
 
     Args:
+        call: The call of `fit`.
         progress: Tracks the moment.
         lifecycle: Holds the current runner.
         checkpoints: Writes checkpoints; None without `checkpoint`.
-        world: The processes of this training.
-        notices: Reports choices made for the user.
     """
 
     def __init__(
-        self,
-        progress: TrainingProgress,
-        lifecycle: PlanLifecycle,
-        checkpoints: Checkpoints | None,
-        world: Coordinator,
-        notices: Notices,
+        self, call: Call, progress: TrainingProgress, lifecycle: PlanLifecycle, checkpoints: Checkpoints | None
     ) -> None:
-        self._progress = progress
-        self._lifecycle = lifecycle
-        self._checkpoints = checkpoints
-        self._world = world
-        self._notices = notices
+        self._progress, self._lifecycle, self._checkpoints = progress, lifecycle, checkpoints
+        self._world, self._notices = call.world, call.notices
         self._watch = signals.Watch()
         self._has_gone_back = False
 
@@ -180,7 +170,9 @@ class Interrupts:
         except StartAgainError as error:
             if self._checkpoints is not None and error.micro_batch is not None:
                 try:
-                    self._checkpoints.saving.note_lack(error.micro_batch, str(error), self._checkpoints.storage.guard)
+                    self._checkpoints.saving.note_out_of_memory(
+                        error.micro_batch, str(error), self._checkpoints.storage.guard
+                    )
                 except OSError as failure:  # must not hide the reason to start again
                     error.add_note(f"autoaccum: that size could not be noted for the next start ({failure.strerror})")
             raise

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.loaders import keeps_order, unlike_batch_size
-from autoaccum._data.random_state import RandomState
 from autoaccum._engine import devices
 from autoaccum._engine.finiteness import Finiteness
 from autoaccum._engine.forward_backward import drop_old_gradients
@@ -18,7 +17,6 @@ from autoaccum._engine.optimizers import name_of
 from autoaccum._oom import first_line
 from autoaccum._records import SAMPLES, FitResult, TimeSpent
 from autoaccum._system import signals
-from autoaccum._training.checkpoint_contents import Contents
 from autoaccum._training.checkpoints import Checkpoints
 from autoaccum._training.interrupts import Interrupts
 from autoaccum._training.plan_lifecycle import PlanLifecycle
@@ -27,22 +25,13 @@ from autoaccum._training.validation import Validation
 from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from autoaccum._callbacks import Callback
     from autoaccum._data.batches import Window
-    from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._engine.metrics import Metric
-    from autoaccum._engine.noise_scale import NoiseScale
-    from autoaccum._engine.savings import Savings
     from autoaccum._records import Evaluation, ProbeResult, StepReport
     from autoaccum._sizing.sizing import Cutting
-    from autoaccum._system.notices import Notices
-    from autoaccum._training.checkpoints import Saving
-    from autoaccum._training.lr_schedule import Schedule
-    from autoaccum._training.progress import Data
-    from autoaccum._training.rank_coordination import Coordinator
+    from autoaccum._training.one_call import Call
 
 # Unread losses stay on the device. Reading them at this interval, in windows, takes a single wait.
 _READ_EVERY = 256
@@ -55,107 +44,28 @@ _NOT_SHUFFLED = (
 
 
 class Training:
-    """One call of `fit` with checked arguments.
-
-    Args:
-        step: The training step.
-        data: The training data.
-        schedule: Steps the learning-rate scheduler.
-        limit_bytes: Memory limit, as the memory backend counts it.
-        cap: As for `PlanLifecycle`, as is `grows_from`.
-        saves: What saves memory, as `fit` takes it in `memory`.
-        val_loader: Data to evaluate on, if any.
-        val_every: As for `fit`.
-        metrics: Metrics for the evaluation.
-        callbacks: Callbacks to notify, including the progress display.
-        notices: Reports choices made for the user.
-        saving: Where and when checkpoints are written; None without `checkpoint`.
-        noise: The gradient noise scale to measure; None without `noise_scale`.
-        savings: Saves memory in steps.
-        world: The processes of this training.
+    """Trains as one call of `fit` asks for.
 
     Raises:
         InvalidInputError: A metric cannot be used.
     """
 
-    def __init__(
-        self,
-        step: TrainingStep,
-        data: Data,
-        schedule: Schedule,
-        *,
-        limit_bytes: int | None,
-        cap: int | None,
-        grows_from: int | None,
-        saves: Sequence[str],
-        val_loader: Iterable[Any] | None,
-        val_every: int | None,
-        metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None,
-        callbacks: Sequence[Callback],
-        notices: Notices,
-        saving: Saving | None,
-        noise: NoiseScale | None,
-        savings: Savings,
-        world: Coordinator,
-    ) -> None:
-        self._step = step
-        self._data = data
-        self._schedule = schedule
-        self._limit_bytes = limit_bytes
-        self._notices = notices
-        self._world = world
-        self._random = RandomState(step.memory.device, step.objective.modules)
-        self._progress = TrainingProgress(
-            data,
-            schedule,
-            memory=step.memory,
-            random=None if saving is None else self._random,
-            world=world,
-        )
-        self._lifecycle = PlanLifecycle(
-            step,
-            self._progress,
-            callbacks,
-            notices,
-            counts=data.counts,
-            saves=saves,
-            limit_bytes=limit_bytes,
-            cap=cap,
-            grows_from=grows_from,
-            savings=savings,
-            world=world,
-            noise=noise,
-        )
-        self._noise = noise
+    def __init__(self, call: Call) -> None:
+        self._call, self._step, self._notices, self._world = call, call.step, call.notices, call.world
+        self._progress = TrainingProgress(call)
+        self._lifecycle = PlanLifecycle(call, self._progress)
         self._observers = self._lifecycle.observers
-        self._finiteness = Finiteness(step, step.options.on_nan, is_first=world.decides, is_alone=world.is_alone)
+        on_nan, world = call.step.options.on_nan, call.world
+        self._finiteness = Finiteness(call.step, on_nan, is_first=world.decides, is_alone=world.is_alone)
         self._checkpoints: Checkpoints | None = None
-        if saving is not None:
-            self._checkpoints = Checkpoints(
-                saving,
-                Contents(step, schedule, data.target_batch, self._random, notices, noise, data.counts),
-                self._progress,
-                self._lifecycle,
-                world,
-                memory=step.memory,
-                notices=notices,
-                finiteness=self._finiteness,
-            )
-        self._interrupts = Interrupts(self._progress, self._lifecycle, self._checkpoints, world, notices)
-        self._val_every = val_every
+        if call.saving is not None:
+            self._checkpoints = Checkpoints(call, call.saving, self._progress, self._lifecycle, self._finiteness)
+        self._interrupts = Interrupts(call, self._progress, self._lifecycle, self._checkpoints)
         self._validation: Validation | None = None
-        if val_loader is not None:
+        if call.val_loader is not None:
             observers, progress = self._observers, self._progress  # not `self`, which would hold itself
             self._validation = Validation(
-                step,
-                val_loader,
-                metrics,
-                lambda event: observers.on_oom(event, step=progress.moment.windows),
-                part=world.part_of_validation(val_loader),
-                ranks=world.ranks,
-                random=self._random,
-                is_between_windows=val_every is not None,
-                is_kept=saving is not None,
+                call, call.val_loader, lambda event: observers.on_oom(event, step=progress.moment.windows)
             )
         self._history: deque[StepReport] = deque(maxlen=_HISTORY)
         self._unread: list[StepReport] = []
@@ -179,12 +89,12 @@ class Training:
         Args:
             started: Start of the call, from `time.perf_counter`.
         """
-        data, memory = self._data, self._step.memory
+        call, memory = self._call, self._step.memory
         # Outermost, so that a SIGTERM ends the process only after the callbacks were notified.
         with self._interrupts.watching(), signals.wrapped():
             try:
                 self._observers.on_fit_start(
-                    epochs=data.epochs, max_steps=data.max_steps, steps_per_epoch=data.steps_per_epoch
+                    epochs=call.epochs, max_steps=call.max_steps, steps_per_epoch=call.steps_per_epoch
                 )
                 with devices.failures_told(memory, "what ranks send each other"):
                     self._world.begin(self._step, self._interrupts.requests, self._lifecycle.grows_to)
@@ -192,7 +102,7 @@ class Training:
                 begins_with, probed = self._begin()
                 with ExitStack() as limit:
                     with devices.failures_told(memory, "what training needs in addition to the model"):
-                        limit.enter_context(memory.limited(self._limit_bytes))
+                        limit.enter_context(memory.limited(self._call.limit_bytes))
                         self._lifecycle.begin(begins_with)
                     if self._checkpoints is not None:
                         self._checkpoints.check()
@@ -200,9 +110,9 @@ class Training:
                     self._lifecycle.tell_beginning(begins_with.plan, probed)
                     self._start_s = time.perf_counter() - started - self._search_s - self._data_s
                     self._interrupts.run(self._train, self._went_back)
-                if self._noise is not None and self._resumed_from != self._progress.moment.windows:
-                    own, in_tokens = name_of(self._step.optimizer), data.counts != SAMPLES
-                    self._notices.say(self._noise.summary(self._samples_of_a_window, own, in_tokens=in_tokens))
+                if self._call.noise is not None and self._resumed_from != self._progress.moment.windows:
+                    own, in_tokens = name_of(self._step.optimizer), call.counts != SAMPLES
+                    self._notices.say(self._call.noise.summary(self._samples_of_a_window, own, in_tokens=in_tokens))
                 result = self._result(started)
             except BaseException as error:
                 self._leave_result(error, started)
@@ -273,7 +183,7 @@ class Training:
             checkpoint=None if self._checkpoints is None else self._checkpoints.newest,
             best_checkpoint=None if self._checkpoints is None else self._checkpoints.storage.best,
             stopped=self._progress.stopped,
-            noise_scale=None if self._noise is None else self._noise.samples,
+            noise_scale=None if self._call.noise is None else self._call.noise.samples,
             memory=self._lifecycle.memory,
             warnings=tuple(self._step.objective.weights.warnings),
             skipped_samples=self._lifecycle.skipped_samples,
@@ -293,8 +203,8 @@ class Training:
     def _samples_of_a_window(self) -> int:
         """The target batch in samples; where it is in tokens, what windows have had on average."""
         moment = self._progress.moment
-        if self._data.counts == SAMPLES or not moment.windows:
-            return self._data.target_batch
+        if self._call.counts == SAMPLES or not moment.windows:
+            return self._call.target_batch
         return max(1, round(moment.samples / moment.windows))
 
     def _begin(self) -> tuple[Cutting, ProbeResult | None]:
@@ -311,13 +221,13 @@ class Training:
                 unlike = unlike_batch_size(self._world.loader, first.spans[0].piece, self._step.objective.split)
             if unlike is not None:
                 self._notices.say(unlike)
-            if self._noise is not None and keeps_order(self._world.loader):
-                self._noise.say(_NOT_SHUFFLED)
+            if self._call.noise is not None and keeps_order(self._world.loader):
+                self._call.noise.say(_NOT_SHUFFLED)
             with self._timed("_search_s"):
                 begins_with = self._lifecycle.find(first)
-        self._schedule.begin()
+        self._call.schedule.begin()
         if self._checkpoints is not None:
-            self._schedule.check_that_it_can_be_kept()
+            self._call.schedule.check_that_it_can_be_kept()
         return begins_with if found is None else (self._resume(*found), None)
 
     @contextmanager
@@ -357,8 +267,8 @@ class Training:
                     f"the loader gave nothing in epoch {progress.moment.position.epoch}, so training ends there; a "
                     "generator can be read only once, a DataLoader or a list every epoch"
                 )
-                if self._val_every is not None and progress.moment.windows and not self._is_evaluated:
-                    self._evaluate(progress.moment.position.epoch - 1, progress.evaluated)
+                if self._call.val_every is not None and progress.moment.windows and not self._is_evaluated:
+                    self._evaluate(progress.moment.position.epoch - 1)
                 break
             while window is not None and self._step_with(window):
                 # Release the window before loading the next one, so that memory holds only one of them.
@@ -424,25 +334,30 @@ class Training:
         is_due = False
         if not position.closed:
             self._observers.on_epoch_end(position.epoch)
-            is_due = self._val_every is None or (self._progress.ends_training and not self._is_evaluated)
-        if not is_due or not self._evaluate(position.epoch, self._progress.end_epoch):
+            is_due = self._call.val_every is None or (self._progress.ends_training and not self._is_evaluated)
+        if not is_due or not self._evaluate(position.epoch, ends_epoch=True):
             with signals.held():
-                self._progress.end_epoch(None)
+                self._progress.move_on(None, ends_epoch=True)
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate between two windows if `val_every` asks for it; return whether there was an evaluation."""
         moment = self._progress.moment
-        if self._val_every is None or not moment.windows or moment.windows % self._val_every or self._is_evaluated:
+        if (
+            self._call.val_every is None
+            or not moment.windows
+            or moment.windows % self._call.val_every
+            or self._is_evaluated
+        ):
             return False
-        return self._evaluate(moment.position.epoch, self._progress.evaluated)
+        return self._evaluate(moment.position.epoch)
 
     @property
     def _is_evaluated(self) -> bool:
         """Whether the present moment was evaluated."""
         return self._progress.moment.evaluated == self._progress.moment.windows
 
-    def _evaluate(self, epoch: int, advance: Callable[[Evaluation], None]) -> bool:
-        """Evaluate if there is validation data, let `advance` move what moves with it, and save the best so far."""
+    def _evaluate(self, epoch: int, *, ends_epoch: bool = False) -> bool:
+        """Evaluate if there is validation data, move on, and save the best so far."""
         if self._validation is None:
             return False
         evaluation = self._validation.run(self._lifecycle.current.sizing.plan.micro_batch)
@@ -451,7 +366,7 @@ class Training:
         self._observers.on_evaluation(evaluation, epoch=epoch, step=windows)
         with signals.held():
             self._evaluations.append((windows, evaluation))
-            advance(evaluation)
+            self._progress.move_on(evaluation, ends_epoch=ends_epoch)
         self._interrupts.after_evaluation(evaluation)
         return True
 

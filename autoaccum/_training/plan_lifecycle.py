@@ -29,16 +29,10 @@ from autoaccum._training.checkpoint_contents import Kept
 from autoaccum._training.stopping import Observers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._engine.noise_scale import NoiseScale
-    from autoaccum._engine.savings import Savings
     from autoaccum._records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
     from autoaccum._sizing.frontier import Widths
-    from autoaccum._system.notices import Notices
+    from autoaccum._training.one_call import Call
     from autoaccum._training.progress import TrainingProgress
-    from autoaccum._training.rank_coordination import Coordinator
 
 # Timing cuts takes windows. If fewer than this are to come, the largest cut that fits is used instead; if their number
 # is unknown, timing waits for this many first.
@@ -78,19 +72,8 @@ class PlanLifecycle:
     """Makes the first runner, and a new one after more saves memory or when training goes back to an earlier moment.
 
     Args:
-        step: The training step.
+        call: The call of `fit`.
         progress: Tracks the moment; it advances with every update.
-        callbacks: Callbacks to notify.
-        notices: Reports choices made for the user.
-        counts: What the target is counted in: "samples" or "tokens".
-        saves: What saves memory, as `fit` takes it in `memory`.
-        limit_bytes: Memory limit, as the memory backend counts it.
-        cap: Upper bound on the micro-batch, set or found; None for no bound.
-        grows_from: The initial size if a size that does not fit would end the process. Nothing is then tried, and sizes
-            grow by extrapolation from smaller ones. None if the process survives running out of memory.
-        savings: Saves memory in steps.
-        world: The processes of this training.
-        noise: The gradient noise scale to measure; None without `noise_scale`.
 
     Attributes:
         observers: All callbacks, the one that records the plans first.
@@ -100,41 +83,18 @@ class PlanLifecycle:
 
     current: WindowRunner
 
-    def __init__(
-        self,
-        step: TrainingStep,
-        progress: TrainingProgress,
-        callbacks: Sequence[Callback],
-        notices: Notices,
-        *,
-        counts: str,
-        saves: Sequence[str],
-        limit_bytes: int | None,
-        cap: int | None,
-        grows_from: int | None,
-        savings: Savings,
-        world: Coordinator,
-        noise: NoiseScale | None,
-    ) -> None:
-        self._step = step
-        self._progress = progress
-        self._notices = notices
-        self._noise = noise
-        self._savings = savings
-        self._world = world
-        self._counts = counts
-        self._target_batch = target = world.target_batch
+    def __init__(self, call: Call, progress: TrainingProgress) -> None:
+        self._call, self._progress, self._notices, self._savings = call, progress, call.notices, call.savings
+        self._step = step = call.step
+        self._target_batch = target = call.world.target_batch
         self._asked = step.options.micro_batch
-        self._cap = None if cap is None or cap >= target else cap  # a cap that no window reaches has no effect
-        self._grows_from = grows_from
-        self._searches = self._asked == "auto" and grows_from is None
+        self._cap = None if call.cap is None or call.cap >= target else call.cap  # else no window reaches it
+        self._searches = self._asked == "auto" and call.grows_from is None
         # A loss over the whole window needs to know the whole cut beforehand.
         self._tries_before = self._searches and step.options.loss_scope == "window"
         self._is_uniform = are_compiled(step.objective.modules)
-        self._cache = PlanCache(notices) if self._searches else None
-        self._key = {"target_batch": target, "counts": counts, "limit_bytes": limit_bytes, "saves": saves}
         self._record = _Record(CacheEntry(step.memory))
-        self.observers = Observers((self._record, *callbacks), step.memory)
+        self.observers = Observers((self._record, *call.callbacks), step.memory)
         self._earlier_oom_events = 0
         self._fastest: Plan | None = None  # once it has been recorded
         self.skipped_samples = 0
@@ -173,7 +133,7 @@ class PlanLifecycle:
     @property
     def grows_to(self) -> int | None:
         """The largest size to grow to, if sizes grow by extrapolation from smaller ones; else None."""
-        if self._grows_from is None or self._asked != "auto":
+        if self._call.grows_from is None or self._asked != "auto":
             return None
         return self._target_batch if self._cap is None else self._cap
 
@@ -195,7 +155,7 @@ class PlanLifecycle:
         self._see(first.samples)
         if first.samples:
             self._look_up(first)
-        self._begin_rungs(self._record.entry.saves if self._cache is not None and first.samples else None)
+        self._begin_rungs(self._record.entry.saves if self._searches and first.samples else None)
         probed = self._probe(first) if first.samples and self._tries_before else None
         return Cutting.of(self._first_plan(probed)), probed
 
@@ -230,7 +190,7 @@ class PlanLifecycle:
 
     def _see(self, samples: int) -> None:
         """Take the samples of one window for those of each, where the target is in tokens."""
-        if self._counts == TOKENS and samples:
+        if self._call.counts == TOKENS and samples:
             self._target_batch = samples
 
     def _largest_of(self, first: Window) -> Window:
@@ -238,20 +198,23 @@ class PlanLifecycle:
 
     def _look_up(self, first: Window) -> None:
         """Look up what an earlier run of the same job has found."""
-        if self._cache is None:
+        if not self._searches:
             return
-        step, largest = self._step, self._largest_of(first)
+        step, call, largest = self._step, self._call, self._largest_of(first)
         key = key_of(
             step.objective.modules,
             largest.cut(0, largest.samples),
             optimizer=step.optimizer,
             memory=step.memory,
             precision=step.precision.name,
+            target_batch=call.world.target_batch,
+            limit_bytes=call.limit_bytes,
             loss_scope=step.options.loss_scope,
             cap=self._cap,
-            **self._key,
+            saves=call.saves,
+            counts=call.counts,
         )
-        self._record.entry = CacheEntry(step.memory, self._cache, key)
+        self._record.entry = CacheEntry(step.memory, PlanCache(self._notices), key)
 
     def _probe(self, first: Window) -> ProbeResult:
         """Search before training, since the loss runs over a whole window."""
@@ -261,7 +224,7 @@ class PlanLifecycle:
                 self._step,
                 self._largest_of(first),
                 first.samples if self._cap is None else min(first.samples, self._cap),
-                self._key["limit_bytes"],
+                self._call.limit_bytes,
                 self.observers.on_trial,
                 loss_scope=self._step.options.loss_scope,
                 begins_with=None if entry.found is None else entry.found.micro_batch,
@@ -279,7 +242,7 @@ class PlanLifecycle:
     def _first_plan(self, probed: ProbeResult | None = None) -> Plan:
         """Return the initial plan; a single micro-batch per window if the first windows are to find a better plan."""
         target = self._target_batch
-        found = (self._grows_from or target) if probed is None else probed.micro_batch
+        found = (self._call.grows_from or target) if probed is None else probed.micro_batch
         most = self._asked if isinstance(self._asked, int) else found
         # Only whole windows are timed: on a shared machine, a single trial per size says little.
         return planned(target, min(most, target, self._cap or target), is_uniform=self._is_uniform)
@@ -318,10 +281,10 @@ class PlanLifecycle:
             Sizing(step.memory, lambda: step.parameters, cutting, self._wanted(cutting), events),
             events,
             self._notices,
-            peers=self._world.peers,
+            peers=self._call.world.peers,
             prepare=self._progress.prepare,
             update_made=self._progress.update_made,
-            noise=self._noise,
+            noise=self._call.noise,
         )
 
     def _wanted(self, cutting: Cutting) -> SizingOptions:
@@ -335,7 +298,7 @@ class PlanLifecycle:
             elif ahead >= _WINDOWS_WORTH_TIMING:
                 times_after = 0
         fits = 0  # a size that may be used though it exceeds the plan's
-        if self._counts == TOKENS and isinstance(self._asked, int):
+        if self._call.counts == TOKENS and isinstance(self._asked, int):
             fits = self._asked  # the first window may have held fewer samples
         elif found is not None and self._tries_before:
             fits = found.micro_batch

@@ -7,8 +7,8 @@ checkpoint holds this state, and a resumed run begins from it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from autoaccum import _oom
 from autoaccum._arguments import shown
@@ -20,70 +20,27 @@ from autoaccum._training.checkpoint_contents import Moment, Stopped
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from autoaccum._data.batches import Window
     from autoaccum._data.loader_state import Position, RandomStates
-    from autoaccum._data.random_state import RandomState
-    from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import Evaluation
-    from autoaccum._training.lr_schedule import Schedule
-    from autoaccum._training.rank_coordination import Coordinator
-
-
-@dataclass(frozen=True)
-class Data:
-    """The training data and how long to train on it.
-
-    Attributes:
-        loader: As for `fit`.
-        target_batch: Number of samples per window over all processes, or of tokens.
-        drop_last: As for `fit`.
-        epochs: Number of epochs after which to stop; None for no such limit.
-        max_steps: Number of windows after which to stop; None for no such limit.
-        steps_per_epoch: Number of windows per epoch; None if unknown.
-        counts: What the target is counted in: "samples" or "tokens".
-    """
-
-    loader: Iterable[Any]
-    target_batch: int
-    drop_last: bool
-    epochs: int | None
-    max_steps: int | None
-    steps_per_epoch: int | None
-    counts: str = SAMPLES
+    from autoaccum._training.one_call import Call
 
 
 class TrainingProgress:
     """Iterates over a loader's epochs, window by window.
-
-    Args:
-        data: The training data.
-        schedule: Steps the learning-rate scheduler.
-        memory: The memory backend; its limit is lifted while a loader starts its workers.
-        random: The generators whose states belong to a moment; None if training cannot go back to one.
-        world: The processes of this training.
 
     Attributes:
         moment: The moment after the last whole window.
         is_whole: Whether model, optimizer and scheduler are in the state of the moment; False during an update.
     """
 
-    def __init__(
-        self,
-        data: Data,
-        schedule: Schedule,
-        *,
-        memory: MemoryBackend,
-        random: RandomState | None,
-        world: Coordinator,
-    ) -> None:
-        self._data = data
-        self._schedule = schedule
-        self._memory = memory
-        self._random = random
-        self._world = world
-        self._track = Track(world.loader, random, world.split)
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._schedule, self._memory, self._world = call.schedule, call.step.memory, call.world
+        self._random = None if call.saving is None else call.random  # else training cannot go back to a moment
+        self._track = Track(call.world.loader, self._random, call.world.split)
         self.moment = Moment(0, 0, self._track.at_start(1), self._random_states())
         self.is_whole = True
         self._windows: Iterator[Window] | None = None
@@ -96,13 +53,13 @@ class TrainingProgress:
     def stopped(self) -> str | None:
         """Why a callback has ended the run early; None if none has, or if this call's length is another one."""
         stopped = self.moment.stopped
-        if stopped is None or (stopped.epochs, stopped.max_steps) != (self._data.epochs, self._data.max_steps):
+        if stopped is None or (stopped.epochs, stopped.max_steps) != (self._call.epochs, self._call.max_steps):
             return None
         return stopped.reason
 
     def stop(self, reason: str) -> None:
         """End the training at this moment, for a reason."""
-        self.moment = replace(self.moment, stopped=Stopped(reason, self._data.epochs, self._data.max_steps))
+        self.moment = replace(self.moment, stopped=Stopped(reason, self._call.epochs, self._call.max_steps))
 
     @property
     def is_over(self) -> bool:
@@ -110,20 +67,20 @@ class TrainingProgress:
         if self.moment.stopped is not None and self.stopped is not None:
             return True
         windows, position = self.moment.windows, self.moment.position
-        if self._data.epochs is not None and position.epoch > self._data.epochs:
+        if self._call.epochs is not None and position.epoch > self._call.epochs:
             return True
-        if self._data.max_steps is None or windows < self._data.max_steps:
+        if self._call.max_steps is None or windows < self._call.max_steps:
             return False
-        return position.closed or windows > self._data.max_steps
+        return position.closed or windows > self._call.max_steps
 
     @property
     def windows_ahead(self) -> int | None:
         """Number of windows still to come; None if unknown."""
-        if self._data.max_steps is not None:
-            return self._data.max_steps - self.moment.windows
-        if self._data.steps_per_epoch is None or self._data.epochs is None:
+        if self._call.max_steps is not None:
+            return self._call.max_steps - self.moment.windows
+        if self._call.steps_per_epoch is None or self._call.epochs is None:
             return None
-        return self._data.steps_per_epoch * self._data.epochs - self.moment.windows
+        return self._call.steps_per_epoch * self._call.epochs - self.moment.windows
 
     def close(self) -> None:
         """Release the epoch's windows and with them the processes that load them."""
@@ -169,7 +126,7 @@ class TrainingProgress:
 
     @property
     def _ends_here(self) -> bool:
-        return self.moment.windows == self._data.max_steps or self.stopped is not None
+        return self.moment.windows == self._call.max_steps or self.stopped is not None
 
     def _first_window(self) -> Window:
         windows = self._begin_epoch()
@@ -177,10 +134,10 @@ class TrainingProgress:
             first = next(windows, self._world.at_end)
         if first is None or not self._world.has_anything(first):
             dropped = ""
-            if self._data.drop_last:
+            if self._call.drop_last:
                 dropped = (
-                    f" or less than target_{'batch' if self._data.counts == SAMPLES else 'tokens'}="
-                    f"{self._data.target_batch} {self._data.counts}, which drop_last=True leaves out"
+                    f" or less than target_{'batch' if self._call.counts == SAMPLES else 'tokens'}="
+                    f"{self._call.target_batch} {self._call.counts}, which drop_last=True leaves out"
                 )
             split = self._world.split
             counted = "" if is_default(split) else f" with a sample, as split={shown(split)} counts them"
@@ -195,11 +152,8 @@ class TrainingProgress:
         with self._memory.lifted():
             batches = self._track.begin(self.moment.position.epoch)
         self._has_begun = False
-        self._windows = self._windows_of(batches, skip=0)
+        self._windows = self._world.windows(batches, skip=0)
         return self._windows
-
-    def _windows_of(self, batches: Track, skip: int) -> Iterator[Window]:
-        return self._world.windows(batches, skip)
 
     # --- the moment ---------------------------------------------------------------------------------------------------
 
@@ -255,52 +209,35 @@ class TrainingProgress:
     @property
     def ends_training(self) -> bool:
         """Whether the epoch that ends now is the last one."""
-        epochs = self._data.epochs
+        epochs = self._call.epochs
         return self._ends_here or (epochs is not None and self.moment.position.epoch >= epochs)
 
-    def evaluated(self, evaluation: Evaluation) -> None:
-        """Advance everything that moves with an evaluation between two windows.
-
-        Raises:
-            UpdateCompleteError: The scheduler failed.
-        """
-        self.is_whole = False
-        try:
-            self._schedule.after_evaluation(evaluation)
-        except Exception as error:
-            raise update_complete.wrapped(error, self.moment.windows, has_moved=False) from error
-        self.moment = replace(self._with(evaluation), random=self._random_states())
-        self.is_whole = True
-
-    def end_epoch(self, evaluation: Evaluation | None) -> None:
-        """Advance everything that moves after an epoch's last window, or after the last window of all.
+    def move_on(self, evaluation: Evaluation | None, *, ends_epoch: bool) -> None:
+        """Advance everything that moves between two windows.
 
         Args:
-            evaluation: The epoch's evaluation, if any.
+            evaluation: The evaluation of this moment, if any.
+            ends_epoch: Whether the epoch's last window, or the last of all, is done.
 
         Raises:
             UpdateCompleteError: The scheduler failed.
         """
         self.is_whole = False
-        position = self.moment.position
+        moment, position = self.moment, self.moment.position
         try:
             if evaluation is not None:
                 self._schedule.after_evaluation(evaluation)
-            if not position.closed:
+                moment = replace(moment, evaluated=moment.windows, last_val_loss=evaluation.loss)
+            if ends_epoch and not position.closed:
                 self._schedule.after_epoch()
         except Exception as error:
-            raise update_complete.wrapped(error, self.moment.windows, has_moved=False) from error
-        if self._ends_here:  # the epoch may have more windows
+            raise update_complete.wrapped(error, moment.windows, has_moved=False) from error
+        if ends_epoch and self._ends_here:  # the epoch may have more windows
             position = replace(position, closed=True)
-        else:
+        elif ends_epoch:
             position, self._windows = self._track.at_start(position.epoch + 1), None
-        moment = self.moment if evaluation is None else self._with(evaluation)
         self.moment = replace(moment, position=position, random=self._random_states())
         self.is_whole = True
-
-    def _with(self, evaluation: Evaluation) -> Moment:
-        """Return the present moment with its evaluation."""
-        return replace(self.moment, evaluated=self.moment.windows, last_val_loss=evaluation.loss)
 
     def go_to(self, moment: Moment) -> None:
         """Restore the loader and the random state of a moment.
@@ -319,7 +256,7 @@ class TrainingProgress:
                 raise
             if position.start is not None:  # of several ranks, one may have drawn nothing in an epoch that has begun
                 self._has_begun = True
-                self._windows = self._windows_of(batches, skip=position.used)
+                self._windows = self._world.windows(batches, skip=position.used)
         self.put_random_state_back()
 
     def put_random_state_back(self) -> None:

@@ -12,53 +12,36 @@ from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.step_limit import drawn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable
 
-    from autoaccum._data.random_state import RandomState
-    from autoaccum._distributed.process_group import Ranks
-    from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._engine.metrics import Metric
     from autoaccum._records import Evaluation, MemoryEvent
+    from autoaccum._training.one_call import Call
 
 
 class Validation:
     """Evaluates during training.
 
     Args:
-        step: The training step.
-        val_loader: The validation data, as passed by the user.
-        metrics: As for `fit`.
+        call: The call of `fit`.
+        val_loader: The validation data.
         on_oom: Called when memory runs out.
-        part: This process's part of the validation data.
-        ranks: The ranks that evaluate together; None for a single process.
-        random: The generators to restore afterwards.
-        is_between_windows: Whether evaluations come in the middle of an epoch, whose loader may share generators.
-        is_kept: Whether a failing evaluation may be followed by a checkpoint of the state before it.
 
     Raises:
         InvalidInputError: A metric cannot be used.
     """
 
-    def __init__(
-        self,
-        step: TrainingStep,
-        val_loader: Iterable[Any],
-        metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None,
-        on_oom: Callable[[MemoryEvent], None],
-        *,
-        part: Iterable[Any],
-        ranks: Ranks | None,
-        random: RandomState,
-        is_between_windows: bool,
-        is_kept: bool,
-    ) -> None:
-        self._step = step
-        self._val_loader = val_loader
-        self._part = part
-        self._evaluator = Evaluator(step, metrics, on_oom, ranks=ranks)
-        self._random = random
-        self._is_between_windows = is_between_windows
-        self._is_kept = is_kept
+    def __init__(self, call: Call, val_loader: Iterable[Any], on_oom: Callable[[MemoryEvent], None]) -> None:
+        self._step, self._random, self._val_loader = call.step, call.random, val_loader
+        self._part = call.world.part_of_validation(val_loader)  # of this process
+        self._evaluator = Evaluator(call.step, call.metrics, on_oom, ranks=call.world.ranks)
+        # Between windows, in an epoch whose loader may share generators.
+        self._generators = [] if call.val_every is None else generators_of(self._part)
+        self._is_kept = call.saving is not None  # a checkpoint of the state before may follow a failing evaluation
+
+    def _marked(self) -> Savepoint:
+        mark = Savepoint(self._step.objective.modules, self._step.memory.device, self._step.objective.functions)
+        mark.take()
+        return mark
 
     def try_out(self, most: int | None) -> None:
         """Evaluate a few samples to detect a failing evaluation before the first update.
@@ -79,8 +62,7 @@ class Validation:
         if not can_be_looked_at(self._val_loader):
             return
         before = self._random.take()
-        mark = Savepoint(self._step.objective.modules, self._step.memory.device, self._step.objective.functions)
-        mark.take()
+        mark = self._marked()
         try:
             with (
                 left_as_it_was(self._val_loader),
@@ -99,18 +81,14 @@ class Validation:
         """
         # A loader draws a seed for its workers, and a model may draw random numbers in evaluation mode too.
         before = self._random.take()
-        generators = generators_of(self._part) if self._is_between_windows else []
-        own = states_of(generators)
-        mark = None
-        if self._is_kept:
-            mark = Savepoint(self._step.objective.modules, self._step.memory.device, self._step.objective.functions)
-            mark.take()
+        own = states_of(self._generators)
+        mark = self._marked() if self._is_kept else None
         try:
             evaluation = self._evaluator.run(drawn(self._part, self._step.memory), trained_size=trained_size)
         except BaseException:
             if mark is not None:
                 mark.restore()
             raise
-        set_states(generators, own)
+        set_states(self._generators, own)
         self._random.put_back(before)
         return evaluation

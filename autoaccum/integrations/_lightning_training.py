@@ -11,7 +11,6 @@ from torch import Tensor
 from autoaccum._data.batches import Window, count
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
-from autoaccum.integrations._framework_backward import divide_gradients, tell_of_autocast
 from autoaccum.integrations._joined_parts import joined
 from autoaccum.integrations._lightning_logs import HeldLogs
 
@@ -48,38 +47,42 @@ class Training:
         self._trainer = trainer
         self._module = trainer.lightning_module
         self._split = options.split
-        self._step = _Step(trainer, options)
+        self._logs = HeldLogs(trainer)
+        self._of_batch = self._logs.of_batch  # found here, it is restored with the module
+        self._further: tuple[Any, ...] = ()  # what `training_step` gets besides the batch
+        self._parts: list[tuple[Logged, int]] = []  # of each call for the batch, what was logged, and its samples
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self.report: BackwardReport | None = None
         device = trainer.strategy.root_device if options.device is None else options.device
+        plugin = trainer.precision_plugin
         self.accumulator = Accumulator._of(
             self._module,
             # The plugin's contexts are entered within the closure.
             replace(options, device=device, precision="fp32"),
-            closure=self._step,
-            scale=getattr(trainer.precision_plugin, "scaler", None),
+            closure=self._loss,
+            scale=getattr(plugin, "scaler", None),
+            half=_PRECISIONS.get(str(plugin.precision)),
+            batches=lambda: trainer.accumulate_grad_batches,
         )
-        tell_of_autocast(self.accumulator, _PRECISIONS.get(str(trainer.precision_plugin.precision)))
-        divide_gradients(self.accumulator, lambda: trainer.accumulate_grad_batches)
 
     def training_step(self, batch: Any, *further: Any) -> Any:
         """Compute a batch's gradient; return its loss and what else the module returned; None if it is skipped."""
-        trainer, step = self._trainer, self._step
+        trainer = self._trainer
         number = trainer.fit_loop.batch_idx
         if number % trainer.accumulate_grad_batches == 0:
             self._module.optimizer_zero_grad(trainer.current_epoch, number, trainer.optimizers[0])
-        step.further, step.parts = further, []
+        self._further, self._parts = further, []
         try:
-            with step.logs.holding():
+            with self._logs.holding():
                 report = self.accumulator.backward(self._window(batch), keep="outputs")
             # Those before are of samples that the loss was checked on, and of attempts that failed.
-            logged, sizes = zip(*step.parts[-len(report.micro_batches) :], strict=True)
+            logged, sizes = zip(*self._parts[-len(report.micro_batches) :], strict=True)
         except _SkippedError:
             return None
         finally:
-            step.further, step.parts = (), []
+            self._further, self._parts = (), []
         self.report = report
-        step.logs.log(logged, sizes)
+        self._logs.log(logged, sizes)
         self._gradients = [(parameter, parameter.grad) for parameter in self._module.parameters()]
         for parameter, _ in self._gradients:
             parameter.grad = None
@@ -108,30 +111,11 @@ class Training:
                 "that could be cut together; give all of them the same batch_size, or pass split="
             ) from error
 
-
-class _Step:
-    """The closure of the accumulator: the module's `training_step` for one micro-batch.
-
-    Attributes:
-        logs: Holds back what is logged.
-        further: What `training_step` gets besides the batch.
-        parts: Of each call for the batch, what was logged and its number of samples.
-    """
-
-    def __init__(self, trainer: Any, options: Options) -> None:
-        self._trainer = trainer
-        self._module = trainer.lightning_module
-        self._split = options.split
-        self.logs = HeldLogs(trainer)
-        self._of_batch = self.logs.of_batch  # found here, it is restored with the module
-        self.further: tuple[Any, ...] = ()
-        self.parts: list[tuple[Logged, int]] = []
-
-    def __call__(self, batch: Any) -> Any:
+    def _loss(self, batch: Any) -> Any:
         """Return the loss of a micro-batch, and what else the module returned."""
-        logged = self.logs.begin_part()
+        logged = self._logs.begin_part()
         with self._trainer.precision_plugin.train_step_context():
-            found = self._module.training_step(batch, *self.further)
+            found = self._module.training_step(batch, *self._further)
         if found is None:
             if self._trainer.world_size == 1:
                 raise _SkippedError
@@ -147,5 +131,5 @@ class _Step:
                 f"training_step returned {type(found).__name__} without a loss that is a tensor; return the loss, a "
                 "(sum, weight) pair, or a dictionary with it as 'loss'"
             )
-        self.parts.append((logged, count(batch, self._split) if logged.values else 0))
+        self._parts.append((logged, count(batch, self._split) if logged.values else 0))
         return {_LOSS: loss, "outputs": outputs}

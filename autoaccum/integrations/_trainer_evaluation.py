@@ -136,7 +136,7 @@ class EvaluationInParts:
         return torch.where(own > 0, loss * share * ranks, torch.zeros_like(loss))
 
     def _items_of(self, inputs: Mapping[str, Any]) -> Any:
-        return self._trainer._get_num_items_in_batch([inputs], self._trainer.args.device)
+        return self._trainer.get_batch_samples(iter([inputs]), 1, self._trainer.args.device)[1]
 
     @cached_property
     def _counts_tokens(self) -> bool:

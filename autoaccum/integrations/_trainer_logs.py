@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# Attributes of TRL's trainers: lists of numbers by mode and name; and a counter of tokens, which is also logged.
+# Attributes of TRL's trainers: lists of numbers by mode and name; and a counter of tokens, which is also logged. No
+# public way tells which calls of `compute_loss` count; the tests run with TRL's oldest and newest versions.
 _METRICS, _COUNTER, _COUNTED = "_metrics", "_total_train_tokens", "num_tokens"
 # Calls of an accelerator that wait for other ranks, which need not have as many micro-batches.
 _EXCHANGES = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")

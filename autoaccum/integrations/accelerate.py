@@ -1,22 +1,4 @@
-"""Accelerate's loops with batches of any size: each is run in micro-batches that fit.
-
-    from autoaccum.integrations.accelerate import windowed
-
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-
-    def loss_of(batch):  # what the loop did with a batch, up to its loss
-        return model(**batch).loss
-
-    backward = windowed(accelerator, model, closure=loss_of)
-    for batch in loader:
-        report = backward(batch)  # in place of loss_of(batch) and accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-The loader's batch is the batch of an update, of this process, or one of `gradient_accumulation_steps` within
-`accelerator.accumulate(model)`. Everything else stays Accelerate's.
-"""
+"""Accelerate's loops with batches of any size: each is run in micro-batches that fit."""
 
 from __future__ import annotations
 
@@ -31,7 +13,6 @@ from autoaccum._arguments import shown
 from autoaccum._engine.options import Options
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
-from autoaccum.integrations._framework_backward import divide_gradients, tell_of_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -47,14 +28,6 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
 
 __all__ = ["windowed"]
-
-_REFUSED = {
-    "DEEPSPEED": "DeepSpeed",
-    "FSDP": "FSDP",
-    "MEGATRON_LM": "Megatron-LM",
-    "XLA": "XLA",
-}
-_HALVES = ("bf16", "fp16")
 
 
 def windowed(
@@ -80,19 +53,21 @@ def windowed(
         backward = windowed(accelerator, model, closure=lambda batch: model(**batch).loss)
         for batch in loader:
             report = backward(batch)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
 
     It takes the place of the forward pass, the loss and `accelerator.backward`, and is used as
-    `autoaccum.Accumulator.backward`. Precision, the gradient scaler and `gradient_accumulation_steps`, by which
-    gradients are divided, are the accelerator's. In several processes, gradients are reduced once a batch, weighted by
-    what the loss runs over in all of them; the loss in the report is that of the batches of all processes.
+    `autoaccum.Accumulator.backward`. The loader's batch is the batch of an update, of this process, or one of
+    `gradient_accumulation_steps` within `accelerator.accumulate(model)`. Precision, the gradient scaler and these steps
+    are the accelerator's. In several processes, gradients are reduced once a batch, weighted by what the loss runs over
+    in all of them; the loss in the report is that of the batches of all processes.
 
     Args:
         accelerator: The accelerator.
         model: The model that `accelerator.prepare` returned.
         loss: As for `Accumulator`.
-        closure: As for `Accumulator`. It may call the prepared model.
+        closure: As for `Accumulator`: what the loop did with a batch, up to its loss. It may call the prepared model.
         forward: As for `Accumulator`.
         memory_limit: As for `Accumulator`.
         memory: As for `Accumulator`.
@@ -112,7 +87,8 @@ def windowed(
         DoesNotFitError: The model itself does not fit on the device.
     """
     options = Options.of(windowed, locals())
-    _refuse(accelerator, model)
+    check_strategy(accelerator)
+    _check_prepared(accelerator, model)
     with _outside_of_parallel(model):
         accumulator = Accumulator._of(
             # Not unwrapped from the autocast that `prepare` has put around its forward, by which the model casts.
@@ -120,10 +96,9 @@ def windowed(
             replace(options, device=accelerator.device if device is None else device, precision="fp32"),
             closure=closure,
             scale=accelerator.scaler,
+            half=accelerator.mixed_precision,
+            batches=lambda: accelerator.gradient_accumulation_steps,
         )
-    half = accelerator.mixed_precision
-    tell_of_autocast(accumulator, half if half in _HALVES else None)
-    divide_gradients(accumulator, lambda: accelerator.gradient_accumulation_steps)
 
     def backward(batch: Any, *, keep: str | None = None) -> BackwardReport:
         with _outside_of_parallel(model):
@@ -145,14 +120,24 @@ def _outside_of_parallel(model: nn.Module) -> Iterator[None]:
         del vars(model)["forward"]
 
 
-def _refuse(accelerator: Accelerator, model: nn.Module) -> None:
-    kind = accelerator.distributed_type.value
-    if kind in _REFUSED:
+def check_strategy(accelerator: Accelerator) -> None:
+    """Check that an accelerator keeps parameters whole, and reduces gradients nowhere but in DistributedDataParallel.
+
+    Raises:
+        InvalidInputError: It does otherwise.
+    """
+    name = str(accelerator.distributed_type.value)
+    is_parallel = getattr(accelerator, "parallelism_config", None) is not None
+    if is_parallel or not name.startswith(("NO", "MULTI_")):
         raise InvalidInputError(
-            f"the accelerator trains with {_REFUSED[kind]}, which reduces gradients in its own backward pass; windowed "
-            "holds for one process and for data parallel ones (DistributedDataParallel). FSDP2 models train with "
-            "autoaccum.fit (docs/several-gpus.md)"
+            f"the accelerator trains with {'a parallelism_config' if is_parallel else name}, which reduces or shards "
+            "gradients in every backward pass, so a rank that fails in one would leave the others waiting; train with "
+            "one process for each GPU (torchrun), FSDP2 models with autoaccum.fit (docs/several-gpus.md), or leave "
+            "windowed() out"
         )
+
+
+def _check_prepared(accelerator: Accelerator, model: nn.Module) -> None:
     inside = model.module if isinstance(model, DistributedDataParallel) else model
     if not any(prepared in (model, inside) for prepared in accelerator._models):
         raise InvalidInputError(

@@ -1,12 +1,4 @@
-"""Lightning's Trainer with batches of any size: each is run in micro-batches that fit.
-
-    from autoaccum.integrations.lightning import Windowed
-
-    trainer = lightning.pytorch.Trainer(callbacks=[Windowed(memory_limit="2GiB")])
-
-The callback takes the place of the strategy's steps and of its backward pass. Optimizer steps, clipping, schedulers,
-logging, checkpoints and progress stay Lightning's.
-"""
+"""Lightning's Trainer with batches of any size: each is run in micro-batches that fit."""
 
 from __future__ import annotations
 
@@ -43,14 +35,15 @@ _OWN_MODULES = ("lightning.", "pytorch_lightning.")
 class Windowed(pl.Callback):
     """A callback with which each of the loader's batches is run in micro-batches that fit.
 
-        trainer = Trainer(callbacks=[Windowed(memory_limit="2GiB")])
+        trainer = lightning.pytorch.Trainer(callbacks=[Windowed(memory_limit="2GiB")])
 
-    The loader's batch is the batch of an update, or one of `accumulate_grad_batches`. `training_step` is called for
-    each micro-batch, again after memory has run out, and for the few samples that its loss is checked on, so it must
-    not change anything but the state of modules, metrics and random numbers. A batch is skipped if it returns None for
-    any part of it. What it logs is logged once for the whole batch, means over samples. Callbacks and hooks run once a
-    batch. Where `validation_step`, `test_step` or `predict_step` runs out of memory, it is run on parts of the batch,
-    and its logs and outputs are joined.
+    It takes the place of the strategy's steps and of its backward pass; all else stays Lightning's. The loader's batch
+    is the batch of an update, or one of `accumulate_grad_batches`. `training_step` is called for each micro-batch,
+    again after memory has run out, and for the few samples that its loss is checked on, so it must not change anything
+    but the state of modules, metrics and random numbers. A batch is skipped if it returns None for any part of it. What
+    it logs is logged once for the whole batch, means over samples. Callbacks and hooks run once a batch. Where
+    `validation_step`, `test_step` or `predict_step` runs out of memory, it is run on parts of the batch, and its logs
+    and outputs are joined.
 
     Args:
         memory_limit: As for `Accumulator`.

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from accelerate.utils import DistributedType
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
@@ -20,10 +19,10 @@ from autoaccum._engine.options import Options
 from autoaccum._system.notices import Notices
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
-from autoaccum.integrations._framework_backward import tell_of_autocast
 from autoaccum.integrations._paired_rows import PairedRows
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts, own_tokens
 from autoaccum.integrations._trainer_logs import held_logs, log_held
+from autoaccum.integrations.accelerate import check_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,10 +35,8 @@ if TYPE_CHECKING:
 
 _TrainerType = TypeVar("_TrainerType", bound=type[Trainer])
 
-_RANKS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 # Optimizers that step in the backward pass.
 _STEP_EARLY = ("lomo", "adalomo")
-_HALVES = ("bf16", "fp16")
 # Collators of rows that hold several sequences each, or pairs of them.
 _FLATTENED = "DataCollatorWithFlattening"
 # TRL's trainers that were tried, and the losses of preferences that are no means over pairs.
@@ -199,7 +196,7 @@ class Windows:
         self._items = self._over_all_ranks(None if any(one is None for one in counts) else sum(counts))
         accumulator = self._accumulator_of(_inner(model))
         self._held.clear()
-        report = accumulator.backward(Window(batches, self._split))
+        report = accumulator.backward(batches[0] if len(batches) == 1 else Window(batches, self._split))
         # Those before are of samples that the loss was checked on, and of attempts that failed.
         log_held(trainer, self._held[-len(report.micro_batches) :])
         self.last_backward, self.is_computed = report, True
@@ -261,9 +258,9 @@ class Windows:
             accelerator = self._trainer.accelerator
             options = replace(self._options, device=self._options.device or self._trainer.args.device)
             # The model casts by itself.
-            self._accumulator = Accumulator._of(model, options, closure=self._loss, scale=accelerator.scaler)
-            half = accelerator.mixed_precision
-            tell_of_autocast(self._accumulator, half if half in _HALVES else None)
+            self._accumulator = Accumulator._of(
+                model, options, closure=self._loss, scale=accelerator.scaler, half=accelerator.mixed_precision
+            )
         return self._accumulator
 
     def _over_all_ranks(self, items: Any) -> Any:
@@ -357,15 +354,8 @@ def _check(trainer: Any) -> None:
     Raises:
         InvalidInputError: They cannot.
     """
-    accelerator, args = trainer.accelerator, trainer.args
-    strategy = accelerator.distributed_type
-    if strategy not in _RANKS or getattr(accelerator, "parallelism_config", None) is not None:
-        name = "a parallelism_config" if strategy in _RANKS else str(strategy.value)
-        raise InvalidInputError(
-            f"this trainer trains with {name}, which reduces or shards gradients in every backward pass, so a rank "
-            "that fails in one would leave the others waiting; train with one process for each card (torchrun), or "
-            "use the trainer without windowed()"
-        )
+    args = trainer.args
+    check_strategy(trainer.accelerator)
     if args.n_gpu > 1:
         raise InvalidInputError(
             f"this trainer spreads each batch over {args.n_gpu} cards of one process (DataParallel); start one process "

@@ -35,5 +35,5 @@ result = autoaccum.fit(
     checkpoint_every=3,
     callbacks=callbacks,
 )
-last = result.evaluations[-1]
-print(f"{result.steps} steps, accuracy {last.metrics['accuracy']:.3f}")
+for evaluation in result.evaluations[-1:]:  # none if the run had ended before
+    print(f"{result.steps} steps, accuracy {evaluation.metrics['accuracy']:.3f}")

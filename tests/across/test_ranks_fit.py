@@ -173,10 +173,13 @@ def test_error_of_the_users_own_on_one_rank_arrives_there_and_is_told_to_the_oth
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]  # which all had done, and saved together
 
 
-def test_fewer_samples_in_a_window_than_ranks_are_refused(crew):
-    answers = crew.answers("rank_training:train", size=3, target_batch=2)
+@pytest.mark.parametrize("target", ["target_batch", "target_tokens"])
+def test_target_below_the_number_of_ranks_is_refused_on_all(crew, target):
+    answers = crew.answers("rank_training:train", size=3, **{"target_batch": None, target: 2})
 
-    assert all("less than the number of ranks, 3" in str(answer) for answer in answers)
+    for answer in answers:
+        assert isinstance(answer, autoaccum.InvalidInputError), answer
+        assert f"{target}=2 is less than the number of ranks, 3" in str(answer)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

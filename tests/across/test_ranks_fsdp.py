@@ -237,7 +237,7 @@ def test_whole_models_and_spread_ones_go_on_from_each_others_checkpoints(crew, t
 
 
 def test_rank_0_without_room_for_the_whole_state_tells_the_others(crew, tmp_path):
-    found = crew.answers("sharded_training:without_room", size=2, checkpoint=tmp_path, **RUN)
+    found = crew.answers("sharded_training:without_room", wait_s=5, size=2, checkpoint=tmp_path, **RUN)
 
     assert isinstance(found[0], MemoryError), found
     assert isinstance(found[1], autoaccum.RankFailedError), found

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import autoaccum
 import rank_entries
 
 
@@ -34,3 +35,10 @@ def test_entry_that_only_one_rank_reports_keeps_nobody_waiting(crew, kind):
         for (loss, losses), (expected_loss, expected_losses) in zip(found["losses"], expected["losses"], strict=True):
             assert loss == pytest.approx(expected_loss)
             assert losses.keys() == expected_losses.keys()
+
+
+def test_count_of_a_part_of_the_window_is_refused_on_all_ranks(crew):
+    """The sum of such losses is not the mean over the window."""
+    for answer in crew.answers("rank_entries:divided_by_own_count", size=2):
+        assert isinstance(answer, autoaccum.InvalidInputError)
+        assert "'num_items_in_batch', a number of a batch of the loader" in str(answer)

@@ -482,6 +482,28 @@ def test_in_a_process_of_its_own_stdout_is_the_document(recipe):
     assert "\x1b" not in done.stderr
 
 
+_COUNTED = """
+import runpy, sys
+started = []
+begins = ("subprocess.Popen", "os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.system")
+sys.addaudithook(lambda event, _: started.append(event) if event in begins else None)
+try:
+    runpy.run_module("autoaccum", run_name="__main__")
+except SystemExit as ended:
+    print("torch" in sys.modules, ended.code, started)
+"""
+
+
+@pytest.mark.parametrize("options", [["--quiet"], ["--gpu", "l4", "--no-measure"]])
+def test_torch_is_imported_once(recipe, options):
+    """No process is started that would import it again."""
+    command = [*warm.python(), "-c", _COUNTED, "report", f"{recipe}:on_host", *options]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+    assert done.stdout.splitlines()[-1] == "True 0 []"
+
+
 def test_errors_of_bad_input_are_of_the_same_kind_for_every_command():
     assert issubclass(report.DeviceMissingError, InvalidInputError)
 

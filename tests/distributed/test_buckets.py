@@ -34,7 +34,7 @@ def tensors():
 
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 200, 2**20])
 def test_what_comes_of_each_tensor_is_taken_over_in_place(bucket_bytes):
-    given = [tensor.contiguous() if tensor.numel() * 4 > bucket_bytes else tensor for tensor in tensors()]
+    given = tensors()
     before = [tensor.clone() for tensor in given]
 
     failure = Buckets(given, (), bucket_bytes).add_up(given, double, factors=[1.0] * len(given))
@@ -69,11 +69,3 @@ def test_bucket_that_cannot_be_filled_is_sent_all_the_same_and_the_failure_retur
 
     assert isinstance(failure, RuntimeError)
     assert [bucket.numel() for bucket in sent] == [4, 4]
-
-
-def test_tensor_that_goes_in_parts_is_made_contiguous_and_no_other():
-    buckets = Buckets([torch.zeros(6, 6)], (), 64)
-
-    assert buckets.make_sendable(torch.zeros(6, 6).T).is_contiguous()
-    assert not buckets.make_sendable(torch.zeros(4, 3).T).is_contiguous()
-    assert buckets.make_sendable(None) is None

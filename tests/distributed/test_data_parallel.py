@@ -27,22 +27,24 @@ def test_group_between_hosts_is_made_once_for_all_calls(crew):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_rank_that_is_killed_ends_the_others(crew, size):
-    answers = crew.answers("rank_messages:not_answering", 1, "killed", size=size)
+    answers = crew.answers("rank_messages:not_answering", 1, "killed", wait_s=8, size=size)
 
     assert "exit code -9" in str(answers.pop(1))
     for answer in answers:
         assert isinstance(answer, autoaccum.RankFailedError), answer
 
 
-def test_rank_that_answers_too_late_ends_with_all_others(crew):
-    for answer in crew.answers("rank_messages:not_answering", 1, "asleep", wait_s=3, size=2):
+@pytest.mark.parametrize("size", [2, 4])
+def test_rank_that_answers_too_late_ends_with_all_others(crew, size):
+    for answer in crew.answers("rank_messages:not_answering", 1, "asleep", wait_s=3, size=size):
         assert isinstance(answer, autoaccum.RankFailedError), answer
 
 
-def test_rank_that_is_stopped_for_a_while_is_waited_for(crew):
-    expected = crew.run("rank_messages:not_answering", 1, "", size=2)
+@pytest.mark.parametrize("size", [2, 4])
+def test_rank_that_is_stopped_for_a_while_is_waited_for(crew, size):
+    expected = crew.run("rank_messages:not_answering", 1, "", size=size)
 
-    found = crew.run("rank_messages:not_answering", 1, "stopped", size=2)
+    found = crew.run("rank_messages:not_answering", 1, "stopped", size=size)
 
     assert_alike([*found, *expected])
 

@@ -356,16 +356,62 @@ def test_of_a_list_of_samples_the_largest_are_tried_first():
     assert set(widths[-2:]) == {9}
 
 
+class SmallGpt(nn.Module):
+    """Two layers of width 64 over 64 tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(500, 64), nn.Linear(64, 500)
+        layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, tokens):
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        return self.head(self.layers(self.tokens(tokens), mask=mask, is_causal=True)).transpose(1, 2)
+
+
+KINDS = [("resnet18", "700MiB"), ("gpt", "150MiB"), ("gpt", "225MiB")]
+
+
+def job(kind, samples):
+    if kind == "resnet18":
+        return torchvision.models.resnet18(num_classes=10), (
+            torch.randn(samples, 3, 96, 96),
+            torch.arange(samples) % 10,
+        )
+    tokens = torch.randint(500, (samples, 64))
+    return SmallGpt(), (tokens, tokens)
+
+
+def sgd_with_momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
 @pytest.mark.slow
-def test_images_are_found_within_three_percent_in_six_trials():
-    model = torchvision.models.resnet18(num_classes=10)
-    batch = torch.randn(4, 3, 96, 96), torch.randint(10, (4,))
+@pytest.mark.parametrize(("kind", "limit"), KINDS)
+def test_size_is_found_within_three_percent_in_six_trials(kind, limit):
+    model, batch = job(kind, 4)
 
     found = autoaccum.find_micro_batch(
-        model, batch, loss=nn.CrossEntropyLoss(), device=autoaccum.Simulated("700MiB"), precision="fp32",
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), max_micro_batch=256,
+        model, batch, loss=nn.CrossEntropyLoss(), precision="fp32", optimizer=sgd_with_momentum,
+        max_micro_batch=512, device=autoaccum.Simulated(limit),
     )  # fmt: skip
 
     smallest_failed = min(trial.size for trial in found.trials if not trial.fits)
     assert found.micro_batch >= 0.97 * (smallest_failed - 1)
     assert len(found.trials) <= 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "limit"), KINDS)
+def test_size_is_found_within_three_percent_in_six_trials_under_a_real_limit(kind, limit):
+    """One that is three percent larger takes more than the limit."""
+    model, batch = job(kind, 4)
+    asked = {"loss": nn.CrossEntropyLoss(), "precision": "fp32", "optimizer": sgd_with_momentum, "device": "cpu"}
+
+    found = autoaccum.find_micro_batch(model, batch, max_micro_batch=512, memory_limit=limit, **asked)
+
+    assert len(found.trials) <= 6
+    larger = int(found.micro_batch / 0.97) + 1
+    answer = autoaccum.find_micro_batch(model, batch, max_micro_batch=larger, memory_limit=limit, **asked)
+    assert answer.micro_batch < larger

@@ -4,8 +4,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from allocations import real_peak
+from autoaccum._engine import chunked_loss
 from autoaccum._engine.checkpointing import checkpointed
 from autoaccum._engine.chunked_head import chunked
+from autoaccum._engine.chunked_loss import ChunkedLoss
 from autoaccum._engine.savings import offloaded
 from autoaccum._estimate.estimate import estimate_step, trace_step
 from autoaccum._estimate.gpus import Card
@@ -299,7 +301,7 @@ def checkpointing(model):
 def test_model_is_gone_through_as_it_is_adapted(kind, precision):
     model, options = Blocks(), {"kind": kind, "precision": precision}
 
-    adapted, made = (peak_of(given, adapt=checkpointing, **options) for given in (model, Blocks))
+    adapted, made = (peak_of(given, adapts=[checkpointing], **options) for given in (model, Blocks))
 
     assert adapted == made == pytest.approx(peak_of(Blocks(recompute=True), **options), rel=0.02)
     assert not any("forward" in vars(module) for module in model.modules())
@@ -308,7 +310,7 @@ def test_model_is_gone_through_as_it_is_adapted(kind, precision):
 def test_estimate_of_an_adapted_model_is_what_a_real_step_allocates(two_threads):
     model = Blocks(dropout=0.1)
 
-    predicted = peak_of(model, adapt=checkpointing)
+    predicted = peak_of(model, adapts=[checkpointing])
 
     with checkpointing(model):
         assert predicted == pytest.approx(real_peak(model, batch_of((64,), 1024)), rel=0.01)
@@ -332,13 +334,32 @@ def test_estimate_of_a_loss_in_chunks_is_what_a_real_step_allocates(two_threads)
     model, tokens = Language(), torch.arange(8192).view(4, 2048) % 8000
 
     predicted, plain = (
-        trace_step(model, (tokens, tokens), sizes=[4], adapt=adapt).estimate().footprints[-1].peak_bytes
-        for adapt in (in_chunks, None)
+        trace_step(model, (tokens, tokens), sizes=[4], adapts=adapts).estimate().footprints[-1].peak_bytes
+        for adapts in ([in_chunks], [])
     )
 
     with in_chunks(model):
         assert predicted == pytest.approx(real_peak(model, (tokens, tokens)), rel=0.01)
     assert predicted < plain / 3
+
+
+@pytest.mark.card_fakes
+def test_a_loss_in_chunks_is_predicted_for_a_gpu_where_liger_is_installed(monkeypatch):
+    monkeypatch.setattr(chunked_loss, "has_kernel", lambda *_: pytest.fail("its kernel reads values"))
+    batch = torch.zeros(4, 1024, 32), torch.zeros(4, 1024, dtype=torch.long)
+
+    def in_chunks(head, batch):
+        return ChunkedLoss(head)(*batch)
+
+    def whole(head, batch):
+        return nn.functional.cross_entropy(head(batch[0]).mT, batch[1])
+
+    chunks, plain = (
+        estimate_step(nn.Linear(32, 8000), batch, card=CARD, sizes=[4], forward=forward).footprints[0].peak_bytes
+        for forward in (in_chunks, whole)
+    )
+
+    assert chunks < plain / 2
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -347,7 +368,7 @@ def test_what_is_kept_on_the_host_is_not_on_the_card(precision):
     card = Simulated(2**60, torch.device("cuda", 0))
 
     plain = peak_of(Blocks(), kind="cuda", precision=precision)
-    kept_on_host = peak_of(Blocks(), kind="cuda", precision=precision, adapt=lambda model: offloaded([model], card))
+    kept_on_host = peak_of(Blocks(), kind="cuda", precision=precision, adapts=[lambda model: offloaded([model], card)])
 
     assert kept_on_host < 0.5 * plain
 

@@ -40,8 +40,10 @@ def test_no_size_is_traced_where_two_tell_all():
 
     told = TracedSizes(run, 2, 1000)
 
+    assert told(1000).size == 1000
+    assert asked == [1000]
     assert [told(size).storages[0].size_bytes for size in (1, 77, 999)] == [8, 616, 7992]
-    assert asked == [2, 1000]
+    assert asked == [1000, 2]
 
 
 def test_a_size_that_the_model_refuses_takes_what_the_next_power_of_two_takes():

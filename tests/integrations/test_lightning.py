@@ -22,7 +22,6 @@ from autoaccum._system.notices import Notices
 from autoaccum.integrations.lightning import Windowed
 from faults import FailAt
 from small_samples import BATCH, CLASSES, WORDS, vectors, words_and_labels
-from warm import python
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
@@ -160,15 +159,22 @@ def windowed(**options):
     return Windowed(**(settings | options))
 
 
+QUIET = {
+    "accelerator": "cpu",
+    "max_epochs": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
 def fitted(module, data, *callbacks, folder=None, validates=False, epochs=1, checkpoint=None, **options):
-    settings = {
-        "accelerator": "cpu",
+    settings = QUIET | {
         "max_epochs": epochs,
         "logger": CSVLogger(folder, version=0) if folder else False,
         "log_every_n_steps": 1,
         "enable_checkpointing": any(isinstance(one, ModelCheckpoint) for one in callbacks),
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         "num_sanity_val_steps": 0,
     }
     trainer = pl.Trainer(callbacks=list(callbacks), **(settings | options))
@@ -214,15 +220,6 @@ def test_parameters_after_three_updates_are_those_of_whole_batches(kind, data):
 
     assert trainer.global_step == 3
     assert_close(plain, other)
-
-
-def test_fixed_micro_batch_is_used():
-    callback = windowed(micro_batch=3)
-
-    fitted(Classifier(), vectors(), callback)
-
-    assert callback.report.micro_batches == (2, 2)
-    assert callback.plan.micro_batch == 3
 
 
 def test_logs_are_those_of_whole_batches_field_by_field(tmp_path):
@@ -400,79 +397,6 @@ def test_out_of_memory_at_any_operator_changes_neither_parameters_nor_logs(on, r
     assert hits == len(points)
 
 
-@pytest.mark.slow
-def test_trainer_that_dies_of_a_real_limit_ends_with_windowed(tmp_path):
-    code = """
-        import warnings
-        warnings.simplefilter("ignore")
-        import lightning.pytorch as pl, torch
-        from torch import nn
-        from autoaccum._memory import backend_for
-        from autoaccum.integrations.lightning import Windowed
-
-        class Wide(pl.LightningModule):
-            def __init__(self):
-                super().__init__()
-                self.body = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(20)])
-
-            def training_step(self, batch):
-                loss = self.body(batch[0]).square().mean()
-                self.log("loss", loss)
-                return loss
-
-            def validation_step(self, batch):
-                many = self.body(batch[0]).repeat(1, 100)
-                self.log("validation", many.square().mean())
-
-            def configure_optimizers(self):
-                return torch.optim.SGD(self.parameters(), lr=0.1)
-
-        def run(*callbacks):
-            data = torch.utils.data.TensorDataset(torch.randn(40_000, 64))
-            loader = torch.utils.data.DataLoader(data, batch_size=20_000)
-            options = dict(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
-            options |= dict(enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0)
-            trainer = pl.Trainer(callbacks=list(callbacks), **options)
-            trainer.fit(Wide(), loader, loader)
-            return trainer.global_step, sorted(trainer.callback_metrics)
-
-        try:
-            with backend_for(torch.device("cpu")).limited(96 << 20):
-                run()
-        except RuntimeError as error:
-            print("dies:", error)
-        print("ends:", *run(Windowed(memory_limit="96MiB")))
-    """
-    command = [*python(), "-c", textwrap.dedent(code)]
-
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-
-    assert "can't allocate memory" in done.stdout.split("ends:")[0]
-    assert "ends: 2 ['loss', 'validation']" in done.stdout, done.stderr[-3000:]
-    assert "evaluate" in done.stderr
-
-
-class Sizes(pl.Callback):
-    def __init__(self, callback):
-        self.callback, self.found = callback, []
-
-    def on_train_batch_end(self, *_):
-        self.found.append(self.callback.report.micro_batches)
-
-
-def test_size_that_was_found_is_remembered_for_the_next_start(monkeypatch, tmp_path):
-    monkeypatch.setenv("AUTOACCUM_CACHE_DIR", str(tmp_path))
-    starts = []
-    for _ in range(2):
-        callback = windowed(device=autoaccum.Simulated("1600KiB"))
-        starts.append(Sizes(callback))
-        fitted(Classifier(width=4000), vectors(), callback, starts[-1], epochs=2)
-
-    first, second = (sizes.found for sizes in starts)
-    assert len(first[0]) > 1  # the search
-    assert second[0] == first[-2]
-
-
 # --- what stays Lightning's -------------------------------------------------------------------------------------------
 
 
@@ -592,21 +516,6 @@ def test_weights_are_averaged_as_without_it():
     assert_close(plain, other)
 
 
-class Normed(Classifier):
-    def __init__(self, most=None):
-        super().__init__(most)
-        self.body.append(nn.BatchNorm1d(CLASSES).double())
-
-
-def test_batchnorm_passes_of_weight_averaging_are_lightnings():
-    steps = []
-    for callbacks in ([], [windowed()]):
-        average = pl.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)
-        steps.append(fitted(Normed(), vectors(), *callbacks, average, epochs=3).global_step)
-
-    assert steps[0] == steps[1]
-
-
 class Several(Classifier):
     """Several loaders to evaluate on, and another step to test with."""
 
@@ -622,11 +531,10 @@ class Several(Classifier):
 def test_several_loaders_and_a_test_are_evaluated_in_parts():
     plain, other = Several(), Several(most=5)
     loaders = [DataLoader(vectors(seed), batch_size=BATCH) for seed in (1, 2)]
-    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
 
-    one = pl.Trainer(**options)
+    one = pl.Trainer(**QUIET)
     expected = [*one.validate(plain, loaders, verbose=False), *one.test(plain, loaders[0], verbose=False)]
-    two = pl.Trainer(callbacks=[windowed()], **options)
+    two = pl.Trainer(callbacks=[windowed()], **QUIET)
     found = [*two.validate(other, loaders, verbose=False), *two.test(other, loaders[0], verbose=False)]
 
     assert found == [pytest.approx(results) for results in expected]
@@ -641,10 +549,9 @@ class Predicting(Classifier):
 
 def test_predictions_are_made_in_parts():
     loader = DataLoader(vectors(), batch_size=BATCH)
-    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
 
-    expected = pl.Trainer(**options).predict(Predicting(), loader)
-    trainer = pl.Trainer(callbacks=[windowed()], **options)
+    expected = pl.Trainer(**QUIET).predict(Predicting(), loader)
+    trainer = pl.Trainer(callbacks=[windowed()], **QUIET)
     found = trainer.predict(Predicting(most=5), loader)
 
     torch.testing.assert_close(found, expected)
@@ -670,9 +577,7 @@ def test_module_of_the_packages_older_name_trains_in_parts():
 
     plain, other, callback = Older(), Older(most=5), windowed()
     for module, callbacks in ((plain, []), (other, [callback])):
-        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        options["enable_model_summary"] = False
-        trainer = older.Trainer(accelerator="cpu", max_epochs=1, callbacks=callbacks, **options)
+        trainer = older.Trainer(callbacks=callbacks, **QUIET)
         trainer.fit(module, DataLoader(vectors(), batch_size=BATCH))
 
     assert callback.report.micro_batches == (4,)
@@ -713,16 +618,7 @@ def test_trainer_is_as_before_after_an_error():
         def training_step(self, batch, batch_idx):
             raise ZeroDivisionError
 
-    callback = windowed()
-    trainer = pl.Trainer(
-        callbacks=[callback],
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        max_epochs=1,
-    )
+    trainer = pl.Trainer(callbacks=[windowed()], **QUIET)
     with pytest.raises(ZeroDivisionError):
         trainer.fit(Broken(), DataLoader(vectors(), batch_size=BATCH))
 
@@ -767,8 +663,7 @@ def test_a_pair_of_sum_and_weight_may_be_returned():
 
 def test_batches_of_several_loaders_of_unlike_size_are_named():
     loaders = {"a": DataLoader(vectors(), batch_size=12), "b": DataLoader(vectors(), batch_size=6)}
-    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(max_epochs=1, callbacks=[windowed()], enable_model_summary=False, **options)
+    trainer = pl.Trainer(callbacks=[windowed()], **QUIET)
 
     with pytest.raises(autoaccum.InvalidInputError, match=r"2 loaders \(CombinedLoader\).*same batch_size.*split="):
         trainer.fit(Classifier(), loaders)
@@ -780,17 +675,18 @@ class Lossless(Classifier):
 
 
 @pytest.mark.parametrize(
-    ("module", "callbacks", "options", "text"),
+    ("module", "callbacks", "text"),
     [
-        (Manual, [], {}, "autoaccum.Accumulator"),
-        (OwnBackward, [], {}, "autoaccum.Accumulator"),
-        (Fetching, [], {}, "dataloader_iter"),
-        (Lossless, [], {}, "'loss'"),
+        (Manual, [], "autoaccum.Accumulator"),
+        (OwnBackward, [], "autoaccum.Accumulator"),
+        (Fetching, [], "dataloader_iter"),
+        (Lossless, [], "'loss'"),
+        (Classifier, [BatchSizeFinder()], "BatchSizeFinder"),
     ],
 )
-def test_what_micro_batches_cannot_be_a_part_of_is_refused(module, callbacks, options, text):
+def test_what_micro_batches_cannot_be_a_part_of_is_refused(module, callbacks, text):
     with pytest.raises(autoaccum.errors.InvalidInputError, match=text):
-        fitted(module(), vectors(), windowed(), *callbacks, **options)
+        fitted(module(), vectors(), windowed(), *callbacks)
 
 
 def test_what_cannot_save_memory_in_the_module_is_refused():
@@ -798,17 +694,10 @@ def test_what_cannot_save_memory_in_the_module_is_refused():
         fitted(Classifier(), vectors(), windowed(memory="checkpoint"))
 
 
-def test_batch_size_finder_is_refused():
-    trainer = pl.Trainer(callbacks=[BatchSizeFinder()], accelerator="cpu", logger=False, enable_checkpointing=False)
-
-    with pytest.raises(autoaccum.errors.InvalidInputError, match="BatchSizeFinder"):
-        windowed().setup(trainer, Classifier(), "fit")
-
-
 @pytest.mark.parametrize("kind", ["FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"])
 def test_strategies_that_divide_the_model_are_refused_by_name(kind):
     strategy = object.__new__(getattr(pl.strategies, kind))
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer = pl.Trainer(**QUIET)
     trainer._accelerator_connector.strategy = strategy
 
     with pytest.raises(autoaccum.errors.InvalidInputError, match=kind):
@@ -875,8 +764,7 @@ def test_lightnings_own_launcher_starts_ranks(tmp_path):
 
 
 def test_sample_that_does_not_fit_is_advised_options_of_the_adapter_alone():
-    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(max_epochs=1, callbacks=[windowed()], **options)
+    trainer = pl.Trainer(callbacks=[windowed()], **QUIET)
 
     with pytest.raises(autoaccum.DoesNotFitError, match="a sample of shapes") as caught:
         trainer.fit(Classifier(most=0), DataLoader(vectors(), batch_size=BATCH))

@@ -2,10 +2,8 @@
 
 import contextlib
 import math
-import os
 import pickle
 import re
-import subprocess
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from torch.nn import functional
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers import Trainer, TrainingArguments  # noqa: E402
 
 import autoaccum  # noqa: E402
 from autoaccum._system.notices import Notices  # noqa: E402
@@ -23,10 +21,8 @@ from autoaccum._training.accumulator import Accumulator  # noqa: E402
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts  # noqa: E402
 from autoaccum.integrations.transformers import windowed  # noqa: E402
 from faults import FailAt  # noqa: E402
-from folders import TESTS  # noqa: E402
 from torchrun import found_by_ranks  # noqa: E402
 from trainers import MODELS, TEXT, WIDTH, collated, history, model_of, rows_of, trained, weights  # noqa: E402
-from warm import python  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -197,19 +193,6 @@ def test_fp16_is_scaled_as_by_the_trainer_whichever_operator_lacks_memory(tmp_pa
             assert mine == pytest.approx(other, rel=1e-3)
 
 
-def test_adapters_of_peft_are_trained(tmp_path):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
-
-    def with_adapters():
-        torch.manual_seed(1)
-        return peft.get_peft_model(model_of("llama"), config).double()
-
-    ours = trained(cut(), tmp_path, "llama", model=with_adapters())
-
-    assert_same(ours, trained(Trainer, tmp_path, "llama", model=with_adapters()))
-
-
 @pytest.mark.parametrize("memory", ["chunked_loss", "checkpoint:GPT2Block", "auto"])
 def test_what_saves_memory_changes_nothing_but_rounding(tmp_path, memory):
     ours = trained(cut(memory=memory), tmp_path, "gpt2")
@@ -217,31 +200,6 @@ def test_what_saves_memory_changes_nothing_but_rounding(tmp_path, memory):
 
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=0.0, atol=1e-7)
     assert ours.state.global_step == theirs.state.global_step
-
-
-def test_callbacks_are_called_as_without(tmp_path):
-    def calls(trainer):
-        seen = []
-
-        class Recording(TrainerCallback):
-            def __getattribute__(self, name):
-                found = super().__getattribute__(name)
-                if not name.startswith("on_"):
-                    return found
-                return lambda args, state, control, **kwargs: seen.append((name, state.global_step))
-
-        trained(
-            trainer,
-            tmp_path,
-            callbacks=[Recording()],
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=3,
-            eval_strategy="steps",
-            eval_steps=2,
-        )
-        return seen
-
-    assert calls(cut()) == calls(Trainer)
 
 
 # --- memory that runs out ---------------------------------------------------------------------------------------------
@@ -341,40 +299,6 @@ def test_evaluation_in_which_not_one_sample_fits_says_so(tmp_path, monkeypatch):
 
     with pytest.raises(autoaccum.DoesNotFitError, match=r"a sample of shapes .* in an evaluation on .*told to"):
         ours.evaluate()
-
-
-LIMITED = """
-import resource, sys
-import torch
-from trainers import trained, Trainer, model_of
-from autoaccum.integrations.transformers import windowed
-import transformers
-torch.set_num_threads(1)
-config = transformers.GPT2Config(vocab_size=2000, n_positions=32, n_embd=64, n_layer=2, n_head=2)
-model = transformers.GPT2LMHeadModel(config)
-kind = windowed(Trainer) if sys.argv[1] == "windowed" else Trainer
-trained(kind, sys.argv[2], model=model, samples=4, per_device_train_batch_size=4)  # what the first training loads
-held = int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmData"))) << 10
-resource.setrlimit(resource.RLIMIT_DATA, (held + (96 << 20), resource.RLIM_INFINITY))
-done = trained(kind, sys.argv[2], model=model, samples=800, per_device_train_batch_size=400)
-print("updates", done.state.global_step, "failures", done.autoaccum.last_backward.oom_events, done.autoaccum.plan)
-"""
-
-
-def limited(tmp_path, kind):
-    command = [*python(), "-c", LIMITED, kind, str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(TESTS)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
-
-
-@pytest.mark.slow
-def test_training_under_a_real_limit_ends_with_it_and_dies_without(tmp_path):
-    without, ours = limited(tmp_path, "plain"), limited(tmp_path, "windowed")
-
-    assert without.returncode != 0
-    assert "can't allocate memory" in without.stderr
-    assert ours.returncode == 0, ours.stderr
-    assert "updates 2" in ours.stdout
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------
@@ -548,12 +472,6 @@ def test_class_can_be_pickled_and_prints_its_own_name():
     assert repr(made) == "<class 'autoaccum.integrations.transformers.WindowedOfSums'>"
     assert written is Written
     assert "Written" in repr(Written)
-
-
-def test_device_may_be_simulated(tmp_path):
-    device = autoaccum.Simulated("1GiB")
-
-    assert_same(trained(cut(device=device), tmp_path, samples=12), trained(Trainer, tmp_path, samples=12))
 
 
 # --- losses of several terms ------------------------------------------------------------------------------------------

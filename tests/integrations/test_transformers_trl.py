@@ -1,10 +1,13 @@
 """TRL's trainers train as if each batch had fitted at once, and log as their own accumulation does."""
 
+import functools
+
 import pytest
 import torch
 
 pytest.importorskip("trl")
 
+import peft
 import trl
 from datasets import Dataset
 
@@ -137,6 +140,18 @@ def test_tokens_of_the_assistant_alone_count(tmp_path):
     )
 
     assert_same_weights(ours, theirs)
+
+
+def test_adapters_of_lora_are_trained(tmp_path):
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    ours, theirs, untrained = (
+        trained(functools.partial(kind, peft_config=config), "sft", tmp_path, eval_strategy="no", **options)
+        for kind, options in ((cut("sft"), {}), (trl.SFTTrainer, {}), (trl.SFTTrainer, {"train": False}))
+    )
+
+    assert ours.autoaccum.plan.micro_batches == (4, 4, 4)
+    assert_same_weights(ours, theirs)
+    assert not torch.equal(weights(ours), weights(untrained))
 
 
 @pytest.mark.parametrize("loss_type", ["hinge", "ipo", "robust", "apo_zero"])

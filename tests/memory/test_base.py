@@ -195,22 +195,6 @@ def check_soft_limit_is_told_by_the_peak(backend):
         return {"said": said, "is_soft": backend.is_soft}
 
 
-def check_lifting_does_not_outlast_its_context(backend):
-    with backend.limited(limit_for(backend, LIMIT)):
-        with backend.lifted():
-            pass
-        return run_out(lambda: block(backend, most_of(backend) + 8 * MIB))
-
-
-def check_contexts_follow_each_other(backend):
-    seen = []
-    for _ in range(3):
-        with backend.limited(limit_for(backend, LIMIT)):
-            seen.append(run_out(lambda: block(backend, most_of(backend) + 8 * MIB)))
-        backend.release()
-    return seen
-
-
 def check_training_step_runs_out_and_fits_smaller(backend):
     torch.manual_seed(0)
     model = Net().to(backend.device)
@@ -332,14 +316,6 @@ def test_peak_above_a_soft_limit_is_told_with_the_limit_that_would_do(saw):
     assert within is None
     assert (above is None) is not seen["is_soft"]
     assert above is None or above.endswith("would do")
-
-
-def test_lifting_the_limit_does_not_outlast_its_context(saw):
-    assert saw("lifting_does_not_outlast_its_context") is True
-
-
-def test_contexts_of_one_backend_follow_each_other(saw):
-    assert saw("contexts_follow_each_other") == [True, True, True]
 
 
 def test_training_step_that_ran_out_fits_smaller_in_the_same_process(saw):

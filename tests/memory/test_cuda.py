@@ -8,7 +8,6 @@ import gc
 import os
 import subprocess
 import types
-import warnings
 
 import pytest
 import torch
@@ -101,23 +100,6 @@ def test_reading_counts_what_is_reserved_under_the_limit(card, monkeypatch):
 
     assert (reading.used_bytes, reading.limit_bytes, reading.free_bytes) == (2 * GIB, 4 * GIB, 2 * GIB)
     assert reading.total_bytes == 16 * GIB
-
-
-def test_missing_nvml_library_costs_no_error_and_no_warning(card, monkeypatch):
-    class NoLibrary:
-        class NVMLError(Exception):
-            pass
-
-        @classmethod
-        def nvmlInit(cls):  # noqa: N802 - NVML's name
-            raise cls.NVMLError
-
-    monkeypatch.setattr(nvml, "pynvml", NoLibrary)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        reading = cuda().reading()
-
-    assert reading.others_bytes is None
 
 
 @pytest.mark.parametrize(

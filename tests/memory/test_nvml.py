@@ -75,8 +75,16 @@ def test_driver_is_told_with_the_newest_cuda_that_it_supports(monkeypatch):
     assert driver.text == "580.65.06, for CUDA up to 12.9"
 
 
-def test_without_the_library_there_are_no_cards(monkeypatch):
-    monkeypatch.setattr(nvml, "pynvml", None)
+@pytest.mark.parametrize("found", [None, "driver"])
+def test_without_the_library_or_the_driver_there_are_no_cards(monkeypatch, found):
+    if found is not None:
+        found = library()
+
+        def fails():
+            raise found.NVMLError
+
+        found.nvmlInit = fails
+    monkeypatch.setattr(nvml, "pynvml", found)
 
     assert nvml.cards_of(os.environ.get("CUDA_VISIBLE_DEVICES")) == ()
     assert nvml.read_driver() is None

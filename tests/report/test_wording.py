@@ -186,26 +186,24 @@ def test_without_times_there_is_no_table_of_times():
     assert "Time" not in [one.title for one in sections_of(PREDICTED_ONLY)]
 
 
-def test_remedies_stand_in_a_table_where_there_are_any():
-    assert len(section(REPORT, "What would help").rows) == 2
+def test_remedies_stand_in_a_table_where_there_are_any_with_cost_and_way_below():
+    table = section(REPORT, "What would help")
+
+    assert table.header == ("", "largest", "safe", "its peak")
+    assert table.rows[0] == ("checkpointing", "128", "-", "6.0 GiB")
+    assert len(table.rows) == 2
+    assert table.below[0] == (("cost", "a third more time"), ("how", "torch.utils.checkpoint on layer1 to layer4"))
     assert "What would help" not in [one.title for one in sections_of(PREDICTED_ONLY)]
 
 
-def test_what_a_remedy_costs_and_how_it_is_done_stand_under_it():
-    table = section(REPORT, "What would help")
+@pytest.mark.parametrize(("size", "most"), [(256, None), (128, 128)])
+def test_a_remedy_that_takes_the_largest_size_of_interest_may_take_more(size, most):
+    remedies = (replace(REPORT.remedies[0], micro_batch=size),)
+    subject = replace(REPORT.subject, max_micro_batch=most)
 
-    assert table.rows[0] == ("checkpointing", "6.0 GiB", "128", "-")
-    assert table.below[0] == (("cost", "a third more time"), ("how", "torch.utils.checkpoint on layer1 to layer4"))
+    rows = section(replace(REPORT, subject=subject, remedies=remedies), "What would help").rows
 
-
-def test_a_remedy_that_takes_the_whole_target_batch_may_take_more():
-    report = replace(REPORT, remedies=(replace(REPORT.remedies[0], micro_batch=256),))
-
-    assert section(report, "What would help").rows[0][-2] == "256 or more"
-
-
-def test_the_peak_of_a_remedy_says_of_which_size_it_is():
-    assert "peak, 1 or 2 samples" in section(REPORT, "What would help").header
+    assert rows[0][1] == f"{size} or more"
 
 
 @pytest.mark.parametrize(
@@ -213,14 +211,6 @@ def test_the_peak_of_a_remedy_says_of_which_size_it_is():
 )
 def test_columns_of_numbers_are_told_from_columns_of_words(texts, numbers):
     assert are_numbers(texts) is numbers
-
-
-def test_remedies_are_capped_by_the_largest_size_of_interest():
-    subject = replace(REPORT.subject, max_micro_batch=128)
-
-    rows = section(replace(REPORT, subject=subject), "What would help").rows
-
-    assert rows[0][-2] == "128 or more"
 
 
 def test_a_memory_limit_is_told_once_and_that_it_holds_for_cards_too():

@@ -9,7 +9,7 @@ from autoaccum._system import files
 from autoaccum._system.files import beside, check_place
 from autoaccum._system.notices import Notices
 from autoaccum._training.checkpoint_files import Storage
-from autoaccum._training.checkpoints import Saving
+from autoaccum._training.checkpoint_settings import Saving
 from autoaccum.errors import InvalidInputError
 
 
@@ -67,7 +67,7 @@ def test_note_of_lack_of_memory_that_is_a_pipe_is_passed_over_and_replaced(tmp_p
     os.mkfifo(tmp_path / "out-of-memory.json")
 
     assert checkpoints.cap(Notices(silent=True)) is None
-    checkpoints.note_lack(10, "too large")
+    checkpoints.note_out_of_memory(10, "too large")
     assert checkpoints.cap(Notices(silent=True)) == 7
 
 

@@ -106,6 +106,14 @@ def test_holder_that_renews_is_waited_for_and_then_named_in_the_refusal(of_host,
     owner.check()
 
 
+def test_two_that_wait_for_a_holder_look_again_at_unlike_times(of_host, clock):
+    take(of_host("node1"), clock)
+
+    pauses = [list(itertools.islice(of_host(host).taking(lambda _: None), 5)) for host in ("node2", "node3")]
+
+    assert len({*pauses[0], *pauses[1]}) == 10
+
+
 def test_holder_on_another_host_that_has_died_is_waited_out(of_host, clock, said):
     take(of_host("node1"), clock)
     started = clock.now

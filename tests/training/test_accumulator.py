@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import subprocess
 from contextlib import suppress
 
 import pytest
@@ -11,10 +12,13 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
+import warm
 from autoaccum._sizing.cache import Key
 from autoaccum._system.notices import Notices
 from faults import FailAt, InterruptAt
+from folders import TESTS
 from helpers import assert_bitwise, state_of
+from starts import Start, Wide, rows
 
 SAMPLES, CLASSES = 12, 3
 
@@ -140,6 +144,24 @@ def test_loss_over_the_whole_batch_is_exact():
     assert_equal_gradients(model, of_whole(batch(), batch(), loss=contrastive))
     assert max(report.micro_batches) <= 5
     torch.testing.assert_close(torch.cat(report.outputs), Failing()(batch()[0]).detach())
+
+
+def test_dictionaries_are_exact_in_every_batch_also_where_the_loss_changes():
+    """Of these batches all but four take the short path."""
+    model, terms = Failing(), 1
+
+    def loss(outputs, targets):
+        return functional.cross_entropy(outputs, targets) + (outputs.square().mean() if terms > 1 else 0.0)
+
+    accumulating = accumulator(model, closure=lambda part: loss(model(part["in"]), part["out"]), micro_batch=5)
+    for number in range(14):
+        terms = 1 + (number > 9)
+        given = batch(number, SAMPLES if number != 6 else 7)
+        named = dict(zip(("in", "out"), given, strict=True))
+        accumulating.backward(dict(reversed(named.items())) if number == 5 else named)
+
+        assert_equal_gradients(model, of_whole(given, loss=loss))
+        model.zero_grad()
 
 
 def test_compiled_model_gets_the_same_gradient():
@@ -324,25 +346,10 @@ def test_sample_that_does_not_fit_alone_is_told():
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 
-def sized(megabytes, **options):
-    """An accumulator on a device of so many megabytes beside the model, of which a sample takes about one."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-
-    class Wide(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = model
-
-        def forward(self, inputs):
-            return self.body(inputs.repeat(1, 1, 1)).mean(1)
-
+def sized(megabytes):
+    """An accumulator on a device of so many megabytes beside the model."""
     device = autoaccum.Simulated(f"{megabytes}MiB")
-    return autoaccum.Accumulator(Wide(), loss=nn.MSELoss(), device=device, notices=Notices(silent=True), **options)
-
-
-def rows(samples):
-    return torch.randn(samples, 1024, 64), torch.randn(samples, 8)
+    return autoaccum.Accumulator(Wide(), loss=nn.MSELoss(), device=device, notices=Notices(silent=True))
 
 
 def test_size_is_found_while_it_trains_and_kept():
@@ -364,15 +371,35 @@ def cuts(accumulating, *, batches=4):
     return found
 
 
-def test_next_start_of_a_job_begins_with_the_size_that_was_found(monkeypatch):
-    searched = cuts(sized(24))
+HOWS = ["loop", "accelerate", "transformers", "lightning"]
 
-    found = cuts(sized(24), batches=1)[0]
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", HOWS)
+def test_next_start_of_a_job_begins_with_the_size_that_was_found(monkeypatch, tmp_path, how):
+    pytest.importorskip(how if how != "loop" else "torch")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+
+    def found(batches):
+        return Start(how, tmp_path, batches, device=autoaccum.Simulated("24MiB")).found
+
+    searched, again = found(4), found(1)[0]
     monkeypatch.setenv("AUTOACCUM_CACHE_DIR", "")
-    forgotten = cuts(sized(24), batches=1)[0]
+    forgotten = found(1)[0]
 
     assert searched[0][0] < searched[-1][0] < 64
-    assert (found, forgotten) == (searched[-1], searched[0])
+    assert (again, forgotten) == (searched[-1], searched[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOWS)
+def test_loop_that_dies_of_a_real_limit_ends_with_it(tmp_path, how):
+    pytest.importorskip(how if how != "loop" else "torch")
+    commands = [[*warm.python(), str(TESTS / "starts.py"), one, str(tmp_path)] for one in ("plain", how)]
+    plain, ours = (subprocess.run(one, capture_output=True, text=True, check=False) for one in commands)
+
+    assert "can't allocate memory" in plain.stderr
+    assert ours.stdout.splitlines()[-1:] == ["4 batches"], ours.stderr[-3000:]
 
 
 def test_batches_that_are_added_to_gradients_are_cut_smaller_for_the_memory_of_a_second_set():
@@ -400,35 +427,6 @@ def test_size_of_an_earlier_start_that_does_not_fit_any_more_is_searched_for_aga
 
     assert max(small[0]) < large[0]
     assert again[0] == small[-1]
-
-
-def test_host_limit_is_survived(tmp_path):
-    import subprocess  # noqa: PLC0415
-    import textwrap  # noqa: PLC0415
-
-    import warm  # noqa: PLC0415
-
-    script = """
-        import torch, autoaccum
-        from torch import nn
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 8))
-        plain = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 8))
-        plain.load_state_dict(model.state_dict())
-        inputs, targets = torch.randn(16, 512, 1024), torch.randn(16, 512, 8)
-        nn.functional.mse_loss(plain(inputs), targets).backward()
-        accumulating = autoaccum.Accumulator(model, loss=nn.MSELoss(), device="cpu", memory_limit="60MiB")
-        for _ in range(3):
-            model.zero_grad()
-            report = accumulating.backward((inputs, targets))
-        for one, other in zip(model.parameters(), plain.parameters()):
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-7)
-        print(max(report.micro_batches))
-    """
-    done = subprocess.run([*warm.python(), "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
-
-    assert done.returncode == 0, done.stderr
-    assert 1 <= int(done.stdout) < 16
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -644,18 +642,6 @@ def test_backward_within_backward_is_refused():
     with pytest.raises(autoaccum.InvalidInputError, match="within backward"):
         accumulating.backward(batch())
     assert gradients(model) == [None] * 6
-
-
-def test_gradients_that_can_be_differentiated_again_are_refused_by_name():
-    model = Failing()
-    accumulating = accumulator(model)
-
-    with pytest.raises(TypeError, match="unexpected keyword argument 'create_graph'"):
-        accumulating.backward(batch(), create_graph=True)
-    assert gradients(model) == [None] * 6
-    accumulating.backward(batch())
-
-    assert not any(gradient.requires_grad for gradient in gradients(model))
 
 
 def test_gradients_of_earlier_batches_are_not_lost_where_a_loss_changes_its_form():

@@ -166,21 +166,16 @@ def test_resume_false_starts_anew_and_moves_the_old_ones_aside_with_its_first(tm
     ("arguments", "message"),
     [
         ({"resume": "yes"}, "resume='yes' is unknown"),
-        ({"resume": None}, "resume=None is unknown"),
         ({"resume": True}, "resume= needs a folder"),
         ({"checkpoint_every": 5}, "checkpoint_every= needs a folder"),
         ({"checkpoint": 5}, "checkpoint=5 is not a path"),
-        ({"checkpoint": ""}, "checkpoint='' names no folder"),
         ({"checkpoint": "~nosuchuserx/x"}, "checkpoint='~nosuchuserx/x' is not a path"),
         ({"checkpoint": "a\0b"}, r"checkpoint='a\\x00b' names no folder"),
-        ({"checkpoint": "unused", "checkpoint_every": 0}, "checkpoint_every must be at least 1, got 0"),
         ({"checkpoint": "unused", "checkpoint_every": 1.5}, "checkpoint_every must be a whole number"),
         (
             {"checkpoint": "unused", "checkpoint_every": "5"},
             "checkpoint_every='5' is neither a number of updates",
         ),
-        ({"checkpoint": "unused", "checkpoint_every": "0min"}, "checkpoint_every='0min' is neither"),
-        ({"checkpoint_every": "15min"}, "checkpoint_every= needs a folder"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_refused_with_their_value(tmp_path, monkeypatch, arguments, message):
@@ -446,25 +441,21 @@ def test_sigusr1_saves_at_the_end_of_the_window_and_training_goes_on(tmp_path, u
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_handlers_are_those_from_before_however_the_call_ends(tmp_path, fails):
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
-    inside = []
-    run = Run(checkpoint=tmp_path)
+def test_handlers_are_those_from_before_however_the_call_ends_and_without_checkpoints_all_the_time(tmp_path, fails):
+    def now():
+        return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+
+    before, inside = now(), []
+    looks = At(1, lambda: inside.append(now()[:2]))
 
     with contextlib.suppress(StoppedError):
-        run.fit(At(1, lambda: inside.append(signal.getsignal(signal.SIGTERM))), *([StopAt(2)] if fails else []))
+        Run(checkpoint=tmp_path).fit(looks, *([StopAt(2)] if fails else []))
+    after = now()
+    Run().fit(At(1, looks.action))
 
-    assert inside[0] is not before[0]
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
-
-
-def test_without_checkpoints_signals_keep_their_default_action():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
-    inside = []
-
-    Run().fit(At(1, lambda: inside.extend(signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1))))
-
-    assert inside == before
+    assert after == now() == before
+    assert inside[0] != before[:2]
+    assert inside[1] == before[:2]
 
 
 # --- whose checkpoint -------------------------------------------------------------------------------------------------
@@ -498,26 +489,35 @@ OTHERS = {
     "model with other parts": ({"model": Wider}, r"another model: it lacks more.bias, more.weight, which is here"),
     "model of another size": (
         {"model": Larger},
-        r"another model: first\.\w+ is \(8,.*\) of torch.float32 there and \(9,",
+        r"another model: it was made with first\.\w+ \(8,.*\) of torch.float32, and this call has \(9,",
     ),
-    "model of another type": ({"model": lambda: Model().double()}, r"float32 there and .* of torch.float64 here"),
-    "model that draws": ({"model": Drawing}, "another model: its modules hold another number of random generators"),
-    "optimizer": ({"optimizer": torch.optim.AdamW}, "another optimizer: Adam there and AdamW here"),
+    "model of another type": ({"model": lambda: Model().double()}, r"float32, and this call has .* of torch.float64"),
+    "model that draws": (
+        {"model": Drawing},
+        "another model: it was made with a number of random generators of 0, and this call has 1",
+    ),
+    "optimizer": (
+        {"optimizer": torch.optim.AdamW},
+        "another optimizer: it was made with Adam, and this call has AdamW",
+    ),
     "groups": (
         {"optimizer": lambda p: torch.optim.Adam([{"params": p[:1]}, {"params": p[1:]}])},
-        r"another optimizer: groups of \[6\] parameters there and of \[1, 5\] here",
+        r"another optimizer: it was made with groups of parameters of lengths \[6\], and this call has \[1, 5\]",
     ),
     "scheduler": (
         {"scheduler": torch.optim.lr_scheduler.ConstantLR},
-        "another scheduler: StepLR there and ConstantLR here",
+        "another scheduler: it was made with StepLR, and this call has ConstantLR",
     ),
     "order of parameters": (
         {"optimizer": lambda p: torch.optim.Adam([*p[2:4], *p[:2], *p[4:]])},
-        r"another optimizer: parameter 0 of group 0 is 0\.first\.weight there and 0\.norm\.weight here",
+        r"another optimizer: .* parameter 0 of group 0, 0\.first\.weight, and this call has 0\.norm\.weight",
     ),
-    "precision": ({"precision": "fp16"}, "another precision: it was made in fp32, and this call has fp16"),
+    "precision": ({"precision": "fp16"}, "another precision: it was made with fp32, and this call has fp16"),
     "target": ({"target_tokens": 12}, "another target_batch: it was made with 12, and this call has 12 tokens"),
-    "precision without a scaler": ({"precision": "bf16"}, "another precision: it was made in fp32, and this call has"),
+    "precision without a scaler": (
+        {"precision": "bf16"},
+        "another precision: it was made with fp32, and this call has bf16",
+    ),
 }
 
 
@@ -599,7 +599,7 @@ def test_checkpoint_of_another_kind_of_device_is_refused(tmp_path):
     stopped_at(4, tmp_path)
     edited(tmp_path, lambda content: content.update(device="cuda"))
 
-    with pytest.raises(CheckpointError, match="another device: it was made on cuda, and this is cpu"):
+    with pytest.raises(CheckpointError, match="another device: it was made with cuda, and this call has cpu"):
         Run(checkpoint=tmp_path).fit()
 
 

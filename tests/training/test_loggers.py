@@ -131,14 +131,6 @@ def test_a_steps_loss_is_read_when_the_next_step_is_done_and_not_before(log):
     assert reads == [[False, False], [True, False]]
 
 
-def test_a_second_run_is_appended_to_the_first(path):
-    started(JSONLinesLog(path)).on_fit_end(None)
-
-    started(JSONLinesLog(path)).on_fit_end(None)
-
-    assert [event["event"] for event in events(path)] == ["fit_start", "fit_end"] * 2
-
-
 def test_a_run_that_raised_keeps_its_last_step_and_says_that_it_did_not_complete(path, log):
     log.on_step(step_report(1), epoch=1)
 
@@ -184,7 +176,7 @@ def test_tensorboard_gets_the_scalars_that_are_documented(tmp_path):
     log.on_step(step_report(1, loss=0.5, device_grad_norm=DeviceScalar(2.0)), epoch=1)
     log.on_oom(OOM, step=2)
     log.on_step(step_report(2, loss=0.25), epoch=1)
-    log.on_evaluation(EVALUATION, epoch=1, step=2)
+    log.on_evaluation(replace(EVALUATION, losses={"loss": 0.5, "box": 0.25}), epoch=1, step=2)
 
     log.on_fit_end(fit_result())
 
@@ -197,20 +189,10 @@ def test_tensorboard_gets_the_scalars_that_are_documented(tmp_path):
         "memory/peak_bytes": [(1, 512.0 * MIB), (2, 512.0 * MIB)],
         "memory/oom_events": [(2, 1.0)],
         "evaluation/loss": [(2, 0.5)],
+        "evaluation/loss/loss": [(2, 0.5)],
+        "evaluation/loss/box": [(2, 0.25)],
         "evaluation/accuracy": [(2, 0.9375)],
     }
-
-
-def test_logs_get_the_losses_of_an_evaluation_by_name(tmp_path, path, log):
-    evaluation = replace(EVALUATION, losses={"loss": 0.5, "box": 0.25})
-    board = started(TensorBoardLog(tmp_path))
-
-    log.on_evaluation(evaluation, epoch=1, step=2)
-    board.on_evaluation(evaluation, epoch=1, step=2)
-    board.on_fit_end(None)
-
-    assert events(path)[-1]["losses"] == {"loss": 0.5, "box": 0.25}
-    assert scalars(tmp_path)["evaluation/loss/box"] == [(2, 0.25)]
 
 
 def test_without_tensorboard_the_remedy_is_named(monkeypatch, tmp_path):

@@ -57,6 +57,17 @@ class Hidden:
         self._schedulers[0].step()
 
 
+class OwnScheduler:
+    """Keeps its optimizer to itself."""
+
+    def __init__(self, optimizer):
+        self._moves = optimizer
+
+    def step(self):
+        for group in self._moves.param_groups:
+            group["lr"] *= 0.5
+
+
 OVER = {
     "plain": halving,
     "nested": nested,
@@ -80,27 +91,9 @@ def test_scheduler_over_another_optimizer_is_refused(make, is_function, model, o
 
 
 @pytest.mark.parametrize("is_function", [False, True], ids=["made", "function"])
-@pytest.mark.parametrize("make", OVER.values(), ids=OVER)
+@pytest.mark.parametrize("make", [*OVER.values(), OwnScheduler], ids=[*OVER, "own"])
 def test_scheduler_over_the_optimizer_in_use_moves_it(make, is_function, model, optimizer):
     fit(model, optimizer, make if is_function else make(optimizer))
-
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
-
-
-class OwnScheduler:
-    """Keeps its optimizer to itself."""
-
-    def __init__(self, optimizer):
-        self._moves = optimizer
-
-    def step(self):
-        for group in self._moves.param_groups:
-            group["lr"] *= 0.5
-
-
-@pytest.mark.parametrize("is_function", [False, True], ids=["made", "function"])
-def test_scheduler_of_ones_own_is_welcome(is_function, model, optimizer):
-    fit(model, optimizer, OwnScheduler if is_function else OwnScheduler(optimizer))
 
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
 
