@@ -2,8 +2,8 @@
 
 Cases from tests/fault_cases.py (models, precisions and optimizers, all pairs) are trained repeatedly, each time with
 another fault: memory runs out at an operator, in any window, twice, in the retry, down to one sample; the user's code
-raises; the user interrupts. Then memory runs out by itself, on simulated devices. The resulting state is compared, bit
-for bit, with the same training in the same cuts without a fault.
+raises; the user interrupts. The resulting state is compared, bit for bit, with the same training in the same cuts
+without a fault.
 
     python scripts/faults.py [--workers 2] [--sample 300] [--case "mlp; fp32"]
 
@@ -27,11 +27,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from fault_cases import WIDE, Case, allocating, pairs
+from fault_cases import Case, pairs
 from fault_sweep import Budget, Sweep, Tally
 from fault_training import warm_up
-
-_CAPACITIES = 40
 
 
 def main() -> int:
@@ -43,7 +41,6 @@ def main() -> int:
     options = parser.parse_args()
     started = time.perf_counter()
     faulty = [case for case in pairs() if options.case in str(case)]
-    small = [case for case in allocating(WIDE) if options.case in str(case)]
     total = Tally()
     # Spawned, because a fork does not survive autograd's threads for a card.
     context = multiprocessing.get_context("spawn")
@@ -55,7 +52,6 @@ def main() -> int:
         ProcessPoolExecutor(options.workers, mp_context=context, initializer=_begin) as processes,
     ):
         jobs = {processes.submit(_faults, case, number, options.sample): case for number, case in enumerate(faulty)}
-        jobs |= {processes.submit(_capacities, case): case for case in small}
         for job in as_completed(jobs):
             _add(table, total, str(jobs[job]), job.result())
             if not console.is_terminal:
@@ -76,13 +72,6 @@ def _faults(case: Case, number: int, sample: int) -> Tally:
     return Sweep(case, shift=number).run(
         Budget(**{name: min(wanted, sample) if name != "memory" else sample for name, wanted in vars(most).items()})
     )
-
-
-def _capacities(case: Case) -> Tally:
-    sweep, started = Sweep(case), time.perf_counter()
-    sweep.capacities(_CAPACITIES)
-    sweep.tally.seconds = time.perf_counter() - started
-    return sweep.tally
 
 
 def _table() -> Table:

@@ -192,38 +192,6 @@ class Renormed(nn.Module):
         return self.head(self.embed(tokens).mean(1))
 
 
-class Wide(nn.Module):
-    """Layers that take most of their memory for activations: run at many positions of each sample."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(width, width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, width), nn.Tanh()
-        )
-        self.head = nn.Linear(width, CLASSES)
-
-    def forward(self, features):
-        return self.head(self.layers(features).mean(1))
-
-
-def wide_convolutional(channels):
-    return nn.Sequential(
-        nn.Conv2d(1, channels, 3, padding=1),
-        nn.BatchNorm2d(channels),
-        nn.ReLU(),
-        nn.Conv2d(channels, channels, 3, padding=1),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Dropout(0.2),
-        nn.Linear(channels, CLASSES),
-    )
-
-
-def layers(width):
-    """Layers whose parameters, and so their optimizer's step, take far more memory than their activations."""
-    return nn.Sequential(nn.Linear(_FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, CLASSES))
-
-
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 
@@ -320,16 +288,6 @@ SMALL = {
 }
 
 
-# Models whose activations outweigh their parameters, so that fewer samples take less; of the last the reverse.
-WIDE = {
-    "wide mlp": Model(lambda: Witnessed(Wide(8)), lambda: vectors(40, 8), nn.CrossEntropyLoss(reduction="sum")),
-    "wide convolutional": Model(
-        lambda: Witnessed(wide_convolutional(2)), lambda: vectors(1, 12, 12), nn.CrossEntropyLoss()
-    ),
-    "wide transformer": Model(lambda: Witnessed(Transformer()), lambda: sentences(40), nn.CrossEntropyLoss()),
-    "wide layers": Model(lambda: Witnessed(layers(64)), vectors, nn.CrossEntropyLoss()),
-}
-MODELS = SMALL | WIDE
 PRECISIONS = ("fp32", "bf16", "fp16")
 OPTIMIZERS = {
     f"{name}, {form}": (kind, {**settings, "foreach": form == "foreach"})
@@ -349,7 +307,7 @@ CUTS = ((6, 6), (4, 4, 4), (5, 4, 3), (3, 3, 3, 3))
 class Case:
     """A training of a few windows, the same in every run."""
 
-    model: str  # name in `MODELS`
+    model: str  # name in `SMALL`
     precision: str = "fp32"  # one of `PRECISIONS`
     optimizer: str = "Adam, loop"  # name in `OPTIMIZERS`, or what a runner takes by name
     sizes: tuple[int, ...] = (6, 6)  # the cut to begin with
@@ -361,7 +319,7 @@ class Case:
 
     @property
     def kind(self):
-        return MODELS[self.model]
+        return SMALL[self.model]
 
     def windows(self):
         """Return the windows, each a list of batches; samples are numbered through."""
@@ -410,13 +368,4 @@ def pairs():
         )
         for row, model in enumerate(SMALL)
         for column, optimizer in enumerate(OPTIMIZERS)
-    ]
-
-
-def allocating(models):
-    """Return cases that are to run out of memory by themselves: each model with SGD, Adam and AdamW, in both forms."""
-    return [
-        Case(model, PRECISIONS[(row + column) % 2], optimizer, sizes=(SAMPLES,), clip=(None, 0.5)[column % 2])
-        for row, model in enumerate(models)
-        for column, optimizer in enumerate(name for name in OPTIMIZERS if name.startswith(("SGD", "Adam")))
     ]

@@ -195,31 +195,6 @@ class Sweep:
                 if extra > 0 and not keeps:
                     self._wrong(where, f"{extra} bytes of the failed attempt are alive while the next one is planned")
 
-    def capacities(self, most):
-        """Train on devices of fewer and fewer bytes, so that each allocation is in turn the first that fails."""
-        peak = self.peak_bytes()
-        for number in range(most):
-            capacity = peak * (most - number) // most - 1
-            played = play(self.case, device=autoaccum.Simulated(capacity))
-            self.judge_failing(played, f"on a device of {capacity} bytes")
-            if not played.cuts:
-                break
-
-    def peak_bytes(self):
-        """Return the most that the windows allocate."""
-        return max(play(self.case, device=autoaccum.Simulated("1TiB")).peaks)
-
-    def judge_failing(self, played, where):
-        """Judge a training on a device whose allocations fail by themselves."""
-        self.tally.injected += len(played.fell)
-        self._judge_windows(played, 0, where)
-        if isinstance(played.error, autoaccum.DoesNotFitError | autoaccum.DeviceLostError):
-            self._judge_untouched(played, len(played.cuts), where)
-        elif played.error is not None:
-            self._wrong(where, f"raised {played.error!r} in {played.part!r}")
-        elif played.fell:
-            self.tally.survived += 1
-
     # --- judging ------------------------------------------------------------------------------------------------------
 
     def judge(self, played, window, fault, where):

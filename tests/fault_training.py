@@ -128,14 +128,13 @@ class Played:
     part: str = ""  # the part of its window that was gone through then
     # Phase, size of the micro-batch and the plan's, each time that memory ran out.
     fell: list = field(default_factory=list)
-    peaks: list = field(default_factory=list)  # by window, the most bytes that were allocated
     alive_before: list = field(default_factory=list)  # bytes of tensors before each window, where they were counted
     # The same after each release of memory, and whether gradients were being kept.
     alive_between: list = field(default_factory=list)
     alive_after: tuple = ()  # tensors and bytes at the end, beyond those at the beginning
 
 
-def play(case, faults=None, *, cuts=(), windows=3, device="cpu", again=False, counted=False):
+def play(case, faults=None, *, cuts=(), windows=3, again=False, counted=False):
     """Train a case for a few windows.
 
     Args:
@@ -143,13 +142,12 @@ def play(case, faults=None, *, cuts=(), windows=3, device="cpu", again=False, co
         faults: By window, a mode to run it under, once.
         cuts: The cuts of the first windows; afterwards, or without, as the runner chooses.
         windows: How many windows.
-        device: As for `Runner`.
         again: Whether a window that raised is given once more; else the training ends there.
         counted: Whether to count what is alive.
     """
     before, meter = (live_tensors(), autoaccum.Simulated("1TiB")) if counted else (0, None)
     with contextlib.redirect_stderr(io.StringIO()):
-        training = _Training(case, dict(faults or {}), meter or device, meter)
+        training = _Training(case, dict(faults or {}), meter)
         training.run(cuts, windows, again=again)
     played = training.played
     if counted:
@@ -160,11 +158,11 @@ def play(case, faults=None, *, cuts=(), windows=3, device="cpu", again=False, co
 class _Training(autoaccum.Callback):
     """The loop of `play`."""
 
-    def __init__(self, case, faults, device, meter):
+    def __init__(self, case, faults, meter):
         self.played, self.part = Played(), BEGIN
         self._case, self._data, self._faults, self._meter = case, case.windows(), faults, meter
         with _made(torch.amp.GradScaler) as scalers:
-            self._model, self._runner = case.runner(device=device, callbacks=(self,))
+            self._model, self._runner = case.runner(device=meter or "cpu", callbacks=(self,))
         self._scaler = scalers[0] if scalers else None
         self._witness = next(module for module in self._model.modules() if hasattr(module, "noted"))
         self._noted = 0
@@ -222,7 +220,6 @@ class _Training(autoaccum.Callback):
         cut = self._witness.sizes(self._noted)[:: self._case.kind.forwards]
         self._noted = int(self._witness.seen)
         played.cuts.append(cut if report is None else report.micro_batches)
-        played.peaks.append(report and report.peak_bytes)
         played.events.append(report and report.oom_events)
         played.recomputed.append(report and report.recomputed_samples)
         figures = report and (report.loss, dict(report.losses), report.grad_norm, report.skipped, report.samples)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from fault_cases import SMALL, WIDE, Case, allocating, pairs
-from fault_sweep import Budget, Sweep, Tally
+from fault_cases import SMALL, Case, pairs
+from fault_sweep import Budget, Sweep
 from fault_training import warm_up
 
 NOTHING = Budget(memory=0, first=0, troubled=0, twice=0, smallest=0, errors=0, interrupts=0, counted=0, lines=0)
@@ -47,18 +47,3 @@ def test_interrupt_between_any_two_lines_leaves_the_window_undone_or_done(case):
     assert tally.mismatches == []
     assert tally.finished > 0
     assert tally.refused > 6
-
-
-@pytest.mark.parametrize("model", WIDE)
-def test_simulated_device_that_gets_smaller_and_smaller_changes_nothing_but_the_cut(model):
-    tally = Tally()
-
-    for case in allocating([model])[::3]:
-        sweep = Sweep(case)
-        sweep.capacities(2)
-        tally.add(sweep.tally)
-
-    assert tally.mismatches == []
-    assert not tally.damaged
-    assert tally.injected > 3
-    assert tally.survived + tally.refused > 1

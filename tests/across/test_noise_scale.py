@@ -57,25 +57,6 @@ def test_run_that_is_resumed_ends_bit_for_bit_as_one_that_is_not(tmp_path):
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), whole.parameters(), strict=True))
 
 
-def test_checkpoint_of_a_run_that_measured_nothing_is_gone_on_with(tmp_path):
-    fit(*made(), checkpoint=tmp_path, max_steps=5, epochs=None, noise_scale=False)
-
-    result = fit(*made(), checkpoint=tmp_path)
-
-    assert result.resumed_from == 5
-    assert result.noise_scale is not None
-
-
-def test_finished_run_says_nothing_new(tmp_path, capsys):
-    fit(*made(), checkpoint=tmp_path)
-    capsys.readouterr()
-
-    result = fit(*made(), checkpoint=tmp_path)
-
-    assert "gradient noise scale" not in capsys.readouterr().err
-    assert result.noise_scale is not None
-
-
 def test_short_run_says_that_nothing_was_measured(capsys):
     result = fit(*made(), noise_scale=True)
 

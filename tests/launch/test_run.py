@@ -80,7 +80,7 @@ print(result.resumed_from, result.steps)
 TOO_LARGE = """
 import torch
 import autoaccum
-model, tiny = torch.nn.Linear(64, 64), autoaccum.Simulated("20KiB")
+model, tiny = torch.nn.Linear(64, 64), autoaccum.Simulated("10KiB")  # less than the gradients
 batch = (torch.zeros(4, 64), torch.zeros(4, 64))
 loss = torch.nn.functional.mse_loss
 """

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import autoaccum
+import warm
 from autoaccum._system.notices import Notices
 
 
@@ -79,7 +80,7 @@ batches = [(torch.randn(8, 3), torch.randn(8, 2))] * 3
 result = autoaccum.fit(torch.nn.Linear(3, 2), batches, 8, loss=[loss], device="cpu", micro_batch=4, progress=progress)
 print(len(result.warnings))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([*warm.python(), "-c", code], capture_output=True, text=True, check=True)
 
     found = [text for text in ("epoch 1 done", "done: 3 steps", "LossWarning") if text in done.stderr]
     assert (done.stdout.strip(), found) == ("1", expected)
