@@ -34,6 +34,7 @@ class BatchNorms:
         self.rescales = mode == "rescale"
         self._notices = notices
         self._own: list[tuple[_BatchNorm, float]] = []
+        self._is_announced = False
         self.search()
 
     def search(self) -> None:
@@ -49,9 +50,12 @@ class BatchNorms:
 
     def announce(self, sizes: Sequence[int]) -> None:
         """Report once that a cut in micro-batches of these sizes changes what BatchNorm computes, if it does."""
-        count = sum(map(_uses_batch_statistics, self._layers))
-        if not count or len(sizes) == 1:
+        if self._is_announced or len(sizes) == 1:
             return
+        count = sum(map(_uses_batch_statistics, self._layers))
+        if not count:
+            return
+        self._is_announced = True
         layers = f"{count} layers in training mode normalise" if count > 1 else "1 layer in training mode normalises"
         remedy = (
             "Running statistics move as far as with one batch (batchnorm='rescale'). "

@@ -78,8 +78,6 @@ class CarefulPath:
             if not factors:
                 self._check_losses(window, at, sizes, is_first=is_first)
             factors += self._weigh(window, at.sizes, totals)[before:]
-            if self._norms.is_there and not sizing.is_learning:
-                self._norms.announce(at.sizes)  # only for sizes that will be used again
             order = range(len(sizes)) if noise is not None else self._order(window, starts, sizes)
             feed = step.transfer.feed(window, [sizes[place] for place in order], [starts[place] for place in order])
             with closing(feed):
@@ -129,7 +127,6 @@ class CarefulPath:
     def _run_whole(self, whole: WholeWindow, window: Window, at: Progress, *, is_first: bool) -> PartResult:
         """Run a window whose loss is computed over all of it."""
         at.sizes = self._sizing.cut(0)
-        self._norms.announce(at.sizes)
 
         def enter(start: int, size: int | None) -> None:
             at.size, at.done = size, max(at.done, start)

@@ -240,6 +240,8 @@ class Engine:
                 self._is_saved = True
             run = self.steady.run if self._is_steady else self._run_carefully
             self._given = run(self._window, self.at)
+            if self._norms.is_there and not self._sizing.is_learning:
+                self._norms.announce(self.at.sizes)  # only sizes that will be used again
         return self._given
 
     def _run_carefully(self, window: Window, at: Progress) -> PartResult:

@@ -94,3 +94,15 @@ def test_number_of_layers_what_differs_and_what_to_do_are_said_once():
     assert "5 to 7 samples" in line
     for remedy in ("batchnorm='rescale'", "GroupNorm", "LayerNorm", "frozen"):
         assert remedy in line
+
+
+def test_the_difference_is_said_though_only_windows_without_checks_are_cut(caplog):
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
+    data = torch.utils.data.TensorDataset(torch.randn(192, 64), torch.randint(4, (192,)))
+    loader = torch.utils.data.DataLoader(data, batch_size=64)  # of windows of 128 and 64, in turn
+
+    with caplog.at_level("INFO", logger="autoaccum"):
+        result = autoaccum.fit(model, loader, 128, epochs=4, device=autoaccum.Simulated("180KiB"), progress="lines")
+
+    assert [report.micro_batches for report in result.history[2:]] == [(64, 64), (64,)] * 3
+    assert sum("BatchNorm: 1 layer" in line for line in caplog.messages) == 1
