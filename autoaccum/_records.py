@@ -376,7 +376,7 @@ class FitResult:
     def __str__(self) -> str:
         """Return a summary of about a dozen lines."""
         resumed = "" if self.resumed_from is None else f", resumed after update {self.resumed_from:,}"
-        lines = [f"{self.steps:,} updates of {self.samples:,} samples in {self.elapsed_s:.1f} s{resumed}"]
+        lines = [f"{self.steps:,} optimizer steps, {self.samples:,} samples in {self.elapsed_s:.1f} s{resumed}"]
         if self.stopped is not None:
             lines.append(f"stopped early: {self.stopped}")
         if self.last_loss is not None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autoaccum
-from autoaccum._training.checkpoints import EVERY
+from autoaccum._training.checkpoint_settings import EVERY
 
 try:
     import resource

@@ -70,7 +70,7 @@ def test_result_prints_as_a_dozen_lines():
 
     lines = str(result).splitlines()
 
-    assert lines[0].startswith("30 updates of 120 samples in ")
+    assert lines[0].startswith("30 optimizer steps, 120 samples in ")
     assert any(line.startswith("last of 1 evaluations: loss ") and "accuracy" in line for line in lines)
     assert "micro-batches: 2 of at most 2 samples" in lines
     assert 4 <= len(lines) <= 12

@@ -192,10 +192,10 @@ class DataParallel(Peers):
         """
         sources = min(self.ranks.size, MOST_SAMPLES)
         own: list[Any] = []
-        if self.ranks.rank < sources and (needs_some or not self._step.objective.weights.knows_all):
-            with self._step.memory.lifted():  # samples are few, and on the host
+        with self._step.memory.lifted():  # samples are few, and on the host
+            if self.ranks.rank < sources and (needs_some or not self._step.objective.weights.knows_all):
                 own = _sendable(window, -(-MOST_SAMPLES // sources))
-        said = self.ranks.exchange_tensors("samples", (window.samples, own))
+            said = self.ranks.exchange_tensors("samples", (window.samples, own))
         found = [piece for _, pieces in said for piece in pieces]
         if needs_some and not found and any(samples for samples, _ in said):
             raise InvalidInputError(

@@ -143,7 +143,7 @@ class _Progress(Callback):
         self._is_searching = False
         target = "samples of the first window" if self._in_tokens else "target batch"
         self._show_plan(
-            f"plan from step {step}", {target: str(plan.target_batch), "cut": format_cut(plan.micro_batches)}
+            f"plan from step {step}", {target: str(plan.target_batch), "micro-batches": format_cut(plan.micro_batches)}
         )
         if probe is not None:
             self._restart_clock()
@@ -217,7 +217,7 @@ class _Progress(Callback):
         return f"epoch {self._epoch}{epochs}", f"step {self._steps}{steps}"
 
     def _figures(self, *, in_bar: bool = False) -> str:
-        """Such as "loss 0.412, 141 samples/s, 12 min left, cut 34+33+33, peak 512 MiB of 600 MiB, 1 oom".
+        """Such as "loss 0.412, 141 samples/s, 12 min left, micro-batches 34+33+33, peak 512 MiB of 600 MiB, 1 oom".
 
         With a target in tokens: "3.1 updates/s", and "in 7 micro-batches of 1 to 9 samples" of the last window.
 
@@ -226,7 +226,7 @@ class _Progress(Callback):
         group, stands behind the loss once any has changed.
         """
         assert self._report is not None, "figures are drawn after a step"
-        facts = [_cut_by_length(self._cut) if self._in_tokens else f"cut {format_cut(self._cut)}"]
+        facts = [_cut_by_length(self._cut) if self._in_tokens else f"micro-batches {format_cut(self._cut)}"]
         if not in_bar and self._peak_bytes is not None:
             facts.append(f"peak {_of_capacity(self._peak_bytes, self._capacity_bytes)}")
         if self._oom_events or in_bar:
@@ -302,7 +302,7 @@ class LineProgress(_Progress):
         if result is not None:
             self._say(_summary_text(result))
             if shares := _shares(result):
-                self._say(f"time besides updates: {shares}")
+                self._say(f"time besides training steps: {shares}")
 
     def _show_plan(self, title: str, facts: dict[str, str]) -> None:
         self._say(f"{title}: {'; '.join(f'{name} {value}' for name, value in facts.items())}")
@@ -501,7 +501,7 @@ def _cut_at_end(result: FitResult) -> str:
 
 def _summary_text(result: FitResult) -> str:
     metrics = result.evaluations[-1].metrics if result.evaluations else {}
-    facts = [f"cut {_cut_at_end(result)}", f"{result.oom_events} oom"]
+    facts = [f"micro-batches {_cut_at_end(result)}", f"{result.oom_events} oom"]
     facts += [f"last loss {result.history[-1].loss:.4g}"] if result.history else []
     facts += [f"{name} {value:.4g}" for name, value in metrics.items()]
     facts += [] if result.checkpoint is None else [f"checkpoint {result.checkpoint}"]
