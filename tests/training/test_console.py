@@ -105,7 +105,7 @@ def test_lines_tell_the_plan(lines):
 
     shown.on_plan(PLAN, step=1, probe=PROBE)
 
-    assert file.getvalue() == "autoaccum: plan from step 1: target batch 100; cut 34+33+33\n"
+    assert file.getvalue() == "autoaccum: plan from step 1: target batch 100; micro-batches 34+33+33\n"
 
 
 def test_lines_tell_a_step_only_when_the_last_line_is_long_enough_ago(clock):
@@ -210,7 +210,7 @@ def test_the_bar_shows_epoch_windows_and_figures(bar):
     assert "epoch 2/3" in text
     assert "16/45" in text
     assert "loss 0.25" in text
-    assert "cut 34+33+33, 0 oom" in text
+    assert "micro-batches 34+33+33, 0 oom" in text
     assert "peak memory 512.0 MiB" in text
 
 
@@ -289,7 +289,7 @@ def test_lines_tell_the_time_left(clock, steps, text):
 
     shown.on_step(step_report(1), epoch=1)
 
-    assert f"100 samples/s, {text} left, cut" in file.getvalue()
+    assert f"100 samples/s, {text} left, micro-batches" in file.getvalue()
 
 
 def test_lines_name_cut_peak_and_failures_only_where_they_have_changed(clock):
@@ -303,7 +303,7 @@ def test_lines_name_cut_peak_and_failures_only_where_they_have_changed(clock):
     shown.on_step(step_report(3), epoch=1)
 
     first, second, _, third = file.getvalue().splitlines()
-    assert first == "autoaccum: epoch 1, step 1: loss 0.25, 200 samples/s, cut 34+33+33, peak 512.0 MiB"
+    assert first == "autoaccum: epoch 1, step 1: loss 0.25, 200 samples/s, micro-batches 34+33+33, peak 512.0 MiB"
     assert second.endswith("samples/s")
     assert third.endswith("samples/s, 1 oom")
 
