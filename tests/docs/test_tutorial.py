@@ -23,7 +23,7 @@ def test_page_shows_every_script_and_what_it_printed():
 
 def test_outputs_show_what_the_page_says_of_them():
     assert "can't allocate memory" in PRINTED["dies.py"].splitlines()[-1]
-    assert re.search(r"plan from step \d: target batch 256; cut [\dx+]+", PRINTED["trains.py"])
+    assert re.search(r"plan from step \d: target batch 256; micro-batches [\dx+]+", PRINTED["trains.py"])
     assert PRINTED["resumes.py --power-cut"].splitlines()[-1] == "Killed"
     assert "6 steps are done" in PRINTED["resumes.py"]
     assert LAST_LOSS.search(PRINTED["trains.py"])[1] == LAST_LOSS.search(PRINTED["resumes.py"])[1]
