@@ -104,3 +104,18 @@ def growing(rank, size, loss):
         if number == 5 and rank == 1:
             reports.append("more")
         accumulating.backward(part(vectors, rank, size, number % 4))
+
+
+def unfreezing(rank, size):
+    """Return gradients of four batches, before the last two of which the first layer is trained as well."""
+    model = net(0)
+    model[0].requires_grad_(False)
+    accumulating = autoaccum.Accumulator(model, loss=LOSSES["module"][0], device="cpu", precision="fp32", micro_batch=5)
+    found = []
+    for number in range(4):
+        if number == 2:
+            model[0].requires_grad_(True)
+        model.zero_grad()
+        accumulating.backward(part(vectors, rank, size, number))
+        found.append([parameter.grad for parameter in model[0].parameters()])
+    return found

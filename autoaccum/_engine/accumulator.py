@@ -189,11 +189,10 @@ class GradientAccumulator:
         self._parameters = [*self._parameters, *new]
         for parameter in new:
             parameter.grad = None
-        if new:
-            self._peers.check_parameters()
-            self._peers = self._make_peers()
-            if self._current is not None:
-                self._current.engine.use(self._peers)
+        self._peers.check_parameters()
+        self._peers = self._make_peers()
+        if self._current is not None:
+            self._current.engine.use(self._peers)
 
     def _finish(self, given: PartResult) -> tuple[WindowResult, tuple[Any, ...]] | None:
         """Add a window's gradient to earlier ones; None if another process lacks memory for it."""

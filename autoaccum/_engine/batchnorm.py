@@ -50,7 +50,7 @@ class BatchNorms:
 
     def announce(self, sizes: Sequence[int]) -> None:
         """Report once that a cut in micro-batches of these sizes changes what BatchNorm computes, if it does."""
-        if self._is_announced or len(sizes) == 1:
+        if self._is_announced or len(sizes) <= 1:  # none: a rank without samples
             return
         count = sum(map(_uses_batch_statistics, self._layers))
         if not count:

@@ -134,7 +134,8 @@ class SteadyPath:
             known.name = next(iter(given.losses))
             known.common, known.may_cut = weights.common, weights.is_checked or weights.knows_all
             batch = window.plain_batch()
-            if batch is not None:
+            tensors = batch.values() if type(batch) is dict else batch
+            if batch is not None and all(type(tensor) is Tensor for tensor in tensors):
                 known.kinds = _kinds(batch)
                 known.is_split = window.is_on(self._step.memory.device)
 

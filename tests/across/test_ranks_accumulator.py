@@ -1,6 +1,7 @@
 """Several ranks with an accumulator get the gradient of all their batches together, also where one lacks memory."""
 
 import pytest
+import torch
 
 import autoaccum
 import rank_accumulating
@@ -64,3 +65,11 @@ def test_parameters_that_come_in_the_middle_of_a_step_lose_no_gradient_unsaid(cr
     for answer in crew.answers("rank_accumulating:growing", loss, size=2):
         assert isinstance(answer, error), answer
         assert text in str(answer)
+
+
+def test_gradients_of_a_layer_that_is_unfrozen_between_steps_are_added_up(crew):
+    first, second = crew.run("rank_accumulating:unfreezing", size=2)
+
+    assert [[gradient is None for gradient in batch] for batch in first] == [[True] * 2] * 2 + [[False] * 2] * 2
+    for one, other in zip(first[2:], second[2:], strict=True):
+        assert all(map(torch.equal, one, other))

@@ -668,3 +668,22 @@ def test_gradients_of_earlier_batches_are_not_lost_where_a_loss_changes_its_form
 
     with pytest.raises(autoaccum.errors.StateDamagedError, match="the loss changed its form after gradients of 2"):
         accumulator.backward((torch.randn(8, 3), torch.randn(8, 1)))
+
+
+@pytest.mark.parametrize("micro_batch", [4, 8])
+def test_a_model_may_change_the_dictionary_that_it_is_given(micro_batch):
+    model = nn.Linear(3, 1)
+    batch = {"x": torch.randn(8, 3), "y": torch.randn(8, 1)}
+
+    def forward(model, given):
+        given["step"] = 1
+        return model(given.pop("x"))
+
+    accumulator = autoaccum.Accumulator(
+        model, loss=lambda outputs, given: (outputs - given["y"]).square().mean(), forward=forward,
+        device="cpu", micro_batch=micro_batch,
+    )  # fmt: skip
+    for _ in range(3):
+        accumulator.backward(batch)
+
+    assert list(batch) == ["x", "y"]
