@@ -216,9 +216,8 @@ class NestedPiece(Piece):
 
     def cut(self, start: int, stop: int) -> Any:
         """Return samples `start` to `stop` (exclusive) in the nesting of the batch; tensors are views."""
-        if (
-            start == 0 and stop == self.samples and not (self.is_flat and type(self.batch) is dict)
-        ):  # a model may change it
+        is_changeable = self.is_flat and type(self.batch) is dict  # by the model
+        if start == 0 and stop == self.samples and not is_changeable:
             return self.batch
         if self.is_flat:
             return flat_like(self.batch, [leaf[start:stop] for leaf in self._leaves])

@@ -35,6 +35,10 @@ def run_checks(*names, **environment):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def _data_bytes():
+    return int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
+
+
 def _soft():
     return resource.getrlimit(resource.RLIMIT_DATA)[0]
 
@@ -65,24 +69,23 @@ def check_lifted_puts_the_old_limit_in_force(host, torch):
 
 
 def check_tighter_limit_of_the_process_stays_in_force(host, torch):
-    host.trim()  # what the heap gives back later would be free then, beyond the limit that is set here
-    held = host.reading().used_bytes  # the backend was made a moment ago
     old = resource.getrlimit(resource.RLIMIT_DATA)
-    data = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
-    resource.setrlimit(resource.RLIMIT_DATA, (data + 300 * _MIB, old[1]))
+    bound = _data_bytes() + 300 * _MIB
+    resource.setrlimit(resource.RLIMIT_DATA, (bound, old[1]))
     try:
         with host.limited(2000 * _MIB):
-            limit = host.reading().limit_bytes
+            limit, room = host.reading().limit_bytes, bound - _data_bytes()
         free = host.reading().free_bytes
+        room = max(room, bound - _data_bytes())
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, old)
-    return {"limit": limit, "free": free, "held": held}
+    return {"limit": limit, "free": free, "room": room}
 
 
 def check_process_at_its_own_limit_is_refused(host, torch):
     with host.limited(None):
         old = resource.getrlimit(resource.RLIMIT_DATA)
-        data = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
+        data = _data_bytes()
     # Lowered between the warm-up and the limit, as a batch system might.
     resource.setrlimit(resource.RLIMIT_DATA, (data // 2, old[1]))
     try:

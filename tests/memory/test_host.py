@@ -39,9 +39,9 @@ def test_lifted_limit_is_not_inherited_and_comes_back_on_an_exception(found):
 def test_tighter_limit_that_holds_anyway_stays_in_force_and_is_told(found):
     seen = found["tighter_limit_of_the_process_stays_in_force"]
 
-    # What the heap gives back when the limit begins (some pages, by malloc_trim) is room too.
-    assert 0 < seen["limit"] <= 304 * MIB
-    assert seen["free"] <= 304 * MIB
+    # What the process gave back when the limit began (the heap's end, stacks of threads that ended) is room too.
+    assert 0 < seen["limit"] <= seen["room"] + 4 * MIB < 400 * MIB
+    assert seen["free"] <= seen["room"] + 4 * MIB
 
 
 def test_process_that_reached_its_own_limit_is_refused_with_the_remedy(found):
