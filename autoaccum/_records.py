@@ -375,12 +375,12 @@ class FitResult:
 
     def __str__(self) -> str:
         """Return a summary of about a dozen lines."""
-        resumed = "" if self.resumed_from is None else f", resumed after update {self.resumed_from:,}"
+        resumed = "" if self.resumed_from is None else f", resumed after step {self.resumed_from:,}"
         lines = [f"{self.steps:,} optimizer steps, {self.samples:,} samples in {self.elapsed_s:.1f} s{resumed}"]
         if self.stopped is not None:
             lines.append(f"stopped early: {self.stopped}")
         if self.last_loss is not None:
-            lines.append(f"loss of the last update: {self.last_loss:.4g}")
+            lines.append(f"loss of the last step: {self.last_loss:.4g}")
         if self.evaluations:
             last = self.evaluations[-1]
             values = ", ".join(f"{name} {value:.4g}" for name, value in {"loss": last.loss, **last.metrics}.items())
@@ -395,7 +395,7 @@ class FitResult:
             lines.append(f"gradient noise scale: {self.noise_scale:,.0f} samples")
         spent = {one.name.removesuffix("_s"): getattr(self.time_spent, one.name) for one in fields(TimeSpent)}
         besides = [f"{name} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= _SHOWN_S]
-        lines += [f"time besides updates: {', '.join(besides)}"] if besides else []
+        lines += [f"time besides steps: {', '.join(besides)}"] if besides else []
         lines += [] if self.checkpoint is None else [f"checkpoint: {self.checkpoint}"]
         lines += [] if self.best_checkpoint is None else [f"lowest validation loss: {self.best_checkpoint}"]
         lines += [f"warning: {warning}" for warning in self.warnings[:_SHOWN_WARNINGS]]

@@ -219,7 +219,7 @@ class _Progress(Callback):
     def _figures(self, *, in_bar: bool = False) -> str:
         """Such as "loss 0.412, 141 samples/s, 12 min left, micro-batches 34+33+33, peak 512 MiB of 600 MiB, 1 oom".
 
-        With a target in tokens: "3.1 updates/s", and "in 7 micro-batches of 1 to 9 samples" of the last window.
+        With a target in tokens: "3.1 steps/s", and "in 7 micro-batches of 1 to 9 samples" of the last window.
 
         Waits for the device. The bar shows the time left and the peak by itself (`in_bar`), and the cut always; lines
         name cut, peak and failures only where they have changed since the last one. The learning rate, of the first
@@ -236,11 +236,11 @@ class _Progress(Callback):
         rates = self._report.learning_rates
         self._first_rates = self._first_rates or rates
         self._rates_change = self._rates_change or rates != self._first_rates
-        parts = [f"loss {self._report.loss:.4g}" + (" (update skipped)" if self._report.skipped else "")]
+        parts = [f"loss {self._report.loss:.4g}" + (" (step skipped)" if self._report.skipped else "")]
         if self._rates_change and rates and rates[0] is not None:
             parts.append(f"lr {rates[0]:.3g}")
         speed, target = self._per_s(), 1 if self._in_tokens else sum(self._cut)
-        parts.append(f"{_three_digits(speed)} {'updates' if self._in_tokens else 'samples'}/s")
+        parts.append(f"{_three_digits(speed)} {'steps' if self._in_tokens else 'samples'}/s")
         left = 0 if self._total_steps is None else self._total_steps - self._steps
         if not in_bar and not self._is_searching and speed and left > 0:
             parts.append(f"{_rounded_time(left * target / speed)} left")
@@ -302,7 +302,7 @@ class LineProgress(_Progress):
         if result is not None:
             self._say(_summary_text(result))
             if shares := _shares(result):
-                self._say(f"time besides training steps: {shares}")
+                self._say(f"time besides steps: {shares}")
 
     def _show_plan(self, title: str, facts: dict[str, str]) -> None:
         self._say(f"{title}: {'; '.join(f'{name} {value}' for name, value in facts.items())}")

@@ -134,8 +134,8 @@ def test_a_step_line_of_a_target_in_tokens_tells_updates_and_micro_batches_of_th
         shown.on_step(step_report(step, samples=sum(sizes), micro_batches=sizes), epoch=1)
 
     first, second = file.getvalue().splitlines()
-    assert "0.5 updates/s, 6 s left, in 4 micro-batches of 1 to 9 samples" in first
-    assert "0.5 updates/s, 4 s left, in 2 micro-batches of 2 to 3 samples" in second
+    assert "0.5 steps/s, 6 s left, in 4 micro-batches of 1 to 9 samples" in first
+    assert "0.5 steps/s, 4 s left, in 2 micro-batches of 2 to 3 samples" in second
 
 
 def test_a_step_line_tells_the_learning_rate_once_it_has_changed(clock):
