@@ -174,7 +174,7 @@ def test_resume_false_starts_anew_and_moves_the_old_ones_aside_with_its_first(tm
         ({"checkpoint": "unused", "checkpoint_every": 1.5}, "checkpoint_every must be a whole number"),
         (
             {"checkpoint": "unused", "checkpoint_every": "5"},
-            "checkpoint_every='5' is neither a number of updates",
+            "checkpoint_every='5' is neither a number of optimizer steps",
         ),
     ],
 )
