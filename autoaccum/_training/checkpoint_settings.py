@@ -100,7 +100,7 @@ def _interval(every: int | str | None) -> int | float | None:
     found = _TIME.fullmatch(every.strip())
     if found is None or not float(found[1]):
         raise InvalidInputError(
-            f"checkpoint_every={shown(every)} is neither a number of optimizer steps nor a time; pass such as 500, '15min', "
-            "'90s' or '1h'"
+            f"checkpoint_every={shown(every)} is neither a number of optimizer steps nor a time; pass such as 500, "
+            "'15min', '90s' or '1h'"
         )
     return float(found[1]) * _SECONDS[found[2]]
