@@ -62,9 +62,10 @@ result = autoaccum.fit(torch.nn.Linear(8, 2), data, 32, loss=torch.nn.CrossEntro
 print("trained by", result.plan.micro_batches, flush=True)
 """
 RANKS = """
+import sys
 import torch.distributed as dist
 dist.init_process_group("gloo")
-print("rank", dist.get_rank(), "of", dist.get_world_size(), flush=True)
+sys.stdout.write(f"rank {dist.get_rank()} of {dist.get_world_size()}\\n")  # whole in one write: both ranks write here
 """
 TOO_LARGE = """
 import torch

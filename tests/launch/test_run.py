@@ -52,7 +52,7 @@ if size > 4:  # without torch it starts in no time
     if dist.get_rank() == 1:
         torch.empty(1 << 50)
     dist.barrier()
-print("samples", size * steps)
+sys.stdout.write(f"samples {size * steps}\\n")  # whole in one write: both ranks write to one pipe
 """
 # Killed in its third update, it resumes and finishes. Half of the 8 that it names is the size it has anyway.
 TRAINING = """
