@@ -328,7 +328,7 @@ def as_window(given: Any, split: Split | None = None) -> Window:
         )
     window: Window = given
     if not window.samples:
-        raise InvalidInputError("the window holds 0 samples, so it makes no update; leave empty batches out")
+        raise InvalidInputError("the window holds 0 samples, so no optimizer step is made; leave empty batches out")
     return window
 
 

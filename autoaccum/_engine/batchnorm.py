@@ -66,7 +66,7 @@ class BatchNorms:
         self._notices.say(
             f"BatchNorm: {layers} by each micro-batch's own mean and variance (here of {found} samples), not "
             f"by the window's, so the gradient is not quite the whole batch's. {remedy}GroupNorm, LayerNorm or frozen "
-            "BatchNorm (eval() and requires_grad_(False)) make no difference between cuts (docs/losses.md)",
+            "BatchNorm (eval() and requires_grad_(False)) give the same for every micro-batch size (docs/losses.md)",
             key="batchnorm",
         )
 

@@ -65,8 +65,8 @@ class Finiteness:
         self._skipped = self._skipped + 1 if report.skipped else 0
         if self._skipped == _SKIPPED_IN_A_ROW:
             self._notices.say(
-                f"step {report.step}: the gradient scaler has skipped {self._skipped} updates in a row, so nothing is "
-                "learned; look for NaN in the inputs or the loss, or try precision='bf16'",
+                f"step {report.step}: the gradient scaler has skipped {self._skipped} optimizer steps in a row, so "
+                "nothing is learned; look for NaN in the inputs or the loss, or try precision='bf16'",
                 key="skipped",
             )
         if report.skipped:

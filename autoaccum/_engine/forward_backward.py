@@ -268,6 +268,6 @@ def drop_old_gradients(step: GradientStep, notices: Notices) -> None:
     if step.holds_gradients():
         notices.say(
             "gradients that were there before a window are dropped (.grad was not None; of two Runners, as for a GAN, "
-            "each leaves the other some): an update is made from its window alone"
+            "each leaves the other some): an optimizer step uses its window alone"
         )
         step.clear_gradients()

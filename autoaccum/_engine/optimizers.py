@@ -161,14 +161,14 @@ def _refuse_one_that_evaluates(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
         raise InvalidInputError(
-            f"{name} takes two gradients of the window for each update (first_step and second_step, as SAM does), and "
-            "an update here is made from one; use the optimizer that it wraps"
+            f"{name} takes two gradients of the window for each optimizer step (first_step and second_step, as SAM "
+            "does), and here it gets one; use the optimizer that it wraps"
         )
     try:
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError as error:
         raise InvalidInputError(
-            f"{name}.step() requires a closure that evaluates the loss again, which a window cut into micro-batches "
+            f"{name}.step() requires a closure that evaluates the loss again, which a window split into micro-batches "
             "does not allow; use a first-order optimizer"
         ) from error
     except ValueError:  # it has no signature

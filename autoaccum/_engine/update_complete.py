@@ -31,6 +31,6 @@ def wrapped(error: BaseException, step: int, *, has_moved: bool) -> BaseExceptio
                 "there is none"
             )
         what = f"what follows it failed ({type(error).__name__}: {first_line(error)})"
-        return UpdateCompleteError(f"update {step} is made, and {rest}: {what}; {then}", step)
-    error.add_note(f"autoaccum: update {step} is made, and {rest}")
+        return UpdateCompleteError(f"optimizer step {step} is made, and {rest}: {what}; {then}", step)
+    error.add_note(f"autoaccum: optimizer step {step} is made, and {rest}")
     return error
