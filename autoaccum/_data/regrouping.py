@@ -69,7 +69,7 @@ def windows(
 
 
 def check_target(target_batch: int | None, target_tokens: int | None) -> None:
-    """Check the target of an update.
+    """Check the target of an optimizer step.
 
     Raises:
         InvalidInputError: There is no target, there are two, or it is not valid.

@@ -122,7 +122,7 @@ class Finiteness:
     # --- what a checkpoint holds --------------------------------------------------------------------------------------
 
     def note(self) -> None:
-        """Note what is finite: at the beginning, and of the optimizer's state after the update that creates it."""
+        """Note what is finite: at the beginning, and of the optimizer's state after the step that creates it."""
         has_state = bool(self._step.optimizer.state)
         if has_state == self._has_state:
             return

@@ -136,7 +136,7 @@ class GradientStep:
         return [parameter for parameter in self._found() if parameter.grad is not None and parameter not in known]
 
     def abandon(self) -> None:
-        """Discard a window that did not become an update: its gradients, and the scaler's progress with them."""
+        """Discard a window without an optimizer step: its gradients, and the scaler's progress with them."""
         for parameter in (*self.parameters, *self._found()):
             parameter.grad = None
         if self.precision.scaler is not None:

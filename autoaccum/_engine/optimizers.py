@@ -157,7 +157,7 @@ def _made(given: Any, trainable: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _refuse_one_that_evaluates(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose update takes the loss or gradient of the window at several points."""
+    """Refuse an optimizer whose step takes the loss or gradient of the window at several points."""
     name = type(optimizer).__name__
     if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
         raise InvalidInputError(
