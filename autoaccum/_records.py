@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from autoaccum._arguments import check_positive_int, shown
 from autoaccum.errors import InvalidInputError
@@ -23,17 +23,11 @@ _SHOWN_S, _SHOWN_WARNINGS = 0.1, 3
 SAMPLES, TOKENS = "samples", "tokens"
 
 
-@runtime_checkable
-class _Sum(Protocol):
-    def total(self) -> Any:
-        """Return the sum of its parts."""
-
-
 class DeviceScalar:  # noqa: PLW1641 - a hash would wait for the device
     """A number that may still be on the device; the first `read()` waits for it and keeps the float.
 
     Args:
-        value: The number: a float, a tensor, or parts that are added when it is needed.
+        value: The number: a float, a tensor, or an object whose `total()` adds up its parts when it is needed.
     """
 
     __slots__ = ("_value",)
@@ -49,9 +43,10 @@ class DeviceScalar:  # noqa: PLW1641 - a hash would wait for the device
     @property
     def value(self) -> Any:
         """The number without waiting: a float, or a tensor that may still be on the device."""
-        if isinstance(self._value, _Sum):
-            self._value = self._value.total()
-        return self._value
+        value = self._value
+        if not isinstance(value, float) and hasattr(value, "total"):
+            value = self._value = value.total()
+        return value
 
     def __eq__(self, other: object) -> bool:
         """Whether both are the same number, read from the device; NaN equals NaN, as in a pickled copy."""

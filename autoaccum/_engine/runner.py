@@ -135,10 +135,7 @@ class WindowRunner:
         step, noise, now = self._step, self._noise, self._now
         now.number, now.made_before, now.has_moved = self._events.windows + 1, step.updates.made, False
         measures = noise is not None and noise.is_due(now.number) and self._sizing.is_settled
-        if measures:
-            part = shuffled(part, now.number)
-        elif self._sorts:
-            part = largest_first(part)
+        part = shuffled(part, now.number) if measures else self._prepared(part)
         try:
             if step.holds_gradients():
                 drop_old_gradients(step, self._notices)
@@ -164,6 +161,14 @@ class WindowRunner:
             if self._is_made():
                 self._raise_as_update_complete(error)
             raise
+
+    def _prepared(self, part: Window) -> Window:
+        """Return a window of lists of samples with the largest first, and one just like the last as that."""
+        if self._sorts:
+            return largest_first(part)
+        batch = part.plain_batch() if part.kinds is None else None
+        known = None if batch is None else self._engine.steady.known(batch)
+        return part if known is None else known
 
     def _finish(self, given: PartResult) -> tuple[WindowResult, bool | None] | None:
         """Make the optimizer step from a window's gradient; None if another process lacks memory for it.
