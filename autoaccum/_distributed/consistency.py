@@ -150,7 +150,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     """Return the tensors that make up a quantised one; any other as it is."""
     if is_spread(tensor) or not is_traceable_wrapper_subclass(tensor):
         return [tensor]
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    names, _ = tensor.__tensor_flatten__()
     return [part for name in names for part in _parts(getattr(tensor, name))]
 
 
