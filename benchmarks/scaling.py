@@ -47,13 +47,14 @@ def convolutional():
 
 
 class ManyTensors(nn.Module):
-    """So many parameters of 8 numbers each that work on each of them, and messages about them, take most of the time."""
+    """So many parameters of 8 numbers that work on each of them, and messages about them, take most of the time."""
 
     def __init__(self, count):
         super().__init__()
         self.rows = nn.ParameterList(torch.randn(8) for _ in range(count))
 
     def forward(self, inputs):
+        """Return 10 scores a sample."""
         return inputs[:, 0, 0, :8] @ torch.stack(list(self.rows))[:, :10].sum(0)[:, None].expand(8, 10)
 
 
@@ -70,7 +71,7 @@ def images(samples):
 MODELS = {
     "gpt": ("GPT, 5.8 M parameters", gpt, texts, 16, 2),
     "conv": ("convolutional net with BatchNorm, 6.3 M parameters", convolutional, images, 32, 4),
-    # Not among the published rows: where work grows with the square of the number, 10,000 take 25 times as long as 2,000.
+    # Not among the published rows. Work that grew with the square of the number would make the second 25 times as long.
     "2000": ("2,000 tensors", lambda: ManyTensors(2_000), images, 8, 4),
     "10000": ("10,000 tensors", lambda: ManyTensors(10_000), images, 8, 4),
 }
