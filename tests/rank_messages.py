@@ -7,7 +7,7 @@ import time
 from unittest import mock
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
@@ -47,6 +47,24 @@ def counted(rank, size, window, **arguments):
     with noted(KINDS[0]), noted(KINDS[1]), noted(KINDS[2]):
         rank_training.train(rank, size, target_batch=8, micro_batch=2, callbacks=[counting], **arguments)
     return counting.of_window(window)
+
+
+def lengths(rank, size, layers):
+    """Train a model of so many layers; return how many bytes this rank has sent in messages, window by window."""
+    counting = Counting()
+    real = distributed.all_gather
+
+    def all_gather(received, sent, **named):
+        counting.calls.append(sent.nbytes)
+        return real(received, sent, **named)
+
+    model = rank_training.net()
+    model.extend(nn.Linear(rank_training.CLASSES, rank_training.CLASSES).double() for _ in range(layers))
+    with mock.patch.object(distributed, "all_gather", all_gather):
+        rank_training.train(
+            rank, size, model=model, target_batch=8, micro_batch=4, shard=True, max_steps=6, callbacks=[counting]
+        )
+    return [sum(counting.calls[start:stop]) for start, stop in zip([0, *counting.after], counting.after, strict=False)]
 
 
 def groups(rank, size):

@@ -29,27 +29,34 @@ class _Piece(NamedTuple):
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return these elements of a tensor."""
-        return _real(tensor) if self.rows is None else _real(tensor)[self.rows]
+        return tensor if self.rows is None else tensor[self.rows]
 
 
 class Buckets:
     """Sums tensors of fixed shapes in buckets.
 
     Args:
-        like: Tensors with the shapes, types and device of those that will be sent.
+        like: Tensors with the shapes and types of those that will be sent.
+        device: Their device.
         copied: Which of them are copied bit by bit from the one rank on which they are not zero, by their indices.
         bucket_bytes: Maximum size of a bucket, unless a single row of a tensor is larger.
     """
 
-    def __init__(self, like: Sequence[Tensor], copied: Collection[int] = (), bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        like: Sequence[Tensor],
+        device: torch.device,
+        copied: Collection[int] = (),
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
         groups: dict[tuple[torch.dtype, bool], list[tuple[int, Tensor]]] = defaultdict(list)
-        for number, tensor in enumerate(map(_real, like)):
+        for number, tensor in enumerate(like):
             groups[tensor.dtype, number in copied].append((number, tensor))
         self._buckets: list[tuple[Tensor, list[_Piece], bool]] = []
         for (dtype, is_copied), tensors in groups.items():
             chunks = _chunks(tensors, max(1, bucket_bytes // dtype.itemsize))
             largest = max((sum(piece.size for piece in chunk) for chunk in chunks), default=0)
-            buffer = torch.zeros(largest, dtype=dtype, device=like[0].device)
+            buffer = torch.zeros(largest, dtype=dtype, device=device)
             self._buckets += [(buffer, chunk, is_copied) for chunk in chunks]
 
     @torch.no_grad()
@@ -64,7 +71,7 @@ class Buckets:
         """Replace tensors, in place, by their sums over all ranks.
 
         Args:
-            tensors: In the order of `like`. None counts as zeros.
+            tensors: In the order of `like`, as `as_plain` returns them. None counts as zeros.
             all_reduce: Replaces a bucket by its sum.
             factors: What each is multiplied by before; 1.0 or 0.0 for those that are copied.
             wanted: Which of them are exchanged, the same on every rank; None for all.
@@ -123,6 +130,11 @@ def _chunks(tensors: Sequence[tuple[int, Tensor]], most: int) -> list[list[_Piec
     return chunks
 
 
-def _real(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+def as_plain(tensor: Tensor) -> Tensor:
+    """Return a tensor with a place in memory for each element that holds its value; the same one if it is that already.
+
+    An expanded tensor has fewer places, and one with a conjugate or negative bit holds other values.
+    """
+    if tensor.is_conj() or tensor.is_neg() or 0 in tensor.stride():
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor.detach())
+    return tensor

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autoaccum._data.nesting import tensors_in
-from autoaccum._distributed.buckets import Buckets
+from autoaccum._distributed.buckets import Buckets, as_plain
 from autoaccum._engine.dtensor import is_spread
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.optimizers import name_of
@@ -49,12 +50,18 @@ def check_alike(ranks: Ranks, step: GradientStep, arguments: Mapping[str, Any]) 
 
 
 def refuse_unsupported_layers(modules: Sequence[nn.Module]) -> None:
-    """Reject layers that communicate in their forward pass, or whose gradients cannot be summed in flat buffers.
+    """Reject layers that communicate in their forward pass, or whose tensors cannot be sent in flat buffers.
 
     Raises:
         InvalidInputError: There are such layers.
     """
     for module in modules:
+        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+            if tensor.layout is not torch.strided:
+                raise InvalidInputError(
+                    f"{name!r} is a tensor of layout {tensor.layout}, which several ranks cannot send each other; keep "
+                    "its indices and values as two dense buffers"
+                )
         for name, part in module.named_modules():
             if isinstance(part, nn.SyncBatchNorm):
                 raise InvalidInputError(
@@ -71,7 +78,12 @@ def refuse_unsupported_layers(modules: Sequence[nn.Module]) -> None:
 def broadcast_weights(ranks: Ranks, step: GradientStep) -> None:
     """Give every rank the weights and buffers of rank 0."""
     tensors = _state(step)
-    buckets, factors = Buckets(tensors, range(len(tensors))), [float(ranks.rank == 0)] * len(tensors)
+    for tensor in tensors:
+        if (plain := as_plain(tensor)) is not tensor:
+            tensor.data = plain
+    factors = [float(ranks.rank == 0)] * len(tensors)
+    buckets = Buckets(tensors, step.memory.device, range(len(tensors)))
+    ranks.exchange("weights")  # no rank has failed yet
     failure = buckets.add_up(tensors, ranks.all_reduce, factors=factors)
     failed = ranks.exchange("weights alike", failure is not None)
     if failure is not None:
@@ -96,7 +108,8 @@ def _forms(step: GradientStep) -> str:
     for number, module in enumerate(step.objective.modules):
         for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
             trained = "" if not isinstance(tensor, nn.Parameter) or tensor.requires_grad else " (frozen)"
-            names.append(f"{number}.{name}: {tuple(tensor.shape)} of {tensor.dtype}{trained}")
+            forms = " and ".join(f"{tuple(part.shape)} of {part.dtype}" for part in _parts(tensor))
+            names.append(f"{number}.{name}: {forms}{trained}")
     return "; ".join(names)
 
 
@@ -124,12 +137,21 @@ def _first_difference(one: str, other: str) -> str:
 def _state(step: GradientStep) -> list[Tensor]:
     device = step.memory.device.type
     found = {
-        id(tensor): tensor
+        id(part): part
         for module in step.objective.modules
         for tensor in itertools.chain(module.parameters(), module.buffers())
         if tensor.device.type == device and not is_spread(tensor)
+        for part in _parts(tensor)
     }
     return list(found.values())
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that make up a quantised one; any other as it is."""
+    if is_spread(tensor) or not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _parts(getattr(tensor, name))]
 
 
 def _digest(tensors: Sequence[Tensor]) -> bytes:

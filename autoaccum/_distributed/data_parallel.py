@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum._data.batches import Window
 from autoaccum._data.nesting import copied
-from autoaccum._distributed.buckets import Buckets
+from autoaccum._distributed.buckets import Buckets, as_plain
 from autoaccum._engine.does_not_fit import whole_does_not_fit
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.gradients import LossSum, WindowResult
@@ -118,9 +118,9 @@ class DataParallel(Peers):
         self._trained = trained(step)
         self._flags = [np.zeros(0, dtype=bool)] * ranks.size  # of each rank's last message
         self._buffers = _SharedBuffers(step)
-        gradients = self._trained if self.adds_up_gradients else []
-        copied = {len(gradients) + index for index in self._buffers.copied}
-        self._buckets = Buckets([*gradients, *self._buffers.at_first], copied)
+        self._forms = [_form_of_gradient(parameter) for parameter in self._trained if self.adds_up_gradients]
+        copied = {len(self._forms) + index for index in self._buffers.copied}
+        self._buckets = Buckets([*self._forms, *self._buffers.at_first], step.memory.device, copied)
         self._slots: list[reported.Slot] = []  # the losses, and values reported in addition
         self._norm, self._weight = (in_full(torch.zeros((), device=step.memory.device)) for _ in range(2))
         self._values = self._norm
@@ -348,6 +348,7 @@ class DataParallel(Peers):
         samples, rank = [part.samples for part in self.parts], self.ranks.rank
         source = next(rank for rank, own in enumerate(samples) if own)
         written = self._flags[source][len(self._trained) :].tolist()  # and some bits more
+        outcome.run(lambda: self._buffers.make_plain(written))
         of_buffers = self._buffers.factors(samples[rank] / sum(samples), is_source=rank == source)
         with self._step.memory.lifted():  # also for the network's threads, while buckets are filled
             wait = self.ranks.begin_all_reduce(self._values)
@@ -467,10 +468,31 @@ class DataParallel(Peers):
     # --- adding up ----------------------------------------------------------------------------------------------------
 
     def _make_gradients(self, wanted: Sequence[bool]) -> None:
-        """Ensure that every gradient that any rank has exists here."""
-        for parameter, is_wanted in zip(self._trained, wanted, strict=True):
-            if is_wanted and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        """Ensure that every gradient that any rank has exists here, and can be added up in place.
+
+        Raises:
+            InvalidInputError: One is not dense, or not of its parameter's shape and type when training began.
+        """
+        for parameter, form, is_wanted in zip(self._trained, self._forms, wanted, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                if is_wanted:
+                    parameter.grad = torch.zeros_like(parameter, dtype=form.dtype)
+                continue
+            if gradient.layout != form.layout or gradient.dtype != form.dtype or gradient.shape != form.shape:
+                raise self._unlike(parameter, gradient, form)
+            if (plain := as_plain(gradient)) is not gradient:
+                parameter.grad = plain
+
+    def _unlike(self, parameter: nn.Parameter, gradient: Tensor, form: Tensor) -> InvalidInputError:
+        named = (pair for module in self._step.objective.modules for pair in module.named_parameters())
+        name = next((repr(name) for name, one in named if one is parameter), "a parameter")
+        layout = "" if gradient.layout is form.layout else f" and {gradient.layout}"
+        return InvalidInputError(
+            f"the gradient of {name} is {tuple(gradient.shape)} of {gradient.dtype}{layout}, and several ranks add up "
+            f"dense gradients as they were expected when training began, here {tuple(form.shape)} of {form.dtype}; "
+            "pass sparse=False to layers that have sparse gradients, and keep the shapes and types of parameters"
+        )
 
     def _fill_losses(self, given: PartResult, factor: float | Tensor) -> None:
         found = given.slots
@@ -496,6 +518,12 @@ def _sendable(window: Window, most: int) -> list[Any]:
     except Exception:  # noqa: BLE001 - of the user's own types; other ranks wait for what is sent
         return []
     return list(found)
+
+
+def _form_of_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return a tensor of the shape and type that a parameter's gradients have."""
+    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype  # from torch 2.9 on
+    return torch.empty(parameter.shape, dtype=dtype, device="meta")
 
 
 def trained(step: GradientStep) -> list[nn.Parameter]:
@@ -564,7 +592,7 @@ class _SharedBuffers:
             if buffer is not None and buffer.device.type == device
         ]
         self.at_first: list[Any] = [part._buffers[name] for part, name in self._owners]
-        self._forms = [(buffer.shape, buffer.dtype) for buffer in self.at_first]
+        self._forms = [_form(buffer) for buffer in self.at_first]
         self._averaged = [isinstance(part, _BatchNorm) and name in _STATISTICS for part, name in self._owners]
         self._before: list[tuple[Tensor | None, int]] = []
 
@@ -591,9 +619,15 @@ class _SharedBuffers:
         """Return the buffers; None for one whose shape or type has changed, so that it cannot be sent."""
         found = (part._buffers.get(name) for part, name in self._owners)
         return [
-            buffer if buffer is not None and (buffer.shape, buffer.dtype) == form else None
+            buffer if buffer is not None and _form(buffer) == form else None
             for buffer, form in zip(found, self._forms, strict=True)
         ]
+
+    def make_plain(self, wanted: Sequence[bool]) -> None:
+        """Let buffers be written to in place."""
+        for buffer in compress(self.now(), wanted):
+            if buffer is not None and (plain := as_plain(buffer)) is not buffer:
+                buffer.data = plain
 
     def factors(self, share: float, *, is_source: bool) -> list[float]:
         """Return what each is multiplied by for the sum over ranks.
@@ -603,3 +637,7 @@ class _SharedBuffers:
             is_source: Whether all ranks get this one's other buffers.
         """
         return [share if averaged else float(is_source) for averaged in self._averaged]
+
+
+def _form(buffer: Tensor) -> tuple[torch.Size, torch.dtype, torch.layout]:
+    return buffer.shape, buffer.dtype, buffer.layout

@@ -291,8 +291,10 @@ def _experience(known: _SizedEngine, entry: CacheEntry) -> dict[str, Any]:
 
 
 def _is_plain(gradient: Tensor) -> bool:
-    """Whether it can be added to in place: it is dense, and each element has its own place."""
-    return gradient.layout is torch.strided and 0 not in gradient.stride()
+    """Whether it can be added to in place: it is dense, and each element has its own place, which holds its value."""
+    if gradient.layout is not torch.strided or gradient.is_conj() or gradient.is_neg():
+        return False
+    return 0 not in gradient.stride()
 
 
 def _sum(before: Tensor, own: Tensor) -> Tensor:

@@ -193,7 +193,7 @@ def _projected(gradients: Sequence[Tensor | None]) -> Tensor:
             found.append(torch.zeros((), dtype=torch.float64))
             continue
         flat = (gradient.to_dense() if gradient.is_sparse else gradient).detach().flatten()
-        flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+        flat = torch.view_as_real(flat.resolve_conj()).flatten() if flat.is_complex() else flat
         flat = flat if flat.dtype is torch.float64 else flat.float()
         if flat.device not in patterns:
             generator = torch.Generator().manual_seed(0)

@@ -217,7 +217,12 @@ class Frontier:
             size = min(first, failed // 4)  # nothing has fitted yet
         elif size >= failed:
             is_last = self.failures > len(_AFTER_FAILURES)
-            size = sure if is_last and sure else int(failed * _AFTER_FAILURES[min(self.failures or 1, 3) - 1])
+            if is_last and sure:
+                size = sure
+            elif _BELIEVED[1][0] * max(self.sizes(widths), default=failed) < failed:
+                size = math.isqrt(self.sizes(widths)[-1] * failed)  # memory does not follow the line so far
+            else:
+                size = int(failed * _AFTER_FAILURES[min(self.failures or 1, 3) - 1])
         else:
             size = min(size, int(failed * _AFTER_FAILURES[0]))
         return max(1, min(max(sure, size), most))

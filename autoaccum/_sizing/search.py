@@ -38,8 +38,9 @@ _MUCH_LESS = 0.5
 # Windows and failures after which the search ends with its current result.
 _MOST_WINDOWS = 8
 _MOST_FAILURES = 3
-# If failures are clean, sizes are tried up to this factor above the memory that is free.
-_TOLERANCE = 1.03
+# If failures are clean, sizes are tried up to this factor above the memory that is free. Under a soft limit a trial
+# above it costs nothing, so sizes are tried that are predicted from much smaller ones, too.
+_TOLERANCE, _SOFT_TOLERANCE = 1.03, 1.08
 
 
 class Search:
@@ -71,7 +72,7 @@ class Search:
         self._begins_with = begins_with
         self._has_tried_again = False
         self._is_soft = is_soft
-        self._tolerance = _TOLERANCE if fails_cleanly else 1.0
+        self._tolerance = _SOFT_TOLERANCE if is_soft else _TOLERANCE if fails_cleanly else 1.0
         self._growth = _GROWTH if fails_cleanly else _CAREFUL_GROWTH
         self._windows = 0
         self._first: Point | None = None  # of this window
@@ -253,7 +254,9 @@ class Search:
         self, widths: Widths, most: int, free_bytes: int, *, is_beside: bool = False, first: int = _FIRST
     ) -> int:
         """Return the largest size that may fit beside the gradients, which exist already if `is_beside`."""
-        free = free_bytes if is_beside else (free_bytes - self._gradient_bytes) * self._tolerance
+        free: float = free_bytes if is_beside else free_bytes - self._gradient_bytes
+        if self._is_soft or not is_beside:
+            free *= self._tolerance
         size = self.frontier.largest(widths, max(0.0, free), most, first=first)
         sizes = self.frontier.sizes(widths)
         one_more = sizes[0] + 1 if len(sizes) == 1 and sizes[0] <= _MOST_FIRST else 0

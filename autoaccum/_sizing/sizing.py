@@ -220,7 +220,10 @@ class Sizing:
         if self._is_to_learn:
             self._is_to_learn = False
             self._learning = Search(
-                self.frontier, begins_with=self._wanted.begins_with, fails_cleanly=self._memory.fails_cleanly
+                self.frontier,
+                begins_with=self._wanted.begins_with,
+                fails_cleanly=self._memory.fails_cleanly,
+                is_soft=self._memory.is_soft,
             )
         self._is_measuring = False
         if self._learning is None:
@@ -287,6 +290,8 @@ class Sizing:
             if size <= _UNDIVIDED:
                 raise torch.OutOfMemoryError(excess)
             self._note(Trial(size, fits=False, peak_bytes=peak, elapsed_s=elapsed_s), widths)
+            if extra is not None and self.start:
+                self.frontier.measure(size, widths, extra)
             self._learning.fail(size, widths)
             return
         self._learning.note(

@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import subprocess
+import sys
 import time
 from unittest import mock
 
@@ -11,6 +13,7 @@ from torch import nn
 
 import autoaccum
 from faults import FailAt, differences, state_of
+from folders import TESTS
 from helpers import a_few_of
 
 SAMPLES, WIDTH = 600, 4096
@@ -478,3 +481,43 @@ def test_widest_samples_that_always_run_first_do_not_end_the_search_at_one():
     result = autoaccum.fit(model, loader, 16, device=autoaccum.Simulated("64MiB"), progress=False, max_steps=36)
 
     assert result.history[-1].micro_batches == (8, 8)
+
+
+# --- a real limit -----------------------------------------------------------------------------------------------------
+
+IN_A_NEW_PROCESS = """
+import autoaccum
+from test_probing import job, nn, sgd_with_momentum
+
+model, batch = job("resnet18", 64)
+trials = []
+
+class Told(autoaccum.Callback):
+    def on_trial(self, trial):
+        trials.append(trial.fits)
+
+options = {"precision": "fp32", "optimizer": sgd_with_momentum, "progress": False, "callbacks": [Told()]}
+result = autoaccum.fit(
+    model, [batch] * 14, TARGET, loss=nn.CrossEntropyLoss(), device="cpu", memory_limit="700MiB", max_steps=3, **options
+)
+print(result.plan.accum_steps, result.oom_events, len(trials), trials.count(False))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "steps"), [(149, 1), (298, 2)])
+def test_search_under_a_real_limit_finds_97_percent_of_what_fits_in_six_trials(target, steps):
+    """Of ResNet-18 at 96 px 154 samples fit, as `find_micro_batch` finds; other heaps than a new process's differ."""
+    paths = os.pathsep.join(map(str, (TESTS / "engine", TESTS)))
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_NEW_PROCESS.replace("TARGET", str(target))],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": paths, "AUTOACCUM_CACHE_DIR": ""},
+    )
+
+    accum_steps, oom_events, trials, failed = map(int, done.stdout.split())
+    assert accum_steps == steps
+    assert trials <= 6
+    assert failed + oom_events <= 3

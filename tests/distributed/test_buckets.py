@@ -13,7 +13,7 @@ def double(bucket):
 def add_up(given, *, like=None, bucket_bytes=2**20, wanted=None, copied=()):
     """Send buckets to nobody; return what was sent, and the failure."""
     sent = []
-    buckets = Buckets(given if like is None else like, copied, bucket_bytes)
+    buckets = Buckets(given if like is None else like, torch.device("cpu"), copied, bucket_bytes)
     failure = buckets.add_up(
         given, lambda bucket: sent.append(bucket.clone()), factors=[1.0] * len(given), wanted=wanted
     )
@@ -37,7 +37,7 @@ def test_what_comes_of_each_tensor_is_taken_over_in_place(bucket_bytes):
     given = tensors()
     before = [tensor.clone() for tensor in given]
 
-    failure = Buckets(given, (), bucket_bytes).add_up(given, double, factors=[1.0] * len(given))
+    failure = Buckets(given, torch.device("cpu"), (), bucket_bytes).add_up(given, double, factors=[1.0] * len(given))
 
     assert failure is None
     assert all(torch.equal(now, 2 * then) for now, then in zip(given, before, strict=True))

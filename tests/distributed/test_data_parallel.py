@@ -21,6 +21,13 @@ def test_clipped_window_takes_the_norm_in_addition(crew):
         assert calls == [*STEADY, "all_reduce"]
 
 
+def test_messages_grow_in_proportion_to_the_parameters_and_in_steady_windows_not_at_all(crew):
+    none, some, many = (crew.run("rank_messages:lengths", layers, size=2)[0] for layers in (0, 100, 400))
+
+    assert many[0] - none[0] <= 4.2 * (some[0] - none[0])
+    assert none[1:] == some[1:] == many[1:]
+
+
 def test_group_between_hosts_is_made_once_for_all_calls(crew):
     assert crew.run("rank_messages:groups", size=2) == [1, 1]
 

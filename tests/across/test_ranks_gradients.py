@@ -1,0 +1,66 @@
+"""Gradients and buffers of unusual forms: on several ranks as on one process, or refused in words on every rank."""
+
+import pytest
+import torch
+
+import autoaccum
+import rank_gradients
+from rank_training import FAR, assert_alike, far
+
+GRADIENTS = [
+    *("conjugate", "conjugate parameter", "negative", "of fewer dimensions in memory", "shared"),
+    *("of no dimension", "empty", "of another type"),
+]
+# How far they may be in single precision.
+SINGLE = 1e-6
+BUFFERS = ["expanded buffer", "conjugate buffer", "empty buffer"]
+
+
+@pytest.mark.parametrize("form", [*GRADIENTS, *BUFFERS])
+def test_gradients_and_buffers_of_any_form_are_added_up_as_on_one_process(crew, form):
+    expected = rank_gradients.of_form(0, 1, form, micro_batch=16)
+
+    found = crew.run("rank_gradients:of_form", form, size=2, micro_batch=8, shard=True)
+
+    assert_alike(found)
+    assert far(found[0]["parameters"], expected["parameters"]) <= (SINGLE if form == "of another type" else FAR)
+
+
+def test_accumulator_adds_to_conjugate_gradients_on_ranks_and_alone(crew):
+    expected = rank_gradients.accumulated(0, 1)
+
+    found = crew.run("rank_gradients:accumulated", size=2)
+
+    assert_alike(found)
+    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
+
+
+@pytest.mark.parametrize("only", [None, 1])
+@pytest.mark.parametrize("form", ["sparse", "reshaped"])
+def test_gradient_that_cannot_be_added_up_is_refused_in_words_and_no_rank_hangs(crew, form, only):
+    if form == "reshaped":
+        answers = crew.answers("rank_gradients:reshaped", only, size=2)
+    else:
+        answers = crew.answers("rank_gradients:of_form", form, only=only, size=2, micro_batch=8, shard=True)
+
+    for rank, answer in enumerate(answers):
+        is_own = only in (None, rank)
+        assert isinstance(answer, autoaccum.InvalidInputError if is_own else autoaccum.RankFailedError), answer
+        assert "the gradient of" in str(answer)
+        assert "several ranks add up dense gradients" in str(answer)
+
+
+def test_sparse_buffer_is_refused_on_every_rank(crew):
+    for answer in crew.answers("rank_gradients:of_form", "sparse buffer", size=2, micro_batch=8, shard=True):
+        assert isinstance(answer, autoaccum.InvalidInputError), answer
+        assert "'kept' is a tensor of layout torch.sparse_coo" in str(answer)
+
+
+def test_quantised_weights_are_those_of_rank_0(crew):
+    expected = rank_gradients.quantised(0, 1)
+
+    found = crew.run("rank_gradients:quantised", size=2)
+
+    assert_alike(found)
+    assert torch.equal(found[0]["parameters"][0], expected["parameters"][0])
+    assert far(found[0]["parameters"], expected["parameters"]) <= SINGLE
