@@ -176,6 +176,7 @@ class Engine:
         if not self._is_steady:
             step.objective.begin_window()
         if step.memory.is_soft:
+            step.memory.exempt(window.data_bytes())
             if self._is_steady:
                 step.memory.stop_measuring()
             else:  # what loaders, callbacks and evaluations took is not the window's
@@ -274,7 +275,7 @@ class Engine:
             self._norms.put_back()
         if self._window.versions() != self._versions_of_data:
             self._step.transfer.copy_always()
-        self._given = None
+        self._given = self._step.objective.weights.window = None
         del self._window, self._on_change
 
     def complete(self, elapsed_s: float) -> None:

@@ -86,6 +86,8 @@ class Host(MemoryBackend):
         self._hard_bytes = 0
         self._granted_bytes = 0  # that were there for the optimizer's step once the heap had given back what is free
         self._held_then = _anonymous()
+        self._data_then: int | None = None  # that batches of the loader took in the first window
+        self._data_bytes = 0  # that they take beyond it now
 
     def reading(self) -> MemoryReading:
         """Return the memory free within the tightest limit of machine, control groups and process.
@@ -93,7 +95,7 @@ class Host(MemoryBackend):
         What the heap keeps for the next step counts as used: call `trim` first to learn what a step could have.
         """
         machine = psutil.virtual_memory()
-        used = max(0, _anonymous() - self._held_then)
+        used = max(0, _anonymous() - self._held_then - self._data_bytes)
         groups = [(group.limit_bytes, group.used_bytes) for group in _linux.group_limits()]
         frees = [machine.available, *(limit - taken for limit, taken in groups)]
         frees += [limit - held for _, limit, held in process_limits()]
@@ -127,7 +129,7 @@ class Host(MemoryBackend):
             with signals.held():
                 _warm_up()
         self.release()
-        self._held_then, self._granted_bytes = _anonymous(), 0
+        self._held_then, self._granted_bytes, self._data_then, self._data_bytes = _anonymous(), 0, None, 0
         self.reset_peak()
         if limit_bytes is not None:
             free = _machine_free()
@@ -186,7 +188,12 @@ class Host(MemoryBackend):
         if counted is None:
             return None
         high, of_files, shared = counted
-        return max(0, high - of_files - shared - self._held_then)
+        return max(0, high - of_files - shared - self._held_then - self._data_bytes)
+
+    def exempt(self, data_bytes: int) -> None:
+        """Count no batch of the loader beyond those of the first window, which was drawn before `counted`."""
+        self._data_then = data_bytes if self._data_then is None else self._data_then
+        self._data_bytes = max(0, data_bytes - self._data_then)
 
     def excess(self, peak_bytes: int | None) -> str | None:
         """Return in words by how much a peak is above the limit in force, and which limit would do."""

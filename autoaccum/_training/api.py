@@ -173,7 +173,8 @@ def fit(
             What was found is remembered for the next run of the same job, which confirms it with a single micro-batch:
             in the user's cache directory, or in AUTOACCUM_CACHE_DIR; an empty AUTOACCUM_CACHE_DIR remembers nothing.
         memory_limit: Bytes, a string such as "12GiB", or a fraction of the device's total memory. On the host, it
-            limits what the process takes beyond what it holds at the call. None: all free memory.
+            limits what the process takes beyond what it holds at the call and the batches of the loader. None: all free
+            memory.
         memory: What saves memory, for time (docs/memory.md). "chunked_loss": the cross entropy of a Transformers model
             is computed a few tokens at a time, so that its logits are never whole; other models use
             `autoaccum.ChunkedLoss`. "checkpoint": activation checkpointing of the model's repeated blocks, or with

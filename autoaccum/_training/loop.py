@@ -67,6 +67,8 @@ class Training:
             self._validation = Validation(
                 call, call.val_loader, lambda event: observers.on_oom(event, step=progress.moment.windows)
             )
+        self._limit = ExitStack()  # holds the memory limit while training runs
+        self._holds_data = False  # whether that limit was counted with a window in memory
         self._history: deque[StepReport] = deque(maxlen=_HISTORY)
         self._unread: list[StepReport] = []
         self._evaluations: list[tuple[int, Evaluation]] = []  # with their steps
@@ -100,10 +102,9 @@ class Training:
                     self._world.begin(self._step, self._interrupts.requests, self._lifecycle.grows_to)
                 self._lifecycle.save_memory()
                 begins_with, probed = self._begin()
-                with ExitStack() as limit:
-                    with devices.failures_told(memory, "what training needs in addition to the model"):
-                        limit.enter_context(memory.limited(self._call.limit_bytes))
-                        self._lifecycle.begin(begins_with)
+                with self._limit:
+                    self._limit_memory()
+                    self._lifecycle.begin(begins_with)
                     if self._checkpoints is not None:
                         self._checkpoints.check()
                         self._finiteness.note()
@@ -120,6 +121,12 @@ class Training:
                 raise
             self._end(result, None, started)
         return result
+
+    def _limit_memory(self) -> None:
+        """Enforce the memory limit, counted from what this process holds now."""
+        with devices.failures_told(self._step.memory, "what training needs in addition to the model"):
+            self._limit.close()
+            self._limit.enter_context(self._step.memory.limited(self._call.limit_bytes))
 
     def _leave_result(self, error: BaseException, started: float) -> None:
         """Give an error that ends the call the result so far, which a notebook would otherwise lose at Ctrl-C.
@@ -214,7 +221,7 @@ class Training:
             if self._validation is not None:  # before drawing from the training loader, which may be the same one
                 self._validation.try_out(self._lifecycle.most_asked)
             with self._timed("_data_s"):
-                first = self._progress.first_part()
+                first, self._holds_data = self._progress.first_part(), True
             drop_old_gradients(self._step, self._notices)
             unlike = None
             if first.spans:
@@ -285,7 +292,12 @@ class Training:
 
     def _next_window(self) -> Window | None:
         with self._timed("_data_s"):
-            return self._progress.next_window()
+            window = self._progress.next_window()
+        if window is not None and window.samples and not self._holds_data:  # the first after a resume
+            self._holds_data = True
+            if self._step.memory.is_soft:
+                self._limit_memory()
+        return window
 
     def _stop_if_asked(self) -> None:
         """End the training here if a callback of any process has asked for it."""
