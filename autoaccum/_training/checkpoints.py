@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._distributed.whole_state import gathered
+from autoaccum._engine.savings import check_memory
 from autoaccum._oom import first_line
 from autoaccum._system import signals
 from autoaccum._system.lease import Lease
@@ -243,6 +244,7 @@ class Checkpoints:
             moment = self._contents.moment(content, part)
             kept = None if part is None else self._contents.kept(part)
             _check_counts(moment, kept)
+            check_memory([] if kept is None else kept.memory, self._memory)
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise CheckpointError(
                 f"{path} is not a checkpoint of autoaccum's fit, or its content was edited ({type(error).__name__}: "
@@ -287,6 +289,6 @@ class Checkpoints:
 def _check_counts(moment: Moment, kept: Kept | None) -> None:
     position = moment.position
     counts = [moment.windows, moment.samples, position.epoch, position.batches, position.used]
-    counts += [] if kept is None else [kept.oom_events, kept.skipped_samples]
+    counts += [] if kept is None else [kept.oom_events, kept.skipped_samples, kept.cap or 0]
     if not all(type(count) is int and count >= 0 for count in counts):
         raise ValueError(f"counts are {counts}")

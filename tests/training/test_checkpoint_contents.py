@@ -578,7 +578,13 @@ EDITS = {
     "counts are": lambda content: content.update(windows=-3),
     "counts are .*None": lambda content: content.update(samples=None),
     "counts are .*'q'": lambda content: content["position"].update(batches="q"),
+    "counts are .*'9'": lambda content: content["cutting"].update(cap="9"),
     "int.* not iterable": lambda content: content["cutting"].update(memory=5),
+    "memory='nonsense' is unknown": lambda content: content["cutting"].update(memory=["nonsense"]),
+    r"memory=\['x'\] is unknown": lambda content: content["cutting"].update(memory=[["x"]]),
+    "say the same twice": lambda content: content["cutting"].update(memory=["checkpoint", "checkpoint"]),
+    "must be at least 1": lambda content: content["cutting"].update(plan=[0]),
+    "int.* and 'str'": lambda content: content["cutting"].update(largest=["4"]),
 }
 
 
@@ -601,20 +607,6 @@ def test_checkpoint_of_another_kind_of_device_is_refused(tmp_path):
 
     with pytest.raises(CheckpointError, match="another device: it was made with cuda, and this call has cpu"):
         Run(checkpoint=tmp_path).fit()
-
-
-@pytest.mark.parametrize("names", [["nonsense"], ["offload", "offload"], [["x"]]], ids=str)
-def test_names_in_a_checkpoint_that_save_no_memory_are_left_aside(tmp_path, names):
-    def fit(steps):
-        loader = DataLoader(TensorDataset(torch.ones(32, 3), torch.zeros(32, dtype=torch.int64)), 8)
-        return autoaccum.fit(nn.Linear(3, 2), loader, 8, max_steps=steps, memory="auto", checkpoint=tmp_path)
-
-    fit(2)
-    edited(tmp_path, lambda content: content["cutting"].update(memory=names))
-
-    result = fit(4)
-
-    assert (result.resumed_from, result.memory) == (2, ())
 
 
 def test_cap_after_lack_of_memory_is_forgotten_once_it_has_helped(tmp_path):
