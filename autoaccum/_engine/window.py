@@ -27,7 +27,7 @@ from autoaccum._engine.does_not_fit import (
     whole_does_not_fit,
 )
 from autoaccum._engine.gradients import PartResult, Progress
-from autoaccum._engine.lack_of_memory import Phase, damage_text, resolvable_lack
+from autoaccum._engine.out_of_memory import Phase, damage_text, resolvable_oom
 from autoaccum._engine.steady import NotSteadyError, SteadyPath
 from autoaccum._engine.window_checks import (
     GradientChecks,
@@ -321,7 +321,7 @@ class Engine:
         """
         step = self._step
         phase = step.phase
-        event = resolvable_lack(
+        event = resolvable_oom(
             error,
             phase,
             self.at.size,
