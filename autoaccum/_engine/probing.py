@@ -24,7 +24,7 @@ from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.savings import AVOIDABLE, Savings
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._loss.loss_weights import Factors
-from autoaccum._memory import backend_for
+from autoaccum._memory.available_devices import backend_for
 from autoaccum._oom import is_oom, let_go
 from autoaccum._records import ProbeResult, Trial
 from autoaccum._sizing.frontier import Frontier

@@ -16,6 +16,8 @@ import ctypes
 import functools
 import gc
 import mmap
+import os
+import threading
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -25,7 +27,6 @@ import torch
 
 from autoaccum._memory import _linux
 from autoaccum._memory.base import MemoryBackend
-from autoaccum._memory.hard_limit import of_process
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import first_line, is_oom
 from autoaccum._records import MemoryReading
@@ -63,6 +64,82 @@ _FIRST_THRESHOLD_BYTES, _LAST_THRESHOLD_BYTES, _NEVER_BYTES = 128 * 1024, 32 * 1
 _BLOCKS_OF_LIMIT = 4096
 # A limit that would do is a peak and one part in so many: peaks of a step differ by what the heap keeps.
 _ABOVE = 5
+
+
+class HardLimit:
+    """RLIMIT_DATA of the process, lowered within `at` and as before outside it, and for what the process starts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # held while a limit is in force
+        self._bound: int | None = None
+        self._before = 0
+        self._thread = 0, ""
+        self._follows_forks = False
+
+    @contextmanager
+    def at(self, bound: int, what: str) -> Iterator[None]:
+        """Let the process hold at most `bound` bytes of data; a tighter limit that holds anyway stays.
+
+        Args:
+            bound: In bytes, as VmData counts.
+            what: Names the limit in the message.
+
+        Raises:
+            InvalidInputError: Another limit is in force in this process.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise InvalidInputError(
+                f"{what} cannot be set: RLIMIT_DATA applies to the whole process, and the thread {self._thread[1]!r} "
+                "already has a limit; run one after the other, or each in a process of its own"
+            )
+        try:
+            if not self._follows_forks:
+                os.register_at_fork(after_in_child=self._forget)
+                self._follows_forks = True
+            self._thread = threading.get_ident(), threading.current_thread().name
+            self._before = resource.getrlimit(resource.RLIMIT_DATA)[0]
+            self._bound = bound
+            _set_soft(bound, self._before)
+            yield
+        finally:
+            with signals.held():
+                if self._bound is not None:
+                    self._bound = None
+                    _set_soft(self._before)
+                self._lock.release()
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Suspend the limit, if this thread has one."""
+        bound = self._bound
+        if bound is None or self._thread[0] != threading.get_ident():
+            yield
+            return
+        try:
+            _set_soft(self._before)
+            yield
+        finally:
+            _set_soft(bound, self._before)
+
+    def _forget(self) -> None:
+        """Give a forked child, which does not train, what its parent had before."""
+        if self._bound is not None:
+            self._bound = None
+            _set_soft(self._before)
+        # The thread that holds it may not exist in the child.
+        self._lock = threading.Lock()
+
+
+def _set_soft(*bounds: int) -> None:
+    """Set the soft limit to the least of these and the hard one, which stays: a user may have lowered it meanwhile."""
+    now, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    finite = [bound for bound in (*bounds, hard) if bound != resource.RLIM_INFINITY]
+    soft = min(finite, default=resource.RLIM_INFINITY)
+    if soft != now:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+_hard_limit = HardLimit()
 
 
 class Host(MemoryBackend):
@@ -150,7 +227,7 @@ class Host(MemoryBackend):
             yield
             return
         others = [bound for name, bound, _ in process_limits() if name == "RLIMIT_DATA"]
-        with of_process.at(self._hard_bytes, f"a limit of {format_bytes(limit_bytes)} on the {self.name}"):
+        with _hard_limit.at(self._hard_bytes, f"a limit of {format_bytes(limit_bytes)} on the {self.name}"):
             self.limit_bytes = min([limit_bytes, *(max(0, bound - _data_bytes()) for bound in others)])
             self.is_soft = True
             if not self._may_keep:
@@ -164,7 +241,7 @@ class Host(MemoryBackend):
 
     def lifted(self) -> contextlib.AbstractContextManager[None]:
         """Suspend the hard limit of this thread, including that of another backend."""
-        return of_process.lifted()
+        return _hard_limit.lifted()
 
     def reset_peak(self) -> None:
         """Reset the kernel's high-water mark; under a limit, measure exactly until `stop_measuring`."""

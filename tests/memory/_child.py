@@ -106,8 +106,8 @@ def check_random_state_is_untouched(host, torch):
 
 
 def check_system_without_limits_refuses_one_and_works_without(host, torch):
-    from autoaccum._memory import Host
     from autoaccum._memory import host as module
+    from autoaccum._memory.host import Host
 
     module.resource = None
     module._linux.status_bytes = lambda *fields: None
@@ -146,7 +146,7 @@ def _refuse(*arguments):
 def check_second_thread_is_refused(host, torch):
     import threading
 
-    from autoaccum._memory import Host
+    from autoaccum._memory.host import Host
     from autoaccum.errors import InvalidInputError
 
     before, entered, seen = _soft(), threading.Event(), {}
@@ -327,7 +327,7 @@ def check_limit_too_small_for_one_sample(host, torch):
 def main(names):
     import torch
 
-    from autoaccum._memory import Host
+    from autoaccum._memory.host import Host
 
     torch.set_num_threads(2)
     results = {}

@@ -5,7 +5,8 @@ import sys
 import pytest
 import torch
 
-from autoaccum._memory import Host, _linux
+from autoaccum._memory import _linux
+from autoaccum._memory.host import Host
 from memory._child import run_checks
 
 MIB = 2**20
