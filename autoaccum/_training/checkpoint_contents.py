@@ -157,17 +157,14 @@ class Contents:
             "random": state.random,
             "position": {field.name: getattr(state.position, field.name) for field in fields(Position)},
             "cutting": {
+                **{field.name: getattr(kept, field.name) for field in fields(Kept)},
+                "cutting": None,
                 "plan": list(now.plan.micro_batches),
                 "largest": list(now.grows_to.micro_batches),
                 "plans": [[since, list(plan.micro_batches)] for since, plan in kept.plans],
-                "asked": kept.asked,
-                "oom_events": kept.oom_events,
-                "skipped_samples": kept.skipped_samples,
                 "frontier": None if now.frontier is None else now.frontier.state(),
                 "is_found": now.is_found,
                 "is_timed": now.is_timed,
-                "memory": None if kept.memory is None else list(kept.memory),
-                "cap": kept.cap,
             },
         }
 
@@ -204,25 +201,16 @@ class Contents:
 
     def kept(self, content: Mapping[str, Any]) -> Kept:
         """Return how windows were cut; `content` as for `loop_state`, or its part."""
-        saved = content["cutting"]
-        cutting = Cutting(
-            _plan(saved["plan"]),
-            _plan(saved["largest"]),
-            Frontier.of_state(saved["frontier"]),
-            saved["is_found"],
-            saved["is_timed"],
+        saved = dict(content["cutting"])
+        saved["cutting"] = Cutting(
+            _plan(saved.pop("plan")),
+            _plan(saved.pop("largest")),
+            Frontier.of_state(saved.pop("frontier")),
+            saved.pop("is_found"),
+            saved.pop("is_timed"),
         )
-        plans = tuple((since, _plan(sizes)) for since, sizes in saved["plans"])
-        memory = saved["memory"]
-        return Kept(
-            cutting,
-            plans,
-            saved["asked"],
-            saved["oom_events"],
-            saved["skipped_samples"],
-            None if memory is None else tuple(memory),
-            saved["cap"],
-        )
+        saved["plans"] = tuple((since, _plan(sizes)) for since, sizes in saved["plans"])
+        return Kept(**saved)
 
     def put_back(self, content: dict[str, Any]) -> None:
         """Set model, optimizer, scheduler and scaler to what a checkpoint holds that was checked, in place.

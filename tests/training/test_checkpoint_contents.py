@@ -579,7 +579,7 @@ EDITS = {
     "counts are .*None": lambda content: content.update(samples=None),
     "counts are .*'q'": lambda content: content["position"].update(batches="q"),
     "counts are .*'9'": lambda content: content["cutting"].update(cap="9"),
-    "int.* not iterable": lambda content: content["cutting"].update(memory=5),
+    "memory=5 is neither": lambda content: content["cutting"].update(memory=5),
     "memory='nonsense' is unknown": lambda content: content["cutting"].update(memory=["nonsense"]),
     r"memory=\['x'\] is unknown": lambda content: content["cutting"].update(memory=[["x"]]),
     "say the same twice": lambda content: content["cutting"].update(memory=["checkpoint", "checkpoint"]),
