@@ -108,6 +108,12 @@ class HardLimit:
                     _set_soft(self._before)
                 self._lock.release()
 
+    def raise_to(self, bound: int) -> None:
+        """Let the process hold `bound` bytes, if this thread has a limit below that."""
+        if self._bound is not None and self._bound < bound and self._thread[0] == threading.get_ident():
+            self._bound = bound
+            _set_soft(bound, self._before)
+
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Suspend the limit, if this thread has one."""
@@ -271,6 +277,10 @@ class Host(MemoryBackend):
         """Count no batch of the loader beyond those of the first window, which was drawn before `counted`."""
         self._data_then = data_bytes if self._data_then is None else self._data_then
         self._data_bytes = max(0, data_bytes - self._data_then)
+        if self._data_bytes:
+            free = _machine_free()
+            room = _data_bytes() + free - free // _RESERVE
+            _hard_limit.raise_to(min(self._hard_bytes + self._data_bytes, room))
 
     def excess(self, peak_bytes: int | None) -> str | None:
         """Return in words by how much a peak is above the limit in force, and which limit would do."""

@@ -228,6 +228,29 @@ def check_processes_do_not_inherit_the_limit(host, torch):
     return {"before": before, **seen}
 
 
+def check_batches_of_the_loader_are_exempt(host, torch):
+    def allocates():
+        try:
+            torch.empty(32 * _MIB, dtype=torch.uint8)
+        except RuntimeError:
+            return False
+        return True
+
+    with host.limited(16 * _MIB):
+        host.exempt(4 * _MIB)
+        with host.lifted():
+            batch = torch.empty(500 * _MIB, dtype=torch.uint8)
+        before = allocates()
+        host.exempt(batch.nbytes)
+        batch[: 64 * _MIB] = 1
+        return {"before": before, "then": allocates(), "used": host.reading().used_bytes, "free": _free_of(host)}
+
+
+def _free_of(host):
+    host.trim()
+    return host.reading().free_bytes
+
+
 def check_runner_is_limited_within_its_steps(host, torch):
     import autoaccum
 
