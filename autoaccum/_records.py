@@ -6,7 +6,7 @@ Nothing here computes on a device. `StepReport` may hold numbers that are still 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -322,6 +322,17 @@ class TimeSpent:
     checkpoint_s: float = 0.0
     start_s: float = 0.0
 
+    def by_name(self) -> dict[str, float]:
+        """Return the seconds by what they were spent on, in words."""
+        return {
+            "start": self.start_s,
+            "search": self.search_s,
+            "computing again": self.recomputation_s,
+            "waiting for data": self.data_s,
+            "evaluations": self.evaluation_s,
+            "checkpoints": self.checkpoint_s,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
@@ -388,8 +399,8 @@ class FitResult:
             lines.append(f"memory saved by: {', '.join(self.memory)}")
         if self.noise_scale is not None:
             lines.append(f"gradient noise scale: {self.noise_scale:,.0f} samples")
-        spent = {one.name.removesuffix("_s"): getattr(self.time_spent, one.name) for one in fields(TimeSpent)}
-        besides = [f"{name} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= _SHOWN_S]
+        spent = self.time_spent.by_name().items()
+        besides = [f"{name} {seconds:.1f} s" for name, seconds in spent if seconds >= _SHOWN_S]
         lines += [f"time besides steps: {', '.join(besides)}"] if besides else []
         lines += [] if self.checkpoint is None else [f"checkpoint: {self.checkpoint}"]
         lines += [] if self.best_checkpoint is None else [f"lowest validation loss: {self.best_checkpoint}"]

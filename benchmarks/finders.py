@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from workloads import GPU_WORKLOADS, WORKLOADS, cut, each, placed
 
-from autoaccum._memory import Host
+from autoaccum._memory.host import Host
 from autoaccum._oom import first_line, is_oom, let_go
 
 FINDERS = {

@@ -30,7 +30,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import autoaccum
-from autoaccum._memory import Host, _linux
+from autoaccum._memory import _linux
+from autoaccum._memory.host import Host
 
 MIB = 2**20
 # Samples of a micro-batch, of which a timed window has two; of a window of `fit`; and its limit.

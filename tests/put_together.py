@@ -4,7 +4,7 @@ from autoaccum._engine.assembly import assemble
 from autoaccum._engine.events import Events
 from autoaccum._engine.options import Options
 from autoaccum._engine.runner import WindowRunner
-from autoaccum._memory import backend_for
+from autoaccum._memory.available_devices import backend_for
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system.notices import Notices
 from helpers import CPU

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-from autoaccum._memory import backend_for
+from autoaccum._memory.available_devices import backend_for
 from autoaccum._system.notices import Notices
 
 LIMIT, LAYERS = 96 << 20, 32

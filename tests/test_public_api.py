@@ -9,6 +9,7 @@ import pytest
 import autoaccum
 from folders import ROOT
 
+ARGUMENTS = list(inspect.signature(autoaccum.fit).parameters)
 CALLED = [autoaccum.fit, autoaccum.find_micro_batch, autoaccum.plan, autoaccum.Runner, autoaccum.windows]
 
 
@@ -44,3 +45,27 @@ def test_function_documents_every_argument_and_what_it_raises(function):
 
     assert explained == list(inspect.signature(function).parameters)
     assert "Raises:\n    InvalidInputError: " in documentation
+
+
+def test_fit_has_the_arguments_of_the_reference_in_its_order():
+    listed = (ROOT / "docs" / "reference.md").read_text().partition("## Arguments of `fit`")[2].partition("\n## ")[0]
+
+    assert re.findall(r"`(\w+)`", listed.partition("|---|")[2]) == ARGUMENTS
+
+
+def test_accumulator_has_its_arguments_in_the_order_of_fit():
+    shared = [name for name in inspect.signature(autoaccum.Accumulator).parameters if name in ARGUMENTS]
+
+    assert shared == sorted(shared, key=ARGUMENTS.index)
+
+
+def test_arguments_whose_values_are_a_list_have_them_in_their_types():
+    types = {name: str(one.annotation) for name, one in inspect.signature(autoaccum.fit).parameters.items()}
+
+    assert [name for name in types if "Literal[" in types[name]] == [
+        *("loss_reduction", "loss_scope", "batchnorm"),
+        *("optimizer", "scheduler_interval", "lr_scaling"),
+        *("progress", "on_nan"),
+        *("precision", "micro_batch", "on_too_large"),
+        "resume",
+    ]

@@ -14,6 +14,8 @@ from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, overload
 
+import torch
+
 from autoaccum._arguments import shown
 from autoaccum._data.nesting import elements_of, holds_tensor, numbers_in, shapes_of
 from autoaccum._data.pieces import NestedPiece, Span
@@ -21,7 +23,6 @@ from autoaccum._data.splits import FIRST, Along, ByDefault, ListOfSamples, check
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from autoaccum._data.pieces import Piece, Split
@@ -267,6 +268,11 @@ class Window(Sequence[Any]):
     def tensors(self) -> list[Tensor]:
         """Every tensor of every piece, once."""
         return self._tensors
+
+    def data_bytes(self) -> int:
+        """What the loader's batches of its pieces keep in memory, those of which it has a part only included."""
+        storages = (tensor.untyped_storage() for tensor in self._tensors if tensor.layout is torch.strided)
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
     @cached_property
     def _tensors(self) -> list[Tensor]:

@@ -25,8 +25,8 @@ from autoaccum._distributed.buckets import Buckets, as_plain
 from autoaccum._engine.does_not_fit import whole_does_not_fit
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.gradients import LossSum, WindowResult
-from autoaccum._engine.lack_of_memory import Phase
 from autoaccum._engine.noise_scale import Spread, squared_norm
+from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.peers import Peers
 from autoaccum._engine.steady import is_number_due
 from autoaccum._loss.loss_check import MOST_SAMPLES

@@ -19,7 +19,7 @@ from autoaccum._distributed.process_group import gone, is_of_the_network
 from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, sample_of
 from autoaccum._engine.dtensor import least_size
 from autoaccum._engine.gradients import PartResult
-from autoaccum._engine.lack_of_memory import Phase
+from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.loss_weights import OF_SAMPLES, Factors
 from autoaccum._loss.terms import in_full

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoaccum._data.batches import largest_first
-from autoaccum._engine.lack_of_memory import Phase
+from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.peers import Alone
 from autoaccum._engine.steady import NotSteadyError
 from autoaccum._engine.window import Engine

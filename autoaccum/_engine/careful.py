@@ -16,8 +16,8 @@ from torch import Tensor
 
 from autoaccum._engine.forward_backward import check_weight
 from autoaccum._engine.gradients import PartResult
-from autoaccum._engine.lack_of_memory import Phase
 from autoaccum._engine.noise_scale import spread_of, squared_norm
+from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._loss.loss_forms import Common
 

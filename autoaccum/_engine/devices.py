@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum._arguments import shown
-from autoaccum._memory import backend_for
-from autoaccum._memory.available_devices import existing, find_accelerator, there_is
+from autoaccum._memory.available_devices import backend_for, existing, find_accelerator, there_is
 from autoaccum._memory.base import MemoryBackend
 from autoaccum._memory.limits import describe_neighbours, describe_room
 from autoaccum._oom import first_line, is_device_lost, is_oom

@@ -15,8 +15,8 @@ from torch import Tensor
 from autoaccum._data.batches import Window
 from autoaccum._data.nesting import as_leaf, copied, map_tensors
 from autoaccum._engine.does_not_fit import sample_does_not_fit, whole_does_not_fit
-from autoaccum._engine.lack_of_memory import Phase, resolvable_lack
 from autoaccum._engine.metrics import CountingMetric, keeps_count, mean_of, metrics_by_name
+from autoaccum._engine.out_of_memory import Phase, resolvable_oom
 from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.window_loss import WindowLoss
 from autoaccum._loss.loss_forms import Common
@@ -290,12 +290,12 @@ def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
                 step.check_losses(window, mark)
                 objective.weights.warn_if_unchecked()
         except Exception as error:
-            lack = resolvable_lack(error, Phase.WEIGH, None, step.witness)
-            if lack is None:
+            event = resolvable_oom(error, Phase.WEIGH, None, step.witness)
+            if event is None:
                 raise
         else:
             return
-        said = lack.message
+        said = event.message
         step.memory.release()
     objective.check_anew()
     raise whole_does_not_fit(step, said, Phase.WEIGH, _TRIES_TO_WEIGH)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autoaccum._data.nesting import plain_parts
-from autoaccum._engine.lack_of_memory import first_of
+from autoaccum._engine.out_of_memory import first_of
 from autoaccum._system.notices import Notices
 from autoaccum.errors import NotFiniteError
 

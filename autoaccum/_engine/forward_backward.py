@@ -16,8 +16,8 @@ from autoaccum._data.nesting import without_graphs
 from autoaccum._data.transfer import Transfer
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum._engine.gradients import LossSum
-from autoaccum._engine.lack_of_memory import Phase, Stage
 from autoaccum._engine.optimizer_step import Updates
+from autoaccum._engine.out_of_memory import Phase, Stage
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss import reported
 from autoaccum._loss.objective import no_gradient
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.gradients import PartResult
-    from autoaccum._engine.lack_of_memory import Witness
     from autoaccum._engine.options import Options
+    from autoaccum._engine.out_of_memory import Witness
     from autoaccum._engine.precision import Precision
     from autoaccum._engine.window_checks import GradientChecks
     from autoaccum._loss.loss_weights import Factors

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from autoaccum._engine.lack_of_memory import Phase, Stage
+from autoaccum._engine.out_of_memory import Phase, Stage
 from autoaccum._memory._storages import Transients
 from autoaccum._oom import first_line, is_oom, let_go
 from autoaccum.errors import StateDamagedError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from autoaccum._data.batches import Window
 from autoaccum._engine.does_not_fit import sample_of
-from autoaccum._engine.lack_of_memory import Phase, damage_text, resolvable_lack
+from autoaccum._engine.out_of_memory import Phase, damage_text, resolvable_oom
 from autoaccum._records import MemoryEvent
 from autoaccum._sizing.backoff import Backoffs, wait_for_memory
 from autoaccum._sizing.frontier import widths_between
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from autoaccum._data.pieces import Split
-    from autoaccum._engine.lack_of_memory import Witness
+    from autoaccum._engine.out_of_memory import Witness
     from autoaccum._engine.savepoint import Savepoint
     from autoaccum._memory.base import MemoryBackend
     from autoaccum.errors import DoesNotFitError
@@ -59,7 +59,7 @@ class PartsThatFit:
 
         Args:
             most: The largest size to try; None for whole batches.
-            witness: Sees each lack of memory, before anything is freed.
+            witness: Sees each event of memory, before anything is freed.
         """
         self._most = most
         self._witness = witness
@@ -132,8 +132,8 @@ class PartsThatFit:
                 self._knows_what_moves = True
         except Exception as error:
             has_moved = _versions_in(window) != versions
-            lack = resolvable_lack(error, Phase.EVALUATE, size, self._witness, has_moved=has_moved)
-            if lack is None:
+            event = resolvable_oom(error, Phase.EVALUATE, size, self._witness, has_moved=has_moved)
+            if event is None:
                 raise
         else:
             return done
@@ -143,8 +143,8 @@ class PartsThatFit:
         self._memory.release()
         if is_saved and (damage := self._savepoint.damage()):
             raise StateDamagedError(f"memory ran out after {damage_text(damage)}")
-        self._on_oom(lack)
-        return lack
+        self._on_oom(event)
+        return event
 
 
 def _versions_in(window: Window | None) -> list[int]:

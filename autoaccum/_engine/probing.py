@@ -17,14 +17,14 @@ from autoaccum._engine import devices
 from autoaccum._engine.assembly import assemble
 from autoaccum._engine.does_not_fit import described, sample_does_not_fit
 from autoaccum._engine.gradients import PartResult
-from autoaccum._engine.lack_of_memory import Phase, resolvable_lack
 from autoaccum._engine.optimizer_step import OptimizerCopy, aside
 from autoaccum._engine.options import Options
+from autoaccum._engine.out_of_memory import Phase, resolvable_oom
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.savings import AVOIDABLE, Savings
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._loss.loss_weights import Factors
-from autoaccum._memory import backend_for
+from autoaccum._memory.available_devices import backend_for
 from autoaccum._oom import is_oom, let_go
 from autoaccum._records import ProbeResult, Trial
 from autoaccum._sizing.frontier import Frontier
@@ -191,12 +191,12 @@ def _search(
         search.tried(size, widths, running.extra_bytes(size), fits=trials[-1].fits)
     answer = max((trial.size for trial in trials if trial.fits), default=None)
     if answer is None:
-        lack = running.lack
-        assert lack is not None
-        said = lack.message
+        event = running.oom_event
+        assert event is not None
+        said = event.message
         if whole is not None:
             said = f"the loss takes all {max_micro_batch} samples of a window at once; {said}"
-        raise sample_does_not_fit(step, said, sample=running.sample(), phase=lack.phase, is_whole=whole is not None)
+        raise sample_does_not_fit(step, said, sample=running.sample(), phase=event.phase, is_whole=whole is not None)
     line = frontier.line(widths)
     return ProbeResult(
         answer,
@@ -216,7 +216,7 @@ class Trials:
     Attributes:
         held_bytes: Bytes held between trials, counted as peaks are; None if that is not counted.
         free_bytes: Bytes that are free between them; None if that is not known.
-        lack: What happened when memory last ran out; None if it has not.
+        oom_event: What happened when memory last ran out; None if it has not.
         growing_bytes: For each size that fits, the peak of the part of its step that grows with it: all but the
         optimizer step.
     """
@@ -230,7 +230,7 @@ class Trials:
         self._savepoint = step.savepoint(of_parameters=True)
         split = step.objective.split
         self._window = None if whole is None or samples is None else repeating(batch, samples, split)
-        self.lack: MemoryEvent | None = None
+        self.oom_event: MemoryEvent | None = None
         self.held_bytes: int | None = None
         self.free_bytes: int | None = None
         self.growing_bytes: dict[int, int | None] = {}
@@ -264,10 +264,10 @@ class Trials:
             half_way = isinstance(error, StateDamagedError) and error.__cause__ is not None and is_oom(error.__cause__)
             cause = error.__cause__ if half_way and isinstance(error.__cause__, Exception) else error
             phase = self._step.phase
-            lack = resolvable_lack(cause, phase, size, self._step.witness, is_trial=True)
-            if lack is None:
+            event = resolvable_oom(cause, phase, size, self._step.witness, is_trial=True)
+            if event is None:
                 raise
-            self.lack, fits = lack, False
+            self.oom_event, fits = event, False
             let_go(error)
         elapsed_s = time.perf_counter() - started
         peak = memory.peak_bytes() if fits else None

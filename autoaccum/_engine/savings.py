@@ -128,8 +128,8 @@ class Savings:
         elif not error.saving_helps:
             return
         for name in SAVINGS:
-            if lack := self._left_out(name):
-                self._notices.say(f"memory='auto' leaves out {name!r}: {lack}", key=f"left out {name}")
+            if reason := self._left_out(name):
+                self._notices.say(f"memory='auto' leaves out {name!r}: {reason}", key=f"left out {name}")
         if self._left:
             self.names = (*self.names, self._left.pop(0))
 
@@ -139,7 +139,7 @@ class Savings:
             return f"on {self._memory.name} everything is there already" if self._memory.is_host else ""
         if name == CHECKPOINT and is_checkpointed_already(self._modules):
             return "the model checkpoints its blocks already"
-        return _lack_of(name, self._modules)
+        return _why_not(name, self._modules)
 
 
 # --- the argument `memory` --------------------------------------------------------------------------------------------
@@ -180,8 +180,8 @@ def _is_known(name: object) -> bool:
 
 def check_place(name: str, modules: Sequence[nn.Module]) -> None:
     """Refuse what has no place in modules, by a name of `memory`."""
-    if lack := _lack_of(name, modules):
-        raise InvalidInputError(f"memory={name!r}: {lack}; or leave it out")
+    if reason := _why_not(name, modules):
+        raise InvalidInputError(f"memory={name!r}: {reason}; or leave it out")
 
 
 def saving(name: str, modules: Sequence[nn.Module], memory: MemoryBackend) -> AbstractContextManager[str]:
@@ -195,13 +195,13 @@ def saving(name: str, modules: Sequence[nn.Module], memory: MemoryBackend) -> Ab
 def ways_left(modules: Sequence[nn.Module], memory: MemoryBackend) -> list[str]:
     """Return what saves memory, by names of `memory`, that is not in force yet and would change anything."""
     changed: dict[str, Sequence[nn.Module]] = {CHUNKED: find_heads(modules), CHECKPOINT: blocks_of(modules)}
-    ways = [name for name, parts in changed.items() if not _lack_of(name, modules) and not any(map(is_replaced, parts))]
+    ways = [name for name, parts in changed.items() if not _why_not(name, modules) and not any(map(is_replaced, parts))]
     if is_checkpointed_already(modules) and CHECKPOINT in ways:
         ways.remove(CHECKPOINT)
     return ways if memory.is_host or any(map(is_replaced, modules)) else [*ways, OFFLOAD]
 
 
-def _lack_of(name: str, modules: Sequence[nn.Module]) -> str:
+def _why_not(name: str, modules: Sequence[nn.Module]) -> str:
     """Return what was looked for and found where something has no place in modules, with what to do; else nothing."""
     kind, _, rest = name.partition(":")
     if kind == CHUNKED and are_compiled(modules):

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from autoaccum._data.batches import KnownWindow
 from autoaccum._data.pieces import flat_like
 from autoaccum._engine.gradients import LossSum, PartResult
-from autoaccum._engine.lack_of_memory import Phase
+from autoaccum._engine.out_of_memory import Phase
 from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.terms import everything_counts
 

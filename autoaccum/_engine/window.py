@@ -27,7 +27,7 @@ from autoaccum._engine.does_not_fit import (
     whole_does_not_fit,
 )
 from autoaccum._engine.gradients import PartResult, Progress
-from autoaccum._engine.lack_of_memory import Phase, damage_text, resolvable_lack
+from autoaccum._engine.out_of_memory import Phase, damage_text, resolvable_oom
 from autoaccum._engine.steady import NotSteadyError, SteadyPath
 from autoaccum._engine.window_checks import (
     GradientChecks,
@@ -176,6 +176,7 @@ class Engine:
         if not self._is_steady:
             step.objective.begin_window()
         if step.memory.is_soft:
+            step.memory.exempt(window.data_bytes())
             if self._is_steady:
                 step.memory.stop_measuring()
             else:  # what loaders, callbacks and evaluations took is not the window's
@@ -274,7 +275,7 @@ class Engine:
             self._norms.put_back()
         if self._window.versions() != self._versions_of_data:
             self._step.transfer.copy_always()
-        self._given = None
+        self._given = self._step.objective.weights.window = None
         del self._window, self._on_change
 
     def complete(self, elapsed_s: float) -> None:
@@ -320,7 +321,7 @@ class Engine:
         """
         step = self._step
         phase = step.phase
-        event = resolvable_lack(
+        event = resolvable_oom(
             error,
             phase,
             self.at.size,

@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum._data.splits import is_default
-from autoaccum._engine.lack_of_memory import first_of
+from autoaccum._engine.out_of_memory import first_of
 from autoaccum._engine.replaced_forward import are_compiled
 from autoaccum._engine.savepoint import is_metric
 from autoaccum._loss.graph_reader import nodes_of

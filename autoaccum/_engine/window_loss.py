@@ -26,7 +26,7 @@ from autoaccum._data.random_state import RandomState
 from autoaccum._data.splits import FIRST, Along
 from autoaccum._engine.forward_backward import check_weight
 from autoaccum._engine.gradients import LossSum, PartResult
-from autoaccum._engine.lack_of_memory import Phase
+from autoaccum._engine.out_of_memory import Phase
 from autoaccum._loss import reported
 from autoaccum._loss.closures import used_by
 from autoaccum._loss.graph_reader import nodes_of

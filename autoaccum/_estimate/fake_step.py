@@ -25,10 +25,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autoaccum._data.nesting import copied, plain_parts, tensors_in
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.gradients import PartResult
-from autoaccum._engine.lack_of_memory import Phase
 from autoaccum._engine.optimizer_step import uncompiled
 from autoaccum._engine.optimizers import resolve
 from autoaccum._engine.options import Options
+from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.precision import Precision, own_half_type
 from autoaccum._estimate import cuda_dispatch
 from autoaccum._estimate.allocation_trace import Category

@@ -22,7 +22,6 @@ from autoaccum._arguments import check_positive_int
 from autoaccum._launch.diagnosis import DOES_NOT_FIT, Diagnosis, diagnose
 from autoaccum._launch.supervisor import GRACE_S, Ended, Supervisor
 from autoaccum._memory import _linux
-from autoaccum._memory.kills import read_kills, risen
 from autoaccum._sizing.cache import Key, PlanCache, Remembered, digest_of
 from autoaccum._system import launched, reason_file
 from autoaccum._system.notices import Notices
@@ -168,10 +167,10 @@ class _Run:
         if self._sizes is not None:
             numbers = asdict(self._sizes)
             variables |= {f"AUTOACCUM_{name.upper()}": str(number) for name, number in numbers.items()}
-        before = read_kills()
+        before = _linux.read_kills()
         arguments = [_PLACEHOLDER.sub(lambda found: str(numbers[found[1]]), one) for one in self._command]
         ended = supervisor.run(arguments, os.environ | variables)
-        return ended, diagnose(ended, reason_file.read(path), risen(before, read_kills()))
+        return ended, diagnose(ended, reason_file.read(path), _linux.risen(before, _linux.read_kills()))
 
     def _passed_on(self, ended: Ended, diagnosis: Diagnosis) -> int:
         name = self._command[0]

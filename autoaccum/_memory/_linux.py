@@ -1,4 +1,4 @@
-"""Reads this process's memory use and limits on Linux, from /proc/self/status and its control groups.
+"""Reads this process's memory use and limits on Linux, and who was killed, from /proc and its control groups.
 
 Changes nothing except the kernel's high-water mark. Functions return None or nothing if the system does not provide a
 value.
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 _PROC = Path("/proc/self")
 # Version 1 writes "no limit" as the largest number of whole pages that fits 63 bits.
@@ -83,6 +83,37 @@ def counter(path: Path, name: str) -> int | None:
         if found == name and value.strip().isdigit():
             return int(value)
     return None
+
+
+def read_kills(proc: Path = _PROC.parent) -> dict[str, int]:
+    """Return counters of out-of-memory kills, by the file that each was read from; empty if there are none.
+
+    Each is the counter of the nearest control group that has one, since a group further up also counts the kills of
+    others. (In version 2 a group includes those below it.) Without such a group it is that of the whole machine.
+
+    Args:
+        proc: The proc file system; another folder in tests.
+    """
+    counters: dict[str, int] = {}
+    counted: set[int] = set()
+    for version, folder in group_folders(proc / "self"):
+        if version in counted:
+            continue
+        path = folder / ("memory.events" if version == 2 else "memory.oom_control")  # noqa: PLR2004 - of cgroups
+        count = counter(path, "oom_kill")
+        if count is not None:
+            counters[str(path)] = count
+            counted.add(version)
+    if not counters:
+        count = counter(proc / "vmstat", "oom_kill")
+        if count is not None:
+            counters[str(proc / "vmstat")] = count
+    return counters
+
+
+def risen(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    """Return the counters that have risen, and by how much."""
+    return {name: count - before[name] for name, count in after.items() if count > before.get(name, count)}
 
 
 def _memberships(proc: Path) -> Iterator[tuple[int, Path]]:

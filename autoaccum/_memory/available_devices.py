@@ -1,11 +1,19 @@
-"""Finds the devices of this machine without initialising them."""
+"""Finds the devices of this machine without initialising them, and the backend for the memory of each."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 
 from autoaccum._arguments import shown
+from autoaccum._memory.accelerator import Accelerator
+from autoaccum._memory.cuda import Cuda
+from autoaccum._memory.host import Host
 from autoaccum.errors import DeviceMissingError, InvalidInputError
+
+if TYPE_CHECKING:
+    from autoaccum._memory.base import MemoryBackend
 
 
 def find_accelerator() -> torch.device | None:
@@ -39,3 +47,15 @@ def there_is() -> str:
     if there is not None:
         names += [f"'{there.type}:{index}'" for index in range(torch.accelerator.device_count())]
     return f"this machine has {', '.join(names)}"
+
+
+def backend_for(device: torch.device) -> MemoryBackend:
+    """Return the backend for the memory of a CPU, a CUDA (or ROCm) device or another accelerator of this machine.
+
+    Raises:
+        DeviceMissingError: This machine does not have the device.
+    """
+    if device.type == "cpu":
+        return Host()
+    existing(device)
+    return Cuda(device) if device.type == "cuda" else Accelerator(device)

@@ -136,6 +136,12 @@ class MemoryBackend(ABC):
     def stop_measuring(self) -> None:  # noqa: B027 - most devices count peaks at no cost
         """Do without peaks until the next `reset_peak`, if counting them costs time."""
 
+    def exempt(self, data_bytes: int) -> None:  # noqa: B027 - most devices have no such limit
+        """Leave what batches of the loader take beyond those of the first call of this out of a soft limit.
+
+        A loader's batch may be larger than the limit, and a window may take from two of them.
+        """
+
     def excess(self, peak_bytes: int | None) -> str | None:  # noqa: ARG002 - most devices have no such limit
         """Return in words by how much a peak is above a soft limit; None if it is not, or there is none."""
         return None

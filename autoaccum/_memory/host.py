@@ -16,6 +16,8 @@ import ctypes
 import functools
 import gc
 import mmap
+import os
+import threading
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -25,7 +27,6 @@ import torch
 
 from autoaccum._memory import _linux
 from autoaccum._memory.base import MemoryBackend
-from autoaccum._memory.hard_limit import of_process
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import first_line, is_oom
 from autoaccum._records import MemoryReading
@@ -65,6 +66,88 @@ _BLOCKS_OF_LIMIT = 4096
 _ABOVE = 5
 
 
+class HardLimit:
+    """RLIMIT_DATA of the process, lowered within `at` and as before outside it, and for what the process starts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # held while a limit is in force
+        self._bound: int | None = None
+        self._before = 0
+        self._thread = 0, ""
+        self._follows_forks = False
+
+    @contextmanager
+    def at(self, bound: int, what: str) -> Iterator[None]:
+        """Let the process hold at most `bound` bytes of data; a tighter limit that holds anyway stays.
+
+        Args:
+            bound: In bytes, as VmData counts.
+            what: Names the limit in the message.
+
+        Raises:
+            InvalidInputError: Another limit is in force in this process.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise InvalidInputError(
+                f"{what} cannot be set: RLIMIT_DATA applies to the whole process, and the thread {self._thread[1]!r} "
+                "already has a limit; run one after the other, or each in a process of its own"
+            )
+        try:
+            if not self._follows_forks:
+                os.register_at_fork(after_in_child=self._forget)
+                self._follows_forks = True
+            self._thread = threading.get_ident(), threading.current_thread().name
+            self._before = resource.getrlimit(resource.RLIMIT_DATA)[0]
+            self._bound = bound
+            _set_soft(bound, self._before)
+            yield
+        finally:
+            with signals.held():
+                if self._bound is not None:
+                    self._bound = None
+                    _set_soft(self._before)
+                self._lock.release()
+
+    def raise_to(self, bound: int) -> None:
+        """Let the process hold `bound` bytes, if this thread has a limit below that."""
+        if self._bound is not None and self._bound < bound and self._thread[0] == threading.get_ident():
+            self._bound = bound
+            _set_soft(bound, self._before)
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Suspend the limit, if this thread has one."""
+        bound = self._bound
+        if bound is None or self._thread[0] != threading.get_ident():
+            yield
+            return
+        try:
+            _set_soft(self._before)
+            yield
+        finally:
+            _set_soft(bound, self._before)
+
+    def _forget(self) -> None:
+        """Give a forked child, which does not train, what its parent had before."""
+        if self._bound is not None:
+            self._bound = None
+            _set_soft(self._before)
+        # The thread that holds it may not exist in the child.
+        self._lock = threading.Lock()
+
+
+def _set_soft(*bounds: int) -> None:
+    """Set the soft limit to the least of these and the hard one, which stays: a user may have lowered it meanwhile."""
+    now, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    finite = [bound for bound in (*bounds, hard) if bound != resource.RLIM_INFINITY]
+    soft = min(finite, default=resource.RLIM_INFINITY)
+    if soft != now:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+_hard_limit = HardLimit()
+
+
 class Host(MemoryBackend):
     """The memory of the machine that this process may use.
 
@@ -86,6 +169,8 @@ class Host(MemoryBackend):
         self._hard_bytes = 0
         self._granted_bytes = 0  # that were there for the optimizer's step once the heap had given back what is free
         self._held_then = _anonymous()
+        self._data_then: int | None = None  # that batches of the loader took in the first window
+        self._data_bytes = 0  # that they take beyond it now
 
     def reading(self) -> MemoryReading:
         """Return the memory free within the tightest limit of machine, control groups and process.
@@ -93,7 +178,7 @@ class Host(MemoryBackend):
         What the heap keeps for the next step counts as used: call `trim` first to learn what a step could have.
         """
         machine = psutil.virtual_memory()
-        used = max(0, _anonymous() - self._held_then)
+        used = max(0, _anonymous() - self._held_then - self._data_bytes)
         groups = [(group.limit_bytes, group.used_bytes) for group in _linux.group_limits()]
         frees = [machine.available, *(limit - taken for limit, taken in groups)]
         frees += [limit - held for _, limit, held in process_limits()]
@@ -127,7 +212,7 @@ class Host(MemoryBackend):
             with signals.held():
                 _warm_up()
         self.release()
-        self._held_then, self._granted_bytes = _anonymous(), 0
+        self._held_then, self._granted_bytes, self._data_then, self._data_bytes = _anonymous(), 0, None, 0
         self.reset_peak()
         if limit_bytes is not None:
             free = _machine_free()
@@ -148,7 +233,7 @@ class Host(MemoryBackend):
             yield
             return
         others = [bound for name, bound, _ in process_limits() if name == "RLIMIT_DATA"]
-        with of_process.at(self._hard_bytes, f"a limit of {format_bytes(limit_bytes)} on the {self.name}"):
+        with _hard_limit.at(self._hard_bytes, f"a limit of {format_bytes(limit_bytes)} on the {self.name}"):
             self.limit_bytes = min([limit_bytes, *(max(0, bound - _data_bytes()) for bound in others)])
             self.is_soft = True
             if not self._may_keep:
@@ -162,7 +247,7 @@ class Host(MemoryBackend):
 
     def lifted(self) -> contextlib.AbstractContextManager[None]:
         """Suspend the hard limit of this thread, including that of another backend."""
-        return of_process.lifted()
+        return _hard_limit.lifted()
 
     def reset_peak(self) -> None:
         """Reset the kernel's high-water mark; under a limit, measure exactly until `stop_measuring`."""
@@ -186,7 +271,16 @@ class Host(MemoryBackend):
         if counted is None:
             return None
         high, of_files, shared = counted
-        return max(0, high - of_files - shared - self._held_then)
+        return max(0, high - of_files - shared - self._held_then - self._data_bytes)
+
+    def exempt(self, data_bytes: int) -> None:
+        """Count no batch of the loader beyond those of the first window, which was drawn before `counted`."""
+        self._data_then = data_bytes if self._data_then is None else self._data_then
+        self._data_bytes = max(0, data_bytes - self._data_then)
+        if self._data_bytes:
+            free = _machine_free()
+            room = _data_bytes() + free - free // _RESERVE
+            _hard_limit.raise_to(min(self._hard_bytes + self._data_bytes, room))
 
     def excess(self, peak_bytes: int | None) -> str | None:
         """Return in words by how much a peak is above the limit in force, and which limit would do."""

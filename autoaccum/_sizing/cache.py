@@ -84,7 +84,14 @@ class PlanCache:
         try:
             path = _path(self._folder, key)
             remembered = _understood(json.loads(files.read(path, _MOST_BYTES))["found"], key.target_batch)
-        except Exception:  # noqa: BLE001 - missing, damaged or foreign: sizes are searched for as without it
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError, files.NotRegularError) as error:
+            self._notices.say(
+                f"plan cache: {self._folder} holds what cannot be used for this job ({type(error).__name__}: "
+                f"{first_line(error)}), so sizes are searched for anew",
+                key="plan cache unusable",
+            )
+            return None
+        except Exception:  # noqa: BLE001 - there is none, or `keep` will say why none can be there
             return None
         with contextlib.suppress(OSError):  # of a read-only folder
             os.utime(path)  # so that it is not among the oldest

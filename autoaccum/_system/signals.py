@@ -150,7 +150,7 @@ class Watch:
     Attributes:
         raises: Whether SIGTERM raises `Terminated`; otherwise it has its former effect. A second one is ignored, so as
             not to disturb the handling of the first.
-        wished: Whether SIGUSR1 has arrived since this was last set to False.
+        is_save_requested: Whether SIGUSR1 has arrived since this was last set to False.
         defers: Whether SIGTERM only sets `is_ending`, so that other processes can be consulted first; a second one
             takes effect at once.
         is_ending: Whether such a SIGTERM has arrived.
@@ -158,7 +158,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.raises = False
-        self.wished = False
+        self.is_save_requested = False
         self.defers = False
         self.is_ending = False
         self._terminated = False
@@ -169,7 +169,7 @@ class Watch:
         if can_be_handled():
             self._install(signal.SIGTERM, self._on_terminate)
             if hasattr(signal, "SIGUSR1"):
-                self._install(signal.SIGUSR1, self._on_wish)
+                self._install(signal.SIGUSR1, self._on_save_request)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -178,7 +178,7 @@ class Watch:
         if self._terminated:
             signal.raise_signal(signal.SIGTERM)
 
-    def look(self) -> None:
+    def raise_if_terminated(self) -> None:
         """Raise `Terminated` if it was lost: Python drops exceptions of handlers while an object is finalized."""
         if self._terminated:
             raise Terminated
@@ -196,9 +196,9 @@ class Watch:
         self._pass_on(signal.SIGTERM)
         return True
 
-    def grant(self) -> None:
+    def note_saved(self) -> None:
         """Record that the request was fulfilled, and pass SIGUSR1 to the former handler, if there is one."""
-        self.wished = False
+        self.is_save_requested = False
         if callable(self._former[signal.SIGUSR1]):
             self._pass_on(signal.SIGUSR1)
 
@@ -221,8 +221,8 @@ class Watch:
         self._terminated = True
         raise Terminated
 
-    def _on_wish(self, _number: int, _frame: FrameType | None) -> None:
-        self.wished = True
+    def _on_save_request(self, _number: int, _frame: FrameType | None) -> None:
+        self.is_save_requested = True
 
     def _pass_on(self, number: int) -> None:
         """Deliver a signal to the former handler; the default one of SIGTERM does not return."""

@@ -68,22 +68,22 @@ class Accumulator:
             `keep="outputs"` keeps. It is called again after memory has run out, so it must not
             change anything but the state of modules and random numbers. Modules that it refers to besides the model
             (a teacher, a discriminator) are found, moved to the device, and restored with the model.
+        loss_reduction: As for `fit`.
+        loss_scope: As for `fit`.
+        forward: As for `fit`.
+        split: As for `fit`.
+        batchnorm: As for `fit`.
+        scale: A `torch.amp.GradScaler`, or a function of the loss that returns what is backpropagated. Gradients stay
+            scaled, for `scaler.unscale_` and `scaler.step`.
+        callbacks: Called when memory runs out and when the plan changes.
         device: As for `fit`.
         precision: As for `fit`. Where your loop has entered `torch.autocast`, "auto" leaves that in force. "fp16" needs
             `scale`.
+        micro_batch: The most samples at once; "auto" finds it, and remembers it as `fit` does.
         memory_limit: As for `fit`. It is in force within `backward`. On the host, it counts from when the accumulator
             is created.
         memory: As for `fit`. It is in force within `backward`; the model's forward passes elsewhere are as they were.
-        micro_batch: The most samples at once; "auto" finds it, and remembers it as `fit` does.
-        forward: As for `fit`.
-        loss_reduction: As for `fit`.
-        loss_scope: As for `fit`.
-        batchnorm: As for `fit`.
-        split: As for `fit`.
-        scale: A `torch.amp.GradScaler`, or a function of the loss that returns what is backpropagated. Gradients stay
-            scaled, for `scaler.unscale_` and `scaler.step`.
         oom_report: As for `fit`.
-        callbacks: Called when memory runs out and when the plan changes.
         notices: Reports choices made on your behalf; None for stderr.
 
     A batch's gradient is computed from none and added to what was in `.grad` once it is complete, so that memory which
@@ -107,19 +107,19 @@ class Accumulator:
         *,
         loss: Loss | Sequence[Loss] | None = None,
         closure: Callable[[Any], Any] | None = None,
-        device: str | torch.device | MemoryBackend | None = None,
-        precision: str = "auto",
-        memory_limit: float | str | None = None,
-        memory: str | Sequence[str] | None = None,
-        micro_batch: int | str = "auto",
-        forward: Callable[[nn.Module, Any], Any] | None = None,
         loss_reduction: str | None = None,
         loss_scope: str = "micro_batch",
-        batchnorm: str = "keep",
+        forward: Callable[[nn.Module, Any], Any] | None = None,
         split: Split | None = None,
+        batchnorm: str = "keep",
         scale: torch.amp.GradScaler | Callable[[Tensor], Tensor] | None = None,
-        oom_report: str | PathLike[str] | None = None,
         callbacks: Sequence[Callback] = (),
+        device: str | torch.device | MemoryBackend | None = None,
+        precision: str = "auto",
+        micro_batch: int | str = "auto",
+        memory_limit: float | str | None = None,
+        memory: str | Sequence[str] | None = None,
+        oom_report: str | PathLike[str] | None = None,
         notices: Notices | None = None,
     ) -> None:
         self._set_up(model, Options.of(Accumulator, locals()), closure=closure, scale=scale)

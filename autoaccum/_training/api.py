@@ -50,6 +50,12 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import FitResult
 
+# Arguments that must be the same on all ranks, beside those of which something else is compared.
+_ALIKE_ON_RANKS = (
+    *("target_tokens", "drop_last", "shard", "epochs", "max_steps", "clip_grad_norm", "val_every", "loss_reduction"),
+    *("batchnorm", "on_nan", "lr_scaling", "base_batch"),
+)
+
 
 @writes_reason
 def fit(
@@ -173,7 +179,8 @@ def fit(
             What was found is remembered for the next run of the same job, which confirms it with a single micro-batch:
             in the user's cache directory, or in AUTOACCUM_CACHE_DIR; an empty AUTOACCUM_CACHE_DIR remembers nothing.
         memory_limit: Bytes, a string such as "12GiB", or a fraction of the device's total memory. On the host, it
-            limits what the process takes beyond what it holds at the call. None: all free memory.
+            limits what the process takes beyond what it holds at the call and the batches of the loader. None: all free
+            memory.
         memory: What saves memory, for time (docs/memory.md). "chunked_loss": the cross entropy of a Transformers model
             is computed a few tokens at a time, so that its logits are never whole; other models use
             `autoaccum.ChunkedLoss`. "checkpoint": activation checkpointing of the model's repeated blocks, or with
@@ -223,11 +230,11 @@ def fit(
         RankFailedError: Another process of this training failed.
         NotFiniteError: A window was not finite, and on_nan="stop".
     """
-    started = time.perf_counter()
+    given, started = locals(), time.perf_counter()
     check_target(target_batch, target_tokens)
     in_tokens = target_tokens is not None
     target: Any = target_tokens if in_tokens else target_batch
-    options = Options.of(fit, locals())
+    options = Options.of(fit, given)
     check_bool("drop_last", drop_last)
     optimizers.scaling_factor(lr_scaling, target, base_batch)
     epochs, max_steps = _check_length(epochs, max_steps)
@@ -255,21 +262,10 @@ def fit(
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
         grows_from = None
         if ranks is not None:
-            alike = {
+            alike = {name: given[name] for name in _ALIKE_ON_RANKS} | {
                 "target_batch": target,
-                "drop_last": drop_last,
-                "shard": shard,
-                "epochs": epochs,
-                "max_steps": max_steps,
-                "clip_grad_norm": clip_grad_norm,
-                "val_every": val_every,
-                "loss_reduction": loss_reduction,
-                "batchnorm": batchnorm,
-                "on_nan": on_nan,
                 "noise_scale": options.noise_every,
                 "memory": savings,
-                "lr_scaling": lr_scaling,
-                "base_batch": base_batch,
                 "checkpoint": saving is not None,
                 "val_loader": val_loader is not None,
             }
@@ -284,7 +280,7 @@ def fit(
                 f"target_tokens={target_tokens}": in_tokens,
             }
             grows_from = check_sharded(step.objective.modules, ranks.size, asked)
-            _broadcast_weights(ranks, step, alike | {"target_tokens": target_tokens})
+            _broadcast_weights(ranks, step, alike)
         world = Coordinator(
             ranks,
             loader,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from autoaccum._data.loader_state import RandomStates
     from autoaccum._training.one_call import Call
 
-# Of a moment.
+# Of a `LoopState`.
 _COUNTS = ("windows", "samples", "evaluated", "last_val_loss")
 # Keys named in an error: enough to see what is the matter.
 _NAMED = 3
@@ -53,8 +53,8 @@ class Stopped:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """A moment between two windows: where training stands, apart from what the model and the optimizer hold.
+class LoopState:
+    """The state of the loop between two windows, without what the model and the optimizer hold.
 
     Attributes:
         windows: Windows done.
@@ -76,7 +76,7 @@ class Moment:
 
     @property
     def val_loss(self) -> float | None:
-        """The validation loss of this moment; None if it was not evaluated, or the loss is not finite."""
+        """The validation loss of this state; None if it was not evaluated, or the loss is not finite."""
         loss = self.last_val_loss
         return loss if self.evaluated == self.windows and loss is not None and math.isfinite(loss) else None
 
@@ -116,24 +116,24 @@ class Contents:
         """Whether there are tensors of which this rank holds a part only."""
         return is_sharded(self._step.objective.modules)
 
-    def take(self, moment: Moment, kept: Kept, ranks: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    def take(self, state: LoopState, kept: Kept, ranks: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Return everything, tensors not copied: it is to be written before training goes on.
 
         Args:
-            moment: The moment.
+            state: The state of the loop.
             kept: How windows are cut.
             ranks: `part` of each rank, where there are several.
         """
         return {
             "ranks": None if ranks is None else list(ranks),
-            **{name: getattr(moment, name) for name in _COUNTS},
-            "stopped": None if moment.stopped is None else asdict(moment.stopped),
+            **{name: getattr(state, name) for name in _COUNTS},
+            "stopped": None if state.stopped is None else asdict(state.stopped),
             **self._own(),
-            **self.part(moment, kept),
+            **self.part(state, kept),
         }
 
     def _own(self) -> dict[str, Any]:
-        """Return what does not depend on the moment, or is in it whatever that is."""
+        """Return what does not depend on the state of the loop, or is in it whatever that is."""
         optimizer, scheduler, precision = self._step.optimizer, self._schedule.scheduler, self._step.precision
         state = optimizer.state_dict()
         return {
@@ -150,24 +150,21 @@ class Contents:
             "noise_scale": None if self._noise is None else self._noise.state_dict(),
         }
 
-    def part(self, moment: Moment, kept: Kept) -> dict[str, Any]:
+    def part(self, state: LoopState, kept: Kept) -> dict[str, Any]:
         """Return what each of several ranks has for itself."""
         now = kept.cutting
         return {
-            "random": moment.random,
-            "position": {field.name: getattr(moment.position, field.name) for field in fields(Position)},
+            "random": state.random,
+            "position": {field.name: getattr(state.position, field.name) for field in fields(Position)},
             "cutting": {
+                **{field.name: getattr(kept, field.name) for field in fields(Kept)},
+                "cutting": None,
                 "plan": list(now.plan.micro_batches),
                 "largest": list(now.grows_to.micro_batches),
                 "plans": [[since, list(plan.micro_batches)] for since, plan in kept.plans],
-                "asked": kept.asked,
-                "oom_events": kept.oom_events,
-                "skipped_samples": kept.skipped_samples,
                 "frontier": None if now.frontier is None else now.frontier.state(),
                 "is_found": now.is_found,
                 "is_timed": now.is_timed,
-                "memory": None if kept.memory is None else list(kept.memory),
-                "cap": kept.cap,
             },
         }
 
@@ -186,8 +183,8 @@ class Contents:
                     "pass another folder as checkpoint=, or resume=False to start from scratch"
                 )
 
-    def moment(self, content: Mapping[str, Any], part: Mapping[str, Any] | None = None) -> Moment:
-        """Return the moment at which a checkpoint was taken.
+    def loop_state(self, content: Mapping[str, Any], part: Mapping[str, Any] | None = None) -> LoopState:
+        """Return the state of the loop that a checkpoint holds.
 
         Args:
             content: What is in it.
@@ -195,7 +192,7 @@ class Contents:
         """
         part = content if part is None else part
         stopped = content["stopped"]
-        return Moment(
+        return LoopState(
             position=Position(**part["position"]),
             random=part["random"],
             stopped=None if stopped is None else Stopped(**stopped),
@@ -203,26 +200,17 @@ class Contents:
         )
 
     def kept(self, content: Mapping[str, Any]) -> Kept:
-        """Return how windows were cut; `content` as for `moment`, or its part."""
-        saved = content["cutting"]
-        cutting = Cutting(
-            _plan(saved["plan"]),
-            _plan(saved["largest"]),
-            Frontier.of_state(saved["frontier"]),
-            saved["is_found"],
-            saved["is_timed"],
+        """Return how windows were cut; `content` as for `loop_state`, or its part."""
+        saved = dict(content["cutting"])
+        saved["cutting"] = Cutting(
+            _plan(saved.pop("plan")),
+            _plan(saved.pop("largest")),
+            Frontier.of_state(saved.pop("frontier")),
+            saved.pop("is_found"),
+            saved.pop("is_timed"),
         )
-        plans = tuple((since, _plan(sizes)) for since, sizes in saved["plans"])
-        memory = saved["memory"]
-        return Kept(
-            cutting,
-            plans,
-            saved["asked"],
-            saved["oom_events"],
-            saved["skipped_samples"],
-            None if memory is None else tuple(memory),
-            saved["cap"],
-        )
+        saved["plans"] = tuple((since, _plan(sizes)) for since, sizes in saved["plans"])
+        return Kept(**saved)
 
     def put_back(self, content: dict[str, Any]) -> None:
         """Set model, optimizer, scheduler and scaler to what a checkpoint holds that was checked, in place.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._distributed.whole_state import gathered
+from autoaccum._engine.savings import check_memory
 from autoaccum._oom import first_line
 from autoaccum._system import signals
 from autoaccum._system.lease import Lease
@@ -21,7 +22,7 @@ from autoaccum.errors import CheckpointError, StateDamagedError
 if TYPE_CHECKING:
     from autoaccum._data.loader_state import Position
     from autoaccum._engine.finiteness import Finiteness
-    from autoaccum._training.checkpoint_contents import Kept, Moment, Stopped
+    from autoaccum._training.checkpoint_contents import Kept, LoopState, Stopped
     from autoaccum._training.checkpoint_settings import Saving
     from autoaccum._training.one_call import Call
     from autoaccum._training.plan_lifecycle import PlanLifecycle
@@ -37,7 +38,7 @@ class Checkpoints:
     Args:
         call: The call of `fit`.
         saving: The folder, and when a checkpoint is due.
-        progress: Tracks the moment.
+        progress: Tracks the state of the loop.
         lifecycle: Knows how windows are cut.
         finiteness: Knows whether the state may be kept.
 
@@ -158,13 +159,13 @@ class Checkpoints:
         return math.isfinite(loss) and (best is None or loss < best)
 
     @property
-    def has_this_moment(self) -> bool:
-        """Whether the newest checkpoint was taken at the present moment."""
-        moment = self._progress.moment
-        return self._saved is not None and self._saved[0] is moment.position and self._saved[1] == moment.stopped
+    def has_this_state(self) -> bool:
+        """Whether the newest checkpoint was taken in the present state."""
+        state = self._progress.state
+        return self._saved is not None and self._saved[0] is state.position and self._saved[1] == state.stopped
 
-    def _note(self, moment: Moment) -> None:
-        self._saved, self._saved_at = (moment.position, moment.stopped), time.monotonic()
+    def _note(self, state: LoopState) -> None:
+        self._saved, self._saved_at = (state.position, state.stopped), time.monotonic()
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
@@ -176,10 +177,10 @@ class Checkpoints:
         """
         # The copy is not part of the memory that training takes.
         with self._memory.lifted():
-            check_that_it_can_be_kept(self._contents.take(self._progress.moment, self._lifecycle.kept))
+            check_that_it_can_be_kept(self._contents.take(self._progress.state, self._lifecycle.kept))
 
     def save(self) -> Path | None:
-        """Write a checkpoint of the present moment and return its path; None if the state is not finite.
+        """Write a checkpoint of the present state and return its path; None if the state is not finite.
 
         Raises:
             CheckpointError: It could not be written, or another process has taken over the folder; earlier checkpoints
@@ -202,31 +203,31 @@ class Checkpoints:
         if not damage:
             return False
         self.storage.guard()  # as writing would: a process that has lost the lease must not continue
-        moment = self._progress.moment
-        self._finiteness.tell_refusal(damage, moment.windows, self.newest)
-        self._note(moment)  # so that the next checkpoint is due after a full interval
+        state = self._progress.state
+        self._finiteness.tell_refusal(damage, state.windows, self.newest)
+        self._note(state)  # so that the next checkpoint is due after a full interval
         return True
 
     def _write(self) -> Path:
         """Write the state of all processes, on rank 0, and return the path."""
-        moment, kept, contents, world = self._progress.moment, self._lifecycle.kept, self._contents, self._world
+        state, kept, contents, world = self._progress.state, self._lifecycle.kept, self._contents, self._world
         content: dict[str, Any] = {}
         if world.ranks is None:
-            content = contents.take(moment, kept)
+            content = contents.take(state, kept)
         else:
-            own = {**contents.part(moment, kept), "loader": world.gives}
+            own = {**contents.part(state, kept), "loader": world.gives}
             parts = world.ranks.exchange_tensors("state", own)
             if world.decides or contents.is_sharded:
-                content = contents.take(moment, kept, parts)
+                content = contents.take(state, kept, parts)
             if contents.is_sharded:
                 content = gathered(world.ranks, content)
         path = None
         if world.decides:
-            path = self.storage.write(content, moment.windows, val_loss=moment.val_loss)
+            path = self.storage.write(content, state.windows, val_loss=state.val_loss)
             self.saving.note.unlink(missing_ok=True)  # the checkpoint has its sizes
         path = Path(world.of_all("written", None if path is None else str(path))[0])
-        self.storage.took(path, moment.val_loss)
-        self._note(moment)
+        self.storage.took(path, state.val_loss)
+        self._note(state)
         return path
 
     # --- resuming -----------------------------------------------------------------------------------------------------
@@ -240,28 +241,29 @@ class Checkpoints:
         try:
             self._contents.check(content, path)
             part = self._world.part_of(content, path)
-            moment = self._contents.moment(content, part)
+            state = self._contents.loop_state(content, part)
             kept = None if part is None else self._contents.kept(part)
-            _check_counts(moment, kept)
+            _check_counts(state, kept)
+            check_memory([] if kept is None else kept.memory, self._memory)
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise CheckpointError(
                 f"{path} is not a checkpoint of autoaccum's fit, or its content was edited ({type(error).__name__}: "
                 f"{first_line(error)}); pass a folder of its own as checkpoint=, or resume=False to start from scratch"
             ) from error
         if part is None:
-            moment = self._progress.taken_over(moment)
+            state = self._progress.taken_over(state)
             self._notices.say(
                 f"the checkpoint {path} was written by a different number of processes: samples are redistributed, and "
                 "random generators begin from new seeds"
             )
         # The loader first: if it is not the one of the checkpoint, nothing else has been changed.
-        self._progress.go_to(moment)
+        self._progress.go_to(state)
         self._contents.put_back(content)
-        self._note(moment)
+        self._note(state)
         self._notices.say(
-            f"resuming from the checkpoint {path}: {moment.windows} steps are done", key=f"{path} {moment.windows}"
+            f"resuming from the checkpoint {path}: {state.windows} steps are done", key=f"{path} {state.windows}"
         )
-        self._lifecycle.observers.on_resume(path, step=moment.windows, epoch=moment.position.epoch)
+        self._lifecycle.observers.on_resume(path, step=state.windows, epoch=state.position.epoch)
         return kept
 
     def go_back(self, damage: StateDamagedError) -> None:
@@ -276,7 +278,7 @@ class Checkpoints:
             found = self.storage.read_back()
         if found is None:
             raise damage
-        windows = self._progress.moment.windows
+        windows = self._progress.state.windows
         self._notices.say(f"step {windows + 1}: {damage}", key=f"damage {windows}")
         try:
             self.take_up(*found)
@@ -284,9 +286,9 @@ class Checkpoints:
             raise error from damage
 
 
-def _check_counts(moment: Moment, kept: Kept | None) -> None:
-    position = moment.position
-    counts = [moment.windows, moment.samples, position.epoch, position.batches, position.used]
-    counts += [] if kept is None else [kept.oom_events, kept.skipped_samples]
+def _check_counts(state: LoopState, kept: Kept | None) -> None:
+    position = state.position
+    counts = [state.windows, state.samples, position.epoch, position.batches, position.used]
+    counts += [] if kept is None else [kept.oom_events, kept.skipped_samples, kept.cap or 0]
     if not all(type(count) is int and count >= 0 for count in counts):
         raise ValueError(f"counts are {counts}")

@@ -514,17 +514,8 @@ def _summary_text(result: FitResult) -> str:
 
 def _shares(result: FitResult) -> str:
     """Return where a call's time went besides its updates, as far as it shows; else nothing."""
-    spent = result.time_spent
-    named = {
-        "start": spent.start_s,
-        "search": spent.search_s,
-        "computing again": spent.recomputation_s,
-        "waiting for data": spent.data_s,
-        "evaluations": spent.evaluation_s,
-        "checkpoints": spent.checkpoint_s,
-    }
     return ", ".join(
         f"{what} {seconds:.1f} s ({min(1.0, seconds / result.elapsed_s):.0%})"
-        for what, seconds in named.items()
+        for what, seconds in result.time_spent.by_name().items()
         if seconds >= 0.05 and result.elapsed_s > 0  # noqa: PLR2004 - it would be printed as 0.0 s
     )

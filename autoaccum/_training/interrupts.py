@@ -1,4 +1,4 @@
-"""Handles signals, errors and checkpoint intervals: each leaves a checkpoint of the last whole moment."""
+"""Handles signals, errors and checkpoint intervals: each leaves a checkpoint of the last whole state."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Interrupts:
 
     Args:
         call: The call of `fit`.
-        progress: Tracks the moment.
+        progress: Tracks the state of the loop.
         lifecycle: Holds the current runner.
         checkpoints: Writes checkpoints; None without `checkpoint`.
     """
@@ -65,8 +65,8 @@ class Interrupts:
         """Train to the end, going back to the last checkpoint if the optimizer damages the parameters.
 
         Args:
-            train: Trains from the present moment to the end.
-            on_back: Called after training has gone back to an earlier moment.
+            train: Trains from the present state to the end.
+            on_back: Called after training has gone back to an earlier state.
         """
         while True:
             damage: StateDamagedError | None = None
@@ -79,7 +79,7 @@ class Interrupts:
                     raise
                 if damage is None and not self._is_whole():
                     # The interrupt waited for the update to end, so what failed after the update is in its context.
-                    # No whole moment in memory is left to continue from.
+                    # No whole state in memory is left to continue from.
                     behind = _behind(error, Exception) or MemoryError("the random state could not be read")
                     raise update_complete.wrapped(
                         behind, self._lifecycle.current.windows_done, has_moved=False
@@ -93,7 +93,7 @@ class Interrupts:
                 return
             # The handlers have ended, so their tracebacks no longer pin memory.
             if damage is None:
-                self._progress.go_to(self._progress.moment)
+                self._progress.go_to(self._progress.state)
             else:
                 assert self._checkpoints is not None
                 self._checkpoints.go_back(damage)
@@ -110,8 +110,8 @@ class Interrupts:
         stop = 0 if self._lifecycle.observers.reason is None else STOP
         if self._checkpoints is None:
             return stop
-        is_due = self._world.decides and self._checkpoints.is_due(self._progress.moment.windows + ahead)
-        is_due = is_due or self._watch.wished
+        is_due = self._world.decides and self._checkpoints.is_due(self._progress.state.windows + ahead)
+        is_due = is_due or self._watch.is_save_requested
         return stop | (SAVE if is_due else 0) | (SAVE | END if self._watch.is_ending else 0)
 
     def after_window(self) -> bool:
@@ -125,7 +125,7 @@ class Interrupts:
             self._save()
         if requests & END:
             self._end_for_others()
-        self._watch.look()
+        self._watch.raise_if_terminated()
         return bool(requests & STOP)
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
@@ -140,19 +140,19 @@ class Interrupts:
         if self._watch.is_ending:
             self._watch.end()
         raise RankFailedError(
-            f"another process of this training was asked to end (SIGTERM) after step {self._progress.moment.windows}; "
+            f"another process of this training was asked to end (SIGTERM) after step {self._progress.state.windows}; "
             "the same call resumes from its checkpoint"
         )
 
     def _save(self) -> bool:
-        """Write a checkpoint of this moment; return False if it was refused because it would not be finite."""
+        """Write a checkpoint of this state; return False if it was refused because it would not be finite."""
         assert self._checkpoints is not None
         path = self._checkpoints.save()
-        if self._watch.wished:
-            self._watch.grant()
+        if self._watch.is_save_requested:
+            self._watch.note_saved()
         if path is None:
             return False
-        self._lifecycle.observers.on_checkpoint(path, step=self._progress.moment.windows)
+        self._lifecycle.observers.on_checkpoint(path, step=self._progress.state.windows)
         return True
 
     # --- at the end ---------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class Interrupts:
             self._watch.defers = not self._world.is_alone and self._checkpoints is not None
             train()
             self._world.check_others_at_end()
-            if self._checkpoints is not None and not self._checkpoints.has_this_moment:
+            if self._checkpoints is not None and not self._checkpoints.has_this_state:
                 self._save()
         except (signals.Terminated, StateDamagedError):
             raise
@@ -187,7 +187,7 @@ class Interrupts:
             self._watch.raises = self._watch.defers = False
 
     def _leave_a_checkpoint(self, error: BaseException) -> None:
-        """Write a checkpoint of the last whole moment before `error` propagates; a failure to do so becomes a note."""
+        """Write a checkpoint of the last whole state before `error` propagates; a failure to do so becomes a note."""
         self._watch.raises = self._watch.defers = False
         if self._checkpoints is None:
             return
@@ -195,8 +195,8 @@ class Interrupts:
         is_whole = not cannot and not self._is_damaged(error)
         is_whole = self._world.can_save_together(error, is_whole=is_whole) and is_whole
         # Before the first window there is no progress to save.
-        step, newest = self._progress.moment.windows, self._checkpoints.newest
-        is_worth_it = step > 0 and not self._checkpoints.has_this_moment
+        step, newest = self._progress.state.windows, self._checkpoints.newest
+        is_worth_it = step > 0 and not self._checkpoints.has_this_state
         if isinstance(error, UpdateCompleteError) and not is_whole and newest is not None:
             error.add_note(f"autoaccum: no checkpoint of that moment is written; the last one is {newest}")
         if not is_whole or not is_worth_it:
@@ -215,13 +215,13 @@ class Interrupts:
                 )
 
     def _is_damaged(self, error: BaseException) -> bool:
-        """Whether the state in memory is not the last whole moment: no checkpoint may hold half an update."""
+        """Whether the state in memory is not the last whole state: no checkpoint may hold half an update."""
         has_lost = self._lifecycle.current.has_lost_parameters
         return not self._is_whole() or has_lost or _damage_behind(error) is not None
 
     def _is_whole(self) -> bool:
         """Whether everything that moves with an update is at the same step as the optimizer."""
-        return self._progress.is_whole and self._progress.moment.windows == self._lifecycle.current.windows_done
+        return self._progress.is_whole and self._progress.state.windows == self._lifecycle.current.windows_done
 
     def _can_go_back(self, damage: StateDamagedError) -> bool:
         if not self._world.is_alone:

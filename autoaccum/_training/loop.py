@@ -65,8 +65,10 @@ class Training:
         if call.val_loader is not None:
             observers, progress = self._observers, self._progress  # not `self`, which would hold itself
             self._validation = Validation(
-                call, call.val_loader, lambda event: observers.on_oom(event, step=progress.moment.windows)
+                call, call.val_loader, lambda event: observers.on_oom(event, step=progress.state.windows)
             )
+        self._limit = ExitStack()  # holds the memory limit while training runs
+        self._holds_data = False  # whether that limit was counted with a window in memory
         self._history: deque[StepReport] = deque(maxlen=_HISTORY)
         self._unread: list[StepReport] = []
         self._evaluations: list[tuple[int, Evaluation]] = []  # with their steps
@@ -81,7 +83,7 @@ class Training:
         A window counts as soon as its update is made, even if the scheduler then fails and no checkpoint can hold the
         state after it.
         """
-        return max(self._progress.moment.windows, self._step.updates.made)
+        return max(self._progress.state.windows, self._step.updates.made)
 
     def run(self, started: float) -> FitResult:
         """Train to the end.
@@ -100,17 +102,16 @@ class Training:
                     self._world.begin(self._step, self._interrupts.requests, self._lifecycle.grows_to)
                 self._lifecycle.save_memory()
                 begins_with, probed = self._begin()
-                with ExitStack() as limit:
-                    with devices.failures_told(memory, "what training needs in addition to the model"):
-                        limit.enter_context(memory.limited(self._call.limit_bytes))
-                        self._lifecycle.begin(begins_with)
+                with self._limit:
+                    self._limit_memory()
+                    self._lifecycle.begin(begins_with)
                     if self._checkpoints is not None:
                         self._checkpoints.check()
                         self._finiteness.note()
                     self._lifecycle.tell_beginning(begins_with.plan, probed)
                     self._start_s = time.perf_counter() - started - self._search_s - self._data_s
                     self._interrupts.run(self._train, self._went_back)
-                if self._call.noise is not None and self._resumed_from != self._progress.moment.windows:
+                if self._call.noise is not None and self._resumed_from != self._progress.state.windows:
                     own, in_tokens = name_of(self._step.optimizer), call.counts != SAMPLES
                     self._notices.say(self._call.noise.summary(self._samples_of_a_window, own, in_tokens=in_tokens))
                 result = self._result(started)
@@ -120,6 +121,12 @@ class Training:
                 raise
             self._end(result, None, started)
         return result
+
+    def _limit_memory(self) -> None:
+        """Enforce the memory limit, counted from what this process holds now."""
+        with devices.failures_told(self._step.memory, "what training needs in addition to the model"):
+            self._limit.close()
+            self._limit.enter_context(self._step.memory.limited(self._call.limit_bytes))
 
     def _leave_result(self, error: BaseException, started: float) -> None:
         """Give an error that ends the call the result so far, which a notebook would otherwise lose at Ctrl-C.
@@ -135,7 +142,7 @@ class Training:
             return
         if isinstance(error, KeyboardInterrupt):
             told = "; sys.last_value.result is the result so far" if hasattr(sys, "ps1") else ""
-            self._notices.say(f"interrupted after step {self._progress.moment.windows}{told}")
+            self._notices.say(f"interrupted after step {self._progress.state.windows}{told}")
 
     def _end(self, result: FitResult | None, error: BaseException | None, started: float) -> None:
         """Close the loader, restore the model and notify every callback, even if one of them raises.
@@ -171,8 +178,8 @@ class Training:
 
     def _result(self, started: float) -> FitResult:
         return FitResult(
-            steps=self._progress.moment.windows,
-            samples=self._progress.moment.samples,
+            steps=self._progress.state.windows,
+            samples=self._progress.state.samples,
             history=tuple(self._history),
             plan=self._lifecycle.plan,
             plans=self._lifecycle.plans,
@@ -202,10 +209,10 @@ class Training:
     @property
     def _samples_of_a_window(self) -> int:
         """The target batch in samples; where it is in tokens, what windows have had on average."""
-        moment = self._progress.moment
-        if self._call.counts == SAMPLES or not moment.windows:
+        state = self._progress.state
+        if self._call.counts == SAMPLES or not state.windows:
             return self._call.target_batch
-        return max(1, round(moment.samples / moment.windows))
+        return max(1, round(state.samples / state.windows))
 
     def _begin(self) -> tuple[Cutting, ProbeResult | None]:
         """Find the initial cut in a checkpoint or with the first window; then make the scheduler."""
@@ -214,7 +221,7 @@ class Training:
             if self._validation is not None:  # before drawing from the training loader, which may be the same one
                 self._validation.try_out(self._lifecycle.most_asked)
             with self._timed("_data_s"):
-                first = self._progress.first_part()
+                first, self._holds_data = self._progress.first_part(), True
             drop_old_gradients(self._step, self._notices)
             unlike = None
             if first.spans:
@@ -241,7 +248,7 @@ class Training:
         """Resume from a checkpoint of an earlier call of `fit`; return how windows are cut."""
         assert self._checkpoints is not None
         kept = self._checkpoints.take_up(path, content)
-        self._resumed_from = windows = self._progress.moment.windows
+        self._resumed_from = windows = self._progress.state.windows
         if kept is not None and self._progress.is_over:
             stopped = "" if self._progress.stopped is None else f" and it was stopped ({self._progress.stopped})"
             self._notices.say(
@@ -253,28 +260,28 @@ class Training:
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        """Train from the present moment to the end: epochs of windows, with what comes between them."""
+        """Train from the present state to the end: epochs of windows, with what comes between them."""
         progress = self._progress
-        self._world.note_moment(progress.moment.windows)
+        self._world.note_step(progress.state.windows)
         self._stop_if_asked()
         if not progress.is_over:
             self._evaluate_if_due()  # where a run was interrupted in that evaluation
         while not progress.is_over:
-            begun = progress.moment
+            begun = progress.state
             window = self._next_window()
             if progress.has_nothing(window):
                 self._notices.say(
-                    f"the loader gave nothing in epoch {progress.moment.position.epoch}, so training ends there; a "
+                    f"the loader gave nothing in epoch {progress.state.position.epoch}, so training ends there; a "
                     "generator can be read only once, a DataLoader or a list every epoch"
                 )
-                if self._call.val_every is not None and progress.moment.windows and not self._is_evaluated:
-                    self._evaluate(progress.moment.position.epoch - 1)
+                if self._call.val_every is not None and progress.state.windows and not self._is_evaluated:
+                    self._evaluate(progress.state.position.epoch - 1)
                 break
             while window is not None and self._step_with(window):
                 # Release the window before loading the next one, so that memory holds only one of them.
                 window = None
                 window = self._next_window()
-            if progress.moment.windows == begun.windows and not begun.position.batches and not progress.is_over:
+            if progress.state.windows == begun.windows and not begun.position.batches and not progress.is_over:
                 raise DoesNotFitError(
                     f"no sample of epoch {begun.position.epoch} fits any more after step {begun.windows}, and all were "
                     "left out (on_too_large='skip'); see what else takes the memory"
@@ -285,7 +292,12 @@ class Training:
 
     def _next_window(self) -> Window | None:
         with self._timed("_data_s"):
-            return self._progress.next_window()
+            window = self._progress.next_window()
+        if window is not None and window.samples and not self._holds_data:  # the first after a resume
+            self._holds_data = True
+            if self._step.memory.is_soft:
+                self._limit_memory()
+        return window
 
     def _stop_if_asked(self) -> None:
         """End the training here if a callback of any process has asked for it."""
@@ -309,7 +321,7 @@ class Training:
             self._recomputation_s += report.elapsed_s * again / (report.samples + again)
         self._history.append(report)
         self._read_now_and_then(report)
-        self._observers.on_step(report, epoch=self._progress.moment.position.epoch)
+        self._observers.on_step(report, epoch=self._progress.state.position.epoch)
         self._progress.after_callbacks()
         self._finiteness.see(report)
         if self._checkpoints is not None:
@@ -330,7 +342,7 @@ class Training:
 
     def _end_epoch(self) -> None:
         """Evaluate and notify callbacks after an epoch's last window; also runs after the last window of all."""
-        position = self._progress.moment.position
+        position = self._progress.state.position
         is_due = False
         if not position.closed:
             self._observers.on_epoch_end(position.epoch)
@@ -341,20 +353,20 @@ class Training:
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate between two windows if `val_every` asks for it; return whether there was an evaluation."""
-        moment = self._progress.moment
+        state = self._progress.state
         if (
             self._call.val_every is None
-            or not moment.windows
-            or moment.windows % self._call.val_every
+            or not state.windows
+            or state.windows % self._call.val_every
             or self._is_evaluated
         ):
             return False
-        return self._evaluate(moment.position.epoch)
+        return self._evaluate(state.position.epoch)
 
     @property
     def _is_evaluated(self) -> bool:
-        """Whether the present moment was evaluated."""
-        return self._progress.moment.evaluated == self._progress.moment.windows
+        """Whether the present state was evaluated."""
+        return self._progress.state.evaluated == self._progress.state.windows
 
     def _evaluate(self, epoch: int, *, ends_epoch: bool = False) -> bool:
         """Evaluate if there is validation data, move on, and save the best so far."""
@@ -362,7 +374,7 @@ class Training:
             return False
         evaluation = self._validation.run(self._lifecycle.current.sizing.plan.micro_batch)
         self._evaluation_s += evaluation.elapsed_s
-        windows = self._progress.moment.windows
+        windows = self._progress.state.windows
         self._observers.on_evaluation(evaluation, epoch=epoch, step=windows)
         with signals.held():
             self._evaluations.append((windows, evaluation))
@@ -372,13 +384,13 @@ class Training:
 
     def _went_back(self) -> None:
         """Discard reports on windows that will be trained again, and continue with the present cut."""
-        moment = self._progress.moment
-        while self._history and self._history[-1].step > moment.windows:
+        state = self._progress.state
+        while self._history and self._history[-1].step > state.windows:
             self._history.pop()
         self._evaluations = [
             (step, evaluation)
             for step, evaluation in self._evaluations
-            if step < moment.windows or (step == moment.windows and moment.evaluated == step)
+            if step < state.windows or (step == state.windows and state.evaluated == step)
         ]
         self._finiteness.begin_anew()
         self._observers.reason = None

@@ -69,11 +69,11 @@ class _Record(Callback):
 
 
 class PlanLifecycle:
-    """Makes the first runner, and a new one after more saves memory or when training goes back to an earlier moment.
+    """Makes the first runner, and a new one after more saves memory or when training goes back to an earlier state.
 
     Args:
         call: The call of `fit`.
-        progress: Tracks the moment; it advances with every update.
+        progress: Tracks the state of the loop; it advances with every update.
 
     Attributes:
         observers: All callbacks, the one that records the plans first.
@@ -113,7 +113,7 @@ class PlanLifecycle:
     @property
     def plans(self) -> tuple[tuple[int, Plan], ...]:
         """All plans, each with the step from which it was in force."""
-        return tuple(self._record.plans) or ((self._progress.moment.windows + 1, self.plan),)
+        return tuple(self._record.plans) or ((self._progress.state.windows + 1, self.plan),)
 
     @property
     def oom_events(self) -> int:
@@ -165,8 +165,8 @@ class PlanLifecycle:
         Args:
             kept: The cut and plans stored in the checkpoint; None if other processes wrote it.
         """
-        moment = self._progress.moment
-        self._see(round(moment.samples / max(moment.windows, 1)))
+        state = self._progress.state
+        self._see(round(state.samples / max(state.windows, 1)))
         has_chosen = self._begin_rungs(None if kept is None else kept.memory)
         if kept is None:
             return Cutting.of(self._first_plan())
@@ -274,7 +274,7 @@ class PlanLifecycle:
 
     def begin(self, cutting: Cutting) -> None:
         """Make the runner that cuts windows by `cutting`."""
-        step, windows_done = self._step, self._progress.moment.windows
+        step, windows_done = self._step, self._progress.state.windows
         events = Events([self.observers], windows=windows_done)
         self.current = WindowRunner(
             step,
@@ -316,7 +316,7 @@ class PlanLifecycle:
         """Notify callbacks of the initial plan, unless the first windows are to find a better one."""
         if self.current.sizing.is_learning:
             return
-        known, since = list(self._record.plans), self._progress.moment.windows + 1
+        known, since = list(self._record.plans), self._progress.state.windows + 1
         self.observers.on_plan(plan, step=since, probe=probed)
         self._record.plans = known or self._record.plans  # after a resume, the checkpoint's
 
@@ -380,7 +380,7 @@ class PlanLifecycle:
             return None
         window, place = where
         spans = (*window.part(0, place).spans, *window.part(place + 1, window.samples).spans)
-        if not spans and not self._progress.moment.windows:
+        if not spans and not self._progress.state.windows:
             return None
         self.skipped_samples += 1
         sample = sample_of(window, place)
@@ -404,10 +404,10 @@ class PlanLifecycle:
         return Kept(self.current.sizing.cutting, plans, self._asked, oom_events, skipped, chosen, self._cap)
 
     def begin_anew(self) -> None:
-        """Make a new runner with the present cut, after training has gone back to an earlier moment."""
+        """Make a new runner with the present cut, after training has gone back to an earlier state."""
         former = self.current.sizing.cutting
         self._earlier_oom_events += self.current.oom_events
-        next_step = self._progress.moment.windows + 1
+        next_step = self._progress.state.windows + 1
         self._record.plans = [(since, earlier) for since, earlier in self._record.plans if since <= next_step]
         if not self._record.plans or self._record.plans[-1][1] != former.plan:
             self._note(former.plan)
@@ -419,4 +419,4 @@ class PlanLifecycle:
 
     def _note(self, plan: Plan) -> None:
         """Record a plan that takes effect with the next window."""
-        self._record.plans.append((self._progress.moment.windows + 1, plan))
+        self._record.plans.append((self._progress.state.windows + 1, plan))

@@ -1,6 +1,6 @@
-"""Iterates over windows and tracks the moment to resume from.
+"""Iterates over windows and tracks the state to resume from.
 
-The moment is the state after the last whole window. Everything that changes with an update changes inside the update,
+That is the state after the last whole window. Everything that changes with an update changes inside the update,
 while interrupts are held back (`update_made`); everything that changes with an epoch changes together at its end. A
 checkpoint holds this state, and a resumed run begins from it.
 """
@@ -16,7 +16,7 @@ from autoaccum._data.loader_state import Track
 from autoaccum._data.splits import is_default
 from autoaccum._engine import update_complete
 from autoaccum._records import SAMPLES
-from autoaccum._training.checkpoint_contents import Moment, Stopped
+from autoaccum._training.checkpoint_contents import LoopState, Stopped
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -32,41 +32,41 @@ class TrainingProgress:
     """Iterates over a loader's epochs, window by window.
 
     Attributes:
-        moment: The moment after the last whole window.
-        is_whole: Whether model, optimizer and scheduler are in the state of the moment; False during an update.
+        state: The state after the last whole window.
+        is_whole: Whether model, optimizer and scheduler are in that state; False during an update.
     """
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._schedule, self._memory, self._world = call.schedule, call.step.memory, call.world
-        self._random = None if call.saving is None else call.random  # else training cannot go back to a moment
+        self._random = None if call.saving is None else call.random  # else training cannot go back to a state
         self._track = Track(call.world.loader, self._random, call.world.split)
-        self.moment = Moment(0, 0, self._track.at_start(1), self._random_states())
+        self.state = LoopState(0, 0, self._track.at_start(1), self._random_states())
         self.is_whole = True
         self._windows: Iterator[Window] | None = None
         self._first: Window | None = None
-        self._coming: Position = self.moment.position
-        self._next = self.moment
+        self._coming: Position = self.state.position
+        self._next = self.state
         self._has_begun = False  # whether other processes were asked about this epoch
 
     @property
     def stopped(self) -> str | None:
         """Why a callback has ended the run early; None if none has, or if this call's length is another one."""
-        stopped = self.moment.stopped
+        stopped = self.state.stopped
         if stopped is None or (stopped.epochs, stopped.max_steps) != (self._call.epochs, self._call.max_steps):
             return None
         return stopped.reason
 
     def stop(self, reason: str) -> None:
-        """End the training at this moment, for a reason."""
-        self.moment = replace(self.moment, stopped=Stopped(reason, self._call.epochs, self._call.max_steps))
+        """End the training in this state, for a reason."""
+        self.state = replace(self.state, stopped=Stopped(reason, self._call.epochs, self._call.max_steps))
 
     @property
     def is_over(self) -> bool:
         """Whether training has reached its end."""
-        if self.moment.stopped is not None and self.stopped is not None:
+        if self.state.stopped is not None and self.stopped is not None:
             return True
-        windows, position = self.moment.windows, self.moment.position
+        windows, position = self.state.windows, self.state.position
         if self._call.epochs is not None and position.epoch > self._call.epochs:
             return True
         if self._call.max_steps is None or windows < self._call.max_steps:
@@ -77,10 +77,10 @@ class TrainingProgress:
     def windows_ahead(self) -> int | None:
         """Number of windows still to come; None if unknown."""
         if self._call.max_steps is not None:
-            return self._call.max_steps - self.moment.windows
+            return self._call.max_steps - self.state.windows
         if self._call.steps_per_epoch is None or self._call.epochs is None:
             return None
-        return self._call.steps_per_epoch * self._call.epochs - self.moment.windows
+        return self._call.steps_per_epoch * self._call.epochs - self.state.windows
 
     def close(self) -> None:
         """Release the epoch's windows and with them the processes that load them."""
@@ -126,7 +126,7 @@ class TrainingProgress:
 
     @property
     def _ends_here(self) -> bool:
-        return self.moment.windows == self._call.max_steps or self.stopped is not None
+        return self.state.windows == self._call.max_steps or self.stopped is not None
 
     def _first_window(self) -> Window:
         windows = self._begin_epoch()
@@ -150,20 +150,20 @@ class TrainingProgress:
     def _begin_epoch(self) -> Iterator[Window]:
         # Worker processes start here and would inherit the limit.
         with self._memory.lifted():
-            batches = self._track.begin(self.moment.position.epoch)
+            batches = self._track.begin(self.state.position.epoch)
         self._has_begun = False
         self._windows = self._world.windows(batches, skip=0)
         return self._windows
 
-    # --- the moment ---------------------------------------------------------------------------------------------------
+    # --- the state ----------------------------------------------------------------------------------------------------
 
     def prepare(self, samples: int) -> None:
-        """Make the moment that follows an update beforehand, while the update can still be undone if memory runs out.
+        """Make the state that follows an update beforehand, while the update can still be undone if memory runs out.
 
         Args:
             samples: Number of samples in the window, over all processes.
         """
-        now = self.moment
+        now = self.state
         self._next = replace(
             now, windows=now.windows + 1, samples=now.samples + samples, position=self._coming, stopped=None
         )
@@ -172,15 +172,15 @@ class TrainingProgress:
         """Advance everything that moves with an update, while interrupts are held back.
 
         Only the user's scheduler can fail here. The random state is read last, since an optimizer or a scheduler may
-        draw from it; if no memory is left for that, the moment is not whole until `after_callbacks` has read it.
+        draw from it; if no memory is left for that, the state is not whole until `after_callbacks` has read it.
 
         Args:
             skipped: Whether the gradient scaler skipped the update.
         """
         self.is_whole = False
         self._schedule.after_update(skipped=skipped)
-        self.moment = self._next
-        self._world.note_moment(self._next.windows)
+        self.state = self._next
+        self._world.note_step(self._next.windows)
         self.is_whole = self._has_noted_random_state()
 
     def after_callbacks(self) -> None:
@@ -204,49 +204,49 @@ class TrainingProgress:
 
     def _note_random_state(self) -> None:
         if self._random is not None:
-            self.moment = replace(self.moment, random=self._random_states())
+            self.state = replace(self.state, random=self._random_states())
 
     @property
     def ends_training(self) -> bool:
         """Whether the epoch that ends now is the last one."""
         epochs = self._call.epochs
-        return self._ends_here or (epochs is not None and self.moment.position.epoch >= epochs)
+        return self._ends_here or (epochs is not None and self.state.position.epoch >= epochs)
 
     def move_on(self, evaluation: Evaluation | None, *, ends_epoch: bool) -> None:
         """Advance everything that moves between two windows.
 
         Args:
-            evaluation: The evaluation of this moment, if any.
+            evaluation: The evaluation of this state, if any.
             ends_epoch: Whether the epoch's last window, or the last of all, is done.
 
         Raises:
             UpdateCompleteError: The scheduler failed.
         """
         self.is_whole = False
-        moment, position = self.moment, self.moment.position
+        state, position = self.state, self.state.position
         try:
             if evaluation is not None:
                 self._schedule.after_evaluation(evaluation)
-                moment = replace(moment, evaluated=moment.windows, last_val_loss=evaluation.loss)
+                state = replace(state, evaluated=state.windows, last_val_loss=evaluation.loss)
             if ends_epoch and not position.closed:
                 self._schedule.after_epoch()
         except Exception as error:
-            raise update_complete.wrapped(error, moment.windows, has_moved=False) from error
+            raise update_complete.wrapped(error, state.windows, has_moved=False) from error
         if ends_epoch and self._ends_here:  # the epoch may have more windows
             position = replace(position, closed=True)
         elif ends_epoch:
             position, self._windows = self._track.at_start(position.epoch + 1), None
-        self.moment = replace(moment, position=position, random=self._random_states())
+        self.state = replace(state, position=position, random=self._random_states())
         self.is_whole = True
 
-    def go_to(self, moment: Moment) -> None:
-        """Restore the loader and the random state of a moment.
+    def go_to(self, state: LoopState) -> None:
+        """Restore the loader and the random generators to a state of the loop.
 
         Raises:
-            CheckpointError: The loader is not the one of that moment.
+            CheckpointError: The loader is not the one of that state.
         """
-        self.moment, self._windows, self._first = moment, None, None
-        position, before = moment.position, self._random_states()
+        self.state, self._windows, self._first = state, None, None
+        position, before = state.position, self._random_states()
         if not self.is_over:
             try:
                 with self._memory.lifted():
@@ -260,16 +260,14 @@ class TrainingProgress:
         self.put_random_state_back()
 
     def put_random_state_back(self) -> None:
-        """Restore the random state of the moment."""
-        self._set_random(self.moment.random)
+        """Restore the random state that belongs to `state`."""
+        self._set_random(self.state.random)
 
-    def taken_over(self, moment: Moment) -> Moment:
-        """Return the moment at which this training resumes from a moment of other processes."""
-        position = moment.position if moment.position.batches else replace(moment.position, loader_state=None)
+    def taken_over(self, state: LoopState) -> LoopState:
+        """Return the state from which this training resumes, given that of other processes."""
+        position = state.position if state.position.batches else replace(state.position, loader_state=None)
         # Only rank 0 keeps the random state: it draws the order of the coming epochs.
-        return replace(
-            moment, position=position, random=moment.random if self._world.decides else self._random_states()
-        )
+        return replace(state, position=position, random=state.random if self._world.decides else self._random_states())
 
     def _random_states(self) -> RandomStates | None:
         return None if self._random is None else self._random.take()

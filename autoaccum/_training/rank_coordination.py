@@ -163,7 +163,7 @@ class Coordinator:
 
     # --- after a window -----------------------------------------------------------------------------------------------
 
-    def note_moment(self, windows: int) -> None:
+    def note_step(self, windows: int) -> None:
         """Record the number of windows that are done."""
         if self.ranks is not None:
             self.ranks.moment = windows

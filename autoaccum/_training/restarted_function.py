@@ -15,8 +15,7 @@ import torch
 from torch import distributed
 
 from autoaccum._arguments import check_function, check_positive_int
-from autoaccum._memory import backend_for
-from autoaccum._memory.available_devices import find_accelerator
+from autoaccum._memory.available_devices import backend_for, find_accelerator
 from autoaccum._oom import first_line, is_device_lost, is_oom, is_too_large, let_go
 from autoaccum._system import launched
 from autoaccum._system.notices import Notices

@@ -130,3 +130,17 @@ def test_fit_leaves_nothing_that_holds_the_model(tmp_path, monkeypatch, options)
 
     assert result.steps == 4
     assert alive() is None
+
+
+@pytest.mark.parametrize("known", [0, 1, 5])
+def test_batch_is_gone_with_its_step(known):
+    runner, _ = with_parts(labelled(12))
+    for _ in range(known):
+        runner.step(labelled(12))
+    window = labelled(12)
+    inputs = weakref.ref(window[0])
+
+    runner.step(window)
+    del window
+
+    assert inputs() is None

@@ -14,7 +14,7 @@ from torch.nn import functional
 import autoaccum
 from autoaccum import ChunkedLoss
 from autoaccum._engine import chunked_loss
-from autoaccum._memory import Simulated
+from autoaccum._memory.simulated import Simulated
 from autoaccum._system.notices import Notices
 
 V, D, N, T = 50, 16, 4, 10

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from autoaccum._engine import devices
-from autoaccum._memory import Host
+from autoaccum._memory.host import Host
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 from helpers import CPU

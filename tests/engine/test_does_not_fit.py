@@ -16,8 +16,8 @@ from autoaccum._engine.does_not_fit import (
     sample_of,
     whole_does_not_fit,
 )
-from autoaccum._engine.lack_of_memory import Phase
 from autoaccum._engine.options import Options
+from autoaccum._engine.out_of_memory import Phase
 from autoaccum._records import MemoryReading, Neighbour
 from autoaccum._system.notices import Notices
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._engine.lack_of_memory import Stage
 from autoaccum._engine.optimizer_step import Updates
+from autoaccum._engine.out_of_memory import Stage
 from autoaccum._memory.host import Host
 from autoaccum._system.notices import Notices
 from faults import FailAt, differences, state_of

@@ -8,7 +8,7 @@ import torch
 
 from autoaccum._engine.checkpointing import checkpointed
 from autoaccum._engine.savings import offloaded
-from autoaccum._memory import Simulated
+from autoaccum._memory.simulated import Simulated
 from fallback_models import Stack, a_step
 
 

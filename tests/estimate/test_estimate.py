@@ -11,7 +11,7 @@ from autoaccum._engine.chunked_loss import ChunkedLoss
 from autoaccum._engine.savings import offloaded
 from autoaccum._estimate.estimate import estimate_step, trace_step
 from autoaccum._estimate.gpus import Card
-from autoaccum._memory import Simulated
+from autoaccum._memory.simulated import Simulated
 from autoaccum.errors import InvalidInputError
 from helpers import a_few_of
 

@@ -14,7 +14,7 @@ from autoaccum._data.transfer import Transfer
 from autoaccum._doctor import examine
 from autoaccum._engine import chunked_loss, devices
 from autoaccum._engine.savings import offloaded
-from autoaccum._memory import backend_for
+from autoaccum._memory.available_devices import backend_for
 from autoaccum._system.notices import Notices
 from autoaccum.errors import DeviceMissingError
 from faults import FailAt

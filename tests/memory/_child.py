@@ -106,8 +106,8 @@ def check_random_state_is_untouched(host, torch):
 
 
 def check_system_without_limits_refuses_one_and_works_without(host, torch):
-    from autoaccum._memory import Host
     from autoaccum._memory import host as module
+    from autoaccum._memory.host import Host
 
     module.resource = None
     module._linux.status_bytes = lambda *fields: None
@@ -146,7 +146,7 @@ def _refuse(*arguments):
 def check_second_thread_is_refused(host, torch):
     import threading
 
-    from autoaccum._memory import Host
+    from autoaccum._memory.host import Host
     from autoaccum.errors import InvalidInputError
 
     before, entered, seen = _soft(), threading.Event(), {}
@@ -226,6 +226,29 @@ def check_processes_do_not_inherit_the_limit(host, torch):
         progress=False,
     )
     return {"before": before, **seen}
+
+
+def check_batches_of_the_loader_are_exempt(host, torch):
+    def allocates():
+        try:
+            torch.empty(32 * _MIB, dtype=torch.uint8)
+        except RuntimeError:
+            return False
+        return True
+
+    with host.limited(16 * _MIB):
+        host.exempt(4 * _MIB)
+        with host.lifted():
+            batch = torch.empty(500 * _MIB, dtype=torch.uint8)
+        before = allocates()
+        host.exempt(batch.nbytes)
+        batch[: 64 * _MIB] = 1
+        return {"before": before, "then": allocates(), "used": host.reading().used_bytes, "free": _free_of(host)}
+
+
+def _free_of(host):
+    host.trim()
+    return host.reading().free_bytes
 
 
 def check_runner_is_limited_within_its_steps(host, torch):
@@ -327,7 +350,7 @@ def check_limit_too_small_for_one_sample(host, torch):
 def main(names):
     import torch
 
-    from autoaccum._memory import Host
+    from autoaccum._memory.host import Host
 
     torch.set_num_threads(2)
     results = {}

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import warm
-from autoaccum._memory import Simulated, backend_for
+from autoaccum._memory.available_devices import backend_for
+from autoaccum._memory.simulated import Simulated
 from autoaccum._oom import is_oom, let_go
 from autoaccum.errors import InvalidInputError
 from folders import ROOT, TESTS

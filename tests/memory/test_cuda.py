@@ -12,7 +12,9 @@ import types
 import pytest
 import torch
 
-from autoaccum._memory import Cuda, backend_for, nvml
+from autoaccum._memory import nvml
+from autoaccum._memory.available_devices import backend_for
+from autoaccum._memory.cuda import Cuda
 from autoaccum._memory.limits import describe_neighbours
 from autoaccum.errors import InvalidInputError
 

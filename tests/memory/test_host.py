@@ -5,7 +5,8 @@ import sys
 import pytest
 import torch
 
-from autoaccum._memory import Host, _linux
+from autoaccum._memory import _linux
+from autoaccum._memory.host import Host
 from memory._child import run_checks
 
 MIB = 2**20
@@ -23,6 +24,7 @@ def found():
         "onednn_that_refuses_everything_is_told",
         "second_thread_is_refused",
         "processes_do_not_inherit_the_limit",
+        "batches_of_the_loader_are_exempt",
         # Leaves the process as it is on another system.
         "system_without_limits_refuses_one_and_works_without",
     )
@@ -79,6 +81,13 @@ def test_process_that_is_started_under_a_limit_gets_what_there_was_before(found,
 
 
 @pytest.mark.slow  # a process for each limit
+def test_batches_of_the_loader_count_neither_for_the_limit_nor_for_the_hard_one_above_it(found):
+    seen = found["batches_of_the_loader_are_exempt"]
+
+    assert (seen["before"], seen["then"], seen["used"]) == (False, True, 0)
+    assert seen["free"] == 16 * MIB
+
+
 @pytest.mark.parametrize("limit_mib", [20, 40])
 def test_small_convolutional_net_trains_under_small_limits_and_uses_them(limit_mib):
     # In a process of its own: it once ended in most runs with a device that was lost inside native code.

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from autoaccum._memory import Simulated, format_bytes, parse_limit
+from autoaccum._memory.limits import format_bytes, parse_limit
+from autoaccum._memory.simulated import Simulated
 from autoaccum.errors import InvalidInputError
 
 TOTAL = 1000 * 2**20

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autoaccum._memory import Simulated
+from autoaccum._memory.simulated import Simulated
 from autoaccum.errors import InvalidInputError
 
 KIB = 1024

@@ -61,7 +61,7 @@ def trained(**options):
     device = autoaccum.Simulated("200KiB")
     loader = [(torch.randn(64, 64), torch.randn(64, 64)) for _ in range(3)]
     loss = nn.MSELoss()
-    autoaccum.fit(model, loader, 64, loss=loss, device=device, callbacks=[Noting()], progress=False, **options)
+    autoaccum.fit(model, loader, 64, loss=loss, device=device, callbacks=[Noting()], **{"progress": False, **options})
     return sizes
 
 
@@ -137,12 +137,14 @@ def test_value_that_no_search_finds_is_ignored_by_the_next_start(folder, memory,
     ],
     ids=lambda data: repr(data[:30]),
 )
-def test_foreign_file_is_ignored_and_replaced(folder, data):
+def test_foreign_file_is_ignored_in_words_and_replaced(folder, data, capfd):
     first = trained()
     (path,) = files(folder)
     path.write_bytes(data)
 
-    assert trained() == first
+    capfd.readouterr()
+    assert trained(progress="lines") == first
+    assert "holds what cannot be used for this job" in capfd.readouterr().err
     assert trained()[0] == first[-1]
 
 

@@ -20,7 +20,7 @@ from put_together import training_step
 JOB = """
 import torch
 from torch import nn
-from autoaccum._memory import backend_for
+from autoaccum._memory.available_devices import backend_for
 from autoaccum._sizing.job_key import key_of
 
 class Attention(nn.Module):

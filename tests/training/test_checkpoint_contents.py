@@ -578,7 +578,13 @@ EDITS = {
     "counts are": lambda content: content.update(windows=-3),
     "counts are .*None": lambda content: content.update(samples=None),
     "counts are .*'q'": lambda content: content["position"].update(batches="q"),
-    "int.* not iterable": lambda content: content["cutting"].update(memory=5),
+    "counts are .*'9'": lambda content: content["cutting"].update(cap="9"),
+    "memory=5 is neither": lambda content: content["cutting"].update(memory=5),
+    "memory='nonsense' is unknown": lambda content: content["cutting"].update(memory=["nonsense"]),
+    r"memory=\['x'\] is unknown": lambda content: content["cutting"].update(memory=[["x"]]),
+    "say the same twice": lambda content: content["cutting"].update(memory=["checkpoint", "checkpoint"]),
+    "must be at least 1": lambda content: content["cutting"].update(plan=[0]),
+    "int.* and 'str'": lambda content: content["cutting"].update(largest=["4"]),
 }
 
 
@@ -601,20 +607,6 @@ def test_checkpoint_of_another_kind_of_device_is_refused(tmp_path):
 
     with pytest.raises(CheckpointError, match="another device: it was made with cuda, and this call has cpu"):
         Run(checkpoint=tmp_path).fit()
-
-
-@pytest.mark.parametrize("names", [["nonsense"], ["offload", "offload"], [["x"]]], ids=str)
-def test_names_in_a_checkpoint_that_save_no_memory_are_left_aside(tmp_path, names):
-    def fit(steps):
-        loader = DataLoader(TensorDataset(torch.ones(32, 3), torch.zeros(32, dtype=torch.int64)), 8)
-        return autoaccum.fit(nn.Linear(3, 2), loader, 8, max_steps=steps, memory="auto", checkpoint=tmp_path)
-
-    fit(2)
-    edited(tmp_path, lambda content: content["cutting"].update(memory=names))
-
-    result = fit(4)
-
-    assert (result.resumed_from, result.memory) == (2, ())
 
 
 def test_cap_after_lack_of_memory_is_forgotten_once_it_has_helped(tmp_path):
@@ -795,3 +787,69 @@ def test_loss_with_parameters_is_kept_too(tmp_path):
 
     assert torch.equal(run_with(tmp_path), whole)
     assert not torch.equal(whole, torch.ones(3))
+
+
+_LARGE_BATCHES = """
+    import os, signal, sys, torch, autoaccum
+    from torch import nn
+    from torch.utils.data import DataLoader
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    kind, target, evaluates, killed_at = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "evaluates", int(sys.argv[4])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+    class Images(torch.utils.data.Dataset):  # a batch of 512 takes 24 MiB
+        def __len__(self):
+            return 1536
+
+        def __getitem__(self, index):
+            generator = torch.Generator().manual_seed(index)
+            return torch.randn(3, 64, 64, generator=generator), torch.tensor(index % 4)
+
+    class Kill(autoaccum.Callback):
+        def on_step(self, report, *, epoch):
+            print(report.step, report.loss, report.samples, max(report.micro_batches))
+
+        def on_checkpoint(self, path, *, step):
+            if step == killed_at:
+                sys.stdout.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    make = StatefulDataLoader if kind == "stateful" else DataLoader
+    loader = make(Images(), 512, shuffle=True, num_workers=1 if kind == "workers" else 0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten())
+    model.append(nn.Linear(64, 4))
+    autoaccum.fit(
+        model, loader, target, max_steps=6, device="cpu", memory_limit="10MiB", checkpoint="run", checkpoint_every=1,
+        micro_batch=16, callbacks=[Kill()], progress=False,
+        val_loader=DataLoader(Images(), 512) if evaluates else None
+    )
+    print(sum(parameter.double().abs().sum().item() for parameter in model.parameters()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "evaluates", "killed_at"),
+    [
+        ("plain", 512, "", 1),
+        ("plain", 512, "evaluates", 3),  # where the epoch ends
+        ("plain", 400, "", 2),  # windows that take from two batches
+        ("stateful", 512, "", 4),
+        ("workers", 512, "evaluates", 2),
+    ],
+)
+def test_batch_of_the_loader_larger_than_a_real_limit_trains_also_after_a_kill(
+    tmp_path, kind, target, evaluates, killed_at
+):
+    def lines(folder, killed_at):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        words = kind, str(target), evaluates, str(killed_at)
+        arguments = [*warm.python(), "-c", textwrap.dedent(_LARGE_BATCHES), *words]
+        done = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=tmp_path / folder)
+        assert done.returncode == (-signal.SIGKILL if killed_at else 0), done.stderr
+        return done.stdout.splitlines()
+
+    undisturbed = lines("undisturbed", 0)
+
+    assert [*lines("killed", killed_at), *lines("killed", 0)] == undisturbed

@@ -1,6 +1,6 @@
 """Counters of processes that the kernel ended for lack of memory, read from files of the real formats."""
 
-from autoaccum._memory.kills import read_kills, risen
+from autoaccum._memory._linux import read_kills, risen
 
 EVENTS = "low 0\nhigh 0\nmax 31\noom 2\noom_kill {}\noom_group_kill 0\n"
 CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _NAMED = 3
 
 
-def resolvable_lack(
+def resolvable_oom(
     error: Exception,
     phase: Phase,
     size: int | None,
