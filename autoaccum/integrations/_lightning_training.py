@@ -131,5 +131,7 @@ class Training:
                 f"training_step returned {type(found).__name__} without a loss that is a tensor; return the loss, a "
                 "(sum, weight) pair, or a dictionary with it as 'loss'"
             )
-        self._parts.append((logged, count(batch, self._split) if logged.values else 0))
+        size = count(batch, self._split) if logged.values else 0
+        self._logs.end_part(size)
+        self._parts.append((logged, size))
         return {_LOSS: loss, "outputs": outputs}
