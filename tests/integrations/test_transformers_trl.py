@@ -240,7 +240,7 @@ def test_loss_of_a_router_is_logged_once_beside_one_of_generated_tokens(tmp_path
 def test_preferences_of_a_mixture_of_experts_are_trained_without_the_routers_loss(tmp_path):
     """As the error says that is raised with it."""
     options = {"network": mixture(), "eval_strategy": "no"}
-    with pytest.raises(autoaccum.InvalidInputError, match="router_aux_loss_coef=0.0 to DPOConfig"):
+    with pytest.raises(autoaccum.InvalidInputError, match=r"router_aux_loss_coef=0\.0 to DPOConfig"):
         trained(cut("dpo"), "dpo", tmp_path, **options)
 
     options["router_aux_loss_coef"] = 0.0
