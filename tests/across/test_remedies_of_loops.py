@@ -1,5 +1,6 @@
 """Other people's loops: what a message about a loss tells to do can be done there."""
 
+import importlib
 import inspect
 import re
 
@@ -9,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from autoaccum.errors import InvalidInputError
+from autoaccum.errors import DoesNotFitError, InvalidInputError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -132,29 +133,64 @@ def by_lightning(loss, _, **options):
     return module.body
 
 
+def by_accelerate(loss, _, **options):
+    accelerate = pytest.importorskip("accelerate")
+    from autoaccum.integrations.accelerate import windowed  # noqa: PLC0415 - only where it is installed
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = accelerator.prepare(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward = windowed(accelerator, model, closure=lambda batch: loss(model(batch["x"]), batch["y"]), **options)
+    for batch in DataLoader(Samples(), batch_size=12):
+        backward(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+MODULES = {by_trainer: "transformers", by_lightning: "lightning", by_accelerate: "accelerate"}
+
+
 def network():
     torch.manual_seed(0)
     return nn.Linear(5, CLASSES).double()
 
 
+def options_in(text):
+    """The options that a message names; `loss_scope=` not where the functions that take it are named with it."""
+    text = text.replace("loss_scope='window' to fit, Runner or Accumulator", "")
+    return {*re.findall(r"\b([a-z_]+)=(?!nan)", text)}
+
+
 def options_of(loop):
-    from autoaccum.integrations import lightning, transformers  # noqa: PLC0415 - only where they are installed
+    module = importlib.import_module(f"autoaccum.integrations.{MODULES[loop]}")
+    entry = module.Windowed if loop is by_lightning else module.windowed
+    return {*inspect.signature(entry).parameters}
 
-    return inspect.signature(transformers.windowed if loop is by_trainer else lightning.Windowed).parameters
 
-
-@pytest.mark.parametrize("loop", [by_trainer, by_lightning])
+@pytest.mark.parametrize("loop", MODULES)
 @pytest.mark.parametrize("name", REFUSED)
 def test_message_about_a_loss_names_only_what_the_loop_takes(loop, name, tmp_path):
-    """`loss_scope=` alone is named with the functions that take it."""
     with pytest.raises(InvalidInputError) as caught:
         loop(REFUSED[name], tmp_path, micro_batch=5)
 
-    said = str(caught.value).replace("loss_scope='window' to fit, Runner or Accumulator", "")
-    assert {*re.findall(r"\b([a-z_]+)=(?!nan)", said)} <= {*options_of(loop)}
+    assert options_in(str(caught.value)) <= options_of(loop)
 
 
-@pytest.mark.parametrize("loop", [by_trainer, by_lightning])
+@pytest.mark.parametrize("loop", MODULES)
+def test_message_about_a_sample_that_does_not_fit_names_only_what_the_loop_takes(loop, tmp_path):
+    def lacking(*_):
+        raise torch.OutOfMemoryError("told to")
+
+    with pytest.raises(DoesNotFitError, match="a sample of shapes") as caught:
+        loop(lacking, tmp_path)
+
+    remedies = str(caught.value).partition("; try ")[2]
+    assert remedies
+    assert options_in(remedies) - {"foreach"} <= options_of(loop)
+
+
+@pytest.mark.parametrize("loop", MODULES)
 @pytest.mark.parametrize("name", REMEDIES)
 def test_loss_that_such_a_message_recommends_trains_exactly(loop, name, tmp_path):
     whole, cut = (loop(REMEDIES[name], tmp_path, micro_batch=most) for most in (12, 5))
@@ -163,7 +199,7 @@ def test_loss_that_such_a_message_recommends_trains_exactly(loop, name, tmp_path
     assert not torch.equal(cut.weight, network().weight)
 
 
-@pytest.mark.parametrize("loop", [by_trainer, by_lightning])
+@pytest.mark.parametrize("loop", MODULES)
 def test_micro_batches_are_averaged_where_that_is_asked_for(loop, tmp_path):
     trained = loop(REFUSED["root"], tmp_path, micro_batch=5, loss_reduction="mean")
 

@@ -1,7 +1,6 @@
 """Lightning's Trainer trains, logs and calls back with Windowed as it does with the whole batch at once."""
 
 import csv
-import re
 import subprocess
 import sys
 import textwrap
@@ -783,12 +782,3 @@ def test_lightnings_own_launcher_starts_ranks(tmp_path):
     )
 
     assert done.stdout.count("alike True steps 2") == 2, done.stdout + done.stderr[-3000:]
-
-
-def test_sample_that_does_not_fit_is_advised_options_of_the_adapter_alone():
-    trainer = pl.Trainer(callbacks=[windowed()], **QUIET)
-
-    with pytest.raises(autoaccum.DoesNotFitError, match="a sample of shapes") as caught:
-        trainer.fit(Classifier(most=0), DataLoader(vectors(), batch_size=BATCH))
-
-    assert not re.search(r"(?<!foreach)(?<!memory)=", str(caught.value).partition("; try ")[2])
