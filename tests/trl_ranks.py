@@ -16,7 +16,7 @@ from autoaccum.integrations._trainer_evaluation import EvaluationInParts
 from autoaccum.integrations.transformers import windowed
 from faults import FailAt
 from trainers import history, weights
-from trl_trainers import TRAINERS, trained
+from trl_trainers import TRAINERS, mixture, trained
 
 SETTINGS = {"samples": 24, "evaluated": 12, "per_device_train_batch_size": 6, "per_device_eval_batch_size": 6}
 PATCHED = [(Accumulator, "backward", 100), (EvaluationInParts, "run", 30)]
@@ -53,6 +53,9 @@ def main(folder):
             made.train()
         hits = [sum(mode.hits for mode in each) for each in modes]
         found[kind, "ours"] = weights(made), history(made), hits
+    ours = windowed(TRAINERS["sft"][0], micro_batch=2, notices=Notices(silent=True))
+    made = trained(ours, "sft", folder, network=mixture(), **SETTINGS)
+    found["experts"] = weights(made), [entry["loss"] for entry in history(made) if "loss" in entry]
     torch.save(found, Path(folder) / f"rank-{torch.distributed.get_rank()}.pt")
     torch.distributed.destroy_process_group()
 

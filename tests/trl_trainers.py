@@ -48,12 +48,21 @@ def model(kind):
     return family(config).double()
 
 
-def trained(trainer, kind, folder, *, rows=None, samples=26, evaluated=13, train=True, **options):
+def mixture():
+    """Qwen3-MoE, with a router's balancing loss."""
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "router_aux_loss_coef": 0.05}
+    experts |= {"experts_implementation": "eager", "head_dim": 8}  # others cannot compute in float64
+    config = transformers.Qwen3MoeConfig(num_key_value_heads=1, **experts, **TEXT, **WIDTH)
+    return transformers.Qwen3MoeForCausalLM(config).double()
+
+
+def trained(trainer, kind, folder, *, network=None, rows=None, samples=26, evaluated=13, train=True, **options):
     """A trainer that has trained: 3 updates of 12, 12 and 2 samples, if not told otherwise."""
     if kind == "dpo" and hasattr(trl.DPOTrainer, "concatenated_inputs"):
         pytest.skip(f"TRL {trl.__version__} makes batches of preferences of another form, which are refused")
     settings = SETTINGS | {"eval_strategy": "epoch", "bf16": False, "gradient_checkpointing": False}
-    rows, network = rows or data(kind, samples), model(kind)
+    rows, network = rows or data(kind, samples), network or model(kind)
     reference = {"ref_model": copy.deepcopy(network)} if kind == "dpo" else {}
     made = trainer(
         model=network,
@@ -68,14 +77,14 @@ def trained(trainer, kind, folder, *, rows=None, samples=26, evaluated=13, train
     return made
 
 
-def generated(wrap, kind, folder, loss_type, **options):
+def generated(wrap, kind, folder, loss_type, *, network=None, **options):
     """A trainer that has trained on what it generated: 3 updates of 2 batches of 8."""
     base, config = {"grpo": (trl.GRPOTrainer, trl.GRPOConfig), "rloo": (trl.RLOOTrainer, trl.RLOOConfig)}[kind]
     settings = {key: value for key, value in SETTINGS.items() if key != "per_device_eval_batch_size"}
     settings |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 3, "beta": 0.0}
     settings |= {"num_generations": 4, "max_completion_length": 6, "bf16": False, "gradient_checkpointing": False}
     made = wrap(base)(
-        model=model("sft"),
+        model=network or model("sft"),
         args=config(str(folder), **(settings | ({} if loss_type is None else {"loss_type": loss_type}) | options)),
         train_dataset=data("sft", 26).remove_columns(["completion"]),
         processing_class=tokenizer(),

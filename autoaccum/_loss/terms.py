@@ -102,7 +102,7 @@ def term_of(name: str, raw: Any, samples: int, *, summed: bool) -> Term:
             if not (raw.is_floating_point() or raw.is_complex()):
                 raise InvalidInputError(
                     f"loss {name!r} is {describe(raw)} and type {raw.dtype}, which has no gradient, as counts and "
-                    "comparisons have none; return a differentiable loss, and report this one by metrics="
+                    "comparisons have none; return a differentiable loss, and this one by name beside it to report it"
                 )
             return Term(name, raw.sum()) if summed else Term(name, raw.mean(), Form.VECTOR)
         raise InvalidInputError(
@@ -249,5 +249,5 @@ def no_mean(name: str, whole: tuple[float, float], *parts: tuple[float, float]) 
 
 _PAIR_MEANS = (
     "a pair means (sum, weight): the sum of the losses and what to divide it by, such as ((loss * mask).sum(), "
-    "mask.sum()). To report something else use metrics="
+    "mask.sum()). To report something else return both by names, as {'loss': loss, 'accuracy': accuracy}"
 )

@@ -67,11 +67,13 @@ class Evaluating:
             InvalidInputError: Memory ran out, and the batch cannot be cut.
         """
 
-        def step(cut: Any, _: int) -> tuple[Any, Any]:
+        def step(cut: Any, size: int) -> tuple[Any, Any]:
             logged = self._logs.begin_part()
             # Not through DistributedDataParallel, which may make all ranks wait for one that is trying again.
             with getattr(self._trainer.precision_plugin, STEPS[name])():
-                return getattr(self._module, name)(cut, *further), logged
+                found = getattr(self._module, name)(cut, *further)
+            self._logs.end_part(size)
+            return found, logged
 
         self._events.windows = self._trainer.global_step
         with self._limit.in_force(), self._logs.holding():

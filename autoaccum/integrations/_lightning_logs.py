@@ -51,6 +51,8 @@ class HeldLogs:
         self._trainer = trainer
         self._module = trainer.lightning_module
         self._part = Logged()
+        # Of each name: `batch_size=` of the calls so far, up to the second, and the parts' numbers of samples.
+        self._given: dict[tuple[str, int], tuple[set[Any], set[int]]] = {}
         self._note = self._noted  # one function for all batches, for the compiler
         metrics: list[Metric] = [module for module in self._module.modules() if isinstance(module, Metric)]
         # What they have computed may have a graph, which cannot be copied.
@@ -83,6 +85,14 @@ class HeldLogs:
         self._part = Logged()
         return self._part
 
+    def end_part(self, size: int) -> None:
+        """Note of how many samples the part was."""
+        for key, (_, _, options) in self._part.values.items():
+            given, sizes = self._given.setdefault(key, (set(), set()))
+            if len(given) < 2:  # noqa: PLR2004 - then it depends on the part
+                given.add(options.get("batch_size"))
+                sizes.add(size)
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _noted(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         values, number = self._part.values, 0
@@ -102,16 +112,16 @@ class HeldLogs:
         """
         for call in [call for part in parts for call in part.calls]:
             call()
-        for name, number in dict.fromkeys(key for part in parts for key in part.values):
-            of_parts = [(part.values.get((name, number)), size) for part, size in zip(parts, sizes, strict=True)]
-            found = [(*noted, size) for noted, size in of_parts if noted is not None]
+        for key in dict.fromkeys(key for part in parts for key in part.values):
+            found = [(*part.values[key], size) for part, size in zip(parts, sizes, strict=True) if key in part.values]
             values, (args, *_), (options, *others), counts = zip(*found, strict=True)
             given = [one.get("batch_size") for one in (options, *others)]
             # One number for all parts is that of the batch, however it is cut.
-            is_of_batch = None in given or (len(set(given)) == 1 and given != list(counts))
+            ever, seen = self._given[key]
+            is_of_batch = None in given or (len(ever) == 1 and ever != seen)
             value = self._whole(options.get("reduce_fx", "mean"), values, counts if is_of_batch else given)
             total = given[0] if is_of_batch else sum(given)
-            self._module.log(name, value, *args, **options | {"batch_size": total})
+            self._module.log(key[0], value, *args, **options | {"batch_size": total})
 
     def _whole(self, reduction: Any, values: Sequence[Any], weights: Sequence[float]) -> Any:
         """Return what the step would have logged for the whole batch."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from autoaccum._data.batches import Window, count
+from autoaccum._loss.terms import is_pair
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
 from autoaccum.integrations._joined_parts import joined
@@ -86,7 +87,8 @@ class Training:
         self._gradients = [(parameter, parameter.grad) for parameter in self._module.parameters()]
         for parameter, _ in self._gradients:
             parameter.grad = None
-        loss = torch.as_tensor(report.device_losses[_LOSS].value, device=trainer.strategy.root_device)
+        values = [loss.value for loss in report.device_losses.values()]
+        loss = torch.as_tensor(values[0] if len(values) == 1 else sum(values), device=trainer.strategy.root_device)
         return {_LOSS: loss, **joined(report.outputs, report.micro_batches)}
 
     def backward(self, loss: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -124,12 +126,16 @@ class Training:
                 "(as in 0.0 * outputs.sum()), or leave such batches out of the loader"
             )
         outputs = dict(found) if isinstance(found, dict) else {_LOSS: found}
-        loss = outputs.pop(_LOSS, None)
-        is_pair = isinstance(loss, tuple) and len(loss) == 2  # noqa: PLR2004 - (sum, weight)
-        if not isinstance(loss, Tensor) and not is_pair:
+        if _LOSS not in outputs and all(map(is_pair, outputs.values())):
+            losses, outputs = outputs, {}
+        else:
+            losses = {_LOSS: outputs.pop(_LOSS, None)}
+        if not losses or not all(isinstance(loss, Tensor) or is_pair(loss) for loss in losses.values()):
             raise InvalidInputError(
                 f"training_step returned {type(found).__name__} without a loss that is a tensor; return the loss, a "
-                "(sum, weight) pair, or a dictionary with it as 'loss'"
+                "(sum, weight) pair, or a dictionary with it as 'loss', or of pairs alone"
             )
-        self._parts.append((logged, count(batch, self._split) if logged.values else 0))
-        return {_LOSS: loss, "outputs": outputs}
+        size = count(batch, self._split) if logged.values else 0
+        self._logs.end_part(size)
+        self._parts.append((logged, size))
+        return {**losses, "outputs": outputs}

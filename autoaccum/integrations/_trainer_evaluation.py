@@ -114,9 +114,11 @@ class EvaluationInParts:
     def _loss(self, batch: Mapping[str, Any]) -> Any:
         trainer = self._trainer
         with held_logs(trainer), own_tokens(trainer.args), trainer.compute_loss_context_manager():
+            if not self._counts_tokens:
+                return trainer.compute_loss(self.model, dict(batch))
             # As in `prediction_step`: the count may differ from what the loss runs over.
-            given = {"num_items_in_batch": self._items_of(batch)} if self._counts_tokens else {}
-            return trainer.compute_loss(self.model, dict(batch), **given)
+            items = self._items_of(batch)
+            return trainer.compute_loss(self.model, dict(batch), return_outputs=True, num_items_in_batch=items)[0]
 
     def _over_all_ranks(self, loss: Any, inputs: Mapping[str, Any]) -> Any:
         """Return the loss of this rank's batch so that the mean over ranks is one over the tokens of all of them.

@@ -6,6 +6,7 @@ import copyreg
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import mul
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from autoaccum._data.batches import Window
 from autoaccum._data.reading import refuse_flattened
 from autoaccum._data.splits import PackedRows
 from autoaccum._engine.options import Options
+from autoaccum._loss.terms import Form
 from autoaccum._system.notices import Notices
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
@@ -42,6 +44,7 @@ _FLATTENED = "DataCollatorWithFlattening"
 # TRL's trainers that were tried, and the losses of preferences that are no means over pairs.
 _TRIED = {"SFTTrainer", "RewardTrainer", "DPOTrainer", "GRPOTrainer", "RLOOTrainer"}
 _NOT_OF_PAIRS = {"aot": "sorts all pairs", "aot_unpaired": "sorts all pairs", "sft": "is a mean over tokens"}
+_GO_ON = "use it without windowed(), in a function with @autoaccum.find_executable_micro_batch(target=...)"
 _PREFERENCES = ("DataCollatorForPreference", "DataCollatorForVisionPreference")
 
 
@@ -100,13 +103,17 @@ def windowed(
         )
     if issubclass(trainer, _Innermost):
         raise InvalidInputError(f"{trainer.__name__} has been passed to windowed() already; use it as it is")
+    kind = _of_trl(trainer)
+    if kind is not None and kind not in _TRIED:
+        raise InvalidInputError(
+            f"{kind} was never tried with windowed(), and its loss may compare samples of a batch; {_GO_ON}"
+        )
     options = Options.of(windowed, locals())
     # The innermost class comes last before `Trainer`, so that what TRL's trainers do around a training step stays.
     bases = (_Outermost, _Innermost) if trainer is Trainer else (_Outermost, trainer, _Innermost)
     names = {"__doc__": trainer.__doc__, "__module__": __name__, "_autoaccum_options": options}
     metaclass: Any = type(trainer)
-    kind = _picklable(metaclass)
-    return kind(f"Windowed{trainer.__name__}", bases, names)  # type: ignore[no-any-return]
+    return _picklable(metaclass)(f"Windowed{trainer.__name__}", bases, names)  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -194,13 +201,17 @@ class Windows:
         batches, self._pending = self._pending, []
         counts, self._counts = self._counts, []
         self._items = self._over_all_ranks(None if any(one is None for one in counts) else sum(counts))
+        if not self._generates:
+            trainer.current_gradient_accumulation_steps = 1  # all are one here; TRL divides a router's loss by it
         accumulator = self._accumulator_of(_inner(model))
         self._held.clear()
         report = accumulator.backward(batches[0] if len(batches) == 1 else Window(batches, self._split))
         # Those before are of samples that the loss was checked on, and of attempts that failed.
-        log_held(trainer, self._held[-len(report.micro_batches) :])
+        held = self._held[-len(report.micro_batches) :]
+        log_held(trainer, held)
         self.last_backward, self.is_computed = report, True
-        return torch.tensor(report.loss, device=trainer.args.device)
+        loss = report.loss - self._counted_again(accumulator, held, report.micro_batches)
+        return torch.tensor(loss, device=trainer.args.device)
 
     def prediction_step(self, step: Callable[[Mapping[str, Any]], Any], inputs: Mapping[str, Any]) -> Any:
         """Run the trainer's `prediction_step` on a batch, in parts that fit.
@@ -224,6 +235,20 @@ class Windows:
             loss = loss / trainer.current_gradient_accumulation_steps
         self._held.append(held)
         return loss
+
+    def _counted_again(self, accumulator: Accumulator, held: Sequence[Held], sizes: Sequence[int]) -> float:
+        """Return by how much the report's loss exceeds the window's: beside a sum, a router's counts each time."""
+        trainer, forms = self._trainer, accumulator._step.objective.weights.forms.values()
+        coefficient = (
+            getattr(trainer, "router_aux_loss_coef", 0.0) if getattr(trainer, "aux_loss_enabled", False) else 0
+        )
+        if not coefficient or not any(form.form is Form.SUM for each in forms for form in each):
+            return 0.0
+        losses = [one.values["train", "aux_loss"][0] for one in held]
+        own = [sum(losses), sum(map(mul, losses, sizes)), sum(sizes)]
+        of_ranks = trainer.accelerator.gather(torch.tensor([own], device=trainer.args.device))
+        counted, weighed, samples = of_ranks.sum(0).tolist()
+        return float(coefficient / trainer.current_gradient_accumulation_steps * (counted - weighed / samples))
 
     def _is_scaled(self) -> bool:
         """Whether the trainer does not divide losses by the number of accumulated batches, as `Trainer` decides it."""
@@ -369,31 +394,29 @@ def _check(trainer: Any) -> None:
     _check_trl(trainer)
 
 
+def _of_trl(trainer: type) -> str | None:
+    """Return the name of the class of TRL that a trainer's class is made from; None if there is none."""
+    return next((kind.__name__ for kind in trainer.__mro__ if kind.__module__.startswith("trl.")), None)
+
+
 def _check_trl(trainer: Any) -> None:
     """Check what a trainer of TRL computes its loss by.
 
     Raises:
-        InvalidInputError: Micro-batches do not give the gradient of the whole batch, or it was never tried.
+        InvalidInputError: Micro-batches do not give the gradient of the whole batch.
     """
-    kind = next((kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")), None)
-    if kind is None:
-        return
-    go_on = "use it without windowed(), in a function with @autoaccum.find_executable_micro_batch(target=...)"
-    if kind not in _TRIED:
-        raise InvalidInputError(
-            f"{kind} was never tried with windowed(), and its loss may compare samples of a batch; {go_on}"
-        )
-    asked = trainer.args.loss_type if kind == "DPOTrainer" else []
+    is_dpo = _of_trl(type(trainer)) == "DPOTrainer"
+    asked = trainer.args.loss_type if is_dpo else []
     for loss_type in [asked] if isinstance(asked, str) else asked:
         if loss_type in _NOT_OF_PAIRS:
             raise InvalidInputError(
                 f"loss_type={loss_type!r} {_NOT_OF_PAIRS[loss_type]}, so micro-batches do not give its gradient; "
-                f"{go_on}"
+                f"{_GO_ON}"
             )
-    if kind == "DPOTrainer" and getattr(trainer, "aux_loss_enabled", False):
+    if is_dpo and getattr(trainer, "aux_loss_enabled", False):
         raise InvalidInputError(
-            "DPOTrainer adds a router's balancing loss, which is no mean over pairs; pass output_router_logits=False "
-            f"to the model's configuration, or {go_on}"
+            "DPOTrainer adds a router's balancing loss, which is no mean over pairs; pass router_aux_loss_coef=0.0 "
+            f"to DPOConfig, or {_GO_ON}"
         )
     if getattr(trainer, "use_adaptive_entropy", False):
         raise InvalidInputError(

@@ -6,6 +6,7 @@ from torch import nn
 
 import autoaccum
 from autoaccum._system.notices import Notices
+from tiny_transformers import tiny
 
 SILENT = Notices(silent=True)
 
@@ -93,6 +94,26 @@ def test_generated_sequences_of_unlike_length_name_join():
 
     with pytest.raises(autoaccum.InvalidInputError, match=r"\(1, 2\), \(1, 3\).*join="):
         batched(of)(torch.tensor([2, 3]))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_model_generates_for_a_batch_of_any_size_as_for_all_of_it():
+    pytest.importorskip("transformers")
+    model = tiny("LlamaForCausalLM", 20, 16)
+    ids, options = torch.randint(3, 20, (9, 4)), {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    ends = int(model.generate(ids, **options)[0, 6])  # so that sequences are of unlike length
+    whole = model.generate(ids, eos_token_id=ends, **options)
+    of, sizes = limited(2, lambda batch: model.generate(batch, eos_token_id=ends, **options))
+
+    def padded(parts):
+        rows = [row for part in parts for row in part]
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
+
+    found = batched(of, join=padded)(ids)
+
+    assert torch.equal(found, whole[:, : found.shape[1]])
+    assert not whole[:, found.shape[1] :].any()
+    assert sizes[-1] <= 2
 
 
 def test_result_without_a_row_for_each_sample_is_refused_even_where_all_fits():

@@ -1,6 +1,5 @@
 """Accelerate's loop trains with `windowed` as it does with the whole batch at once."""
 
-import re
 
 import pytest
 import torch
@@ -277,12 +276,3 @@ def test_what_reduces_gradients_by_itself_is_refused_by_name(kind):
 
     with pytest.raises(autoaccum.errors.InvalidInputError, match=f"trains with {kind}"):
         windowed(loop.accelerator, loop.model, loss=cross_entropy)
-
-
-def test_sample_that_does_not_fit_is_advised_options_of_the_adapter_alone():
-    loop = Loop(most=0)
-
-    with pytest.raises(autoaccum.DoesNotFitError, match="a sample of shapes") as caught:
-        loop.epoch()
-
-    assert not re.search(r"(?<!foreach)(?<!memory)=", str(caught.value).partition("; try ")[2])

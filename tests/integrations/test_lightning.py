@@ -1,7 +1,6 @@
 """Lightning's Trainer trains, logs and calls back with Windowed as it does with the whole batch at once."""
 
 import csv
-import re
 import subprocess
 import sys
 import textwrap
@@ -235,21 +234,37 @@ def test_logs_are_those_of_whole_batches_field_by_field(tmp_path):
 class Constant(Classifier):
     """Gives all its logs one batch size, and one to a logger itself."""
 
+    def __init__(self, most=None, size=7):
+        super().__init__(most)
+        self.size = size
+
     def training_step(self, batch, batch_idx):
         loss = functional.cross_entropy(self(batch[0]), batch[1])
         self.run_out(batch[0])
-        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=7)
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=self.size)
         if self.logger is not None:
             self.logger.log_metrics({"own": float(batch_idx)}, step=batch_idx)
         return loss
 
+    def validation_step(self, batch, batch_idx):
+        loss = functional.cross_entropy(self(batch[0]), batch[1])
+        self.run_out(batch[0])
+        self.log("validation", loss, batch_size=self.size)
 
-def test_a_batch_size_that_is_constant_is_that_of_the_batch():
-    """Else epochs' means would weigh batches by their number of parts."""
-    plain, other = (fitted(Constant(most), vectors(), *some) for most, some in ((None, []), (5, [windowed()])))
 
-    mean, expected = (float(one.callback_metrics["loss"]) for one in (other, plain))
-    assert mean == pytest.approx(expected, rel=1e-6)
+@pytest.mark.parametrize("size", [1, 4, 7, 12])  # 4 is also that of a micro-batch
+def test_a_batch_size_that_is_constant_is_that_of_the_batch_for_whatever_reads_epochs_means(size, tmp_path):
+    """Else they would weigh batches by their number of parts."""
+    found = []
+    for name, most, adapters in (("plain", None, []), ("ours", 5, [windowed(micro_batch=4)])):
+        kept = ModelCheckpoint(tmp_path / name, monitor="loss", save_top_k=1)
+        stops = pl.callbacks.EarlyStopping("loss", check_on_train_epoch_end=True, min_delta=10.0, patience=2)
+        trainer = fitted(Constant(most, size), vectors(), *adapters, kept, stops, epochs=5, validates=size != 4)
+        read = [kept.best_model_score, stops.best_score, *trainer.callback_metrics.values()]
+        found.append([trainer.current_epoch, *map(float, read)])
+
+    assert found[0][0] == 3
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
 
 
 def test_what_a_logger_is_given_in_a_step_is_of_parts_that_count(tmp_path):
@@ -767,12 +782,3 @@ def test_lightnings_own_launcher_starts_ranks(tmp_path):
     )
 
     assert done.stdout.count("alike True steps 2") == 2, done.stdout + done.stderr[-3000:]
-
-
-def test_sample_that_does_not_fit_is_advised_options_of_the_adapter_alone():
-    trainer = pl.Trainer(callbacks=[windowed()], **QUIET)
-
-    with pytest.raises(autoaccum.DoesNotFitError, match="a sample of shapes") as caught:
-        trainer.fit(Classifier(most=0), DataLoader(vectors(), batch_size=BATCH))
-
-    assert not re.search(r"(?<!foreach)(?<!memory)=", str(caught.value).partition("; try ")[2])

@@ -1,6 +1,9 @@
 """TRL's trainers train as if each batch had fitted at once, and log as their own accumulation does."""
 
 import functools
+import importlib
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from autoaccum.integrations.transformers import windowed
 from faults import FailAt
 from torchrun import found_by_ranks
 from trainers import history, weights
-from trl_trainers import GENERATING, TRAINERS, generated, trained
+from trl_trainers import GENERATING, TRAINERS, generated, mixture, trained
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -115,6 +118,15 @@ def test_two_ranks_end_as_one_with_the_whole_batch(of_ranks, kind, tmp_path):
     assert log_of_first == log_of_second
 
 
+@pytest.mark.slow
+def test_loss_of_a_router_is_logged_once_on_ranks(of_ranks, tmp_path):
+    whole = trained(trl.SFTTrainer, "sft", tmp_path, network=mixture(), samples=24)
+    (first, logged), (second, others) = (found["experts"] for found in of_ranks)
+
+    assert torch.equal(first, second)
+    assert logged == others == pytest.approx(losses(whole), abs=2e-3)  # of which a router's is 0.1
+
+
 # --- rows of several sequences, and trainers that generate ------------------------------------------------------------
 
 
@@ -154,9 +166,12 @@ def test_adapters_of_lora_are_trained(tmp_path):
     assert not torch.equal(weights(ours), weights(untrained))
 
 
-@pytest.mark.parametrize("loss_type", ["hinge", "ipo", "robust", "apo_zero"])
+OF_PAIRS = ["hinge", "ipo", "robust", "apo_zero", "bco_pair", "exo_pair", "nca_pair", ["sigmoid", "bco_pair"]]
+
+
+@pytest.mark.parametrize("loss_type", OF_PAIRS, ids=str)
 def test_losses_of_preferences_that_are_means_over_pairs_are_those_of_whole_batches(tmp_path, loss_type):
-    options = {"loss_type": loss_type, "eval_strategy": "no", "label_smoothing": 0.1 if loss_type == "robust" else 0.0}
+    options = {"loss_type": loss_type, "eval_strategy": "no", "label_smoothing": 0.1 if loss_type == "robust" else 1e-3}
     ours, theirs = (trained(kind, "dpo", tmp_path, **options) for kind in (cut("dpo"), trl.DPOTrainer))
 
     assert_same_weights(ours, theirs)
@@ -174,6 +189,66 @@ def test_batches_are_cut_after_generation(tmp_path, kind, loss_type):
         assert [entry[name] for entry in log(ours)[:-1]] == [entry[name] for entry in log(theirs)[:-1]]
 
 
+def test_coefficient_of_entropy_is_that_of_whole_batches(tmp_path):
+    """Which the error about use_adaptive_entropy names instead."""
+    if not hasattr(trl.GRPOConfig, "entropy_coef"):
+        pytest.skip(f"TRL {trl.__version__} has no entropy_coef")
+    ours = generated(lambda base: cut(base, micro_batch=3), "grpo", tmp_path, "dapo", entropy_coef=0.1)
+    theirs = generated(lambda base: base, "grpo", tmp_path, "dapo", entropy_coef=0.1)
+
+    torch.testing.assert_close(weights(ours), weights(theirs), rtol=0.0, atol=10 * ROUNDING)
+
+
+# --- mixtures of experts ----------------------------------------------------------------------------------------------
+
+PLAIN = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
+IN_THREE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in history(trainer) if "loss" in entry]
+
+
+def of_experts(kind, folder, **options):
+    network = mixture()
+    network.config.output_router_logits = True
+    return trained(kind, "sft", folder, network=network, samples=24, eval_strategy="no", **PLAIN, **options)
+
+
+@pytest.mark.filterwarnings("ignore::autoaccum.LossWarning")
+@pytest.mark.parametrize("options", [{}, IN_THREE], ids=["one batch", "three batches"])
+def test_mixture_of_experts_is_no_farther_from_whole_batches_than_accumulation(tmp_path, options):
+    """TRL 1.16 averages a router's loss over accumulated batches, older versions add it up."""
+    whole, theirs = (weights(of_experts(trl.SFTTrainer, tmp_path, **one)) for one in ({}, IN_THREE))
+    ours = of_experts(cut("sft"), tmp_path, **options)
+
+    assert (weights(ours) - whole).norm() <= (theirs - whole).norm() + ROUNDING
+    assert losses(ours) == pytest.approx(losses(of_experts(trl.SFTTrainer, tmp_path, **IN_THREE)), rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::autoaccum.LossWarning")
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_loss_of_a_router_is_logged_once_beside_one_of_generated_tokens(tmp_path, loss_type):
+    ours, theirs = (
+        generated(wrap, "grpo", tmp_path, loss_type, network=mixture(), **PLAIN)
+        for wrap in (lambda base: cut(base, micro_batch=3), lambda base: base)
+    )
+
+    assert losses(ours) == pytest.approx(losses(theirs), abs=2e-3)  # of which a router's is 0.1
+
+
+def test_preferences_of_a_mixture_of_experts_are_trained_without_the_routers_loss(tmp_path):
+    """As the error says that is raised with it."""
+    options = {"network": mixture(), "eval_strategy": "no"}
+    with pytest.raises(autoaccum.InvalidInputError, match=r"router_aux_loss_coef=0\.0 to DPOConfig"):
+        trained(cut("dpo"), "dpo", tmp_path, **options)
+
+    options["router_aux_loss_coef"] = 0.0
+    ours, theirs = (trained(kind, "dpo", tmp_path, **options) for kind in (cut("dpo"), trl.DPOTrainer))
+
+    assert_same_weights(ours, theirs)
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -185,23 +260,59 @@ def test_losses_of_preferences_that_are_no_means_over_pairs_are_refused(tmp_path
         trainer.train()
 
 
-@pytest.mark.parametrize(
-    ("kind", "option", "text"),
-    [("dpo", "aux_loss_enabled", "router's balancing loss"), ("sft", "use_adaptive_entropy", "entropy_coef=")],
-)
-def test_options_that_need_the_whole_batch_are_refused(tmp_path, kind, option, text):
-    trainer = trained(cut(kind), kind, tmp_path, train=False)
-    setattr(trainer, option, True)
+def test_options_that_need_the_whole_batch_are_refused(tmp_path):
+    trainer = trained(cut("sft"), "sft", tmp_path, train=False)
+    trainer.use_adaptive_entropy = True
 
-    with pytest.raises(autoaccum.InvalidInputError, match=text):
+    with pytest.raises(autoaccum.InvalidInputError, match="entropy_coef="):
         trainer.train()
 
 
-def test_class_of_trl_that_was_never_tried_is_refused_by_name(tmp_path):
-    class KTOTrainer(trl.SFTTrainer):
-        __module__ = "trl.trainer.kto_trainer"
+def classes_of_trl():
+    """All trainers of TRL, by name, also those whose modules are experimental."""
+    root = Path(trl.__file__).parent
+    for path in sorted(root.rglob("*_trainer.py")):
+        module = ".".join(["trl", *path.relative_to(root).with_suffix("").parts])
+        for name in re.findall(r"^class ([A-Z]\w+Trainer)\(", path.read_text(), re.MULTILINE):
+            yield pytest.param(module, name, id=name)
 
-    trainer = trained(cut(KTOTrainer), "sft", tmp_path, train=False)
 
-    with pytest.raises(autoaccum.InvalidInputError, match="KTOTrainer was never tried"):
-        trainer.train()
+@pytest.mark.parametrize(("module", "name"), [*classes_of_trl()])
+def test_every_class_of_trl_was_tried_or_is_refused_by_name(module, name):
+    """KTO, ORPO and CPO among them."""
+    kind = getattr(importlib.import_module(module), name)
+    if name in {"SFTTrainer", "RewardTrainer", "DPOTrainer", "GRPOTrainer", "RLOOTrainer"}:
+        assert issubclass(windowed(kind), kind)
+        return
+
+    for one in (kind, type("Own", (kind,), {})):
+        with pytest.raises(autoaccum.InvalidInputError, match=f"{name} was never tried.*find_executable_micro_batch"):
+            windowed(one)
+
+
+def test_class_that_is_refused_trains_in_a_function_that_begins_again(tmp_path):
+    """As every refusal says: its own accumulation, in micro-batches that fit."""
+    made, sizes = [], []
+
+    @autoaccum.find_executable_micro_batch(target=8)
+    def train(micro_batch, accumulation_steps):
+        sizes.append(micro_batch)
+        made.append(preferred(tmp_path, micro_batch, accumulation_steps))
+        made[-1].model.register_forward_pre_hook(greedy, with_kwargs=True)
+        made[-1].train()
+
+    def greedy(module, inputs, named):
+        if len(named["input_ids"]) > 4:
+            raise torch.OutOfMemoryError("told to")
+
+    train()
+    theirs = preferred(tmp_path, 2, 4)
+    theirs.train()
+
+    assert sizes == [8, 4, 2]
+    assert torch.equal(weights(made[-1]), weights(theirs))
+
+
+def preferred(folder, size, steps):
+    batches = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
+    return trained(trl.DPOTrainer, "dpo", folder, train=False, loss_type="aot", eval_strategy="no", **batches)
