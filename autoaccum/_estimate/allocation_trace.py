@@ -161,5 +161,5 @@ def between(low: Timeline, high: Timeline, size: int, *, bends: bool = False) ->
         if rise and not (is_alike and (is_proportional or (bends and one.category is Category.WORKSPACE))):
             return None
         size_bytes = one.size_bytes + rise * (size - low.size) // (high.size - low.size)
-        storages.append(replace(one, size_bytes=size_bytes))
+        storages.append(replace(one, size_bytes=size_bytes) if rise else one)
     return Timeline(size, storages, high.events, high.phases)

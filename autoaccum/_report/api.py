@@ -28,6 +28,7 @@ from autoaccum._engine.precision import own_half_type
 from autoaccum._engine.savings import Savings, check_memory
 from autoaccum._estimate.estimate import NotTracedError, trace_step
 from autoaccum._estimate.fake import built_on_meta
+from autoaccum._estimate.fake_step import undisturbed
 from autoaccum._estimate.gpus import DISPLAY_MIB, card_named, custom_card, display_bytes, with_display
 from autoaccum._estimate.moments import condensed
 from autoaccum._estimate.ranks import in_buckets, sharding
@@ -161,9 +162,10 @@ def preflight(
     predicted: list[Predicted] = []
     estimates: dict[str, Estimate] = {}
     try:
-        for one, estimate in _predicted(of_cards, cards, made, precision, on_rank, way):
-            predicted.append(one)
-            estimates[one.card.name] = estimate
+        with undisturbed():
+            for one, estimate in _predicted(of_cards, cards, made, precision, on_rank, way):
+                predicted.append(one)
+                estimates[one.card.name] = estimate
     except NotTracedError as error:
         if not measures:
             raise
@@ -175,7 +177,8 @@ def preflight(
         measured, told = _measured(asked, backend, put_together, memory, notices)
         warnings += told
         measured = replace(measured, step_memory=_traced(asked, made, way, measured))
-    remedies_on, remedies, of_remedies = _remedies(asked, measured, predicted, estimates, made, way, on_rank)
+    with undisturbed():
+        remedies_on, remedies, of_remedies = _remedies(asked, measured, predicted, estimates, made, way, on_rank)
     facts = None
     if measured is not None and loader is not None:
         _LOG.info("timing the loader")
