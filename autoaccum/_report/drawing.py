@@ -2,7 +2,7 @@
 
 Areas and lines are SVG that is stretched; words are HTML above it, so that they are never distorted. A word never
 crosses the border of what it names: it is cut off there, and the whole is shown where the pointer rests and in the list
-below. Colours of kinds are told apart by colour-blind people too (Okabe and Ito 2008, https://jfly.uni-koeln.de/color/).
+below. Colours were chosen by search: no two look alike to anybody, colour-blind or not (tests/report/test_page.py).
 """
 
 from __future__ import annotations
@@ -202,16 +202,15 @@ def _over_the_step(step: StepMemory, where: str) -> str:
         below = above
     starts = {one.phase if one.phase != "before" else "forward": one.event for one in reversed(moments)}
     marks = "".join(
-        f'<b style="left:{event / last:.2%}">{escape(phase)}</b>'
+        f'<b style="left:min({event / last:.2%}, 100% - 4.5rem)">{escape(phase)}</b>'
         for phase, event in sorted(starts.items(), key=_second)
     )
     at = peak.event / last
-    side = f"left:{at:.2%}" if at < 0.5 else f"right:{1 - at:.2%}"  # noqa: PLR2004 - the half with more room
     told = f"peak {format_bytes(peak.held_bytes)}, in {peak.phase}"
     legend = [(_style(kind), f"{kind} {format_bytes(peak.bytes_by_kind.get(kind, 0))} at the peak") for kind in kinds]
     body = (
         f'<div class="plot">{_svg("".join(areas))}<em style="left:{at:.2%}"></em>'
-        f'<strong style="{side}">{escape(told)}</strong>{marks}</div>'
+        f'<strong style="left:min({at:.2%}, 100% - 13rem)">{escape(told)}</strong>{marks}</div>'
     )
     caption = "From left to right, one allocation or free after the other. What is alive at the peak is listed below."
     return _figure(f"The memory of one step, over the step: {where}", body, caption, legend)
