@@ -244,7 +244,7 @@ def rgb(colour):
 
 
 STYLE = TRACED.to_html().partition("</style>")[0]
-COLOURS = {kind: colour for kind, colour in re.findall(r"\.k-(\w+)[^{]* \{ --k: (#\w{6})", STYLE)}
+COLOURS = dict(re.findall(r"\.k-(\w+)[^{]* \{ --k: (#\w{6})", STYLE))
 # What people see of a linear red, green and blue (Machado, Oliveira and Fernandes 2009, severity 1.0).
 EYES = {
     "all colours": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
