@@ -230,8 +230,7 @@ def test_a_page_that_is_dark_on_the_screen_is_printed_on_white_with_its_colours(
     streams = re.findall(rb"stream\r?\n(x.*?)endstream", paper.read_bytes(), flags=re.DOTALL)
     drawn = b"\n".join(map(zlib.decompress, streams))
     used = {
-        tuple(round(255 * float(part)) for part in one)
-        for one in re.findall(rb"([\d.]+) ([\d.]+) ([\d.]+) rg", drawn)
+        tuple(round(255 * float(part)) for part in one) for one in re.findall(rb"([\d.]+) ([\d.]+) ([\d.]+) rg", drawn)
     }
     dark, ink, *kinds = (rgb(colour) for colour in ("#15181c", "#1c1e21", *COLOURS.values()))
     assert dark not in used
