@@ -209,15 +209,19 @@ def test_a_browser_paints_it_light_or_dark(tmp_path, scheme, is_dark):
     ("report", "width", "medium"), [(TRACED, 390, "screen"), (MANY_CARDS, 390, "screen"), (TRACED, 690, "print")]
 )
 def test_nothing_is_wider_than_a_phone_or_a_sheet_of_paper(tmp_path, report, width, medium):
-    """On a phone tables scroll by themselves; on paper, of 18 cm, nothing does."""
+    """On a phone tables scroll by themselves; on paper, of 18 cm, nothing does. Words end where their box ends."""
     (tmp_path / "page.html").write_text(report.to_html().replace(f"@media {medium} {{", "@media all {"))
-    measure = "document.title = 'wide ' + this.contentDocument.documentElement.scrollWidth"
+    measure = "const page = this.contentDocument; const boxes = [...page.querySelectorAll('.bar span, .tree span')];"
+    measure += "const cut = boxes.every(one => getComputedStyle(one).overflow === 'hidden');"
+    measure += "document.title = `wide ${page.documentElement.scrollWidth} ${boxes.length > 0 &amp;&amp; cut}`"
     frame = f'<iframe src="page.html" width="{width}" height="900" onload="{measure}"></iframe>'
     (tmp_path / "outer.html").write_text(f"<html><body>{frame}</body></html>")
 
     seen = browsed(tmp_path, "--allow-file-access-from-files", "--dump-dom", page="outer.html").stdout
 
-    assert int(re.search(r"<title>wide (\d+)", seen)[1]) <= width
+    wide, are_cut = re.search(r"<title>wide (\d+) (\w+)", seen).groups()
+    assert int(wide) <= width
+    assert are_cut == "true"
 
 
 @needs_browser
