@@ -26,7 +26,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.state import GradientState
-from bench import machine
+from measuring import machine, told, write_into
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -36,7 +36,6 @@ from autoaccum.integrations import accelerate as for_accelerate
 from autoaccum.integrations import lightning as for_lightning
 from autoaccum.integrations import transformers as for_transformers
 
-BEGIN, END = "<!-- adapters: begin -->", "<!-- adapters: end -->"
 MICRO_BATCHES, MICRO_BATCH = 4, 8  # of an update; samples of each
 BATCH = MICRO_BATCHES * MICRO_BATCH
 # Chosen so that a micro-step takes 1 to 2 ms on one core.
@@ -206,7 +205,7 @@ def row(name, pairs):
         found += [(took[False], took[True])] if turn else []  # the first pair warms the process up
     plain, ours = (statistics.median(side) / MICRO_BATCHES * 1e6 for side in zip(*found, strict=True))
     low, ratio, high = statistics.quantiles([mine / theirs for theirs, mine in found], n=4)
-    return f"| {title} | {plain:.0f} | {ours:.0f} | {ratio:.3f} ({low:.3f} to {high:.3f}) |"
+    return f"| {title} | {plain:.0f} | {ours:.0f} | {told((low, ratio, high), digits=3)} |"
 
 
 def main():
@@ -231,8 +230,7 @@ def main():
     table = "\n".join([*lines, "", where])
     print(table)
     if options.page is not None:
-        before, rest = options.page.read_text().split(BEGIN)
-        options.page.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.split(END)[1]}")
+        write_into(options.page, table, "adapters")
 
 
 if __name__ == "__main__":

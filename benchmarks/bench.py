@@ -21,7 +21,7 @@ import finders
 import isolated
 import throughput
 from finders import FINDERS
-from measuring import keep, machine, quartiles
+from measuring import keep, machine, quartiles, told, write_into
 from throughput import COMPARED
 from workloads import MIB, WORKLOADS
 
@@ -144,7 +144,7 @@ def ratio_of(row, which):
     if which not in row["ratios"]:
         return "failed"
     (low, high), median = row["ratios"][which]["quartiles"], row["ratios"][which]["median"]
-    return f"{median:.2f} ({low:.2f} to {high:.2f})"
+    return told((low, median, high))
 
 
 def why_none(row):
@@ -237,13 +237,6 @@ def markdown(results):
         lines = [(row["workload"], row["micro_batch"], ratio_of(row, "auto")) for row in results["first-update"]]
         texts.append(table(["model", "size found", "`micro_batch='auto'`"], lines))
     return "\n\n".join(texts)
-
-
-def write_into(page: Path, text: str, name: str):
-    """Replace the text between the markers of a page."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    old = page.read_text()
-    page.write_text(f"{old.split(begin)[0]}{begin}\n\n{text}\n\n{end}{old.split(end)[1]}")
 
 
 if __name__ == "__main__":

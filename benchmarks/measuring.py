@@ -23,7 +23,12 @@ def quartiles(values):
 
 
 def spread(values, unit="", digits=2):
-    low, median, high = quartiles(values)
+    return told(quartiles(values), unit, digits)
+
+
+def told(three, unit="", digits=2):
+    """Return quartiles as text: the median, and the others in brackets."""
+    low, median, high = three
     return f"{median:.{digits}f}{unit} ({low:.{digits}f} to {high:.{digits}f})"
 
 
@@ -78,3 +83,10 @@ def keep(path, results):
         temporary = path.with_suffix(".part")
         temporary.write_text(json.dumps(results, indent=1) + "\n")
         temporary.replace(path)
+
+
+def write_into(page, text, name):
+    """Replace the text between the markers of a page."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    old = page.read_text()
+    page.write_text(f"{old.split(begin)[0]}{begin}\n\n{text}\n\n{end}{old.split(end)[1]}")

@@ -2,8 +2,9 @@
 
     python benchmarks/report_speed.py
 
-A process for each model runs the command twice: PyTorch imports its compiler and fills its caches in the first. On a
-busy machine the time of the processor tells more than the clock.
+A process for each model runs the command twice: PyTorch fills its caches in the first, which also imports this package
+(0.4 s more where Python may not keep its bytecode). On a busy machine the time of the processor tells more than the
+clock.
 """
 
 from __future__ import annotations

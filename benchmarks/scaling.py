@@ -13,7 +13,6 @@ import argparse
 import copy
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ import time
 from pathlib import Path
 
 import torch
-from measuring import machine
+from measuring import machine, quartiles, told
 from torch import distributed, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -152,15 +151,10 @@ def measure(name, windows):
     pairs = by_hand.took[WARM_UP:]
     return {
         "title": title,
-        "by_hand_ms": summary([hand * 1e3 for hand, _ in pairs]),
-        "fit_ms": summary([ours * 1e3 for _, ours in pairs]),
-        "ratio": summary([ours / hand for hand, ours in pairs]),
+        "by_hand_ms": quartiles([hand * 1e3 for hand, _ in pairs]),
+        "fit_ms": quartiles([ours * 1e3 for _, ours in pairs]),
+        "ratio": quartiles([ours / hand for hand, ours in pairs]),
     }
-
-
-def summary(values):
-    low, median, high = statistics.quantiles(values, n=4)
-    return {"median": median, "quartiles": [low, high]}
 
 
 def run(name, size, windows):
@@ -171,11 +165,6 @@ def run(name, size, windows):
         command = [*torchrun, __file__, "--job", name, f"--windows={windows}", f"--out={out}"]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         return {"ranks": size, **json.loads(out.read_text())}
-
-
-def spread(found, digits):
-    low, high = found["quartiles"]
-    return f"{found['median']:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def main():
@@ -198,8 +187,8 @@ def main():
     options.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
     print("| model | ranks | by hand, ms | `fit`, ms | ratio |", "|---|---|---|---|---|", sep="\n")
     for row in rows:
-        print(f"| {row['title']} | {row['ranks']} | {spread(row['by_hand_ms'], 0)} | {spread(row['fit_ms'], 0)} | "
-              f"{spread(row['ratio'], 3)} |")  # fmt: skip
+        print(f"| {row['title']} | {row['ranks']} | {told(row['by_hand_ms'], digits=0)} | "
+              f"{told(row['fit_ms'], digits=0)} | {told(row['ratio'], digits=3)} |")  # fmt: skip
 
 
 if __name__ == "__main__":

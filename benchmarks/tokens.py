@@ -15,12 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import time
 from pathlib import Path
 
 import torch
-from measuring import processor
+from measuring import processor, quartiles, spread
 
 import autoaccum
 from autoaccum._system.notices import Notices
@@ -163,16 +162,10 @@ def main():
     print("|---|---|---|")
     results = {}
     for name in loops:
-        ratios = sorted(one / other for one, other in zip(speeds[name], speeds[first], strict=True))
+        ratios = [one / other for one, other in zip(speeds[name], speeds[first], strict=True)]
         real, computed = counted[name]
-        results[name] = {
-            "ratio_median": statistics.median(ratios),
-            "ratio_quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
-            "computed_per_token": computed / real,
-        }
-        low, high = results[name]["ratio_quartiles"]
-        share = results[name]["computed_per_token"]
-        print(f"| {name} | {results[name]['ratio_median']:.2f} ({low:.2f} to {high:.2f}) | {share:.2f} |", flush=True)
+        results[name] = {"ratio": quartiles(ratios), "computed_per_token": computed / real}
+        print(f"| {name} | {spread(ratios)} | {computed / real:.2f} |", flush=True)
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     print(f"\n{machine}, torch {torch.__version__}, Python {platform.python_version()}, {options.updates} updates")
     if options.out is not None:

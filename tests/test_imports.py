@@ -147,7 +147,7 @@ def test_import_touches_neither_devices_nor_the_process(looks):
 def test_import_brings_nothing_that_only_some_need(looks):
     heavy = {"transformers", "tensorboard", "torchvision", "sklearn", "lightning", "accelerate", "torchmetrics"}
 
-    assert not (heavy | {"altair", "vl_convert", "click", "autoaccum._cli.app"}) & set(looks[2])
+    assert not (heavy | {"click", "autoaccum._cli.app"}) & set(looks[2])
 
 
 def test_tests_that_may_be_tried_twice_are_there():

@@ -139,14 +139,13 @@ class Timeline:
         ]
 
 
-def between(low: Timeline, high: Timeline, size: int, *, bends: bool = False) -> Timeline | None:
+def between(low: Timeline, high: Timeline, size: int) -> Timeline | None:
     """Derive the timeline of another size, if every storage is fixed or proportional to the samples.
 
     Args:
         low: The step of one size.
         high: The same step of a larger size.
         size: The size to derive.
-        bends: Whether kernels' workspaces, some of which take a constant part or round, may lie on any line.
 
     Returns:
         The timeline; None if the two steps run different operators, or a storage is neither fixed nor proportional.
@@ -158,8 +157,8 @@ def between(low: Timeline, high: Timeline, size: int, *, bends: bool = False) ->
         rise = other.size_bytes - one.size_bytes
         is_alike = one.operator == other.operator and one.category is other.category
         is_proportional = one.size_bytes * high.size == other.size_bytes * low.size
-        if rise and not (is_alike and (is_proportional or (bends and one.category is Category.WORKSPACE))):
+        if rise and not (is_alike and is_proportional):
             return None
         size_bytes = one.size_bytes + rise * (size - low.size) // (high.size - low.size)
-        storages.append(replace(one, size_bytes=size_bytes))
+        storages.append(replace(one, size_bytes=size_bytes) if rise else one)
     return Timeline(size, storages, high.events, high.phases)

@@ -1,7 +1,8 @@
 """Workspaces of kernels on a GPU: what one call of an operator allocates and frees beside its results.
 
 One rule for each operator, which computes bytes from its arguments and cites the kernel's source (below
-aten/src/ATen/native). Operators without a rule allocate little: docs/dev/estimates.md says what each rule is worth.
+aten/src/ATen/native). Operators without a rule allocate little, or not at the peak: docs/dev/estimates.md says what
+each rule is worth.
 """
 
 from __future__ import annotations
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
     Workspace = tuple[int, ...]
 
 _aten = torch.ops.aten
-_HALVES = (torch.float16, torch.bfloat16)
-# Lengths are rounded up to it, by flash attention's backward pass and the efficient kernel's log-sum-exp.
-_FLASH_ROWS = 128
-_LANES = 32
 _FLOAT = 4
 # Sides of Winograd's tiles: the filter, the results, and the transformed values.
 _FILTER, _RESULTS, _TRANSFORMED = 3, 4, 6
@@ -40,28 +37,7 @@ def workspace(func: Any, args: Sequence[Any], result: Any, *, tensor_float: bool
     """
     if func in _CONVOLUTIONS:
         return () if tensor_float and _allows_tensor_float() else _CONVOLUTIONS[func](args, result)
-    rule = _RULES.get(func)
-    return () if rule is None else rule(args)
-
-
-def flash_backward(args: Sequence[Any]) -> Workspace:
-    """Row sums, the query's gradient in float32, and shared keys' and values' per head (mha_bwd, flash_api.cpp)."""
-    query, key = args[1], args[2]
-    n, heads, length, head = query.shape
-    rows = -(-length // _FLASH_ROWS) * _FLASH_ROWS
-    multiple = _LANES if head <= _FLASH_ROWS else 2 * _LANES
-    width = -(-head // multiple) * multiple
-    shared = 2 * [n * key.shape[2] * heads * head * key.element_size()] if key.shape[1] != heads else []
-    return (n * heads * rows * _FLOAT, n * heads * rows * width * _FLOAT, *shared)
-
-
-def efficient_backward(args: Sequence[Any]) -> Workspace:
-    """Row sums; for half-precision gradients also sums in float32 (attention_backward.cu)."""
-    query, key = args[1], args[2]
-    n, heads, length, head = query.shape
-    rows = -(-length // _LANES) * _LANES
-    sums = n * heads * (length + 2 * key.shape[2]) * head * _FLOAT if query.dtype in _HALVES else 0
-    return (n * heads * rows * _FLOAT, sums)
+    return softmax_backward(args) if func is _aten._softmax_backward_data.default else ()
 
 
 def softmax_backward(args: Sequence[Any]) -> Workspace:
@@ -123,9 +99,4 @@ LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVOLUTIONS: dict[Any, Callable[[Sequence[Any], Any], Workspace]] = {
     _aten.convolution.default: convolution,
     _aten.convolution_backward.default: convolution_backward,
-}
-_RULES: dict[Any, Callable[[Sequence[Any]], Workspace]] = {
-    _aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
-    _aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
-    _aten._softmax_backward_data.default: softmax_backward,
 }

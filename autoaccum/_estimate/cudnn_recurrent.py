@@ -102,7 +102,8 @@ class _Recurrent(torch.autograd.Function):
 
 def _workspace(runs: Tensor, state: Tensor) -> None:
     """Allocate and free the workspace of one call."""
-    _bytes(runs, int(_WORKSPACE_OF_STATES * runs.shape[:-1].numel() * state.shape[-1] * runs.element_size()))
+    each_bytes = int(_WORKSPACE_OF_STATES * state.shape[-1] * runs.element_size())
+    _bytes(runs, runs.shape[:-1].numel() * each_bytes)
 
 
 def _bytes(like: Tensor, size_bytes: int) -> Tensor:

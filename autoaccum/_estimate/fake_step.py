@@ -124,7 +124,7 @@ class FakeStep:
         self._device = torch.device("cuda", 0) if self._is_cuda else torch.device("cpu")
         # Without fallback kernels, which would allocate memory.
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-        with _undisturbed(), self._mode:
+        with undisturbed(), self._mode:
             # PyTorch 2.8 calls the driver before each operator on a CUDA fake. Here that raises an error that can be
             # handled; inside some operators it ends the process.
             torch.empty(2, device=self._device)[:1]
@@ -139,7 +139,7 @@ class FakeStep:
 
     def __call__(self, size: int, adapts: Sequence[Adapt] = ()) -> Timeline:
         """Return the timeline of a step with `size` samples, with the model changed in the contexts of `adapts`."""
-        with _undisturbed(), self._mode, ExitStack() as changed:
+        with undisturbed(), self._mode, ExitStack() as changed:
             for adapt in adapts:
                 changed.enter_context(adapt(self._step.objective.model))
             batch = batch_like(self._job.batch, size, self._device, self._job.split)
@@ -257,7 +257,7 @@ def take_lists(optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Pause the garbage collector, torch's warnings about a missing device, and its log of errors that are raised."""
     with ONE_AT_A_TIME, warnings.catch_warnings():
         enabled, logs = gc.isenabled(), _LOG.disabled

@@ -45,7 +45,7 @@ class TracedSizes:
         least = 1 << (size.bit_length() - 1)
         if exact is not None or least == size:
             return exact
-        return between(self(least), self(2 * least), size, bends=True)
+        return between(self(least), self(2 * least), size)
 
     def _traced(self, size: int) -> Timeline:
         high = self._high

@@ -28,6 +28,7 @@ from autoaccum._engine.precision import own_half_type
 from autoaccum._engine.savings import Savings, check_memory
 from autoaccum._estimate.estimate import NotTracedError, trace_step
 from autoaccum._estimate.fake import built_on_meta
+from autoaccum._estimate.fake_step import undisturbed
 from autoaccum._estimate.gpus import DISPLAY_MIB, card_named, custom_card, display_bytes, with_display
 from autoaccum._estimate.moments import condensed
 from autoaccum._estimate.ranks import in_buckets, sharding
@@ -161,9 +162,10 @@ def preflight(
     predicted: list[Predicted] = []
     estimates: dict[str, Estimate] = {}
     try:
-        for one, estimate in _predicted(of_cards, cards, made, precision, on_rank, way):
-            predicted.append(one)
-            estimates[one.card.name] = estimate
+        with undisturbed():
+            for one, estimate in _predicted(of_cards, cards, made, precision, on_rank, way):
+                predicted.append(one)
+                estimates[one.card.name] = estimate
     except NotTracedError as error:
         if not measures:
             raise
@@ -175,7 +177,8 @@ def preflight(
         measured, told = _measured(asked, backend, put_together, memory, notices)
         warnings += told
         measured = replace(measured, step_memory=_traced(asked, made, way, measured))
-    remedies_on, remedies, of_remedies = _remedies(asked, measured, predicted, estimates, made, way, on_rank)
+    with undisturbed():
+        remedies_on, remedies, of_remedies = _remedies(asked, measured, predicted, estimates, made, way, on_rank)
     facts = None
     if measured is not None and loader is not None:
         _LOG.info("timing the loader")
@@ -391,10 +394,12 @@ def _remedies(
     """Return the first device that needs a smaller step, the remedies for it, and warnings."""
     if asked.loss_scope != "micro_batch":
         return None, (), ()
-    places = list(_places(asked, measured, predicted))
-    if not places:
+    found: list[Measured | Predicted] = [*([] if measured is None else [measured]), *predicted]
+    due = [one for one in found if are_due(one, asked.target_batch)]
+    if not due:
         return None, (), ()
-    (name, place), *further = places
+    first, *further = due
+    name, place = first.name, Place.of(first)
     if place.kind not in ("cpu", "cuda"):
         return None, (), (f"what would help on {name}: not predicted for {place.kind}",)
     _LOG.info("looking for what would help on %s", name)
@@ -420,50 +425,11 @@ def _remedies(
     if tried.failed:
         warnings.append(f"what would help on {name}: the model fails with {', '.join(tried.failed)}")
     if further:
-        others = " and ".join(other for other, _ in further)
+        others = " and ".join(one.name for one in further)
         warnings.append(
             f"remedies are listed only for {name}, the first that needs them; for {others} run a report without it"
         )
     return name, remedies, tuple(warnings)
-
-
-def _places(asked: Asked, measured: Measured | None, predicted: Sequence[Predicted]) -> Iterator[tuple[str, Place]]:
-    """Yield the devices that need a smaller step."""
-
-    def are_due_on(found: Measured | Predicted, largest: int) -> bool:
-        held = None if found.step_memory is None else found.step_memory.at_peak.bytes_by_kind
-        return are_due(largest, asked.target_batch, held)
-
-    if measured is not None and are_due_on(measured, measured.micro_batch):
-        device = measured.device
-        yield (
-            device.name,
-            Place(
-                kind=device.device.partition(":")[0],
-                card=None,
-                room_bytes=device.room_bytes,
-                unlimited_bytes=None if device.limit_bytes is None else max(device.free_bytes, device.room_bytes),
-                holds_model=device.holds_model,
-                precision=measured.precision or "fp32",
-                half=computes_bf16(device.device),
-                failed=1 if measured.micro_batch == 0 else measured.smallest_failed,
-            ),
-        )
-    for one in predicted:
-        if are_due_on(one, one.safe_micro_batch):
-            is_limited = one.room_bytes < one.card.free_bytes
-            yield (
-                one.card.name,
-                Place(
-                    kind="cuda",
-                    card=one.card,
-                    room_bytes=one.room_bytes,
-                    unlimited_bytes=one.card.free_bytes if is_limited else None,
-                    holds_model=True,
-                    precision=one.precision,
-                    half=one.card.bf16,
-                ),
-            )
 
 
 def _precision_on(card: Card, model: nn.Module, asked: str) -> str:

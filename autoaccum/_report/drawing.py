@@ -2,7 +2,7 @@
 
 Areas and lines are SVG that is stretched; words are HTML above it, so that they are never distorted. A word never
 crosses the border of what it names: it is cut off there, and the whole is shown where the pointer rests and in the list
-below. Colours of kinds are told apart by colour-blind people too (Okabe and Ito 2008, https://jfly.uni-koeln.de/color/).
+below. Colours were chosen by search: no two look alike to anybody, colour-blind or not (tests/report/test_page.py).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 from autoaccum._estimate.moments import KINDS
 from autoaccum._memory.limits import format_bytes
-from autoaccum._report.wording import places_of
+from autoaccum._report.wording import verdicts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from autoaccum._estimate.moments import ModuleMemory, StepMemory
-    from autoaccum._report.records import Findings
-    from autoaccum._report.wording import Place
+    from autoaccum._report.records import Findings, Measured, Predicted
+    from autoaccum._report.wording import Verdict
 
 _UNUSED = "reserved, unused"
 # A module that is not drawn by itself holds less than this share; deeper modules count to those around them.
@@ -37,17 +37,18 @@ _ANSWERS = {"fits": "fits", "tight": "tight", "does not fit": "fails"}
 
 def pictures_of(report: Findings) -> Iterator[str]:
     """Yield every picture that there is something to show in, in reading order."""
-    places = places_of(report)
-    yield _figure("Where it fits", "".join(map(_fitting, places)), "The plan's step, of all memory that it may use.")
+    places = report.places
+    bars = "".join(map(_fitting, verdicts_of(report)))
+    yield _figure("Where it fits", bars, "The plan's step, of all memory that it may use.")
     if held := [(place, kinds) for place in places if (kinds := _kinds_of(place))]:
         yield _by_kind(held)
-    traced = next(((place, step) for place in places if (step := place.found.step_memory) is not None), None)
+    traced = next(((place, step) for place in places if (step := place.step_memory) is not None), None)
     if traced is not None:
         place, step = traced
         where = f"{place.name}, {step.size} sample{'' if step.size == 1 else 's'}"
         yield _by_module(step, where)
         yield _over_the_step(step, where)
-    if lines := [place for place in places if place.found.curve]:
+    if lines := [place for place in places if place.curve]:
         yield _over_the_size(lines)
 
 
@@ -63,23 +64,23 @@ def _box(style: str, share: float, text: str, told: str) -> str:
     return f'<span class="{style}" style="width:{share:.3%}" title="{escape(told)}">{label}</span>'
 
 
-def _fitting(place: Place) -> str:
-    found, answer = place.found, _ANSWERS[place.verdict.answer]
+def _fitting(verdict: Verdict) -> str:
+    found, answer = verdict.found, _ANSWERS[verdict.answer]
     peak = found.peak_bytes or 0
-    whole = max(peak, place.room_bytes, 1)
+    whole = max(peak, found.room_bytes, 1)
     left = found.headroom_bytes
-    told = f"a step takes {format_bytes(peak)} of {format_bytes(place.room_bytes)}"
+    told = f"a step takes {format_bytes(peak)} of {format_bytes(found.room_bytes)}"
     room = "" if left is None else f"{format_bytes(abs(left))} {'left' if left >= 0 else 'too little'}"
     return (
-        f'<p class="name {answer}"><b>{escape(place.name)} {escape(place.verdict.answer)}</b> {escape(room)}</p>'
+        f'<p class="name {answer}"><b>{escape(verdict.place)} {escape(verdict.answer)}</b> {escape(room)}</p>'
         f'<div class="bar {answer}">{_box("answer", peak / whole, told, told)}'
-        f'<em style="left:{place.room_bytes / whole:.3%}"></em></div>'
+        f'<em style="left:{found.room_bytes / whole:.3%}"></em></div>'
     )
 
 
-def _kinds_of(place: Place) -> dict[str, int]:
+def _kinds_of(place: Measured | Predicted) -> dict[str, int]:
     """Return what the step of the plan holds at its peak, by kind: as traced, or else as counted by part."""
-    footprint, step = place.found.footprint, place.found.step_memory
+    footprint, step = place.footprint, place.step_memory
     if step is not None:
         held = dict(step.at_peak.bytes_by_kind)
     elif footprint is not None:
@@ -92,7 +93,7 @@ def _kinds_of(place: Place) -> dict[str, int]:
     return {kind: size for kind, size in held.items() if size}
 
 
-def _by_kind(held: Sequence[tuple[Place, Mapping[str, int]]]) -> str:
+def _by_kind(held: Sequence[tuple[Measured | Predicted, Mapping[str, int]]]) -> str:
     most = max(sum(kinds.values()) for _, kinds in held)
     rows = []
     for place, kinds in held:
@@ -202,16 +203,15 @@ def _over_the_step(step: StepMemory, where: str) -> str:
         below = above
     starts = {one.phase if one.phase != "before" else "forward": one.event for one in reversed(moments)}
     marks = "".join(
-        f'<b style="left:{event / last:.2%}">{escape(phase)}</b>'
+        f'<b style="left:min({event / last:.2%}, 100% - 4.5rem)">{escape(phase)}</b>'
         for phase, event in sorted(starts.items(), key=_second)
     )
     at = peak.event / last
-    side = f"left:{at:.2%}" if at < 0.5 else f"right:{1 - at:.2%}"  # noqa: PLR2004 - the half with more room
     told = f"peak {format_bytes(peak.held_bytes)}, in {peak.phase}"
     legend = [(_style(kind), f"{kind} {format_bytes(peak.bytes_by_kind.get(kind, 0))} at the peak") for kind in kinds]
     body = (
         f'<div class="plot">{_svg("".join(areas))}<em style="left:{at:.2%}"></em>'
-        f'<strong style="{side}">{escape(told)}</strong>{marks}</div>'
+        f'<strong style="left:min({at:.2%}, 100% - 13rem)">{escape(told)}</strong>{marks}</div>'
     )
     caption = "From left to right, one allocation or free after the other. What is alive at the peak is listed below."
     return _figure(f"The memory of one step, over the step: {where}", body, caption, legend)
@@ -221,25 +221,25 @@ def _second(pair: tuple[str, int]) -> int:
     return pair[1]
 
 
-def _over_the_size(places: Sequence[Place]) -> str:
+def _over_the_size(places: Sequence[Measured | Predicted]) -> str:
     """Draw memory over the micro-batch in each place, with its limit and its plan."""
-    most = max(size for place in places for size, _ in place.found.curve)
-    highest = max(held for place in places for _, held in place.found.curve)
+    most = max(size for place in places for size, _ in place.curve)
+    highest = max(held for place in places for _, held in place.curve)
     # A limit far above everything would flatten the rest.
     shown = [place.room_bytes for place in places if place.room_bytes <= 3 * highest]
     top = int(max([highest, *shown]) * 1.05) or 1
     shapes, marks, legend = [], [], []
     for number, place in enumerate(places):
-        style, found = f"c{number % _COLOURS}", place.found
+        style = f"c{number % _COLOURS}"
         dashed = " dashed" if place.is_predicted else ""
-        shapes.append(f'<polyline class="{style}{dashed}" points="{_points(found.curve, most, top)}"/>')
+        shapes.append(f'<polyline class="{style}{dashed}" points="{_points(place.curve, most, top)}"/>')
         limit = f"limit {format_bytes(place.room_bytes)}"
         if place.room_bytes <= top:
             ends = [(0, place.room_bytes), (most, place.room_bytes)]
             shapes.append(f'<polyline class="{style} limit" points="{_points(ends, most, top)}"/>')
         told = f"{place.name}, {'predicted' if place.is_predicted else 'measured'}: {limit}"
-        if found.plan is not None and (peak := found.peak_bytes) is not None:
-            size = found.plan.micro_batch
+        if place.plan is not None and (peak := place.peak_bytes) is not None:
+            size = place.plan.micro_batch
             point = f"left:{min(1.0, size / most):.2%};bottom:{peak / top:.2%}"
             told += f"; the plan's {size} take {format_bytes(peak)}"
             marks.append(f'<i class="{style}" style="{point}" title="{escape(told)}"></i>')

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from autoaccum._estimate.gpus import Card
@@ -186,6 +186,32 @@ class Measured:
     footprint: Footprint | None = None
     pace: Pace | None = None
     step_memory: StepMemory | None = None
+    is_predicted: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """The device's readable name."""
+        return self.device.name
+
+    @property
+    def room_bytes(self) -> int:
+        """The memory a step may use."""
+        return self.device.room_bytes
+
+    @property
+    def is_card(self) -> bool:
+        """Whether it has memory of its own, counted as an allocator takes it."""
+        return self.device.holds_model
+
+    @property
+    def safe_micro_batch(self) -> int:
+        """The same as `micro_batch`: it was tried."""
+        return self.micro_batch
+
+    @property
+    def verdict(self) -> str:
+        """Whether it "fits" or "does not fit"."""
+        return DOES_NOT_FIT if self.plan is None else FITS
 
     @property
     def curve(self) -> tuple[tuple[int, int], ...]:
@@ -255,6 +281,13 @@ class Predicted:
     is_capped: bool = False
     notes: tuple[str, ...] = ()
     step_memory: StepMemory | None = None
+    is_predicted: ClassVar[bool] = True
+    is_card: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        """The GPU's name."""
+        return self.card.name
 
     @property
     def verdict(self) -> str:
@@ -291,29 +324,29 @@ class Findings:
     is_optimistic: bool = False
 
     @property
+    def places(self) -> tuple[Measured | Predicted, ...]:
+        """The device that was measured, and those that were predicted."""
+        return self.predicted if self.measured is None else (self.measured, *self.predicted)
+
+    @property
     def micro_batch(self) -> int:
         """The largest micro-batch of interest that fits in every place of the report; 0 if nothing fits in one."""
-        found = [] if self.measured is None else [self.measured.micro_batch]
-        return min([*found, *(one.micro_batch for one in self.predicted)])
+        return min(one.micro_batch for one in self.places)
 
     @property
     def safe_micro_batch(self) -> int:
         """The same, of predictions the sizes that fit in spite of their uncertainty."""
-        found = [] if self.measured is None else [self.measured.micro_batch]
-        return min([*found, *(one.safe_micro_batch for one in self.predicted)])
+        return min(one.safe_micro_batch for one in self.places)
 
     def counts(self, found: Measured | Predicted) -> int:
         """Return the largest micro-batch in one place that a requirement is held against."""
-        return found.micro_batch if self.is_optimistic or isinstance(found, Measured) else found.safe_micro_batch
+        return found.micro_batch if self.is_optimistic else found.safe_micro_batch
 
     @property
     def short(self) -> tuple[tuple[str, int], ...]:
         """The places that fit, but not with the micro-batch that is required, and the largest that counts there."""
         required = self.required_micro_batch or 0
-        found: list[tuple[str, Measured | Predicted]] = [(one.card.name, one) for one in self.predicted]
-        if self.measured is not None:
-            found.insert(0, (self.measured.device.name, self.measured))
-        return tuple((name, self.counts(one)) for name, one in found if 0 < self.counts(one) < required)
+        return tuple((one.name, self.counts(one)) for one in self.places if 0 < self.counts(one) < required)
 
     @property
     def fits(self) -> bool:

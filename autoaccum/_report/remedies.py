@@ -16,13 +16,13 @@ from autoaccum._engine.savings import CHECKPOINT, CHUNKED, OFFLOAD
 from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.gpus import known_cards
 from autoaccum._oom import first_line, let_go
-from autoaccum._report.records import Remedy
+from autoaccum._report.records import Predicted, Remedy
 from autoaccum._report.savings import saves
 from autoaccum._system.own_code import raised_here
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from autoaccum._estimate.gpus import Card
     from autoaccum._estimate.trace import Estimate, Traced
     from autoaccum._report.capacity import Asked
+    from autoaccum._report.records import Measured
 
 # With this many micro-batches per window or more, a cut is worth improving; or if the loss holds this share.
 MANY_MICRO_BATCHES = 8
@@ -66,6 +67,25 @@ class Place:
     precision: str
     half: bool
     failed: int | None = None
+
+    @classmethod
+    def of(cls, found: Measured | Predicted) -> Place:
+        """Return the place in which this was found."""
+        if isinstance(found, Predicted):
+            card, room = found.card, found.room_bytes
+            unlimited = card.free_bytes if room < card.free_bytes else None
+            return cls("cuda", card, room, unlimited, True, found.precision, card.bf16)
+        device = found.device
+        return cls(
+            kind=device.device.partition(":")[0],
+            card=None,
+            room_bytes=device.room_bytes,
+            unlimited_bytes=None if device.limit_bytes is None else max(device.free_bytes, device.room_bytes),
+            holds_model=device.holds_model,
+            precision=found.precision or "fp32",
+            half=computes_bf16(device.device),
+            failed=1 if found.micro_batch == 0 else found.smallest_failed,
+        )
 
     def largest(self, estimate: Estimate, most: int, *, safely: bool = False) -> int:
         """Return the largest micro-batch up to `most` that is predicted to fit; 0 if none is.
@@ -272,17 +292,12 @@ def computes_bf16(device: str) -> bool:
     return torch.cuda.get_device_capability(torch.device(device)) >= (8, 0)
 
 
-def are_due(largest: int, target_batch: int, by_kind: Mapping[str, int] | None = None) -> bool:
-    """Whether to look for remedies.
-
-    Args:
-        largest: The largest micro-batch that fits.
-        target_batch: Samples per update.
-        by_kind: What a step of the plan holds at its peak; None if it is not known.
-    """
+def are_due(found: Measured | Predicted, target_batch: int) -> bool:
+    """Whether to look for remedies: windows are cut into many micro-batches, or the loss holds a large part."""
+    largest = found.safe_micro_batch
     if largest >= target_batch:
         return False
-    held = by_kind or {}
+    held = {} if found.step_memory is None else found.step_memory.at_peak.bytes_by_kind
     is_large_loss = held.get("loss", 0) >= _LARGE_LOSS * max(1, sum(held.values()))
     return largest * MANY_MICRO_BATCHES <= target_batch or is_large_loss
 

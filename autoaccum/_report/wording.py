@@ -5,8 +5,8 @@ Nothing here knows colours or markup.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from autoaccum._memory.limits import format_bytes
 from autoaccum._report.records import DOES_NOT_FIT, FITS, TIGHT, Predicted
@@ -62,53 +62,23 @@ class Verdict:
 
     Attributes:
         answer: "fits", "tight" or "does not fit"; the last also if it fits with smaller micro-batches than required.
-        place: The place.
+        found: What was measured or predicted there.
         text: The cut, or why it does not fit.
     """
 
     answer: str
-    place: str
+    found: Measured | Predicted
     text: str
+
+    @property
+    def place(self) -> str:
+        """The name of the place."""
+        return self.found.name
 
     @property
     def fits(self) -> bool:
         """Whether it fits, or is predicted to."""
         return self.answer != DOES_NOT_FIT
-
-
-class Place(NamedTuple):
-    """A device or a card, and what was found there.
-
-    Attributes:
-        name: Its name.
-        verdict: Whether the job fits.
-        found: What was measured or predicted.
-        room_bytes: The memory a step may use.
-        is_card: Whether it has memory of its own, counted as an allocator takes it.
-    """
-
-    name: str
-    verdict: Verdict
-    found: Measured | Predicted
-    room_bytes: int
-    is_card: bool
-
-    @property
-    def is_predicted(self) -> bool:
-        """Whether nothing was measured there."""
-        return isinstance(self.found, Predicted)
-
-
-def places_of(report: Findings) -> list[Place]:
-    """Return all places, the measured one first."""
-    verdicts = iter(verdicts_of(report))
-    places = []
-    if (measured := report.measured) is not None:
-        device = measured.device
-        places.append(Place(device.name, next(verdicts), measured, device.room_bytes, device.holds_model))
-    return places + [
-        Place(one.card.name, next(verdicts), one, one.room_bytes, is_card=True) for one in report.predicted
-    ]
 
 
 def title_of(report: Findings) -> str:
@@ -117,31 +87,26 @@ def title_of(report: Findings) -> str:
 
 
 def verdicts_of(report: Findings) -> list[Verdict]:
-    """Return a verdict for each place."""
-    verdicts = []
+    """Return a verdict for each place, the measured one first."""
     short = dict(report.short)
     required = f"; {report.required_micro_batch} at once are required"
-    if (measured := report.measured) is not None:
-        text = measured.reason if measured.plan is None else f"{_in_words(measured, measured.plan)}, measured"
-        name = measured.device.name
-        fits = FITS if measured.plan is not None and name not in short else DOES_NOT_FIT
-        verdicts.append(Verdict(fits, name, text + required if name in short else text))
-    for one in report.predicted:
-        name = one.card.name
-        text = _prediction(one) + (required if name in short else "")
-        verdicts.append(Verdict(DOES_NOT_FIT if name in short else one.verdict, name, text))
-    return verdicts
+    verdicts = [Verdict(one.verdict, one, _told(one)) for one in report.places]
+    return [
+        replace(one, answer=DOES_NOT_FIT, text=one.text + required) if one.place in short else one for one in verdicts
+    ]
 
 
-def _prediction(one: Predicted) -> str:
-    if one.plan is None:
-        takes = format_bytes(one.footprint.reserved_bytes)
-        return f"a micro-batch of {one.footprint.size} is predicted to take {takes}; there is {_memory_of(one)}"
-    text = f"{_in_words(one, one.plan)}, predicted"
-    if one.verdict == TIGHT:
-        left = format_bytes(one.headroom_bytes)
-        return f"{text}; it may take {one.uncertainty:.1%} more, and {left} are left"
-    return text
+def _told(found: Measured | Predicted) -> str:
+    if found.plan is not None:
+        text = f"{_in_words(found, found.plan)}, {'predicted' if found.is_predicted else MEASURED}"
+        if found.verdict == TIGHT and isinstance(found, Predicted):
+            left = format_bytes(found.headroom_bytes)
+            return f"{text}; it may take {found.uncertainty:.1%} more, and {left} are left"
+        return text
+    if not isinstance(found, Predicted):
+        return found.reason
+    takes = format_bytes(found.footprint.reserved_bytes)
+    return f"a micro-batch of {found.footprint.size} is predicted to take {takes}; there is {_memory_of(found)}"
 
 
 def headline_of(report: Findings) -> tuple[str, str, str]:
@@ -149,22 +114,22 @@ def headline_of(report: Findings) -> tuple[str, str, str]:
 
     It is that of the worst place: "Fits on l4: 64 = 4 x 16, 4.1 GiB left."
     """
-    places = places_of(report)
-    answer = max((one.verdict.answer for one in places), key=[FITS, TIGHT, DOES_NOT_FIT].index)
-    worst = [one for one in places if one.verdict.answer == answer]
+    places = verdicts_of(report)
+    answer = max((one.answer for one in places), key=[FITS, TIGHT, DOES_NOT_FIT].index)
+    worst = [one for one in places if one.answer == answer]
     least = min(worst, key=lambda one: report.counts(one.found) or one.found.micro_batch)
-    names = f"all {len(places)} devices" if len(worst) == len(places) > 1 else ", ".join(one.name for one in worst)
+    names = f"all {len(places)} devices" if len(worst) == len(places) > 1 else ", ".join(one.place for one in worst)
     if answer == DOES_NOT_FIT and len(worst) == len(places) > 1:
         names = f"any of {len(places)} devices"
-    on = "on" if least.is_card or len(worst) > 1 else "in"  # host memory
     found = least.found
+    on = "on" if found.is_card or len(worst) > 1 else "in"  # host memory
     if found.plan is None or answer == DOES_NOT_FIT:
-        return answer, f"{answer[0].upper()}{answer[1:]} {on} {names}.", f"{least.name}: {least.verdict.text}"
+        return answer, f"{answer[0].upper()}{answer[1:]} {on} {names}.", f"{least.place}: {least.text}"
     left = "" if found.headroom_bytes is None else f", {format_bytes(found.headroom_bytes)} left"
     told = f"{answer[0].upper()}{answer[1:]} {on} {names}: {_equation(found.plan)}{left}."
     size = report.counts(found) or found.micro_batch
     more = " or more" if found.is_capped and size == found.micro_batch else ""
-    least_of = f" on {least.name}, which holds least" if len(worst) > 1 else ""
+    least_of = f" on {least.place}, which holds least" if len(worst) > 1 else ""
     return answer, told, f"Largest micro-batch {size}{more}{least_of}."
 
 
@@ -179,8 +144,8 @@ def _equation(plan: Plan) -> str:
 
 def alive_of(report: Findings) -> Section:
     """Return the tensors that are alive at the peak of the step in the pictures."""
-    traced = next((place for place in places_of(report) if place.found.step_memory), None)
-    if traced is None or (step := traced.found.step_memory) is None:
+    traced = next((one for one in report.places if one.step_memory), None)
+    if traced is None or (step := traced.step_memory) is None:
         return Section("", (), ())
     whole = max(1, step.at_peak.held_bytes)
     rows = [
@@ -309,66 +274,53 @@ def _device(measured: Measured | None, host: HostFacts) -> Iterator[tuple[str, s
 
 
 def _plans(report: Findings) -> Section:
-    def row(name: str, found: Measured | Predicted) -> tuple[str, ...]:
+    def row(found: Measured | Predicted) -> tuple[str, ...]:
         cut = NONE if found.plan is None else format_cut(found.plan.micro_batches)
         peak, headroom = _bytes(found.peak_bytes), _bytes(found.headroom_bytes)
-        safe = str(found.safe_micro_batch) if isinstance(found, Predicted) else NONE
-        return name, _largest(found), safe, cut, peak, headroom
+        safe = str(found.safe_micro_batch) if found.is_predicted else NONE
+        return _title(found), _largest(found), safe, cut, peak, headroom
 
     header = ("where", "largest", "safe", f"cut of {report.subject.share}", "peak", "headroom")
-    measured = report.measured
-    rows = [] if measured is None else [row(MEASURED, measured)]
-    rows += [row(one.card.name, one) for one in report.predicted]
-    return Section("Largest micro-batch and plan", header, tuple(rows))
+    return Section("Largest micro-batch and plan", header, tuple(map(row, report.places)))
+
+
+def _title(found: Measured | Predicted) -> str:
+    return found.name if found.is_predicted else MEASURED
 
 
 def _memory_sections(report: Findings) -> list[Section]:
     """Return the memory of a step by part, with as many places per table as fit."""
-    columns = []
-    if (measured := report.measured) is not None and measured.footprint is not None:
-        without_model = None if measured.device.holds_model else measured.peak_bytes
-        each = measured.bytes_per_sample
-        columns.append(_Column(MEASURED, measured.footprint, measured.precision, each, without_model))
-    columns += [_Column(one.card.name, one.footprint, one.precision, one.bytes_per_sample) for one in report.predicted]
-    groups: list[list[_Column]] = []
+    groups: list[list[Measured | Predicted]] = []
     left = 0
-    for column in columns:
-        width = max(_NUMBER, len(column.name)) + _APART
+    for found in (one for one in report.places if one.footprint is not None):
+        width = max(_NUMBER, len(_title(found))) + _APART
         if not groups or width > left:
             groups.append([])
             left = _WIDTH - _NAMES
-        groups[-1].append(column)
+        groups[-1].append(found)
         left -= width
     return [_memory_table(group) for group in groups]
 
 
-class _Column(NamedTuple):
-    """The memory of a step by part in one place."""
+def _memory_table(places: Sequence[Measured | Predicted]) -> Section:
+    footprints = [one.footprint for one in places if one.footprint is not None]
 
-    name: str
-    footprint: Footprint
-    precision: str | None
-    bytes_per_sample: int | None
-    without_model: int | None = None
-
-
-def _memory_table(columns: Sequence[_Column]) -> Section:
     def row(name: str, text: Callable[[Footprint], str]) -> tuple[str, ...]:
-        return (name, *(text(column.footprint) for column in columns))
+        return (name, *map(text, footprints))
 
-    def known(name: str, number: Callable[[_Column], int | None]) -> Iterator[tuple[str, ...]]:
-        if any(number(column) is not None for column in columns):
-            yield (name, *(_bytes(number(column)) for column in columns))
+    def known(name: str, numbers: Sequence[int | None]) -> Iterator[tuple[str, ...]]:
+        if any(number is not None for number in numbers):
+            yield (name, *map(_bytes, numbers))
 
-    rows = [row("samples", lambda one: str(one.size)), ("precision", *(column.precision or NONE for column in columns))]
-    rows += [(name, *(_bytes(getattr(column.footprint, field)) for column in columns)) for name, field in _PARTS]
+    rows = [row("samples", lambda one: str(one.size)), ("precision", *(one.precision or NONE for one in places))]
+    rows += [(name, *(_bytes(getattr(one, field)) for one in footprints)) for name, field in _PARTS]
     rows.append(row("at the peak", lambda one: format_bytes(one.peak_bytes)))
     rows.append(row("the peak is in", lambda one: one.phase))
-    if any(column.footprint.reserved_bytes != column.footprint.peak_bytes for column in columns):
+    if any(one.reserved_bytes != one.peak_bytes for one in footprints):
         rows.append(row("reserved", lambda one: format_bytes(one.reserved_bytes)))
-    rows += known("excluding model", lambda column: column.without_model)
-    rows += known("per extra sample", lambda column: column.bytes_per_sample)
-    return Section("Memory of a step", ("", *(column.name for column in columns)), tuple(rows))
+    rows += known("excluding model", [None if one.is_card else one.peak_bytes for one in places])
+    rows += known("per extra sample", [one.bytes_per_sample for one in places])
+    return Section("Memory of a step", ("", *map(_title, places)), tuple(rows))
 
 
 def _trials(measured: Measured | None) -> Section:

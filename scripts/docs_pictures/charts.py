@@ -1,174 +1,133 @@
-"""Draws data with Altair, in the colours of the hand-drawn pictures, light and dark in one file."""
+"""Draws what the tutorial measured: memory over the micro-batch, and the losses of a run that was killed."""
 
 from __future__ import annotations
 
-import re
-from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import altair as alt
-import vl_convert
-from svg import DARK, FONT, LIGHT
+from svg import framed, text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 MIB = 2**20
-_ON_LOSSES = ("line: a run that was not killed", "checkpoint", "killed")
-PLAIN_FONT = FONT.replace('"', "")
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 540, 390, 76, 24, 28, 110
+
+
+class Plot:
+    """A picture with two axes.
+
+    Args:
+        across: The first and the last tick of the axis, the step between ticks, and its title.
+        up: The same, from 0 on; the axis goes on to `highest`.
+        highest: The end of the upright axis.
+    """
+
+    def __init__(self, across: tuple[int, int, int, str], up: tuple[float, float, str], highest: float) -> None:
+        first, last, step, below = across
+        top, each, beside = up
+        self._first, self._last, self._highest = first, last, highest
+        self.parts: list[str] = []
+        for tick in range(first, last + 1, step):
+            self.line([(tick, 0), (tick, highest)], "grid")
+            self.words(tick, 0, str(tick), "quiet middle", dy=20)
+        for number in range(round(top / each) + 1):
+            self.line([(first, number * each), (last, number * each)], "grid")
+            self.words(first, number * each, f"{number * each:g}", "quiet end", dx=-8, dy=5)
+        self.parts.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - BOTTOM + 46, below, "step middle"))
+        turned = f'<g transform="translate(26 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)">'
+        self.parts.append(f"{turned}{text(0, 0, beside, 'step middle')}</g>")
+
+    def at(self, x: float, y: float) -> tuple[float, float]:
+        """Return where a point is in the picture."""
+        right = LEFT + (x - self._first) / (self._last - self._first) * (WIDTH - LEFT - RIGHT)
+        return round(right, 1), round(HEIGHT - BOTTOM - y / self._highest * (HEIGHT - TOP - BOTTOM), 1)
+
+    def line(self, points: Iterable[tuple[float, float]], kind: str) -> None:
+        """Draw a line through points."""
+        places = " ".join(f"{x:g},{y:g}" for x, y in (self.at(*point) for point in points))
+        self.parts.append(f'<polyline class="{kind}" points="{places}"/>')
+
+    def words(self, x: float, y: float, words: str, kind: str, dx: float = 0, dy: float = 0) -> None:
+        """Write words beside a point."""
+        right, down = self.at(x, y)
+        self.parts.append(text(right + dx, down + dy, words, kind))
+
+    def marks(self, points: Iterable[tuple[float, float]], shape: str) -> None:
+        """Draw a mark at each point."""
+        self.parts += [_mark(*self.at(*point), shape) for point in points]
+
+    def legend(self, kinds: Sequence[tuple[str, str]]) -> None:
+        """Tell below the picture what marks mean: pairs of a shape and words."""
+        for number, (shape, words) in enumerate(kinds):
+            x, y = LEFT + number * 190, HEIGHT - 30
+            self.parts += [_mark(x + 8, y - 5, shape), text(x + 22, y, words, "quiet")]
+
+
+def _mark(x: float, y: float, shape: str) -> str:
+    return {
+        "dot": f'<circle class="blue" cx="{x:g}" cy="{y:g}" r="5.5"/>',
+        "cross": f'<path class="back" d="M{x - 5:g} {y - 5:g}l10 10m0 -10l-10 10"/>',
+        "square": f'<rect class="back" x="{x - 6:g}" y="{y - 6:g}" width="12" height="12"/>',
+        "ring": f'<circle class="blue-line" cx="{x:g}" cy="{y:g}" r="6"/>',
+    }[shape]
 
 
 def memory_by_size(report: dict[str, Any], target_batch: int) -> str:
     """Return the picture of a measured report: each trial's memory, the limit, and what the plan takes."""
     measured = report["measured"]
-    limit = measured["device"]["limit_bytes"] / MIB
-    fitting = [trial for trial in measured["trials"] if trial["fits"]]
-    per_sample, fixed = line_through(fitting)
-    longest = 140
-    points = [
-        {"size": t["size"], "peak": t["peak_bytes"] / MIB, "what": "fits", "label": str(t["size"])} for t in fitting
-    ]
+    limit, cut = measured["device"]["limit_bytes"] / MIB, measured["plan"]["micro_batches"]
+    fitting = sorted((t["size"], t["peak_bytes"] / MIB) for t in measured["trials"] if t["fits"])
     # Where memory ran out: at the limit, before their peak.
-    points += [
-        {"size": t["size"], "peak": limit, "what": "does not fit", "label": str(t["size"])}
-        for t in measured["trials"]
-        if not t["fits"]
-    ]
-    line = [{"size": size, "peak": (fixed + per_sample * size) / MIB} for size in (0, longest)]
-    x = alt.X(
-        "size:Q",
-        title="micro-batch (samples)",
-        axis=alt.Axis(values=list(range(0, 160, 20))),
-        scale=alt.Scale(domain=[0, longest], nice=False),
+    failing = [(t["size"], limit) for t in measured["trials"] if not t["fits"]]
+    per_sample, fixed = line_through(fitting)
+    plot = Plot((0, 140, 20, "micro-batch (samples)"), (120, 20, "peak memory of a step (MiB)"), 130)
+    plot.line([(0, fixed), (140, min(130, fixed + 140 * per_sample))], "line dashed")
+    plot.line([(0, limit), (140, limit)], "back")
+    plot.line([(max(cut), 0), (max(cut), 130)], "green-line dashed")
+    plot.words(2, limit, f"limit {limit:.0f} MiB", "alarm", dy=-8)
+    plot.words(max(cut), 8, f"plan: {target_batch} in {len(cut)}", "good", dx=6)
+    plot.marks(fitting, "dot")
+    plot.marks(failing, "cross")
+    for size, peak in fitting[-2:]:
+        plot.words(size, peak, str(size), "quiet end", dx=-8, dy=-8)
+    for size, peak in failing:
+        plot.words(size, peak, str(size), "quiet", dx=6, dy=18)
+    plot.legend([("dot", "trial that fits"), ("cross", "trial that does not fit")])
+    sizes = [str(size) for size, _ in fitting]
+    told = (
+        f"Peak memory of a training step against the micro-batch's samples. Trials of {', '.join(sizes[:-1])} and "
+        f"{sizes[-1]} samples fit under the limit of {limit:.0f} MiB and lie on a line; larger ones do not. The plan "
+        f"takes {target_batch} in micro-batches of {cut}."
     )
-    y = alt.Y("peak:Q", title="peak memory of a step (MiB)", scale=alt.Scale(domain=[0, 130], nice=False))
-    kinds = alt.Scale(domain=["fits", "does not fit"], range=[LIGHT["blue"], LIGHT["red"]])
-    shapes = alt.Scale(domain=["fits", "does not fit"], range=["circle", "cross"])
-    trials = alt.Chart(alt.Data(values=points))
-    cut = max(measured["plan"]["micro_batches"])
-    chart = alt.layer(
-        alt.Chart(alt.Data(values=line)).mark_line(color=LIGHT["quiet"], strokeDash=[5, 4]).encode(x, y),
-        alt.Chart(alt.Data(values=[{"peak": limit}])).mark_rule(color=LIGHT["red"], strokeWidth=2).encode(y="peak:Q"),
-        _label(12, 22, "line through trials", LIGHT["quiet"], angle=325, fontSize=13),
-        _label(2, limit, f"limit {limit:.0f} MiB", LIGHT["red"], dy=-8),
-        alt.Chart(alt.Data(values=[{"size": cut}]))
-        .mark_rule(color=LIGHT["green"], strokeDash=[2, 3])
-        .encode(x="size:Q"),
-        _label(cut, 8, f"plan: {target_batch} in {len(measured['plan']['micro_batches'])}", LIGHT["green"], dx=6),
-        trials.mark_point(size=110, filled=True, opacity=1).encode(
-            x,
-            y,
-            color=alt.Color("what:N", scale=kinds, title="trial", sort=None),
-            shape=alt.Shape("what:N", scale=shapes, title="trial", sort=None),
-        ),
-        *(
-            trials.transform_filter(f"datum.what == '{what}' && datum.size >= 20")
-            .mark_text(dx=side * 8, dy=side * 14, align=align, fontSize=13, color=LIGHT["text"])
-            .encode(x, y, text="label:N")
-            for what, side, align in (("fits", -1, "right"), ("does not fit", 1, "left"))
-        ),
-    )  # fmt: skip
-    return _drawn(
-        chart.properties(width=430, height=280),
-        "Memory over the micro-batch",
-        f"Peak memory of a training step against the micro-batch's samples. Trials of {_listed(fitting)} samples fit "
-        f"under the limit of {limit:.0f} MiB and lie on a line; larger ones do not. The plan takes {target_batch} in "
-        f"micro-batches of {measured['plan']['micro_batches']}.",
-    )
+    return framed(WIDTH, HEIGHT, "Memory over the micro-batch", told, plot.parts)
 
 
-def line_through(trials: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return bytes a sample and fixed bytes by least squares."""
-    sizes, peaks = [t["size"] for t in trials], [t["peak_bytes"] for t in trials]
-    middle_size, middle_peak = sum(sizes) / len(sizes), sum(peaks) / len(peaks)
-    rise = sum((s - middle_size) * (p - middle_peak) for s, p in zip(sizes, peaks, strict=True))
-    per_sample = rise / sum((s - middle_size) ** 2 for s in sizes)
-    return per_sample, middle_peak - per_sample * middle_size
+def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the rise and the start of the line by least squares."""
+    middle_x, middle_y = (sum(axis) / len(points) for axis in zip(*points, strict=True))
+    rise = sum((x - middle_x) * (y - middle_y) for x, y in points) / sum((x - middle_x) ** 2 for x, _ in points)
+    return rise, middle_y - rise * middle_x
 
 
 def losses(undisturbed: list[dict[str, Any]], attempts: list[list[dict[str, Any]]]) -> str:
     """Return the picture of a run that was killed and resumed, beside the one that was not."""
-    names = ("logged before the kill", "after resuming from the checkpoint")
-    points = [
-        {"step": step["step"], "loss": step["loss"], "what": name}
-        for name, steps in zip(names, attempts, strict=True)
-        for step in steps
-    ]
+    whole, before, after = ([(one["step"], one["loss"]) for one in steps] for steps in (undisturbed, *attempts))
     # The process died after an update, before it was logged.
-    kept, killed = attempts[1][0]["step"] - 1, attempts[0][-1]["step"] + 1
-    highest = 1.15 * max(step["loss"] for step in undisturbed)
-    x = alt.X("step:Q", title="optimizer step", axis=alt.Axis(tickMinStep=1, format="d"))
-    y = alt.Y("loss:Q", title="loss", scale=alt.Scale(domain=[0, highest], nice=False))
-    scale = alt.Scale(domain=list(names), range=[LIGHT["red"], LIGHT["blue"]])
-    shapes = alt.Scale(domain=list(names), range=["square", "circle"])
-    chart = alt.layer(
-        alt.Chart(alt.Data(values=undisturbed)).mark_line(color=LIGHT["quiet"], strokeWidth=2).encode(x, y),
-        alt.Chart(alt.Data(values=points))
-        .mark_point(size=150, strokeWidth=2.5, opacity=1)
-        .encode(
-            x,
-            y,
-            color=alt.Color("what:N", scale=scale, title=None, sort=None),
-            shape=alt.Shape("what:N", scale=shapes, title=None, sort=None),
-        ),
-        _label(1.2, 0.15 * undisturbed[0]["loss"], "line: a run that was not killed", LIGHT["quiet"]),
-        alt.Chart(alt.Data(values=[{"step": kept}, {"step": killed}]))
-        .mark_rule(color=LIGHT["quiet"], strokeDash=[2, 3])
-        .encode(x="step:Q"),
-        _label(kept, highest, "checkpoint", LIGHT["text"], align="right", dx=-6, dy=8),
-        _label(killed, highest, "killed", LIGHT["red"], dx=6, dy=8),
-    )
-    return _drawn(
-        chart.properties(width=430, height=240),
-        "Killed, and resumed",
-        f"The loss by update. The undisturbed run is a line from {undisturbed[0]['loss']:.2f} to "
-        f"{undisturbed[-1]['loss']:.2f}. The killed run's updates 1 to {attempts[0][-1]['step']} and the resumed run's "
-        f"updates {attempts[1][0]['step']} to {attempts[1][-1]['step']}, after the checkpoint of update {kept}, lie on "
-        "it.",
-    )
-
-
-def _label(x_at: float, y_at: float, words: str, colour: str, **mark: Any) -> alt.Chart:
-    across, up = ("step", "loss") if words in _ON_LOSSES else ("size", "peak")
-    axes = {across: x_at, up: y_at}
-    mark = {"align": "left", "fontSize": 14} | mark
-    return (
-        alt.Chart(alt.Data(values=[axes | {"label": words}]))
-        .mark_text(color=colour, fontWeight=600, **mark)
-        .encode(alt.X(f"{across}:Q"), alt.Y(f"{up}:Q"), text="label:N")
-    )
-
-
-def _listed(trials: list[dict[str, Any]]) -> str:
-    sizes = [str(size) for size in sorted({trial["size"] for trial in trials})]
-    return " and ".join(filter(None, (", ".join(sizes[:-1]), sizes[-1])))
-
-
-def _drawn(chart: alt.LayerChart, title: str, description: str) -> str:
-    quiet, edge = LIGHT["quiet"], LIGHT["edge"]
-    chart = (
-        chart.configure(background=LIGHT["ground"], font=PLAIN_FONT, padding=16, aria=False)
-        .configure_view(stroke=edge)
-        .configure_axis(
-            labelColor=quiet, titleColor=LIGHT["text"], gridColor=LIGHT["faint"], domainColor=quiet, tickColor=quiet,
-            labelFontSize=13, titleFontSize=14, titleFontWeight=600, titlePadding=10, grid=True,
-        )
-        .configure_legend(
-            labelColor=LIGHT["text"], titleColor=LIGHT["text"], labelFontSize=13, titleFontSize=13, orient="bottom",
-            symbolOpacity=1, labelLimit=0, columnPadding=48,
-        )
-    )  # fmt: skip
-    svg = vl_convert.vegalite_to_svg(chart.to_json(validate=False))
-    return _dark_too(svg, title, description)
-
-
-def _dark_too(svg: str, title: str, description: str) -> str:
-    """Add the dark colours as rules on the light ones, and what the picture shows in words."""
-    rules = " ".join(
-        f'[{attribute}="{colour}"] {{ {attribute}: {DARK[name]}; }}'
-        for name, colour in LIGHT.items()
-        for attribute in ("fill", "stroke")
-    )
+    kept, killed = after[0][0] - 1, before[-1][0] + 1
+    highest = 1.15 * max(loss for _, loss in whole)
+    plot = Plot((1, whole[-1][0], 1, "optimizer step"), (0.5 * (highest // 0.5), 0.5, "loss"), highest)
+    for step in (kept, killed):
+        plot.line([(step, 0), (step, highest)], "line dashed")
+    plot.line(whole, "line")
+    plot.marks(before, "square")
+    plot.marks(after, "ring")
+    plot.words(1.2, 0.2, "line: a run that was not killed", "quiet")
+    plot.words(kept, highest, "checkpoint", "step end", dx=-6, dy=14)
+    plot.words(killed, highest, "killed", "alarm", dx=6, dy=14)
+    plot.legend([("square", "logged before the kill"), ("ring", "after resuming from the checkpoint")])
     told = (
-        f'<title id="title">{escape(title)}</title>\n<desc id="description">{escape(description)}</desc>\n'
-        f"<style>@media (prefers-color-scheme: dark) {{ {rules} }}</style>\n"
+        f"The loss by update. The undisturbed run is a line from {whole[0][1]:.2f} to {whole[-1][1]:.2f}. The killed "
+        f"run's updates 1 to {before[-1][0]} and the resumed run's updates {after[0][0]} to {after[-1][0]}, after the "
+        f"checkpoint of update {kept}, lie on it."
     )
-    head, body = re.fullmatch(r"(<svg[^>]*)>(.*)", svg, flags=re.DOTALL).groups()
-    return f'{head} role="img" aria-labelledby="title description">\n{told}{body}\n'
+    return framed(WIDTH, HEIGHT, "Killed, and resumed", told, plot.parts)

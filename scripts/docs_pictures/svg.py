@@ -43,16 +43,16 @@ svg {{ {_colours(LIGHT)} }}
 text {{ font: 15px {FONT}; fill: var(--text); }}
 .step {{ font-weight: 600; }}
 .quiet {{ font-size: 13px; fill: var(--quiet); }}
-.in {{ text-anchor: middle; fill: var(--on); font-weight: 600; }}
-.middle {{ text-anchor: middle; }}
+.middle {{ text-anchor: middle; }} .end {{ text-anchor: end; }} .good {{ fill: var(--green); font-weight: 600; }}
 .alarm {{ fill: var(--red); font-weight: 600; }}
 .ground {{ fill: var(--ground); stroke: var(--edge); }}
-.data {{ fill: var(--data); }} .blue {{ fill: var(--blue); }} .green {{ fill: var(--green); }}
+.blue {{ fill: var(--blue); }} .green {{ fill: var(--green); }}
 .red {{ fill: var(--red); }} .plain {{ fill: var(--faint); stroke: var(--edge); }}
-.empty {{ fill: var(--faint); stroke: var(--quiet); stroke-dasharray: 4 3; }}
 .line {{ fill: none; stroke: var(--quiet); stroke-width: 2; }}
-.head {{ fill: var(--quiet); }}
-.back {{ fill: none; stroke: var(--red); stroke-width: 2; }} .back-head {{ fill: var(--red); }}
+.grid {{ fill: none; stroke: var(--faint); }} .dashed {{ stroke-dasharray: 5 4; }}
+.blue-line {{ fill: none; stroke: var(--blue); stroke-width: 2; }}
+.green-line {{ fill: none; stroke: var(--green); }}
+.back {{ fill: none; stroke: var(--red); stroke-width: 2; }}
 """.strip()
 
 

@@ -439,6 +439,7 @@ def test_bad_input_exits_with_3_and_names_the_value_without_a_traceback(invoke, 
     assert (result.exit_code, result.stdout) == (ExitCode.BAD_INPUT, "")
     assert told in result.stderr
     assert "Traceback" not in result.stderr
+    assert len([line for line in result.stderr.splitlines() if "the recipe says hello" not in line]) <= 3
 
 
 @pytest.mark.parametrize(

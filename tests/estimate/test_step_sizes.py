@@ -9,7 +9,7 @@ MIB = 2**20
 
 
 def step(size):
-    """A step with a workspace that rounds, and some samples in which another operator runs."""
+    """A step with a workspace that rounds, and many samples, with which another operator runs."""
     storages = [
         Storage(100, Category.PARAMETERS),
         Storage(8 * size, Category.MADE, "op"),

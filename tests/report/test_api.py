@@ -1,6 +1,7 @@
 """The report from end to end: what is measured on simulated devices and the host, and what is refused."""
 
 import copy
+import inspect
 import json
 import pickle
 import random
@@ -36,6 +37,10 @@ def report_on(capacity="2MiB", target=64, **options):
     options = {"device": Simulated(capacity), "optimizer": torch.optim.SGD} | options
     model = options.pop("model", None) or wide()
     return preflight(model, options.pop("batch", None) or batch_of(), target, **options)
+
+
+def test_there_are_at_most_22_arguments():
+    assert len(inspect.signature(preflight).parameters) <= 22
 
 
 def test_what_is_measured_is_what_find_micro_batch_finds():

@@ -1,15 +1,19 @@
 """The page, as text and as a browser sees it."""
 
+import math
+import operator
 import os
 import re
 import shutil
 import subprocess
+import zlib
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import combinations
 
 import pytest
 
-from autoaccum._estimate.moments import ModuleMemory
+from autoaccum._estimate.moments import KINDS, ModuleMemory
 from autoaccum.errors import InvalidInputError
 from report_examples import (
     DEVICE,
@@ -201,16 +205,82 @@ def test_a_browser_paints_it_light_or_dark(tmp_path, scheme, is_dark):
 
 
 @needs_browser
-def test_nothing_is_wider_than_a_phone(tmp_path):
-    TRACED.save_html(tmp_path / "page.html")
-    frame = '<iframe src="page.html" width="390" height="900" onload="document.title = \'wide \' + Math.max(...[...'
-    frame += "this.contentDocument.querySelectorAll('figure, .headline, ul')]"
-    frame += ".map(one => one.getBoundingClientRect().right))"
-    (tmp_path / "outer.html").write_text(f'<html><body>{frame}"></iframe></body></html>')
+@pytest.mark.parametrize(
+    ("report", "width", "medium"), [(TRACED, 390, "screen"), (MANY_CARDS, 390, "screen"), (TRACED, 690, "print")]
+)
+def test_nothing_is_wider_than_a_phone_or_a_sheet_of_paper(tmp_path, report, width, medium):
+    """On a phone tables scroll by themselves; on paper, of 18 cm, nothing does. Words end where their box ends."""
+    (tmp_path / "page.html").write_text(report.to_html().replace(f"@media {medium} {{", "@media all {"))
+    measure = "const page = this.contentDocument; const boxes = [...page.querySelectorAll('.bar span, .tree span')];"
+    measure += "const cut = boxes.every(one => getComputedStyle(one).overflow === 'hidden');"
+    measure += "document.title = `wide ${page.documentElement.scrollWidth} ${boxes.length > 0 &amp;&amp; cut}`"
+    frame = f'<iframe src="page.html" width="{width}" height="900" onload="{measure}"></iframe>'
+    (tmp_path / "outer.html").write_text(f"<html><body>{frame}</body></html>")
 
     seen = browsed(tmp_path, "--allow-file-access-from-files", "--dump-dom", page="outer.html").stdout
 
-    assert float(re.search(r"<title>wide ([0-9.]+)", seen)[1]) <= 390
+    wide, are_cut = re.search(r"<title>wide (\d+) (\w+)", seen).groups()
+    assert int(wide) <= width
+    assert are_cut == "true"
+
+
+@needs_browser
+def test_a_page_that_is_dark_on_the_screen_is_printed_on_white_with_its_colours(tmp_path):
+    TRACED.save_html(tmp_path / "page.html")
+    paper = tmp_path / "page.pdf"
+
+    browsed(tmp_path, f"--print-to-pdf={paper}", "--blink-settings=preferredColorScheme=0")
+
+    streams = re.findall(rb"stream\r?\n(x.*?)endstream", paper.read_bytes(), flags=re.DOTALL)
+    drawn = b"\n".join(map(zlib.decompress, streams))
+    used = {
+        tuple(round(255 * float(part)) for part in one) for one in re.findall(rb"([\d.]+) ([\d.]+) ([\d.]+) rg", drawn)
+    }
+    dark, ink, *kinds = (rgb(colour) for colour in ("#15181c", "#1c1e21", *COLOURS.values()))
+    assert dark not in used
+    assert {ink, rgb("#ffffff")} <= used
+    assert len(used & set(kinds)) > 5
+
+
+def rgb(colour):
+    return tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5))
+
+
+STYLE = TRACED.to_html().partition("</style>")[0]
+COLOURS = dict(re.findall(r"\.k-(\w+)[^{]* \{ --k: (#\w{6})", STYLE))
+# What people see of a linear red, green and blue (Machado, Oliveira and Fernandes 2009, severity 1.0).
+EYES = {
+    "all colours": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "no red": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
+    "no green": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
+    "no blue": ((1.256, -0.077, -0.179), (-0.078, 0.931, 0.148), (0.005, 0.691, 0.304)),
+}
+
+
+def seen_by(eyes, colour):
+    """A colour in Oklab (Ottosson 2020), in which two hundredths can just be told apart."""
+    linear = [((part / 255 + 0.055) / 1.055) ** 2.4 for part in rgb(colour)]
+    red, green, blue = (min(1, max(0, sum(map(operator.mul, row, linear)))) for row in EYES[eyes])
+    long, medium, short = (
+        math.cbrt(one)
+        for one in (
+            0.412 * red + 0.536 * green + 0.051 * blue,
+            0.212 * red + 0.681 * green + 0.107 * blue,
+            0.088 * red + 0.282 * green + 0.630 * blue,
+        )
+    )
+    return (
+        0.210 * long + 0.794 * medium - 0.004 * short,
+        1.978 * long - 2.429 * medium + 0.451 * short,
+        0.026 * long + 0.783 * medium - 0.809 * short,
+    )
+
+
+@pytest.mark.parametrize("eyes", EYES)
+def test_no_two_kinds_look_alike(eyes):
+    assert COLOURS.keys() == {*KINDS, "reserved"}
+    for one, other in combinations(COLOURS.values(), 2):
+        assert math.dist(seen_by(eyes, one), seen_by(eyes, other)) > 0.07
 
 
 def test_what_is_tight_is_said_and_marked_so():

@@ -10,9 +10,11 @@ from torch import nn
 import autoaccum
 from autoaccum._estimate.estimate import estimate_step, trace_step
 from autoaccum._estimate.gpus import card_named
+from autoaccum._estimate.moments import Moment
 from autoaccum._report import remedies
 from autoaccum._report.capacity import Asked
 from autoaccum._report.remedies import MANY_MICRO_BATCHES, Place, Remedies, are_due, computes_bf16
+from report_examples import STEP, predicted
 
 
 class Block(nn.Module):
@@ -120,9 +122,13 @@ def test_a_change_with_which_the_model_fails_is_told_and_our_own_errors_are_rais
 
 
 def test_a_large_loss_is_worth_mending_below_many_micro_batches_too():
-    assert are_due(32, 64, {"loss": 8, "activations": 11})
-    assert not are_due(32, 64, {"loss": 2, "activations": 11})
-    assert not are_due(64, 64, {"loss": 8})
+    def with_loss(largest, **held):
+        step = replace(STEP, moments=(Moment(0, "backward", held),), peak=0)
+        return replace(predicted(micro_batch=largest), step_memory=step)
+
+    assert are_due(with_loss(32, loss=8, activations=11), 64)
+    assert not are_due(with_loss(32, loss=2, activations=11), 64)
+    assert not are_due(with_loss(64, loss=8), 64)
 
 
 def test_the_one_that_helps_most_comes_first(small):
@@ -206,7 +212,7 @@ def test_nothing_is_advised_where_few_micro_batches_do():
     [(0, 1, True), (1, 1, False), (8, 64, True), (9, 64, False), (1, MANY_MICRO_BATCHES, True), (64, 64, False)],
 )
 def test_a_cut_into_many_pieces_is_worth_mending(largest, target, due):
-    assert are_due(largest, target) is due
+    assert are_due(predicted(micro_batch=largest), target) is due
 
 
 def test_what_checkpointing_is_said_to_take_is_what_it_takes():
