@@ -1,15 +1,9 @@
 """What a window asks of a card: operators that launch kernels, counted, and those that make the host wait, refused."""
 
-import contextlib
-
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autoaccum._estimate.cuda_dispatch import CudaCalls, without_driver
-
-CARD = torch.device("cuda", 0)
 # Operators that read a value of the device, or make as many elements as values say.
 WAITING = {
     "_local_scalar_dense",
@@ -77,13 +71,3 @@ def _is_silent(operator, name):
         returned.alias_info is not None and not returned.alias_info.is_write for returned in operator._schema.returns
     )
     return views or name in SILENT or name.startswith("prim::")
-
-
-@contextlib.contextmanager
-def fake_card(monkeypatch):
-    """Let fake tensors of a card go through training where there is none."""
-    state = torch.zeros(16, dtype=torch.uint8)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: state)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
-    with without_driver(), FakeTensorMode(allow_non_fake_inputs=True), CudaCalls():
-        yield
