@@ -692,8 +692,8 @@ def missing():
 # Lines of 100 columns that an answer takes at the most, and what a next step begins with, or a bound.
 MOST_LINES, WIDTH = 3, 100
 NEXT_STEP = re.compile(
-    r"\b(pass|call|choose|check|give|look|make|return|set|try|wrap|write|name|use|have|correct|assign|nest|leave|say|"
-    r"needs|makes one|is called with|help shows|wants?|must|has '|can only|end|load|at least|at most|cannot be started)\b"
+    r"\b(pass|call|choose|check|give|look|make|return|set|try|wrap|write|name|use|have|correct|assign|nest|leave|say|end|"
+    r"needs|makes one|is called with|help shows|wants?|must|has '|can only|load|at least|at most|cannot be started)\b"
 )
 # What may have found its input bad in a first window.
 RUN_A_WINDOW = ("fit", "Runner.step", "Runner.evaluate")

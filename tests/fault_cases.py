@@ -73,19 +73,6 @@ class Checkpointed(nn.Module):
         return last(hidden)
 
 
-class Transformer(nn.Module):
-    """One encoder layer over padded sentences; logits of shape (N, C, T)."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(_WORDS, _WIDTH, padding_idx=0)
-        self.layer = nn.TransformerEncoderLayer(_WIDTH, 2, 2 * _WIDTH, dropout=0.1, batch_first=True)
-        self.head = nn.Linear(_WIDTH, CLASSES)
-
-    def forward(self, tokens):
-        return self.head(self.layer(self.embed(tokens), src_key_padding_mask=tokens == 0)).transpose(1, 2)
-
-
 class Tied(nn.Module):
     """A language model whose head is its embedding, called with a mapping and returning its own loss."""
 
@@ -213,7 +200,6 @@ class Model:
 SMALL = {
     "mlp": Model(mlp, vectors, nn.CrossEntropyLoss()),
     "convolutional": Model(convolutional, images, plain),
-    "transformer": Model(Transformer, sentences, nn.CrossEntropyLoss()),
     "tied weights": Model(Tied, sentences),
     "frozen layers": Model(frozen, vectors, nn.CrossEntropyLoss(reduction="none")),
     "reentrant checkpoint": Model(

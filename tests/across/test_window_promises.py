@@ -66,25 +66,27 @@ class Counts(nn.Module):
 
     def __init__(self, kind, shape, lack):
         super().__init__()
-        self.head, self.fails, self.is_still, self.is_unseen = nn.Linear(4, 3), calling(lack), False, True
+        self.head, self.fails = nn.Linear(4, 3), calling(lack)
+        self.is_still, self.is_unseen, self.replaces = False, "in place" not in kind, "new data" in kind
         if kind == "buffer":
             self.register_buffer("counted", torch.zeros(shape))
-        elif kind == "frozen parameter":
+        elif kind.startswith("frozen parameter"):
             self.counted = nn.Parameter(torch.zeros(shape), requires_grad=False)
         else:
             self.register_buffer("counted", torch.zeros(shape, dtype=torch.int8))
 
     def forward(self, inputs):
-        if not self.is_still:
+        if not self.is_still and self.replaces:
+            self.counted.data = self.counted.data + 1
+        elif not self.is_still:
             (self.counted.data if self.is_unseen else self.counted).mul_(1).add_(1)
         self.fails()
         return self.head(inputs)
 
 
 LARGE, SMALL = (256, 1024), (3, 3)
-MOVES = [
-    (kind, shape, before) for kind in ("buffer", "frozen parameter") for shape in (SMALL, LARGE) for before in (0, 9)
-]
+KINDS = ("buffer", "frozen parameter", "frozen parameter, in place", "frozen parameter, new data")
+MOVES = [(kind, shape, before) for kind in KINDS for shape in (SMALL, LARGE) for before in (0, 9)]
 
 
 @pytest.mark.parametrize("error", [None, ValueError("mine")], ids=["memory", "another error"])
