@@ -8,12 +8,7 @@ import torch
 
 import autoaccum
 import rank_training
-
-FAR = 1e-12
-
-
-def far(one, other):
-    return max(float((a - b).norm() / b.norm()) for a, b in zip(one, other, strict=True))
+from rank_training import FAR, assert_alike, far
 
 
 def alone(*, norm=False, **arguments):
@@ -41,14 +36,6 @@ def test_parameters_are_those_of_one_process_with_the_whole_batch(crew, loss, si
         assert far(one["parameters"], expected["parameters"]) <= FAR
         assert one["losses"] == pytest.approx(expected["losses"], rel=1e-9)
         assert one["samples"] == expected["samples"]
-
-
-def assert_alike(found):
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0]["parameters"], other["parameters"]))
-        assert all(map(torch.equal, found[0]["buffers"], other["buffers"]))
-        assert other["losses"] == found[0]["losses"]
-        assert other["norms"] == found[0]["norms"]
 
 
 def test_ranks_may_have_other_numbers_of_samples_and_none_at_the_end(crew):
@@ -93,6 +80,7 @@ def test_running_statistics_and_clipping_are_those_of_whole_models_on_the_same_r
 
     rounding = FAR if torch.__version__ >= "2.9" else 1e-6  # PyTorch 2.8 adds up the norms of shards in float32
     assert_alike(found)
+    assert found[0]["norms"] == found[1]["norms"]
     assert found[0]["norms"] == pytest.approx(whole[0]["norms"], rel=max(1e-9, rounding))
     for one, other in zip(found[0]["buffers"], whole[0]["buffers"], strict=True):
         torch.testing.assert_close(one, other, rtol=rounding, atol=0.0)
