@@ -143,22 +143,6 @@ def test_error_of_a_callback_arrives_unchanged_and_leaves_the_state_before_the_w
     assert differences(state_of(model, runner.optimizer), before) == []
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_interrupt_that_the_optimizer_itself_raises_leaves_no_half_update_in_silence(after):
-    interrupt = KeyboardInterrupt()
-    case = Case("mlp", "fp32", "Adam, loop")
-    fault = FailIn(torch.Tensor, "addcdiv_", interrupt) if after else FailIn(torch.optim.Adam, "step", interrupt)
-
-    played = play(case, {1: fault})
-
-    if after:
-        assert isinstance(played.error, autoaccum.StateDamagedError)
-        assert played.error.__cause__ is interrupt
-    else:
-        assert played.error is interrupt
-        assert differences(played.left, played.states[1]) == []
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_during_the_update_waits_for_its_end(number):
     class Stop(BaseException):

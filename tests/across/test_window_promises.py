@@ -459,19 +459,6 @@ def test_sample_that_does_not_fit_is_named_with_its_shape_and_remedies_of_what_w
     assert unknown_options(said, entry) == set()
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_remedies_for_a_loss_over_the_window_that_does_not_fit_are_options_of_what_was_called(entry):
-    def loss(outputs, targets):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    options = {"loss": loss, "loss_scope": "window"} | ({} if entry == "Runner" else {"micro_batch": 4})
-
-    with pytest.raises(autoaccum.DoesNotFitError) as caught:
-        ENTRIES[entry](nn.Linear(4, 3), window(), **options)
-
-    assert unknown_options(str(caught.value), entry) == set()
-
-
 def test_sample_that_fitted_before_may_fail_twice_in_a_row(lack):
     model = nn.Linear(4, 3)
     model.register_forward_pre_hook(lack)

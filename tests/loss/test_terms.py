@@ -28,21 +28,6 @@ def update(loss, outputs, targets, sizes):
     return report.loss, outputs - model.outputs.detach()
 
 
-@pytest.mark.parametrize(
-    ("loss", "targets"),
-    [
-        (nn.CrossEntropyLoss(), torch.full((4,), -100)),
-        (nn.NLLLoss(ignore_index=2), torch.full((4,), 2)),
-        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 0.0])), torch.ones(4, dtype=torch.long)),
-    ],
-    ids=["ignored", "ignored class", "class of weight 0"],
-)
-@pytest.mark.parametrize("sizes", [(4,), (3, 1)])
-def test_window_in_which_nothing_counts_is_refused(loss, targets, sizes):
-    with pytest.raises(InvalidInputError, match=r"no target of this window counts.*leave such samples out"):
-        update(loss, torch.rand(4, 2), targets, sizes)
-
-
 # --- pairs -----------------------------------------------------------------------------------------------------------
 
 
