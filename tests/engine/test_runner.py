@@ -1,6 +1,5 @@
 """The runner: one window in, one update out; what its report says; what it refuses."""
 
-
 import torch
 from torch import nn
 
