@@ -145,7 +145,7 @@ def test_no_loss_trains_silently_wrong(way, examples):
             allowed += ["refused", "stopped"]
 
         mixes = len(loss.terms) > 1 and not loss.is_named
-        found = outcome(Form("", loss, cut=cut, lr=1e-3, tolerance=1e-8, mixes=mixes), way, windows)
+        found = outcome(Form(loss, cut=cut, lr=1e-3, tolerance=1e-8, mixes=mixes), way, windows)
 
         assert found in allowed
 
