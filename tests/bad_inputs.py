@@ -366,7 +366,10 @@ YIELDED = [
     lambda world: [{"input": world.batch[0]}],
 ]
 FORWARDS = [lambda _: of_one, lambda _: of_none, lambda _: of_three]
-DEVICES = [lambda _: "cuda:99", lambda _: "cpu:7", lambda _: "meta", lambda _: 10**9, lambda _: autoaccum.Simulated]
+DEVICES = [
+    lambda _, device=device: device
+    for device in ("cuda:99", "cpu:7", "meta", 10**9, autoaccum.Simulated, "gpu", "", "cuda:x", "cpu:-2", object())
+]
 PATHS = [
     lambda world: world.folder / "a file" / "below",
     lambda world: world.folder / ("n" * 300),

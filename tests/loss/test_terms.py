@@ -1,34 +1,11 @@
-"""Losses of torch whose type says what they run over, windows in which nothing counts, and what pairs may be."""
+"""A pair that is no sum and its weight is refused, with what is wrong with it."""
 
 import pytest
 import torch
 from torch import nn
 
-import autoaccum
 from autoaccum.errors import InvalidInputError
-
-
-class Outputs(nn.Module):
-    """Returns its parameters' rows: the gradient of the loss is that of the outputs."""
-
-    def __init__(self, outputs):
-        super().__init__()
-        self.outputs = nn.Parameter(outputs.clone())
-
-    def forward(self, rows):
-        return self.outputs[rows]
-
-
-def update(loss, outputs, targets, sizes):
-    """Return the loss and the gradient of a window that is cut into these sizes."""
-    model = Outputs(outputs)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    runner = autoaccum.Runner(model, optimizer, autoaccum.Plan(len(outputs), tuple(sizes)), loss=loss, device="cpu")
-    report = runner.step((torch.arange(len(outputs)), targets))
-    return report.loss, outputs - model.outputs.detach()
-
-
-# --- pairs -----------------------------------------------------------------------------------------------------------
+from helpers import runner_of
 
 
 @pytest.mark.parametrize(
@@ -43,5 +20,9 @@ def update(loss, outputs, targets, sizes):
 def test_pair_that_is_no_sum_and_weight_is_refused(pair, said):
     mask = torch.tensor([1.0, 0, 1, 1, 0, 1, 1, 0])
 
+    runner = runner_of(
+        nn.Linear(3, 2), samples=8, micro_batch=4, loss=lambda outputs, mask: pair(outputs.square().sum(1), mask)
+    )
+
     with pytest.raises(InvalidInputError, match=f"loss 'loss' is a pair whose {said}"):
-        update(lambda outputs, mask: pair(outputs.square().sum(1), mask), torch.rand(8, 2), mask, (4, 4))
+        runner.step((torch.arange(24.0).view(8, 3), mask))
