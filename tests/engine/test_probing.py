@@ -213,7 +213,11 @@ class SmallGpt(nn.Module):
         return self.head(self.layers(self.tokens(tokens), mask=mask, is_causal=True)).transpose(1, 2)
 
 
-KINDS = [("resnet18", "700MiB"), ("gpt", "150MiB"), ("gpt", "225MiB")]
+KINDS = [
+    pytest.param("resnet18", "700MiB", marks=pytest.mark.sweep),
+    ("gpt", "150MiB"),
+    pytest.param("gpt", "225MiB", marks=pytest.mark.sweep),
+]
 
 
 def job(kind, samples):
