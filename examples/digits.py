@@ -18,10 +18,10 @@ import autoaccum
 
 # A step takes 150 to 162 MiB for gradients, Adam's state and scratch memory, and 1.7 MiB an image (as trials measured
 # it on two cores); without AVX-512, a convolution of several images takes 72 MiB more at times. So some 30 to 75 fit,
-# and 100 do not. A card's limit is an estimate: parameters, gradients and Adam's state take 171 MiB, cuBLAS 32, and an
-# image in half precision about half as much as on the host.
+# and 100 do not. The limit on a GPU is an estimate: parameters, gradients and Adam's state take 171 MiB, cuBLAS 32, and
+# an image in half precision about half as much as on the host.
 LIMIT_ON_THE_HOST = "280MiB"
-LIMIT_ON_A_CARD = "320MiB"
+LIMIT_ON_A_GPU = "320MiB"
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -37,16 +37,16 @@ def job(side: int = 64, epochs: int = 2, target_batch: int = 100, memory_limit: 
     images = interpolate(images, size=(side, side), mode="bilinear").expand(-1, 3, -1, -1)
     data = TensorDataset(images, torch.tensor(digits.target))
     training, validation = random_split(data, [0.8, 0.2], generator=torch.Generator().manual_seed(0))
-    updates = epochs * -(-len(training) // target_batch)
+    steps = epochs * -(-len(training) // target_batch)
     return autoaccum.Job(
         torchvision.models.resnet18(num_classes=10),
         DataLoader(training, batch_size=target_batch, shuffle=True),
         target_batch,
         loss=torch.nn.CrossEntropyLoss(),
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
-        scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, updates),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
         epochs=epochs,
-        memory_limit=memory_limit or (LIMIT_ON_A_CARD if torch.cuda.is_available() else LIMIT_ON_THE_HOST),
+        memory_limit=memory_limit or (LIMIT_ON_A_GPU if torch.cuda.is_available() else LIMIT_ON_THE_HOST),
         val_loader=DataLoader(validation, batch_size=target_batch),
         metrics={"accuracy": accuracy},
     )

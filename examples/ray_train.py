@@ -3,7 +3,7 @@
     pip install 'ray[train]'
     python examples/ray_train.py runs/ray
 
-For cards, pass `use_gpu=True` to `ScalingConfig`; for more machines, a larger `num_workers=`, `ray.init()` without
+For GPUs, pass `use_gpu=True` to `ScalingConfig`; for more machines, a larger `num_workers=`, `ray.init()` without
 `num_cpus=`, and a folder that all of them see.
 """
 

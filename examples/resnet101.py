@@ -1,11 +1,11 @@
-"""Document 000: ResNet-101 on 224 x 224 images with Adam, wanted with batches of 100 on a card that takes 50.
+"""ResNet-101 on 224 x 224 images with Adam and batches of 100, on a GPU that fits about 50.
 
+    pip install torchvision
     python examples/resnet101.py
 
-Written by hand this needs the number 50 (found by running out of memory), a division of the loss that is
-right for a mean and wrong for a sum, and a condition for the last, shorter window. Here only what is wanted
-is said: 100. The images are random, as they are in the document; a step takes about half a minute without a
-GPU.
+By hand, this takes the number 50, found by running out of memory; a division of the loss that is right for a mean and
+wrong for a sum; and a condition for the last, shorter window. The images are random. A step takes about half a minute
+without a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import autoaccum
 
 
 def job(images: int = 250, side: int = 224, target_batch: int = 100) -> autoaccum.Job:
-    """Return the job; the third window is half as long as the others, and weighs what it should."""
+    """Return the job; its third window is half as long as the others."""
     data = TensorDataset(torch.randn(images, 3, side, side), torch.randint(100, (images,)))
     return autoaccum.Job(
         torchvision.models.resnet101(),

@@ -1,4 +1,4 @@
-"""Windows, the samples of one update each, and their cuts into micro-batches. Uses no device.
+"""Windows, the samples of one optimizer step each, and their cuts into micro-batches. Uses no device.
 
 A batch is what a loader yields: a tensor, or arbitrarily nested tuples, lists, named tuples and mappings of tensors.
 The first dimension of every tensor indexes the samples. Other sequences as long as the batch (a list of file names) are
@@ -33,7 +33,7 @@ _PAIR = 2
 
 
 class Window(Sequence[Any]):
-    """The samples of one optimizer update, in the pieces that the loader yielded.
+    """The samples of one optimizer step, in the pieces that the loader yielded.
 
     As a sequence it contains the pieces as the model gets them. Pieces whose tensors differ in their trailing shape are
     never joined: a micro-batch ends where such a piece begins.
@@ -328,7 +328,7 @@ def as_window(given: Any, split: Split | None = None) -> Window:
         )
     window: Window = given
     if not window.samples:
-        raise InvalidInputError("the window holds 0 samples, so it makes no update; leave empty batches out")
+        raise InvalidInputError("the window holds 0 samples, so no optimizer step is made; leave empty batches out")
     return window
 
 

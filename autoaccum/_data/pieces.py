@@ -389,8 +389,8 @@ def _count(leaves: Iterable[Any], dims: Sequence[int | None], batch: Any, *, is_
     if not sizes:
         raise InvalidInputError(
             f"a batch of type {type(batch).__name__} holds no tensor with samples along its first dimension, so it "
-            "cannot be counted or cut; have the loader yield tensors (torch.utils.data.default_collate makes them), or "
-            "pass split="
+            "cannot be counted or split; have the loader yield tensors (torch.utils.data.default_collate makes them), "
+            "or pass split="
         )
     if len(sizes) > 1:
         shapes = shapes_of(batch)
@@ -406,9 +406,9 @@ def _refuse_what_cannot_be_cut(leaf: Any) -> None:
     if isinstance(leaf, Tensor):
         if leaf.is_nested or leaf.layout is not torch.strided:
             kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
-            raise InvalidInputError(f"a batch holds a {kind} tensor, which cannot be cut by samples; pad or densify it")
+            raise InvalidInputError(f"a batch holds a {kind} tensor, which cannot be split; pad or densify it")
     elif hides_tensors(leaf):
         raise InvalidInputError(
-            f"a batch holds a {type(leaf).__name__} with tensors inside, which cannot be cut by samples; have the "
+            f"a batch holds a {type(leaf).__name__} with tensors inside, which cannot be split by samples; have the "
             "loader yield tensors in tuples, lists or mappings, or pass split="
         )

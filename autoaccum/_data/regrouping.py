@@ -69,19 +69,19 @@ def windows(
 
 
 def check_target(target_batch: int | None, target_tokens: int | None) -> None:
-    """Check the target of an update.
+    """Check the target of an optimizer step.
 
     Raises:
         InvalidInputError: There is no target, there are two, or it is not valid.
     """
     if target_tokens is None and target_batch is None:
         raise InvalidInputError(
-            "there is no target: pass target_batch=, the samples of an update, or target_tokens=, its tokens"
+            "there is no target: pass target_batch=, the samples of an optimizer step, or target_tokens=, its tokens"
         )
     if target_tokens is not None and target_batch is not None:
         raise InvalidInputError(
             f"target_batch={shown(target_batch)} and target_tokens={shown(target_tokens)} are two targets of one "
-            "update; pass one of them"
+            "optimizer step; pass one of them"
         )
     if target_tokens is not None:
         check_positive_int("target_tokens", target_tokens)

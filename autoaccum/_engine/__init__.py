@@ -1,9 +1,9 @@
-"""Makes one exact optimizer update from each window on one device, even if memory runs out on the way.
+"""Makes one exact optimizer step from each window on one device, even if memory runs out on the way.
 
-Takes a model, a loss, an optimizer and windows (`_data`); produces updates and `StepReport`s, gradients in `.grad`
-(`accumulator.py`), evaluations, and trial results (`probing.py`). Within a window:
+Takes a model, a loss, an optimizer and windows (`_data`); produces optimizer steps and `StepReport`s, gradients in
+`.grad` (`accumulator.py`), evaluations, and trial results (`probing.py`). Within a window:
 
-    runner.py           WindowRunner.step: the update
+    runner.py           WindowRunner.step: the optimizer step
       window.py         Engine.run: savepoint, micro-batches, finish; restores and begins again where memory runs out
         steady.py       micro-batches of windows in which nothing has to be checked
         careful.py      all others, by `forward_backward.py` or (a loss over the whole window) `window_loss.py`

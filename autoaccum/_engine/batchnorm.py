@@ -25,7 +25,7 @@ class BatchNorms:
     Args:
         modules: Searched for layers.
         mode: "keep": running statistics move by the layer's momentum with every micro-batch, and so decay faster
-            than with the whole batch; "rescale": over a window they decay as much as in one update.
+            than with the whole batch; "rescale": over a window they decay as much as in one optimizer step.
         notices: Reports that micro-batches are normalised separately.
     """
 
@@ -66,7 +66,7 @@ class BatchNorms:
         self._notices.say(
             f"BatchNorm: {layers} by each micro-batch's own mean and variance (here of {found} samples), not "
             f"by the window's, so the gradient is not quite the whole batch's. {remedy}GroupNorm, LayerNorm or frozen "
-            "BatchNorm (eval() and requires_grad_(False)) make no difference between cuts (docs/losses.md)",
+            "BatchNorm (eval() and requires_grad_(False)) give the same for every micro-batch size (docs/losses.md)",
             key="batchnorm",
         )
 
@@ -74,9 +74,9 @@ class BatchNorms:
         """Set the momentum for a micro-batch, a share of the window's samples, from `m` to `1 - (1 - m) ** share`.
 
         The old running statistics are multiplied by `(1 - m) ** share`. The shares of a window add up to 1, so together
-        its micro-batches multiply them by `1 - m`, as one update with the whole batch does. Layers that average over
-        all batches (momentum=None), have no running statistics or are in evaluation mode are left alone. The momentum
-        holds until the next call, so that a forward pass repeated by activation checkpointing sees it too.
+        its micro-batches multiply them by `1 - m`, as one optimizer step with the whole batch does. Layers that average
+        over all batches (momentum=None), have no running statistics or are in evaluation mode are left alone. The
+        momentum holds until the next call, so that a forward pass repeated by activation checkpointing sees it too.
         """
         if not self.rescales:
             return

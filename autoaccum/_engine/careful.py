@@ -211,14 +211,14 @@ class CarefulPath:
             )
         size, is_whole = sizes[0], len(sizes) == 1
         if is_whole and size > 1 and not self._norms.is_there:
-            noise.say(f"windows fit at once, so one in {noise.every} is cut in two to be measured")
+            noise.say(f"windows fit at once, so one in {noise.every} is split in two to measure the noise")
             return size - size // 2, size // 2
         if is_whole:
             noise.say(
-                "a window of one sample cannot be cut in two, so it tells nothing about noise"
+                "a window of one sample cannot be split in two, so it tells nothing about noise"
                 if size == 1
-                else "windows fit at once, and are not cut in two to be measured, since BatchNorm would then compute "
-                "its statistics from halves; smaller micro-batches make it measurable",
+                else "windows fit at once, and are not split in two to measure the noise, since BatchNorm would then "
+                "compute its statistics from halves; smaller micro-batches make it measurable",
                 hinders=True,
             )
         return sizes

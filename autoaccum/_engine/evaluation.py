@@ -156,7 +156,7 @@ class Evaluator:
                 self._try_first((window for window in windows if window.samples), most)
         except Exception as error:
             if not (is_oom(error) or is_too_large(error)):
-                error.add_note("autoaccum: found by evaluating a few samples of val_loader before the first update")
+                error.add_note("autoaccum: found by evaluating a few samples of val_loader before training")
                 raise
             let_go(error)
         self._step.memory.release()

@@ -65,8 +65,8 @@ class Finiteness:
         self._skipped = self._skipped + 1 if report.skipped else 0
         if self._skipped == _SKIPPED_IN_A_ROW:
             self._notices.say(
-                f"step {report.step}: the gradient scaler has skipped {self._skipped} updates in a row, so nothing is "
-                "learned; look for NaN in the inputs or the loss, or try precision='bf16'",
+                f"step {report.step}: the gradient scaler has skipped {self._skipped} optimizer steps in a row, so "
+                "nothing is learned; look for NaN in the inputs or the loss, or try precision='bf16'",
                 key="skipped",
             )
         if report.skipped:
@@ -122,7 +122,7 @@ class Finiteness:
     # --- what a checkpoint holds --------------------------------------------------------------------------------------
 
     def note(self) -> None:
-        """Note what is finite: at the beginning, and of the optimizer's state after the update that creates it."""
+        """Note what is finite: at the beginning, and of the optimizer's state after the step that creates it."""
         has_state = bool(self._step.optimizer.state)
         if has_state == self._has_state:
             return

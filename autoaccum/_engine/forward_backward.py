@@ -136,7 +136,7 @@ class GradientStep:
         return [parameter for parameter in self._found() if parameter.grad is not None and parameter not in known]
 
     def abandon(self) -> None:
-        """Discard a window that did not become an update: its gradients, and the scaler's progress with them."""
+        """Discard a window without an optimizer step: its gradients, and the scaler's progress with them."""
         for parameter in (*self.parameters, *self._found()):
             parameter.grad = None
         if self.precision.scaler is not None:
@@ -268,6 +268,6 @@ def drop_old_gradients(step: GradientStep, notices: Notices) -> None:
     if step.holds_gradients():
         notices.say(
             "gradients that were there before a window are dropped (.grad was not None; of two Runners, as for a GAN, "
-            "each leaves the other some): an update is made from its window alone"
+            "each leaves the other some): an optimizer step uses its window alone"
         )
         step.clear_gradients()

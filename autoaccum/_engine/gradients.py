@@ -112,7 +112,7 @@ class WindowResult:
     Attributes:
         losses: The window's losses by name, as parts that are still to be added.
         reported: Values reported in addition to the losses, by name.
-        samples: Samples of the window; 0 means that there is no update to make.
+        samples: Samples of the window; 0 means that there is no optimizer step to make.
         grad_norm: Norm of the gradient before clipping, on the device; None if it is not clipped.
         spread: As in `PartResult`, over all processes.
     """

@@ -39,7 +39,7 @@ def resolvable_lack(
         size: The samples of the micro-batch; None where smaller ones would not help.
         witness: Sees the error first.
         has_moved: Whether the samples were changed in place since they were first used.
-        step: The number of the update.
+        step: The number of the optimizer step.
         is_trial: Whether the size was tried without need.
 
     Raises:

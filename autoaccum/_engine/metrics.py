@@ -181,7 +181,7 @@ def _modules(metric: Any) -> list[Any]:
 
 
 def _put_together(part: Any, said: Sequence[tuple[int, dict[str, Any]]]) -> None:
-    """Set a torchmetrics object's states to those of all ranks combined, each given with its number of updates."""
+    """Set a torchmetrics object's states to those of all ranks combined, each with its number of updates."""
     # A rank without samples contributes nothing, and its empty states break some reductions.
     counted = [one for one in said if one[0]] or said[:1]
     part._update_count = sum(updates for updates, _ in counted)

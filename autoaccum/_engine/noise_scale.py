@@ -107,7 +107,7 @@ class NoiseScale:
 
     def summary(self, samples: int, optimizer: str, *, in_tokens: bool = False) -> str:
         """Return in one sentence what was measured in windows of so many samples (their mean, in tokens)."""
-        what = f"the {samples:,} samples of an update" if in_tokens else f"the target batch {samples:,}"
+        what = f"the {samples:,} samples of an optimizer step" if in_tokens else f"the target batch {samples:,}"
         if not self._measured:
             return f"gradient noise scale not measured: {self._hindrance}"
         if self.samples is None:

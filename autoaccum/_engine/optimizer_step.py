@@ -1,4 +1,4 @@
-"""Makes one optimizer update from complete gradients: entirely, or not at all, or reported as damage.
+"""Makes one optimizer step from complete gradients: entirely, or not at all, or reported as damage.
 
 Catches only what the optimizer itself raises. The transient memory of an optimizer step is measured once; later steps
 reserve it first, and so fail before they write. For the measured step, and every step that creates optimizer state, a
@@ -40,7 +40,7 @@ _CONTAINERS = (*_CHANGEABLE, tuple)
 
 
 class Updates:
-    """Makes updates with one optimizer: in one call, or in parts if several processes update together.
+    """Makes the steps of one optimizer: in one call, or in parts if several processes step together.
 
     Args:
         optimizer: The optimizer.
@@ -51,9 +51,9 @@ class Updates:
         stage: Records the current phase.
 
     Attributes:
-        has_new_gradients: Whether the last update had a gradient of a parameter that had none in any before.
-        made: Number of updates made. It rises as soon as the optimizer has stepped, whatever fails after that: a window
-            that has raised it must never be retried.
+        has_new_gradients: Whether the last optimizer step had a gradient of a parameter that had none in any before.
+        made: Number of optimizer steps made. It rises as soon as the optimizer has stepped, whatever fails after that:
+            a window that has raised it must never be retried.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Updates:
         self._copy: OptimizerCopy | None = None  # of what the next step writes, if that is to be measured
 
     def make(self) -> None:
-        """Make one update from the accumulated gradients; errors as for its parts."""
+        """Make one optimizer step from the accumulated gradients; errors as for its parts."""
         try:
             self.reserve()
             self.unscale_and_clip()

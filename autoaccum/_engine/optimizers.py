@@ -157,18 +157,18 @@ def _made(given: Any, trainable: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _refuse_one_that_evaluates(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose update takes the loss or gradient of the window at several points."""
+    """Refuse an optimizer whose step takes the loss or gradient of the window at several points."""
     name = type(optimizer).__name__
     if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
         raise InvalidInputError(
-            f"{name} takes two gradients of the window for each update (first_step and second_step, as SAM does), and "
-            "an update here is made from one; use the optimizer that it wraps"
+            f"{name} takes two gradients of the window for each optimizer step (first_step and second_step, as SAM "
+            "does), and here it gets one; use the optimizer that it wraps"
         )
     try:
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError as error:
         raise InvalidInputError(
-            f"{name}.step() requires a closure that evaluates the loss again, which a window cut into micro-batches "
+            f"{name}.step() requires a closure that evaluates the loss again, which a window split into micro-batches "
             "does not allow; use a first-order optimizer"
         ) from error
     except ValueError:  # it has no signature

@@ -56,11 +56,11 @@ class Talk(Protocol):
 
 
 class Peers:
-    """The processes that make windows together: their gradients, and updates from them."""
+    """The processes that make windows together: their gradients, and optimizer steps from them."""
 
     # Whether other processes have other parts of the same windows.
     is_part: bool = False
-    # Whether the others make, or have made, the current window's update, whatever happens here.
+    # Whether the others make, or have made, the current window's optimizer step, whatever happens here.
     is_decided: bool = False
     # Samples of several processes on which losses are tried before this window; None for those of this one.
     samples_to_try: Window | None = None
@@ -91,7 +91,7 @@ class Peers:
         raise NotImplementedError
 
     def failed(self, error: Exception, work: Work, number: int) -> None:
-        """Tell the others of a failure in update `number`, and raise if it ends the training."""
+        """Tell the others of a failure in optimizer step `number`, and raise if it ends the training."""
 
     def expected_gradients(self) -> Sequence[nn.Parameter]:
         """Return parameters that will have a gradient, of which some have one now."""

@@ -217,7 +217,8 @@ class Trials:
         held_bytes: Bytes held between trials, counted as peaks are; None if that is not counted.
         free_bytes: Bytes that are free between them; None if that is not known.
         lack: What happened when memory last ran out; None if it has not.
-        growing_bytes: For each size that fits, the peak of the part of its step that grows with it: all but the update.
+        growing_bytes: For each size that fits, the peak of the part of its step that grows with it: all but the
+        optimizer step.
     """
 
     def __init__(
@@ -285,8 +286,8 @@ class Trials:
     def extra_bytes(self, size: int) -> int | None:
         """Return what a size took of memory beside what is held; None if not counted, or if it did not run through.
 
-        Of its step only what grows with the size: if the update takes more than a small micro-batch, all small ones
-        share its peak.
+        Of its step only what grows with the size: if the optimizer step takes more than a small micro-batch, all small
+        ones share its peak.
         """
         peak = self.growing_bytes.get(size)
         return None if peak is None or self.held_bytes is None else peak - self.held_bytes

@@ -1,7 +1,7 @@
-"""Makes exactly one optimizer update from one window, or raises an error and leaves everything as it was before.
+"""Makes exactly one optimizer step from one window, or raises an error and leaves everything as it was before.
 
-`WindowRunner.step` is the story of an update: `_engine/window.py` computes the window's gradient, and begins again
-where memory runs out; `_finish` reserves memory, reduces the gradient over all processes and steps the optimizer.
+`WindowRunner.step` is the story of an optimizer step: `_engine/window.py` computes the window's gradient, and begins
+again where memory runs out; `_finish` reserves memory, reduces the gradient over all processes and steps the optimizer.
 After that there is no way back: later failures are raised as `UpdateCompleteError`, and the window must not be
 repeated.
 
@@ -69,15 +69,15 @@ _SETTABLE = ("plan", "optimizer")
 class _Now:
     """The current window: a record of its own, since setting an attribute of a `Runner` is checked."""
 
-    number: int  # of its update
-    made_before: int  # updates made before it
+    number: int  # of its optimizer step
+    made_before: int  # optimizer steps made before it
     is_at_work: bool = False  # it has begun and not ended
-    has_moved: bool = False  # as has everything that moves with its update
-    rates: tuple[DeviceScalar | None, ...] = ()  # the learning rates of its update, by group
+    has_moved: bool = False  # as has everything that moves with its optimizer step
+    rates: tuple[DeviceScalar | None, ...] = ()  # the learning rates of its optimizer step, by group
 
 
 class WindowRunner:
-    """Makes one update from each window.
+    """Makes one optimizer step from each window.
 
     Args:
         step: The training step.
@@ -85,10 +85,10 @@ class WindowRunner:
         events: Counts windows and reports out-of-memory errors.
         notices: Reports choices made on the user's behalf.
         peers: The processes that make the windows together; None if this one is alone.
-        prepare: Allocates what `update_made` needs, while the update can still be abandoned, and again on a retry;
-            given the window's samples, over all processes. None for nothing.
-        update_made: Moves everything that moves with an update, as soon as it is made, before a pending interrupt is
-            delivered; told whether the scaler `skipped` it. None for nothing.
+        prepare: Allocates what `update_made` needs, while the optimizer step can still be abandoned, and again on a
+            retry; given the window's samples, over all processes. None for nothing.
+        update_made: Moves everything that moves with an optimizer step, as soon as it is made, before a pending
+            interrupt is delivered; told whether the scaler `skipped` it. None for nothing.
         noise: The gradient noise scale to measure; None without `noise_scale`.
     """
 
@@ -122,7 +122,7 @@ class WindowRunner:
         drop_old_gradients(step, notices)
 
     def step(self, part: Window) -> StepReport | None:
-        """Make one update from one window.
+        """Make one optimizer step from one window.
 
         Returns:
             What was done; None if no process has a sample of the window.
@@ -166,10 +166,10 @@ class WindowRunner:
             raise
 
     def _finish(self, given: PartResult) -> tuple[WindowResult, bool | None] | None:
-        """Make the update from a window's gradient; None if another process lacks memory for it.
+        """Make the optimizer step from a window's gradient; None if another process lacks memory for it.
 
         Returns:
-            The window, and whether the scaler skipped its update; None if no process has a sample of it.
+            The window, and whether the scaler skipped its optimizer step; None if no process has a sample of it.
         """
         self._step.updates.reserve(self._peers.expected_gradients())
         reduced = self._peers.reduce(given, self._engine, self._before_update)
@@ -179,7 +179,7 @@ class WindowRunner:
         return None if reduced is None else (reduced, None)
 
     def _before_update(self, losses: Losses, samples: int) -> None:
-        """Reject an unusable update, and prepare what moves with it, while there is a way back."""
+        """Reject an unusable optimizer step, and prepare what moves with it, while there is a way back."""
         if self._engine.is_due:
             if self._checks_finite:
                 _check_finite(losses)
@@ -192,7 +192,7 @@ class WindowRunner:
     def _update(self) -> bool:
         """Step the optimizer, and move everything that moves with it."""
         self._now.rates = optimizers.learning_rates(self._step.optimizer)
-        with signals.held():  # inside the optimizer an interrupt would leave half an update
+        with signals.held():  # inside the optimizer an interrupt would leave half an optimizer step
             skipped = self._peers.commit()
             self._events.windows = self._now.number
             self._step.clear_gradients()
@@ -225,7 +225,7 @@ class WindowRunner:
         )
 
     def _raise_as_update_complete(self, error: BaseException) -> None:
-        """Raise a failure after the update as an error which states that the update is made, unless it already does."""
+        """Raise a failure after the optimizer step as an error which states that it is made, unless it already does."""
         self._events.windows = self._now.number  # only an assignment: whatever else fails, this window counts as done
         self._step.clear_gradients()
         if _oom.is_device_lost(error):
@@ -252,17 +252,17 @@ class WindowRunner:
     # --- what others see ----------------------------------------------------------------------------------------------
 
     def _is_made(self) -> bool:
-        """Whether the update of the current window is made."""
+        """Whether the optimizer step of the current window is made."""
         return self._step.updates.made != self._now.made_before
 
     @property
     def is_past_return(self) -> bool:
-        """Whether the update of the most recent window is made, here or by other processes."""
+        """Whether the optimizer step of the most recent window is made, here or by other processes."""
         return self._is_made() or self._peers.is_decided
 
     @property
     def windows_done(self) -> int:
-        """Number of windows that have become an update."""
+        """Number of windows that have become an optimizer step."""
         return self._events.windows
 
     @property
@@ -311,8 +311,8 @@ class Runner(WindowRunner):
         notices: Reports choices made on your behalf; None for stderr.
 
     The model may change between two windows: each window begins by checking which parameters exist and which of them
-    need a gradient. A window's update uses only its own gradients. Any that were left in `.grad` before it (by a
-    backward pass of your own, or by another Runner whose loss passes through this one's model) are dropped, which is
+    need a gradient. A window's optimizer step uses only its own gradients. Any that were left in `.grad` before it (by
+    a backward pass of your own, or by another Runner whose loss passes through this one's model) are dropped, which is
     reported once. Of the arguments, only `plan` and `optimizer` can be set afterwards.
 
     Raises:
@@ -412,7 +412,7 @@ class Runner(WindowRunner):
 
     @writes_reason
     def step(self, window: Any, *others: Any) -> StepReport:
-        """Make one update from one window.
+        """Make one optimizer step from one window.
 
         Args:
             window: One batch, or a sequence of the loader's batches (what `autoaccum.windows` yields, a `Window`,
@@ -427,8 +427,9 @@ class Runner(WindowRunner):
             DoesNotFitError: Not even one sample at a time fits.
             DeviceLostError: This process can no longer use the device.
             StateDamagedError: The optimizer, or a hook on its step, failed after it had begun to write.
-            UpdateCompleteError: Memory ran out after the optimizer's step: the update is made, and this window must not
-                be passed again. Interrupts that come after the update are raised unchanged, with a note that says so.
+            UpdateCompleteError: Memory ran out after the optimizer step: it is made, and this window
+                must not be passed again. Interrupts that come after the optimizer step are raised unchanged, with a
+                note that says so.
         """
         if others:
             check_one_batch("step", others)

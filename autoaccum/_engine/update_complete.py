@@ -1,6 +1,6 @@
-"""Wraps errors raised after the optimizer has stepped in one that states the update was made.
+"""Wraps errors raised after the optimizer has stepped in one that states the optimizer step was made.
 
-This module does not decide whether the update was made, and restores nothing.
+This module does not decide whether the optimizer step was made, and restores nothing.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from autoaccum.errors import UpdateCompleteError
 
 
 def wrapped(error: BaseException, step: int, *, has_moved: bool) -> BaseException:
-    """Return the exception to raise for an error that came after an update; the error itself if it can stay as it is.
+    """Return the exception to raise for an error that came after an optimizer step: the error itself if it can stay.
 
     Interrupts pass through unchanged, and so do callback errors once everything that moves with the update (the
-    scheduler) has moved; a note on them states that the update was made. Out-of-memory errors are always wrapped,
-    because they would be mistaken for the window's own.
+    scheduler) has moved; a note on them states that the optimizer step was made. Out-of-memory errors are always
+    wrapped, because they would be mistaken for the window's own.
     """
     if isinstance(error, UpdateCompleteError):
         return error
@@ -31,6 +31,6 @@ def wrapped(error: BaseException, step: int, *, has_moved: bool) -> BaseExceptio
                 "there is none"
             )
         what = f"what follows it failed ({type(error).__name__}: {first_line(error)})"
-        return UpdateCompleteError(f"update {step} is made, and {rest}: {what}; {then}", step)
-    error.add_note(f"autoaccum: update {step} is made, and {rest}")
+        return UpdateCompleteError(f"optimizer step {step} is made, and {rest}: {what}; {then}", step)
+    error.add_note(f"autoaccum: optimizer step {step} is made, and {rest}")
     return error

@@ -4,7 +4,7 @@
 
 1. Take a savepoint.
 2. Run the micro-batches: on the steady path where all is known about such windows, otherwise on the careful path.
-3. Let the caller finish: make an update of the gradient, or add it to earlier gradients.
+3. Let the caller finish: make an optimizer step of the gradient, or add it to earlier gradients.
 
 If anything fails before the caller's work is final, the savepoint is restored. If it was lack of memory, the window
 begins again with smaller micro-batches.

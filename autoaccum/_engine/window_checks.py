@@ -233,10 +233,10 @@ def warn_of_moving_layers(
     names = [name for name in moved if name not in usual and not name.endswith(_OF_NORMS)]
     if names:
         notices.say(
-            f"forward() moves {first_of(names)}: once for each micro-batch, {micro_batches} times in this update "
-            "instead of once, and later micro-batches meet other values than the first. For the whole batch's "
-            "gradient, collect in forward() what moves them, and move them once an update, from a callback's on_step "
-            "(docs/losses.md)",
+            f"forward() moves {first_of(names)}: once for each micro-batch, {micro_batches} times in this optimizer "
+            "step instead of once, and later micro-batches meet other values than the first. For the whole batch's "
+            "gradient, collect in forward() what moves them, and move them once an optimizer step, from a callback's "
+            "on_step (docs/losses.md)",
             key="moving layers",
         )
 

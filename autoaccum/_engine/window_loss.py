@@ -356,7 +356,7 @@ def _other_outputs(found: str) -> InvalidInputError:
         f"loss_scope='window' runs every micro-batch twice, and the second time the model returned something else "
         f"({found}): it draws from a generator that is not torch's, Python's or NumPy's own and no attribute of a "
         "module, writes its own parameters, or keeps state that is no buffer; draw from those, register state as "
-        "buffers, and move parameters (a momentum encoder) after the update"
+        "buffers, and move parameters (a momentum encoder) after the optimizer step"
     )
 
 

@@ -493,8 +493,8 @@ def _expected(form: TermForm, window: Window, *, rounds: bool = False) -> float:
     """Return about what a loss is divided by in a window; exactly, where its batches are on the host and are counted.
 
     Gradients then need no multiplication at the end of the window. Otherwise it depends on the samples of the last
-    check. A power of two makes the update independent of that to the last bit, as after a resume; but those of several
-    losses have to keep their ratio.
+    check. A power of two makes the optimizer step independent of that to the last bit, as after a resume; but those of
+    several losses have to keep their ratio.
     """
     if SAMPLES in form.counts:
         return window.samples * form.counts[SAMPLES]

@@ -72,7 +72,7 @@ def planned(target_batch: int, most: int, *, is_uniform: bool = False) -> Plan:
     if target_batch // most > MOST_STEPS:
         raise InvalidInputError(
             f"target_batch={target_batch} in micro-batches of at most {most} takes more than {MOST_STEPS} of them per "
-            "update; pass a smaller target or larger micro-batches"
+            "optimizer step; pass a smaller target or larger micro-batches"
         )
     return Plan(target_batch, cut(target_batch, most, is_uniform=is_uniform))
 

@@ -92,7 +92,7 @@ def test_scheduler_without_memory_ends_training_with_the_update_named(tmp_path, 
     stepped = []
     run.optimizer.register_step_post_hook(lambda *_: stepped.append(1))
 
-    with pytest.raises(UpdateCompleteError, match=f"update {update} is made, and not all that moves with it") as caught:
+    with pytest.raises(UpdateCompleteError, match=f"step {update} is made, and not all that moves with it") as caught:
         run.fit()
 
     assert len(stepped) == caught.value.step == update
@@ -111,7 +111,7 @@ def test_rates_stay_as_the_update_was_made_with_where_its_scheduler_fails_in_the
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"device": "cpu", "progress": False, "lr_scaling": "linear", "base_batch": 2}
 
-    with pytest.raises(UpdateCompleteError, match="update 1 is made"):
+    with pytest.raises(UpdateCompleteError, match="optimizer step 1 is made"):
         autoaccum.fit(
             model, [(torch.randn(4, 3), torch.randn(4, 2))], 4, optimizer=optimizer, scheduler=Fails(), **settings
         )
@@ -130,7 +130,7 @@ def test_sigterm_beside_a_failing_scheduler_does_not_make_the_window_again(tmp_p
     run.optimizer.register_step_post_hook(lambda *_: stepped.append(1))
     former = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
     try:
-        with pytest.raises(UpdateCompleteError, match="update 6 is made"):
+        with pytest.raises(UpdateCompleteError, match="optimizer step 6 is made"):
             run.fit()
     finally:
         signal.signal(signal.SIGTERM, former)
@@ -159,7 +159,7 @@ def test_callback_that_fails_after_the_update_makes_no_other_one(error, expected
         )
 
     told = [str(caught.value), *getattr(caught.value, "__notes__", ())]
-    assert any(f"update {len(stepped)} is made, and everything that moves with it has moved" in text for text in told)
+    assert any(f"step {len(stepped)} is made, and everything that moves with it has moved" in text for text in told)
 
 
 # --- under a real limit -----------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def test_metric_that_raises_is_found_before_the_first_update(folder):
 
     assert world.counted.windows == 0
     assert same(world.state(), before)
-    assert "before the first update" in caught.value.__notes__[0]
+    assert "before training" in caught.value.__notes__[0]
 
 
 def test_generator_of_validation_data_is_not_touched_before_the_epoch_is_done(folder):

@@ -161,3 +161,11 @@ def test_check_names_pages_that_are_out_of_date_and_writes_none(root, folder, ca
 def test_pages_here_say_what_the_results_here_say():
     """If not, `python scripts/gpu_results.py` writes them."""
     assert gpu_results.main(["--check"]) == 0
+
+
+def test_checks_that_did_not_end_in_time_are_counted_by_themselves(root, folder):
+    late = part("Device lost", row_of("fit", "no answer within 5 s", ok=False))
+
+    gpu_results.main([folder(run=other(parts={"lost": late}))], root)
+
+    assert "[0 of 1 checks failed and 1 did not end in time]" in (root / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""The scripts in examples/, each at a size for a test: they run, and show what their document is about."""
+"""The scripts in examples/, each at a size for a test: they run, and do what they are about."""
 
 import importlib.util
 
@@ -45,10 +45,13 @@ def test_every_example_is_tested_here():
     names = {path.stem for path in EXAMPLES.glob("*.py")}
 
     elsewhere = {"ray_train"}  # tests/across/test_ranks_ray.py
-    assert names == {"digits", "resnet101", "document001", "document002", "document003", "document004"} | elsewhere
+    assert (
+        names
+        == {"digits", "resnet101", "fixed_micro_batch", "mean_and_sum", "two_losses", "half_precision"} | elsewhere
+    )
 
 
-def test_document_000_steps_its_last_window_too():
+def test_resnet_101_steps_its_last_window_too():
     job = recipe("resnet101").job(images=6, side=32, target_batch=4)
 
     result = run(job, micro_batch=2)
@@ -56,14 +59,14 @@ def test_document_000_steps_its_last_window_too():
     assert [(report.samples, report.micro_batches) for report in result.history] == [(4, (2, 2)), (2, (2,))]
 
 
-def test_document_001_makes_each_update_from_four_times_256():
-    result = run(load("document001"))
+def test_fixed_micro_batch_makes_each_step_from_four_times_256():
+    result = run(load("fixed_micro_batch"))
 
     assert [report.micro_batches for report in result.history] == [(256,) * 4] * 5
 
 
-def test_document_002_trains_alike_with_a_mean_and_with_a_sum():
-    mean, summed = load("document002"), load("document002", "summed")
+def test_mean_and_sum_train_alike_with_a_mean_and_with_a_sum():
+    mean, summed = load("mean_and_sum"), load("mean_and_sum", "summed")
 
     run(mean)
     result = run(summed)
@@ -73,8 +76,8 @@ def test_document_002_trains_alike_with_a_mean_and_with_a_sum():
         torch.testing.assert_close(one, other)
 
 
-def test_document_003_adds_its_losses_and_scales_its_learning_rate():
-    job, optimizers = load("document003"), []
+def test_two_losses_are_added_and_the_learning_rate_is_scaled():
+    job, optimizers = load("two_losses"), []
 
     result = run(job, optimizer=keep(optimizers, job.arguments["optimizer"]))
 
@@ -84,8 +87,8 @@ def test_document_003_adds_its_losses_and_scales_its_learning_rate():
         assert report.loss == pytest.approx(sum(report.losses.values()))
 
 
-def test_document_004_computes_in_fp16_and_steps_its_last_window_too():
-    job, outputs = load("document004"), []
+def test_half_precision_computes_in_fp16_and_steps_its_last_window_too():
+    job, outputs = load("half_precision"), []
     before = [parameter.clone() for parameter in job.arguments["model"].parameters()]
 
     result = run(job, micro_batch=16, forward=keep(outputs, job.arguments["forward"]))

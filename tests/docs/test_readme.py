@@ -70,6 +70,13 @@ def test_table_of_arguments_has_those_of_fit_once_each():
     assert sorted(named) == sorted(inspect.signature(autoaccum.fit).parameters)
 
 
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
+def test_code_is_narrow_enough_for_the_site(page):
+    code = "\n".join(re.findall(r"```(?:python|console|bash|diff)\n(.*?)```", page.read_text(), flags=re.DOTALL))
+
+    assert [line for line in code.splitlines() if len(line) > 90] == []
+
+
 def files():
     return sorted(set(re.findall(r"(?:tests|docs|examples|benchmarks)/[\w./-]+\.\w+", README.read_text())))
 

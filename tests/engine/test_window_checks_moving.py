@@ -101,7 +101,7 @@ class Counted(nn.Module):
 def test_what_forward_moves_is_named_once(layer, names, options):
     (text,) = said_of(layer(), **options)
 
-    moved = re.match(r"forward\(\) moves (.*?): once for each micro-batch, 3 times in this update", text)
+    moved = re.match(r"forward\(\) moves (.*?): once for each micro-batch, 3 times in this optimizer step", text)
     assert sorted(moved[1].split(", ")) == names
 
 

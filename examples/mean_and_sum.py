@@ -1,11 +1,10 @@
-"""Document 002: one large batch from the loader, sliced; with a loss that is a mean, or a sum.
+"""One large batch from the loader, in four micro-batches, with a loss that is a mean or a sum.
 
-    python examples/document002.py
+    python examples/mean_and_sum.py
 
-A mean has to be divided among the slices and a sum must not be. That is read from the loss, so the two
-functions differ in nothing but `reduction` and the learning rate: a sum over N samples has N times the
-gradient, so it gets a rate N times smaller, and both train alike. From pinned memory, slices travel to a card
-while the one before computes.
+A mean is divided among the micro-batches, and a sum is not. `fit` reads from the loss which it is. A sum over N samples
+has N times the gradient, so its learning rate is N times smaller, and both train alike. From pinned memory, a
+micro-batch travels to the GPU while the one before computes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Document 003: two losses on one batch, one graph in memory at a time; a rate that grows with the batch.
+"""Two losses of one batch with one graph in memory at a time, and a learning rate that grows with the batch.
 
-    python examples/document003.py
+    python examples/two_losses.py
 
-Adding the losses before the backward pass keeps both graphs in memory. A list of losses does not: each runs
-its own forward, is back-propagated by itself, and its graph is gone before the next one begins. The gradients
-add up to those of the sum. The rate was found with batches of 16; with eight times that it is scaled up
-eightfold.
+Losses that are added up before the backward pass keep both graphs in memory. In a list, each loss has a forward and a
+backward pass of its own, and its graph is freed before the next one begins. The gradients add up to those of the sum.
+The learning rate was found with batches of 16; for batches of 128, it is multiplied by eight.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def class_loss(model: nn.ModuleDict, batch: Batch) -> torch.Tensor:
-    """Return the first task's loss: which digit is it."""
+    """Return the loss of the first task, which digit it is."""
     xs, ys = batch
     return cross_entropy(model["classifier"](xs), ys)
 
 
 def size_loss(model: nn.ModuleDict, batch: Batch) -> torch.Tensor:
-    """Return the second task's loss: how large is it."""
+    """Return the loss of the second task, how large the digit is."""
     xs, ys = batch
     return mse_loss(model["regressor"](xs).squeeze(1), ys.float())
 

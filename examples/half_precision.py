@@ -1,10 +1,9 @@
-"""Document 004: mixed precision with a gradient scaler inside the accumulation; batches that are dicts.
+"""Mixed precision in fp16 with a gradient scaler, clipping, and batches that are dictionaries.
 
-    python examples/document004.py
+    python examples/half_precision.py
 
-`forward` says which part of a batch the model is given, and the loss gets the whole batch. With fp16 the loss
-is scaled, gradients are unscaled before they are clipped, and the scaler is updated once a window, the last
-and shorter one included. (The document's loop never clears its gradients.)
+`forward` passes a part of the batch to the model, and the loss gets the whole batch. Gradients are unscaled before they
+are clipped, and the scaler is updated once a window, also in the last, shorter one.
 """
 
 from __future__ import annotations

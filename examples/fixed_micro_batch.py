@@ -1,11 +1,9 @@
-"""Document 001: an effective batch of 1024 as four micro-batches of 256.
+"""Batches of 1,024 in micro-batches of 256, a size that is known beforehand.
 
-    python examples/document001.py
+    python examples/fixed_micro_batch.py
 
-Here the cut is known beforehand, so it is given, and nothing is probed: each micro-batch's activations are
-released after its backward pass, the update comes after the fourth, and then the gradients are released. (The
-document's loop clears the gradients inside the window and feeds it one batch four times; a window is four
-batches.)
+Nothing is searched for: each optimizer step uses four micro-batches. A shuffled loader yields them; a window is four
+of its batches.
 """
 
 from __future__ import annotations
