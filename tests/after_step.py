@@ -9,7 +9,7 @@ import gc
 import io
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -100,14 +100,12 @@ class Counting(torch.optim.SGD):
 
 
 class Back(autoaccum.Callback):
-    """Notes when training goes on from a checkpoint after it has begun."""
+    """Notes whether training goes on from a checkpoint after it has begun."""
 
-    def __init__(self):
-        self.steps, self.has_begun = [], False
+    has_begun = went_back = False
 
     def on_resume(self, path, *, step, epoch):
-        if self.has_begun:
-            self.steps.append(step)
+        self.went_back |= self.has_begun
 
     def on_step(self, report, *, epoch):
         self.has_begun = True
@@ -136,29 +134,17 @@ def net():
 
 @dataclass
 class Played:
-    """What became of one training.
+    """What became of one training."""
 
-    Attributes:
-        error: What ended it, as "type: message"; None where it came to its end.
-        kind: The error's type; "" where there was none.
-        named: The update that an `UpdateCompleteError` names.
-        steps: Steps that the optimizer made.
-        told: Steps that `fit` told of; -1 where it raised.
-        parameters: The parameters in the end.
-        rate: The learning rate in the end.
-        went_back: Whether `fit` went back to a checkpoint, since the optimizer may have been half-way.
-        fault: What failed.
-    """
-
-    error: str | None
-    kind: str
-    named: int | None
-    steps: int
-    told: int
-    parameters: list
-    rate: float
-    went_back: bool
-    fault: dict = field(default_factory=dict)
+    error: str | None  # what ended it, as "type: message"
+    kind: str  # the error's type
+    named: int | None  # the update that an `UpdateCompleteError` names
+    steps: int  # that the optimizer made
+    told: int  # steps that `fit` told of; -1 where it raised
+    parameters: list  # in the end
+    rate: float  # of learning, in the end
+    went_back: bool  # whether `fit` went back to a checkpoint, since the optimizer may have been half-way
+    fault: dict  # what failed
 
 
 def play(window=0, point=None, kind="call", *, lasts=False, model=None, draws=True, **options):
@@ -199,7 +185,7 @@ def play(window=0, point=None, kind="call", *, lasts=False, model=None, draws=Tr
         told=told,
         parameters=[parameter.detach().clone() for parameter in model.parameters()],
         rate=optimizer.param_groups[0]["lr"],
-        went_back=bool(back.steps),
+        went_back=back.went_back,
         fault={name: getattr(fault, name) for name in ("count", "hits", "where", "in_step")},
     )
 
@@ -276,24 +262,21 @@ def on_ranks(rank, size, folder, who, tries, *, keeps=True):
 
     What one rank leaves unsaid the others must not hear in the next try, so each has a process group of its own.
     """
+
+    def meet(name):
+        where, limit = f"file://{folder}/{name}", timedelta(seconds=120)
+        distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=limit)
+
     found = []
     distributed.destroy_process_group()
     for number, (window, point, kind) in enumerate(tries):
-        distributed.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/meet-{number}",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=120),
-        )
+        meet(f"meet-{number}")
         mine = window if rank == who else 0
         kept = {"checkpoint": f"{folder}/run-{number}", "checkpoint_every": 2} if keeps else {}
         found.append(play(mine, point, kind, draws=False, shard=True, **kept))
         distributed.destroy_process_group()
         gc.collect()  # what holds on to the group keeps its connections open, and the other rank waiting
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/end", rank=rank, world_size=size, timeout=timedelta(seconds=120)
-    )
+    meet("end")
     distributed.barrier()  # the crew ends it at once, and another may still connect to it
     return found
 

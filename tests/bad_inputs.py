@@ -8,6 +8,7 @@ import copy
 import inspect
 import random
 import re
+import textwrap
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -303,7 +304,17 @@ def on_plateau(optimizer):
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 
 
+class TwoDevices(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+        self.other = nn.Linear(4, 3, device="meta")
+
+
 MODELS = [
+    lambda _: nn.Linear,
+    lambda _: of_one,
+    lambda world: world.model.state_dict(),
+    lambda _: TwoDevices(),
     lambda _: nn.Flatten(),
     lambda _: nn.Linear(4, 3).requires_grad_(False),
     lambda _: nn.Linear(4, 3, device="meta"),
@@ -318,9 +329,17 @@ LOSSES = [
     lambda _: [],
     lambda _: [None],
 ]
+# What is seen with the first batch.
+RETURNED = [
+    lambda _: lambda outputs, targets: outputs,
+    lambda _: lambda outputs, targets: None,
+    lambda _: lambda outputs, targets: outputs.sum().item(),
+    lambda _: lambda outputs, targets: outputs.sum().detach(),
+]
 OPTIMIZERS = [over_another, lambda _: of_none, lambda _: lambda parameters: None, lambda _: of_three]
 SCHEDULERS = [
     lambda _: torch.optim.lr_scheduler.StepLR,
+    lambda _: torch.optim.lr_scheduler.StepLR(over_another(None), 1),
     lambda world: world.optimizer,
     lambda _: of_none,
     lambda _: of_three,
@@ -337,8 +356,20 @@ LOADERS = [
     lambda _: torch.utils.data.DataLoader,
     lambda _: "text",
 ]
+YIELDED = [
+    lambda _: torch.randn(8, 4),
+    lambda world: world.batch,
+    lambda world: world.loader.dataset,
+    lambda _: [["a cat", "a dog"]],
+    lambda _: [1.0, 2.0],
+    lambda world: [world.batch[0]],
+    lambda world: [{"input": world.batch[0]}],
+]
 FORWARDS = [lambda _: of_one, lambda _: of_none, lambda _: of_three]
-DEVICES = [lambda _: "cuda:99", lambda _: "cpu:7", lambda _: "meta", lambda _: 10**9, lambda _: autoaccum.Simulated]
+DEVICES = [
+    lambda _, device=device: device
+    for device in ("cuda:99", "cpu:7", "meta", 10**9, autoaccum.Simulated, "gpu", "", "cuda:x", "cpu:-2", object())
+]
 PATHS = [
     lambda world: world.folder / "a file" / "below",
     lambda world: world.folder / ("n" * 300),
@@ -457,6 +488,7 @@ FIT_TOGETHER = [
     lambda w: {"val_loader": [w.batch], "metrics": [3]},
     lambda w: {"val_loader": [w.batch], "metrics": {"a": torch.nn.Linear}},
     lambda _: {"loss": nn.MSELoss(), "loss_reduction": "sum"},
+    lambda w: {"loss": nn.MSELoss(), "loader": [(w.batch[0], torch.randn(4))]},
     lambda _: {"loss_scope": "window", "loss": [lambda model, batch: model(batch[0]).sum()]},
     lambda _: {"target_batch": 2**40, "micro_batch": 1},
     lambda _: {"target_batch": None},
@@ -499,7 +531,13 @@ def runner_of(world):
 
 
 CALLS = {
-    "fit": Call(autoaccum.fit, fit_arguments, together=FIT_TOGETHER, function=fit),
+    "fit": Call(
+        autoaccum.fit,
+        fit_arguments,
+        also={"loss": LOSSES + RETURNED, "loader": LOADERS + YIELDED},
+        together=FIT_TOGETHER,
+        function=fit,
+    ),
     "find_micro_batch": Call(
         autoaccum.find_micro_batch,
         lambda w: {"model": w.model, "batch": w.batch, "optimizer": w.optimizer, "device": "cpu"},
@@ -654,6 +692,12 @@ def missing():
     ]
 
 
+# Lines of 100 columns that an answer takes at the most, and what a next step begins with, or a bound.
+MOST_LINES, WIDTH = 3, 100
+NEXT_STEP = re.compile(
+    r"\b(pass|call|choose|check|give|look|make|return|set|try|wrap|write|name|use|have|correct|assign|nest|leave|say|end|"
+    r"needs|makes one|is called with|help shows|wants?|must|has '|can only|load|at least|at most|cannot be started)\b"
+)
 # What may have found its input bad in a first window.
 RUN_A_WINDOW = ("fit", "Runner.step", "Runner.evaluate")
 
@@ -692,8 +736,16 @@ def of_several(name, make):
     return Case(name, make, ())
 
 
-def judge(case, folder):
-    """Make a bad call; return what is wrong with the answer, or "" where all is well."""
+def unclear(said):
+    """What a reader lacks in an answer, or ""; long values, and a list of all that is known, are not counted."""
+    lines = textwrap.wrap(re.sub(r"'[^' ]{60,}'|\(known: .*?\)", "...", said), WIDTH)
+    if len(lines) > MOST_LINES:
+        return f"takes {len(lines)} lines: {said}"
+    return "" if NEXT_STEP.search(said) else f"does not say what to do: {said}"
+
+
+def judge(case, folder, *, is_listed=False):
+    """Make a bad call; return what is wrong with the answer, or "" where all is well; of listed ones also its words."""
     (folder / "a file").touch()
     world, call = World(folder), CALLS[case.call]
     arguments = call.good(world)
@@ -714,6 +766,8 @@ def judge(case, folder):
     names = case.names or tuple(change)
     if not any(name in said for name in names):
         return f"{case.call}({shown}): does not name {' or '.join(names)}: {said}"[:400]
+    if is_listed and (wrong := unclear(said)):
+        return f"{case.call}({shown}): {wrong}"[:600]
     if world.counted.windows:
         return f"{case.call}({shown}): refused after {world.counted.windows} windows"
     after = world.state()

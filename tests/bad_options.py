@@ -6,6 +6,7 @@ import click
 from click.testing import CliRunner
 
 from autoaccum._cli.app import cli
+from bad_inputs import unclear
 
 COUNTS = ["0", "-1", "2.5", "many", "9223372036854775808"]
 LIMITS = ["lots", "0", "-5", "2 YiB", "150%", "9" * 400]
@@ -118,6 +119,8 @@ def judge(case, folder):
     words = {name, name.replace("_", "-"), option.lstrip("-")}
     if not any(word in said for word in words):
         return f"{line}: does not name {option}: {said}"
+    if wrong := unclear(said.split("Error: ")[-1]):
+        return f"{line}: {wrong}"
     left = [
         str(path.name) for path in sorted(folder.rglob("*")) if path not in before and "__pycache__" not in str(path)
     ]

@@ -209,6 +209,12 @@ def no_leaks():
     assert not any(thread.is_alive() for thread in left), f"left running: {left}"
 
 
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    """A sample that does not fit alone is tried again at once, and not after a second in which memory may come back."""
+    monkeypatch.setattr("autoaccum._sizing.backoff.WAITS_S", (0.0, 0.001, 0.001))
+
+
 @pytest.fixture
 def two_threads():
     """For tests of what a kernel takes: by one thread oneDNN is passed over for pointwise convolutions."""

@@ -62,7 +62,12 @@ class _Member:
     """One process of a crew, as seen from outside."""
 
     def __init__(self):
-        own = {"AUTOACCUM_RANK_TIMEOUT_S": "20", "AUTOACCUM_CACHE_DIR": ""}
+        # Brings SciPy and Transformers, which each rank would take seconds to import.
+        own = {
+            "AUTOACCUM_RANK_TIMEOUT_S": "20",
+            "AUTOACCUM_CACHE_DIR": "",
+            "WARM_IMPORTS": "torchmetrics.classification",
+        }
         own["PYTHONPATH"] = os.pathsep.join([str(HERE), *sys.path])
         self._process = subprocess.Popen(
             [*warm.python(), str(HERE / "crew.py")],

@@ -1,7 +1,6 @@
-"""What the fault harness goes through: models, precisions and optimizers, and a set of cases in which all pairs meet.
+"""What the fault sweep goes through: models, precisions and optimizers, and a set of cases in which all pairs meet.
 
-Networks are tiny (fp16 on the CPU is 50 times slower than the rest). Each keeps a record of which samples it saw, so
-that "every sample once, in order" is read off the model itself and not off the code under test.
+Networks are tiny (fp16 on the CPU is 50 times slower than the rest).
 """
 
 import itertools
@@ -17,81 +16,31 @@ from torch.utils.checkpoint import checkpoint
 
 import autoaccum
 
-SAMPLES = 12
-WINDOWS = 4
-CLASSES = 3
-_FEATURES, _WIDTH = 6, 8
-_LENGTH, _WORDS = 5, 9
-# Samples that a model may note: those of a few windows, twice where it runs twice, and those with which a loss's
-# weighting is found out.
-_NOTED = 4 * WINDOWS * SAMPLES
+SAMPLES, WINDOWS, CLASSES = 12, 4, 3
+_FEATURES, _WIDTH, _LENGTH, _WORDS = 6, 8, 5, 9
 
 
-class _Count(torch.autograd.Function):
-    """Passes outputs on; backward, the gradient of each sample's entry of `uses` is 1, whatever the loss."""
-
-    @staticmethod
-    def forward(ctx, outputs, uses, ids):
-        ctx.save_for_backward(ids)
-        ctx.entries = len(uses)
-        return outputs.view_as(outputs)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (ids,) = ctx.saved_tensors
-        return gradient, torch.zeros(ctx.entries).index_add_(0, ids, torch.ones(len(ids))), None
-
-
-class Witness(nn.Module):
-    """Notes which samples went through a model.
-
-    Attributes:
-        order: Their numbers, in the order in which they came. It is a buffer, so what a failed micro-batch wrote there
-            has to be taken back.
-        begins: Where in it a micro-batch begins.
-        uses: A parameter with an entry a sample. Its gradient counts the backward passes that the sample went through
-            (times what the scaler or the clipping does to all of them alike).
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.uses = nn.Parameter(torch.zeros(WINDOWS * SAMPLES))
-        self.register_buffer("order", torch.full((_NOTED,), -1))
-        self.register_buffer("begins", torch.zeros(_NOTED, dtype=torch.bool))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
-
-    def forward(self, outputs, ids):
-        start = int(self.seen)
-        self.order[start : start + len(ids)] = ids
-        self.begins[start] = True
-        self.seen += len(ids)
-        return _Count.apply(outputs, self.uses, ids)
-
-    def noted(self):
-        return self.order[: int(self.seen)].tolist()
-
-    def sizes(self, start):
-        """Return the sizes of the micro-batches that came since so many samples were noted."""
-        stops = [*torch.nonzero(self.begins[: int(self.seen)]).flatten().tolist(), int(self.seen)]
-        return tuple(stop - begin for begin, stop in itertools.pairwise(stops) if begin >= start)
-
-
-class Witnessed(nn.Module):
-    """A network with a witness; its inputs are (features, numbers of the samples)."""
+class Noting(nn.Module):
+    """Notes the sizes of the micro-batches that a model is trained on, in buffers that a failure has to put back."""
 
     def __init__(self, body):
         super().__init__()
-        self.body, self.witness = body, Witness()
+        self.body = body
+        self.register_buffer("sizes", torch.zeros(4 * WINDOWS * SAMPLES, dtype=torch.long))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.long))
 
-    def forward(self, inputs):
-        features, ids = inputs
-        return self.witness(self.body(features), ids)
+    def forward(self, *inputs, **named):
+        self.sizes[int(self.passes)] = len(next(itertools.chain(inputs, named.values())))
+        self.passes += 1
+        return self.body(*inputs, **named)
+
+
+def _linears(*between):
+    return nn.Sequential(nn.Linear(_FEATURES, _WIDTH), *between, nn.Linear(_WIDTH, CLASSES))
 
 
 def mlp():
-    return nn.Sequential(
-        nn.Linear(_FEATURES, _WIDTH), nn.ReLU(), nn.Dropout(0.3), nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, CLASSES)
-    )
+    return _linears(nn.ReLU(), nn.Dropout(0.3), nn.Linear(_WIDTH, _WIDTH))
 
 
 def convolutional():
@@ -102,11 +51,8 @@ def convolutional():
 
 def frozen():
     """The first two layers are frozen, the second a BatchNorm in evaluation mode."""
-    net = nn.Sequential(
-        nn.Linear(_FEATURES, _WIDTH), nn.BatchNorm1d(_WIDTH), nn.ReLU(), nn.Dropout(0.3), nn.Linear(_WIDTH, CLASSES)
-    )
-    for layer in net[:2]:
-        layer.requires_grad_(requires_grad=False)
+    net = _linears(nn.BatchNorm1d(_WIDTH), nn.ReLU(), nn.Dropout(0.3))
+    net[:2].requires_grad_(requires_grad=False)
     net[1].eval()
     return net
 
@@ -116,31 +62,15 @@ class Checkpointed(nn.Module):
 
     def __init__(self, *, use_reentrant):
         super().__init__()
-        self.first = nn.Linear(_FEATURES, _WIDTH)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2)
-        )
-        self.last = nn.Linear(_WIDTH, CLASSES)
-        self.use_reentrant = use_reentrant
+        blocks = (nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2))
+        self.layers, self.use_reentrant = _linears(*blocks), use_reentrant
 
     def forward(self, features):
-        hidden = self.first(features)
-        for block in self.blocks:
+        first, *blocks, last = self.layers
+        hidden = first(features)
+        for block in blocks:
             hidden = checkpoint(block, hidden, use_reentrant=self.use_reentrant)
-        return self.last(hidden)
-
-
-class Transformer(nn.Module):
-    """One encoder layer over padded sentences; logits of shape (N, C, T)."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(_WORDS, _WIDTH, padding_idx=0)
-        self.layer = nn.TransformerEncoderLayer(_WIDTH, 2, 2 * _WIDTH, dropout=0.1, batch_first=True)
-        self.head = nn.Linear(_WIDTH, CLASSES)
-
-    def forward(self, tokens):
-        return self.head(self.layer(self.embed(tokens), src_key_padding_mask=tokens == 0)).transpose(1, 2)
+        return last(hidden)
 
 
 class Tied(nn.Module):
@@ -148,14 +78,12 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(_WORDS, _WIDTH)
-        self.mix = nn.Linear(_WIDTH, _WIDTH)
+        self.embed, self.mix = nn.Embedding(_WORDS, _WIDTH), nn.Linear(_WIDTH, _WIDTH)
         self.head = nn.Linear(_WIDTH, _WORDS, bias=False)
         self.head.weight = self.embed.weight
-        self.witness = Witness()
 
-    def forward(self, tokens, ids, labels):
-        logits = self.witness(self.head(torch.tanh(self.mix(self.embed(tokens)))), ids)
+    def forward(self, tokens, labels):
+        logits = self.head(torch.tanh(self.mix(self.embed(tokens))))
         return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
@@ -185,8 +113,7 @@ class Renormed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(_WORDS, _WIDTH, max_norm=1.0)
-        self.head = nn.Linear(_WIDTH, CLASSES)
+        self.embed, self.head = nn.Embedding(_WORDS, _WIDTH, max_norm=1.0), nn.Linear(_WIDTH, CLASSES)
 
     def forward(self, tokens):
         return self.head(self.embed(tokens).mean(1))
@@ -212,7 +139,7 @@ def named(outputs, targets):
 
 
 def entropy(model, batch):
-    return functional.cross_entropy(model(batch[0]).float(), batch[1])
+    return plain(model(batch[0]), batch[1])
 
 
 def energy(model, batch):
@@ -240,10 +167,11 @@ def words():
     return torch.randint(1, _WORDS, (SAMPLES, _LENGTH)), torch.randint(0, CLASSES, (SAMPLES,))
 
 
-def sentences(length=_LENGTH):
-    """Sentences of one token to `length`, padded with 0; padding has no target."""
-    tokens, targets = torch.randint(1, _WORDS, (SAMPLES, length)), torch.randint(0, CLASSES, (SAMPLES, length))
-    padding = torch.arange(length) >= torch.randint(1, length + 1, (SAMPLES, 1))
+def sentences():
+    """Sentences of one token to five, padded with 0; padding has no target."""
+    shape = SAMPLES, _LENGTH
+    padding = torch.arange(_LENGTH) >= torch.randint(1, _LENGTH + 1, (SAMPLES, 1))
+    tokens, targets = torch.randint(1, _WORDS, shape), torch.randint(0, CLASSES, shape)
     return tokens.masked_fill(padding, 0), targets.masked_fill(padding, -100)
 
 
@@ -259,8 +187,7 @@ class Model:
     window: Callable  # makes the inputs and targets of one window
     loss: object = None  # as for `Runner`
     options: dict = field(default_factory=dict)  # further arguments of `Runner`
-    forwards: int = 1  # how often each sample goes through it
-    mapping: bool = False  # whether its batches are mappings
+    forwards: int = 1  # how often each micro-batch goes through it
     # Whether it writes its parameters in the forward pass, which is known after a window.
     writes_parameters: bool = False
 
@@ -271,32 +198,29 @@ class Model:
 
 
 SMALL = {
-    "mlp": Model(lambda: Witnessed(mlp()), vectors, nn.CrossEntropyLoss()),
-    "convolutional": Model(lambda: Witnessed(convolutional()), images, plain),
-    "transformer": Model(lambda: Witnessed(Transformer()), sentences, nn.CrossEntropyLoss()),
-    "tied weights": Model(Tied, sentences, mapping=True),
-    "frozen layers": Model(lambda: Witnessed(frozen()), vectors, nn.CrossEntropyLoss(reduction="none")),
+    "mlp": Model(mlp, vectors, nn.CrossEntropyLoss()),
+    "convolutional": Model(convolutional, images, plain),
+    "tied weights": Model(Tied, sentences),
+    "frozen layers": Model(frozen, vectors, nn.CrossEntropyLoss(reduction="none")),
     "reentrant checkpoint": Model(
-        lambda: Witnessed(Checkpointed(use_reentrant=True)), vectors, nn.CrossEntropyLoss(reduction="sum")
+        lambda: Checkpointed(use_reentrant=True), vectors, nn.CrossEntropyLoss(reduction="sum")
     ),
-    "checkpoint": Model(lambda: Witnessed(Checkpointed(use_reentrant=False)), vectors, pair),
-    "own buffers": Model(lambda: Witnessed(Moody()), vectors, plain),
-    "own weights": Model(lambda: Witnessed(Renormed()), words, nn.CrossEntropyLoss(), writes_parameters=True),
-    "several losses": Model(lambda: Witnessed(mlp()), vectors, [entropy, energy], forwards=2),
-    "named losses": Model(lambda: Witnessed(mlp()), vectors, named),
-    "window loss": Model(lambda: Witnessed(mlp()), views, contrast, {"loss_scope": "window"}),
+    "checkpoint": Model(lambda: Checkpointed(use_reentrant=False), vectors, pair),
+    "own buffers": Model(Moody, vectors, plain),
+    "own weights": Model(Renormed, words, nn.CrossEntropyLoss(), writes_parameters=True),
+    "several losses": Model(mlp, vectors, [entropy, energy], forwards=2),
+    "named losses": Model(mlp, vectors, named),
+    "window loss": Model(mlp, views, contrast, {"loss_scope": "window"}),
 }
-
-
 PRECISIONS = ("fp32", "bf16", "fp16")
 OPTIMIZERS = {
-    f"{name}, {form}": (kind, {**settings, "foreach": form == "foreach"})
-    for name, kind, settings in (
-        ("SGD", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-        ("Adam", torch.optim.Adam, {"lr": 1e-2}),
-        ("AdamW", torch.optim.AdamW, {"lr": 1e-2}),
-        ("RMSprop", torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.5}),
-        ("Adagrad", torch.optim.Adagrad, {"lr": 1e-2}),
+    f"{kind.__name__}, {form}": (kind, {**settings, "foreach": form == "foreach"})
+    for kind, settings in (
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (torch.optim.Adam, {"lr": 1e-2}),
+        (torch.optim.AdamW, {"lr": 1e-2}),
+        (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.5}),
+        (torch.optim.Adagrad, {"lr": 1e-2}),
     )
     for form in ("foreach", "loop")
 }
@@ -309,33 +233,36 @@ class Case:
 
     model: str  # name in `SMALL`
     precision: str = "fp32"  # one of `PRECISIONS`
-    optimizer: str = "Adam, loop"  # name in `OPTIMIZERS`, or what a runner takes by name
+    optimizer: str = "Adam, loop"  # name in `OPTIMIZERS`
     sizes: tuple[int, ...] = (6, 6)  # the cut to begin with
     clip: float | None = None  # norm to which gradients are clipped
     pieces: tuple[int, ...] = (SAMPLES,)  # sizes of the loader's batches that make a window; several are joined
 
     def __str__(self):
-        return "; ".join(filter(None, (self.model, self.precision, self.optimizer)))
+        return f"{self.model}; {self.precision}; {self.optimizer}"
 
     @property
     def kind(self):
         return SMALL[self.model]
 
     def windows(self):
-        """Return the windows, each a list of batches; samples are numbered through."""
+        """Return the windows, each a list of batches."""
         torch.manual_seed(5)
-        return [self._window(number) for number in range(WINDOWS)]
+        made = [zip(*(half.split(self.pieces) for half in self.kind.window()), strict=True) for _ in range(WINDOWS)]
+        if self.kind.make is Tied:
+            return [[dict(zip(("tokens", "labels"), part, strict=True)) for part in parts] for parts in made]
+        return list(map(list, made))
 
     def runner(self, *, device="cpu", callbacks=()):
         """Return the model and a runner of it, the random generators seeded on the way."""
         torch.manual_seed(1)
         random.seed(1)
         np.random.seed(1)  # noqa: NPY002 - the global generator, which models draw from
-        model = self.kind.make()
-        make, settings = OPTIMIZERS.get(self.optimizer, (None, {}))
+        model = Noting(self.kind.make())
+        make, settings = OPTIMIZERS[self.optimizer]
         runner = autoaccum.Runner(
             model,
-            self.optimizer if make is None else lambda parameters: make(parameters, **settings),
+            make(model.parameters(), **settings),
             autoaccum.Plan(SAMPLES, self.sizes),
             loss=self.kind.loss,
             precision=self.precision,
@@ -345,14 +272,6 @@ class Case:
             **self.kind.options,
         )
         return model, runner
-
-    def _window(self, number):
-        inputs, targets = self.kind.window()
-        ids = torch.arange(number * SAMPLES, (number + 1) * SAMPLES)
-        parts = zip(*(tensor.split(self.pieces) for tensor in (inputs, ids, targets)), strict=True)
-        if self.kind.mapping:
-            return [{"tokens": inputs, "ids": ids, "labels": targets} for inputs, ids, targets in parts]
-        return [((inputs, ids), targets) for inputs, ids, targets in parts]
 
 
 def pairs():

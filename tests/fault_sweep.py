@@ -14,7 +14,7 @@ from unittest import mock
 
 import autoaccum
 from fault_cases import SAMPLES, WINDOWS
-from fault_training import UPDATE, WORK, FailInTurn, Faults, LackAt, Listing, play
+from fault_training import BACKWARD, FORWARD, UPDATE, FailInTurn, LackAt, Listing, play
 from faults import InterruptAt, InterruptAtLine, differences
 
 # The window that most faults are for: the first has settled what is found out and made lazily.
@@ -77,7 +77,7 @@ class Sweep:
         started = time.perf_counter()
         parts = self._parts()
         self.tally.operators = self._operators = len(parts[_WINDOW])
-        work = [part for part in parts[_WINDOW] if part in WORK]
+        work = [part for part in parts[_WINDOW] if part in (FORWARD, BACKWARD)]
         self.memory(_WINDOW, self._chosen(parts[_WINDOW], budget.memory))
         self.memory(0, self._chosen(parts[0], budget.first))
         if budget.troubled:
@@ -140,31 +140,28 @@ class Sweep:
 
         The last line comes after the update.
         """
+
+        def trouble():
+            """A fault after which micro-batches are smaller, and one among these, before the optimizer steps."""
+            return {_WINDOW: LackAt(1), _WINDOW + 1: [FailInTurn(self._operators // 4, None)]}
+
         # What goes by the clock does not run or always does, so that the same lines run each time.
         with mock.patch.multiple(time, perf_counter=lambda: 0.0, monotonic=lambda: 0.0):
-            for window, faults in ((_WINDOW, dict), (_WINDOW + 1, self._trouble)):
-                listing = InterruptAtLine("autoaccum")
-                play(self.case, self._with(faults(), window, listing))
+            for window, faults in ((_WINDOW, lambda: {_WINDOW: []}), (_WINDOW + 1, trouble)):
+                listing, listed = InterruptAtLine("autoaccum"), faults()
+                listed[window].append(listing)
+                play(self.case, listed)
                 steps = range(min(most, listing.count))
                 points = [1 + (self._shift + step * listing.count // len(steps)) % listing.count for step in steps]
                 for point in sorted({*points, listing.count}) if points else ():
-                    fault = InterruptAtLine("autoaccum", point)
-                    where = f"an interrupt at line {point} of window {window}"
-                    self._interrupt(self._with(faults(), window, fault), fault, where)
-
-    def _trouble(self):
-        """Return a fault after which micro-batches are smaller, and one among these, before the optimizer steps."""
-        return {_WINDOW: LackAt(1), _WINDOW + 1: FailInTurn(self._operators // 4, None)}
-
-    @staticmethod
-    def _with(faults, window, fault):
-        return faults | {window: Faults(*filter(None, (faults.get(window), fault)))}
+                    fault, given = InterruptAtLine("autoaccum", point), faults()
+                    given[window].append(fault)
+                    self._interrupt(given, fault, f"an interrupt at line {point} of window {window}")
 
     def _interrupt(self, faults, fault, where):
         """Judge a training that was interrupted by one of its faults, in the last window that has any."""
         played = play(self.case, faults, again=True)
-        window = max(faults)
-        self.tally.injected += sum(each.hits for each in faults.values())
+        self.tally.injected += fault.hits
         where = f"{where} ({fault.where})"
         if not isinstance(played.error, KeyboardInterrupt):
             self._wrong(where, f"it did not arrive: {played.error!r}")
@@ -172,7 +169,7 @@ class Sweep:
         if played.finished:
             self.tally.finished += 1
         else:
-            self._judge_untouched(played, window, where)
+            self._judge_untouched(played, max(faults), where)
         self._judge_windows(played, 0, where)
 
     def counted(self, points):
@@ -222,7 +219,10 @@ class Sweep:
         elif played.error is None and _asked(fault):
             self.tally.survived += 1
             self._judge_windows(played, 0, where)
-        elif not (played.error is mine or _is_told_of_the_loss(played.error, mine)):
+        # Where a loss is computed for fewer samples, an error that says so has the user's as its cause.
+        elif played.error is not mine and not (
+            isinstance(played.error, autoaccum.InvalidInputError) and played.error.__cause__ is mine
+        ):
             self._wrong(where, f"it did not arrive: {played.error!r}")
         else:
             self._judge_traceback(mine, fault, where)
@@ -238,18 +238,6 @@ class Sweep:
                 self._wrong(where, f"after window {number}, cut {played.cuts[number]}: {', '.join(off)} differ")
             if played.figures[number] not in (None, clean.figures[number]):
                 self._wrong(where, f"window {number} reports {played.figures[number]}, not {clean.figures[number]}")
-        self._judge_samples(played, where)
-
-    def _judge_samples(self, played, where):
-        """See that each sample was used once, in order: forward as noted, and backward as counted by its gradient."""
-        expected = _order(played.cuts, self.case.kind.forwards)
-        if played.order != expected:
-            self._wrong(where, f"samples {played.order} instead of {expected}")
-        for number, uses in played.uses.items():
-            start = number * SAMPLES
-            mine, others = uses[start : start + SAMPLES], uses[:start] + uses[start + SAMPLES :]
-            if len(set(mine)) > 1 or not mine[0] > 0.0 or any(others):
-                self._wrong(where, f"window {number}: shares {mine} of its samples, {sum(others)} of others")
 
     def _judge_untouched(self, played, window, where):
         self.tally.refused += 1
@@ -276,7 +264,6 @@ class Sweep:
             self._clean[cuts] = played = play(self.case, cuts=cuts, windows=len(cuts))
             if played.error is not None or tuple(played.cuts) != cuts:
                 self._wrong(f"without a fault in {cuts}", repr(played.error))
-            self._judge_samples(played, f"without a fault in {cuts}")
         return self._clean[cuts]
 
     def _parts(self, earlier=None):
@@ -286,25 +273,13 @@ class Sweep:
         return {number: listing.parts for number, listing in lists.items()}
 
     def _chosen(self, parts, most):
-        """Return all operators, or as many as wanted: evenly spread, with the first and the last of each part."""
-        count = len(parts)
-        if count <= most:
-            return range(1, count + 1)
-        ends = [n for n in range(1, count + 1) if n in (1, count) or parts[n - 1] != parts[n - 2]]
-        ends = sorted({*ends, *(n - 1 for n in ends[1:-1])})
-        ends = [ends[(self._shift + i * len(ends) // most) % len(ends)] for i in range(min(len(ends), most // 3))]
-        spread = most - len(ends)
-        even = [1 + (self._shift + i * count // spread) % count for i in range(spread)]
-        return sorted({*ends, *even})
-
-
-def _order(cuts, forwards):
-    """Return the samples of the windows as a model sees them: each micro-batch as often as it runs."""
-    order, start = [], 0
-    for size in (size for cut in cuts for size in cut):
-        order += list(range(start, start + size)) * forwards
-        start += size
-    return order
+        """Return operators: all, or a third at the ends of parts and the rest spread evenly."""
+        every = range(1, len(parts) + 1)
+        if len(every) <= most:
+            return every
+        ends = [n for n in every if n in (1, len(every)) or len(set(parts[n - 2 : n + 1])) > 1]
+        wanted = ((ends, most // 3), (every, most - most // 3))
+        return sorted({of[(self._shift + i * len(of) // most) % len(of)] for of, most in wanted for i in range(most)})
 
 
 def _asked(fault):
@@ -312,14 +287,9 @@ def _asked(fault):
     return getattr(fault, "asked", 0)
 
 
-def _is_told_of_the_loss(error, mine):
-    """Whether the user's error was raised where a loss is computed for fewer samples, which the message says."""
-    return isinstance(error, autoaccum.InvalidInputError) and error.__cause__ is mine
-
-
 def _may_give_up(played):
     """Whether nothing smaller was left to try."""
-    sizes = [size for _, size, _ in played.fell]
-    *_, (_, last, planned) = played.fell
+    sizes = [size for size, _ in played.fell]
     # BatchNorm refuses a single value a channel, which is what an uneven rest can come to.
-    return last == planned == 1 or sizes[-2:] == [None, None] or "one sample alone is refused" in str(played.error)
+    is_one = played.fell[-1] == (1, 1) or sizes[-2:] == [None, None]
+    return is_one or "one sample alone is refused" in str(played.error)

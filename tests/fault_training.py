@@ -15,7 +15,6 @@ from helpers import live_tensors
 
 # The parts of a window, as hooks on the model and the optimizer tell them apart.
 BEGIN, FORWARD, BACKWARD, UPDATE = "begin", "forward", "backward", "update"
-WORK = (FORWARD, BACKWARD)
 # In which the model is called beside, to look into its loss; what fails there may be left out.
 QUESTION = "question"
 # Writes into tensors that are there already, as what is put back is written; this takes no memory.
@@ -47,8 +46,7 @@ class Listing(LackAt):
         self.parts = []
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if str(operator) not in _COPIES:
-            self.parts.append(self.training.part)
+        self.parts += [self.training.part] * (str(operator) not in _COPIES)
         return super().__torch_dispatch__(operator, types, args, kwargs)
 
 
@@ -71,7 +69,7 @@ class FailInTurn(LackAt):
         self.points = {self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]}
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if self.points and self.training.part in WORK:
+        if self.points and self.training.part in (FORWARD, BACKWARD):
             return super().__torch_dispatch__(operator, types, args, kwargs)
         return operator(*args, **(kwargs or {}))
 
@@ -80,58 +78,28 @@ class FailInTurn(LackAt):
         super().fail()
 
 
-class Faults:
-    """Several faults at once; what is asked of them is answered by the last."""
-
-    def __init__(self, *faults):
-        self._faults = faults
-
-    def __enter__(self):
-        for fault in self._faults:
-            fault.training = self.training
-            fault.__enter__()
-
-    def attempt(self):
-        for fault in self._faults:
-            if hasattr(fault, "attempt"):
-                fault.attempt()
-
-    def __exit__(self, *error):
-        for fault in reversed(self._faults):
-            fault.__exit__(*error)
-
-    @property
-    def hits(self):
-        return sum(fault.hits for fault in self._faults)
-
-    @property
-    def where(self):
-        return self._faults[-1].where
-
-
 @dataclass
 class Played:
     """What a training of a few windows left behind."""
 
     states: list = field(default_factory=list)  # before the first window, and after each
     cuts: list = field(default_factory=list)  # the cut of each window that became an update
-    # What the reports say of them; None where an interrupt came in its place.
+    # By window what its report says, how often memory ran out and how many samples were done again; None where an
+    # interrupt came in the report's place.
     figures: list = field(default_factory=list)
-    events: list = field(default_factory=list)  # by window, how often memory ran out
-    recomputed: list = field(default_factory=list)  # by window, the samples that were worked on and thrown away
-    # By window, the gradients of the samples' own entries, as the optimizer was given them.
-    uses: dict = field(default_factory=dict)
-    order: list = field(default_factory=list)  # samples in the order in which the model noted them
+    events: list = field(default_factory=list)
+    recomputed: list = field(default_factory=list)
     error: BaseException | None = None  # what was raised, if anything was
     finished: bool = False  # whether its window had become an update all the same
     left: dict | None = None  # the state then
     part: str = ""  # the part of its window that was gone through then
-    # Phase, size of the micro-batch and the plan's, each time that memory ran out.
+    # Size of the micro-batch and the plan's, each time that memory ran out.
     fell: list = field(default_factory=list)
-    alive_before: list = field(default_factory=list)  # bytes of tensors before each window, where they were counted
-    # The same after each release of memory, and whether gradients were being kept.
+    # Bytes of tensors, where they are counted: before each window; after each release of memory, and whether gradients
+    # were being kept; with the number of tensors at the end, beyond those at the beginning.
+    alive_before: list = field(default_factory=list)
     alive_between: list = field(default_factory=list)
-    alive_after: tuple = ()  # tensors and bytes at the end, beyond those at the beginning
+    alive_after: tuple = ()
 
 
 def play(case, faults=None, *, cuts=(), windows=3, again=False, counted=False):
@@ -139,7 +107,7 @@ def play(case, faults=None, *, cuts=(), windows=3, again=False, counted=False):
 
     Args:
         case: The case.
-        faults: By window, a mode to run it under, once.
+        faults: By window, one or a list of modes to run it under, once.
         cuts: The cuts of the first windows; afterwards, or without, as the runner chooses.
         windows: How many windows.
         again: Whether a window that raised is given once more; else the training ends there.
@@ -160,66 +128,71 @@ class _Training(autoaccum.Callback):
 
     def __init__(self, case, faults, meter):
         self.played, self.part = Played(), BEGIN
-        self._case, self._data, self._faults, self._meter = case, case.windows(), faults, meter
-        with _made(torch.amp.GradScaler) as scalers:
+        self._case, self._data, self._by_window, self._meter = case, case.windows(), faults, meter
+        self._faults, self._scalers, self._passes = [], [], 0
+
+        class Scaler(torch.amp.GradScaler):
+            def __init__(scaler, *arguments, **options):  # noqa: N805
+                super().__init__(*arguments, **options)
+                self._scalers.append(scaler)
+
+        with mock.patch.object(torch.amp, "GradScaler", Scaler):
             self._model, self._runner = case.runner(device=meter or "cpu", callbacks=(self,))
-        self._scaler = scalers[0] if scalers else None
-        self._witness = next(module for module in self._model.modules() if hasattr(module, "noted"))
-        self._noted = 0
-        self._runner.optimizer.register_step_pre_hook(self._note_uses)
+        self._runner.optimizer.register_step_pre_hook(lambda *_: self._go_to(UPDATE))
         self._model.register_forward_pre_hook(self._begin_forward)
         self._model.register_forward_hook(self._end_forward)
-        self._fault = None
 
     def run(self, cuts, windows, *, again):
         played = self.played
         played.states.append(self._state())
-        while len(played.cuts) < windows:
-            number = len(played.cuts)
+        while (number := len(played.cuts)) < windows:
             if number < len(cuts):
                 self._runner.plan = autoaccum.Plan(SAMPLES, cuts[number])
             if self._meter is not None:
                 played.alive_before.append(self._meter.reading().used_bytes)
-            self._fault = self._faults.pop(number, None)
+            faults = self._by_window.pop(number, [])
+            self._faults = faults if isinstance(faults, list) else [faults]
             report = self._step(self._data[number])
             if report is not None or played.finished:
                 self._note(report)
             elif not again:
                 break
             again = again and report is not None
-        played.order = self._witness.noted()
 
     def on_oom(self, event, *, step):
         self._go_to(BEGIN)
-        self.played.fell.append((event.phase, event.size, self._runner.plan.micro_batch))
+        self.played.fell.append((event.size, self._runner.plan.micro_batch))
         if self._meter is not None:
-            _empty_ready_queue()
+            # After a backward pass that failed PyTorch keeps gradients in this thread's queue until the next begins.
+            torch.zeros((), requires_grad=True).backward()
             keeps = any(parameter.grad is not None for parameter in self._model.parameters())
             self.played.alive_between.append((self._meter.reading().used_bytes, keeps))
-        if hasattr(self._fault, "attempt"):
-            self._fault.attempt()
+        for fault in self._faults:
+            if hasattr(fault, "attempt"):
+                fault.attempt()
 
     def _step(self, window):
         runner, played = self._runner, self.played
         done = runner.windows_done
-        if self._fault is not None:
-            self._fault.training = self
         self._go_to(BEGIN)
         try:
-            with self._fault or contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                for fault in self._faults:
+                    fault.training = self
+                    stack.enter_context(fault)
                 return runner.step(window)
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and (self._fault is None or not self._fault.hits):
+            if isinstance(error, KeyboardInterrupt) and not any(fault.hits for fault in self._faults):
                 raise  # a person's own
             played.error, played.part = error, self.part
             played.finished, played.left = runner.windows_done > done, self._state()
             return None
 
     def _note(self, report):
-        played = self.played
-        cut = self._witness.sizes(self._noted)[:: self._case.kind.forwards]
-        self._noted = int(self._witness.seen)
-        played.cuts.append(cut if report is None else report.micro_batches)
+        played, passes = self.played, int(self._model.passes)
+        noted = tuple(self._model.sizes[self._passes : passes : self._case.kind.forwards].tolist())
+        self._passes = passes
+        played.cuts.append(noted if report is None else report.micro_batches)
         played.events.append(report and report.oom_events)
         played.recomputed.append(report and report.recomputed_samples)
         figures = report and (report.loss, dict(report.losses), report.grad_norm, report.skipped, report.samples)
@@ -241,25 +214,8 @@ class _Training(autoaccum.Callback):
         if self.part == FORWARD:
             self._go_to(BACKWARD)
 
-    def _note_uses(self, *_):
-        self._go_to(UPDATE)
-        self.played.uses[len(self.played.cuts)] = self._witness.uses.grad.tolist()
-
     def _state(self):
-        return state_of(self._model, self._runner.optimizer, self._scaler)
-
-
-@contextlib.contextmanager
-def _made(kind):
-    """Collect the objects of a class that are made in a block."""
-    made, make = [], kind.__init__
-
-    def noting(self, *arguments, **options):
-        make(self, *arguments, **options)
-        made.append(self)
-
-    with mock.patch.object(kind, "__init__", noting):
-        yield made
+        return state_of(self._model, self._runner.optimizer, *self._scalers)
 
 
 def warm_up():
@@ -267,11 +223,3 @@ def warm_up():
     play(Case("mlp"), {1: FailAt(1)})
     gc.collect()
     gc.freeze()
-
-
-def _empty_ready_queue():
-    """Let go of gradients that wait in autograd's queue of this thread.
-
-    After a backward pass that failed PyTorch keeps them until the next one begins.
-    """
-    torch.zeros((), requires_grad=True).backward()

@@ -188,7 +188,6 @@ class Form:
     """A model and its loss.
 
     Attributes:
-        allowed: What may come of it, joined by " or ".
         loss: As `Runner` takes it; None for the model's own.
         model: Makes the model.
         batch: What the loader gives of a window; all of it by default.
@@ -200,9 +199,9 @@ class Form:
         tolerance: How far the training may be from the plain loop, relative to how far that came.
         mixes: Whether one number mixes terms with divisors of their own, so that its reported value, which weighs
             micro-batches by their samples, is close to that of the whole and not the same.
+        allowed: What may come of it, joined by " or ".
     """
 
-    allowed: str
     loss: Any = None
     model: Callable[[], nn.Module] = Net
     batch: Callable[[dict[str, Any]], Any] = lambda window: window
@@ -213,6 +212,7 @@ class Form:
     lr: float = 0.01
     tolerance: float = 1e-9
     mixes: bool = False
+    allowed: str = "exact"
 
     def raw(self, model, batch):
         """What the loss returns."""
@@ -222,14 +222,14 @@ class Form:
         return self.loss(outputs, batch[1] if isinstance(batch, tuple) else batch)
 
 
-def of_module(allowed, loss, model, x, y, **options):
+def of_module(loss, model, x, y, **options):
     """A loss of torch.nn with a loader of pairs."""
-    return Form(allowed, loss, model, pair(x, y), forward=None, **options)
+    return Form(loss, model, pair(x, y), forward=None, **options)
 
 
-def of_model(allowed, model, batch, tolerance=1e-5):
+def of_model(model, batch, tolerance=1e-5):
     """A model with its own loss; those of Transformers are in float32, whatever the model is in."""
-    return Form(allowed, None, model, batch, forward=None, tolerance=tolerance)
+    return Form(None, model, batch, forward=None, tolerance=tolerance)
 
 
 def ce(o, y, **options):
@@ -324,99 +324,101 @@ def ctc(o, b, reduction="mean"):
 
 # The first 63 are those of the design's prototype; what stands behind a name is what its author would call it.
 FORMS = {
-    "ce mean": Form("exact", lambda o, b: ce(o, b["y"])),
-    "ce ignore": Form("exact", lambda o, b: ce(o, b["labels"])),
-    "ce class weights": Form("exact", lambda o, b: ce(o, b["labels"], weight=CLASS_WEIGHTS)),
-    "ce smoothing, ignore": Form("exact", lambda o, b: ce(o, b["labels"], label_smoothing=0.1)),
-    "ce smoothing, weights": Form("exact", lambda o, b: ce(o, b["labels"], label_smoothing=0.1, weight=CLASS_WEIGHTS)),
-    "ce probabilities": Form("exact", lambda o, b: functional.cross_entropy(o[:, 0], b["p"][:, 0])),
-    "mean of a scalar": Form("exact", lambda o, b: ce(o, b["labels"]).mean()),
-    "stack of two means, mean": Form("exact", lambda o, b: torch.stack([ce(o, b["labels"]), mse(o, b)]).mean()),
-    "stack of two means, sum": Form("exact", lambda o, b: torch.stack([ce(o, b["y"]), mse(o, b)]).sum()),
-    "masked sum / mask sum": Form("exact", lambda o, b: (each(o, b) * b["mask"]).sum() / b["mask"].sum()),
-    "masked mean / mask mean": Form("exact", lambda o, b: (each(o, b) * b["mask"]).mean() / b["mask"].mean()),
+    "ce mean": Form(lambda o, b: ce(o, b["y"])),
+    "ce ignore": Form(lambda o, b: ce(o, b["labels"])),
+    "ce class weights": Form(lambda o, b: ce(o, b["labels"], weight=CLASS_WEIGHTS)),
+    "ce smoothing, ignore": Form(lambda o, b: ce(o, b["labels"], label_smoothing=0.1)),
+    "ce smoothing, weights": Form(lambda o, b: ce(o, b["labels"], label_smoothing=0.1, weight=CLASS_WEIGHTS)),
+    "ce probabilities": Form(lambda o, b: functional.cross_entropy(o[:, 0], b["p"][:, 0])),
+    "mean of a scalar": Form(lambda o, b: ce(o, b["labels"]).mean()),
+    "stack of two means, mean": Form(lambda o, b: torch.stack([ce(o, b["labels"]), mse(o, b)]).mean()),
+    "stack of two means, sum": Form(lambda o, b: torch.stack([ce(o, b["y"]), mse(o, b)]).sum()),
+    "masked sum / mask sum": Form(lambda o, b: (each(o, b) * b["mask"]).sum() / b["mask"].sum()),
+    "masked mean / mask mean": Form(lambda o, b: (each(o, b) * b["mask"]).mean() / b["mask"].mean()),
     "masked mean * (numel / mask sum)": Form(
-        "exact", lambda o, b: (each(o, b) * b["mask"]).mean() * (b["mask"].numel() / b["mask"].sum())
+        lambda o, b: (each(o, b) * b["mask"]).mean() * (b["mask"].numel() / b["mask"].sum())
     ),
     "masked mean * (numel / mask sum), float": Form(
-        "exact", lambda o, b: (each(o, b) * b["mask"]).mean() * (b["mask"].numel() / b["mask"].sum().item())
+        lambda o, b: (each(o, b) * b["mask"]).mean() * (b["mask"].numel() / b["mask"].sum().item())
     ),
     "sum / count.clamp(min=1)": Form(
-        "exact or warned or late", lambda o, b: (row(o, b) * b["has"]).sum() / b["has"].sum().clamp(min=1)
+        lambda o, b: (row(o, b) * b["has"]).sum() / b["has"].sum().clamp(min=1), allowed="exact or warned or late"
     ),
     "sum / max(1, count)": Form(
-        "exact or warned or late", lambda o, b: (row(o, b) * b["has"]).sum() / max(1, int(b["has"].sum()))
+        lambda o, b: (row(o, b) * b["has"]).sum() / max(1, int(b["has"].sum())), allowed="exact or warned or late"
     ),
     "masked sum / (mask sum + 1e-8)": Form(
-        "exact", lambda o, b: (each(o, b) * b["mask"]).sum() / (b["mask"].sum() + 1e-8), tolerance=1e-8
+        lambda o, b: (each(o, b) * b["mask"]).sum() / (b["mask"].sum() + 1e-8), tolerance=1e-8
     ),
-    "losses[mask].mean()": Form("exact", lambda o, b: each(o, b)[b["mask"].bool()].mean()),
+    "losses[mask].mean()": Form(lambda o, b: each(o, b)[b["mask"].bool()].mean()),
     "losses[has].mean() or 0": Form(
-        "exact or stopped", lambda o, b: each(o, b)[b["has"].bool()].mean() if b["has"].any() else o.sum() * 0
+        lambda o, b: each(o, b)[b["has"].bool()].mean() if b["has"].any() else o.sum() * 0, allowed="exact or stopped"
     ),
-    "sum / numel": Form("exact", lambda o, b: each(o, b).sum() / each(o, b).numel()),
-    "sum * (1 / samples)": Form("exact", lambda o, b: each(o, b).sum() * (1 / len(o))),
-    "sum / constant": Form("exact", lambda o, b: each(o, b).sum() / 64),
-    "sum": Form("exact", lambda o, b: each(o, b).sum()),
-    "mean of masked means": Form("exact", lambda o, b: ((each(o, b) * b["mask"]).sum(1) / b["mask"].sum(1)).mean()),
+    "sum / numel": Form(lambda o, b: each(o, b).sum() / each(o, b).numel()),
+    "sum * (1 / samples)": Form(lambda o, b: each(o, b).sum() * (1 / len(o))),
+    "sum / constant": Form(lambda o, b: each(o, b).sum() / 64),
+    "sum": Form(lambda o, b: each(o, b).sum()),
+    "mean of masked means": Form(lambda o, b: ((each(o, b) * b["mask"]).sum(1) / b["mask"].sum(1)).mean()),
     "einsum / mask sum": Form(
-        "exact or refused", lambda o, b: torch.einsum("bt,bt->", each(o, b), b["mask"]) / b["mask"].sum()
+        lambda o, b: torch.einsum("bt,bt->", each(o, b), b["mask"]) / b["mask"].sum(), allowed="exact or refused"
     ),
     "einsum with weights": Form(
-        "exact or refused", lambda o, b: torch.einsum("b,bt->", b["w"] / b["w"].sum(), each(o, b)) / T
+        lambda o, b: torch.einsum("b,bt->", b["w"] / b["w"].sum(), each(o, b)) / T, allowed="exact or refused"
     ),
-    "(l * w / w.sum() * n).mean()": Form("exact", lambda o, b: (row(o, b) * b["w"] / b["w"].sum() * len(o)).mean()),
-    "l @ (w / w.sum())": Form("exact or refused", lambda o, b: row(o, b) @ (b["w"] / b["w"].sum())),
-    "softmax of weights": Form("exact or warned or refused", lambda o, b: (row(o, b) * b["w"].softmax(0)).sum()),
-    "mse": Form("exact", mse),
+    "(l * w / w.sum() * n).mean()": Form(lambda o, b: (row(o, b) * b["w"] / b["w"].sum() * len(o)).mean()),
+    "l @ (w / w.sum())": Form(lambda o, b: row(o, b) @ (b["w"] / b["w"].sum()), allowed="exact or refused"),
+    "softmax of weights": Form(
+        lambda o, b: (row(o, b) * b["w"].softmax(0)).sum(), allowed="exact or warned or refused"
+    ),
+    "mse": Form(mse),
     "bce pos_weight": Form(
-        "exact",
-        lambda o, b: functional.binary_cross_entropy_with_logits(o, (b["z"] > 0).to(o), pos_weight=CLASS_WEIGHTS.to(o)),
+        lambda o, b: functional.binary_cross_entropy_with_logits(o, (b["z"] > 0).to(o), pos_weight=CLASS_WEIGHTS.to(o))
     ),
-    "focal mean": Form("exact", lambda o, b: focal(o, b).mean()),
+    "focal mean": Form(lambda o, b: focal(o, b).mean()),
     "focal / positives": Form(
-        "exact or warned or late",
         lambda o, b: (focal(o, b) * b["has"][:, None]).sum() / max(1.0, b["has"].sum().item()),
+        allowed="exact or warned or late",
     ),
-    "dice": Form("warned or refused", dice),
-    "kl batchmean": Form("exact", lambda o, b: functional.kl_div(o.log_softmax(-1), b["p"], reduction="batchmean")),
-    "kl mean": Form("exact", lambda o, b: functional.kl_div(o.log_softmax(-1), b["p"])),
-    "ctc": Form("exact", ctc),
-    "triplet": Form("exact", lambda o, b: functional.triplet_margin_loss(o[:, 0], o[:, 1], o[:, 2])),
-    "gaussian nll": Form("exact", lambda o, b: functional.gaussian_nll_loss(o, b["z"], torch.ones_like(o))),
-    "0.3 * ce": Form("exact", lambda o, b: 0.3 * ce(o, b["labels"])),
-    "ce / accumulation": Form("exact", lambda o, b: ce(o, b["labels"]) / 4),
-    "ce + L2 of weights": Form("exact", lambda o, b: ce(o[0], b["labels"]) + 1e-2 * o[1], WithPenalty),
-    "ce + mse": Form("exact", lambda o, b: ce(o, b["labels"]) + mse(o, b)),
-    "Trainer's LabelSmoother": Form("exact", label_smoother),
+    "dice": Form(dice, allowed="warned or refused"),
+    "kl batchmean": Form(lambda o, b: functional.kl_div(o.log_softmax(-1), b["p"], reduction="batchmean")),
+    "kl mean": Form(lambda o, b: functional.kl_div(o.log_softmax(-1), b["p"])),
+    "ctc": Form(ctc),
+    "triplet": Form(lambda o, b: functional.triplet_margin_loss(o[:, 0], o[:, 1], o[:, 2])),
+    "gaussian nll": Form(lambda o, b: functional.gaussian_nll_loss(o, b["z"], torch.ones_like(o))),
+    "0.3 * ce": Form(lambda o, b: 0.3 * ce(o, b["labels"])),
+    "ce / accumulation": Form(lambda o, b: ce(o, b["labels"]) / 4),
+    "ce + L2 of weights": Form(lambda o, b: ce(o[0], b["labels"]) + 1e-2 * o[1], WithPenalty),
+    "ce + mse": Form(lambda o, b: ce(o, b["labels"]) + mse(o, b)),
+    "Trainer's LabelSmoother": Form(label_smoother),
     "divided by what is learnt": Form(
-        "exact or warned or refused", lambda o, b: ce(o[0], b["labels"]) / (1 + o[1]) + 0.1 * o[1], WithPenalty
+        lambda o, b: ce(o[0], b["labels"]) / (1 + o[1]) + 0.1 * o[1], WithPenalty, allowed="exact or warned or refused"
     ),
-    "loss / loss.detach()": Form("exact or refused", over_itself),
-    "a + b * (a / b).detach()": Form("warned or refused", lambda o, b: balanced(ce(o, b["labels"]), mse(o, b))),
-    "mean of classes": Form("warned or refused", mean_of_classes),
+    "loss / loss.detach()": Form(over_itself, allowed="exact or refused"),
+    "a + b * (a / b).detach()": Form(lambda o, b: balanced(ce(o, b["labels"]), mse(o, b)), allowed="warned or refused"),
+    "mean of classes": Form(mean_of_classes, allowed="warned or refused"),
     "loop over samples": Form(
-        "exact or refused",
         lambda o, b: sum(functional.cross_entropy(*one) for one in zip(o, b["labels"], strict=True)) / len(o),
+        allowed="exact or refused",
     ),
-    "loop over time": Form("exact or refused", over_time),
-    "custom autograd": Form("exact or refused", lambda o, b: CustomCE.apply(o, b["labels"])),
-    "in place": Form("exact", lambda o, b: each(o, b).mul_(b["mask"]).sum() / b["mask"].sum()),
-    "loss += 0": Form("exact", lambda o, b: ce(o, b["labels"]).add_(0)),
-    "rmse": Form("warned or refused", lambda o, b: mse(o, b).sqrt()),
-    "contrastive": Form("refused", info_nce),
-    "hardest half": Form("warned or refused", lambda o, b: row(o, b).topk(max(1, len(o) // 2)).values.mean()),
+    "loop over time": Form(over_time, allowed="exact or refused"),
+    "custom autograd": Form(lambda o, b: CustomCE.apply(o, b["labels"]), allowed="exact or refused"),
+    "in place": Form(lambda o, b: each(o, b).mul_(b["mask"]).sum() / b["mask"].sum()),
+    "loss += 0": Form(lambda o, b: ce(o, b["labels"]).add_(0)),
+    "rmse": Form(lambda o, b: mse(o, b).sqrt(), allowed="warned or refused"),
+    "contrastive": Form(info_nce, allowed="refused"),
+    "hardest half": Form(lambda o, b: row(o, b).topk(max(1, len(o) // 2)).values.mean(), allowed="warned or refused"),
     "gather, -sum / mask sum": Form(
-        "exact",
-        lambda o, b: -(o.log_softmax(-1).gather(-1, b["y"][..., None])[..., 0] * b["mask"]).sum().div(b["mask"].sum()),
+        lambda o, b: -(o.log_softmax(-1).gather(-1, b["y"][..., None])[..., 0] * b["mask"]).sum().div(b["mask"].sum())
     ),
-    "logsumexp": Form("warned or refused", lambda o, b: row(o, b).logsumexp(0)),
-    "smoothed ce, samples all ignored": Form("exact", lambda o, b: ce(o, b["labels_of_some"], label_smoothing=0.1)),
-    "ce, samples all ignored": Form("exact", lambda o, b: ce(o, b["labels_of_some"])),
-    "num_items tensor": Form("exact", lambda o, b: ce(o, b["labels"], reduction="sum") / torch.tensor(41.0)),
-    "nan_to_num": Form("exact or refused", lambda o, b: torch.nan_to_num(ce(o, b["labels"]))),
-    "weights / their mean": Form("exact or refused", lambda o, b: (row(o, b) * (b["w"] / b["w"].mean())).mean()),
-    "vmap": Form("exact", lambda o, b: torch.vmap(functional.cross_entropy)(o, b["y"]).mean()),
+    "logsumexp": Form(lambda o, b: row(o, b).logsumexp(0), allowed="warned or refused"),
+    "smoothed ce, samples all ignored": Form(lambda o, b: ce(o, b["labels_of_some"], label_smoothing=0.1)),
+    "ce, samples all ignored": Form(lambda o, b: ce(o, b["labels_of_some"])),
+    "num_items tensor": Form(lambda o, b: ce(o, b["labels"], reduction="sum") / torch.tensor(41.0)),
+    "nan_to_num": Form(lambda o, b: torch.nan_to_num(ce(o, b["labels"])), allowed="exact or refused"),
+    "weights / their mean": Form(
+        lambda o, b: (row(o, b) * (b["w"] / b["w"].mean())).mean(), allowed="exact or refused"
+    ),
+    "vmap": Form(lambda o, b: torch.vmap(functional.cross_entropy)(o, b["y"]).mean()),
 }
 
 # --- torch.nn and torch.nn.functional, each with every reduction ------------------------------------------------------
@@ -424,13 +426,17 @@ FORMS = {
 ELEMENTWISE = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "PoissonNLLLoss")
 FORMS |= {
     f"nn.{name} {reduction}": of_module(
-        "exact" if reduction != "none" else "exact or refused", getattr(nn, name)(reduction=reduction), Net, "x", "z"
+        getattr(nn, name)(reduction=reduction),
+        Net,
+        "x",
+        "z",
+        allowed="exact" if reduction != "none" else "exact or refused",
     )
     for name in ELEMENTWISE
     for reduction in ("mean", "sum", "none")
 }
 FORMS |= {
-    f"nn.{name} {reduction}": of_module("exact", getattr(nn, name)(reduction=reduction), model, "x", target)
+    f"nn.{name} {reduction}": of_module(getattr(nn, name)(reduction=reduction), model, "x", target)
     for name, model, target in (
         ("CrossEntropyLoss", Classifier, "cls"),
         ("NLLLoss", LogProbabilities, "cls"),
@@ -439,7 +445,7 @@ FORMS |= {
     for reduction in ("mean", "sum", "none")
 }
 FORMS |= {
-    f"nn.CrossEntropyLoss {name}": of_module(allowed, nn.CrossEntropyLoss(**options), Tagger, "x", labels)
+    f"nn.CrossEntropyLoss {name}": of_module(nn.CrossEntropyLoss(**options), Tagger, "x", labels, allowed=allowed)
     for name, allowed, labels, options in (
         ("of tokens", "exact", "labels", {}),
         ("of tokens, sum", "exact", "labels", {"reduction": "sum"}),
@@ -485,7 +491,8 @@ def functional_loss(name, reduction):
 
 FORMS |= {
     f"F.{name} {reduction}": Form(
-        "exact or refused" if reduction == "none" and name in OF_ELEMENTS else "exact", functional_loss(name, reduction)
+        functional_loss(name, reduction),
+        allowed="exact or refused" if reduction == "none" and name in OF_ELEMENTS else "exact",
     )
     for name in (
         "binary_cross_entropy",
@@ -499,7 +506,7 @@ FORMS |= {
         "ctc_loss",
     )
     for reduction in ("mean", "sum", "none")
-} | {f"F.kl_div {reduction}": Form("exact", functional_loss("kl_div", reduction)) for reduction in ("sum", "batchmean")}
+} | {f"F.kl_div {reduction}": Form(functional_loss("kl_div", reduction)) for reduction in ("sum", "batchmean")}
 
 # --- weights that sum like the samples or the tokens at first, and later do not ---------------------------------------
 
@@ -511,7 +518,6 @@ def weighted(o, b, name):
 
 FORMS |= {
     f"weights {entry} as {name!r}": Form(
-        "exact",
         lambda o, b, name=name: weighted(o, b, name),
         batch=lambda window, entry=entry, name=name: {"x": window["x"], "y": window["y"], name: window[entry]},
     )
@@ -519,58 +525,53 @@ FORMS |= {
     for name in ("weights", "mask", "importance", "q7")
 }
 FORMS |= {
-    "weights from the start": Form("exact", lambda o, b: weighted(o, b, "w")),
+    "weights from the start": Form(lambda o, b: weighted(o, b, "w")),
     "weights in a tuple of targets": Form(
-        "exact",
         lambda o, targets: weighted(o, dict(zip("yw", targets, strict=True)), "w"),
         batch=lambda window: (window["x"], (window["y"], window["w_tokens"])),
         forward=None,
     ),
     "weights of labels in a tuple of targets": Form(
-        "exact",
         lambda o, targets: (ce(o, targets[0], reduction="none") * targets[1].flatten()).sum() / targets[1].sum(),
         batch=lambda window: (window["x"], (window["labels"], window["w_tokens"])),
         forward=None,
     ),
-    "weights in a pair (sum, weight)": Form(
-        "exact", lambda o, b: ((each(o, b) * b["w_tokens"]).sum(), b["w_tokens"].sum())
-    ),
+    "weights in a pair (sum, weight)": Form(lambda o, b: ((each(o, b) * b["w_tokens"]).sum(), b["w_tokens"].sum())),
     "weights by losses[has], none in some": Form(
-        "exact or warned", lambda o, b: (row(o, b) * b["w_later"] * b["has"]).sum() / (b["w_later"] * b["has"]).sum()
+        lambda o, b: (row(o, b) * b["w_later"] * b["has"]).sum() / (b["w_later"] * b["has"]).sum(),
+        allowed="exact or warned",
     ),
 }
 
 # --- pairs and terms --------------------------------------------------------------------------------------------------
 
 FORMS |= {
-    "pair": Form("exact", lambda o, b: (ce(o, b["labels"], reduction="sum"), (b["labels"] != -100).sum())),
-    "pair, none in some": Form("exact", lambda o, b: ((row(o, b) * b["has"]).sum(), b["has"].sum())),
+    "pair": Form(lambda o, b: (ce(o, b["labels"], reduction="sum"), (b["labels"] != -100).sum())),
+    "pair, none in some": Form(lambda o, b: ((row(o, b) * b["has"]).sum(), b["has"].sum())),
     "pair beside a mean": Form(
-        "exact", lambda o, b: {"pair": ((row(o, b) * b["has"]).sum(), b["has"].sum()), "ce": ce(o, b["labels"])}
+        lambda o, b: {"pair": ((row(o, b) * b["has"]).sum(), b["has"].sum()), "ce": ce(o, b["labels"])}
     ),
-    "dict of two, equal divisors": Form("exact", lambda o, b: {"ce": ce(o, b["y"]), "mse": mse(o, b)}),
-    "dict of two, unlike divisors": Form("exact", lambda o, b: {"ce": ce(o, b["labels"]), "mse": mse(o, b)}),
+    "dict of two, equal divisors": Form(lambda o, b: {"ce": ce(o, b["y"]), "mse": mse(o, b)}),
+    "dict of two, unlike divisors": Form(lambda o, b: {"ce": ce(o, b["labels"]), "mse": mse(o, b)}),
     "dict of three": Form(
-        "exact",
-        lambda o, b: {"ce": ce(o, b["labels"]), "mse": mse(o, b), "weighted": 0.1 * weighted(o, b, "w")},
+        lambda o, b: {"ce": ce(o, b["labels"]), "mse": mse(o, b), "weighted": 0.1 * weighted(o, b, "w")}
     ),
-    "dict with a sum": Form("exact", lambda o, b: {"ce": ce(o, b["labels"]), "sum": 1e-2 * o.square().sum()}),
-    "dict with L2 of weights": Form(
-        "exact", lambda o, b: {"ce": ce(o[0], b["labels"]), "l2": 1e-2 * o[1]}, WithPenalty
-    ),
-    "ce + mean square": Form("exact", lambda o, b: ce(o, b["labels"]) + 0.1 * o.square().mean()),
+    "dict with a sum": Form(lambda o, b: {"ce": ce(o, b["labels"]), "sum": 1e-2 * o.square().sum()}),
+    "dict with L2 of weights": Form(lambda o, b: {"ce": ce(o[0], b["labels"]), "l2": 1e-2 * o[1]}, WithPenalty),
+    "ce + mean square": Form(lambda o, b: ce(o, b["labels"]) + 0.1 * o.square().mean()),
     "ce + mean square + L2": Form(
-        "exact", lambda o, b: ce(o[0], b["labels"]) + 0.1 * o[0].square().mean() + 1e-2 * o[1], WithPenalty
+        lambda o, b: ce(o[0], b["labels"]) + 0.1 * o[0].square().mean() + 1e-2 * o[1], WithPenalty
     ),
-    "ce + a sum": Form("exact or refused", lambda o, b: ce(o, b["labels"]) + 1e-2 * o.square().sum()),
+    "ce + a sum": Form(lambda o, b: ce(o, b["labels"]) + 1e-2 * o.square().sum(), allowed="exact or refused"),
     "masked mean + mean of some": Form(
-        "exact or warned", lambda o, b: weighted(o, b, "mask") + 0.5 * (row(o, b) * b["has"]).sum() / b["has"].sum()
+        lambda o, b: weighted(o, b, "mask") + 0.5 * (row(o, b) * b["has"]).sum() / b["has"].sum(),
+        allowed="exact or warned",
     ),
     "three divisors": Form(
-        "exact or refused",
         lambda o, b: weighted(o, b, "mask") + 0.5 * weighted(o, b, "w") + 0.1 * weighted(o, b, "w_tokens"),
+        allowed="exact or refused",
     ),
-    "z-loss": Form("exact", lambda o, b: ce(o, b["labels"]) + 1e-2 * o.logsumexp(-1).square().mean()),
+    "z-loss": Form(lambda o, b: ce(o, b["labels"]) + 1e-2 * o.logsumexp(-1).square().mean()),
 }
 
 # --- what weights alone do not show -----------------------------------------------------------------------------------
@@ -583,21 +584,21 @@ def and_half(o, b):
 
 
 FORMS |= {
-    "m + 0.5 * m + mse": Form("exact", and_half, mixes=True),
+    "m + 0.5 * m + mse": Form(and_half, mixes=True),
     "sum / max(8, count)": Form(
-        "warned or late", lambda o, b: (each(o, b) * b["mask"]).sum() / max(8, int(b["mask"].sum()))
+        lambda o, b: (each(o, b) * b["mask"]).sum() / max(8, int(b["mask"].sum())), allowed="warned or late"
     ),
-    "flooding": Form("refused", lambda o, b: (weighted(o, b, "mask") - 1.6).abs() + 1.6),
-    "larger of two": Form("refused", lambda o, b: torch.maximum(weighted(o, b, "mask"), mse(o, b))),
-    "one of two": Form("refused", lambda o, b: torch.where(mse(o, b) > 1.0, weighted(o, b, "mask"), mse(o, b))),
-    "vector of weights / their mean": Form("refused", lambda o, b: row(o, b) * b["w"] / b["w"].mean()),
-    "vector over its mean": Form("refused", lambda o, b: row(o, b) / row(o, b).detach().mean()),
+    "flooding": Form(lambda o, b: (weighted(o, b, "mask") - 1.6).abs() + 1.6, allowed="refused"),
+    "larger of two": Form(lambda o, b: torch.maximum(weighted(o, b, "mask"), mse(o, b)), allowed="refused"),
+    "one of two": Form(lambda o, b: torch.where(mse(o, b) > 1.0, weighted(o, b, "mask"), mse(o, b)), allowed="refused"),
+    "vector of weights / their mean": Form(lambda o, b: row(o, b) * b["w"] / b["w"].mean(), allowed="refused"),
+    "vector over its mean": Form(lambda o, b: row(o, b) / row(o, b).detach().mean(), allowed="refused"),
     "pair of weights / their mean": Form(
-        "refused", lambda o, b: ((row(o, b) * b["w"] / b["w"].mean()).sum(), float(len(o)))
+        lambda o, b: ((row(o, b) * b["w"] / b["w"].mean()).sum(), float(len(o))), allowed="refused"
     ),
-    "a hook on the loss": of_module("exact", penalised(), Tagger, "x", "labels", mixes=True),
+    "a hook on the loss": of_module(penalised(), Tagger, "x", "labels", mixes=True),
     "keywords bound to the loss": of_module(
-        "exact", functools.partial(functional.cross_entropy, ignore_index=0), Tagger, "x", "labels_0"
+        functools.partial(functional.cross_entropy, ignore_index=0), Tagger, "x", "labels_0"
     ),
 }
 
@@ -605,25 +606,17 @@ FORMS |= {
 
 TEXT = {"input_ids": "input_ids", "attention_mask": "attention_mask"}
 FORMS |= {
-    "class weights in the model": Form("exact", None, WithLoss, entries(x="x", labels="labels"), forward=None),
-    "GPT-2": of_model("exact", transformer("GPT2LMHeadModel"), entries(**TEXT, labels="ids_labels")),
-    "Llama": of_model("exact", transformer("LlamaForCausalLM"), entries(**TEXT, labels="ids_labels")),
-    "T5": of_model("exact", transformer("T5ForConditionalGeneration"), entries(**TEXT, labels="ids_labels")),
-    "BERT, masked": of_model("exact", transformer("BertForMaskedLM"), entries(**TEXT, labels="ids_masked")),
+    "class weights in the model": Form(None, WithLoss, entries(x="x", labels="labels"), forward=None),
+    "GPT-2": of_model(transformer("GPT2LMHeadModel"), entries(**TEXT, labels="ids_labels")),
+    "Llama": of_model(transformer("LlamaForCausalLM"), entries(**TEXT, labels="ids_labels")),
+    "T5": of_model(transformer("T5ForConditionalGeneration"), entries(**TEXT, labels="ids_labels")),
+    "BERT, masked": of_model(transformer("BertForMaskedLM"), entries(**TEXT, labels="ids_masked")),
     "BERT, classes": of_model(
-        "exact",
-        transformer("BertForSequenceClassification", num_labels=C),
-        entries(**TEXT, labels="cls"),
+        transformer("BertForSequenceClassification", num_labels=C), entries(**TEXT, labels="cls")
     ),
-    "BERT, tags": of_model(
-        "exact",
-        transformer("BertForTokenClassification", num_labels=C),
-        entries(**TEXT, labels="labels"),
-    ),
+    "BERT, tags": of_model(transformer("BertForTokenClassification", num_labels=C), entries(**TEXT, labels="labels")),
     "GPT-2, inputs are the labels": of_model(
-        "exact",
-        transformer("GPT2LMHeadModel"),
-        lambda window: {"input_ids": window["input_ids"], "labels": window["input_ids"]},
+        transformer("GPT2LMHeadModel"), lambda window: {"input_ids": window["input_ids"], "labels": window["input_ids"]}
     ),
 }
 
@@ -703,70 +696,67 @@ def router(o):
 
 
 FORMS |= {
-    "sft of completions": Form("exact", lambda o, b: ce(o[:, :-1], b["labels"][:, 1:])),
-    "sft, sum / num_items": Form("exact", lambda o, b: ce(o[:, :-1], b["labels"][:, 1:], reduction="sum") / 37),
-    "dft": Form(
-        "exact",
-        lambda o, b: (each(o, b) * torch.exp(-each(o, b)).detach() * b["mask"]).sum() / b["mask"].sum(),
-    ),
-    "dpo": Form("exact", dpo),
-    "dpo + sft": Form("exact", lambda o, b: dpo(o, b) + 0.2 * ce(o, b["labels"])),
+    "sft of completions": Form(lambda o, b: ce(o[:, :-1], b["labels"][:, 1:])),
+    "sft, sum / num_items": Form(lambda o, b: ce(o[:, :-1], b["labels"][:, 1:], reduction="sum") / 37),
+    "dft": Form(lambda o, b: (each(o, b) * torch.exp(-each(o, b)).detach() * b["mask"]).sum() / b["mask"].sum()),
+    "dpo": Form(dpo),
+    "dpo + sft": Form(lambda o, b: dpo(o, b) + 0.2 * ce(o, b["labels"])),
     "orpo": Form(
-        "exact",
-        lambda o, b: (
-            ce(o, b["labels"]) - 0.1 * functional.logsigmoid(logps(o, b, "y") - logps(o, b, "labels_0")).mean()
-        ),
+        lambda o, b: ce(o, b["labels"]) - 0.1 * functional.logsigmoid(logps(o, b, "y") - logps(o, b, "labels_0")).mean()
     ),
-    "kto": Form("exact", lambda o, b: (1 - torch.sigmoid(0.1 * (row(o, b) - 1) * b["signs"][:, 0])).mean()),
-    "reward model": Form("exact", lambda o, b: -functional.logsigmoid(o[:, 0, 0] - o[:, 1, 0]).mean()),
-    "grpo": Form("exact", lambda o, b: ((grpo(o, b) * b["mask"]).sum(1) / b["mask"].sum(1)).mean()),
+    "kto": Form(lambda o, b: (1 - torch.sigmoid(0.1 * (row(o, b) - 1) * b["signs"][:, 0])).mean()),
+    "reward model": Form(lambda o, b: -functional.logsigmoid(o[:, 0, 0] - o[:, 1, 0]).mean()),
+    "grpo": Form(lambda o, b: ((grpo(o, b) * b["mask"]).sum(1) / b["mask"].sum(1)).mean()),
     "bnpo": Form(
-        "exact or warned or late", lambda o, b: (grpo(o, b) * b["mask"]).sum() / b["mask"].sum().clamp(min=1.0)
+        lambda o, b: (grpo(o, b) * b["mask"]).sum() / b["mask"].sum().clamp(min=1.0), allowed="exact or warned or late"
     ),
-    "dr_grpo": Form("exact", lambda o, b: (grpo(o, b) * b["mask"]).sum() / (len(o) * T)),
+    "dr_grpo": Form(lambda o, b: (grpo(o, b) * b["mask"]).sum() / (len(o) * T)),
     "distillation": Form(
-        "exact",
         lambda o, b: (
             0.5 * ce(o, b["labels"]) + 2 * functional.kl_div((o / 2).log_softmax(-1), b["p"], reduction="batchmean")
-        ),
+        )
     ),
-    "retinanet": Form("exact or refused", retinanet),
-    "faster r-cnn": Form("exact", faster_rcnn),
-    "detr": Form("exact or warned or late or refused", detr),
+    "retinanet": Form(retinanet, allowed="exact or refused"),
+    "faster r-cnn": Form(faster_rcnn),
+    "detr": Form(detr, allowed="exact or warned or late or refused"),
     "fcos": Form(
-        "exact or warned or late",
         lambda o, b: {
             "classes": (focal(o, b) * b["mask"]).sum() / max(1, int(b["has"].sum())),
             "boxes": (o.square().mean((1, 2)) * b["has"]).sum() / max(1, int(b["has"].sum())),
         },
+        allowed="exact or warned or late",
     ),
-    "timm's label smoothing": of_module("exact", smoothed, Classifier, "x", "cls"),
-    "timm's soft target": Form("exact", lambda o, b: soft_target(o[:, 0], b["p"][:, 0])),
-    "mixup": Form("exact", lambda o, b: 0.3 * ce(o, b["labels"]) + 0.7 * ce(o, b["labels"].roll(1, 1))),
-    "diffusion": Form("exact", diffusion, Noisy, forward=of_noise),
-    "diffusion, min-snr": Form("exact", weighted_diffusion, Noisy, forward=of_noise),
-    "vae, sum / samples": Form("exact", vae, Noisy, forward=of_noise),
-    "vae, means": Form("exact", lambda o, b: vae(o, b, "mean"), Noisy, forward=of_noise),
-    "ce + router": Form("warned or refused", lambda o, b: ce(o, b["labels"]) + 0.1 * router(o)),
-    "dict with a router": Form("warned or refused", lambda o, b: {"ce": ce(o, b["labels"]), "router": 0.1 * router(o)}),
-    "ntxent": Form("refused", lambda o, b: info_nce(o, b) / 2 + info_nce(o.flip(1)[:, -2:].contiguous(), b) / 2),
+    "timm's label smoothing": of_module(smoothed, Classifier, "x", "cls"),
+    "timm's soft target": Form(lambda o, b: soft_target(o[:, 0], b["p"][:, 0])),
+    "mixup": Form(lambda o, b: 0.3 * ce(o, b["labels"]) + 0.7 * ce(o, b["labels"].roll(1, 1))),
+    "diffusion": Form(diffusion, Noisy, forward=of_noise),
+    "diffusion, min-snr": Form(weighted_diffusion, Noisy, forward=of_noise),
+    "vae, sum / samples": Form(vae, Noisy, forward=of_noise),
+    "vae, means": Form(lambda o, b: vae(o, b, "mean"), Noisy, forward=of_noise),
+    "ce + router": Form(lambda o, b: ce(o, b["labels"]) + 0.1 * router(o), allowed="warned or refused"),
+    "dict with a router": Form(
+        lambda o, b: {"ce": ce(o, b["labels"]), "router": 0.1 * router(o)}, allowed="warned or refused"
+    ),
+    "ntxent": Form(
+        lambda o, b: info_nce(o, b) / 2 + info_nce(o.flip(1)[:, -2:].contiguous(), b) / 2, allowed="refused"
+    ),
     "hardest triplets of the batch": Form(
-        "warned or refused",
         lambda o, b: (1 - torch.cdist(o[:, 0], o[:, 0]).amax(1) + o[:, 0].norm(dim=1)).relu().mean(),
+        allowed="warned or refused",
     ),
     "barlow twins": Form(
-        "warned or refused", lambda o, b: (o[:, 0].T @ o[:, 1] / len(o) - torch.eye(C)).square().sum()
+        lambda o, b: (o[:, 0].T @ o[:, 1] / len(o) - torch.eye(C)).square().sum(), allowed="warned or refused"
     ),
     "policy gradient, advantages normed": Form(
-        "warned or refused",
         lambda o, b: (row(o, b) * (b["w"] - b["w"].mean()) / (b["w"].std(correction=0) + 1e-3)).mean(),
+        allowed="warned or refused",
     ),
 }
 if importlib.util.find_spec("torchvision"):
     FORMS |= {
         f"torchvision's focal {reduction}": Form(
-            "exact" if reduction != "none" else "exact or refused",
             lambda o, b, reduction=reduction: torchvision_focal(o, b, reduction),
+            allowed="exact" if reduction != "none" else "exact or refused",
         )
         for reduction in ("mean", "sum", "none")
     }
@@ -802,38 +792,32 @@ def needs_two(o, b):
 
 LOW = {"lr": 1.0, "tolerance": 3e-2}  # steps that such parameters can tell
 FORMS |= {
-    "torch.compile, eager": Form("exact or refused", compiled("eager")),
-    "torch.compile, aot_eager": Form("exact or refused", compiled("aot_eager")),
-    "checkpointed loss": Form("exact or refused", lambda o, b: checkpoint(ce, o, b["labels"], use_reentrant=False)),
+    "torch.compile, eager": Form(compiled("eager"), allowed="exact or refused"),
+    "torch.compile, aot_eager": Form(compiled("aot_eager"), allowed="exact or refused"),
+    "checkpointed loss": Form(
+        lambda o, b: checkpoint(ce, o, b["labels"], use_reentrant=False), allowed="exact or refused"
+    ),
     "checkpointed loss, masked": Form(
-        "exact or refused", lambda o, b: checkpoint(weighted, o, b, "mask", use_reentrant=False)
+        lambda o, b: checkpoint(weighted, o, b, "mask", use_reentrant=False), allowed="exact or refused"
     ),
-    "bf16 autocast, ce": Form("exact", lambda o, b: ce(o, b["labels"]), dtype=torch.float32, precision="bf16", **LOW),
-    "bf16 autocast, masked": Form(
-        "exact", lambda o, b: weighted(o, b, "mask"), dtype=torch.float32, precision="bf16", **LOW
-    ),
-    "float32, ce": Form("exact", lambda o, b: ce(o, b["labels"]), dtype=torch.float32, lr=1.0, tolerance=1e-5),
-    "bf16 weights, ce": Form("exact", lambda o, b: ce(o, b["labels"]), dtype=torch.bfloat16, **LOW),
-    "bf16 weights, masked": Form("exact", lambda o, b: weighted(o, b, "mask"), dtype=torch.bfloat16, **LOW),
-    "fp16 with a scaler, ce": Form(
-        "exact", lambda o, b: ce(o, b["labels"]), dtype=torch.float32, precision="fp16", **LOW
-    ),
+    "bf16 autocast, ce": Form(lambda o, b: ce(o, b["labels"]), dtype=torch.float32, precision="bf16", **LOW),
+    "bf16 autocast, masked": Form(lambda o, b: weighted(o, b, "mask"), dtype=torch.float32, precision="bf16", **LOW),
+    "float32, ce": Form(lambda o, b: ce(o, b["labels"]), dtype=torch.float32, lr=1.0, tolerance=1e-5),
+    "bf16 weights, ce": Form(lambda o, b: ce(o, b["labels"]), dtype=torch.bfloat16, **LOW),
+    "bf16 weights, masked": Form(lambda o, b: weighted(o, b, "mask"), dtype=torch.bfloat16, **LOW),
+    "fp16 with a scaler, ce": Form(lambda o, b: ce(o, b["labels"]), dtype=torch.float32, precision="fp16", **LOW),
     "fp16 with a scaler, pair": Form(
-        "exact",
         lambda o, b: (ce(o, b["labels"], reduction="sum"), (b["labels"] != -100).sum()),
         dtype=torch.float32,
         precision="fp16",
         **LOW,
     ),
-    "no guard where nothing counts": Form("exact", lambda o, b: each(o, b)[b["has"].bool()].mean()),
-    "no guard, masked sum / sum": Form("exact or warned", lambda o, b: weighted(o, b, "has")),
-    "needs two samples": Form("exact or refused", needs_two, cut=(4, 2, 4)),
-    "variance of the batch": Form("warned or refused", lambda o, b: o.var(0).mean(), cut=(4, 2, 4)),
-    "inputs are the targets": Form(
-        "exact", nn.MSELoss(), Autoencoder, lambda window: (window["x"], window["x"]), forward=None
-    ),
+    "no guard where nothing counts": Form(lambda o, b: each(o, b)[b["has"].bool()].mean()),
+    "no guard, masked sum / sum": Form(lambda o, b: weighted(o, b, "has"), allowed="exact or warned"),
+    "needs two samples": Form(needs_two, cut=(4, 2, 4), allowed="exact or refused"),
+    "variance of the batch": Form(lambda o, b: o.var(0).mean(), cut=(4, 2, 4), allowed="warned or refused"),
+    "inputs are the targets": Form(nn.MSELoss(), Autoencoder, lambda window: (window["x"], window["x"]), forward=None),
     "inputs are the targets, masked": Form(
-        "exact",
         lambda o, b: (functional.mse_loss(o, b["x"], reduction="none").mean(-1) * b["mask"]).sum() / b["mask"].sum(),
         Autoencoder,
     ),

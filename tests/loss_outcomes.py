@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import re
 import warnings
 
@@ -172,7 +173,8 @@ def outcome(form, way, windows=WINDOWS, at_once=1):
             )
         if told_at is None and (reported or any(issubclass(each.category, LOSS_WARNING) for each in caught)):
             told_at = number
-        off = 0.0 if form.mixes else max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(losses, expected, strict=True))
+        is_close = form.mixes and all(map(math.isfinite, losses))
+        off = 0.0 if is_close else max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(losses, expected, strict=True))
         distance = plain.distance(model)
         if wrong_at is None and not (distance <= form.tolerance and off <= form.tolerance):
             wrong_at, wrong_by = number, f"wrong by {distance:.1%}, the loss by {off:.1%}, in window {number + 1}"

@@ -20,11 +20,9 @@ class Causal(nn.Module):
         self.head = nn.Linear(width, VOCABULARY).double()
         self.shapes = []
 
-    def forward(self, input_ids, attention_mask, labels, position_ids=None):
+    def forward(self, input_ids, attention_mask, labels):
         self.shapes.append(tuple(input_ids.shape))
         embedded = self.tokens(input_ids) * attention_mask[..., None]
-        if position_ids is not None:
-            embedded = embedded * (1 + position_ids[..., None] / 100)
         logits = self.head(self.mix(embedded.cumsum(1)))
         loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return {"loss": loss}
@@ -36,16 +34,14 @@ def texts(*lengths):
     return [torch.randint(1, VOCABULARY, (length,), generator=chance) for length in lengths]
 
 
-def padded(texts, width=None, *, left=False, positions=False):
+def padded(texts, width=None):
     """A batch as Transformers' collators make it."""
     width = width or max(map(len, texts))
     ids, mask = torch.full((len(texts), width), PAD), torch.zeros(len(texts), width, dtype=torch.int64)
     labels = torch.full((len(texts), width), -100)
     for row, text in enumerate(texts):
-        there = slice(width - len(text), width) if left else slice(0, len(text))
-        ids[row, there], mask[row, there], labels[row, there] = text, 1, text
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    return batch | ({"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if positions else {})
+        ids[row, : len(text)], mask[row, : len(text)], labels[row, : len(text)] = text, 1, text
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def lengths_of(samples, seed=1, most=24):

@@ -1,16 +1,16 @@
 """`autoaccum doctor`: what it says of this machine, and each of its rules, by stand-ins where this machine is fine."""
 
 import json
-import subprocess
-import sys
 import warnings
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+from click.testing import CliRunner
 
 from autoaccum import _doctor
+from autoaccum._cli.app import cli
 from autoaccum._doctor import examine
 from autoaccum._memory.nvml import CardReading, Driver
 from autoaccum._records import Neighbour
@@ -55,9 +55,8 @@ def test_where_nothing_is_wrong_it_says_so(place):
 
 
 def test_the_command_prints_text_or_json():
-    words = [sys.executable, "-m", "autoaccum", "doctor"]
-    text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    document = json.loads(subprocess.run([*words, "--json"], capture_output=True, text=True, check=True).stdout)
+    text = CliRunner().invoke(cli, ["doctor"]).stdout
+    document = json.loads(CliRunner().invoke(cli, ["doctor", "--json"]).stdout)
 
     assert set(document) == {"installation", "machine", "limits", "devices", "problems"}
     assert document["installation"]["PyTorch"].startswith(torch.__version__)

@@ -10,6 +10,7 @@ of what an import does, take `sys.executable`.
 
 import atexit
 import contextlib
+import importlib
 import json
 import os
 import selectors
@@ -124,7 +125,6 @@ def _die_by(number):
 
 def _import_much():
     import gc  # noqa: PLC0415
-    import importlib  # noqa: PLC0415
 
     # What training, its optimizer and the command line bring; nothing is computed, so no thread is started.
     for name in ("torch._dynamo", "torch.distributed", "autoaccum", "rich.progress"):
@@ -173,6 +173,8 @@ class _Origin:
     def _fork(self):
         connection, _ = self._listener.accept()
         job, streams = _received(connection)
+        for name in job["environment"].get("WARM_IMPORTS", "").split():
+            importlib.import_module(name)
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)

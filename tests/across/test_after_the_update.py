@@ -9,7 +9,6 @@ from torch import nn
 
 import after_step
 import autoaccum
-from after_step import same
 from autoaccum import UpdateCompleteError
 from helpers import batches_of, classifier, fit_quietly, labelled
 from long_runs import Run, checkpoints
@@ -138,33 +137,6 @@ def test_sigterm_beside_a_failing_scheduler_does_not_make_the_window_again(tmp_p
 
     assert (len(stepped), heard) == (6, [1])
     assert checkpoints(tmp_path) == ["step-00000003"]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("failing_window", [1, 2])
-@pytest.mark.parametrize("mine", [LookupError("the user's own"), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_hook_on_the_optimizer_that_fails_is_undone_in_the_first_step_and_told_later(precision, failing_window, mine):
-    def hook(*_):
-        if runner.windows_done == failing_window - 1:
-            raise mine
-
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(4, 2), device="cpu", precision=precision)
-    window = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
-    for _ in range(failing_window - 1):
-        runner.step(window)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer.register_step_post_hook(hook)
-
-    with pytest.raises((type(mine), autoaccum.StateDamagedError)) as caught:
-        runner.step(window)
-
-    is_told = isinstance(caught.value, autoaccum.StateDamagedError)
-    assert is_told == (failing_window == 2)
-    assert mine in (caught.value, caught.value.__cause__)
-    assert same(model.parameters(), before) != is_told
-    assert runner.windows_done == failing_window - 1
 
 
 @pytest.mark.parametrize(

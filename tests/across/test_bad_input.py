@@ -199,10 +199,6 @@ def test_loss_that_cannot_be_minimised_is_refused_with_what_it_returned(loss, te
     assert loader.drawn == 1
 
 
-def kind_of(loss):
-    return getattr(loss, "__name__", type(loss).__name__)
-
-
 def masked_error(outputs, targets):
     mask = (targets >= 0).double()
     return (outputs.square().mean(1) * mask).sum(), mask.sum()
@@ -212,16 +208,32 @@ def token_mean(outputs, targets):
     return functional.cross_entropy(outputs, targets)
 
 
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), token_mean, None, masked_error], ids=kind_of)
-def test_later_window_in_which_nothing_counts_is_refused_and_makes_no_update(loss, model):
+@pytest.mark.parametrize("windows_before", [0, 1])
+@pytest.mark.parametrize(
+    ("loss", "nothing"),
+    [
+        (nn.CrossEntropyLoss(), -100),
+        (nn.NLLLoss(ignore_index=2), 2),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)), 1),
+        (token_mean, -100),
+        (None, -100),
+        (masked_error, -100),
+    ],
+    ids=["module", "ignored class", "class of weight 0", "function", "chosen", "pair"],
+)
+@pytest.mark.parametrize("micro_batch", [2, 4])
+def test_window_in_which_nothing_counts_is_refused_and_makes_no_update(
+    loss, nothing, windows_before, micro_batch, model
+):
     inputs, targets = labelled(4)
-    targets[3] = -100
-    runner = runner_of(model, samples=4, micro_batch=2, loss=loss)
-    runner.step((inputs, targets))
+    runner = runner_of(model, samples=4, micro_batch=micro_batch, loss=loss)
+    targets[3] = nothing
+    for _ in range(windows_before):
+        runner.step((inputs, targets))
     before = state_of(model)
 
     with pytest.raises(InvalidInputError, match="leave such samples out"):
-        runner.step((inputs, torch.full_like(targets, -100)))
+        runner.step((inputs, torch.full_like(targets, nothing)))
 
     assert_bitwise(state_of(model), before)
 

@@ -43,7 +43,7 @@ def test_every_public_argument_has_bad_values():
 
 @pytest.mark.parametrize("cases", LISTED.values(), ids=LISTED)
 def test_listed_bad_input_is_refused_by_name_and_changes_nothing(cases, folder):
-    assert [wrong for case in cases if (wrong := judge(case, folder))] == []
+    assert [wrong for case in cases if (wrong := judge(case, folder, is_listed=True))] == []
 
 
 @settings(

@@ -111,19 +111,6 @@ def test_losses_of_different_weight_in_a_list_keep_their_own(tokens):
     assert_full_batch_gradient(tagger(), losses, tokens, CUT)
 
 
-# --- where nothing counts ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "loss", [nn.CrossEntropyLoss(), functional.cross_entropy, pair], ids=["module", "plain", "pair"]
-)
-def test_micro_batch_in_which_nothing_counts_adds_nothing(loss, tokens):
-    inputs, targets = tokens
-    targets[4:6] = -100
-
-    assert_full_batch_gradient(tagger(), loss, (inputs, targets), (4, 2, 4))
-
-
 # --- windows ----------------------------------------------------------------------------------------------------------
 
 

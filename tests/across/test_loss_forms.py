@@ -93,7 +93,7 @@ LATER = [window(number, LENGTHS[number % 4], POSITIVES[number % 4], seed=1) for 
 @pytest.mark.parametrize(("name", "at"), [(name, 2 + 2 * (number % 2)) for number, name in enumerate(CHANGES)])
 def test_loss_that_changes_its_form_is_followed_or_said_to_change(name, at):
     allowed, before, after = CHANGES[name]
-    form = Form(allowed, lambda o, b: (before if b["number"][0] < at * N else after)(o, b))
+    form = Form(lambda o, b: (before if b["number"][0] < at * N else after)(o, b), allowed=allowed)
 
     assert outcome(form, by_runner, windows=[*WINDOWS, *LATER]) in {allowed, "warned"}
 

@@ -219,7 +219,7 @@ def test_prediction_for_a_card_counts_the_bytes_of_8_bits():
     assert found == pytest.approx(2 * 1024 * 1024 * (1 + 4 / 256), rel=1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep  # the compiler takes a minute
 def test_torchaos_compiled_step_is_like_the_plain_one():
     torch.compiler.set_stance("default")
     model, plain = network(of_8_bits), network(of_8_bits)

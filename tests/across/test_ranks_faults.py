@@ -7,9 +7,7 @@ import torch
 
 import rank_faults
 from autoaccum import DoesNotFitError, RankFailedError, StateDamagedError
-from rank_training import assert_alike, far
-
-FAR = 1e-12
+from rank_training import FAR, assert_alike, far
 
 
 @pytest.mark.parametrize("most", [3, pytest.param(10, marks=pytest.mark.sweep)])

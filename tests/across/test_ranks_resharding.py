@@ -6,9 +6,8 @@ import torch
 import autoaccum
 import rank_resharding
 import rank_training
-from rank_training import assert_alike, far
+from rank_training import FAR, assert_alike, far
 
-FAR = 1e-12
 # Windows of the first epoch, and of both: 50 samples in windows of 16.
 EPOCH, ALL = 4, 8
 

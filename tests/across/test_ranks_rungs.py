@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from rank_training import far
-
-FAR = 1e-12
+from rank_training import FAR, far
 
 
 @pytest.fixture(scope="module")

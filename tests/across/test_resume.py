@@ -338,34 +338,6 @@ def test_random_numbers_that_callbacks_drew_are_kept_where_an_error_in_a_later_w
 # --- what a run can be made of ----------------------------------------------------------------------------------------
 
 LR = torch.optim.lr_scheduler
-SCHEDULERS = {
-    "OneCycleLR": lambda it: LR.OneCycleLR(it, 0.05, total_steps=STEPS),
-    "SequentialLR": lambda it: LR.SequentialLR(it, [LR.ConstantLR(it), LR.ExponentialLR(it, 0.9)], [4]),
-    "ReduceLROnPlateau": lambda it: LR.ReduceLROnPlateau(it, patience=0, factor=0.5, threshold=1.0),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_go_on(tmp_path, name):
-    assert_goes_on_as_if_nothing_had_happened(tmp_path, 7, scheduler=SCHEDULERS[name])
-
-
-@pytest.mark.parametrize("step", [4, STEPS_PER_EPOCH])
-def test_scheduler_that_moves_with_epochs_moves_once_for_each(tmp_path, step):
-    assert_goes_on_as_if_nothing_had_happened(tmp_path, step, scheduler_interval="epoch")
-
-
-OPTIMIZERS = {
-    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
-    "AdamW in two groups": lambda parameters: torch.optim.AdamW(
-        [{"params": parameters[:2], "lr": 0.02}, {"params": parameters[2:]}], amsgrad=True
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_go_on(tmp_path, name):
-    assert_goes_on_as_if_nothing_had_happened(tmp_path, 7, optimizer=OPTIMIZERS[name])
 
 
 class WiderMoments(torch.optim.Optimizer):
@@ -383,8 +355,44 @@ class WiderMoments(torch.optim.Optimizer):
                 parameter.sub_(mean, alpha=group["lr"])
 
 
-def test_optimizer_state_wider_than_its_parameters_keeps_its_bits(tmp_path):
-    assert_goes_on_as_if_nothing_had_happened(tmp_path, 7, optimizer=WiderMoments)
+class Quiet(Noisy):
+    def __getitem__(self, index):
+        return self.inputs[index], index % 3, index
+
+
+def lists():
+    return list(loader_of(Noisy(), shuffle=False))
+
+
+RUNS = {
+    "OneCycleLR": {"scheduler": lambda it: LR.OneCycleLR(it, 0.05, total_steps=STEPS)},
+    "SequentialLR": {
+        "scheduler": lambda it: LR.SequentialLR(it, [LR.ConstantLR(it), LR.ExponentialLR(it, 0.9)], [4]),
+    },
+    "ReduceLROnPlateau": {"scheduler": lambda it: LR.ReduceLROnPlateau(it, patience=0, factor=0.5, threshold=1.0)},
+    "scheduler of epochs": {"scheduler_interval": "epoch"},
+    "SGD with momentum": {
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)
+    },
+    "AdamW in two groups": {
+        "optimizer": lambda parameters: torch.optim.AdamW(
+            [{"params": parameters[:2], "lr": 0.02}, {"params": parameters[2:]}], amsgrad=True
+        )
+    },
+    "optimizer with wider state": {"optimizer": WiderMoments},
+    "workers": {"loader": lambda: loader_of(Noisy(), num_workers=2)},
+    # Without noise: the generators of such workers are nobody's to set.
+    "workers that stay": {"loader": lambda: loader_of(Quiet(), num_workers=2, persistent_workers=True)},
+    "generator that can be read once": {"loader": lambda: iter(lists())},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [*((name, (2,) if "once" in name else (8,)) for name in RUNS), ("scheduler of epochs", (STEPS_PER_EPOCH,))],
+)
+def test_whatever_a_run_is_made_of_goes_on(tmp_path, name, steps):
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, *steps, **RUNS[name])
 
 
 def test_gradient_scaler_goes_on_with_its_scale(tmp_path):
@@ -399,28 +407,6 @@ def test_gradient_scaler_goes_on_with_its_scale(tmp_path):
     assert [report.step for report in result.history if report.skipped] == [step for step in skipped if step > 8]
 
 
-def with_workers():
-    return loader_of(Noisy(), num_workers=2)
-
-
-def test_worker_processes_draw_again_what_they_drew(tmp_path):
-    assert_goes_on_as_if_nothing_had_happened(tmp_path, 8, loader=with_workers)
-
-
-class Quiet(Noisy):
-    def __getitem__(self, index):
-        return self.inputs[index], index % 3, index
-
-
-def with_workers_that_stay():
-    # Without noise: the generators of such workers are nobody's to set.
-    return loader_of(Quiet(), num_workers=2, persistent_workers=True)
-
-
-def test_order_goes_on_where_worker_processes_stay_from_epoch_to_epoch(tmp_path):
-    assert_goes_on_as_if_nothing_had_happened(tmp_path, 8, loader=with_workers_that_stay)
-
-
 def seeded():
     return torch.Generator().manual_seed(11)
 
@@ -430,10 +416,6 @@ class Numbers(IterableDataset):
         data = Noisy()
         for index in torch.randperm(SAMPLES).tolist():
             yield data[index]
-
-
-def lists():
-    return list(loader_of(Noisy(), shuffle=False))
 
 
 LOADERS = {
@@ -463,10 +445,6 @@ def test_last_window_that_is_left_out_stays_left_out(tmp_path):
     _, last, _ = assert_goes_on_as_if_nothing_had_happened(tmp_path, 6, drop_last=True)
 
     assert max(last.samples.windows) == 4 * EPOCHS
-
-
-def test_generator_that_can_be_read_once_goes_on_where_it_is_made_anew(tmp_path):
-    assert_goes_on_as_if_nothing_had_happened(tmp_path, 2, loader=lambda: iter(lists()))
 
 
 class CountedData(Noisy):

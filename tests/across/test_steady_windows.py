@@ -28,10 +28,14 @@ class Launched(TorchDispatchMode):
         return operator(*args, **kwargs or {})
 
 
-def by_hand(model, optimizer, loss, inputs, targets):
+def by_hand(model, optimizer, loss, inputs, targets, clip, precision):
     optimizer.zero_grad()
     for part in zip(inputs.split(MICRO_BATCH), targets.split(MICRO_BATCH), strict=True):
-        (loss(model(part[0]), part[1]) / (SAMPLES / MICRO_BATCH)).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            value = loss(model(part[0]), part[1])
+        (value / (SAMPLES / MICRO_BATCH)).backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
 
 
@@ -47,50 +51,54 @@ def normalised():
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def launched_by_hand(model):
-    optimizer, loss = torch.optim.AdamW(model.parameters(), foreach=False), nn.CrossEntropyLoss()
+def launched(step):
+    """What the last of the windows launches."""
     for _ in range(WINDOWS - 1):
-        by_hand(model, optimizer, loss, *data())
+        step(data())
     given = data()
     with Launched() as launched:
-        by_hand(model, optimizer, loss, *given)
+        step(given)
     return launched.names
 
 
-def launched_by_runner(model):
+def launched_by_hand(model, clip, precision):
     optimizer, loss = torch.optim.AdamW(model.parameters(), foreach=False), nn.CrossEntropyLoss()
-    runner = runner_of(model, optimizer, SAMPLES, MICRO_BATCH, loss=loss)
-    for _ in range(WINDOWS - 1):
-        runner.step(data())
-    given = data()
-    with Launched() as launched:
-        runner.step(given)
-    return launched.names
+    return launched(lambda batch: by_hand(model, optimizer, loss, *batch, clip, precision))
 
 
-def launched_by_accumulator(model):
+def launched_by_runner(model, clip, precision):
+    optimizer, options = torch.optim.AdamW(model.parameters(), foreach=False), {"clip_grad_norm": clip}
+    return launched(runner_of(model, optimizer, SAMPLES, MICRO_BATCH, precision=precision, **options).step)
+
+
+def launched_by_accumulator(model, clip, precision):
     optimizer, loss = torch.optim.AdamW(model.parameters(), foreach=False), nn.CrossEntropyLoss()
-    accumulator = autoaccum.Accumulator(model, loss=loss, micro_batch=MICRO_BATCH, device="cpu")
-    for _ in range(WINDOWS - 1):
+    accumulator = autoaccum.Accumulator(model, loss=loss, micro_batch=MICRO_BATCH, device="cpu", precision=precision)
+
+    def step(batch):
         optimizer.zero_grad()
-        accumulator.backward(data())
+        accumulator.backward(batch)
         optimizer.step()
-    given = data()
-    with Launched() as launched:
-        optimizer.zero_grad()
-        accumulator.backward(given)
-        optimizer.step()
-    return launched.names
+
+    return launched(step)
 
 
 @pytest.mark.parametrize("model", [plain, normalised])
-@pytest.mark.parametrize("train", [launched_by_runner, launched_by_accumulator])
-def test_operators_are_those_of_a_loop_by_hand_and_the_savepoints_copies(model, train):
+@pytest.mark.parametrize(
+    ("train", "clip", "precision"),
+    [
+        (launched_by_runner, None, "fp32"),
+        (launched_by_runner, 1.0, "bf16"),
+        (launched_by_accumulator, None, "fp32"),
+        (launched_by_accumulator, None, "bf16"),
+    ],
+)
+def test_operators_are_those_of_a_loop_by_hand_and_the_savepoints_copies(model, train, clip, precision):
     torch.manual_seed(0)
     one = model()
-    expected = launched_by_hand(copy.deepcopy(one))
+    expected = launched_by_hand(copy.deepcopy(one), clip, precision)
 
-    found = train(one)
+    found = train(one, clip, precision)
 
     # Of each type of small buffer one: the statistics, and the counter.
     copies = Counter(cat=2) if model is normalised else Counter()

@@ -119,7 +119,7 @@ def test_samples_alike_are_not_waited_for_one_by_one(monkeypatch):
     _, result = trained([4, *[40, 4] * 6, 4], target=2, on_too_large="skip")
 
     assert result.skipped_samples == 6
-    assert sum(waited) <= 1.0
+    assert sum(pause > 0 for pause in waited) <= 2  # those for one of them
 
 
 class Leaks(nn.Module):

@@ -60,12 +60,6 @@ def test_results_may_be_nested_and_hold_lists():
     assert found["cache"] is None
 
 
-def test_other_arguments_are_passed_to_each_part():
-    of, _ = limited(2, lambda batch, factor, *, plus: batch * factor + plus)
-
-    assert batched(of)(torch.arange(3), 2, plus=1).tolist() == [1, 3, 5]
-
-
 def test_join_takes_the_results_of_all_parts():
     of, _ = limited(2, lambda batch: batch.sum())
 

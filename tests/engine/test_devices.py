@@ -7,7 +7,6 @@ from torch import nn
 from autoaccum._engine import devices
 from autoaccum._memory.host import Host
 from autoaccum._system.notices import Notices
-from autoaccum.errors import InvalidInputError
 from helpers import CPU
 
 without_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
@@ -36,12 +35,3 @@ def test_without_accelerator_the_host_is_chosen_and_said(model, notices):
 
     assert backend.device == CPU
     assert notices.texts == ("device: cpu",)
-
-
-@pytest.mark.parametrize("device", ["gpu", "", "cuda:x", "cpu:-2", 1.5, pytest.param(object(), id="object")], ids=repr)
-def test_device_that_torch_does_not_know_is_refused_with_what_there_is(device, notices):
-    with pytest.raises(InvalidInputError) as caught:
-        devices.resolve(device, nn.Linear(1, 1), notices)
-
-    assert f"device={device!r}" in str(caught.value)
-    assert "this machine has 'cpu'" in str(caught.value)

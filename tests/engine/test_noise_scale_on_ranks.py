@@ -4,7 +4,7 @@ import pytest
 import torch
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_noise_of_gradients_is_the_same_on_one_rank_and_on_several(crew, ranks):
     first, *others = crew.run("rank_noise:noise", size=ranks)
 

@@ -61,15 +61,26 @@ def test_nothing_fits_is_an_error_that_says_what_to_try(batch):
         find(Hungry(), batch, "100KiB")
 
 
-def prepared(batch):
+OPTIMIZERS = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "SGD over a part": lambda p: torch.optim.SGD(list(p)[2:], lr=0.1),
+}
+
+
+def prepared(batch, make=sgd, *, has_stepped=True):
     """A model in the middle of training: gradients, momentum, statistics, a frozen part, mixed modes."""
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)  # noqa: NPY002
     model = Hungry()
-    optimizer = sgd(model.parameters())
+    optimizer = make(model.parameters())
     nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
-    optimizer.step()
+    if has_stepped:
+        optimizer.step()
     model.drop.eval()
     return model, optimizer
 
@@ -95,6 +106,21 @@ def test_probe_leaves_no_trace(batch, capacity):
         assert torch.equal(gradient, value)
     assert {name: vars(optimizer)[name] for name in attributes} == attributes
     assert (len(optimizer._optimizer_step_post_hooks), len(model._forward_hooks)) == hooks
+
+
+@pytest.mark.parametrize("has_stepped", [False, True], ids=["fresh", "with state"])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_probe_leaves_no_trace_in_any_optimizer(batch, make, has_stepped):
+    model, optimizer = prepared(batch, make, has_stepped=has_stepped)
+    before = state_of(model, optimizer)
+    gradients = [(parameter.grad, parameter.grad.clone()) for parameter in model.parameters()]
+
+    find(model, batch, "1GiB", optimizer=optimizer, max_micro_batch=4)
+
+    assert differences(state_of(model, optimizer), before) == []
+    for parameter, (gradient, value) in zip(model.parameters(), gradients, strict=True):
+        assert parameter.grad is gradient
+        assert torch.equal(gradient, value)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError], ids=["interrupt", "model's own error"])
@@ -187,7 +213,11 @@ class SmallGpt(nn.Module):
         return self.head(self.layers(self.tokens(tokens), mask=mask, is_causal=True)).transpose(1, 2)
 
 
-KINDS = [("resnet18", "700MiB"), ("gpt", "150MiB"), ("gpt", "225MiB")]
+KINDS = [
+    pytest.param("resnet18", "700MiB", marks=pytest.mark.sweep),
+    ("gpt", "150MiB"),
+    pytest.param("gpt", "225MiB", marks=pytest.mark.sweep),
+]
 
 
 def job(kind, samples):

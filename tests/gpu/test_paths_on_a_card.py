@@ -106,12 +106,12 @@ def test_steady_window_launches_no_more_operators_than_by_hand(clip):
     runner = runner_of(network(), "fp32", clip)
     for window in windows[:2]:
         runner.step(window)
-    with Launches(refuses=False) as ours:
+    with Launches() as ours:
         runner.step(windows[2])
     model = network().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for window in windows:
-        with Launches(refuses=False) as theirs:
+        with Launches() as theirs:
             total = torch.zeros((), device="cuda")
             for inputs, targets in zip(*(half.split(4) for half in window), strict=True):
                 outputs = model(inputs.to("cuda", non_blocking=True))

@@ -1,49 +1,11 @@
-"""Losses of torch whose type says what they run over, windows in which nothing counts, and what pairs may be."""
+"""A pair that is no sum and its weight is refused, with what is wrong with it."""
 
 import pytest
 import torch
 from torch import nn
 
-import autoaccum
 from autoaccum.errors import InvalidInputError
-
-
-class Outputs(nn.Module):
-    """Returns its parameters' rows: the gradient of the loss is that of the outputs."""
-
-    def __init__(self, outputs):
-        super().__init__()
-        self.outputs = nn.Parameter(outputs.clone())
-
-    def forward(self, rows):
-        return self.outputs[rows]
-
-
-def update(loss, outputs, targets, sizes):
-    """Return the loss and the gradient of a window that is cut into these sizes."""
-    model = Outputs(outputs)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    runner = autoaccum.Runner(model, optimizer, autoaccum.Plan(len(outputs), tuple(sizes)), loss=loss, device="cpu")
-    report = runner.step((torch.arange(len(outputs)), targets))
-    return report.loss, outputs - model.outputs.detach()
-
-
-@pytest.mark.parametrize(
-    ("loss", "targets"),
-    [
-        (nn.CrossEntropyLoss(), torch.full((4,), -100)),
-        (nn.NLLLoss(ignore_index=2), torch.full((4,), 2)),
-        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 0.0])), torch.ones(4, dtype=torch.long)),
-    ],
-    ids=["ignored", "ignored class", "class of weight 0"],
-)
-@pytest.mark.parametrize("sizes", [(4,), (3, 1)])
-def test_window_in_which_nothing_counts_is_refused(loss, targets, sizes):
-    with pytest.raises(InvalidInputError, match=r"no target of this window counts.*leave such samples out"):
-        update(loss, torch.rand(4, 2), targets, sizes)
-
-
-# --- pairs -----------------------------------------------------------------------------------------------------------
+from helpers import runner_of
 
 
 @pytest.mark.parametrize(
@@ -58,5 +20,9 @@ def test_window_in_which_nothing_counts_is_refused(loss, targets, sizes):
 def test_pair_that_is_no_sum_and_weight_is_refused(pair, said):
     mask = torch.tensor([1.0, 0, 1, 1, 0, 1, 1, 0])
 
+    runner = runner_of(
+        nn.Linear(3, 2), samples=8, micro_batch=4, loss=lambda outputs, mask: pair(outputs.square().sum(1), mask)
+    )
+
     with pytest.raises(InvalidInputError, match=f"loss 'loss' is a pair whose {said}"):
-        update(lambda outputs, mask: pair(outputs.square().sum(1), mask), torch.rand(8, 2), mask, (4, 4))
+        runner.step((torch.arange(24.0).view(8, 3), mask))
