@@ -28,7 +28,7 @@ from autoaccum._system.own_distribution import REQUIREMENTS, __version__
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from autoaccum._memory.nvml import CardReading
+    from autoaccum._memory.nvml import GPUReading
 
 _PROC = Path("/proc")
 _SHARED = Path("/dev/shm")  # noqa: S108 - where workers of a DataLoader pass batches on
@@ -173,14 +173,14 @@ def _limits(environment: Mapping[str, str], proc: Path, problems: list[str]) -> 
 
 def _devices(environment: Mapping[str, str], problems: list[str]) -> dict[str, Any]:
     driver = nvml.read_driver()
-    every, seen = nvml.cards_of(None), nvml.cards_of(environment.get(_VISIBLE))
+    every, seen = nvml.gpus_of(None), nvml.gpus_of(environment.get(_VISIBLE))
     facts: dict[str, Any] = {"NVIDIA driver": None if driver is None else driver.text}
-    for number, card in enumerate(seen):
-        holders = ", ".join(f"{other.name} (pid {other.pid})" for other in card.neighbours[:3])
+    for number, gpu in enumerate(seen):
+        holders = ", ".join(f"{other.name} (pid {other.pid})" for other in gpu.neighbours[:3])
         used = f", used by {holders}" if holders else ""
-        room = f"{format_bytes(card.free_bytes)} free of {format_bytes(card.total_bytes)}"
-        facts[f"GPU {number}"] = f"{card.name}, {room}{used}"
-        if card.free_bytes < _LITTLE_FREE * card.total_bytes:
+        room = f"{format_bytes(gpu.free_bytes)} free of {format_bytes(gpu.total_bytes)}"
+        facts[f"GPU {number}"] = f"{gpu.name}, {room}{used}"
+        if gpu.free_bytes < _LITTLE_FREE * gpu.total_bytes:
             problems.append(
                 f"GPU {number} has {room}{used}; choose another GPU with {_VISIBLE}, or wait until its memory is free"
             )
@@ -197,7 +197,7 @@ def _devices(environment: Mapping[str, str], problems: list[str]) -> dict[str, A
 
 
 def _why_unused(
-    driver: nvml.Driver, every: tuple[CardReading, ...], seen: tuple[CardReading, ...], visible: str, warned: str
+    driver: nvml.Driver, every: tuple[GPUReading, ...], seen: tuple[GPUReading, ...], visible: str, warned: str
 ) -> str:
     gpus = f"{len(every)} GPU{'s' if len(every) != 1 else ''}"
     if torch.version.cuda is None:

@@ -195,17 +195,17 @@ def _pytest(findings, *where):
 
 def survival(findings):
     """Let memory run out at each moment, under tight limits, and for good; lose the device."""
-    _pytest(findings, "tests/gpu/test_survival_on_a_card.py")
+    _pytest(findings, "tests/gpu/test_survival_on_a_gpu.py")
 
 
 def neighbour(findings):
     """Train beside a process that takes the memory and gives it back."""
-    _pytest(findings, "tests/gpu/test_neighbour_on_a_card.py")
+    _pytest(findings, "tests/gpu/test_neighbour_on_a_gpu.py")
 
 
 def tests(findings):
     """Run the other tests of the GPU, and the contract of the backends."""
-    files = () if findings.tiny else ("tests/gpu/test_paths_on_a_card.py", "tests/gpu/test_report_on_a_card.py")
+    files = () if findings.tiny else ("tests/gpu/test_paths_on_a_gpu.py", "tests/gpu/test_report_on_a_gpu.py")
     _pytest(findings, *files, "tests/memory/test_base.py")
 
 
@@ -398,18 +398,18 @@ def predictions(findings):
 def _trace(_connection, name, tiny, gpu):
     """Predict a job in a process that sees no GPU; return bytes and the timeline."""
     from autoaccum._estimate.estimate import trace_step  # noqa: PLC0415 - timelines have no public name
-    from autoaccum._estimate.gpus import card_named, custom_card  # noqa: PLC0415 - as above
+    from autoaccum._estimate.gpus import custom_gpu, gpu_named  # noqa: PLC0415 - as above
 
     try:
-        card = card_named(gpu)
+        gpu = gpu_named(gpu)
     except autoaccum.InvalidInputError:
-        card = custom_card(f"{torch.cuda.get_device_properties(0).total_memory / GIB:.1f}GiB")
+        gpu = custom_gpu(f"{torch.cuda.get_device_properties(0).total_memory / GIB:.1f}GiB")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     job, began = jobs(tiny)[name], time.perf_counter()
     way = {"loss": job.criterion, "optimizer": job.optimizer, "precision": job.precision, "tensor_float": job.tf32}
-    traced = trace_step(job.model, job.batch(min(job.target, 2)), kind="cuda", sizes=[job.target], card=card, **way)
-    footprint, timeline = traced.estimate(card).footprints[-1], traced.step_of(job.target)
+    traced = trace_step(job.model, job.batch(min(job.target, 2)), kind="cuda", sizes=[job.target], gpu=gpu, **way)
+    footprint, timeline = traced.estimate(gpu).footprints[-1], traced.step_of(job.target)
     operators, modules = (sorted({getattr(one, what) for one in timeline.storages}) for what in ("operator", "module"))
     return {
         "samples": job.target,

@@ -2,7 +2,7 @@
 
     python benchmarks/margins.py
 
-It reads results/published.json (the segments of a process on its card, by `published.py`) and results/allocated.csv
+It reads results/published.json (the segments of a process on its GPU, by `published.py`) and results/allocated.csv
 (what tensors hold at most, or the allocator's segments; predicted at the commit that docs/dev/estimates.md names), and
 prints the table of the latter. A margin is the share by which 95 % of the trainings of one kind and precision exceed
 their prediction at most. Segments and tensors count apart, since segments include what the allocator leaves unused, and

@@ -1,8 +1,8 @@
-"""Compares predictions for published training runs on real cards with their measurements and predictions.
+"""Compares predictions for published training runs on real GPUs with their measurements and predictions.
 
     python benchmarks/published.py [--only T5 gpt2] [--first-tokens 100] [--out FILE]
 
-published/README.md describes the runs and their sources. No card is needed: a run's iterations are traced on fake
+published/README.md describes the runs and their sources. No GPU is needed: a run's iterations are traced on fake
 tensors and replayed on the model of PyTorch's caching allocator, and its reserved memory is compared with NVML's count.
 For runs that ran out of memory, it checks whether that was predicted. transformers now keeps and casts other tensors:
 `pip install transformers==4.51.3` installs the version of the time.
@@ -23,7 +23,7 @@ from published_jobs import IMAGE_MODELS, TOKENS, served, timeline_of
 
 from autoaccum._estimate.cuda_allocator import OutOfMemoryError
 from autoaccum._estimate.cuda_dispatch import cublas_bytes
-from autoaccum._estimate.gpus import card_named
+from autoaccum._estimate.gpus import gpu_named
 
 RUNS = Path(__file__).parent / "published" / "xmem.csv"
 OTHERS = ("xmem", "dnnmem", "schedtune", "llmem")
@@ -32,9 +32,9 @@ NAMES = {"ours": "autoaccum", "xmem": "xMem", "dnnmem": "DNNMem", "schedtune": "
 EXACT_BYTES = 2 * 2**20
 
 
-def reserved(timeline, card, capacity_bytes):
+def reserved(timeline, gpu, capacity_bytes):
     """Return the allocator's peak reserved memory over a whole run; None if it does not fit."""
-    cublas = 2 * [cublas_bytes(card.name)]  # for the threads of forward and backward
+    cublas = 2 * [cublas_bytes(gpu.name)]  # for the threads of forward and backward
     try:
         return served(timeline, cublas=cublas, capacity_bytes=capacity_bytes).peak_reserved_bytes
     except OutOfMemoryError:
@@ -43,18 +43,18 @@ def reserved(timeline, card, capacity_bytes):
 
 def predicted(run, first_tokens=TOKENS):
     began_s = time.perf_counter()
-    card = card_named(run["card"])
+    gpu = gpu_named(run["gpu"])
     timeline = timeline_of(run["model"], run["optimizer"], int(run["batch"]), first_tokens)
-    within = reserved(timeline, card, card.free_bytes)
+    within = reserved(timeline, gpu, gpu.free_bytes)
     return {
         "run": run["run"],
-        "card": card.name,
+        "gpu": gpu.name,
         "model": run["model"],
         "optimizer": run["optimizer"],
         "batch": int(run["batch"]),
         "ran_out": run["real_oom"] == "true",
         "real_bytes": int(run["nvml_bytes"]),
-        "ours_bytes": within or reserved(timeline, card, None),
+        "ours_bytes": within or reserved(timeline, gpu, None),
         "ours_runs_out": within is None,
         "seconds": time.perf_counter() - began_s,
         **{f"{other}_bytes": int(run[f"{other}_bytes"]) if run[f"{other}_bytes"] else None for other in OTHERS},
@@ -133,7 +133,7 @@ def main():
         told = "ran out" if row["ran_out"] else f"{error_of(row, 'ours'):+.2%}, xMem {error_of(row, 'xmem'):+.2%}"
         warned = ", said to run out" if row["ours_runs_out"] else ""
         print(
-            f"{row['model']} {row['optimizer']} {row['batch']} on {row['card']}: {told}{warned}, "
+            f"{row['model']} {row['optimizer']} {row['batch']} on {row['gpu']}: {told}{warned}, "
             f"{row['ours_bytes'] / 2**20:.0f} MiB",
             file=sys.stderr,
             flush=True,

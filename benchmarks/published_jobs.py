@@ -1,4 +1,4 @@
-"""Traces the training runs of published/xmem.csv on fake tensors of a card: their models and their loops.
+"""Traces the training runs of published/xmem.csv on fake tensors of a GPU: their models and their loops.
 
 For a line of the file it returns the timeline of its first iterations. The loops differ from `fit`: the model's output
 is kept until the next iteration has its own, and gradients are freed before each forward pass.
@@ -23,7 +23,7 @@ from autoaccum._estimate.fake import Stage, ValuesAssumed
 from autoaccum._estimate.fake_backward import loosened
 from autoaccum._estimate.tracer import Ledger
 
-CARD = torch.device("cuda", 0)
+GPU = torch.device("cuda", 0)
 
 PIXELS, TOKENS = 86, 128
 IMAGE_ITERATIONS, TEXT_ITERATIONS = 4, 3
@@ -136,7 +136,7 @@ def timeline_of(model, optimizer, batch, first_tokens=TOKENS):
     """Trace the iterations of one run, by the file's names; the first batch of text may be shorter."""
     with torch.device("cpu" if model in READ_WHEN_MADE else "meta"):
         made = IMAGE_MODELS[model]() if model in IMAGE_MODELS else _language_model(model)
-    with _read_as_padded(), on_fake_card(made, batch) as (fake, timeline):
+    with _read_as_padded(), on_fake_gpu(made, batch) as (fake, timeline):
         loop = _images if model in IMAGE_MODELS else _text
         loop(fake, _optimizer(optimizer, fake.parameters()), batch, first_tokens)
     return timeline
@@ -145,13 +145,13 @@ def timeline_of(model, optimizer, batch, first_tokens=TOKENS):
 def _images(model, optimizer, batch, _first_tokens):
     for _ in range(IMAGE_ITERATIONS):
         optimizer.zero_grad()
-        images = torch.empty(batch, 3, PIXELS, PIXELS, device=CARD)
-        labels = torch.zeros(batch, dtype=torch.long, device=CARD)
+        images = torch.empty(batch, 3, PIXELS, PIXELS, device=GPU)
+        labels = torch.zeros(batch, dtype=torch.long, device=GPU)
         outputs = model(images)
         loss = loosened(nn.functional.cross_entropy(outputs, labels))
         outputs = outputs.detach()
         loss.backward()
-        del images, labels  # the loop rebinds these names before the next batch is on the card
+        del images, labels  # the loop rebinds these names before the next batch is on the GPU
         update(optimizer)
 
 
@@ -160,7 +160,7 @@ def _text(model, optimizer, batch, first_tokens):
     for tokens in (first_tokens, *[TOKENS] * (TEXT_ITERATIONS - 1)):
         optimizer.zero_grad()
         names = ("input_ids", "attention_mask", "labels")
-        outputs = model(**{name: torch.zeros(batch, tokens, dtype=torch.long, device=CARD) for name in names})
+        outputs = model(**{name: torch.zeros(batch, tokens, dtype=torch.long, device=GPU) for name in names})
         # The loop keeps the output, including the cache of keys and values, but not the graph, which backward frees.
         held[:] = [tensor.detach() for tensor in _tensors(outputs, set())]
         loss = loosened(outputs.loss)
@@ -226,11 +226,11 @@ def _read_as_padded():
 
 
 @contextmanager
-def on_fake_card(model, batch):
-    """Yield the model on a fake card, and the timeline that records what is done with it inside the block."""
+def on_fake_gpu(model, batch):
+    """Yield the model on a fake GPU, and the timeline that records what is done with it inside the block."""
     with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
-        fake = Stage(CARD).copied(model.train())
-        ledger = Ledger(batch, CARD.type, functools.partial(workspace, tensor_float=True))
+        fake = Stage(GPU).copied(model.train())
+        ledger = Ledger(batch, GPU.type, functools.partial(workspace, tensor_float=True))
         ledger.hold(fake.parameters(), Category.PARAMETERS)
         ledger.hold(fake.buffers(), Category.BUFFERS)
         ledger.enter("training")
@@ -249,7 +249,7 @@ def served(timeline, *, cublas=(), capacity_bytes=None):
     Args:
         timeline: The timeline.
         cublas: cuBLAS's workspaces, allocated first: bytes for each handle.
-        capacity_bytes: The memory of the card; None for unlimited.
+        capacity_bytes: The memory of the GPU; None for unlimited.
     """
     allocator = CachingAllocator(capacity_bytes)
     for size_bytes in cublas:

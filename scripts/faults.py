@@ -42,7 +42,7 @@ def main() -> int:
     started = time.perf_counter()
     faulty = [case for case in pairs() if options.case in str(case)]
     total = Tally()
-    # Spawned, because a fork does not survive autograd's threads for a card.
+    # Spawned, because a fork does not survive autograd's threads for a GPU.
     context = multiprocessing.get_context("spawn")
     console = Console(width=None if sys.stdout.isatty() else 160)
     table = _table()

@@ -471,7 +471,7 @@ SAYS = {
     "loader": ("loader", "batch"),
     "window": ("window", "batch"),
     "batches": ("batch",),
-    "gpus": ("gpus", "card"),
+    "gpus": ("gpus", "gpu"),
     "dims": ("Along(",),
 }
 FIT_TOGETHER = [
@@ -595,7 +595,7 @@ CALLS = {
         {
             "loader": [],
             "memory": [],
-            "gpus": [lambda _: "no such card", lambda _: ["h100-80gb", "nope"], lambda _: [3]],
+            "gpus": [lambda _: "no such GPU", lambda _: ["h100-80gb", "nope"], lambda _: [3]],
             "device_memory": [lambda _: "50%", lambda _: "1MiB", lambda _: "9" * 400],
             "display": [lambda _: "50%", lambda _: "much", lambda _: "9" * 400],
         },

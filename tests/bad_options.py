@@ -17,7 +17,7 @@ BAD = {
         "recipe": ["missing.py", "a file", "recipe.py:nothing", "."],
         "target_batch": COUNTS,
         "target_tokens": COUNTS,
-        "gpus": ["no such card", "", "a"],
+        "gpus": ["no such GPU", "", "a"],
         "device_memory": [*LIMITS[:4], "50%", "1MiB"],
         "display": ["much", "50%", "-1MiB"],
         "ranks": COUNTS[:4],

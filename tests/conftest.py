@@ -53,7 +53,7 @@ _HOOKS = {
     for name in ("forward_pre", "forward", "backward_pre", "backward", "module_registration", "parameter_registration")
 } | {"forward with kwargs": torch.nn.modules.module._global_forward_hooks_with_kwargs}
 _LIMITS = [] if resource is None else [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
-# Without a card torch.manual_seed notes for each kind of card who called it, for when there is one.
+# Without a GPU torch.manual_seed notes for each kind of GPU who called it, for when there is one.
 _seed = functools.partial(torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed, 0)
 # Set by pytest for each phase of a test, and by scikit-learn and torch's compiler when they are first imported.
 _FOREIGN_VARIABLES = ("PYTEST_", "KMP_", "PYTORCH_NVML", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items):
     if torch.__version__ < "2.9" and not torch.cuda.is_available():
         why = "PyTorch 2.8 calls the driver for each operator on a fake CUDA tensor, and there is none here"
         for item in items:
-            if item.get_closest_marker("card_fakes"):
+            if item.get_closest_marker("gpu_fakes"):
                 item.add_marker(pytest.mark.skip(reason=why))
 
 

@@ -1,4 +1,4 @@
-"""What a window asks of a card: operators that launch kernels, counted."""
+"""What a window asks of a GPU: operators that launch kernels, counted."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -9,7 +9,7 @@ SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 
 
 class Launches(TorchDispatchMode):
-    """Notes the operators that launch a kernel on the card."""
+    """Notes the operators that launch a kernel on the GPU."""
 
     def __init__(self):
         super().__init__()
@@ -18,8 +18,8 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **kwargs or {})
         leaves = tree_leaves((args, kwargs, result))
-        on_card = any(isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda" for leaf in leaves)
+        on_gpu = any(isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda" for leaf in leaves)
         name = operator._schema.name.removeprefix("aten::")
-        if on_card and not (operator.is_view or name in SILENT or name.startswith("prim::")):
+        if on_gpu and not (operator.is_view or name in SILENT or name.startswith("prim::")):
             self.names.append(name)
         return result

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from autoaccum._estimate.gpus import Card
+from autoaccum._estimate.gpus import GPU
 from autoaccum._estimate.moments import AliveMemory, ModuleMemory, Moment, StepMemory
 from autoaccum._estimate.trace import Footprint
 from autoaccum._records import Neighbour, Plan, Trial
@@ -38,12 +38,12 @@ def footprint(size, *, fixed=200 * MIB, each=40 * MIB, phase="backward"):
 SIZES = (1, 2, 128, 256)
 
 
-def card(name="l4", total=22 * GIB):
-    return Card(name, total, 448 * MIB, bf16=True, source="https://example.org/card")
+def gpu(name="l4", total=22 * GIB):
+    return GPU(name, total, 448 * MIB, bf16=True, source="https://example.org/gpu")
 
 
 def predicted(name="l4", total=22 * GIB, micro_batch=256, sizes=(256,)):
-    of, taken = card(name, total), footprint(max(sizes, default=1))
+    of, taken = gpu(name, total), footprint(max(sizes, default=1))
     more = micro_batch > 0 and footprint(micro_batch + 1).reserved_bytes <= of.free_bytes
     return Predicted(
         of,
@@ -134,4 +134,4 @@ NOTHING_FITS = replace(
     ),
     predicted=(predicted("tiny", GIB, 0, ()),),
 )
-MANY_CARDS = replace(PREDICTED_ONLY, predicted=tuple(predicted(f"card-{n}", (8 + n) * GIB) for n in range(6)))
+MANY_GPUS = replace(PREDICTED_ONLY, predicted=tuple(predicted(f"gpu-{n}", (8 + n) * GIB) for n in range(6)))

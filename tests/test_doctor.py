@@ -12,12 +12,12 @@ from click.testing import CliRunner
 from autoaccum import _doctor
 from autoaccum._cli.app import cli
 from autoaccum._doctor import examine
-from autoaccum._memory.nvml import CardReading, Driver
+from autoaccum._memory.nvml import Driver, GPUReading
 from autoaccum._records import Neighbour
 
 GIB, MIB = 2**30, 2**20
-FREE = CardReading("NVIDIA H200", 140 * GIB, 139 * GIB, ())
-FULL = CardReading("NVIDIA H200", 140 * GIB, GIB, (Neighbour(17, "python", 138 * GIB),))
+FREE = GPUReading("NVIDIA H200", 140 * GIB, 139 * GIB, ())
+FULL = GPUReading("NVIDIA H200", 140 * GIB, GIB, (Neighbour(17, "python", 138 * GIB),))
 DRIVER = Driver("580.65", (13, 0))
 SLURM = {"SLURM_JOB_ID": "7"}
 
@@ -130,7 +130,7 @@ def test_variables_of_slurm_that_are_no_numbers_are_left_out(place):
 
 @pytest.fixture
 def gpus(place, monkeypatch):
-    def of(cards=(FREE,), driver=DRIVER, built="13.2", sees=None, warns=""):
+    def of(gpus=(FREE,), driver=DRIVER, built="13.2", sees=None, warns=""):
         """Describe a machine with some GPUs, and what PyTorch makes of them."""
 
         def accelerator():
@@ -139,10 +139,10 @@ def gpus(place, monkeypatch):
             return None if sees is None else torch.device(sees)
 
         monkeypatch.setattr(_doctor.nvml, "read_driver", lambda: driver)
-        monkeypatch.setattr(_doctor.nvml, "cards_of", lambda wanted: tuple(cards) if wanted is None or wanted else ())
+        monkeypatch.setattr(_doctor.nvml, "gpus_of", lambda wanted: tuple(gpus) if wanted is None or wanted else ())
         monkeypatch.setattr(_doctor, "find_accelerator", accelerator)
         monkeypatch.setattr(torch.version, "cuda", built)
-        monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(cards))
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(gpus))
 
     return of
 
@@ -165,7 +165,7 @@ def test_gpus_are_shown_with_what_is_free(place, gpus):
     ("described", "environment", "said"),
     [
         ({"built": None}, {}, "is built without CUDA"),
-        ({"cards": []}, {}, "sees no GPU"),
+        ({"gpus": []}, {}, "sees no GPU"),
         ({}, {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES='' hides the 1 GPU"),
         ({"driver": Driver("535.1", (12, 2))}, {}, "supports up to CUDA 12.2; update the driver"),
         ({"warns": "CUDA initialization: unknown error\nmore"}, {}, "(CUDA initialization: unknown error)"),

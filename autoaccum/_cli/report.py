@@ -23,7 +23,7 @@ from torch import nn
 
 from autoaccum._cli.exit_codes import ExitCode, complain, print_result
 from autoaccum._data.nesting import shapes_of
-from autoaccum._estimate.gpus import card_named, custom_card, with_display
+from autoaccum._estimate.gpus import custom_gpu, gpu_named, with_display
 from autoaccum._launch.recipe import RecipeError, raises_told
 from autoaccum._launch.script import load_job
 from autoaccum._memory.limits import format_bytes, parse_size
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from autoaccum._launch.job import Job
     from autoaccum._report import Report
 
-# CUDA's error if another process has exclusive use of a card.
+# CUDA's error if another process has exclusive use of a GPU.
 _BUSY = "busy or unavailable"
 
 
@@ -166,7 +166,7 @@ def verdict(report: Report, *, require_free_bytes: int | None) -> tuple[ExitCode
         return ExitCode.DOES_NOT_FIT, "does not fit on every device requested"
     tight = [one for one in report.predicted if one.verdict == TIGHT]
     if tight and not report.is_optimistic:
-        names = ", ".join(f"{one.card.name} (by {one.uncertainty:.1%})" for one in tight)
+        names = ", ".join(f"{one.gpu.name} (by {one.uncertainty:.1%})" for one in tight)
         why = f"predicted to fit, but within the uncertainty of the prediction: {names}; --optimistic accepts that"
         return ExitCode.DOES_NOT_FIT, why
     if report.short:
@@ -257,20 +257,20 @@ def _first_batch(job: Job) -> Any:
 
 
 def _check_gpus(names: Sequence[str], device_memory: str | None, display: str | None, *, no_measure: bool) -> None:
-    """Raise for unknown cards, or --no-measure without a card, before the recipe is loaded, which may be slow."""
-    cards = [card_named(name) for name in names]
+    """Raise for unknown GPUs, or --no-measure without a GPU, before the recipe is loaded, which may be slow."""
+    gpus = [gpu_named(name) for name in names]
     if device_memory is not None:
         parse_size(device_memory, name="--device-memory")
         with _in_words_of_options(["device_memory"]):
-            cards.append(custom_card(device_memory))
+            gpus.append(custom_gpu(device_memory))
     if display is not None:
         parse_size(display, name="--display")
         with _in_words_of_options(["display"]):
-            for card in cards:
-                with_display(card, display)
+            for gpu in gpus:
+                with_display(gpu, display)
     if no_measure and not names and device_memory is None:
         raise InvalidInputError(
-            "--no-measure without a card leaves nothing to report; name cards (--gpu h100-80gb), pass a card's memory "
+            "--no-measure without a GPU leaves nothing to report; name GPUs (--gpu h100-80gb), pass a GPU's memory "
             "(--device-memory 24GiB), or omit --no-measure"
         )
 
@@ -331,7 +331,7 @@ def _missing_as_exit_code(context: click.Context) -> Iterator[None]:
     except DeviceMissingError as error:
         reason = str(error)
     except RuntimeError as error:
-        # The card is too full even for CUDA's own memory.
+        # The GPU is too full even for CUDA's own memory.
         if not is_oom(error) and _BUSY not in str(error):
             raise
         reason = first_line(error)

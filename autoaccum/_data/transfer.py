@@ -30,7 +30,7 @@ class Transfer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.copies = False
-        # Created with the first batch that has to be moved: it needs a driver, and memory of the card.
+        # Created with the first batch that has to be moved: it needs a driver, and memory of the GPU.
         self._stream: torch.cuda.Stream | None = None
 
     def place(self, batch: Any) -> Any:

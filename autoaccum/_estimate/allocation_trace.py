@@ -1,6 +1,6 @@
 """The timeline of one training step: storages allocated and freed, in order, and their peak.
 
-`_estimate/tracer.py` records it, `_estimate/cuda_allocator.py` replays it on a card's allocator. Pure arithmetic: no
+`_estimate/tracer.py` records it, `_estimate/cuda_allocator.py` replays it on a GPU's allocator. Pure arithmetic: no
 torch, no device, no rounding.
 """
 

@@ -1,7 +1,7 @@
 """Corrects fake CUDA tensors where they differ from CUDA: attention kernels, workspaces, autocast, the driver.
 
 Fakes of device "cuda" take CUDA's paths wherever the path depends only on the device (fused dropout, cuDNN's batch
-norm, autocast's lists). These rules cover the rest: choices that need the card. Kernels' workspaces are in
+norm, autocast's lists). These rules cover the rest: choices that need the GPU. Kernels' workspaces are in
 `_estimate/cuda_kernels.py` and `_estimate/cudnn_recurrent.py`.
 """
 
@@ -16,10 +16,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from autoaccum._engine import chunked_loss
-from autoaccum._estimate.card_properties import CardAnswers
 from autoaccum._estimate.cuda_kernels import LAST, runs_channels_last
 from autoaccum._estimate.cudnn_recurrent import is_recurrent, recurrent
 from autoaccum._estimate.fake_backward import backward, backward_from, functions_heard
+from autoaccum._estimate.gpu_properties import GPUAnswers
 from autoaccum._estimate.own_thread import replaced
 
 if TYPE_CHECKING:
@@ -143,14 +143,14 @@ def autocast(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def without_driver(answers: CardAnswers | None = None) -> Iterator[None]:
+def without_driver(answers: GPUAnswers | None = None) -> Iterator[None]:
     """Let this thread's fakes take CUDA's paths even where PyTorch checks the driver, or the build, for CUDA.
 
     Args:
-        answers: What the model is told of the card if it asks; None for any card with TF32.
+        answers: What the model is told of the GPU if it asks; None for any GPU with TF32.
     """
     with (
-        (answers or CardAnswers()).given(),
+        (answers or GPUAnswers()).given(),
         # Inside a model, or in a checkpoint's second pass, `torch.autocast("cuda")` casts.
         replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
         # PyTorch's own functions call attention without `CudaCalls`.
@@ -166,7 +166,7 @@ def without_driver(answers: CardAnswers | None = None) -> Iterator[None]:
 
 @contextmanager
 def _layouts_of_cudnn() -> Iterator[None]:
-    """Give fakes of convolutions on a card cuDNN's layout even if PyTorch finds no cuDNN."""
+    """Give fakes of convolutions on a GPU cuDNN's layout even if PyTorch finds no cuDNN."""
 
     def determined(source: Tensor, weight: Tensor, backend: Any) -> Any:
         if source.device.type != "cuda":
@@ -191,6 +191,6 @@ def _recomputing_without_engine() -> Iterator[None]:
         yield
 
 
-def cublas_bytes(card_name: str) -> int:
-    """Return cuBLAS's workspace for a handle on a card."""
-    return CUBLAS_HOPPER_BYTES if card_name.lower().startswith(_WITH_32_MIB) else CUBLAS_BYTES
+def cublas_bytes(gpu_name: str) -> int:
+    """Return cuBLAS's workspace for a handle on a GPU."""
+    return CUBLAS_HOPPER_BYTES if gpu_name.lower().startswith(_WITH_32_MIB) else CUBLAS_BYTES

@@ -47,7 +47,7 @@ def is_recurrent(func: Any) -> bool:
 
 
 def recurrent(func: Any, args: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Return what `torch.lstm`, `torch.gru` or one of the others returns, for fake tensors of a card."""
+    """Return what `torch.lstm`, `torch.gru` or one of the others returns, for fake tensors of a GPU."""
     is_packed = isinstance(args[3], list | tuple)
     source, states, weights = args[0], args[2] if is_packed else args[1], args[3] if is_packed else args[2]
     _, layers, _, trains, bidirectional = args[4 if is_packed else 3 :][:5]

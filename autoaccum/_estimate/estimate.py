@@ -15,9 +15,9 @@ from autoaccum._data.batches import count
 from autoaccum._data.nesting import tensors_in
 from autoaccum._engine.precision import PRECISIONS, own_half_type
 from autoaccum._estimate import cudnn_recurrent
-from autoaccum._estimate.card_properties import CardAnswers
 from autoaccum._estimate.fake import built_on_meta, drops_layers, why_stuck
 from autoaccum._estimate.fake_step import FakeJob, FakeStep, take_lists
+from autoaccum._estimate.gpu_properties import GPUAnswers
 from autoaccum._estimate.step_sizes import TracedSizes
 from autoaccum._estimate.trace import Traced
 from autoaccum._estimate.uncertainty import margin_for
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.fake_step import Adapt
-    from autoaccum._estimate.gpus import Card
+    from autoaccum._estimate.gpus import GPU
     from autoaccum._estimate.trace import Estimate
     from autoaccum._loss.objective import Loss
 
@@ -44,10 +44,10 @@ __all__ = ["NotTracedError", "Traced", "estimate_step", "take_lists", "trace_ste
 _WITH_LENGTH = 2
 _OF_LENGTHS = "; varying lengths fragment the cache (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help)"
 _OF_LAYERS = "layers that training drops at random (layerdrop) are counted as kept; a step that drops some needs less"
-# From the runs in docs/dev/estimates.md, "Against real cards".
+# From the runs in docs/dev/estimates.md, "Against real GPUs".
 _OF_CUDNN = (
     "cuDNN chooses its convolutions' workspace at run time; only Winograd's, in float32 without Tensor Cores, is "
-    "counted, and measured runs (in fp32, on two cards) used from 11 % less to 20 % more than predicted"
+    "counted, and measured runs (in fp32, on two GPUs) used from 11 % less to 20 % more than predicted"
 )
 
 
@@ -71,7 +71,7 @@ def trace_step(
     adapts: Sequence[Adapt] = (),
     tensor_float: bool = True,
     split: Split | None = None,
-    card: Card | None = None,
+    gpu: GPU | None = None,
 ) -> Traced:
     """Trace a training step at a few sizes, without the device.
 
@@ -91,9 +91,9 @@ def trace_step(
         most: The largest size of interest; None means the batch's own length.
         adapts: Each takes the traced copy of the model and returns a context in which it is changed, such as
             `checkpointing.checkpointed`. The copy is on the CPU or claims to be on "cuda:0".
-        tensor_float: With kind="cuda", whether the card computes float32 with Tensor Cores (TF32, from Ampere on).
+        tensor_float: With kind="cuda", whether the GPU computes float32 with Tensor Cores (TF32, from Ampere on).
         split: As for `fit`.
-        card: With kind="cuda", the card whose capability, name and memory the model is told if it asks; None for any.
+        gpu: With kind="cuda", the GPU whose capability, name and memory the model is told if it asks; None for any.
             `Traced.holds_for` says for which others the trace holds.
 
     Raises:
@@ -123,7 +123,7 @@ def trace_step(
         kind=kind,
         tensor_float=tensor_float,
         split=split,
-        answers=CardAnswers(card, tensor_float=tensor_float),
+        answers=GPUAnswers(gpu, tensor_float=tensor_float),
     )
     with _in_words():
         step = FakeStep(job)
@@ -162,24 +162,24 @@ def _in_words() -> Iterator[None]:
 
 
 def estimate_step(
-    model: nn.Module | Callable[[], nn.Module], batch: Any, *, card: Card | None = None, **options: Any
+    model: nn.Module | Callable[[], nn.Module], batch: Any, *, gpu: GPU | None = None, **options: Any
 ) -> Estimate:
     """Predict the peak memory of a training step.
 
     Args:
         model: As for `trace_step`.
         batch: As for `trace_step`.
-        card: The card; None for the CPU.
-        options: As for `trace_step`, except `kind`, `tensor_float` and `card`.
+        gpu: The GPU; None for the CPU.
+        options: As for `trace_step`, except `kind`, `tensor_float` and `gpu`.
 
     Raises:
         InvalidInputError: As for `trace_step`.
     """
-    if card is not None and options.get("precision") == "auto":
-        options["precision"] = "bf16" if card.bf16 else "fp16"
-    if card is None:
+    if gpu is not None and options.get("precision") == "auto":
+        options["precision"] = "bf16" if gpu.bf16 else "fp16"
+    if gpu is None:
         return trace_step(model, batch, kind="cpu", **options).estimate()
-    return trace_step(model, batch, kind="cuda", tensor_float=card.tensor_float, card=card, **options).estimate(card)
+    return trace_step(model, batch, kind="cuda", tensor_float=gpu.tensor_float, gpu=gpu, **options).estimate(gpu)
 
 
 def _notes(job: FakeJob) -> Iterator[str]:

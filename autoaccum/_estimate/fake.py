@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from autoaccum._data.batches import repeated
 from autoaccum._data.nesting import copied, map_tensors
 from autoaccum._data.splits import Along
-from autoaccum._estimate.card_properties import UnknownOfCardError
+from autoaccum._estimate.gpu_properties import UnknownOfGPUError
 from autoaccum._oom import first_line
 from autoaccum.errors import InvalidInputError
 
@@ -204,7 +204,7 @@ def why_stuck(error: Exception) -> str | None:
         reason = f"it branches on values, with {error.func}"
     elif isinstance(error, UnsupportedOperatorException):
         reason = f"the operator {error.func} has no fake implementation{_UNFORMED}"
-    elif isinstance(error, UnknownOfCardError | NoFakesError):
+    elif isinstance(error, UnknownOfGPUError | NoFakesError):
         reason = text
     elif is_runtime and "no fake impl" in text:  # custom operators of torch.library
         reason = f"a custom operator has no fake implementation ({first_line(error)}){_UNFORMED}"

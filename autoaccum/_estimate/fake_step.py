@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.pieces import Split
     from autoaccum._estimate.allocation_trace import Timeline
-    from autoaccum._estimate.card_properties import CardAnswers
+    from autoaccum._estimate.gpu_properties import GPUAnswers
     from autoaccum._loss.objective import Source
     from autoaccum._loss.terms import Term
 
@@ -108,7 +108,7 @@ class FakeJob:
     kind: str
     tensor_float: bool
     split: Split | None
-    answers: CardAnswers
+    answers: GPUAnswers
 
 
 class FakeStep:

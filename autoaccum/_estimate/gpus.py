@@ -38,7 +38,7 @@ _SUGGESTED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class GPU:
     """One kind of device.
 
     Attributes:
@@ -48,7 +48,7 @@ class Card:
         bf16: Whether it supports bfloat16.
         source: The origin of its memory.
         display_bytes: The part that a display uses.
-        capability: Its compute capability; for a card that is not in the table, the lowest with its types.
+        capability: Its compute capability; for a GPU that is not in the table, the lowest with its types.
     """
 
     name: str
@@ -76,39 +76,39 @@ class Card:
 
     @property
     def free_bytes(self) -> int:
-        """The memory that a process alone on the card can reserve."""
+        """The memory that a process alone on the GPU can reserve."""
         return self.total_bytes - self.context_bytes - self.display_bytes
 
 
-def known_cards() -> tuple[Card, ...]:
-    """Return every card of the table, older architectures first."""
-    return tuple(_CARDS.values())
+def known_gpus() -> tuple[GPU, ...]:
+    """Return every GPU of the table, older architectures first."""
+    return tuple(_GPUS.values())
 
 
-def card_named(name: str) -> Card:
-    """Return the card of this name, ignoring case, spaces, dashes and underscores.
+def gpu_named(name: str) -> GPU:
+    """Return the GPU of this name, ignoring case, spaces, dashes and underscores.
 
     Raises:
-        InvalidInputError: No card matches, or several do.
+        InvalidInputError: No GPU matches, or several do.
     """
     if not isinstance(name, str):
-        raise InvalidInputError(f"gpus: {shown(name)} is not the name of a card; pass one such as 'h100-80gb'")
+        raise InvalidInputError(f"gpus: {shown(name)} is not the name of a GPU; pass one such as 'h100-80gb'")
     asked = _plain(name)
     if asked in _BY_NAME:
         return _BY_NAME[asked]
-    several = [card.name for key, card in _CARDS.items() if asked and key.startswith(asked)]
+    several = [gpu.name for key, gpu in _GPUS.items() if asked and key.startswith(asked)]
     if len(several) > 1:
-        raise InvalidInputError(f"gpus: {name!r} matches several cards: {', '.join(several)}; name one of them")
+        raise InvalidInputError(f"gpus: {name!r} matches several GPUs: {', '.join(several)}; name one of them")
     near = difflib.get_close_matches(asked, list(_BY_NAME), n=2 * _SUGGESTED, cutoff=0.5)
     names = list(dict.fromkeys(_BY_NAME[key].name for key in near))[:_SUGGESTED]
-    nearest = f"nearest: {', '.join(names)}" if names else f"known: {', '.join(card.name for card in known_cards())}"
+    nearest = f"nearest: {', '.join(names)}" if names else f"known: {', '.join(gpu.name for gpu in known_gpus())}"
     raise InvalidInputError(
-        f"gpus: the card {shown(name)} is unknown ({nearest}); for other cards pass --device-memory, such as 24GiB"
+        f"gpus: the GPU {shown(name)} is unknown ({nearest}); for other GPUs pass --device-memory, such as 24GiB"
     )
 
 
-def custom_card(device_memory: str) -> Card:
-    """Return a card that is not in the table.
+def custom_gpu(device_memory: str) -> GPU:
+    """Return a GPU that is not in the table.
 
     Args:
         device_memory: Its total memory, such as "24GiB", including the part that CUDA uses.
@@ -121,7 +121,7 @@ def custom_card(device_memory: str) -> Card:
         raise InvalidInputError(
             f"device_memory={device_memory!r} is too small: CUDA itself uses up to {context // _MIB} MiB; pass more"
         )
-    return Card(f"device of {device_memory.strip()}", total, context, bf16=True, source="--device-memory")
+    return GPU(f"device of {device_memory.strip()}", total, context, bf16=True, source="--device-memory")
 
 
 def display_bytes(display: int | str) -> int:
@@ -135,23 +135,23 @@ def display_bytes(display: int | str) -> int:
     return display if isinstance(display, int) else parse_size(display, name="display")
 
 
-def with_display(card: Card, display: int | str) -> Card:
-    """Return a card of whose memory a display uses a part.
+def with_display(gpu: GPU, display: int | str) -> GPU:
+    """Return a GPU of whose memory a display uses a part.
 
     Args:
-        card: The card.
+        gpu: The GPU.
         display: The part, in bytes or as "600MiB".
 
     Raises:
         InvalidInputError: It is no size, or leaves nothing for training.
     """
     taken = display_bytes(display)
-    if taken >= card.free_bytes:
+    if taken >= gpu.free_bytes:
         raise InvalidInputError(
-            f"display={shown(display)} leaves nothing of {card.name}, of which {card.free_bytes // _MIB} MiB are free "
+            f"display={shown(display)} leaves nothing of {gpu.name}, of which {gpu.free_bytes // _MIB} MiB are free "
             "beside CUDA; pass less"
         )
-    return replace(card, display_bytes=taken)
+    return replace(gpu, display_bytes=taken)
 
 
 def _plain(name: str) -> str:
@@ -159,15 +159,15 @@ def _plain(name: str) -> str:
     return re.sub(r"^(nvidia)?(geforce|tesla|quadro)?", "", plain)
 
 
-def _read() -> tuple[dict[str, Card], dict[str, Card]]:
+def _read() -> tuple[dict[str, GPU], dict[str, GPU]]:
     """Return the GPUs of the table, by their names and by their other names."""
-    cards: dict[str, Card] = {}
-    others: dict[str, Card] = {}
+    gpus: dict[str, GPU] = {}
+    others: dict[str, GPU] = {}
     text = resources.files("autoaccum._estimate").joinpath("gpus.csv").read_text(encoding="utf-8")
     for row in csv.DictReader(line for line in text.splitlines() if not line.startswith("#")):
         major, _, minor = row["capability"].partition(".")
         capability = int(major), int(minor)
-        card = Card(
+        gpu = GPU(
             row["name"],
             int(row["total_bytes"]),
             int(row["context_mib"]) * _MIB,
@@ -175,10 +175,10 @@ def _read() -> tuple[dict[str, Card], dict[str, Card]]:
             source=row["source"],
             capability=capability,
         )
-        cards[_plain(card.name)] = card
-        others |= {_plain(name): card for name in row["other_names"].split()}
-    return cards, others
+        gpus[_plain(gpu.name)] = gpu
+        others |= {_plain(name): gpu for name in row["other_names"].split()}
+    return gpus, others
 
 
-_CARDS, _OTHERS = _read()
-_BY_NAME = _CARDS | _OTHERS
+_GPUS, _OTHERS = _read()
+_BY_NAME = _GPUS | _OTHERS

@@ -1,6 +1,6 @@
 """Replaces functions of torch for the thread that traces a step, and for no other.
 
-A trace needs other answers than a driver gives (`cuda_dispatch.py`, `card_properties.py`, `fake_backward.py`). Every
+A trace needs other answers than a driver gives (`cuda_dispatch.py`, `gpu_properties.py`, `fake_backward.py`). Every
 replacement asks which thread calls: all threads but the tracing one, such as one that trains, get torch's own function.
 """
 

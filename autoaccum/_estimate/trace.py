@@ -1,4 +1,4 @@
-"""Turns the timelines of a traced step into an `Estimate` of its peak on the CPU or on a card."""
+"""Turns the timelines of a traced step into an `Estimate` of its peak on the CPU or on a GPU."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from autoaccum._estimate.card_properties import properties_of
 from autoaccum._estimate.cuda_allocator import serve
 from autoaccum._estimate.cuda_dispatch import cublas_bytes
+from autoaccum._estimate.gpu_properties import properties_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.fake_step import Adapt
-    from autoaccum._estimate.gpus import Card
+    from autoaccum._estimate.gpus import GPU
 
 # Micro-batches are smaller than two to this power.
 _POWERS = 40
@@ -63,8 +63,8 @@ class Traced:
         sizes: The sizes whose footprints are recorded, ascending.
         kind: The kernels traced: "cpu" or "cuda".
         notes: The assumptions, each a sentence.
-        uncertainty: A step on a card may take this share more than predicted.
-        told: What the model asked of the card, and was told.
+        uncertainty: A step on a GPU may take this share more than predicted.
+        told: What the model asked of the GPU, and was told.
         adapted: Traces the step with more changes of the model, at the largest size to begin with.
     """
 
@@ -76,9 +76,9 @@ class Traced:
     told: Mapping[str, object]
     adapted: Callable[[Sequence[Adapt]], Traced]
 
-    def holds_for(self, card: Card) -> bool:
-        """Whether another card, which computes float32 alike, would have told the model the same."""
-        known = properties_of(card)
+    def holds_for(self, gpu: GPU) -> bool:
+        """Whether another GPU, which computes float32 alike, would have told the model the same."""
+        known = properties_of(gpu)
         return all(known[name] == answer for name, answer in self.told.items())
 
     def changed(self, change: Callable[[Timeline], Timeline]) -> Traced:
@@ -89,24 +89,24 @@ class Traced:
             adapted=lambda adapts: self.adapted(adapts).changed(change),
         )
 
-    def estimate(self, card: Card | None = None) -> Estimate:
+    def estimate(self, gpu: GPU | None = None) -> Estimate:
         """Return the peak memory of the steps.
 
         Args:
-            card: The card whose caching allocator serves them; None for exact bytes, as the CPU's allocator counts.
+            gpu: The GPU whose caching allocator serves them; None for exact bytes, as the CPU's allocator counts.
 
         Raises:
-            InvalidInputError: A card is given, but the kernels traced were those of the CPU.
+            InvalidInputError: A GPU is given, but the kernels traced were those of the CPU.
         """
-        if card is not None and self.kind != "cuda":
+        if gpu is not None and self.kind != "cuda":
             raise InvalidInputError(
-                f"the step was traced with kind={self.kind!r}, and the card {card.name} runs other kernels; trace it "
+                f"the step was traced with kind={self.kind!r}, and the GPU {gpu.name} runs other kernels; trace it "
                 "with kind='cuda'"
             )
         # The step of one sample may be that of two, if the model refuses one.
         timelines = {timeline.size: timeline for timeline in map(self.step_of, self.sizes)}
-        footprints = tuple(_footprint(timelines[size], card) for size in sorted(timelines))
-        return Estimate(footprints, self.notes, 0.0 if card is None else self.uncertainty, self, card)
+        footprints = tuple(_footprint(timelines[size], gpu) for size in sorted(timelines))
+        return Estimate(footprints, self.notes, 0.0 if gpu is None else self.uncertainty, self, gpu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +118,19 @@ class Estimate:
         notes: Limitations of the estimate, each a sentence.
         uncertainty: A step may take this share more than predicted.
         traced: The traced step.
-        card: The card whose caching allocator serves it; None for exact bytes.
+        gpu: The GPU whose caching allocator serves it; None for exact bytes.
     """
 
     footprints: tuple[Footprint, ...]
     notes: tuple[str, ...]
     uncertainty: float
     traced: Traced = field(repr=False, compare=False)
-    card: Card | None
+    gpu: GPU | None
     _fits: dict[tuple[int, int], bool] = field(default_factory=dict, repr=False, compare=False)
 
     def at(self, size: int, room_bytes: int | None = None) -> Footprint:
         """Return the footprint of a step of this size; if it does not fit, what it would reserve without a limit."""
-        return _footprint(self.traced.step_of(size), self.card, room_bytes)
+        return _footprint(self.traced.step_of(size), self.gpu, room_bytes)
 
     def fits(self, size: int, room_bytes: int) -> bool:
         """Whether a step of this size is predicted to fit in `room_bytes`."""
@@ -139,8 +139,8 @@ class Estimate:
         step = self.traced.step_of(size)
         is_too_large = step.peak().live_bytes > room_bytes
         fits = not is_too_large
-        if self.card is not None and fits:
-            fits = serve(_with_cublas(step, self.card), room_bytes) is not None
+        if self.gpu is not None and fits:
+            fits = serve(_with_cublas(step, self.gpu), room_bytes) is not None
         self._fits[size, room_bytes] = fits
         return fits
 
@@ -159,7 +159,7 @@ class Estimate:
     def timeline(self, size: int) -> Timeline:
         """Return the step of this size, with the workspaces of cuBLAS."""
         timeline = self.traced.step_of(size)
-        return timeline if self.card is None else _with_cublas(timeline, self.card)
+        return timeline if self.gpu is None else _with_cublas(timeline, self.gpu)
 
     def safe_bytes(self, room_bytes: int) -> int:
         """Return the prediction up to which a step fits in `room_bytes` in spite of the uncertainty."""
@@ -191,7 +191,7 @@ class Estimate:
         return low
 
 
-def _footprint(timeline: Timeline, card: Card | None, room_bytes: int | None = None) -> Footprint:
+def _footprint(timeline: Timeline, gpu: GPU | None, room_bytes: int | None = None) -> Footprint:
     peak, kinds = timeline.peak(), timeline.kinds()
     kept = timeline.kept_for_backward()
     held: Counter[str] = Counter()
@@ -199,9 +199,9 @@ def _footprint(timeline: Timeline, card: Card | None, room_bytes: int | None = N
         # What a loss keeps is an activation here.
         held["activations" if number in kept else kinds[number]] += timeline.storages[number].size_bytes
     peak_bytes = reserved_bytes = peak.live_bytes
-    if card is not None:
-        step = _with_cublas(timeline, card)
-        served = serve(step, card.free_bytes if room_bytes is None else room_bytes) or serve(step)
+    if gpu is not None:
+        step = _with_cublas(timeline, gpu)
+        served = serve(step, gpu.free_bytes if room_bytes is None else room_bytes) or serve(step)
         assert served is not None
         peak_bytes, reserved_bytes = max(peak_bytes, served.peak_bytes), served.reserved_bytes
     parts = {f"{kind}_bytes": held[kind] for kind in _PARTS}
@@ -211,5 +211,5 @@ def _footprint(timeline: Timeline, card: Card | None, room_bytes: int | None = N
     )
 
 
-def _with_cublas(timeline: Timeline, card: Card) -> Timeline:
-    return timeline.with_held(2 * cublas_bytes(card.name))
+def _with_cublas(timeline: Timeline, gpu: GPU) -> Timeline:
+    return timeline.with_held(2 * cublas_bytes(gpu.name))

@@ -29,7 +29,7 @@ def existing(device: str | torch.device) -> torch.device:
         DeviceMissingError: This machine does not have it.
     """
     try:
-        asked = torch.device(str(device) if isinstance(device, bool) else device)  # True would be card 1
+        asked = torch.device(str(device) if isinstance(device, bool) else device)  # True would be GPU 1
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise InvalidInputError(f"device={shown(device)} is not a device that torch knows; {there_is()}") from error
     if asked.type == "cpu" and not asked.index:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class MemoryBackend(ABC):
     """The memory of one device, as seen by this process.
 
-    "Used" always means as counted by the limit. On a card that is the memory held by this process's allocator; on the
+    "Used" always means as counted by the limit. On a GPU that is the memory held by this process's allocator; on the
     host, what the process allocated since the limit was entered.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The memory of a CUDA (or ROCm) card: PyTorch's allocator counts and limits it, NVML reports other processes' use.
+"""The memory of a CUDA (or ROCm) GPU: PyTorch's allocator counts and limits it, NVML reports other processes' use.
 
 The allocator takes segments from the driver ("reserved") and hands out pieces of them ("allocated"). Its limit counts
 reserved bytes, including cached segments, so used and peak mean reserved here: a peak of allocated bytes could stay
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class Cuda(Accelerator):
-    """The memory of one card.
+    """The memory of one GPU.
 
     Args:
-        device: The card; without an index, the current one.
+        device: The GPU; without an index, the current one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,7 +50,7 @@ class Cuda(Accelerator):
 
     @contextmanager
     def counted(self, limit_bytes: int | None) -> Iterator[None]:
-        """Check a limit on this process's share of the card, as `Accelerator.counted` does."""
+        """Check a limit on this process's share of the GPU, as `Accelerator.counted` does."""
         self._settled_bytes = 0
         with super().counted(limit_bytes):
             yield
@@ -69,7 +69,7 @@ class Cuda(Accelerator):
             torch.cuda.empty_cache()
 
     def neighbours(self) -> tuple[Neighbour, ...]:
-        """Return the other processes on the card, according to NVML."""
+        """Return the other processes on the GPU, according to NVML."""
         usage = nvml.usage_of(self._uuid)
         shares = {} if usage is None else usage[1]
         return nvml.neighbours({pid: used for pid, used in shares.items() if pid != os.getpid()})
@@ -79,16 +79,16 @@ class Cuda(Accelerator):
         return int(torch.cuda.memory_stats_as_nested_dict(self.device).get("num_alloc_retries", 0))
 
     def synchronize(self) -> None:
-        """Wait until the card has completed all submitted work."""
+        """Wait until the GPU has completed all submitted work."""
         torch.cuda.synchronize(self.device)
 
     def total_for_fraction(self) -> int:
-        """Return the card's total memory."""
+        """Return the GPU's total memory."""
         return self._total_bytes
 
 
 def _others_bytes(uuid: str, own_reserved_bytes: int) -> int | None:
-    """Return the memory of other processes on the card according to NVML; None if it does not report it.
+    """Return the memory of other processes on the GPU according to NVML; None if it does not report it.
 
     If NVML does not list this process (another PID namespace, as in containers), its share is assumed to be what the
     allocator reserved, and its context counts towards the others.

@@ -1,7 +1,7 @@
-"""Reads the state of NVIDIA cards and the processes on them from NVML, without a CUDA context or device memory.
+"""Reads the state of NVIDIA GPUs and the processes on them from NVML, without a CUDA context or device memory.
 
 It is therefore suitable for a process that only waits for others, such as a wrapper, for which `Cuda` would occupy
-hundreds of MiB of the card. If NVML is missing or fails, no cards and no values are returned.
+hundreds of MiB of the GPU. If NVML is missing or fails, no GPUs and no values are returned.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class CardReading:
-    """A card at one moment.
+class GPUReading:
+    """A GPU at one moment.
 
     Attributes:
         name: Its name.
@@ -70,8 +70,8 @@ def read_driver() -> Driver | None:
         return None
 
 
-def cards_of(wanted: str | None) -> tuple[CardReading, ...]:
-    """Return the cards that a value of CUDA_VISIBLE_DEVICES makes visible, in NVML's order; all for None."""
+def gpus_of(wanted: str | None) -> tuple[GPUReading, ...]:
+    """Return the GPUs that a value of CUDA_VISIBLE_DEVICES makes visible, in NVML's order; all for None."""
     if pynvml is None:
         return ()
     try:
@@ -83,7 +83,7 @@ def cards_of(wanted: str | None) -> tuple[CardReading, ...]:
 
 
 def usage_of(uuid: str) -> tuple[int, dict[int, int | None]] | None:
-    """Return the bytes in use on a card, and each process's share by its pid; None if NVML does not report them."""
+    """Return the bytes in use on a GPU, and each process's share by its pid; None if NVML does not report them."""
     if pynvml is None or not uuid:
         return None
     try:
@@ -117,14 +117,14 @@ def _is_seen(index: int, handle: object, wanted: str | None) -> bool:
     return any(name == str(index) or (name.startswith("GPU-") and uuid.startswith(name)) for name in names)
 
 
-def _reading(handle: object) -> CardReading:
+def _reading(handle: object) -> GPUReading:
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     try:
         shares = _shares(handle)
     except pynvml.NVMLError:  # not permitted in some containers
         shares = {}
     name = str(pynvml.nvmlDeviceGetName(handle))
-    return CardReading(name, int(memory.total), int(memory.free), neighbours(shares))
+    return GPUReading(name, int(memory.total), int(memory.free), neighbours(shares))
 
 
 def _shares(handle: object) -> dict[int, int | None]:

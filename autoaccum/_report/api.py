@@ -29,7 +29,7 @@ from autoaccum._engine.savings import Savings, check_memory
 from autoaccum._estimate.estimate import NotTracedError, trace_step
 from autoaccum._estimate.fake import built_on_meta
 from autoaccum._estimate.fake_step import undisturbed
-from autoaccum._estimate.gpus import DISPLAY_MIB, card_named, custom_card, display_bytes, with_display
+from autoaccum._estimate.gpus import DISPLAY_MIB, custom_gpu, display_bytes, gpu_named, with_display
 from autoaccum._estimate.moments import condensed
 from autoaccum._estimate.ranks import in_buckets, sharding
 from autoaccum._loss.objective import Objective
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.estimate import Traced
-    from autoaccum._estimate.gpus import Card
+    from autoaccum._estimate.gpus import GPU
     from autoaccum._estimate.moments import StepMemory
     from autoaccum._estimate.trace import Estimate
     from autoaccum._loss.objective import Loss
@@ -106,7 +106,7 @@ def preflight(
         optimizer: As for `fit`; the report includes its state.
         device: As for `fit`.
         precision: As for `fit`.
-        memory_limit: As for `fit`; also applies to the cards in `gpus`, unless something is measured on the CPU.
+        memory_limit: As for `fit`; also applies to the GPUs in `gpus`, unless something is measured on the CPU.
         memory: What saves memory from the start, as for `fit`: the report is of steps with it, except for "auto".
         max_micro_batch: The largest size of interest; None means `target_batch`.
         forward: As for `fit`.
@@ -114,22 +114,22 @@ def preflight(
         loss_scope: As for `fit`.
         batchnorm: As for `fit`.
         split: As for `fit`.
-        gpus: Names of cards to predict for, such as "h100-80gb".
-        device_memory: The memory of an unlisted card to predict for, such as "24GiB".
-        display: The memory of each card that a display uses, in bytes or as "600MiB"; None means none.
+        gpus: Names of GPUs to predict for, such as "h100-80gb".
+        device_memory: The memory of an unlisted GPU to predict for, such as "24GiB".
+        display: The memory of each GPU that a display uses, in bytes or as "600MiB"; None means none.
         ranks: The processes that train together, each with a device and its share of `target_batch`. Predictions count
             the buckets through which gradients are sent.
         fsdp: Whether the model is sharded over the ranks by `fully_shard`, each repeated block and then the whole.
         loader: The loader; its speed is measured by iterating over it briefly. If its first batches differ in size, the
             report is of the largest of them, in place of `batch`.
-        measure: Whether to measure on a device at hand. None measures, unless cards are given and there is neither
+        measure: Whether to measure on a device at hand. None measures, unless GPUs are given and there is neither
             `device` nor an accelerator.
 
     Returns:
         The report. That nothing fits is a result, not an error.
 
     Raises:
-        InvalidInputError: An argument cannot be used, a card is unknown, or there is nothing to report on.
+        InvalidInputError: An argument cannot be used, a GPU is unknown, or there is nothing to report on.
         DeviceMissingError: This machine does not have `device`.
     """
     check_positive_int("target_batch", target_batch)
@@ -144,15 +144,15 @@ def preflight(
     notices = Notices(silent=True)
     # As training takes them: the largest first.
     batch = by_size(_largest_of(batch, loader, notices), split)
-    cards = _cards(gpus, device_memory, display)
-    measures = _measures(measure, cards, device)
-    limits_cards = not (measures and _is_host(device))
-    _say_of_room(notices, cards, memory_limit, display, limits_cards=limits_cards)
+    among = _chosen(gpus, device_memory, display)
+    measures = _measures(measure, among, device)
+    limits_gpus = not (measures and _is_host(device))
+    _say_of_room(notices, among, memory_limit, display, limits_gpus=limits_gpus)
     _say_of_ranks(notices, ranks, share, fsdp)
     adapts = saving(names_in(memory, notices))
     made = _made(model, notices, on_meta=not measures)
     asked = Asked(batch, share, most, memory_limit, loss_scope)
-    of_cards = asked if limits_cards else replace(asked, memory_limit=None)
+    of_gpus = asked if limits_gpus else replace(asked, memory_limit=None)
     on_rank = _rank_of(made, ranks, fsdp)
     way: dict[str, Any] = {"loss": loss, "forward": forward, "loss_reduction": loss_reduction, "split": split}
     objective = Objective(made, notices=notices, **way)
@@ -163,13 +163,13 @@ def preflight(
     estimates: dict[str, Estimate] = {}
     try:
         with undisturbed():
-            for one, estimate in _predicted(of_cards, cards, made, precision, on_rank, way):
+            for one, estimate in _predicted(of_gpus, among, made, precision, on_rank, way):
                 predicted.append(one)
-                estimates[one.card.name] = estimate
+                estimates[one.gpu.name] = estimate
     except NotTracedError as error:
         if not measures:
             raise
-        warnings.append(f"not predicted for {', '.join(card.name for card in cards)}: {error}")
+        warnings.append(f"not predicted for {', '.join(gpu.name for gpu in among)}: {error}")
     measured: Measured | None = None
     if measures:
         backend = devices.resolve(device, made, notices)
@@ -187,7 +187,7 @@ def preflight(
         subject=replace(
             _subject(made, chosen, asked),
             target_batch=target_batch,
-            limits_cards=limits_cards,
+            limits_gpus=limits_gpus,
             ranks=ranks,
             is_sharded=fsdp,
         ),
@@ -203,7 +203,7 @@ def preflight(
             *of_remedies,
         ),
         notes=tuple(dict.fromkeys([*notices.texts, *(note for one in predicted for note in one.notes)])),
-        timelines={one.card.name: estimates[one.card.name].timeline(one.footprint.size) for one in predicted},
+        timelines={one.gpu.name: estimates[one.gpu.name].timeline(one.footprint.size) for one in predicted},
     )
 
 
@@ -295,16 +295,16 @@ def _traced(asked: Asked, model: nn.Module, way: Mapping[str, Any], measured: Me
 
 def _say_of_room(
     notices: Notices,
-    cards: Sequence[Card],
+    gpus: Sequence[GPU],
     memory_limit: float | str | None,
     display: int | str | None,
     *,
-    limits_cards: bool,
+    limits_gpus: bool,
 ) -> None:
-    """Say what is assumed of the cards' memory."""
-    if memory_limit is not None and cards and not limits_cards:
-        notices.say(f"memory_limit={memory_limit!r}: the CPU's, on which is measured; the cards are not limited")
-    if display is None and (with_outputs := [card.name for card in cards if card.has_outputs]):
+    """Say what is assumed of the GPUs' memory."""
+    if memory_limit is not None and gpus and not limits_gpus:
+        notices.say(f"memory_limit={memory_limit!r}: the CPU's, on which is measured; the GPUs are not limited")
+    if display is None and (with_outputs := [gpu.name for gpu in gpus if gpu.has_outputs]):
         notices.say(
             f"display: none is assumed on {', '.join(with_outputs)}; one took {DISPLAY_MIB[0]} to {DISPLAY_MIB[1]} MiB "
             "of RTX 4090s (--display SIZE, in Python display=)"
@@ -319,28 +319,28 @@ def _is_host(device: object) -> bool:
     return own.partition(":")[0] == "cpu" if isinstance(own, str) else getattr(own, "type", None) == "cpu"
 
 
-def _cards(gpus: str | Sequence[str], device_memory: str | None, display: int | str | None) -> list[Card]:
+def _chosen(gpus: str | Sequence[str], device_memory: str | None, display: int | str | None) -> list[GPU]:
     if not isinstance(gpus, str | list | tuple):
         raise InvalidInputError(f"gpus={shown(gpus)} must be a name or a list of names, such as ['h100-80gb']")
     names = [gpus] if isinstance(gpus, str) else gpus
-    cards = list(dict.fromkeys(card_named(name) for name in names))  # two names may mean the same card
+    found = list(dict.fromkeys(gpu_named(name) for name in names))  # two names may mean the same GPU
     if device_memory is not None:
-        cards.append(custom_card(device_memory))
+        found.append(custom_gpu(device_memory))
     if display is None:
-        return cards
-    display_bytes(display)  # is wrong even without a card
-    return [with_display(card, display) for card in cards]
+        return found
+    display_bytes(display)  # is wrong even without a GPU
+    return [with_display(gpu, display) for gpu in found]
 
 
-def _measures(asked: bool | None, cards: Sequence[Card], device: object) -> bool:
-    if asked is not None and not asked and not cards:
+def _measures(asked: bool | None, gpus: Sequence[GPU], device: object) -> bool:
+    if asked is not None and not asked and not gpus:
         raise InvalidInputError(
-            "measure=False and no cards: there is nothing to report; name cards (gpus=['h100-80gb']), pass "
+            "measure=False and no GPUs: there is nothing to report; name GPUs (gpus=['h100-80gb']), pass "
             "device_memory=, or measure"
         )
     if asked is not None:
         return asked
-    return not cards or device is not None or torch.accelerator.is_available()
+    return not gpus or device is not None or torch.accelerator.is_available()
 
 
 def _made(model: nn.Module | Callable[[], nn.Module], notices: Notices, *, on_meta: bool) -> nn.Module:
@@ -358,28 +358,28 @@ def _made(model: nn.Module | Callable[[], nn.Module], notices: Notices, *, on_me
 
 def _predicted(
     asked: Asked,
-    cards: Sequence[Card],
+    gpus: Sequence[GPU],
     model: nn.Module,
     precision: str,
     on_rank: Callable[[Timeline], Timeline],
     way: dict[str, Any],
 ) -> Iterator[tuple[Predicted, Estimate]]:
-    """Trace the step once for each precision the cards would use, with and without TF32; yield what fits on each.
+    """Trace the step once for each precision the GPUs would use, with and without TF32; yield what fits on each.
 
-    Cards of which the model asks what they answer differently each have a trace of their own.
+    GPUs of which the model asks what they answer differently each have a trace of their own.
     """
     traced: dict[tuple[str, bool], list[Traced]] = {}
-    for card in cards:
-        name = _precision_on(card, model, precision)
-        _LOG.info("predicting for %s in %s", card.name, name)
-        known = traced.setdefault((name, card.tensor_float), [])
-        fitting = next((one for one in known if one.holds_for(card)), None)
+    for gpu in gpus:
+        name = _precision_on(gpu, model, precision)
+        _LOG.info("predicting for %s in %s", gpu.name, name)
+        known = traced.setdefault((name, gpu.tensor_float), [])
+        fitting = next((one for one in known if one.holds_for(gpu)), None)
         if fitting is None:
-            options = {"precision": name, "tensor_float": card.tensor_float, "card": card, "most": asked.most}
+            options = {"precision": name, "tensor_float": gpu.tensor_float, "gpu": gpu, "most": asked.most}
             fitting = trace_step(model, asked.batch, kind="cuda", **way | options).changed(on_rank)
             known.append(fitting)
-        estimate = fitting.estimate(card)
-        yield predict(asked, card, name, estimate), estimate
+        estimate = fitting.estimate(gpu)
+        yield predict(asked, gpu, name, estimate), estimate
 
 
 def _remedies(
@@ -406,16 +406,16 @@ def _remedies(
 
     def trace(**options: Any) -> Traced:
         step = trace_step(**{"model": model} | dict(way) | options)
-        return step if place.card is None else step.changed(on_rank)
+        return step if place.gpu is None else step.changed(on_rank)
 
     try:
-        if place.card is not None:
+        if place.gpu is not None:
             unchanged = estimates[name]
         else:
             how: dict[str, Any] = {"kind": place.kind, "precision": place.precision, "tensor_float": place.half}
             unchanged = trace(batch=asked.batch, sizes=sorted({1, asked.most}), **how).estimate()
-        cards = [one.card for one in predicted]
-        tried = Remedies(asked, place, unchanged, trace, model, way["optimizer"], cards)
+        gpus = [one.gpu for one in predicted]
+        tried = Remedies(asked, place, unchanged, trace, model, way["optimizer"], gpus)
         remedies = tried.all()
     except NotTracedError as error:  # it was measured
         return None, (), (f"what would help on {name}: {error}",)
@@ -432,11 +432,11 @@ def _remedies(
     return name, remedies, tuple(warnings)
 
 
-def _precision_on(card: Card, model: nn.Module, asked: str) -> str:
+def _precision_on(gpu: GPU, model: nn.Module, asked: str) -> str:
     own = own_half_type(model)
     if own is not None or asked != "auto":
         return own or asked
-    return "bf16" if card.bf16 else "fp16"
+    return "bf16" if gpu.bf16 else "fp16"
 
 
 def _with_loader(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._estimate.gpus import Card
+    from autoaccum._estimate.gpus import GPU
     from autoaccum._estimate.trace import Estimate
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import MemoryReading, Plan, ProbeResult, Trial
@@ -144,20 +144,20 @@ def _facts(memory: MemoryBackend, arrived: MemoryReading, room_bytes: int, limit
     )
 
 
-def predict(asked: Asked, card: Card, precision: str, estimate: Estimate) -> Predicted:
-    """Predict what would fit on a card.
+def predict(asked: Asked, gpu: GPU, precision: str, estimate: Estimate) -> Predicted:
+    """Predict what would fit on a GPU.
 
     Args:
         asked: The question.
-        card: The card.
+        gpu: The GPU.
         precision: The precision in which the step was traced.
-        estimate: The memory that steps use on the card.
+        estimate: The memory that steps use on the GPU.
 
     Raises:
         InvalidInputError: The memory limit cannot be parsed.
     """
-    limit_bytes = parse_limit(asked.memory_limit, Simulated(card.total_bytes))
-    room = card.free_bytes if limit_bytes is None else min(limit_bytes, card.free_bytes)
+    limit_bytes = parse_limit(asked.memory_limit, Simulated(gpu.total_bytes))
+    room = gpu.free_bytes if limit_bytes is None else min(limit_bytes, gpu.free_bytes)
     largest = estimate.largest(room, asked.most)
     safe_bytes = estimate.safe_bytes(room)
     safe = min(largest, estimate.largest(safe_bytes, asked.most))
@@ -166,7 +166,7 @@ def predict(asked: Asked, card: Card, precision: str, estimate: Estimate) -> Pre
     footprint = estimate.at(size, room)
     known = (*estimate.footprints, footprint)
     return Predicted(
-        card,
+        gpu,
         precision,
         estimate.uncertainty,
         room,

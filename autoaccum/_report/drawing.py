@@ -88,7 +88,7 @@ def _kinds_of(place: Measured | Predicted) -> dict[str, int]:
     else:
         return {}
     # The host's allocator is not known: what a process has there beside tensors is much else.
-    if footprint is not None and place.is_card:
+    if footprint is not None and place.is_gpu:
         held[_UNUSED] = max(0, footprint.reserved_bytes - sum(held.values()))
     return {kind: size for kind, size in held.items() if size}
 

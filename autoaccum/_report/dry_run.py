@@ -118,7 +118,7 @@ class _Stage:
         return trial.peak_bytes
 
     def _timed(self, size: int, peak: int | None) -> tuple[Pace, int | None]:
-        """Return the pace, and on a card the peak memory held by tensors."""
+        """Return the pace, and on a GPU the peak memory held by tensors."""
         step, memory = self._step, self._step.memory
         memory.ensure((peak or 0) - (self._trials.held_bytes or 0))
         memory.reset_peak()
@@ -142,17 +142,17 @@ class _Stage:
 
     def _footprint(self, size: int, peak: int, growing: int, allocated: int | None) -> Footprint:
         step = self._step
-        on_card = step.memory.device.type != "cpu"
+        on_gpu = step.memory.device.type != "cpu"
         tensors = [*step.parameters, *_buffers(step.objective.modules)]
         parameters = sum(tensor.nbytes for tensor in step.parameters)
         buffers = sum(tensor.nbytes for tensor in tensors) - parameters
         gradients = gradient_bytes(step.parameters)
         state = _state_bytes(step.optimizer)
-        # On a card the next micro-batch is transferred while the current one runs.
+        # On a GPU the next micro-batch is transferred while the current one runs.
         window = Window([self._batch], self._step.objective.split)
         one_bytes = sum(tensor.nbytes for tensor in window.tensors()) // window.samples
-        inputs = size * one_bytes * (2 if on_card else 1)
-        reserved = peak if on_card else peak + parameters + buffers
+        inputs = size * one_bytes * (2 if on_gpu else 1)
+        reserved = peak if on_gpu else peak + parameters + buffers
         in_update = peak > growing
         highest = reserved if allocated is None else min(allocated, reserved)
         rest = highest - parameters - buffers - gradients - state - inputs

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from autoaccum._estimate.gpus import Card
+    from autoaccum._estimate.gpus import GPU
     from autoaccum._estimate.moments import StepMemory
     from autoaccum._estimate.trace import Footprint
     from autoaccum._records import Neighbour, Plan, Trial
@@ -55,7 +55,7 @@ class Subject:
         recipe: The recipe file; None for Python objects.
         max_micro_batch: The largest micro-batch of interest; None means the target batch.
         memory_limit: The memory limit as the user wrote it; None if there is none.
-        limits_cards: Whether that also holds for the cards that are predicted; not if it is of the host.
+        limits_gpus: Whether that also holds for the GPUs that are predicted; not if it is of the host.
         ranks: The processes that train together; the report is on one of them.
         is_sharded: Whether the model is sharded over them.
     """
@@ -68,7 +68,7 @@ class Subject:
     recipe: str | None = None
     max_micro_batch: int | None = None
     memory_limit: str | None = None
-    limits_cards: bool = True
+    limits_gpus: bool = True
     ranks: int = 1
     is_sharded: bool = False
 
@@ -89,7 +89,7 @@ class DeviceFacts:
         free_bytes: Memory available to this process, excluding the model, under the tightest limit in force.
         room_bytes: The highest peak a step may have, counted as the trials' peaks.
         limit_bytes: The memory limit, counted likewise; None if there is none.
-        holds_model: Whether these counts include the model: on a card they do, on the host it was there before.
+        holds_model: Whether these counts include the model: on a GPU they do, on the host it was there before.
         others_bytes: Memory held by other processes; None if unknown.
         neighbours: Those processes, as far as known.
     """
@@ -199,7 +199,7 @@ class Measured:
         return self.device.room_bytes
 
     @property
-    def is_card(self) -> bool:
+    def is_gpu(self) -> bool:
         """Whether it has memory of its own, counted as an allocator takes it."""
         return self.device.holds_model
 
@@ -250,7 +250,7 @@ class Predicted:
     """The predictions for a GPU, which need not be present.
 
     Attributes:
-        card: The GPU.
+        gpu: The GPU.
         precision: The precision of the forward pass.
         uncertainty: A step may take this share more than predicted.
         room_bytes: The memory a step may use: all that a process alone on the GPU can reserve, or the limit.
@@ -268,7 +268,7 @@ class Predicted:
         step_memory: How the memory of the step in `footprint` goes by.
     """
 
-    card: Card
+    gpu: GPU
     precision: str
     uncertainty: float
     room_bytes: int
@@ -282,12 +282,12 @@ class Predicted:
     notes: tuple[str, ...] = ()
     step_memory: StepMemory | None = None
     is_predicted: ClassVar[bool] = True
-    is_card: ClassVar[bool] = True
+    is_gpu: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
         """The GPU's name."""
-        return self.card.name
+        return self.gpu.name
 
     @property
     def verdict(self) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from autoaccum._engine.savings import CHECKPOINT, CHUNKED, OFFLOAD
 from autoaccum._estimate.allocation_trace import Category
-from autoaccum._estimate.gpus import known_cards
+from autoaccum._estimate.gpus import known_gpus
 from autoaccum._oom import first_line, let_go
 from autoaccum._report.records import Predicted, Remedy
 from autoaccum._report.savings import saves
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.fake_step import Adapt
-    from autoaccum._estimate.gpus import Card
+    from autoaccum._estimate.gpus import GPU
     from autoaccum._estimate.trace import Estimate, Traced
     from autoaccum._report.capacity import Asked
     from autoaccum._report.records import Measured
@@ -50,7 +50,7 @@ class Place:
 
     Attributes:
         kind: "cpu" or "cuda".
-        card: The GPU; None for a device at hand.
+        gpu: The GPU; None for a device at hand.
         room_bytes: The memory a step may use there.
         unlimited_bytes: The same without the user's memory limit; None if there is no limit.
         holds_model: Whether that includes the model.
@@ -60,7 +60,7 @@ class Place:
     """
 
     kind: str
-    card: Card | None
+    gpu: GPU | None
     room_bytes: int
     unlimited_bytes: int | None
     holds_model: bool
@@ -72,13 +72,13 @@ class Place:
     def of(cls, found: Measured | Predicted) -> Place:
         """Return the place in which this was found."""
         if isinstance(found, Predicted):
-            card, room = found.card, found.room_bytes
-            unlimited = card.free_bytes if room < card.free_bytes else None
-            return cls("cuda", card, room, unlimited, True, found.precision, card.bf16)
+            gpu, room = found.gpu, found.room_bytes
+            unlimited = gpu.free_bytes if room < gpu.free_bytes else None
+            return cls("cuda", gpu, room, unlimited, True, found.precision, gpu.bf16)
         device = found.device
         return cls(
             kind=device.device.partition(":")[0],
-            card=None,
+            gpu=None,
             room_bytes=device.room_bytes,
             unlimited_bytes=None if device.limit_bytes is None else max(device.free_bytes, device.room_bytes),
             holds_model=device.holds_model,
@@ -143,7 +143,7 @@ class Remedies:
         trace: `trace_step` with the parts of the job bound; takes the arguments that a remedy changes.
         model: The model, only inspected.
         optimizer: The optimizer, only inspected.
-        cards: The GPUs that were asked about; a larger one is looked for among them first.
+        gpus: The GPUs that were asked about; a larger one is looked for among them first.
 
     Attributes:
         failed: Changes with which the user's model raises an error, and the error.
@@ -157,10 +157,10 @@ class Remedies:
         trace: Callable[..., Traced],
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        cards: Sequence[Card] = (),
+        gpus: Sequence[GPU] = (),
     ) -> None:
         self._asked = asked
-        self._cards = cards
+        self._gpus = gpus
         self._trace = trace
         self._model = model
         self._optimizer = optimizer
@@ -201,8 +201,8 @@ class Remedies:
             place = replace(self._place, room_bytes=self._place.unlimited_bytes)
             cost = "the memory that the limit keeps free"
             yield _Change("a higher memory limit", "at most, no memory_limit", cost), self._as_it_is, place
-        elif self._place.card is not None:
-            yield from self._larger(self._place.card)
+        elif self._place.gpu is not None:
+            yield from self._larger(self._place.gpu)
 
     def _changes(self) -> Iterator[_Change]:
         place = self._place
@@ -232,7 +232,7 @@ class Remedies:
             traced = self._traced(precision=change.precision) if change.precision else self._unchanged
             traced = traced.adapted(change.adapts) if change.adapts else traced
             traced = traced.changed(change.of_timeline) if change.of_timeline else traced
-            return self._remedy(change, traced.estimate(self._place.card), self._place)
+            return self._remedy(change, traced.estimate(self._place.gpu), self._place)
         except Exception as error:
             # An input, or a tensor that the model makes, may not match the rest. Our own errors are bugs.
             if raised_here(error) and not isinstance(error, InvalidInputError):
@@ -248,27 +248,27 @@ class Remedies:
             "kind": self._place.kind,
             "sizes": sorted({1, self._asked.most}),
             "tensor_float": self._place.half,
-            "card": self._place.card,
+            "gpu": self._place.gpu,
         }
         return self._trace(**options | changed)
 
-    def _larger(self, here: Card) -> Iterator[tuple[_Change, Estimate, Place]]:
+    def _larger(self, here: GPU) -> Iterator[tuple[_Change, Estimate, Place]]:
         """Yield the smallest GPU that does not need many micro-batches, among those asked about if one is there."""
         traced = {self._place.half: [self._unchanged]}
         enough = -(-self._asked.target_batch // MANY_MICRO_BATCHES)
-        for cards, which in ((self._cards, ", the smallest asked about that suffices"), (known_cards(), "")):
-            for card in sorted(cards, key=lambda one: one.free_bytes):
-                if card.free_bytes <= here.free_bytes or (self._place.precision == "bf16" and not card.bf16):
+        for gpus, which in ((self._gpus, ", the smallest asked about that suffices"), (known_gpus(), "")):
+            for gpu in sorted(gpus, key=lambda one: one.free_bytes):
+                if gpu.free_bytes <= here.free_bytes or (self._place.precision == "bf16" and not gpu.bf16):
                     continue
-                known = traced.setdefault(card.tensor_float, [])
-                fitting = next((one for one in known if one.holds_for(card)), None)
+                known = traced.setdefault(gpu.tensor_float, [])
+                fitting = next((one for one in known if one.holds_for(gpu)), None)
                 if fitting is None:
-                    fitting = self._traced(tensor_float=card.tensor_float, card=card)
+                    fitting = self._traced(tensor_float=gpu.tensor_float, gpu=gpu)
                     known.append(fitting)
-                estimate = fitting.estimate(card)
-                if estimate.fits(enough, estimate.safe_bytes(card.free_bytes)):
-                    place = replace(self._place, card=card, room_bytes=card.free_bytes)
-                    yield _Change("a larger card", f"such as {card.name}{which}", "the card"), estimate, place
+                estimate = fitting.estimate(gpu)
+                if estimate.fits(enough, estimate.safe_bytes(gpu.free_bytes)):
+                    place = replace(self._place, gpu=gpu, room_bytes=gpu.free_bytes)
+                    yield _Change("a larger GPU", f"such as {gpu.name}{which}", "the GPU"), estimate, place
                     return
 
 

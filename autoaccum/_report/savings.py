@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
 
 # Decides which tensors are moved to the host, and has no memory of its own.
-CARD = Simulated(2**50, torch.device("cuda", 0))
+GPU = Simulated(2**50, torch.device("cuda", 0))
 
 
 def names_in(memory: Sequence[str] | str | None, notices: Notices) -> tuple[str, ...]:
@@ -31,7 +31,7 @@ def names_in(memory: Sequence[str] | str | None, notices: Notices) -> tuple[str,
     Raises:
         InvalidInputError: A name is unknown.
     """
-    names = check_memory(memory, CARD)
+    names = check_memory(memory, GPU)
     if AUTO in names:
         notices.say(
             "memory='auto': the report is of steps without it; fit finds what saves memory in its first windows"
@@ -53,4 +53,4 @@ def saving(names: Sequence[str]) -> list[Adapt]:
 
 def saves(name: str) -> Adapt:
     """Return what changes a model so that it saves memory in one way, which says how."""
-    return lambda model: in_force(name, [model], CARD)
+    return lambda model: in_force(name, [model], GPU)

@@ -122,7 +122,7 @@ def headline_of(report: Findings) -> tuple[str, str, str]:
     if answer == DOES_NOT_FIT and len(worst) == len(places) > 1:
         names = f"any of {len(places)} devices"
     found = least.found
-    on = "on" if found.is_card or len(worst) > 1 else "in"  # host memory
+    on = "on" if found.is_gpu or len(worst) > 1 else "in"  # host memory
     if found.plan is None or answer == DOES_NOT_FIT:
         return answer, f"{answer[0].upper()}{answer[1:]} {on} {names}.", f"{least.place}: {least.text}"
     left = "" if found.headroom_bytes is None else f", {format_bytes(found.headroom_bytes)} left"
@@ -163,11 +163,11 @@ def alive_of(report: Findings) -> Section:
 
 def sections_of(report: Findings) -> list[Section]:
     """Return all tables that have rows, in reading order."""
-    cards = tuple((one.card.name, _memory_of(one)) for one in report.predicted)
+    gpus = tuple((one.gpu.name, _memory_of(one)) for one in report.predicted)
     sections = [
         Section("Job", (), tuple(_job(report))),
         Section("Device", (), tuple(_device(report.measured, report.host))),
-        Section("Cards", (), cards),
+        Section("GPUs", (), gpus),
         _plans(report),
         *_memory_sections(report),
         _trials(report.measured),
@@ -233,11 +233,11 @@ def _largest(found: Measured | Predicted) -> str:
 
 
 def _memory_of(one: Predicted) -> str:
-    """Describe the memory a step may use on a card, and why that is less than all of it."""
-    whole, taken = format_bytes(one.card.total_bytes), format_bytes(one.card.context_bytes)
-    display = f" and {format_bytes(one.card.display_bytes)} for a display" if one.card.display_bytes else ""
-    limit = "" if one.room_bytes >= one.card.free_bytes else f"; limit {format_bytes(one.room_bytes)}"
-    return f"{whole} less {taken} for CUDA{display}, which leaves {format_bytes(one.card.free_bytes)}{limit}"
+    """Describe the memory a step may use on a GPU, and why that is less than all of it."""
+    whole, taken = format_bytes(one.gpu.total_bytes), format_bytes(one.gpu.context_bytes)
+    display = f" and {format_bytes(one.gpu.display_bytes)} for a display" if one.gpu.display_bytes else ""
+    limit = "" if one.room_bytes >= one.gpu.free_bytes else f"; limit {format_bytes(one.room_bytes)}"
+    return f"{whole} less {taken} for CUDA{display}, which leaves {format_bytes(one.gpu.free_bytes)}{limit}"
 
 
 def _job(report: Findings) -> Iterator[tuple[str, str]]:
@@ -251,8 +251,8 @@ def _job(report: Findings) -> Iterator[tuple[str, str]]:
     each = "" if subject.ranks == 1 else f", {subject.share} on each of {subject.ranks} ranks{sharded}"
     yield "target batch", f"{subject.target_batch} samples{each}"
     if subject.memory_limit is not None:
-        cards = ", on the cards below too" if report.predicted and subject.limits_cards else ""
-        yield "memory limit", f"{subject.memory_limit}{cards}"
+        gpus = ", on the GPUs below too" if report.predicted and subject.limits_gpus else ""
+        yield "memory limit", f"{subject.memory_limit}{gpus}"
 
 
 def _device(measured: Measured | None, host: HostFacts) -> Iterator[tuple[str, str]]:
@@ -318,7 +318,7 @@ def _memory_table(places: Sequence[Measured | Predicted]) -> Section:
     rows.append(row("the peak is in", lambda one: one.phase))
     if any(one.reserved_bytes != one.peak_bytes for one in footprints):
         rows.append(row("reserved", lambda one: format_bytes(one.reserved_bytes)))
-    rows += known("excluding model", [None if one.is_card else one.peak_bytes for one in places])
+    rows += known("excluding model", [None if one.is_gpu else one.peak_bytes for one in places])
     rows += known("per extra sample", [one.bytes_per_sample for one in places])
     return Section("Memory of a step", ("", *map(_title, places)), tuple(rows))
 

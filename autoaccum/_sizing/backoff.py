@@ -1,7 +1,7 @@
 """Shrinks micro-batches after a failure and grows them back later.
 
 A size that failed is retried after a number of windows that doubles with each of its failures. A process that shared
-the card for a while does not reduce speed forever, and a size that never fits costs about twenty micro-batches in ten
+the GPU for a while does not reduce speed forever, and a size that never fits costs about twenty micro-batches in ten
 thousand windows.
 """
 

@@ -272,7 +272,7 @@ class Sizing:
         self._memory.synchronize()
         elapsed_s = time.perf_counter() - self._entered
         widths, peak = self._widths_of(size), self._memory.peak_bytes()
-        # While a micro-batch computes, the next one is being copied to the card.
+        # While a micro-batch computes, the next one is being copied to the GPU.
         is_ahead = self._memory.device.type == "cuda" and self._counts_elements
         ahead = 4 * sum(widths) * size if is_ahead else 0
         extra = None if peak is None or self._held_bytes is None else max(1, peak - self._held_bytes) + ahead

@@ -170,7 +170,7 @@ def fit(
             accelerator, else the available accelerator, else the CPU.
         precision: "fp32" (or "no"); "bf16" (or "bf16-mixed") and "fp16" (or "16-mixed") with autocast and, for
             fp16, a gradient scaler. "auto": on CUDA, bf16 or
-            fp16, whichever the card supports well; fp32 elsewhere.
+            fp16, whichever the GPU supports well; fp32 elsewhere.
         micro_batch: Maximum number of samples at once, or "auto" to find it in the first windows of the training, whose
             micro-batches start small and grow; with loss_scope="window" by trials before it. The environment variable
             AUTOACCUM_MAX_MICRO_BATCH, which `autoaccum run` sets, bounds both. With a number, two runs cut alike,

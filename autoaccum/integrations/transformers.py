@@ -92,7 +92,7 @@ def windowed(
 
     Raises:
         InvalidInputError: `trainer` is no such class, or has been passed to this function before, or another argument
-            cannot be used. `train()` raises it for DeepSpeed, FSDP and other strategies, several cards in one process,
+            cannot be used. `train()` raises it for DeepSpeed, FSDP and other strategies, several GPUs in one process,
             optimizers that step in the backward pass, and an update whose batches the class's `training_step` has not
             passed on to that of its base.
     """
@@ -383,8 +383,8 @@ def _check(trainer: Any) -> None:
     check_strategy(trainer.accelerator)
     if args.n_gpu > 1:
         raise InvalidInputError(
-            f"this trainer spreads each batch over {args.n_gpu} cards of one process (DataParallel); start one process "
-            "for each card (torchrun), or let it see one card (CUDA_VISIBLE_DEVICES=0)"
+            f"this trainer spreads each batch over {args.n_gpu} GPUs of one process (DataParallel); start one process "
+            "for each GPU (torchrun), or let it see one GPU (CUDA_VISIBLE_DEVICES=0)"
         )
     optim = str(getattr(args.optim, "value", args.optim))
     if optim in _STEP_EARLY:

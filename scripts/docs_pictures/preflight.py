@@ -11,7 +11,7 @@ from tutorial import IMAGES, browse
 
 import autoaccum
 
-CARDS = ("rtx-3060", "l4", "a100-40gb")
+GPUS = ("rtx-3060", "l4", "a100-40gb")
 WORDS, LENGTH, WIDTH, LAYERS, TARGET_BATCH = 5000, 256, 256, 4, 1024
 
 
@@ -54,7 +54,7 @@ def run() -> None:
     """Write docs/images/report.png."""
     words = torch.zeros(2, LENGTH, dtype=torch.long)
     report = autoaccum.preflight(
-        GPT, (words, words), TARGET_BATCH, loss=loss, optimizer=torch.optim.AdamW, gpus=CARDS, measure=False
+        GPT, (words, words), TARGET_BATCH, loss=loss, optimizer=torch.optim.AdamW, gpus=GPUS, measure=False
     )
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"

@@ -206,8 +206,8 @@ def test_report_counts_the_bytes_of_their_state(make):
     assert not torch.equal(model.weight, before)  # the report had left it
 
 
-@pytest.mark.card_fakes
-def test_prediction_for_a_card_counts_the_bytes_of_8_bits():
+@pytest.mark.gpu_fakes
+def test_prediction_for_a_gpu_counts_the_bytes_of_8_bits():
     model = nn.Linear(1024, 1024, bias=False)
     batch = torch.randn(4, 1024), torch.zeros(4, dtype=torch.long)
 

@@ -1,4 +1,4 @@
-"""Runs that others measured on real cards are predicted, without a card, as the library of models at hand allows."""
+"""Runs that others measured on real GPUs are predicted, without a GPU, as the library of models at hand allows."""
 
 import csv
 import sys
@@ -16,10 +16,10 @@ with published.RUNS.open() as lines:
     RUNS = {run["run"]: run for run in csv.DictReader(lines)}
 
 
-def test_every_run_has_a_model_a_card_and_a_size_that_the_card_has():
+def test_every_run_has_a_model_a_gpu_and_a_size_that_the_gpu_has():
     for run in RUNS.values():
         assert run["model"] in IMAGE_MODELS or run["model"] in TEXT_MODELS
-        assert published.card_named(run["card"]).total_bytes == pytest.approx(int(run["total_bytes"]), rel=0.005)
+        assert published.gpu_named(run["gpu"]).total_bytes == pytest.approx(int(run["total_bytes"]), rel=0.005)
         assert 0 < int(run["nvml_bytes"]) < int(run["total_bytes"]) * 1.02
         assert int(run["nvml_bytes"]) % 2**20 == 0
 
@@ -33,8 +33,8 @@ def test_every_run_has_a_model_a_card_and_a_size_that_the_card_has():
         ("002-Monte Carlo/CNN/001/MobileNetV2_SGD_712_1_8889", 0.03),
     ],
 )
-@pytest.mark.card_fakes
-def test_what_a_run_took_of_a_real_card_is_predicted(run, within):
+@pytest.mark.gpu_fakes
+def test_what_a_run_took_of_a_real_gpu_is_predicted(run, within):
     row = published.predicted(RUNS[run])
 
     assert row["ours_bytes"] == pytest.approx(row["real_bytes"], rel=within)
@@ -42,7 +42,7 @@ def test_what_a_run_took_of_a_real_card_is_predicted(run, within):
 
 
 @pytest.mark.slow
-@pytest.mark.card_fakes
+@pytest.mark.gpu_fakes
 def test_a_run_that_ran_out_of_memory_is_said_to():
     row = published.predicted(RUNS["002-Monte Carlo/Transformer/001/facebook-opt-350m_AdamW_48_1_8-0036"])
 
@@ -53,7 +53,7 @@ def test_a_run_that_ran_out_of_memory_is_said_to():
 def test_table_tells_every_predictor_of_each_kind():
     rows = [
         {
-            "model": "VGG16", "card": "t4", "ran_out": ran_out,
+            "model": "VGG16", "gpu": "t4", "ran_out": ran_out,
             "real_bytes": 100, "ours_bytes": 99, "ours_runs_out": ran_out,
             "xmem_bytes": 110, "xmem_runs_out": True, "dnnmem_bytes": 130, "schedtune_bytes": None, "llmem_bytes": None,
         }

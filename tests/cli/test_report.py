@@ -270,19 +270,19 @@ def test_an_error_of_autoaccums_own_is_unexpected(invoke, recipe, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [["--gpu", "t4"], ["--device-memory", "24GiB"]])
-def test_on_a_machine_without_a_card_asking_about_one_measures_nothing(invoke, recipe, given, options):
+def test_on_a_machine_without_a_gpu_asking_about_one_measures_nothing(invoke, recipe, given, options):
     invoke(recipe, *options)
 
     assert given["measure"] is False
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
-def test_cards_are_predicted_without_one(invoke, recipe):
+def test_gpus_are_predicted_without_one(invoke, recipe):
     result = invoke(recipe, "--gpu", "h100-80gb", "--gpu", "l4", "--json", "--require-micro-batch", "64")
 
     document = json.loads(result.stdout)
     assert (result.exit_code, document["measured"]) == (0, None)
-    assert [one["card"]["name"] for one in document["predicted"]] == ["h100-80gb", "l4"]
+    assert [one["gpu"]["name"] for one in document["predicted"]] == ["h100-80gb", "l4"]
     assert [one["micro_batch"] for one in document["predicted"]] == [64, 64]
 
 
@@ -351,7 +351,7 @@ def test_what_is_required_decides_in_this_order_device_fit_size(report, micro_ba
 
 
 def tightened(safe):
-    """A report on one card that 256 samples are predicted to fit, and of which `safe` safely do."""
+    """A report on one GPU that 256 samples are predicted to fit, and of which `safe` safely do."""
     one = PREDICTED_ONLY.predicted[0]
     return replace(PREDICTED_ONLY, predicted=(replace(one, safe_micro_batch=safe, uncertainty=0.1),))
 
@@ -429,7 +429,7 @@ def test_error_of_the_loader_is_the_loaders_whatever_it_says(recipe, invoke):
         (["{recipe}", "--memory-limit", "1e"], "--memory-limit '1e'"),
         (["{recipe}", "--device-memory", "1MiB"], "--device-memory '1MiB' is too small"),
         (["{recipe}", "--precision", "fp8"], "--precision 'fp8'"),
-        (["{recipe}", "--no-measure"], "nothing to report; name cards (--gpu h100-80gb)"),
+        (["{recipe}", "--no-measure"], "nothing to report; name GPUs (--gpu h100-80gb)"),
         (["{recipe}", "--html", "no/such/folder/report.html"], "no such folder"),
     ],
 )
@@ -445,7 +445,7 @@ def test_bad_input_exits_with_3_and_names_the_value_without_a_traceback(invoke, 
 @pytest.mark.parametrize(
     "options", [["--gpu", "h100-80tb"], ["--device-memory", "lots"], ["--device-memory", "1MiB"], ["--no-measure"]]
 )
-def test_cards_are_refused_before_the_recipe_is_loaded(invoke, recipe, options):
+def test_gpus_are_refused_before_the_recipe_is_loaded(invoke, recipe, options):
     result = invoke(recipe, *options)
 
     assert result.exit_code == ExitCode.BAD_INPUT
@@ -509,7 +509,7 @@ def test_errors_of_bad_input_are_of_the_same_kind_for_every_command():
     assert issubclass(report.DeviceMissingError, InvalidInputError)
 
 
-def test_a_requirement_that_is_not_met_names_the_card_and_shows_it_as_failed(invoke, recipe):
+def test_a_requirement_that_is_not_met_names_the_gpu_and_shows_it_as_failed(invoke, recipe):
     required = ["--no-measure", "--memory-limit", "30MiB", "--require-micro-batch", "100000"]
 
     result = invoke(recipe, "--gpu", "l4", "--gpu", "t4", *required)
@@ -521,7 +521,7 @@ def test_a_requirement_that_is_not_met_names_the_card_and_shows_it_as_failed(inv
     assert "100000 at once are required" in " ".join(result.stdout.split())
 
 
-def test_a_limit_of_the_cpu_is_not_that_of_the_card(invoke, recipe):
+def test_a_limit_of_the_cpu_is_not_that_of_the_gpu(invoke, recipe):
     result = invoke(recipe, "--device", "cpu", "--gpu", "l4", "--memory-limit", "64MiB", "--json")
 
     found = json.loads(result.stdout)
@@ -535,7 +535,7 @@ def test_ranks_and_shards_can_be_asked_for(invoke, recipe):
     found = json.loads(result.stdout)
     assert (found["subject"]["ranks"], found["subject"]["is_sharded"]) == (4, True)
     assert found["predicted"][0]["plan"]["target_batch"] == -(-found["subject"]["target_batch"] // 4)
-    assert found["predicted"][0]["card"]["display_bytes"] == GIB
+    assert found["predicted"][0]["gpu"]["display_bytes"] == GIB
 
 
 def test_a_report_is_of_steps_that_save_memory_as_the_job_does(invoke, recipe, given):

@@ -1,4 +1,4 @@
-"""Micro-batches arrive on the device, in order and unchanged. (With a card: tests/gpu.)"""
+"""Micro-batches arrive on the device, in order and unchanged. (With a GPU: tests/gpu.)"""
 
 import torch
 

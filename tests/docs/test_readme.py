@@ -33,7 +33,7 @@ def test_call_in_the_readme_trains_with_the_batch_it_names():
 WHOLE = ("index", "batches", "batch-size", "memory", "troubleshooting")
 
 
-@pytest.mark.card_fakes
+@pytest.mark.gpu_fakes
 @pytest.mark.parametrize("name", WHOLE)
 def test_code_of_a_page_runs_one_piece_after_the_other(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -5,10 +5,10 @@ from torch.nn import functional
 
 from autoaccum._estimate.cuda_dispatch import CUBLAS_BYTES, CUBLAS_HOPPER_BYTES, attention, cublas_bytes
 from autoaccum._estimate.fake_backward import backward, loosened
-from autoaccum._estimate.gpus import known_cards
+from autoaccum._estimate.gpus import known_gpus
 from autoaccum._estimate.tracer import Ledger
 
-pytestmark = pytest.mark.card_fakes
+pytestmark = pytest.mark.gpu_fakes
 
 MIB = 1 << 20
 
@@ -26,7 +26,7 @@ class Operators(Ledger):
 
 
 def attended(dtype=torch.bfloat16, mask=None):
-    """Go forward and back through attention on a card that is not there; return the operators."""
+    """Go forward and back through attention on a GPU that is not there; return the operators."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         query = torch.empty(2, 4, 128, 64, dtype=dtype, device="cuda:0", requires_grad=True)
         mask = None if mask is None else torch.empty(1, 1, 128, 128, dtype=mask, device="cuda:0")
@@ -55,12 +55,12 @@ def test_every_kernel_gives_the_shape_that_attention_gives():
         for dtype in (torch.float32, torch.bfloat16):
             query = torch.empty(2, 4, 16, 32, dtype=dtype)
             expected = functional.scaled_dot_product_attention(query, query, query)
-            on_card = query.to("cuda:0")
-            assert attention(on_card, on_card, on_card).shape == expected.shape
+            on_gpu = query.to("cuda:0")
+            assert attention(on_gpu, on_gpu, on_gpu).shape == expected.shape
 
 
 def test_hopper_and_blackwell_have_the_larger_cublas_workspace():
-    large = {card.name for card in known_cards() if cublas_bytes(card.name) == CUBLAS_HOPPER_BYTES}
+    large = {gpu.name for gpu in known_gpus() if cublas_bytes(gpu.name) == CUBLAS_HOPPER_BYTES}
 
     assert large == {
         "h100-80gb", "h100-pcie-80gb", "h100-nvl-94gb", "gh200-96gb", "h200-141gb", "b200-180gb", "rtx-5090",

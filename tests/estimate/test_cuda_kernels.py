@@ -1,4 +1,4 @@
-"""What kernels take for themselves is asked of fakes on a card; the sizes are those of their sources."""
+"""What kernels take for themselves is asked of fakes on a GPU; the sizes are those of their sources."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from autoaccum._estimate.cuda_kernels import workspace
 from autoaccum._estimate.fake_backward import backward, loosened
 from autoaccum._estimate.tracer import Ledger
 
-pytestmark = pytest.mark.card_fakes
+pytestmark = pytest.mark.gpu_fakes
 
 N, WIDE = 8, 64
 FLOATS = N * WIDE * 4

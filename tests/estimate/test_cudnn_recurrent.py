@@ -1,4 +1,4 @@
-"""Recurrent layers on fake tensors of a card: shapes as PyTorch's, and what cuDNN keeps for the backward pass."""
+"""Recurrent layers on fake tensors of a GPU: shapes as PyTorch's, and what cuDNN keeps for the backward pass."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from autoaccum._estimate.cuda_dispatch import CudaCalls, without_driver
 from autoaccum._estimate.cudnn_recurrent import NOTE
 from autoaccum._estimate.estimate import trace_step
 from autoaccum._estimate.fake import Stage
-from autoaccum._estimate.gpus import Card
+from autoaccum._estimate.gpus import GPU
 from autoaccum._estimate.tracer import Ledger
 
-pytestmark = pytest.mark.card_fakes
+pytestmark = pytest.mark.gpu_fakes
 
 MIB = 2**20
-CARD = Card("some-24gb", 24 * 2**30, 400 * MIB, bf16=True, source="made up for tests")
+SMALL_GPU = GPU("some-24gb", 24 * 2**30, 400 * MIB, bf16=True, source="made up for tests")
 CUDA = torch.device("cuda", 0)
 LAYERS = {
     "lstm": (nn.LSTM, {}),
@@ -28,7 +28,7 @@ LAYERS = {
 
 
 def called(layer, *shape):
-    """Return the output and the storages of a call on a fake card."""
+    """Return the output and the storages of a call on a fake GPU."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = Stage(CUDA).copied(layer)
         ledger = Ledger(1, "cuda")
@@ -83,7 +83,7 @@ def test_every_weight_gets_its_gradient(name, precision):
     model, batch = Last(), torch.zeros(6, 4, 8)
     traced = trace_step(model, batch, loss=lambda outputs, _: outputs.mean(), kind="cuda", precision=precision)
 
-    footprint = traced.estimate(CARD).footprints[-1]
+    footprint = traced.estimate(SMALL_GPU).footprints[-1]
     assert NOTE in traced.notes
     assert footprint.gradients_bytes == footprint.parameters_bytes
     assert footprint.optimizer_bytes == 2 * footprint.parameters_bytes
@@ -100,7 +100,7 @@ def test_a_further_sample_takes_what_its_time_steps_keep():
 
     batch = (torch.zeros(4, 100, 64), torch.zeros(4, dtype=torch.long))
 
-    estimate = trace_step(Last(), batch, kind="cuda", most=2048).estimate(CARD)
+    estimate = trace_step(Last(), batch, kind="cuda", most=2048).estimate(SMALL_GPU)
 
     # Four gates, the cell and the output.
     assert estimate.bytes_per_sample > 100 * 256 * 6 * 4

@@ -10,13 +10,13 @@ from autoaccum._engine.chunked_head import chunked
 from autoaccum._engine.chunked_loss import ChunkedLoss
 from autoaccum._engine.savings import offloaded
 from autoaccum._estimate.estimate import estimate_step, trace_step
-from autoaccum._estimate.gpus import Card
+from autoaccum._estimate.gpus import GPU
 from autoaccum._memory.simulated import Simulated
 from autoaccum.errors import InvalidInputError
 from helpers import a_few_of
 
-CARD = Card("some-24gb", 24 * 2**30, 400 * 2**20, bf16=True, source="made up for tests")
-VOLTA = Card("some-16gb", 16 * 2**30, 320 * 2**20, bf16=False, source="made up for tests")
+SMALL_GPU = GPU("some-24gb", 24 * 2**30, 400 * 2**20, bf16=True, source="made up for tests")
+VOLTA = GPU("some-16gb", 16 * 2**30, 320 * 2**20, bf16=False, source="made up for tests")
 
 
 def mlp(width=2048):
@@ -129,18 +129,18 @@ def test_optimizer_that_may_branch_on_values_is_refused():
         estimate_step(mlp(), batch_of((64,)), optimizer=SkipsWhatIsNotFinite)
 
 
-def test_optimizer_that_takes_no_lists_by_itself_takes_none_on_a_card():
+def test_optimizer_that_takes_no_lists_by_itself_takes_none_on_a_gpu():
     wide, batch = (
         nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))),
         (torch.randn(2, 2048), torch.zeros(2).long()),
     )
 
     footprints = [
-        estimate_step(wide, batch, optimizer=torch.optim.Adafactor, card=c).footprints[-1] for c in (CARD, None)
+        estimate_step(wide, batch, optimizer=torch.optim.Adafactor, gpu=c).footprints[-1] for c in (SMALL_GPU, None)
     ]
-    on_card, on_cpu = footprints
+    on_gpu, on_cpu = footprints
 
-    assert on_card.peak_bytes == pytest.approx(on_cpu.peak_bytes, rel=0.1)  # by lists it would be 1.4 of it
+    assert on_gpu.peak_bytes == pytest.approx(on_cpu.peak_bytes, rel=0.1)  # by lists it would be 1.4 of it
 
 
 def test_parameters_without_a_gradient_have_neither_gradient_nor_state():
@@ -181,24 +181,25 @@ def test_default_sizes_reach_from_one_to_the_largest():
 
 
 @pytest.mark.parametrize(("name", "precision"), a_few_of(CASES, ["fp32", "bf16", "fp16"]))
-def test_card_is_predicted_where_there_is_none(name, precision):
+def test_gpu_is_predicted_where_there_is_none(name, precision):
     make, shape = CASES[name]
 
-    footprint = estimate_step(make, batch_of(shape), card=CARD, precision=precision, clip_grad_norm=1.0).footprints[-1]
+    found = estimate_step(make, batch_of(shape), gpu=SMALL_GPU, precision=precision, clip_grad_norm=1.0)
+    footprint = found.footprints[-1]
 
     assert 0 < footprint.peak_bytes <= footprint.reserved_bytes
     assert footprint.reserved_bytes % 2**21 == 0
 
 
-def test_next_micro_batch_is_on_its_way_to_a_card():
+def test_next_micro_batch_is_on_its_way_to_a_gpu():
     model, (inputs, targets) = mlp(), batch_of((64,))
 
-    on_card = estimate_step(model, (inputs, targets), card=CARD).footprints[-1]
+    on_gpu = estimate_step(model, (inputs, targets), gpu=SMALL_GPU).footprints[-1]
 
-    assert on_card.inputs_bytes == 2 * (inputs.nbytes + targets.nbytes)
+    assert on_gpu.inputs_bytes == 2 * (inputs.nbytes + targets.nbytes)
 
 
-def test_attention_on_a_card_keeps_no_scores():
+def test_attention_on_a_gpu_keeps_no_scores():
     class Attention(nn.Module):
         def __init__(self):
             super().__init__()
@@ -210,7 +211,7 @@ def test_attention_on_a_card_keeps_no_scores():
 
     def peak(length):
         batch = torch.randn(2, length, 64)
-        return estimate_step(Attention(), batch, card=CARD, precision="bf16").footprints[-1].activations_bytes
+        return estimate_step(Attention(), batch, gpu=SMALL_GPU, precision="bf16").footprints[-1].activations_bytes
 
     # Scores grow with the square of the length.
     assert peak(2048) < 2.2 * peak(1024)
@@ -254,13 +255,13 @@ def test_recomputed_blocks_take_less(kind, precision):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_blocks_take_as_much_on_a_card_as_on_the_cpu(recompute):
+def test_blocks_take_as_much_on_a_gpu_as_on_the_cpu(recompute):
     # In the one the next micro-batch is on its way.
     following = 1024 * (64 * 4 + 8)
 
-    on_card = peak_of(Blocks(recompute=recompute), kind="cuda") - following
+    on_gpu = peak_of(Blocks(recompute=recompute), kind="cuda") - following
 
-    assert on_card == pytest.approx(peak_of(Blocks(recompute=recompute)), rel=0.02)
+    assert on_gpu == pytest.approx(peak_of(Blocks(recompute=recompute)), rel=0.02)
 
 
 class Reentrant(Blocks):
@@ -278,12 +279,12 @@ class Reentrant(Blocks):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_reentrant_checkpoints_are_gone_through_for_cards_too(precision):
+def test_reentrant_checkpoints_are_gone_through_for_gpus_too(precision):
     following = 1024 * (64 * 4 + 8)
 
-    on_card = peak_of(Reentrant(), kind="cuda", precision=precision) - following
+    on_gpu = peak_of(Reentrant(), kind="cuda", precision=precision) - following
 
-    assert on_card == pytest.approx(peak_of(Reentrant(), precision=precision), rel=0.05)
+    assert on_gpu == pytest.approx(peak_of(Reentrant(), precision=precision), rel=0.05)
 
 
 def test_estimate_of_recomputed_blocks_is_what_a_real_step_allocates(two_threads):
@@ -343,7 +344,7 @@ def test_estimate_of_a_loss_in_chunks_is_what_a_real_step_allocates(two_threads)
     assert predicted < plain / 3
 
 
-@pytest.mark.card_fakes
+@pytest.mark.gpu_fakes
 def test_a_loss_in_chunks_is_predicted_for_a_gpu_where_liger_is_installed(monkeypatch):
     monkeypatch.setattr(chunked_loss, "has_kernel", lambda *_: pytest.fail("its kernel reads values"))
     batch = torch.zeros(4, 1024, 32), torch.zeros(4, 1024, dtype=torch.long)
@@ -355,7 +356,7 @@ def test_a_loss_in_chunks_is_predicted_for_a_gpu_where_liger_is_installed(monkey
         return nn.functional.cross_entropy(head(batch[0]).mT, batch[1])
 
     chunks, plain = (
-        estimate_step(nn.Linear(32, 8000), batch, card=CARD, sizes=[4], forward=forward).footprints[0].peak_bytes
+        estimate_step(nn.Linear(32, 8000), batch, gpu=SMALL_GPU, sizes=[4], forward=forward).footprints[0].peak_bytes
         for forward in (in_chunks, whole)
     )
 
@@ -363,12 +364,12 @@ def test_a_loss_in_chunks_is_predicted_for_a_gpu_where_liger_is_installed(monkey
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.card_fakes
-def test_what_is_kept_on_the_host_is_not_on_the_card(precision):
-    card = Simulated(2**60, torch.device("cuda", 0))
+@pytest.mark.gpu_fakes
+def test_what_is_kept_on_the_host_is_not_on_the_gpu(precision):
+    gpu = Simulated(2**60, torch.device("cuda", 0))
 
     plain = peak_of(Blocks(), kind="cuda", precision=precision)
-    kept_on_host = peak_of(Blocks(), kind="cuda", precision=precision, adapts=[lambda model: offloaded([model], card)])
+    kept_on_host = peak_of(Blocks(), kind="cuda", precision=precision, adapts=[lambda model: offloaded([model], gpu)])
 
     assert kept_on_host < 0.5 * plain
 
@@ -404,26 +405,26 @@ class Mean(nn.Module):
     ],
     ids=["embedding", "convolution"],
 )
-@pytest.mark.card_fakes
+@pytest.mark.gpu_fakes
 def test_one_sample_is_told_where_kernels_take_no_constant_share_a_sample(make, batch):
     model = make()
     model(batch[0])  # what is lazy takes its shape
 
-    several = estimate_step(model, batch, card=VOLTA)
-    alone = estimate_step(model, batch, card=VOLTA, sizes=[1])
+    several = estimate_step(model, batch, gpu=VOLTA)
+    alone = estimate_step(model, batch, gpu=VOLTA, sizes=[1])
 
     assert [footprint.size for footprint in several.footprints] == [1, 2, 4, 8]
     assert several.footprints[0] == alone.footprints[0]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_attention_inside_pytorchs_own_layers_makes_no_matrix_of_lengths_on_a_card(precision):
+def test_attention_inside_pytorchs_own_layers_makes_no_matrix_of_lengths_on_a_gpu(precision):
     length = 2048
     layer = nn.TransformerEncoderLayer(16, 1, 16, dropout=0.0, batch_first=True)
     attention = nn.functional.scaled_dot_product_attention
 
     estimate = estimate_step(
-        layer, torch.zeros(1, length, 16), loss=lambda outputs, _: outputs.sum(), precision=precision, card=CARD
+        layer, torch.zeros(1, length, 16), loss=lambda outputs, _: outputs.sum(), precision=precision, gpu=SMALL_GPU
     )
 
     (footprint,) = estimate.footprints
@@ -452,10 +453,10 @@ class CheckpointManager(nn.Linear):
         return super().forward(x * self.scale.to(x.device) + self.more["shift"][0].to(x.device))
 
 
-@pytest.mark.parametrize("card", [None, CARD])
-@pytest.mark.card_fakes
-def test_tensors_that_a_model_keeps_as_they_are_are_copied_too(card):
-    assert estimate_step(CheckpointManager(64, 10), batch_of((64,)), card=card).footprints
+@pytest.mark.parametrize("gpu", [None, SMALL_GPU])
+@pytest.mark.gpu_fakes
+def test_tensors_that_a_model_keeps_as_they_are_are_copied_too(gpu):
+    assert estimate_step(CheckpointManager(64, 10), batch_of((64,)), gpu=gpu).footprints
 
 
 class Penalised(nn.Linear):
@@ -489,7 +490,7 @@ def test_operator_without_a_fake_form_is_named():
         estimate_step(Mysterious(64, 10), batch_of((64,)))
 
 
-@pytest.mark.parametrize("card", [None, CARD])
+@pytest.mark.parametrize("gpu", [None, SMALL_GPU])
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -503,15 +504,15 @@ def test_operator_without_a_fake_form_is_named():
     ],
     ids=["branches", "numpy", "gradient"],
 )
-@pytest.mark.card_fakes
-def test_model_that_needs_values_is_refused_and_left_as_it_was(make, reason, card):
-    if card is None and reason == "CUDA driver":
+@pytest.mark.gpu_fakes
+def test_model_that_needs_values_is_refused_and_left_as_it_was(make, reason, gpu):
+    if gpu is None and reason == "CUDA driver":
         pytest.skip("the CPU needs none")
     model = make()
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
     with pytest.raises(InvalidInputError, match=rf"without values: .*{reason}.*measure it on a device"):
-        estimate_step(model, batch_of((64,)), card=card)
+        estimate_step(model, batch_of((64,)), gpu=gpu)
 
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -530,9 +531,9 @@ def test_bad_arguments_are_refused(options, said):
         trace_step(mlp(), batch_of((64,)), **options)
 
 
-def test_step_of_the_cpu_is_not_served_by_a_card():
+def test_step_of_the_cpu_is_not_served_by_a_gpu():
     with pytest.raises(InvalidInputError, match="kind='cuda'"):
-        trace_step(mlp(), batch_of((64,))).estimate(CARD)
+        trace_step(mlp(), batch_of((64,))).estimate(SMALL_GPU)
 
 
 def test_function_that_makes_no_model_is_refused():
@@ -568,7 +569,7 @@ def test_making_a_model_leaves_random_state_as_it_was():
 
 
 class Warps(nn.Module):
-    """Reads pixels at learned places, as optical flow does; on a card by cuDNN's own operator."""
+    """Reads pixels at learned places, as optical flow does; on a GPU by cuDNN's own operator."""
 
     def __init__(self):
         super().__init__()
@@ -580,21 +581,21 @@ class Warps(nn.Module):
         return nn.functional.grid_sample(x, grid * self.scale, align_corners=True).mean((2, 3))
 
 
-@pytest.mark.card_fakes
-def test_pixels_read_at_learned_places_are_traced_for_a_card():
-    on_card, on_cpu = (estimate_step(Warps(), batch_of((10, 32, 32)), card=card) for card in (CARD, None))
+@pytest.mark.gpu_fakes
+def test_pixels_read_at_learned_places_are_traced_for_a_gpu():
+    on_gpu, on_cpu = (estimate_step(Warps(), batch_of((10, 32, 32)), gpu=gpu) for gpu in (SMALL_GPU, None))
 
-    assert on_card.footprints[-1].activations_bytes == on_cpu.footprints[-1].activations_bytes
+    assert on_gpu.footprints[-1].activations_bytes == on_cpu.footprints[-1].activations_bytes
 
 
-@pytest.mark.card_fakes
+@pytest.mark.gpu_fakes
 def test_huge_model_takes_no_memory():
     psutil = pytest.importorskip("psutil")
     before = psutil.Process().memory_info().rss
 
     estimate = estimate_step(
         lambda: nn.Sequential(*(nn.Linear(40_000, 40_000) for _ in range(40))), torch.randn(2, 40_000),
-        loss=lambda outputs, _: outputs.mean(), card=CARD, precision="bf16",
+        loss=lambda outputs, _: outputs.mean(), gpu=SMALL_GPU, precision="bf16",
     )  # fmt: skip
 
     assert estimate.footprints[-1].parameters_bytes > 200e9
@@ -616,7 +617,7 @@ def test_an_attention_mask_that_is_turned_goes_to_no_fused_kernel():
             return nn.functional.scaled_dot_product_attention(*parts, bias[None]).sum((1, 2, 3))
 
     turned, straight = (
-        estimate_step(Biased(turned=turned), torch.randn(2, 256, 64), loss=lambda y, _: y.mean(), card=CARD)
+        estimate_step(Biased(turned=turned), torch.randn(2, 256, 64), loss=lambda y, _: y.mean(), gpu=SMALL_GPU)
         for turned in (True, False)
     )
 

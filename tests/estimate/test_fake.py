@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from autoaccum._estimate.estimate import estimate_step
-from autoaccum._estimate.gpus import card_named
+from autoaccum._estimate.gpus import gpu_named
 
 
 class Stack(nn.Module):
@@ -35,19 +35,17 @@ class Stack(nn.Module):
 BATCH = torch.zeros(4, 64), torch.zeros(4, 64)
 
 
-def predicted(model, card):
-    return estimate_step(
-        model, BATCH, loss=nn.MSELoss(), card=card and card_named(card), precision="bf16", sizes=[64, 128]
-    )
+def predicted(model, gpu):
+    return estimate_step(model, BATCH, loss=nn.MSELoss(), gpu=gpu and gpu_named(gpu), precision="bf16", sizes=[64, 128])
 
 
-@pytest.mark.parametrize("card", [pytest.param("h100-80gb", marks=pytest.mark.card_fakes), None])
+@pytest.mark.parametrize("gpu", [pytest.param("h100-80gb", marks=pytest.mark.gpu_fakes), None])
 @pytest.mark.parametrize("by_torch", [True, False])
-def test_layers_dropped_at_random_are_predicted_as_kept(by_torch, card):
+def test_layers_dropped_at_random_are_predicted_as_kept(by_torch, gpu):
     random.seed(0)
 
-    ours = predicted(Stack(0.5, by_torch=by_torch), card)
-    whole = predicted(Stack(0.0, by_torch=by_torch), card)
+    ours = predicted(Stack(0.5, by_torch=by_torch), gpu)
+    whole = predicted(Stack(0.0, by_torch=by_torch), gpu)
 
     assert [one.peak_bytes for one in ours.footprints] == [one.peak_bytes for one in whole.footprints]
     assert sum("layerdrop" in note for note in ours.notes) == 1

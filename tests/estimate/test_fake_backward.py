@@ -65,7 +65,7 @@ def test_transformer_has_the_gradients_of_the_engine():
         assert torch.equal(ours.grad, theirs.grad)
 
 
-@pytest.mark.card_fakes
+@pytest.mark.gpu_fakes
 def test_fake_cuda_tensors_go_back_without_a_driver():
     with FakeTensorMode():
         model = nn.Linear(4, 5, device="cuda:0")

@@ -1,8 +1,8 @@
-"""Cards are found by whatever people call them, and their numbers are possible and have an origin."""
+"""GPUs are found by whatever people call them, and their numbers are possible and have an origin."""
 
 import pytest
 
-from autoaccum._estimate.gpus import card_named, custom_card, known_cards, with_display
+from autoaccum._estimate.gpus import custom_gpu, gpu_named, known_gpus, with_display
 from autoaccum.errors import InvalidInputError
 
 MIB, GIB = 2**20, 2**30
@@ -12,13 +12,13 @@ MIB, GIB = 2**20, 2**30
     "name",
     ["h100-80gb", "H100 80GB", "h100_80gb", "NVIDIA H100 80GB HBM3", "h100-sxm", " h100 - 80gb "],
 )
-def test_card_is_found_however_it_is_written(name):
-    assert card_named(name).name == "h100-80gb"
+def test_gpu_is_found_however_it_is_written(name):
+    assert gpu_named(name).name == "h100-80gb"
 
 
-@pytest.mark.parametrize("card", known_cards(), ids=lambda card: card.name)
-def test_every_card_is_found_by_its_own_name(card):
-    assert card_named(card.name) is card
+@pytest.mark.parametrize("gpu", known_gpus(), ids=lambda gpu: gpu.name)
+def test_every_gpu_is_found_by_its_own_name(gpu):
+    assert gpu_named(gpu.name) is gpu
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def test_every_card_is_found_by_its_own_name(card):
         ("NVIDIA L40S", "l40s"),
     ],
 )
-def test_what_the_driver_calls_a_card_names_it(name, found):
-    assert card_named(name).name == found
+def test_what_the_driver_calls_a_gpu_names_it(name, found):
+    assert gpu_named(name).name == found
 
 
 @pytest.mark.parametrize(
@@ -46,75 +46,75 @@ def test_what_the_driver_calls_a_card_names_it(name, found):
         ("h100", ("h100-80gb", "h100-pcie-80gb", "h100-nvl-94gb")),
     ],
 )
-def test_name_of_several_cards_is_refused_with_all_of_them(name, all_of_them):
+def test_name_of_several_gpus_is_refused_with_all_of_them(name, all_of_them):
     with pytest.raises(InvalidInputError) as refused:
-        card_named(name)
+        gpu_named(name)
 
-    assert all(card in str(refused.value) for card in all_of_them)
+    assert all(gpu in str(refused.value) for gpu in all_of_them)
 
 
 @pytest.mark.parametrize(("name", "near"), [("a1000-80gb", "a100-80gb"), ("rtx4099", "rtx-4090"), ("l40", "l40s")])
 def test_unknown_name_is_refused_with_a_near_one(name, near):
     with pytest.raises(InvalidInputError, match=near):
-        card_named(name)
+        gpu_named(name)
 
 
 @pytest.mark.parametrize("name", ["", "  ", "abacus"])
 def test_name_of_nothing_is_refused(name):
     with pytest.raises(InvalidInputError, match="device-memory"):
-        card_named(name)
+        gpu_named(name)
 
 
-@pytest.mark.parametrize("card", known_cards(), ids=lambda card: card.name)
-def test_card_has_the_memory_that_its_name_says_less_what_the_driver_keeps(card):
+@pytest.mark.parametrize("gpu", known_gpus(), ids=lambda gpu: gpu.name)
+def test_gpu_has_the_memory_that_its_name_says_less_what_the_driver_keeps(gpu):
     sold = {"t4": 16, "rtx-2080-ti": 11, "titan-rtx": 24, "a2": 16, "a10": 24, "a10g": 24, "a30": 24, "a40": 48}
     sold |= {"rtx-3080": 10, "rtx-3090": 24, "rtx-a6000": 48, "l4": 24, "l40s": 48, "rtx-4080": 16, "rtx-4090": 24}
     sold |= {"rtx-6000-ada": 48, "rtx-5090": 32, "rtx-3060": 12, "rtx-4060": 8}
-    gib = sold[card.name] if card.name in sold else int(card.name.rpartition("-")[2].removesuffix("gb"))
+    gib = sold[gpu.name] if gpu.name in sold else int(gpu.name.rpartition("-")[2].removesuffix("gb"))
 
-    assert 0.9 * gib * GIB < card.total_bytes < gib * GIB
-    assert 0.9 * card.total_bytes < card.free_bytes < card.total_bytes
+    assert 0.9 * gib * GIB < gpu.total_bytes < gib * GIB
+    assert 0.9 * gpu.total_bytes < gpu.free_bytes < gpu.total_bytes
 
 
-@pytest.mark.parametrize("card", known_cards(), ids=lambda card: card.name)
-def test_every_number_has_an_origin(card):
-    assert card.source.startswith("https://")
+@pytest.mark.parametrize("gpu", known_gpus(), ids=lambda gpu: gpu.name)
+def test_every_number_has_an_origin(gpu):
+    assert gpu.source.startswith("https://")
 
 
 def test_bfloat16_is_there_from_ampere_on():
-    assert not card_named("t4").bf16
-    assert not card_named("v100-32gb").bf16
-    assert card_named("a100-40gb").bf16
-    assert card_named("rtx-3090").bf16
+    assert not gpu_named("t4").bf16
+    assert not gpu_named("v100-32gb").bf16
+    assert gpu_named("a100-40gb").bf16
+    assert gpu_named("rtx-3090").bf16
 
 
-def test_card_of_any_size_can_be_made_up():
-    card = custom_card("24GiB")
+def test_gpu_of_any_size_can_be_made_up():
+    gpu = custom_gpu("24GiB")
 
-    assert card.total_bytes == 24 * GIB
-    assert 0 < card.context_bytes < GIB
-    assert "24GiB" in card.name
+    assert gpu.total_bytes == 24 * GIB
+    assert 0 < gpu.context_bytes < GIB
+    assert "24GiB" in gpu.name
 
 
 @pytest.mark.parametrize("text", ["much", "0.5", "50%", "", "-3GiB", "0", "24 bananas", "100MiB"])
 def test_size_that_is_none_is_refused(text):
     with pytest.raises(InvalidInputError, match="device_memory="):
-        custom_card(text)
+        custom_gpu(text)
 
 
 @pytest.mark.parametrize("display", [-1, True, "much", 1.5, None])
 def test_the_share_of_a_display_is_a_size(display):
     with pytest.raises(InvalidInputError, match="display"):
-        with_display(card_named("rtx-4060"), display)
+        with_display(gpu_named("rtx-4060"), display)
 
 
 def test_a_display_leaves_something_for_training():
-    card = card_named("rtx-4060")
+    gpu = gpu_named("rtx-4060")
 
-    assert with_display(card, 2**20).free_bytes == card.free_bytes - 2**20
+    assert with_display(gpu, 2**20).free_bytes == gpu.free_bytes - 2**20
     with pytest.raises(InvalidInputError, match="leaves nothing of rtx-4060"):
-        with_display(card, "8GiB")
+        with_display(gpu, "8GiB")
 
 
-def test_a_card_whose_own_context_is_known_has_that():
-    assert card_named("rtx-4090").context_bytes > card_named("l40s").context_bytes
+def test_a_gpu_whose_own_context_is_known_has_that():
+    assert gpu_named("rtx-4090").context_bytes > gpu_named("l40s").context_bytes

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from autoaccum._estimate.estimate import estimate_step
-from autoaccum._estimate.gpus import card_named
+from autoaccum._estimate.gpus import gpu_named
 from autoaccum._estimate.own_thread import replaced
 
 
@@ -36,13 +36,13 @@ def train(stop, failures, steps):
             failures.append(error)
 
 
-@pytest.mark.card_fakes
+@pytest.mark.gpu_fakes
 def test_another_thread_trains_while_two_predict():
     stop, failures, steps = threading.Event(), [], []
-    batch, card = torch.randn(4, 16, 32), card_named("h100-80gb")
+    batch, gpu = torch.randn(4, 16, 32), gpu_named("h100-80gb")
     found = []
 
-    way = {"loss": lambda y, _: y.mean((1, 2, 3)), "card": card, "precision": "fp16"}
+    way = {"loss": lambda y, _: y.mean((1, 2, 3)), "gpu": gpu, "precision": "fp16"}
 
     def predict():
         found.extend(estimate_step(Attends(), batch, **way) for _ in range(3))

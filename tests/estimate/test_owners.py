@@ -8,7 +8,7 @@ from autoaccum._estimate.estimate import trace_step
 from autoaccum._estimate.owners import is_of_loss
 
 BATCH = torch.randn(4, 3, 8, 8), torch.randint(2, (4,))
-KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.card_fakes)]
+KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu_fakes)]
 
 
 class Net(nn.Module):

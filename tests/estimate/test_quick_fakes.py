@@ -20,7 +20,7 @@ def form(value):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.card_fakes
+@pytest.mark.gpu_fakes
 def test_batch_norm_is_as_pytorch_fakes_it(device, dtype, layout, shape):
     if layout is torch.channels_last and len(shape) != 4:
         pytest.skip("only images have that layout")

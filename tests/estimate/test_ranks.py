@@ -6,11 +6,11 @@ from torch import nn
 
 from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.estimate import trace_step
-from autoaccum._estimate.gpus import Card
+from autoaccum._estimate.gpus import GPU
 from autoaccum._estimate.ranks import in_buckets, sharding
 
 MIB = 2**20
-CARD = Card("some-24gb", 24 * 2**30, 400 * MIB, bf16=True, source="made up for tests")
+SMALL_GPU = GPU("some-24gb", 24 * 2**30, 400 * MIB, bf16=True, source="made up for tests")
 
 
 class Block(nn.Module):
@@ -69,7 +69,7 @@ def test_a_rank_of_a_sharded_model_holds_its_share_and_what_is_gathered(traced, 
 
 
 def test_more_ranks_leave_more_room_and_phases_stay_where_they_are(traced):
-    peaks = [traced.changed(sharding(stack(), ranks)).estimate(CARD).at(64).reserved_bytes for ranks in (2, 4, 16)]
+    peaks = [traced.changed(sharding(stack(), ranks)).estimate(SMALL_GPU).at(64).reserved_bytes for ranks in (2, 4, 16)]
 
     assert peaks == sorted(peaks, reverse=True)
     shard = sharding(stack(), 4)(traced.step_of(8))

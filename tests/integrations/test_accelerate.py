@@ -81,7 +81,7 @@ class Loop:
     ):
         torch.manual_seed(0)
         accelerator = Accelerator(cpu=True, **settings)
-        if scaler is not None:  # as it does on cards, where alone it allows fp16
+        if scaler is not None:  # as it does on GPUs, where alone it allows fp16
             accelerator.state._mixed_precision, accelerator.native_amp, accelerator.scaler = "fp16", True, scaler
         model = Limited(kind().to(dtype), most)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -154,7 +154,7 @@ def test_half_precision_is_that_of_the_trainer(tmp_path):
 
 
 def in_fp16(trainer):
-    """A trainer class whose accelerator is what it makes for fp16 on a card, which alone it makes it for."""
+    """A trainer class whose accelerator is what it makes for fp16 on a GPU, which alone it makes it for."""
 
     class InFp16(trainer):
         def create_accelerator_and_postprocess(self):

@@ -168,7 +168,7 @@ def check_reading_is_consistent(backend):
 
 def check_ensure_asks_before(backend):
     if backend.device.type != "cpu":
-        # The allocator of a card fails cleanly, so nothing is asked of it.
+        # The allocator of a GPU fails cleanly, so nothing is asked of it.
         return {"little": run_out(lambda: backend.ensure(2**50)), "nothing": False, "much": True, "held": True}
     most = most_of(backend)
     with backend.limited(LIMIT):
@@ -234,7 +234,7 @@ def reason_to_skip(kind):
     if kind == "host" and sys.platform != "linux":
         return "host memory limits require Linux"
     if kind == "cuda" and not torch.cuda.is_available():
-        return "no CUDA card here"
+        return "no CUDA GPU here"
     if kind == "accelerator":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None or accelerator.type == "cuda":

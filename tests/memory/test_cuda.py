@@ -1,6 +1,6 @@
-"""The CUDA backend without a card: its sums and its order of calls, against a stand-in for torch.cuda's allocator.
+"""The CUDA backend without a GPU: its sums and its order of calls, against a stand-in for torch.cuda's allocator.
 
-What a real card does is tested by test_base.py where there is one.
+What a real GPU does is tested by test_base.py where there is one.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from autoaccum.errors import InvalidInputError
 GIB = 2**30
 
 
-class Card:
+class GPU:
     """16 GiB, of which this process reserved 2 (1 of it allocated) and others hold 3."""
 
     def __init__(self):
@@ -36,64 +36,64 @@ class Card:
 
 
 @pytest.fixture
-def card(monkeypatch):
-    card = Card()
+def gpu(monkeypatch):
+    gpu = GPU()
     properties = types.SimpleNamespace(name="NVIDIA Test", total_memory=16 * GIB, uuid="abc")
     stand_ins = {
         "current_device": lambda: 1,
         "get_device_properties": lambda index: properties,
-        "mem_get_info": lambda device: (16 * GIB - 3 * GIB - card.reserved, 16 * GIB),
-        "memory_reserved": lambda device: card.reserved,
-        "memory_allocated": lambda device: card.allocated,
+        "mem_get_info": lambda device: (16 * GIB - 3 * GIB - gpu.reserved, 16 * GIB),
+        "memory_reserved": lambda device: gpu.reserved,
+        "memory_allocated": lambda device: gpu.allocated,
         "max_memory_reserved": lambda device: 5 * GIB,
-        "get_per_process_memory_fraction": lambda device: card.fraction,
-        "set_per_process_memory_fraction": lambda value, device: setattr(card, "fraction", value),
-        "empty_cache": card.empty_cache,
+        "get_per_process_memory_fraction": lambda device: gpu.fraction,
+        "set_per_process_memory_fraction": lambda value, device: setattr(gpu, "fraction", value),
+        "empty_cache": gpu.empty_cache,
         "device": lambda device: contextlib.nullcontext(),
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(gc, "collect", lambda: card.calls.append("collect"))
-    return card
+    monkeypatch.setattr(gc, "collect", lambda: gpu.calls.append("collect"))
+    return gpu
 
 
 def cuda():
     return Cuda(torch.device("cuda"))
 
 
-def test_limit_is_a_fraction_of_the_whole_card_and_put_back_on_an_exception(card):
-    card.fraction = 0.9
+def test_limit_is_a_fraction_of_the_whole_gpu_and_put_back_on_an_exception(gpu):
+    gpu.fraction = 0.9
 
     with contextlib.suppress(KeyError), cuda().limited(4 * GIB):
-        inside = card.fraction
+        inside = gpu.fraction
         raise KeyError
 
     assert inside == 0.25
-    assert card.fraction == 0.9
+    assert gpu.fraction == 0.9
 
 
-def test_limit_never_widens_one_that_holds_already(card):
-    card.fraction = 0.5
+def test_limit_never_widens_one_that_holds_already(gpu):
+    gpu.fraction = 0.5
 
     with cuda().limited(12 * GIB):
-        assert card.fraction == 0.5
+        assert gpu.fraction == 0.5
 
 
-def test_limit_below_what_the_process_holds_is_refused(card):
+def test_limit_below_what_the_process_holds_is_refused(gpu):
     with pytest.raises(InvalidInputError, match=r"1\.0 GiB on NVIDIA Test is below the 2\.0 GiB"), cuda().limited(GIB):
         pass
 
-    assert card.fraction == 1.0
+    assert gpu.fraction == 1.0
 
 
-def test_cached_memory_is_given_back_before_a_limit_is_refused(card):
-    card.cached = GIB
+def test_cached_memory_is_given_back_before_a_limit_is_refused(gpu):
+    gpu.cached = GIB
 
     with cuda().limited(int(1.5 * GIB)):
-        assert card.reserved == GIB
+        assert gpu.reserved == GIB
 
 
-def test_reading_counts_what_is_reserved_under_the_limit(card, monkeypatch):
+def test_reading_counts_what_is_reserved_under_the_limit(gpu, monkeypatch):
     monkeypatch.setattr(nvml, "pynvml", None)
     backend = cuda()
 
@@ -112,13 +112,13 @@ def test_reading_counts_what_is_reserved_under_the_limit(card, monkeypatch):
         ([(os.getpid(), None)], 4),  # permission denied
     ],
 )
-def test_others_hold_what_nvml_counts_less_our_share(card, monkeypatch, shares, others):
+def test_others_hold_what_nvml_counts_less_our_share(gpu, monkeypatch, shares, others):
     monkeypatch.setattr(nvml, "pynvml", nvml_with(shares))
 
     assert cuda().reading().others_bytes == others * GIB
 
 
-def test_others_are_named_with_what_they_hold(card, monkeypatch):
+def test_others_are_named_with_what_they_hold(gpu, monkeypatch):
     with subprocess.Popen(["sleep", "60"]) as other:  # noqa: S607
         shares = [(os.getpid(), GIB), (2**22 + 1, None), (other.pid, 3 * GIB)]
         monkeypatch.setattr(nvml, "pynvml", nvml_with(shares))

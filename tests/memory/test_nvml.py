@@ -1,4 +1,4 @@
-"""What NVML tells of the cards, by a stand-in for it: machines without a card have no such library."""
+"""What NVML tells of the GPUs, by a stand-in for it: machines without a GPU have no such library."""
 
 import os
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ GIB = 1 << 30
 
 
 def library():
-    """A machine with two cards, on the second of which a process without a name holds memory."""
+    """A machine with two GPUs, on the second of which a process without a name holds memory."""
 
     class NVMLError(Exception):
         pass
@@ -24,7 +24,7 @@ def library():
         "nvmlDeviceGetCount": lambda: 2,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlDeviceGetUUID": lambda handle: uuids[handle],
-        "nvmlDeviceGetName": lambda handle: f"card {handle}",
+        "nvmlDeviceGetName": lambda handle: f"GPU {handle}",
         "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=80 * GIB, free=(80 - handle) * GIB),
         "nvmlDeviceGetComputeRunningProcesses": lambda handle: (
             [SimpleNamespace(pid=(1 << 22) + 1, usedGpuMemory=handle * GIB)] if handle else []
@@ -36,31 +36,31 @@ def library():
 @pytest.mark.parametrize(
     ("visible", "names"),
     [
-        (None, ["card 0", "card 1"]),
-        ("1", ["card 1"]),
-        ("1,0", ["card 0", "card 1"]),
-        ("GPU-bbbb", ["card 1"]),
+        (None, ["GPU 0", "GPU 1"]),
+        ("1", ["GPU 1"]),
+        ("1,0", ["GPU 0", "GPU 1"]),
+        ("GPU-bbbb", ["GPU 1"]),
         ("", []),
         ("MIG-cccc", []),
     ],
 )
-def test_only_visible_cards_are_told(monkeypatch, visible, names):
+def test_only_visible_gpus_are_told(monkeypatch, visible, names):
     monkeypatch.setattr(nvml, "pynvml", library())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
-    assert [card.name for card in nvml.cards_of(os.environ.get("CUDA_VISIBLE_DEVICES"))] == names
+    assert [gpu.name for gpu in nvml.gpus_of(os.environ.get("CUDA_VISIBLE_DEVICES"))] == names
 
 
-def test_a_card_is_told_with_who_holds_its_memory(monkeypatch):
+def test_a_gpu_is_told_with_who_holds_its_memory(monkeypatch):
     monkeypatch.setattr(nvml, "pynvml", library())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
 
-    (card,) = nvml.cards_of(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    (gpu,) = nvml.gpus_of(os.environ.get("CUDA_VISIBLE_DEVICES"))
 
-    assert (card.total_bytes, card.free_bytes) == (80 * GIB, 79 * GIB)
-    assert [(one.name, one.used_bytes) for one in card.neighbours] == [("?", GIB)]
+    assert (gpu.total_bytes, gpu.free_bytes) == (80 * GIB, 79 * GIB)
+    assert [(one.name, one.used_bytes) for one in gpu.neighbours] == [("?", GIB)]
 
 
 def test_driver_is_told_with_the_newest_cuda_that_it_supports(monkeypatch):
@@ -76,7 +76,7 @@ def test_driver_is_told_with_the_newest_cuda_that_it_supports(monkeypatch):
 
 
 @pytest.mark.parametrize("found", [None, "driver"])
-def test_without_the_library_or_the_driver_there_are_no_cards(monkeypatch, found):
+def test_without_the_library_or_the_driver_there_are_no_gpus(monkeypatch, found):
     if found is not None:
         found = library()
 
@@ -86,5 +86,5 @@ def test_without_the_library_or_the_driver_there_are_no_cards(monkeypatch, found
         found.nvmlInit = fails
     monkeypatch.setattr(nvml, "pynvml", found)
 
-    assert nvml.cards_of(os.environ.get("CUDA_VISIBLE_DEVICES")) == ()
+    assert nvml.gpus_of(os.environ.get("CUDA_VISIBLE_DEVICES")) == ()
     assert nvml.read_driver() is None

@@ -21,7 +21,7 @@ from autoaccum.errors import DeviceMissingError, InvalidInputError
 from helpers import assert_bitwise, classifier, labelled, state_of
 
 MIB = 1 << 20
-NEEDS_NO_CARD = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
+NEEDS_NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
 
 
 def wide():
@@ -160,17 +160,17 @@ def test_a_loss_over_the_whole_window_is_tried_as_such():
     assert measured.pace is None
 
 
-def test_a_card_by_two_names_is_told_once():
+def test_a_gpu_by_two_names_is_told_once():
     report = report_on(device=None, gpus=["RTX 3060", "t4", "NVIDIA GeForce RTX 3060"], measure=False)
 
-    assert [one.card.name for one in report.predicted] == ["rtx-3060", "t4"]
+    assert [one.gpu.name for one in report.predicted] == ["rtx-3060", "t4"]
 
 
-def test_cards_are_asked_about_without_a_device():
+def test_gpus_are_asked_about_without_a_device():
     report = report_on(device=None, gpus=["h100-80gb", "t4"], device_memory="24GiB", measure=False)
 
     assert report.measured is None
-    assert [(one.card.name, one.precision) for one in report.predicted] == [
+    assert [(one.gpu.name, one.precision) for one in report.predicted] == [
         ("h100-80gb", "bf16"),
         ("t4", "fp16"),
         ("device of 24GiB", "bf16"),
@@ -189,7 +189,7 @@ def held_by(step):
     return {one.module: sum(one.bytes_by_kind.values()) for one in step.modules}
 
 
-@pytest.mark.parametrize("kind", ["measured", pytest.param("predicted", marks=pytest.mark.card_fakes)])
+@pytest.mark.parametrize("kind", ["measured", pytest.param("predicted", marks=pytest.mark.gpu_fakes)])
 def test_who_holds_memory_at_the_peak_is_traced_for_the_plan(kind):
     report = report_on(gpus=["l4"], optimizer=torch.optim.Adam)
 
@@ -253,7 +253,7 @@ def test_the_largest_of_a_loaders_first_batches_counts():
     assert not any("differ in size" in note for note in whole.notes)
 
 
-@pytest.mark.card_fakes
+@pytest.mark.gpu_fakes
 def test_a_snapshot_opens_in_the_memory_viewer_of_torch(tmp_path):
     report = report_on(device=None, gpus=["l4", "t4"], measure=False)
 
@@ -269,7 +269,7 @@ def test_a_snapshot_opens_in_the_memory_viewer_of_torch(tmp_path):
         report.save_snapshot(tmp_path / "other.pickle", "h100")
 
 
-@pytest.mark.card_fakes
+@pytest.mark.gpu_fakes
 def test_json_is_the_report_by_its_attributes():
     report = report_on(gpus=["l4"], optimizer=torch.optim.Adam)
 
@@ -283,7 +283,7 @@ def test_json_is_the_report_by_its_attributes():
     assert found["measured"]["trials"][0]["fits"] is True
 
 
-@pytest.mark.card_fakes
+@pytest.mark.gpu_fakes
 def test_a_function_makes_its_model_without_memory_where_nothing_is_measured():
     made = []
 
@@ -302,8 +302,8 @@ def test_a_lazy_model_is_refused_before_anything_is_predicted(make):
         report_on(model=make, device=None, gpus="t4", measure=False)
 
 
-@NEEDS_NO_CARD
-def test_where_there_is_no_accelerator_asking_about_a_card_measures_nothing():
+@NEEDS_NO_GPU
+def test_where_there_is_no_accelerator_asking_about_a_gpu_measures_nothing():
     assert report_on(device=None, gpus="t4").measured is None
     assert report_on(device="cpu", gpus="t4", memory_limit="64MiB").measured is not None
 
@@ -334,24 +334,24 @@ def test_a_device_that_is_not_there_has_an_error_of_its_own():
         report_on(device="cuda:99")
 
 
-def test_a_limit_of_the_cpu_does_not_limit_a_card():
+def test_a_limit_of_the_cpu_does_not_limit_a_gpu():
     limited, free = (report_on(device="cpu", target=16, gpus="l4", memory_limit=limit) for limit in ("64MiB", None))
 
     assert limited.measured.device.limit_bytes == 64 * MIB
     assert limited.predicted[0].room_bytes == free.predicted[0].room_bytes
-    assert not limited.subject.limits_cards
-    assert "on the cards below too" not in str(limited)
+    assert not limited.subject.limits_gpus
+    assert "on the GPUs below too" not in str(limited)
     assert any("the CPU's, on which is measured" in note for note in limited.notes)
 
 
-def test_a_limit_holds_for_cards_where_nothing_is_measured_on_the_cpu():
+def test_a_limit_holds_for_gpus_where_nothing_is_measured_on_the_cpu():
     report = report_on(device=None, gpus="l4", measure=False, memory_limit="64MiB")
 
     assert report.predicted[0].room_bytes == 64 * MIB
-    assert "on the cards below too" in str(report)
+    assert "on the GPUs below too" in str(report)
 
 
-def test_cards_that_may_drive_a_display_are_noted_until_its_share_is_given():
+def test_gpus_that_may_drive_a_display_are_noted_until_its_share_is_given():
     options = {"device": None, "gpus": ["l4", "rtx-4060"], "measure": False}
 
     silent, told = report_on(**options), report_on(**options, display="500MiB")
@@ -363,7 +363,7 @@ def test_cards_that_may_drive_a_display_are_noted_until_its_share_is_given():
     assert "500.0 MiB for a display" in str(told)
 
 
-@pytest.mark.card_fakes
+@pytest.mark.gpu_fakes
 def test_a_prediction_says_how_uncertain_it_is_and_why():
     (found,) = report_on(device=None, gpus="l4", measure=False).to_dict()["predicted"]
 

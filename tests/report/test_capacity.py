@@ -10,7 +10,7 @@ from autoaccum._estimate.estimate import trace_step
 from autoaccum._estimate.gpus import with_display
 from autoaccum._estimate.trace import Estimate
 from autoaccum._report.capacity import Asked, predict
-from report_examples import GIB, MIB, SIZES, card, footprint
+from report_examples import GIB, MIB, SIZES, footprint, gpu
 
 ASKED = Asked(None, 256, 256, None, "micro_batch")
 
@@ -32,39 +32,39 @@ def estimate():
     return OnALine(tuple(map(footprint, SIZES)), ("counted in bf16.",), 0.0, None, None)
 
 
-def test_a_large_card_takes_the_target_at_once():
-    found = predict(ASKED, card(total=22 * GIB), "fp32", estimate())
+def test_a_large_gpu_takes_the_target_at_once():
+    found = predict(ASKED, gpu(total=22 * GIB), "fp32", estimate())
 
     assert (found.micro_batch, found.plan.micro_batches) == (256, (256,))
     assert found.headroom_bytes == found.room_bytes - footprint(256).reserved_bytes
 
 
-def test_a_smaller_card_cuts_it():
-    found = predict(ASKED, card(total=6 * GIB), "fp32", estimate())
+def test_a_smaller_gpu_cuts_it():
+    found = predict(ASKED, gpu(total=6 * GIB), "fp32", estimate())
 
     assert 128 <= found.micro_batch < 256
     assert found.plan.micro_batches == (128, 128)
     assert estimate().at(found.micro_batch).reserved_bytes <= found.room_bytes
 
 
-def test_a_card_that_is_too_small_says_what_the_least_step_takes():
-    found = predict(ASKED, card(total=600 * MIB), "fp32", estimate())
+def test_a_gpu_that_is_too_small_says_what_the_least_step_takes():
+    found = predict(ASKED, gpu(total=600 * MIB), "fp32", estimate())
 
     assert (found.micro_batch, found.plan, found.footprint.size) == (0, None, 1)
     assert found.headroom_bytes < 0
 
 
 @pytest.mark.parametrize(("limit", "room"), [("2GiB", 2 * GIB), ("100GiB", 22 * GIB - 448 * MIB), (0.5, 11 * GIB)])
-def test_a_memory_limit_holds_for_cards_too(limit, room):
-    found = predict(replace(ASKED, memory_limit=limit), card(total=22 * GIB), "fp32", estimate())
+def test_a_memory_limit_holds_for_gpus_too(limit, room):
+    found = predict(replace(ASKED, memory_limit=limit), gpu(total=22 * GIB), "fp32", estimate())
 
     assert found.room_bytes == room
 
 
 def test_it_is_said_where_one_sample_more_than_the_search_allows_would_fit_too():
-    assert predict(ASKED, card(total=22 * GIB), "fp32", estimate()).is_capped
-    assert not predict(ASKED, card(total=6 * GIB), "fp32", estimate()).is_capped
-    assert not predict(ASKED, card(total=600 * MIB), "fp32", estimate()).is_capped
+    assert predict(ASKED, gpu(total=22 * GIB), "fp32", estimate()).is_capped
+    assert not predict(ASKED, gpu(total=6 * GIB), "fp32", estimate()).is_capped
+    assert not predict(ASKED, gpu(total=600 * MIB), "fp32", estimate()).is_capped
 
 
 class Vision(nn.Module):
@@ -94,12 +94,12 @@ def language():
     ids=["vision", "language"],
 )
 def test_what_fits_has_room_left_and_does_not_depend_on_the_target(make, batch):
-    cards = [card(total=total * MIB + 448 * MIB) for total in range(60, 420, 24)]
+    gpus = [gpu(total=total * MIB + 448 * MIB) for total in range(60, 420, 24)]
     answers = {}
     for target in (333, 1024):
         traced = trace_step(make, batch, loss=lambda outputs, _: outputs.sum(), kind="cuda", most=target)
         asked = replace(ASKED, target_batch=target, most=target)
-        for one in cards:
+        for one in gpus:
             found = predict(asked, one, "fp32", traced.estimate(one))
             if found.plan is not None:
                 assert found.headroom_bytes >= 0, (target, one)
@@ -108,14 +108,14 @@ def test_what_fits_has_room_left_and_does_not_depend_on_the_target(make, batch):
     for by_target in answers.values():
         largest = by_target[1024]
         assert all(found == min(largest, target) for target, found in by_target.items())
-    assert len({by_target[1024] for by_target in answers.values()}) > len(cards) / 2
+    assert len({by_target[1024] for by_target in answers.values()}) > len(gpus) / 2
 
 
 @pytest.mark.parametrize("uncertainty", [0.0, 0.05, 0.5])
 def test_a_safe_size_fits_even_if_it_takes_more_than_predicted_by_the_uncertainty(uncertainty):
     known = replace(estimate(), uncertainty=uncertainty)
 
-    found = predict(ASKED, card(total=6 * GIB), "fp32", known)
+    found = predict(ASKED, gpu(total=6 * GIB), "fp32", known)
 
     taken = known.at(found.safe_micro_batch).reserved_bytes
     assert taken * (1 + uncertainty) <= found.room_bytes
@@ -126,7 +126,7 @@ def test_a_safe_size_fits_even_if_it_takes_more_than_predicted_by_the_uncertaint
 
 
 def test_what_is_predicted_to_fit_but_for_the_uncertainty_is_tight():
-    found = predict(ASKED, card(total=720 * MIB), "fp32", replace(estimate(), uncertainty=0.5))
+    found = predict(ASKED, gpu(total=720 * MIB), "fp32", replace(estimate(), uncertainty=0.5))
 
     assert found.verdict == "tight"
     assert (found.micro_batch, found.safe_micro_batch) == (1, 0)
@@ -135,7 +135,7 @@ def test_what_is_predicted_to_fit_but_for_the_uncertainty_is_tight():
 
 
 def test_what_a_display_uses_is_not_there():
-    without, shared = (predict(ASKED, of, "fp32", estimate()) for of in (card(), with_display(card(), "1GiB")))
+    without, shared = (predict(ASKED, of, "fp32", estimate()) for of in (gpu(), with_display(gpu(), "1GiB")))
 
     assert shared.room_bytes == without.room_bytes - GIB
 
@@ -173,7 +173,7 @@ def test_where_the_plans_own_size_does_not_fit_few_others_are_asked_about():
             return size <= 1000 or size == 4095
 
     known = Ragged((footprint(1),), (), 0.0, None, None)
-    found = predict(replace(ASKED, target_batch=8190, most=8190), card(), "fp32", known)
+    found = predict(replace(ASKED, target_batch=8190, most=8190), gpu(), "fp32", known)
 
     assert 900 < found.plan.micro_batch <= 1000
     assert len(asked) < 100

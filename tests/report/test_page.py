@@ -17,7 +17,7 @@ from autoaccum._estimate.moments import KINDS, ModuleMemory
 from autoaccum.errors import InvalidInputError
 from report_examples import (
     DEVICE,
-    MANY_CARDS,
+    MANY_GPUS,
     MEASURED,
     MIB,
     NOTHING_FITS,
@@ -61,7 +61,7 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
 
-@pytest.mark.parametrize("report", [REPORT, TRACED, NOTHING_FITS, MANY_CARDS])
+@pytest.mark.parametrize("report", [REPORT, TRACED, NOTHING_FITS, MANY_GPUS])
 def test_the_page_is_well_formed(report):
     parser = Balanced()
 
@@ -206,7 +206,7 @@ def test_a_browser_paints_it_light_or_dark(tmp_path, scheme, is_dark):
 
 @needs_browser
 @pytest.mark.parametrize(
-    ("report", "width", "medium"), [(TRACED, 390, "screen"), (MANY_CARDS, 390, "screen"), (TRACED, 690, "print")]
+    ("report", "width", "medium"), [(TRACED, 390, "screen"), (MANY_GPUS, 390, "screen"), (TRACED, 690, "print")]
 )
 def test_nothing_is_wider_than_a_phone_or_a_sheet_of_paper(tmp_path, report, width, medium):
     """On a phone tables scroll by themselves; on paper, of 18 cm, nothing does. Words end where their box ends."""

@@ -3,7 +3,7 @@ from dataclasses import replace
 from report_examples import DEVICE, GIB, MEASURED, MIB, predicted
 
 
-def test_on_a_card_the_peak_counts_the_model():
+def test_on_a_gpu_the_peak_counts_the_model():
     assert MEASURED.peak_bytes == MEASURED.footprint.reserved_bytes
 
 

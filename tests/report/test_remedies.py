@@ -9,7 +9,7 @@ from torch import nn
 
 import autoaccum
 from autoaccum._estimate.estimate import estimate_step, trace_step
-from autoaccum._estimate.gpus import card_named
+from autoaccum._estimate.gpus import gpu_named
 from autoaccum._estimate.moments import Moment
 from autoaccum._report import remedies
 from autoaccum._report.capacity import Asked
@@ -68,14 +68,14 @@ def small():
 def test_every_remedy_takes_less_or_lets_more_samples_fit(small):
     before = small.predicted[0]
 
-    assert small.remedies_on == before.card.name
+    assert small.remedies_on == before.gpu.name
     for remedy in small.remedies:
         assert remedy.micro_batch >= before.micro_batch
         assert remedy.cost
         assert remedy.description
 
 
-@pytest.mark.card_fakes
+@pytest.mark.gpu_fakes
 def test_all_ways_are_named_for_a_model_that_has_all(small):
     names = {remedy.name for remedy in small.remedies}
 
@@ -86,7 +86,7 @@ def test_all_ways_are_named_for_a_model_that_has_all(small):
         "8-bit optimizer",
         "activation checkpointing + 8-bit optimizer + bf16",
     } <= names
-    assert "a larger card" in names
+    assert "a larger GPU" in names
     described = {remedy.name: remedy.description for remedy in small.remedies}
     assert "2 Block blocks" in described["activation checkpointing"]
 
@@ -144,7 +144,7 @@ def test_remedies_are_shown_and_written(small):
     assert small.to_dict()["remedies_on"] == small.remedies_on
 
 
-@pytest.mark.card_fakes
+@pytest.mark.gpu_fakes
 def test_where_no_change_helps_it_is_said():
     report = autoaccum.preflight(
         lambda: nn.Sequential(*(nn.Linear(200_000, 200_000) for _ in range(4))), torch.zeros(2, 200_000), 64,
@@ -183,19 +183,19 @@ def test_what_takes_no_less_than_what_was_tried_and_failed_is_not_advised():
     assert "bf16" not in names(1)
 
 
-def test_a_larger_card_is_told_what_its_own_convolutions_take():
+def test_a_larger_gpu_is_told_what_its_own_convolutions_take():
     """The next larger one is without Tensor Cores for float32, and does for no more than the one before it."""
     model, batch = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3)), torch.zeros(2, 3, 256, 256)
     options = {"loss": lambda outputs, _: outputs.mean(), "precision": "fp32"}
-    small = card_named("rtx-4080")
-    fits = estimate_step(model, batch, card=small, most=4096, **options).largest(small.free_bytes, 4096)
+    small = gpu_named("rtx-4080")
+    fits = estimate_step(model, batch, gpu=small, most=4096, **options).largest(small.free_bytes, 4096)
 
     target = fits * MANY_MICRO_BATCHES + 1
     report = autoaccum.preflight(model, batch, target, gpus="t4", measure=False, max_micro_batch=4096, **options)
 
-    (said,) = [remedy for remedy in report.remedies if remedy.name == "a larger card"]
-    larger = card_named(said.description.removeprefix("such as "))
-    estimate = estimate_step(model, batch, card=larger, most=4096, **options)
+    (said,) = [remedy for remedy in report.remedies if remedy.name == "a larger GPU"]
+    larger = gpu_named(said.description.removeprefix("such as "))
+    estimate = estimate_step(model, batch, gpu=larger, most=4096, **options)
     assert said.micro_batch == estimate.largest(larger.free_bytes, 4096)
     assert said.peak_bytes == estimate.reserved_bytes(said.micro_batch)
 
@@ -234,7 +234,7 @@ def test_what_checkpointing_is_said_to_take_is_what_it_takes():
 
 
 @pytest.mark.parametrize(("capability", "computes"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
-def test_cards_at_hand_before_ampere_are_advised_of_no_bf16(monkeypatch, capability, computes):
+def test_gpus_at_hand_before_ampere_are_advised_of_no_bf16(monkeypatch, capability, computes):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
 
@@ -247,18 +247,18 @@ def test_safe_sizes_of_remedies_are_told(small):
     assert any(remedy.safe_micro_batch < remedy.micro_batch for remedy in small.remedies)
 
 
-def test_a_card_that_was_asked_about_is_named_before_smaller_ones_that_were_not():
-    """The table has smaller cards that suffice."""
+def test_a_gpu_that_was_asked_about_is_named_before_smaller_ones_that_were_not():
+    """The table has smaller GPUs that suffice."""
     model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3))
     options = {"loss": lambda outputs, _: outputs.mean(), "precision": "fp32", "measure": False}
-    batch, cards = torch.zeros(2, 3, 512, 512), ["rtx-4060", "a100-80gb", "h100-80gb"]
+    batch, gpus = torch.zeros(2, 3, 512, 512), ["rtx-4060", "a100-80gb", "h100-80gb"]
     fits = autoaccum.preflight(model, batch, 4096, gpus="rtx-4060", **options).predicted[0].safe_micro_batch
     target = fits * MANY_MICRO_BATCHES + 1
 
-    among, alone = (autoaccum.preflight(model, batch, target, gpus=gpus, **options) for gpus in (cards, "rtx-4060"))
+    among, alone = (autoaccum.preflight(model, batch, target, gpus=gpus, **options) for gpus in (gpus, "rtx-4060"))
 
-    (asked,) = [remedy for remedy in among.remedies if remedy.name == "a larger card"]
-    (other,) = [remedy for remedy in alone.remedies if remedy.name == "a larger card"]
+    (asked,) = [remedy for remedy in among.remedies if remedy.name == "a larger GPU"]
+    (other,) = [remedy for remedy in alone.remedies if remedy.name == "a larger GPU"]
     assert asked.description == "such as h100-80gb, the smallest asked about that suffices"
     assert "h100" not in other.description
 

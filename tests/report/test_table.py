@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from report_examples import MANY_CARDS, NOTHING_FITS, PREDICTED_ONLY, REPORT
+from report_examples import MANY_GPUS, NOTHING_FITS, PREDICTED_ONLY, REPORT
 
-ALL = [REPORT, NOTHING_FITS, PREDICTED_ONLY, MANY_CARDS]
+ALL = [REPORT, NOTHING_FITS, PREDICTED_ONLY, MANY_GPUS]
 
 
 @pytest.mark.parametrize("report", ALL)
@@ -45,12 +45,12 @@ def test_no_word_of_a_remedy_is_broken():
     assert all(words.count(word) >= 2 for word in how.split())
 
 
-def test_no_number_and_no_name_of_a_card_is_broken():
-    cards = tuple(replace(one, card=replace(one.card, name="h100-pcie-80gb")) for one in MANY_CARDS.predicted)
+def test_no_number_and_no_name_of_a_gpu_is_broken():
+    gpus = tuple(replace(one, gpu=replace(one.gpu, name="h100-pcie-80gb")) for one in MANY_GPUS.predicted)
 
-    text = str(replace(MANY_CARDS, predicted=cards))
+    text = str(replace(MANY_GPUS, predicted=gpus))
 
-    assert text.count("h100-pcie-80gb") == 4 * len(cards)
+    assert text.count("h100-pcie-80gb") == 4 * len(gpus)
 
 
 def test_what_looks_like_markup_is_printed_as_it_is():
@@ -67,7 +67,7 @@ def test_on_a_terminal_it_has_colours():
     assert "\x1b[1;32m" in file.getvalue()
 
 
-def test_what_is_required_and_does_not_fit_is_red_and_names_the_card():
+def test_what_is_required_and_does_not_fit_is_red_and_names_the_gpu():
     asked = replace(PREDICTED_ONLY, required_micro_batch=200)
 
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=100)

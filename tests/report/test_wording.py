@@ -13,7 +13,7 @@ from autoaccum._report.wording import (
     sections_of,
     verdicts_of,
 )
-from report_examples import DEVICE, GIB, LOADER, MANY_CARDS, MEASURED, NOTHING_FITS, PREDICTED_ONLY, REPORT, predicted
+from report_examples import DEVICE, GIB, LOADER, MANY_GPUS, MEASURED, NOTHING_FITS, PREDICTED_ONLY, REPORT, predicted
 
 
 def section(report, title):
@@ -95,16 +95,16 @@ def test_where_more_may_fit_than_was_asked_for_it_is_said():
     assert largest == ["145", "256 or more", "180 or more"]
 
 
-def test_a_card_tells_what_cuda_takes_of_it():
-    told = facts(replace(PREDICTED_ONLY, predicted=(predicted(total=GIB),)), "Cards")
+def test_a_gpu_tells_what_cuda_takes_of_it():
+    told = facts(replace(PREDICTED_ONLY, predicted=(predicted(total=GIB),)), "GPUs")
 
     assert told["l4"] == "1.0 GiB less 448.0 MiB for CUDA, which leaves 576.0 MiB"
 
 
-def test_a_card_tells_the_limit_that_it_is_held_to():
+def test_a_gpu_tells_the_limit_that_it_is_held_to():
     limited = replace(PREDICTED_ONLY, predicted=(replace(predicted(), room_bytes=2 * GIB),))
 
-    assert facts(limited, "Cards")["l4"].endswith("; limit 2.0 GiB")
+    assert facts(limited, "GPUs")["l4"].endswith("; limit 2.0 GiB")
 
 
 def test_where_nothing_was_measured_it_is_said():
@@ -121,7 +121,7 @@ def test_notes_on_predictions_are_no_choices():
 
 
 def test_rows_are_as_long_as_their_header():
-    for report in (REPORT, NOTHING_FITS, PREDICTED_ONLY, MANY_CARDS):
+    for report in (REPORT, NOTHING_FITS, PREDICTED_ONLY, MANY_GPUS):
         for one in sections_of(report):
             assert {len(row) for row in one.rows} == {len(one.header) or 2}
 
@@ -133,15 +133,15 @@ def test_what_was_measured_and_what_is_foreseen_stand_side_by_side():
     assert ("optimizer state", "86.0 MiB", "86.0 MiB", "86.0 MiB") in table.rows
 
 
-def test_many_cards_are_told_a_few_at_a_time():
-    tables = [one for one in sections_of(MANY_CARDS) if one.title == "Memory of a step"]
+def test_many_gpus_are_told_a_few_at_a_time():
+    tables = [one for one in sections_of(MANY_GPUS) if one.title == "Memory of a step"]
 
     assert [len(one.header) for one in tables] == [5, 3]
 
 
-def test_long_names_of_cards_leave_room_for_fewer():
-    cards = tuple(predicted("h100-pcie-80gb") for _ in range(4))
-    tables = [one for one in sections_of(replace(MANY_CARDS, predicted=cards)) if one.title == "Memory of a step"]
+def test_long_names_of_gpus_leave_room_for_fewer():
+    gpus = tuple(predicted("h100-pcie-80gb") for _ in range(4))
+    tables = [one for one in sections_of(replace(MANY_GPUS, predicted=gpus)) if one.title == "Memory of a step"]
 
     assert [len(one.header) for one in tables] == [4, 2]
 
@@ -213,10 +213,10 @@ def test_columns_of_numbers_are_told_from_columns_of_words(texts, numbers):
     assert are_numbers(texts) is numbers
 
 
-def test_a_memory_limit_is_told_once_and_that_it_holds_for_cards_too():
+def test_a_memory_limit_is_told_once_and_that_it_holds_for_gpus_too():
     subject = replace(REPORT.subject, memory_limit="6GiB")
 
-    assert facts(replace(REPORT, subject=subject), "Job")["memory limit"] == "6GiB, on the cards below too"
+    assert facts(replace(REPORT, subject=subject), "Job")["memory limit"] == "6GiB, on the GPUs below too"
     assert facts(replace(REPORT, subject=subject, predicted=()), "Job")["memory limit"] == "6GiB"
     assert "memory limit" not in facts(REPORT, "Job")
 

@@ -1,6 +1,6 @@
 """Memory runs out for real: the state is bit for bit that of an undisturbed run of the same sizes.
 
-On a CUDA card; where there is none, with small sizes on a simulated device.
+On a CUDA GPU; where there is none, with small sizes on a simulated device.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ pytestmark = [
     # Without a GPU they only rehearse what tests/across/test_fault_matrix.py shows.
     *([] if ON_GPU else [pytest.mark.slow]),
 ]
-needs_gpu = pytest.mark.skipif(not ON_GPU, reason="no CUDA card here")
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="no CUDA GPU here")
 MIB, GIB = 2**20, 2**30
 WINDOWS, CLASSES = 3, 5
 MOMENTS = ("forward", "backward", "reserve", "optimizer")
@@ -210,7 +210,7 @@ def train(case, *, sizes=(), limit_bytes=None, hog=None, fault=None):
 
     def state():
         found = state_of(model, runner.optimizer, runner._step.precision.scaler)
-        return found | ({"card": torch.cuda.get_rng_state().tolist()} if ON_GPU else {})
+        return found | ({"gpu": torch.cuda.get_rng_state().tolist()} if ON_GPU else {})
 
     trained.states.append(state())
     for number, batch in enumerate(batches):

@@ -1,4 +1,4 @@
-"""Each way that the library takes on a card only: steady windows, transfer, precision, evaluation, offload, resume."""
+"""Each way that the library takes on a GPU only: steady windows, transfer, precision, evaluation, offload, resume."""
 
 import contextlib
 import gc
@@ -23,7 +23,7 @@ from launches import Launches
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here"),
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -31,7 +31,7 @@ SAMPLES, SIZES, WIDTH = 16, (4, 4, 4, 4), 64
 
 
 @pytest.fixture(autouse=True)
-def clean_card():
+def clean_gpu():
     yield
     torch.cuda.set_sync_debug_mode("default")
     gc.collect()
@@ -138,8 +138,8 @@ def filled(request):
 
 @pytest.mark.parametrize("pinned", [False, True])
 def test_micro_batches_that_arrive_beside_the_computing_are_the_samples(pinned, filled):
-    card = torch.device("cuda", torch.cuda.current_device())
-    transfer, busy = Transfer(card), torch.randn(2048, 2048, device=card)
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    transfer, busy = Transfer(gpu), torch.randn(2048, 2048, device=gpu)
     window = torch.randn(64, 4096)
     given = window.pin_memory() if pinned else window
     seen = []
@@ -153,17 +153,17 @@ def test_micro_batches_that_arrive_beside_the_computing_are_the_samples(pinned, 
 
 
 def test_window_that_is_given_up_while_a_batch_is_on_its_way_harms_no_other():
-    card = torch.device("cuda", torch.cuda.current_device())
-    transfer, window = Transfer(card), torch.randn(64, 4096).pin_memory()
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    transfer, window = Transfer(gpu), torch.randn(64, 4096).pin_memory()
     for _ in range(20):
         feed = transfer.feed(Window([window]), (16,) * 4)
         next(feed)
         feed.close()
-        others = torch.zeros(16, 4096, device=card)
+        others = torch.zeros(16, 4096, device=gpu)
         assert not others.any()
 
 
-def test_precision_by_default_is_what_the_card_does_well():
+def test_precision_by_default_is_what_the_gpu_does_well():
     notices = Notices(silent=True)
     runner = autoaccum.Runner(
         network(), None, autoaccum.plan(16, 4), loss=nn.CrossEntropyLoss(), device="cuda", notices=notices
@@ -175,7 +175,7 @@ def test_precision_by_default_is_what_the_card_does_well():
     assert (runner._step.precision.scaler is None) == (expected == "bf16")
 
 
-def test_card_that_is_not_there_is_named():
+def test_gpu_that_is_not_there_is_named():
     with pytest.raises(DeviceMissingError, match="cuda:99"):
         devices.resolve("cuda:99", network(), Notices(silent=True))
 
@@ -252,7 +252,7 @@ def test_run_that_goes_on_from_a_checkpoint_ends_bit_for_bit_where_the_undisturb
     expected = train(tmp_path / "whole", 4)
     train(tmp_path / "parts", 2)
 
-    assert_bitwise(train(tmp_path / "parts", 4), expected)  # dropout draws from the card's generator
+    assert_bitwise(train(tmp_path / "parts", 4), expected)  # dropout draws from the GPU's generator
 
 
 def test_nan_is_named_with_its_step(capsys):
@@ -287,7 +287,7 @@ def test_on_nan_stop_ends_the_training():
     assert steps[-1] >= 4
 
 
-def test_doctor_finds_the_card_that_pytorch_uses():
+def test_doctor_finds_the_gpu_that_pytorch_uses():
     found = examine().facts["devices"]
 
     assert found["used by PyTorch"] == f"{torch.cuda.device_count()} x cuda"

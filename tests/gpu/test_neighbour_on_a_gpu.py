@@ -1,6 +1,6 @@
 """Another process takes the GPU's memory in the middle of a training, and gives it back.
 
-On a CUDA card; where there is none, with small sizes on a simulated device whose memory this process takes.
+On a CUDA GPU; where there is none, with small sizes on a simulated device whose memory this process takes.
 """
 
 import itertools

@@ -16,39 +16,39 @@ from autoaccum._estimate.own_thread import replaced
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from autoaccum._estimate.gpus import Card
+    from autoaccum._estimate.gpus import GPU
 
 # The capability that stands for all GPUs with or without TF32, if none is named.
 _OF_ANY = {True: (8, 0), False: (7, 0)}
 
 
-class UnknownOfCardError(RuntimeError):
+class UnknownOfGPUError(RuntimeError):
     """A model asked for a property of the GPU that is not in the table."""
 
 
-def properties_of(card: Card) -> Mapping[str, object]:
+def properties_of(gpu: GPU) -> Mapping[str, object]:
     """Return what is known of a GPU, by the names of `torch.cuda.get_device_properties`."""
-    return _of_capability(card.capability) | {"name": card.name, "total_memory": card.total_bytes}
+    return _of_capability(gpu.capability) | {"name": gpu.name, "total_memory": gpu.total_bytes}
 
 
 def _of_capability(capability: tuple[int, int]) -> dict[str, object]:
     return {"major": capability[0], "minor": capability[1], "is_integrated": 0, "is_multi_gpu_board": 0}
 
 
-class CardAnswers:
+class GPUAnswers:
     """What `torch.cuda` says of one GPU; its properties are attributes.
 
     Args:
-        card: The GPU; None for the one at hand, or any with or without TF32.
+        gpu: The GPU; None for the one at hand, or any with or without TF32.
         tensor_float: Without a GPU, whether it computes float32 with Tensor Cores.
 
     Attributes:
         told: The properties that were asked for, and the answers. A trace holds for GPUs that answer the same.
     """
 
-    def __init__(self, card: Card | None = None, *, tensor_float: bool = True) -> None:
-        self._is_at_hand = card is None and torch.cuda.is_available()
-        self._known = _of_capability(_OF_ANY[tensor_float]) if card is None else properties_of(card)
+    def __init__(self, gpu: GPU | None = None, *, tensor_float: bool = True) -> None:
+        self._is_at_hand = gpu is None and torch.cuda.is_available()
+        self._known = _of_capability(_OF_ANY[tensor_float]) if gpu is None else properties_of(gpu)
         self.told: dict[str, object] = {}
 
     @contextmanager
@@ -73,8 +73,8 @@ class CardAnswers:
         if name.startswith("_"):  # what copy and pickle look for
             raise AttributeError(name)
         if name not in self._known:
-            raise UnknownOfCardError(
-                f"the model asks for the card's {name!r}, and without the card only {', '.join(self._known)} are known"
+            raise UnknownOfGPUError(
+                f"the model asks for the GPU's {name!r}, and without the GPU only {', '.join(self._known)} are known"
             )
         self.told[name] = self._known[name]
         return self._known[name]

@@ -1,4 +1,4 @@
-"""The measured report on a real card: parts that add up, peaks in the terms of the limit, nothing changed."""
+"""The measured report on a real GPU: parts that add up, peaks in the terms of the limit, nothing changed."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from helpers import assert_bitwise, state_of
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here"),
     pytest.mark.filterwarnings("ignore"),
 ]
 
