@@ -122,7 +122,7 @@ def test_evaluation_takes_no_more_samples_at_once_than_training_since_a_failure_
 @pytest.mark.parametrize("backward", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_lack_of_memory_within_a_pass_ends_every_rank(crew, backward):
     found = crew.answers(
-        "sharded_training:greedy", 4, backward=backward, wait_s=1, size=2, target_batch=16, micro_batch=8, shard=True
+        "sharded_training:greedy", 4, backward=backward, wait_s=2, size=2, target_batch=16, micro_batch=8, shard=True
     )
 
     assert isinstance(found[1], autoaccum.StartAgainError), found
@@ -135,7 +135,7 @@ def test_lack_of_memory_within_a_pass_ends_every_rank(crew, backward):
 def test_lack_of_memory_that_no_smaller_cut_would_mend_is_told_as_such(crew, norm):
     asked = {"target_batch": 16, "micro_batch": 2 if norm else 1, "norm": norm, "shard": True}
 
-    found = crew.answers("sharded_training:greedy", 0, wait_s=1, size=2, **asked)
+    found = crew.answers("sharded_training:greedy", 0, wait_s=2, size=2, **asked)
 
     assert isinstance(found[1], autoaccum.DoesNotFitError), found
     assert isinstance(found[0], autoaccum.RankFailedError), found
