@@ -1,6 +1,5 @@
 """Accelerate's loop trains with `windowed` as it does with the whole batch at once."""
 
-
 import pytest
 import torch
 from accelerate import Accelerator
