@@ -238,17 +238,15 @@ class Windows:
 
     def _counted_again(self, accumulator: Accumulator, held: Sequence[Held], sizes: Sequence[int]) -> float:
         """Return by how much the report's loss exceeds the window's: beside a sum, a router's counts each time."""
-        trainer, forms = self._trainer, accumulator._step.objective.weights.forms.values()
-        coefficient = (
-            getattr(trainer, "router_aux_loss_coef", 0.0) if getattr(trainer, "aux_loss_enabled", False) else 0
-        )
-        if not coefficient or not any(form.form is Form.SUM for each in forms for form in each):
+        trainer, known = self._trainer, accumulator._step.objective.weights.forms.values()
+        losses = [value for one in held for value in one.values.get(("train", "aux_loss"), ())]
+        if not losses or not {Form.SUM, Form.UNCONFIRMED} <= {form.form for forms in known for form in forms}:
             return 0.0
-        losses = [one.values["train", "aux_loss"][0] for one in held]
         own = [sum(losses), sum(map(mul, losses, sizes)), sum(sizes)]
         of_ranks = trainer.accelerator.gather(torch.tensor([own], device=trainer.args.device))
         counted, weighed, samples = of_ranks.sum(0).tolist()
-        return float(coefficient / trainer.current_gradient_accumulation_steps * (counted - weighed / samples))
+        coefficient = getattr(trainer, "router_aux_loss_coef", 0.0) / trainer.current_gradient_accumulation_steps
+        return float(coefficient * (counted - weighed / samples))
 
     def _is_scaled(self) -> bool:
         """Whether the trainer does not divide losses by the number of accumulated batches, as `Trainer` decides it."""

@@ -226,6 +226,13 @@ def test_mixture_of_experts_is_no_farther_from_whole_batches_than_accumulation(t
     assert losses(ours) == pytest.approx(losses(of_experts(trl.SFTTrainer, tmp_path, **IN_THREE)), rel=1e-4)
 
 
+def test_loss_of_a_router_that_is_logged_and_not_trained_is_not_taken_off(tmp_path):
+    """TRL leaves it out where labels are smoothed."""
+    ours, theirs = (of_experts(kind, tmp_path, label_smoothing_factor=0.1) for kind in (cut("sft"), trl.SFTTrainer))
+
+    assert losses(ours) == pytest.approx(losses(theirs), rel=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore::autoaccum.LossWarning")
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_loss_of_a_router_is_logged_once_beside_one_of_generated_tokens(tmp_path, loss_type):
