@@ -1,5 +1,6 @@
 """The names that users write, and the arguments they give."""
 
+import importlib
 import inspect
 import operator
 import re
@@ -53,8 +54,20 @@ def test_fit_has_the_arguments_of_the_reference_in_its_order():
     assert re.findall(r"`(\w+)`", listed.partition("|---|")[2]) == ARGUMENTS
 
 
-def test_accumulator_has_its_arguments_in_the_order_of_fit():
-    shared = [name for name in inspect.signature(autoaccum.Accumulator).parameters if name in ARGUMENTS]
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        *(("autoaccum", name) for name in ("Runner", "Accumulator", "find_micro_batch", "preflight")),
+        *((f"autoaccum.integrations.{name}", "windowed") for name in ("transformers", "accelerate")),
+        ("autoaccum.integrations.lightning", "Windowed"),
+    ],
+)
+def test_arguments_are_in_the_order_of_fit(module, name):
+    pytest.importorskip(module.rpartition(".")[2])
+    function = getattr(importlib.import_module(module), name)
+    named = {name for name, one in inspect.signature(function).parameters.items() if one.kind is one.KEYWORD_ONLY}
+    of_its_own = {"loader"} if function is autoaccum.preflight else set()  # of which it measures the speed
+    shared = [name for name in inspect.signature(function).parameters if name in (named - of_its_own) & {*ARGUMENTS}]
 
     assert shared == sorted(shared, key=ARGUMENTS.index)
 

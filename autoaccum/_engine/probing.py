@@ -51,15 +51,15 @@ def find_micro_batch(
     batch: Any,
     *,
     loss: Loss | Sequence[Loss] | None = None,
+    loss_scope: str = "micro_batch",
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    split: Split | None = None,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | str | None = None,
     device: str | torch.device | MemoryBackend | None = None,
     precision: str = "auto",
+    max_micro_batch: int | None = None,
     memory_limit: float | str | None = None,
     memory: str | Sequence[str] | None = None,
-    max_micro_batch: int | None = None,
-    forward: Callable[[nn.Module, Any], Any] | None = None,
-    split: Split | None = None,
-    loss_scope: str = "micro_batch",
 ) -> ProbeResult:
     """Find the largest micro-batch with which a whole training step fits.
 
@@ -72,15 +72,15 @@ def find_micro_batch(
         batch: A batch as the loader yields it. Its samples are repeated to make larger ones; of a list of samples, the
             largest come first.
         loss: As for `fit`.
+        loss_scope: As for `fit`. With "window", the loss is computed over a window of `max_micro_batch` samples.
+        forward: As for `fit`.
+        split: As for `fit`.
         optimizer: As for `fit`. Its state is included.
         device: As for `fit`.
         precision: As for `fit`.
+        max_micro_batch: The largest size of interest; None means the batch's own length.
         memory_limit: As for `fit`.
         memory: As for `fit`, while sizes are tried.
-        max_micro_batch: The largest size of interest; None means the batch's own length.
-        forward: As for `fit`.
-        split: As for `fit`.
-        loss_scope: As for `fit`. With "window", the loss is computed over a window of `max_micro_batch` samples.
 
     Returns:
         The largest size that was tried and fits, and every trial.

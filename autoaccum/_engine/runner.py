@@ -298,21 +298,21 @@ class Runner(WindowRunner):
         optimizer: As for `fit`.
         plan: How a window is cut. It shrinks when memory runs out.
         loss: As for `fit`.
+        loss_reduction: As for `fit`.
+        loss_scope: As for `fit`.
+        forward: As for `fit`.
+        split: As for `fit`. With it, `step` takes one batch or a `Window`.
+        batchnorm: As for `fit`.
+        clip_grad_norm: As for `fit`.
+        callbacks: Called when memory runs out and when the plan changes.
         device: As for `fit`.
         precision: As for `fit`.
         memory_limit: As for `fit`. It is in force within `step` and `evaluate`, and lifted between them, so that a
             runner need not be closed. On the host, it counts from when the runner is created.
         memory: As for `fit`. It is in force within `step` and `evaluate`; the model's forward passes elsewhere are as
             they were.
-        clip_grad_norm: As for `fit`.
-        forward: As for `fit`.
-        loss_reduction: As for `fit`.
-        loss_scope: As for `fit`.
-        batchnorm: As for `fit`.
-        split: As for `fit`. With it, `step` takes one batch or a `Window`.
-        oom_report: As for `fit`.
         noise_scale: As for `fit`; the property of this name is the newest estimate.
-        callbacks: Called when memory runs out and when the plan changes.
+        oom_report: As for `fit`.
         notices: Reports choices made on your behalf; None for stderr.
 
     The model may change between two windows: each window begins by checking which parameters exist and which of them
@@ -333,19 +333,19 @@ class Runner(WindowRunner):
         plan: Plan,
         *,
         loss: Loss | Sequence[Loss] | None = None,
+        loss_reduction: str | None = None,
+        loss_scope: str = "micro_batch",
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        split: Split | None = None,
+        batchnorm: str = "keep",
+        clip_grad_norm: float | None = None,
+        callbacks: Sequence[Callback] = (),
         device: str | torch.device | MemoryBackend | None = None,
         precision: str = "auto",
         memory_limit: float | str | None = None,
         memory: str | Sequence[str] | None = None,
-        clip_grad_norm: float | None = None,
-        forward: Callable[[nn.Module, Any], Any] | None = None,
-        loss_reduction: str | None = None,
-        loss_scope: str = "micro_batch",
-        batchnorm: str = "keep",
-        split: Split | None = None,
-        oom_report: str | PathLike[str] | None = None,
         noise_scale: bool | int = False,
-        callbacks: Sequence[Callback] = (),
+        oom_report: str | PathLike[str] | None = None,
         notices: Notices | None = None,
     ) -> None:
         options = Options.of(Runner, locals())

@@ -72,17 +72,17 @@ def preflight(
     target_batch: int,
     *,
     loss: Loss | Sequence[Loss] | None = None,
+    loss_reduction: str | None = None,
+    loss_scope: str = "micro_batch",
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    split: Split | None = None,
+    batchnorm: str = "keep",
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | str | None = None,
     device: str | torch.device | MemoryBackend | None = None,
     precision: str = "auto",
+    max_micro_batch: int | None = None,
     memory_limit: float | str | None = None,
     memory: str | Sequence[str] | None = None,
-    max_micro_batch: int | None = None,
-    forward: Callable[[nn.Module, Any], Any] | None = None,
-    loss_reduction: str | None = None,
-    loss_scope: str = "micro_batch",
-    batchnorm: str = "keep",
-    split: Split | None = None,
     gpus: str | Sequence[str] = (),
     device_memory: str | None = None,
     display: int | str | None = None,
@@ -101,19 +101,19 @@ def preflight(
             device, so that models of any size can be predicted.
         batch: A batch as the loader yields it; its samples are repeated to make larger ones, those of a list from the
             largest on.
-        target_batch: Samples per update.
+        target_batch: Samples of an optimizer step.
         loss: As for `fit`.
+        loss_reduction: As for `fit`.
+        loss_scope: As for `fit`.
+        forward: As for `fit`.
+        split: As for `fit`.
+        batchnorm: As for `fit`.
         optimizer: As for `fit`; the report includes its state.
         device: As for `fit`.
         precision: As for `fit`.
+        max_micro_batch: The largest size of interest; None means `target_batch`.
         memory_limit: As for `fit`; also applies to the GPUs in `gpus`, unless something is measured on the CPU.
         memory: What saves memory from the start, as for `fit`: the report is of steps with it, except for "auto".
-        max_micro_batch: The largest size of interest; None means `target_batch`.
-        forward: As for `fit`.
-        loss_reduction: As for `fit`.
-        loss_scope: As for `fit`.
-        batchnorm: As for `fit`.
-        split: As for `fit`.
         gpus: Names of GPUs to predict for, such as "h100-80gb".
         device_memory: The memory of an unlisted GPU to predict for, such as "24GiB".
         display: The memory of each GPU that a display uses, in bytes or as "600MiB"; None means none.

@@ -36,16 +36,16 @@ def windowed(
     *,
     loss: Loss | Sequence[Loss] | None = None,
     closure: Callable[[Any], Any] | None = None,
-    forward: Callable[[nn.Module, Any], Any] | None = None,
-    memory_limit: float | str | None = None,
-    memory: str | Sequence[str] | None = None,
-    micro_batch: int | str = "auto",
     loss_reduction: str | None = None,
     loss_scope: str = "micro_batch",
-    batchnorm: str = "keep",
+    forward: Callable[[nn.Module, Any], Any] | None = None,
     split: Split | None = None,
-    device: MemoryBackend | None = None,
+    batchnorm: str = "keep",
     callbacks: Sequence[Callback] = (),
+    device: MemoryBackend | None = None,
+    micro_batch: int | str = "auto",
+    memory_limit: float | str | None = None,
+    memory: str | Sequence[str] | None = None,
     notices: Notices | None = None,
 ) -> Callable[..., BackwardReport]:
     """Return a function of a batch that adds its gradient to `.grad`, whatever fits at once.
@@ -68,17 +68,17 @@ def windowed(
         model: The model that `accelerator.prepare` returned.
         loss: As for `Accumulator`.
         closure: As for `Accumulator`: what the loop did with a batch, up to its loss. It may call the prepared model.
-        forward: As for `Accumulator`.
-        memory_limit: As for `Accumulator`.
-        memory: As for `Accumulator`.
-        micro_batch: As for `Accumulator`.
         loss_reduction: As for `Accumulator`.
         loss_scope: As for `Accumulator`.
-        batchnorm: As for `Accumulator`.
+        forward: As for `Accumulator`.
         split: As for `Accumulator`.
+        batchnorm: As for `Accumulator`.
+        callbacks: As for `Accumulator`.
         device: A memory backend that stands for the accelerator's device, such as `autoaccum.Simulated`; None for the
             accelerator's own.
-        callbacks: As for `Accumulator`.
+        micro_batch: As for `Accumulator`.
+        memory_limit: As for `Accumulator`.
+        memory: As for `Accumulator`.
         notices: As for `Accumulator`.
 
     Raises:

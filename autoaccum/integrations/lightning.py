@@ -46,15 +46,15 @@ class Windowed(pl.Callback):
     and outputs are joined.
 
     Args:
-        memory_limit: As for `Accumulator`.
-        memory: As for `Accumulator`.
-        micro_batch: As for `Accumulator`.
         loss_reduction: As for `Accumulator`.
-        batchnorm: As for `Accumulator`.
         split: As for `Accumulator`.
+        batchnorm: As for `Accumulator`.
+        callbacks: As for `Accumulator`: autoaccum's callbacks, called when memory runs out and when the plan changes.
         device: A memory backend that stands for the trainer's device, such as `autoaccum.Simulated`; None for the
             trainer's own.
-        callbacks: As for `Accumulator`: autoaccum's callbacks, called when memory runs out and when the plan changes.
+        micro_batch: As for `Accumulator`.
+        memory_limit: As for `Accumulator`.
+        memory: As for `Accumulator`.
         notices: Reports choices made on your behalf; None for stderr.
 
     Raises:
@@ -65,14 +65,14 @@ class Windowed(pl.Callback):
     def __init__(
         self,
         *,
+        loss_reduction: str | None = None,
+        split: Split | None = None,
+        batchnorm: str = "keep",
+        callbacks: Sequence[Callback] = (),
+        device: MemoryBackend | None = None,
+        micro_batch: int | str = "auto",
         memory_limit: float | str | None = None,
         memory: str | Sequence[str] | None = None,
-        micro_batch: int | str = "auto",
-        loss_reduction: str | None = None,
-        batchnorm: str = "keep",
-        split: Split | None = None,
-        device: MemoryBackend | None = None,
-        callbacks: Sequence[Callback] = (),
         notices: Notices | None = None,
     ) -> None:
         super().__init__()

@@ -51,14 +51,14 @@ _PREFERENCES = ("DataCollatorForPreference", "DataCollatorForVisionPreference")
 def windowed(
     trainer: _TrainerType,
     *,
+    loss_reduction: str | None = None,
+    split: Split | None = None,
+    batchnorm: str = "keep",
+    callbacks: Sequence[Callback] = (),
+    device: MemoryBackend | None = None,
+    micro_batch: int | str = "auto",
     memory_limit: float | str | None = None,
     memory: str | Sequence[str] | None = None,
-    micro_batch: int | str = "auto",
-    loss_reduction: str | None = None,
-    batchnorm: str = "keep",
-    split: Split | None = None,
-    device: MemoryBackend | None = None,
-    callbacks: Sequence[Callback] = (),
     notices: Notices | None = None,
 ) -> _TrainerType:
     """Return a trainer class that computes each update's gradient in micro-batches that fit.
@@ -74,17 +74,17 @@ def windowed(
 
     Args:
         trainer: `transformers.Trainer`, or a class made from it.
-        memory_limit: As for `fit`.
-        memory: As for `fit`.
-        micro_batch: The most samples at once; "auto" finds it.
         loss_reduction: As for `fit`.
-        batchnorm: As for `fit`.
         split: Counts, cuts and joins the batches that the collator returns; None where samples run along the first
             dimension, for TRL's batches of preferences, and for packed rows of known collators
             (`autoaccum.PackedRows`).
+        batchnorm: As for `fit`.
+        callbacks: autoaccum's callbacks, called when memory runs out and when the plan changes.
         device: A memory backend that stands for the trainer's device, such as `autoaccum.Simulated`; None for the
             trainer's own.
-        callbacks: autoaccum's callbacks, called when memory runs out and when the plan changes.
+        micro_batch: The most samples at once; "auto" finds it.
+        memory_limit: As for `fit`.
+        memory: As for `fit`.
         notices: Reports choices made on your behalf; None for stderr.
 
     The class has one more attribute, `autoaccum`: what it found (`plan`), and `last_backward`, the `BackwardReport` of
