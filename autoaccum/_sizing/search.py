@@ -31,6 +31,8 @@ _CAREFUL_GROWTH = 2
 _PRECISION = 0.97
 # The factor to a prediction that is tried under a soft limit, to have measured sizes on both sides of it.
 _ABOVE = 1.2
+# The factor to the predicted answer under a soft limit that must not fit; the limit tolerates half of that.
+_CHECKED = 1.06
 # The search is repeated if this many times the size found by an earlier run surely fits.
 _MUCH_MORE = 1.5
 # The fraction of the free memory of which a failed size is tried again.
@@ -72,6 +74,8 @@ class Search:
         self._begins_with = begins_with
         self._has_tried_again = False
         self._is_soft = is_soft
+        self._check = 0
+        self._is_uneven = False  # memory has steps, so that predictions between measured sizes say little
         self._tolerance = _SOFT_TOLERANCE if is_soft else _TOLERANCE if fails_cleanly else 1.0
         self._growth = _GROWTH if fails_cleanly else _CAREFUL_GROWTH
         self._windows = 0
@@ -101,8 +105,10 @@ class Search:
         sizes = frontier.sizes(widths)
         is_known = free_bytes is not None and bool(sizes) and sure >= _MOST_FIRST
         size = frontier.largest(widths, free_bytes or 0, most) if is_known else sure
-        if too_many in sizes:  # it ran above a soft limit: between two sizes that were measured, predictions are exact
-            return None if sure >= _PRECISION * size else size
+        if too_many in sizes and not self._is_uneven:
+            # It ran above a soft limit: between two sizes that were measured, predictions are exact if memory is even.
+            self._check = int(_CHECKED * sure) + 1
+            return size if sure < _PRECISION * size else self._check if self._check < too_many else None
         if too_many is not None:
             return self._between(sure, too_many, size)
         if not is_known:
@@ -125,6 +131,7 @@ class Search:
         if fits:
             self.frontier.note(size, widths)
             self.is_done = confirms
+            self._is_uneven = self._is_uneven or size == self._check
         elif confirms:  # what an earlier run has measured does not hold any more
             self.frontier.forget()
             self._begins_with = None
@@ -135,7 +142,7 @@ class Search:
 
     def _between(self, sure: int, too_many: int, predicted: int) -> int:
         """Return a size between one that fits and one that does not: as predicted, or one that could end the search."""
-        if self.frontier.failures < _MOST_FAILURES:
+        if self.frontier.failures < _MOST_FAILURES and not self._is_uneven:
             if sure + max(1, (too_many - sure) // _GROWTH) <= predicted < too_many:
                 return predicted
             if predicted <= _closing(sure) < too_many:

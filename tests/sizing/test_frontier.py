@@ -57,17 +57,6 @@ def test_texts_of_unlike_length_hardly_ever_fail_and_fill_the_memory():
     assert all(steps <= 1.10 * least for _, steps, least in found)
 
 
-@pytest.mark.parametrize("first", [5, 50])
-def test_one_wide_batch_among_narrow_ones_costs_them_nothing(first):
-    widths = [5, 6, 7] * 15
-    widths.insert(0 if first == 50 else 20, 50)
-
-    failures, steps, least = simulated(widths, 8, of_elements, 60)
-
-    assert failures <= 3
-    assert steps <= least + 7
-
-
 def test_narrow_batches_at_first_limit_no_wide_ones():
     _, steps, least = simulated([16] * 10 + [64] * 30 + [16] * 10, 64, of_elements, 4096)
 

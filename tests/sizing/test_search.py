@@ -298,3 +298,17 @@ def test_line_goes_through_the_largest_size_and_one_well_below_it():
 @pytest.mark.parametrize("sizes", [{}, {2: 100}, {2: 100, 8: 100}, {2: 200, 8: 100}], ids=str)
 def test_points_that_make_no_rising_line_make_none(sizes):
     assert through(sizes) is None
+
+
+@pytest.mark.parametrize("step", [1, 16, 64])
+@pytest.mark.parametrize("capacity", [130, 150, 515, 700, 1000])
+def test_search_under_a_soft_limit_does_not_stop_early_where_memory_has_steps(step, capacity):
+    search, trials = Search(Frontier(), is_soft=True), []
+    while (size := search.next_trial(WIDTHS, 5000, capacity)) is not None:
+        took = -(-size // step) * step + size // 50
+        trials.append(size)
+        search.tried(size, WIDTHS, took, fits=took <= capacity)
+
+    best = max(size for size in range(1, 1001) if -(-size // step) * step + size // 50 <= capacity)
+    assert largest(search) >= 0.94 * best
+    assert len(trials) <= (7 if step == 1 else 12)
