@@ -425,7 +425,7 @@ class TrialLosses:
         if self.weights.is_trusted:
             return  # as `loss=None` shows only now
         moves = bool(self.mark.learn_moved())
-        halves = [self._part(source, sample, *ends) for ends in ((0, first), (first, sample.samples))]
+        halves = self._halves(source, whole, sample, first)
         again: Mapping[str, Run] | None = None
         for name, run in whole.items():
             if any(weight == 0.0 for weight in run.weights):  # nothing counts in it
@@ -444,10 +444,16 @@ class TrialLosses:
                 forms = forms_of(run, parts, again.get(name), self.tolerance, moves=moves)
             if not run.is_stated:
                 found[name] = forms
-                continue
-            is_finite = all(bool(one.gradients.isfinite().all()) for one in (run, *parts) if one.weights[0])
-            if is_finite and (forms[0].form is not Form.MEAN or forms[0].is_clamped):
-                raise no_mean(name, *((one.value, one.weights[0] or 0.0) for one in (run, *parts)))
+            else:
+                self._confirm_stated(name, [run, *parts], forms[0])
+
+    def _confirm_stated(self, name: str, runs: Sequence[Run], form: TermForm) -> None:
+        """Reject a pair or a vector that is not what it says."""
+        if any(one.weights[0] == 0.0 for one in runs):  # of one part alone, a mean is the same as a sum over its weight
+            self.is_complete = False
+        is_finite = all(bool(one.gradients.isfinite().all()) for one in runs if one.weights[0])
+        if is_finite and (form.form is not Form.MEAN or form.is_clamped):
+            raise no_mean(name, *((one.value, one.weights[0] or 0.0) for one in runs))
 
     def unchecked(self, window: Window) -> dict[str, list[TermForm]]:
         """Return the terms of each loss as the graph of a single sample suggests."""
@@ -460,6 +466,22 @@ class TrialLosses:
         return {} if self.weights.is_trusted else found
 
     # --- passes -------------------------------------------------------------------------------------------------------
+
+    def _halves(self, source: _Pass, whole: Mapping[str, Run], sample: Window, first: int) -> list[dict[str, Run]]:
+        """Return the losses of two parts: of such in which each pair counts something, where there are any."""
+        least, tried = min(first, 2), set[int]()
+        while True:
+            tried.add(first)
+            halves = [self._part(source, sample, *ends) for ends in ((0, first), (first, sample.samples))]
+            empty = {
+                place
+                for place, part in enumerate(halves)
+                for name, run in whole.items()
+                if run.is_stated and run.weights[0] and _part_of(name, run, part, sample.samples).weights[0] == 0.0
+            }
+            first += 1 if empty == {0} else -1
+            if len(empty) != 1 or first in tried or not least <= first <= sample.samples - least:
+                return halves
 
     def _part(self, source: _Pass, sample: Window, start: int, stop: int) -> dict[str, Run]:
         try:

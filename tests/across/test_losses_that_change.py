@@ -162,3 +162,33 @@ def test_checksums_of_frozen_parameters_take_no_memory_from_a_window_that_failed
 
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) > 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_pair_with_a_mean_in_place_of_the_sum_is_refused_before_it_makes_a_difference(seed):
+    torch.manual_seed(seed)
+    labels = torch.where(torch.rand(160) < 0.35, torch.randint(3, (160,)), -1)  # some parts of windows have none
+    data = torch.utils.data.TensorDataset(torch.randn(160, 3), labels)
+    counted = []
+
+    def loss(outputs, labels):
+        mask = (labels >= 0).float()
+        each = nn.functional.mse_loss(outputs[:, 0], labels.clamp(min=0).float(), reduction="none")
+        return (each * mask).sum() / mask.sum().clamp(min=1), mask.sum()
+
+    class Counting(autoaccum.Callback):
+        def on_step(self, report, *, epoch):
+            counted.append(int((labels[8 * (report.step - 1) : 8 * report.step] >= 0).sum()))
+
+    with pytest.raises(autoaccum.InvalidInputError, match="sum"):
+        autoaccum.fit(
+            nn.Linear(3, 1),
+            torch.utils.data.DataLoader(data, batch_size=8),
+            8,
+            loss=loss,
+            micro_batch=2,
+            callbacks=[Counting()],
+            progress=False,
+            device="cpu",
+        )
+    assert max(counted, default=1) == 1  # of a single one, mean and sum are the same
