@@ -219,7 +219,7 @@ def throughput_table(rows):
         else [row["workload"], *["failed"] * (2 + len(COMPARED))]
         for row in rows
     ]
-    return table(["model, limit, target", "cut of `fit`", "best cut of the sweep", *COMPARED.values()], lines)
+    return table(["model, limit, target", "sizes of `fit`", "best sizes of the sweep", *COMPARED.values()], lines)
 
 
 def markdown(results):

@@ -2,7 +2,7 @@
 
 All train the same model on the same window, each in its own process under the same limit, with the allocator settled in
 the same way. They take turns, in changing order, so that a slow moment of the machine affects all; a turn is the median
-of its updates. `fit` runs as a user calls it and chooses its own cut; updates before the last `UPDATES` warm up.
+of its updates. `fit` runs as a user calls it and chooses its own sizes; updates before the last `UPDATES` warm up.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from autoaccum._sizing.planner import balanced
 # Smaller than for the finders, because many updates are made; windows only have to be cut.
 SMALLER = {"resnet18": (140, 96), "gpt": (50, 24), "encoder": (40, 16)}
 COMPARED = {
-    "hand-same": "by hand, the same cut",
-    "hand-best": "by hand, the best cut of the sweep",
-    "lightning": "Lightning, the same cut",
-    "accelerate": "Accelerate, the same cut",
+    "hand-same": "by hand, the same sizes",
+    "hand-best": "by hand, the best sizes of the sweep",
+    "lightning": "Lightning, the same sizes",
+    "accelerate": "Accelerate, the same sizes",
 }
 UPDATES, WARM_UP, SETTLE = 8, 3, 60
 MOST_CUTS = 4
@@ -43,7 +43,7 @@ def workload_of(name):
 
 
 def train(_connection, name, how, sizes=None):
-    """Train in one of the ways; return the median seconds of the last updates, and the cut."""
+    """Train in one of the ways; return the median seconds of the last optimizer steps, and the sizes."""
     workload = workload_of(name)
     model, optimizer = workload.made()
     window = workload.batch(workload.target)
@@ -144,7 +144,7 @@ def by_lightning(workload, model, optimizer, parts, update_ends):
 
 
 def cuts_of(target, chosen):
-    """Return the chosen cut, and balanced ones with about 1.5 times as many micro-batches each."""
+    """Return the chosen sizes, and balanced ones with about 1.5 times as many micro-batches each."""
     found, parts = [chosen], len(chosen)
     while len(found) < MOST_CUTS and parts < target:
         parts = min(target, max(parts + 1, int(parts * 1.5)))
