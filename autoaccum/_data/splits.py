@@ -294,7 +294,7 @@ def _starts(batch: Any) -> list[int]:
     if not isinstance(row, Tensor) or row.dim() < 2 or len(row) != 1:  # noqa: PLR2004 - (1, T)
         found = tuple(row.shape) if isinstance(row, Tensor) else f"a {type(row if row is not None else batch).__name__}"
         raise InvalidInputError(
-            f"split=PackedRows() cuts one row of packed sequences, {_ROWS} of shape (1, T), and found {found}; leave "
+            f"split=PackedRows() splits one row of packed sequences, {_ROWS} of shape (1, T), and found {found}; leave "
             "split= out for batches with a row for each sample"
         )
     bounds, positions = batch.get(_BOUNDS[0]), batch.get(_POSITIONS)

@@ -534,9 +534,9 @@ def trained(step: GradientStep) -> list[nn.Parameter]:
 def _left_behind(error: Exception, rank: int, number: int) -> StartAgainError:
     """Return the error for a rank that lacks memory when the others have begun to make an update."""
     return StartAgainError(
-        f"rank {rank} ran out of memory ({first_line(error)}) while the others make update {number}, and it cannot "
-        "make it after them; every process has to be started again, as torchrun does with --max-restarts, and goes on "
-        "from the last checkpoint if fit has a checkpoint="
+        f"rank {rank} ran out of memory ({first_line(error)}) while the others make optimizer step {number}, and it "
+        "cannot make it after them; every process has to be started again, as torchrun does with --max-restarts, and "
+        "goes on from the last checkpoint if fit has a checkpoint="
     )
 
 

@@ -178,7 +178,7 @@ class _Stage:
         grown = _state_bytes(self._step.optimizer) - bytes_at_first
         if grown > 0:
             self._warnings.append(
-                f"the optimizer's state grew by {format_bytes(grown)} after its first update and may grow further; "
+                f"the optimizer's state grew by {format_bytes(grown)} after its first step and may grow further; "
                 "leave room for it (memory_limit=)"
             )
         untouched = [p for p in self._step.parameters if p.requires_grad and p.grad is None]

@@ -280,7 +280,7 @@ def _plans(report: Findings) -> Section:
         safe = str(found.safe_micro_batch) if found.is_predicted else NONE
         return _title(found), _largest(found), safe, cut, peak, headroom
 
-    header = ("where", "largest", "safe", f"cut of {report.subject.share}", "peak", "headroom")
+    header = ("where", "largest", "safe", f"plan for {report.subject.share}", "peak", "headroom")
     return Section("Largest micro-batch and plan", header, tuple(map(row, report.places)))
 
 
@@ -341,7 +341,8 @@ def _times(report: Findings) -> Iterator[tuple[str, str]]:
         assert measured.plan is not None
         steps = measured.plan.accum_steps
         largest = f"{steps} micro-batch{'es' if steps > 1 else ''}, {format_seconds(pace.micro_batch_s)} the largest"
-        yield "an update", f"{format_seconds(pace.update_s)}: {largest}; optimizer {format_seconds(pace.optimizer_s)}"
+        optimizer = format_seconds(pace.optimizer_s)
+        yield "optimizer step", f"{format_seconds(pace.update_s)}: {largest}; optimizer {optimizer}"
         yield "training", format_speed(pace.samples_per_s)
         if pace.epoch_s is not None and pace.epoch_samples is not None:
             yield "an epoch", f"{format_seconds(pace.epoch_s)} for {pace.epoch_samples:,} samples"

@@ -410,7 +410,7 @@ def _steps_per_epoch(loader: Iterable[Any], target_batch: int, *, drop_last: boo
         return None
     if samples < target_batch and not drop_last:
         notices.say(
-            f"an epoch of {samples} samples is less than the target of {target_batch}: 1 update per epoch of {samples} "
-            "samples"
+            f"an epoch of {samples} samples is less than the target of {target_batch}: 1 optimizer step per epoch of "
+            f"{samples} samples"
         )
     return samples // target_batch if drop_last else math.ceil(samples / target_batch)

@@ -420,7 +420,7 @@ class RichProgress(_Progress):
 
     def _rows(self, result: FitResult) -> Table:
         """Return a table of what to show of a call besides its summary."""
-        rows = {"cut": _cut_at_end(result)}
+        rows = {"micro-batches": _cut_at_end(result)}
         if result.elapsed_s > 0 and result.history:
             speed = sum(report.samples for report in result.history) / result.elapsed_s
             rows = {"speed": f"{speed:.4g} samples/s, everything included", **rows}

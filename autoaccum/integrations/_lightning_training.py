@@ -110,7 +110,7 @@ class Training:
                 raise
             raise InvalidInputError(
                 f"a batch is made of those of {len(loader)} loaders (CombinedLoader), which have no samples in common "
-                "that could be cut together; give all of them the same batch_size, or pass split="
+                "that could be split together; give all of them the same batch_size, or pass split="
             ) from error
 
     def _loss(self, batch: Any) -> Any:

@@ -65,7 +65,7 @@ class EvaluationInParts:
             memory,
             self._savepoint,
             lambda said, sample: refusal(memory, f"{sample} does not fit in an evaluation", said, remedies),
-            lambda _: notices.say("evaluation is cut into parts that fit, since memory ran out in it"),
+            lambda _: notices.say("evaluation is split into parts that fit, since memory ran out in it"),
         )
 
     @writes_reason

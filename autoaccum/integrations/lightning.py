@@ -155,6 +155,6 @@ def _refuse_training(trainer: Any, module: Any) -> None:
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise InvalidInputError(
-            "training_step(self, dataloader_iter) fetches batches itself, so Windowed cannot cut them; take batch and "
-            "batch_idx instead"
+            "training_step(self, dataloader_iter) fetches batches itself, so Windowed cannot split them; take batch "
+            "and batch_idx instead"
         )

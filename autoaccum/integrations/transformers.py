@@ -267,7 +267,7 @@ class Windows:
                 refuse_flattened(inputs)
             except InvalidInputError as error:
                 raise InvalidInputError(
-                    "a batch is one row of several sequences (packing, padding_free), which cannot be cut into "
+                    "a batch is one row of several sequences (packing, padding_free), which cannot be split into "
                     "samples as it is; pass split=autoaccum.PackedRows() to windowed()"
                 ) from error
         return dict(inputs)

@@ -380,7 +380,7 @@ def test_on_several_ranks_each_has_its_share(options):
     assert (report.subject.target_batch, report.subject.ranks) == (100, 8)
     assert any(note.startswith("ranks: 13 samples on each of 8;") for note in report.notes)
     assert "100 samples, 13 on each of 8 ranks" in str(report)
-    assert "cut of 13" in str(report)
+    assert "plan for 13" in str(report)
 
 
 def test_ranks_take_more_with_buckets_and_less_with_shards():

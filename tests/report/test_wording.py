@@ -179,7 +179,7 @@ def test_a_loader_of_one_batch_has_no_speed():
 def test_an_update_of_one_micro_batch_is_no_plural():
     report = replace(REPORT, measured=replace(MEASURED, plan=Plan(256, (256,))))
 
-    assert "1 micro-batch, " in facts(report, "Time")["an update"]
+    assert "1 micro-batch, " in facts(report, "Time")["optimizer step"]
 
 
 def test_without_times_there_is_no_table_of_times():

@@ -271,7 +271,7 @@ def test_target_larger_than_the_data_is_said(capfd):
     for target in (samples, samples + 1):
         autoaccum.fit(classifier(), loader, target, progress="lines", device="cpu")
 
-    assert capfd.readouterr().err.count(f"1 update per epoch of {samples} samples") == 1
+    assert capfd.readouterr().err.count(f"1 optimizer step per epoch of {samples} samples") == 1
 
 
 def test_history_holds_the_last_updates(monkeypatch):
