@@ -135,7 +135,7 @@ class Plan:
     """How a window of `target_batch` samples is cut into micro-batches.
 
     Attributes:
-        target_batch: Number of samples per optimizer update; with `target_tokens`, of the first one.
+        target_batch: Number of samples per optimizer step; with `target_tokens`, of the first one.
         micro_batches: Sizes of the micro-batches in order; they sum to `target_batch`.
 
     Raises:
@@ -169,7 +169,7 @@ class Plan:
 
     @property
     def accum_steps(self) -> int:
-        """The number of micro-batches per update."""
+        """The number of micro-batches per optimizer step."""
         return len(self.micro_batches)
 
 
@@ -194,17 +194,17 @@ class _Losses:
 
 @dataclass(frozen=True)
 class StepReport(_Losses):
-    """Report on one window, which made exactly one optimizer update or one that the gradient scaler skipped.
+    """Report on one window, which made exactly one optimizer step or one that the gradient scaler skipped.
 
     Attributes:
         step: Number of the window, from 1.
         samples: Number of samples in the window.
-        micro_batches: Sizes of the micro-batches that the update was made from, in the order of the samples; those of
-            lists (`ListOfSamples`) go from the largest to the smallest.
+        micro_batches: Sizes of the micro-batches that the optimizer step was made from, in the order of the samples;
+            those of lists (`ListOfSamples`) go from the largest to the smallest.
         oom_events: Number of times memory ran out during this window.
-        elapsed_s: Seconds from the window's arrival to the update; the device may still be working.
+        elapsed_s: Seconds from the window's arrival to the optimizer step; the device may still be working.
         peak_bytes: Peak memory with the plan in force, counted as the limit counts; None if not reported.
-        skipped: Whether the gradient scaler skipped the update because a gradient overflowed.
+        skipped: Whether the gradient scaler skipped the optimizer step because a gradient overflowed.
         recomputed_samples: Number of samples that had to be recomputed because memory ran out. Samples that failed
             twice count twice, so this can exceed `samples`.
         noise_scale: The gradient noise scale in samples, averaged over the windows measured so far; None in a window
@@ -238,7 +238,7 @@ class StepReport(_Losses):
 
     @property
     def learning_rates(self) -> tuple[float | None, ...]:
-        """The learning rate of the update, for each group of the optimizer; None for a group that has none."""
+        """The learning rate of the optimizer step, for each group of the optimizer; None for a group that has none."""
         return tuple(None if rate is None else rate.read() for rate in self.device_learning_rates)
 
 

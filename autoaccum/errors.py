@@ -2,7 +2,7 @@
 
 Every message says what was asked, what was found and what to try next. Exceptions from the user's own model, loss,
 loader or callbacks propagate unchanged, except after the optimizer has stepped: `UpdateCompleteError`, raised from the
-original exception, tells the caller that the update is made.
+original exception, tells the caller that the optimizer step is made.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class StateDamagedError(AutoaccumError):
 
 
 class UpdateCompleteError(AutoaccumError):
-    """The optimizer has stepped, but something that follows the update failed; `__cause__` is the original exception.
+    """The optimizer has stepped, but something that follows it failed; `__cause__` is the original exception.
 
     The scheduler failed, or memory ran out in it or in the library's own bookkeeping. Do not train on the window again:
-    its update is made. If the message says that not all state has moved with the update, no checkpoint of this state is
-    written; resume from the last one.
+    its optimizer step is made. If the message says that not all state has moved with the optimizer step, no checkpoint
+    of this state is written; resume from the last one.
 
     Attributes:
-        step: Number of the update that was made, as in `StepReport.step`.
+        step: Number of the optimizer step that was made, as in `StepReport.step`.
     """
 
     def __init__(self, message: str, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Makes one window with several processes together: each works on its part, then all make one update.
+"""Makes one window with several processes together: each works on its part, then all make one optimizer step.
 
 Processes do not communicate while they work on their micro-batches, so one that runs out of memory there delays the
 others only by the time of its second attempt. Then they agree in two steps, like a distributed commit. In the first,
@@ -86,7 +86,7 @@ class DataParallel(Peers):
 
     Args:
         ranks: All ranks.
-        step: This rank's training step; without an optimizer, gradients are summed and no update is made.
+        step: This rank's training step; without an optimizer, gradients are summed and no optimizer step is made.
         requests: Returns the actions that this rank requests after the current window, as bits shared with all ranks.
         drops: Whether a window is left out, given the samples of each rank's part.
 
@@ -207,7 +207,7 @@ class DataParallel(Peers):
         """Handle the consequences of this rank's failure for the others.
 
         Raises:
-            StartAgainError: This rank lacks memory while the others make the update.
+            StartAgainError: This rank lacks memory while the others make the optimizer step.
         """
         if self.is_decided and is_oom(error) and not self.ranks.is_in_pass:
             raise _left_behind(error, self.ranks.rank, number) from error
@@ -223,8 +223,8 @@ class DataParallel(Peers):
         result = outcome.result
         result.samples = self.samples
         outcome.run(lambda: before_update(result.losses, result.samples))
-        # From here on, this rank cannot know whether the others have received its message and make the update. If the
-        # model sums gradients itself, they all meet once more.
+        # From here on, this rank cannot know whether the others have received its message and make the optimizer step.
+        # If the model sums gradients itself, they all meet once more.
         self.is_decided = self.adds_up_gradients
         if not self.all_ready(outcome):
             self.is_decided = False
@@ -239,7 +239,8 @@ class DataParallel(Peers):
         """Step the optimizer, as all others do now; if memory runs out, retry once after releasing the caches.
 
         Raises:
-            DoesNotFitError: Memory ran out again. The others have made the update, so the window cannot be repeated.
+            DoesNotFitError: Memory ran out again. The others have made the optimizer step, so the window cannot be
+            repeated.
         """
         updates, memory = self._updates, self._step.memory
         assert updates is not None
@@ -532,7 +533,7 @@ def trained(step: GradientStep) -> list[nn.Parameter]:
 
 
 def _left_behind(error: Exception, rank: int, number: int) -> StartAgainError:
-    """Return the error for a rank that lacks memory when the others have begun to make an update."""
+    """Return the error for a rank that lacks memory when the others have begun to make an optimizer step."""
     return StartAgainError(
         f"rank {rank} ran out of memory ({first_line(error)}) while the others make optimizer step {number}, and it "
         "cannot make it after them; every process has to be started again, as torchrun does with --max-restarts, and "

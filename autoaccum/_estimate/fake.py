@@ -112,8 +112,8 @@ class Stage:
 class ValuesAssumed(TorchFunctionMode):
     """Returns 1 if an optimizer reads a value of a fake tensor.
 
-    For optimizers known to only scale an update by the value (Adafactor's norms). Others may branch on it, as models
-    do, and then any value is a guess.
+    For optimizers known to only scale an optimizer step by the value (Adafactor's norms). Others may branch on it, as
+    models do, and then any value is a guess.
     """
 
     def __torch_function__(

@@ -1,7 +1,7 @@
 """Runs a job's training steps on fake tensors, and returns the timeline of each size.
 
 A step is one that `fit` makes in the middle of training: gradients and optimizer state exist, gradients are
-accumulated, outputs are freed before the backward pass, autocast caches cast weights, and the optimizer updates.
+accumulated, outputs are freed before the backward pass, autocast caches cast weights, and the optimizer steps.
 
 For a GPU the fakes claim to be CUDA tensors, which needs no driver, so that the dispatcher takes CUDA's paths. The
 parts that need a driver (autograd's engine, the choice of attention kernel) are replaced in
@@ -131,7 +131,7 @@ class FakeStep:
             self._step = self._staged()
             self._owners = Owners(self._step.objective.modules)
             self._fakes = QuickFakes()
-            # An update is the same after batches of any size.
+            # An optimizer step is the same after batches of any size.
             self._update_part: Timeline | None = None
             self._trainable = [parameter for parameter in self._step.parameters if parameter.requires_grad]
             self._make_gradients()
@@ -241,7 +241,7 @@ class FakeStep:
 
     def _update(self) -> None:
         optimizer = self._step.optimizer
-        # PyTorch's own only scale an update by the values that they read.
+        # PyTorch's own only scale an optimizer step by the values that they read.
         is_of_pytorch = type(optimizer).__module__.startswith("torch.optim")
         with ValuesAssumed() if is_of_pytorch else nullcontext(), uncompiled(optimizer):
             optimizer.step()

@@ -52,7 +52,7 @@ def sharding(model: nn.Module, ranks: int) -> Callable[[Timeline], Timeline]:
         ]
         gathered = _bytes_of(timeline, Category.PARAMETERS) * (rest + _AT_ONCE * largest)
         reduced = _bytes_of(timeline, Category.GRADIENTS) * max(rest, _AT_ONCE * largest)
-        # An update needs less than they, so it does not matter that they are held in it too.
+        # An optimizer step needs less than they, so it does not matter that they are held in it too.
         return replace(timeline, storages=storages).with_held(int(gathered + reduced))
 
     return of_a_rank

@@ -49,7 +49,7 @@ class Job:
         return Job(**{name: value for name, value in self.arguments.items() if name not in replaced} | dict(given))
 
     def samples_of_target(self, batch: Any) -> int:
-        """Return the samples per update; with `target_tokens`, how many are as long as those of a batch on average.
+        """Return the samples of an optimizer step; with `target_tokens`, how many of a batch's average length.
 
         Raises:
             InvalidInputError: There is no target, or the batch does not tell its tokens.

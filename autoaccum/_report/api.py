@@ -208,7 +208,7 @@ def preflight(
 
 
 def _share(ranks: int, target_batch: int, fsdp: bool) -> int:
-    """Check the arguments `ranks` and `fsdp`, and return the samples per update on one rank."""
+    """Check the arguments `ranks` and `fsdp`, and return the samples per optimizer step on one rank."""
     check_positive_int("ranks", ranks)
     check_bool("fsdp", fsdp)
     if ranks > target_batch:

@@ -39,7 +39,7 @@ class Asked:
 
     Attributes:
         batch: Samples, repeated to make larger batches.
-        target_batch: Samples per update.
+        target_batch: Samples per optimizer step.
         most: The largest micro-batch of interest.
         memory_limit: As for `fit`.
         loss_scope: As for `fit`.

@@ -1,4 +1,4 @@
-"""Rehearses a plan on the device: measures the step's memory by part and the time of an update, and warns of risks.
+"""Rehearses a plan on the device: measures memory by part and the time of an optimizer step, and warns of risks.
 
 Like a trial, it restores parameters, buffers, gradients, optimizer state and random state bit for bit.
 """
@@ -45,7 +45,7 @@ class Rehearsal:
 
     Attributes:
         footprint: The memory by part, including the model; None if the device does not count peaks.
-        pace: The time of an update.
+        pace: The time of an optimizer step.
         warnings: What may go wrong.
     """
 
@@ -156,7 +156,7 @@ class _Stage:
         in_update = peak > growing
         highest = reserved if allocated is None else min(allocated, reserved)
         rest = highest - parameters - buffers - gradients - state - inputs
-        # All that grows with the samples, but in an update, where no activations are left.
+        # All that grows with the samples, but in an optimizer step, where no activations are left.
         activations = 0 if in_update else max(0, rest)
         temporary = max(0, rest - activations)
         highest = parameters + buffers + gradients + state + inputs + activations + temporary

@@ -51,7 +51,7 @@ class Subject:
         parameters: The number of its parameters.
         trainable: The number of trainable ones.
         optimizer: The optimizer's class.
-        target_batch: Samples per update.
+        target_batch: Samples per optimizer step.
         recipe: The recipe file; None for Python objects.
         max_micro_batch: The largest micro-batch of interest; None means the target batch.
         memory_limit: The memory limit as the user wrote it; None if there is none.
@@ -74,7 +74,7 @@ class Subject:
 
     @property
     def share(self) -> int:
-        """Samples per update on one rank."""
+        """Samples per optimizer step on one rank."""
         return -(-self.target_batch // self.ranks)
 
 
@@ -112,7 +112,7 @@ class Pace:
     Attributes:
         micro_batch_s: Seconds for forward and backward of the largest micro-batch.
         optimizer_s: Seconds for the optimizer's step.
-        update_s: Seconds for an update, excluding the loader.
+        update_s: Seconds for an optimizer step, excluding the loader.
         samples_per_s: The same in samples per second.
         epoch_samples: Samples in the loader; None if unknown.
         epoch_s: Seconds for an epoch, including the loader if it was timed; None if its length is unknown.

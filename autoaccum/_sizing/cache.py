@@ -39,8 +39,8 @@ class Key:
 
     Attributes:
         digest: SHA-256 of the job's description.
-        target_batch: Samples per update, of which no more can fit; None where sizes are tokens with padding, of which
-            an update may have more than its target.
+        target_batch: Samples per optimizer step, of which no more can fit; None where sizes are tokens with padding, of
+            which an optimizer step may have more than its target.
         about: The human-readable part of the description.
     """
 

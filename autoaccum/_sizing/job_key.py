@@ -44,7 +44,7 @@ def key_of(
         batch: A batch; only the structure of a sample matters, not their number.
         optimizer: Only its class matters; or what stands for it, in a loop of the user's own.
         memory: The device.
-        target_batch: Samples per update.
+        target_batch: Samples per optimizer step.
         counts: What `target_batch` and sizes count, as in `Plan`.
         settings: What else decides how much memory a step takes, or how much there is, as JSON values.
     """

@@ -42,7 +42,7 @@ def plan(
     is (34, 33, 33).
 
     Args:
-        target_batch: Samples per optimizer update.
+        target_batch: Samples per optimizer step.
         max_micro_batch: The most samples that fit on the device at once.
         trials: Trials of the probe; all planned sizes are below the smallest failed trial.
 

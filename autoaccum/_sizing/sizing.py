@@ -348,7 +348,7 @@ class Sizing:
         return self._learning is None and self._widths is not None and self._shrink(self.plan.micro_batch, self._widths)
 
     def end(self, sizes: Sequence[int], *, is_clean: bool, has_room: Callable[[int], bool]) -> None:
-        """Record that a window has become an update, and choose the sizes of the next."""
+        """Record that a window has become an optimizer step, and choose the sizes of the next."""
         if self._learning is not None:
             self._memory.trim()
             groups = [(sum(samples for samples, _ in runs), _widest(runs)) for runs in self._groups]

@@ -1,4 +1,4 @@
-"""Delays signals while they would do harm: inside an update, or before a checkpoint is written.
+"""Delays signals while they would do harm: inside an optimizer step, or before a checkpoint is written.
 
 `held` is for short blocks, `wrapped` and `Watch` for a whole training. Python runs handlers in the main thread only, so
 in other threads they do nothing.

@@ -150,7 +150,8 @@ class Accumulator:
             scale: As for the class.
             half: "bf16" or "fp16" if the model casts to it by itself, so that messages name it, and what is compared is
                 compared as it rounds.
-            batches: Returns how many batches a framework makes an update of, by which its backward pass divides.
+            batches: Returns how many batches a framework makes an optimizer step of, by which its backward pass
+            divides.
         """
         _check_functions(options, closure)
         self._notices = notices = options.notices or Notices()

@@ -71,7 +71,7 @@ def fit(
     split: Split | None = None,
     target_tokens: int | None = None,
     batchnorm: Literal["keep", "rescale"] = "keep",
-    # The update.
+    # The optimizer step.
     optimizer: torch.optim.Optimizer
     | Sequence[torch.optim.Optimizer]
     | MakesOptimizer
@@ -110,7 +110,7 @@ def fit(
     """Train a model with updates of `target_batch` samples, regardless of how many fit on the device at once.
 
     Finds the largest micro-batch that fits, plans how to cut each window of `target_batch` samples into micro-batches,
-    and makes one optimizer update with the gradient of the whole window. When memory runs out, `fit` begins
+    and makes one optimizer step with the gradient of the whole window. When memory runs out, `fit` begins
     the window again from the state before it, in smaller micro-batches; they grow back once memory is free again.
 
     Args:
@@ -119,7 +119,7 @@ def fit(
         loader: Any iterable of batches, of any size; the first dimension of their tensors indexes the samples, unless
             `split` says otherwise. A pair (inputs, targets) calls `model(inputs)`, a mapping calls
             `model(**batch)`, and anything else calls `model(batch)`.
-        target_batch: Number of samples per optimizer update; None with `target_tokens`.
+        target_batch: Number of samples per optimizer step; None with `target_tokens`.
         loss: A callable of (outputs, targets), or of (outputs, batch) if a batch is not a pair, that returns a scalar,
             a vector of per-sample losses, a (sum, weight) pair, or a mapping of these; or a list of callables of
             (model, batch), each run and back-propagated separately. None: the model's own loss, else cross entropy for
@@ -136,9 +136,9 @@ def fit(
             tensor: an object with `count`, `cut` and `join` (`autoaccum.Split`), such as `autoaccum.Along(1)` for
             time-first tensors or `autoaccum.ListOfSamples(collate)` for detection, graphs and flattened sequences
             (docs/batches.md).
-        target_tokens: Number of tokens per optimizer update, over all ranks, in place of `target_batch`: an update is
-            made from as many whole samples as come nearest to it. Those of a sample are its labels that are not -100,
-            else what its `attention_mask` keeps, else the elements of its largest tensor (docs/batches.md).
+        target_tokens: Number of tokens per optimizer step, over all ranks, in place of `target_batch`: an optimizer
+            step is made from as many whole samples as come nearest to it. Those of a sample are its labels that are not
+            -100, else what its `attention_mask` keeps, else the elements of its largest tensor (docs/batches.md).
         batchnorm: "keep": BatchNorm updates its running statistics with every micro-batch, with the layer's own
             momentum; "rescale": over a window, they move as far as with one batch (docs/losses.md).
         optimizer: An optimizer over the model's parameters, or a function of them that returns one. Several, in a list,
@@ -146,16 +146,16 @@ def fit(
             "sgd": SGD(lr=0.01, momentum=0.9).
         scheduler: A learning-rate scheduler for the optimizer in use, or a function of the optimizer that returns one.
             ReduceLROnPlateau steps on the loss of each evaluation.
-        scheduler_interval: "step": step the scheduler after every update; "epoch": after every epoch.
+        scheduler_interval: "step": step the scheduler after every optimizer step; "epoch": after every epoch.
         lr_scaling: "linear" or "sqrt": multiply the learning rates once, by `target_batch / base_batch` or its root.
         base_batch: The batch size that the learning rates were chosen for.
         clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer. float("inf")
             only measures that norm, for `StepReport.grad_norm`.
         epochs: Number of passes over the loader. None: 1, or as many as `max_steps` takes.
         max_steps: Number of windows after which training stops.
-        drop_last: Whether to leave out a shorter last window of an epoch, in place of an update made from it.
+        drop_last: Whether to leave out a shorter last window of an epoch, in place of an optimizer step made from it.
         val_loader: Data to evaluate on after each epoch. To detect errors early, a few samples are also evaluated
-            before the first update, which leaves parameters, buffers and random state as they are.
+            before the first optimizer step, which leaves parameters, buffers and random state as they are.
         val_every: Number of windows between evaluations, which then take the place of those after each epoch; the end
             of the training is evaluated in any case. None: evaluate after each epoch.
         metrics: Metrics for the evaluation: callables of (outputs, targets), averaged over samples, or torchmetrics
@@ -189,7 +189,7 @@ def fit(
             same, those of a loss in chunks up to rounding.
         on_too_large: What to do with a sample that does not fit even alone. "raise": raise DoesNotFitError. "skip":
             leave it out of its window, whose mean then runs over the rest, say which it is, and count it in the result;
-            a window with nothing left makes no update. Not on several ranks, nor with loss_scope="window".
+            a window with nothing left makes no optimizer step. Not on several ranks, nor with loss_scope="window".
         checkpoint: A folder for the checkpoints of this run and no other. `fit` writes one at the end, on SIGTERM
             (which then takes effect), on SIGUSR1, when an error ends the call early, every `checkpoint_every`, and
             after an evaluation with the lowest loss so far. The newest two and that with the lowest loss are kept.
@@ -210,8 +210,8 @@ def fit(
     Returns:
         A summary of the run. The model itself is trained in place. An exception that ends the call early, such as
         KeyboardInterrupt at Ctrl-C, has the summary of what is done as its attribute `result`, unless it was raised
-        while arguments were checked, refuses attributes, or has a `result` of its own. Before the first update that
-        summary is of 0 steps.
+        while arguments were checked, refuses attributes, or has a `result` of its own. Before the first optimizer step
+        that summary is of 0 steps.
 
     Raises:
         InvalidInputError: An argument, a batch or a loss cannot be used.
@@ -219,10 +219,10 @@ def fit(
         DeviceLostError: This process can no longer use the device.
         StateDamagedError: The optimizer, or a hook on its step, failed after it had begun to write, and there is no
             checkpoint to go back to, or it failed again after going back.
-        UpdateCompleteError: The scheduler failed, or memory ran out, after an update; the update is made. If the
-            scheduler has not stepped, no checkpoint of that state is written.
+        UpdateCompleteError: The scheduler failed, or memory ran out, after an optimizer step, which
+            is made. If the scheduler has not stepped, no checkpoint of that state is written.
         StartAgainError: Memory ran out in a model that is sharded across ranks (docs/several-gpus.md), or on one rank
-            while the others made an update.
+            while the others made an optimizer step.
         CheckpointError: A checkpoint cannot be written or read, or belongs to another run. The model is unchanged
             unless the error says that code of your own refused its state half-way.
         CheckpointInUseError: Another process trains with the checkpoint folder, or took it over while this one was

@@ -78,8 +78,8 @@ class Interrupts:
                 if not self._watch.terminate():
                     raise
                 if damage is None and not self._is_whole():
-                    # The interrupt waited for the update to end, so what failed after the update is in its context.
-                    # No whole state in memory is left to continue from.
+                    # The interrupt waited for the optimizer step to end, so what failed after it is in the interrupt's
+                    # context. No whole state in memory is left to continue from.
                     behind = _behind(error, Exception) or MemoryError("the random state could not be read")
                     raise update_complete.wrapped(
                         behind, self._lifecycle.current.windows_done, has_moved=False
@@ -215,17 +215,17 @@ class Interrupts:
                 )
 
     def _is_damaged(self, error: BaseException) -> bool:
-        """Whether the state in memory is not the last whole state: no checkpoint may hold half an update."""
+        """Whether the state in memory is not the last whole state: no checkpoint may hold half an optimizer step."""
         has_lost = self._lifecycle.current.has_lost_parameters
         return not self._is_whole() or has_lost or _damage_behind(error) is not None
 
     def _is_whole(self) -> bool:
-        """Whether everything that moves with an update is at the same step as the optimizer."""
+        """Whether everything that moves with an optimizer step is at the same step as the optimizer."""
         return self._progress.is_whole and self._progress.state.windows == self._lifecycle.current.windows_done
 
     def _can_go_back(self, damage: StateDamagedError) -> bool:
         if not self._world.is_alone:
-            return False  # the other ranks have already made the update
+            return False  # the other ranks have already made the optimizer step
         if self._checkpoints is None:
             damage.add_note("autoaccum: with checkpoint=FOLDER, fit goes back to its last checkpoint by itself")
             return False
@@ -243,7 +243,7 @@ class Interrupts:
 
 
 def _damage_behind(error: BaseException) -> StateDamagedError | None:
-    """Return the damage in an interrupt's context: interrupts wait for the update to end, and so may hide it."""
+    """Return the damage in an interrupt's context: it waited for the optimizer step to end, and so may hide it."""
     return _behind(error, StateDamagedError)
 
 

@@ -76,8 +76,8 @@ class JSONLinesLog(_Log):
     - "plan": step (from which it holds), target_batch, micro_batches, micro_batch,
       accum_steps, probe (null, or micro_batch, limit_bytes, fixed_bytes, bytes_per_sample)
     - "step": step, epoch, samples, loss, losses, micro_batches, oom_events (how often memory ran out), elapsed_s,
-      peak_bytes, grad_norm, skipped, learning_rates (of the update, one for each group of the optimizer), noise_scale
-      (null where it was not measured)
+      peak_bytes, grad_norm, skipped, learning_rates (of the optimizer step, one for each group of the optimizer),
+      noise_scale (null where it was not measured)
     - "oom": step, phase, size, message
     - "epoch_end": epoch
     - "evaluation": epoch, step, loss, metrics, samples, elapsed_s, losses

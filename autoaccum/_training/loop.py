@@ -1,4 +1,4 @@
-"""The training loop of `fit`: makes one update per window and evaluates after each epoch."""
+"""The training loop of `fit`: makes one optimizer step per window and evaluates after each epoch."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class Training:
     def windows(self) -> int:
         """Number of windows completed, including those of earlier calls that this one resumes.
 
-        A window counts as soon as its update is made, even if the scheduler then fails and no checkpoint can hold the
-        state after it.
+        A window counts as soon as its optimizer step is made, even if the scheduler then fails and no checkpoint can
+        hold the state after it.
         """
         return max(self._progress.state.windows, self._step.updates.made)
 
@@ -307,13 +307,13 @@ class Training:
             self._progress.stop(reason)
 
     def _step_with(self, window: Window) -> bool:
-        """Make the update of a window and do what follows it; return False if the window is left out."""
+        """Make the optimizer step of a window and do what follows it; return False if the window is left out."""
         self._progress.will_make(window)
         is_trial = self._lifecycle.current.sizing.is_learning
         skipped = self._lifecycle.skipped_samples
         report = self._lifecycle.step(window)
         if report is None:
-            return skipped < self._lifecycle.skipped_samples  # of which nothing was left, so that there is no update
+            return skipped < self._lifecycle.skipped_samples  # nothing was left, so there is no step
         if is_trial:
             self._search_s += report.elapsed_s
         else:

@@ -1,4 +1,4 @@
-"""Steps a learning-rate scheduler after every update, every epoch or every evaluation."""
+"""Steps a learning-rate scheduler after every optimizer step, every epoch or every evaluation."""
 
 from __future__ import annotations
 

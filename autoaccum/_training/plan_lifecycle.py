@@ -73,7 +73,7 @@ class PlanLifecycle:
 
     Args:
         call: The call of `fit`.
-        progress: Tracks the state of the loop; it advances with every update.
+        progress: Tracks the state of the loop; it advances with every optimizer step.
 
     Attributes:
         observers: All callbacks, the one that records the plans first.
@@ -321,7 +321,7 @@ class PlanLifecycle:
         self._record.plans = known or self._record.plans  # after a resume, the checkpoint's
 
     def step(self, part: Window) -> StepReport | None:
-        """Make the update of a window, saving more memory or leaving the sample out if not even one sample fits.
+        """Make a window's optimizer step, saving more memory or leaving the sample out if not even one sample fits.
 
         Args:
             part: The window, or this process's part of it.
@@ -335,7 +335,7 @@ class PlanLifecycle:
         try:
             report = self.current.step(part)
         except AVOIDABLE as error:
-            # Once the update is made, here or on other ranks, nothing can help.
+            # Once the optimizer step is made, here or on other ranks, nothing can help.
             if self.current.is_past_return:
                 raise
             if not self._climbs(error):

@@ -1,8 +1,8 @@
 """Iterates over windows and tracks the state to resume from.
 
-That is the state after the last whole window. Everything that changes with an update changes inside the update,
-while interrupts are held back (`update_made`); everything that changes with an epoch changes together at its end. A
-checkpoint holds this state, and a resumed run begins from it.
+That is the state after the last whole window. Everything that changes with an optimizer step changes inside
+it, while interrupts are held back (`update_made`); everything that changes with an epoch changes together
+at its end. A checkpoint holds this state, and a resumed run begins from it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TrainingProgress:
 
     Attributes:
         state: The state after the last whole window.
-        is_whole: Whether model, optimizer and scheduler are in that state; False during an update.
+        is_whole: Whether model, optimizer and scheduler are in that state; False during an optimizer step.
     """
 
     def __init__(self, call: Call) -> None:
@@ -158,7 +158,7 @@ class TrainingProgress:
     # --- the state ----------------------------------------------------------------------------------------------------
 
     def prepare(self, samples: int) -> None:
-        """Make the state that follows an update beforehand, while the update can still be undone if memory runs out.
+        """Make the state that follows an optimizer step, while the step can still be undone if memory runs out.
 
         Args:
             samples: Number of samples in the window, over all processes.
@@ -169,13 +169,13 @@ class TrainingProgress:
         )
 
     def update_made(self, *, skipped: bool) -> None:
-        """Advance everything that moves with an update, while interrupts are held back.
+        """Advance everything that moves with an optimizer step, while interrupts are held back.
 
         Only the user's scheduler can fail here. The random state is read last, since an optimizer or a scheduler may
         draw from it; if no memory is left for that, the state is not whole until `after_callbacks` has read it.
 
         Args:
-            skipped: Whether the gradient scaler skipped the update.
+            skipped: Whether the gradient scaler skipped the optimizer step.
         """
         self.is_whole = False
         self._schedule.after_update(skipped=skipped)
@@ -186,7 +186,7 @@ class TrainingProgress:
     def after_callbacks(self) -> None:
         """Read the random state after callbacks, which may draw from it, so that the next window resumes from there."""
         if not self._has_noted_random_state():
-            # Once more, after the handler: inside it, the traceback still pins the update's memory.
+            # Once more, after the handler: inside it, the traceback still pins the optimizer step's memory.
             self._memory.release()
             self._note_random_state()
         self.is_whole = True

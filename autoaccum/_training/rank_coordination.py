@@ -182,7 +182,7 @@ class Coordinator:
         return [own] if self.ranks is None else self.ranks.exchange(what, own)
 
     def check_others_at_end(self) -> None:
-        """Check that no other rank failed after its last update, which only an exchange reveals."""
+        """Check that no other rank failed after its last optimizer step, which only an exchange reveals."""
         self.of_all("end", None)
 
     def can_save_together(self, error: BaseException, *, is_whole: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Restores seeds, learning rates, the type of weights and folders if a call of `fit` fails before its first update.
+"""Restores seeds, learning rates, types of weights and folders if a call of `fit` fails before its first step.
 
 A refused call can then be corrected and repeated as if it had never been made. The runner restores parameters, buffers,
 gradients and optimizer state.

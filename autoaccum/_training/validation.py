@@ -44,7 +44,7 @@ class Validation:
         return mark
 
     def try_out(self, most: int | None) -> None:
-        """Evaluate a few samples to detect a failing evaluation before the first update.
+        """Evaluate a few samples to detect a failing evaluation before the first optimizer step.
 
         The training is not affected. Skipped for loaders that can be read only once, for loaders that ranks share, and
         for models whose forward pass needs the other ranks.

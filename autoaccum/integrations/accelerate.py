@@ -58,7 +58,7 @@ def windowed(
             optimizer.zero_grad()
 
     It takes the place of the forward pass, the loss and `accelerator.backward`, and is used as
-    `autoaccum.Accumulator.backward`. The loader's batch is the batch of an update, of this process, or one of
+    `autoaccum.Accumulator.backward`. The loader's batch is the batch of an optimizer step, of this process, or one of
     `gradient_accumulation_steps` within `accelerator.accumulate(model)`. Precision, the gradient scaler and these steps
     are the accelerator's. In several processes, gradients are reduced once a batch, weighted by what the loss runs over
     in all of them; the loss in the report is that of the batches of all processes.

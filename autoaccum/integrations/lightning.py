@@ -38,12 +38,12 @@ class Windowed(pl.Callback):
         trainer = lightning.pytorch.Trainer(callbacks=[Windowed(memory_limit="2GiB")])
 
     It takes the place of the strategy's steps and of its backward pass; all else stays Lightning's. The loader's batch
-    is the batch of an update, or one of `accumulate_grad_batches`. `training_step` is called for each micro-batch,
-    again after memory has run out, and for the few samples that its loss is checked on, so it must not change anything
-    but the state of modules, metrics and random numbers. A batch is skipped if it returns None for any part of it. What
-    it logs is logged once for the whole batch, means over samples. Callbacks and hooks run once a batch. Where
-    `validation_step`, `test_step` or `predict_step` runs out of memory, it is run on parts of the batch, and its logs
-    and outputs are joined.
+    is the batch of an optimizer step, or one of `accumulate_grad_batches`. `training_step` is called for each
+    micro-batch, again after memory has run out, and for the few samples that its loss is checked on, so it must not
+    change anything but the state of modules, metrics and random numbers. A batch is skipped if it returns None for any
+    part of it. What it logs is logged once for the whole batch, means over samples. Callbacks and hooks run once a
+    batch. Where `validation_step`, `test_step` or `predict_step` runs out of memory, it is run on parts of the batch,
+    and its logs and outputs are joined.
 
     Args:
         loss_reduction: As for `Accumulator`.

@@ -61,15 +61,15 @@ def windowed(
     memory: str | Sequence[str] | None = None,
     notices: Notices | None = None,
 ) -> _TrainerType:
-    """Return a trainer class that computes each update's gradient in micro-batches that fit.
+    """Return a trainer class that computes each optimizer step's gradient in micro-batches that fit.
 
         SFTTrainer = autoaccum.integrations.transformers.windowed(SFTTrainer)
 
     It is used as before. `per_device_train_batch_size` is now the batch that you mean for this device, whatever fits at
     once, and `gradient_accumulation_steps` multiplies it as before. When memory runs out, in training or evaluation,
-    what failed is undone and restarted in smaller micro-batches. The loss of an update is a mean over all its tokens,
-    on all ranks, also for models that take no `num_items_in_batch`. Trainers that generate (GRPO, RLOO) are cut after
-    generation and scoring, each batch by itself. What a trainer logs within `compute_loss` it logs for each
+    what failed is undone and restarted in smaller micro-batches. The loss of an optimizer step is a mean over all its
+    tokens, on all ranks, also for models that take no `num_items_in_batch`. Trainers that generate (GRPO, RLOO) are cut
+    after generation and scoring, each batch by itself. What a trainer logs within `compute_loss` it logs for each
     micro-batch, as with accumulation.
 
     Args:
@@ -88,13 +88,13 @@ def windowed(
         notices: Reports choices made on your behalf; None for stderr.
 
     The class has one more attribute, `autoaccum`: what it found (`plan`), and `last_backward`, the `BackwardReport` of
-    the last update.
+    the last optimizer step.
 
     Raises:
         InvalidInputError: `trainer` is no such class, or has been passed to this function before, or another argument
             cannot be used. `train()` raises it for DeepSpeed, FSDP and other strategies, several GPUs in one process,
-            optimizers that step in the backward pass, and an update whose batches the class's `training_step` has not
-            passed on to that of its base.
+            optimizers that step in the backward pass, and an optimizer step whose batches the class's `training_step`
+            has not passed on to that of its base.
     """
     if not isinstance(trainer, type) or not issubclass(trainer, Trainer):
         raise InvalidInputError(
@@ -140,8 +140,8 @@ class Windows:
         options: What `windowed` was called with.
 
     Attributes:
-        last_backward: What was done for the last update; None before the first one.
-        is_computed: Whether the gradient of the update to come has been computed here.
+        last_backward: What was done for the last optimizer step; None before the first one.
+        is_computed: Whether the gradient of the optimizer step to come has been computed here.
     """
 
     def __init__(self, trainer: Any, options: Options) -> None:
@@ -178,7 +178,7 @@ class Windows:
         _check(self._trainer)
 
     def training_step(self, model: nn.Module, inputs: Mapping[str, Any], items: Any) -> torch.Tensor:
-        """Take one batch; compute the gradient of all batches of an update together, once it is the last of them.
+        """Take one batch; with the last one of an optimizer step, compute the gradient of them all.
 
         Args:
             model: The model, as the trainer has wrapped it.
@@ -186,14 +186,14 @@ class Windows:
             items: The trainer's `num_items_in_batch`.
 
         Returns:
-            The update's loss, a scalar, for its last batch; 0 for the others.
+            The optimizer step's loss, a scalar, for its last batch; 0 for the others.
         """
         trainer = self._trainer
         model.train()
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         self._pending.append(self._prepared(trainer._prepare_inputs(inputs)))
-        # Batches that an epoch leaves over come with the next update, and have a count of their own.
+        # Batches that an epoch leaves over come with the next optimizer step, and have a count of their own.
         if not self._counts or items is not self._counts[-1]:
             self._counts.append(items)
         if not trainer.accelerator.sync_gradients and not self._generates:
@@ -287,7 +287,7 @@ class Windows:
         return self._accumulator
 
     def _over_all_ranks(self, items: Any) -> Any:
-        """Return the number of items of an update on all ranks, where the trainer has counted this rank's alone."""
+        """Return the items of an optimizer step on all ranks, where the trainer has counted this rank's alone."""
         trainer = self._trainer
         if items is None or trainer.accelerator.num_processes == 1 or trainer.args.average_tokens_across_devices:
             return items
@@ -336,7 +336,7 @@ class _Outermost:
 
 
 class _Watch(TrainerCallback):
-    """Raises an error where an update is about to be made of a gradient that was not computed here."""
+    """Raises an error where an optimizer step is about to be made of a gradient that was not computed here."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
