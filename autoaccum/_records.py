@@ -304,10 +304,10 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class TimeSpent:
-    """What one call of `fit` did besides computing its updates once, in seconds.
+    """What one call of `fit` did besides computing its optimizer steps once, in seconds.
 
     Attributes:
-        search_s: Trials before training, and windows whose micro-batches were trials; these became updates too.
+        search_s: Trials before training, and windows whose micro-batches were trials; these made optimizer steps too.
         recomputation_s: Micro-batches that were computed again because memory ran out.
         data_s: Waiting for the loader.
         evaluation_s: Evaluations.
@@ -355,7 +355,7 @@ class FitResult:
             that ended the call, its type ("KeyboardInterrupt"). None if it ran to its end.
         noise_scale: With `noise_scale`, the gradient noise scale in samples over the whole run; None if it was not, or
             could not be, measured (docs/batch-size.md).
-        time_spent: What the call did besides computing its updates once.
+        time_spent: What the call did besides computing its optimizer steps once.
         memory: What saved memory in the last window, as the argument `memory` names it; empty for nothing.
         warnings: What was said of gradients that may differ from those of whole windows (`LossWarning`).
         skipped_samples: Number of samples of the whole run that did not fit even alone (on_too_large="skip").

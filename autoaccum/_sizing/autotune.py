@@ -1,4 +1,4 @@
-"""Finds which of three micro-batch sizes has the fastest updates, by timing whole windows during training.
+"""Finds which of three micro-batch sizes has the fastest optimizer steps, by timing whole windows during training.
 
 Pure arithmetic, no torch. Every cut gives the same gradient, so a window with a slow cut costs only time. The largest
 size, half and a quarter of it are compared; of equally fast ones the smaller is chosen, as it needs less memory.

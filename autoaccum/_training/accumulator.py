@@ -204,7 +204,7 @@ class Accumulator:
 
     @property
     def plan(self) -> Plan | None:
-        """How batches are cut; None before the first batch."""
+        """How batches are split; None before the first batch."""
         return self._accumulating.plan
 
     @property

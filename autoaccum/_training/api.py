@@ -107,7 +107,7 @@ def fit(
     noise_scale: bool | int = False,
     oom_report: str | PathLike[str] | None = None,
 ) -> FitResult:
-    """Train a model with updates of `target_batch` samples, regardless of how many fit on the device at once.
+    """Train a model with optimizer steps of `target_batch` samples, regardless of how many fit on the device at once.
 
     Finds the largest micro-batch that fits, plans how to cut each window of `target_batch` samples into micro-batches,
     and makes one optimizer step with the gradient of the whole window. When memory runs out, `fit` begins

@@ -115,7 +115,7 @@ class _Progress(Callback):
         self._fitted = 0
         self._told: tuple[str, ...] = ()  # by the last line
         self._is_searching = False
-        # Samples; of windows of as many tokens, which hold unlike numbers of them, updates.
+        # Samples; of windows of as many tokens, which hold unlike numbers of them, optimizer steps.
         self._speed, self._done, self._since = 0.0, 0, time.monotonic()
 
     def _say(self, text: str, style: str) -> None:
@@ -513,7 +513,7 @@ def _summary_text(result: FitResult) -> str:
 
 
 def _shares(result: FitResult) -> str:
-    """Return where a call's time went besides its updates, as far as it shows; else nothing."""
+    """Return where a call's time went besides its optimizer steps, as far as it shows; else nothing."""
     return ", ".join(
         f"{what} {seconds:.1f} s ({min(1.0, seconds / result.elapsed_s):.0%})"
         for what, seconds in result.time_spent.by_name().items()

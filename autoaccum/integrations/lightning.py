@@ -86,7 +86,7 @@ class Windowed(pl.Callback):
 
     @property
     def plan(self) -> Plan | None:
-        """How batches are cut; None before the first one."""
+        """How batches are split; None before the first one."""
         return None if self._training is None else self._training.accumulator.plan
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -145,7 +145,7 @@ def _refuse_training(trainer: Any, module: Any) -> None:
         )
     if any(type(callback).__name__ == "BatchSizeFinder" for callback in trainer.callbacks):
         raise InvalidInputError(
-            "BatchSizeFinder changes the loader's batch size, which Windowed keeps as the batch of an update; leave it "
+            "BatchSizeFinder changes the loader's batch size, which Windowed keeps as that of a step; leave it "
             "out"
         )
     if not type(module).backward.__module__.startswith(_OWN_MODULES):

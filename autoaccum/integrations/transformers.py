@@ -133,7 +133,7 @@ def _reduced(made: type) -> Any:
 
 
 class Windows:
-    """Computes the gradients of one trainer's updates.
+    """Computes the gradients of one trainer's optimizer steps.
 
     Args:
         trainer: The trainer.
@@ -163,7 +163,7 @@ class Windows:
 
     @property
     def plan(self) -> Plan | None:
-        """How updates are cut; None before the first one."""
+        """How batches are split; None before the first one."""
         return None if self._accumulator is None else self._accumulator.plan
 
     def begin(self) -> None:
