@@ -145,8 +145,7 @@ def _refuse_training(trainer: Any, module: Any) -> None:
         )
     if any(type(callback).__name__ == "BatchSizeFinder" for callback in trainer.callbacks):
         raise InvalidInputError(
-            "BatchSizeFinder changes the loader's batch size, which Windowed keeps as that of a step; leave it "
-            "out"
+            "BatchSizeFinder changes the loader's batch size, which Windowed keeps as that of a step; leave it out"
         )
     if not type(module).backward.__module__.startswith(_OWN_MODULES):
         raise InvalidInputError(
