@@ -140,7 +140,7 @@ def _status(records: list[dict[str, Any]], page: str) -> str:
     checks = sum(row["ok"] is not None for row in rows)
     failed = [str(row["found"]) for row in rows if row["ok"] is False]
     late = sum(found.startswith("no answer within") for found in failed)
-    result = f"{len(failed) - late} of {checks} checks failed" + (f" and {late} did not end in time" if late else "")
+    result = f"{checks} checks: {len(failed) - late or 'none'} failed" + f", {late} did not end in time" * bool(late)
     link = "#what-failed-and-what-was-skipped" if page == TABLES else f"{'' if '/' in page else 'docs/'}dev/gpu.md"
     return f"Run on {' and '.join(runs)}; [{result}]({link})."
 

@@ -40,8 +40,8 @@ _MUCH_LESS = 0.5
 # Windows and failures after which the search ends with its current result.
 _MOST_WINDOWS = 8
 _MOST_FAILURES = 3
-# If failures are clean, sizes are tried up to this factor above the memory that is free. Under a soft limit a trial
-# above it costs nothing, so sizes are tried that are predicted from much smaller ones, too.
+# If failures are clean, sizes are tried up to this factor above the memory that is free. Under a soft limit, plans of
+# fewer micro-batches are tried that are predicted to be further above it, from sizes that may be much smaller.
 _TOLERANCE, _SOFT_TOLERANCE = 1.03, 1.08
 
 
@@ -76,7 +76,7 @@ class Search:
         self._is_soft = is_soft
         self._check = 0
         self._is_uneven = False  # memory has steps, so that predictions between measured sizes say little
-        self._tolerance = _SOFT_TOLERANCE if is_soft else _TOLERANCE if fails_cleanly else 1.0
+        self._tolerance = _TOLERANCE if fails_cleanly else 1.0
         self._growth = _GROWTH if fails_cleanly else _CAREFUL_GROWTH
         self._windows = 0
         self._first: Point | None = None  # of this window
@@ -262,7 +262,9 @@ class Search:
     ) -> int:
         """Return the largest size that may fit beside the gradients, which exist already if `is_beside`."""
         free: float = free_bytes if is_beside else free_bytes - self._gradient_bytes
-        if self._is_soft or not is_beside:
+        if self._is_soft and self._windows:
+            free *= _SOFT_TOLERANCE
+        elif not is_beside:
             free *= self._tolerance
         size = self.frontier.largest(widths, max(0.0, free), most, first=first)
         sizes = self.frontier.sizes(widths)

@@ -77,9 +77,9 @@ def memory_by_size(report: dict[str, Any], target_batch: int) -> str:
     measured = report["measured"]
     limit, cut = measured["device"]["limit_bytes"] / MIB, measured["plan"]["micro_batches"]
     fitting = sorted((t["size"], t["peak_bytes"] / MIB) for t in measured["trials"] if t["fits"])
-    # Where memory ran out: at the limit, before their peak.
-    failing = [(t["size"], limit) for t in measured["trials"] if not t["fits"]]
     per_sample, fixed = line_through(fitting)
+    # Memory ran out before their peak, which is where the line says.
+    failing = [(t["size"], fixed + t["size"] * per_sample) for t in measured["trials"] if not t["fits"]]
     plot = Plot((0, 140, 20, "micro-batch (samples)"), (120, 20, "peak memory of a step (MiB)"), 130)
     plot.line([(0, fixed), (140, min(130, fixed + 140 * per_sample))], "line dashed")
     plot.line([(0, limit), (140, limit)], "back")
@@ -91,7 +91,7 @@ def memory_by_size(report: dict[str, Any], target_batch: int) -> str:
     for size, peak in fitting[-2:]:
         plot.words(size, peak, str(size), "quiet end", dx=-8, dy=-8)
     for size, peak in failing:
-        plot.words(size, peak, str(size), "quiet", dx=6, dy=18)
+        plot.words(size, peak, f"{size}: too large", "quiet end", dx=-8, dy=-6)
     plot.legend([("dot", "trial that fits"), ("cross", "trial that does not fit")])
     sizes = [str(size) for size, _ in fitting]
     told = (

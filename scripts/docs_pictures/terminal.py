@@ -20,7 +20,7 @@ from tutorial import IMAGES, SCRIPTS
 if TYPE_CHECKING:
     from rich.text import Text
 
-COLUMNS, LINES, PX, TALL = 88, 60, 8.0, 19
+COLUMNS, LINES, PX, TALL = 66, 60, 8.0, 19
 LONGEST_S = 120
 GROUND, TEXT, DIM = "#0d1117", "#e6edf3", "#9198a1"
 MONO = 'ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace'

@@ -113,10 +113,10 @@ def test_pages_name_the_gpu_and_the_date_or_say_that_there_was_no_run(root, fold
 
     gpu_results.main([folder()], root)
 
-    said = "Run on an NVIDIA H200 (2026-11-26, driver 580.1, CUDA 13.0, PyTorch 2.11.0); [1 of 5 checks failed]"
+    said = "Run on an NVIDIA H200 (2026-11-26, driver 580.1, CUDA 13.0, PyTorch 2.11.0); [5 checks: 1 failed]"
     assert all(said in (root / page).read_text() for page in gpu_results.STATUS)
-    assert "checks failed](docs/dev/gpu.md)" in (root / "README.md").read_text()
-    assert "checks failed](dev/gpu.md)" in (root / "docs" / "benchmarks.md").read_text()
+    assert "failed](docs/dev/gpu.md)" in (root / "README.md").read_text()
+    assert "failed](dev/gpu.md)" in (root / "docs" / "benchmarks.md").read_text()
 
 
 def test_later_folder_replaces_parts_that_it_did_not_skip(root, folder):
@@ -168,4 +168,4 @@ def test_checks_that_did_not_end_in_time_are_counted_by_themselves(root, folder)
 
     gpu_results.main([folder(run=other(parts={"lost": late}))], root)
 
-    assert "[0 of 1 checks failed and 1 did not end in time]" in (root / "README.md").read_text()
+    assert "[1 checks: none failed, 1 did not end in time]" in (root / "README.md").read_text()
