@@ -42,6 +42,9 @@ class OfForm(nn.Module):
             "empty buffer": torch.zeros(0, 3),
         }
         self.register_buffer("kept", buffer.get(form))
+        if form == "buffer that is a view":
+            self.register_buffer("whole", torch.ones(1, dtype=torch.float64))
+            self.kept = self.whole.expand(CLASSES)
 
     def share(self, _):
         """Let both parameters have one gradient."""

@@ -65,3 +65,32 @@ def accumulate(rank, size, *, capacities, batches=8, **options):
         "losses": losses,
         "memory": accumulator.memory,
     }
+
+
+def lacking_late(rank, size, *, lists, step=6, windows=12):
+    """Train with a batch a window, of which rank 1 lacks the memory after a step; return what it ended with."""
+    model = Wide().double()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    batches = [(inputs[rank::size].contiguous(), targets[rank::size].contiguous()) for inputs, targets in data(windows)]
+    held = []
+
+    class Holding(autoaccum.Callback):
+        def on_step(self, report, *, epoch):
+            if rank == 1 and report.step == step:
+                held.append(torch.zeros(36 * 2**20, dtype=torch.uint8))
+
+    result = autoaccum.fit(
+        model,
+        [list(zip(*batch, strict=True)) for batch in batches] if lists else batches,
+        8,
+        split=autoaccum.ListOfSamples(torch.utils.data.default_collate) if lists else None,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
+        device=autoaccum.Simulated("40MiB"),
+        micro_batch=4,
+        memory="auto",
+        progress=False,
+        callbacks=[Holding()],
+    )
+    return {"steps": result.steps, "memory": result.memory, "parameters": [one.detach() for one in model.parameters()]}

@@ -47,6 +47,7 @@ class Window(Sequence[Any]):
         samples: Samples in all pieces together.
         spans: The loader's batches that the samples come from, in order, each with which of its samples.
         split: As the argument; one for batches cut by their first dimension if none was given.
+        origin: The window that this one was made of, in another order or form; itself if it was made of none.
         used: How many samples of the batch that the loader yielded last this window and earlier ones have used; None if
             all of them.
 
@@ -58,6 +59,7 @@ class Window(Sequence[Any]):
     split: Split | None
     used: int | None = None
     kinds: Any = None  # which batches are like it; None if it is not known
+    _origin: Window | None = None
     places: Sequence[int] | None = None  # of samples in another order than the loader's: their places in it
 
     def __init__(self, batches: Iterable[Any], split: Split | None = None) -> None:
@@ -92,6 +94,16 @@ class Window(Sequence[Any]):
         window._set(spans, split)
         window.used = used
         return window
+
+    @property
+    def origin(self) -> Window:
+        return self if self._origin is None else self._origin
+
+    def made_of(self, window: Window) -> Window:
+        """Return this window, as one made of another."""
+        if window is not self:
+            self._origin = window.origin
+        return self
 
     def plain_batch(self) -> Any:
         """The only batch, if all of it is here and it is a flat nesting of tensors that are cut along their rows."""

@@ -76,10 +76,20 @@ def refuse_unsupported_layers(modules: Sequence[nn.Module]) -> None:
 
 
 def broadcast_weights(ranks: Ranks, step: GradientStep) -> None:
-    """Give every rank the weights and buffers of rank 0."""
+    """Give every rank the weights and buffers of rank 0.
+
+    Raises:
+        InvalidInputError: A tensor that cannot be written to in place is a view of another. Raised on every rank.
+    """
     tensors = _state(step)
     for tensor in tensors:
         if (plain := as_plain(tensor)) is not tensor:
+            storage = tensor.untyped_storage().data_ptr()
+            if any(one is not tensor and one.untyped_storage().data_ptr() == storage for one in tensors):
+                raise InvalidInputError(
+                    f"a tensor of the model, of shape {tuple(tensor.shape)}, is an expanded, conjugate or negative "
+                    "view of another of its tensors, and several ranks write to each by itself; compute it in forward()"
+                )
             tensor.data = plain
     factors = [float(ranks.rank == 0)] * len(tensors)
     buckets = Buckets(tensors, step.memory.device, range(len(tensors)))

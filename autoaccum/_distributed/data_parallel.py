@@ -165,12 +165,12 @@ class DataParallel(Peers):
         """Begin a window; return the combined weights of its parts if they are needed before the parts are computed."""
         self._window, self._sizing, self.is_decided = window, sizing, False
         self._buffers.begin()
-        if self._begun is window:
+        if self._begun is window.origin:
             return self.totals  # a second attempt of this rank alone
         self._prepare(window)
         self._known_before = self._known()
         self.totals = self._totals_of(window)
-        self._begun = window
+        self._begun = window.origin
         return self.totals
 
     def _prepare(self, window: Window) -> None:

@@ -135,7 +135,7 @@ class WindowRunner:
         step, noise, now = self._step, self._noise, self._now
         now.number, now.made_before, now.has_moved = self._events.windows + 1, step.updates.made, False
         measures = noise is not None and noise.is_due(now.number) and self._sizing.is_settled
-        part = shuffled(part, now.number) if measures else self._prepared(part)
+        part = (shuffled(part, now.number) if measures else self._prepared(part)).made_of(part)
         try:
             if step.holds_gradients():
                 drop_old_gradients(step, self._notices)
@@ -163,7 +163,7 @@ class WindowRunner:
             raise
 
     def _prepared(self, part: Window) -> Window:
-        """Return a window of lists of samples with the largest first, and one just like the last as that."""
+        """Return a window of lists of samples in order of size; another, just like the last, as a `KnownWindow`."""
         if self._sorts:
             return largest_first(part)
         batch = part.plain_batch() if part.kinds is None else None
@@ -308,7 +308,7 @@ class Runner(WindowRunner):
         device: As for `fit`.
         precision: As for `fit`.
         memory_limit: As for `fit`. It is in force within `step` and `evaluate`, and lifted between them, so that a
-            runner need not be closed. On the host, it counts from when the runner is created.
+            runner need not be closed. On the host, it counts from when the runner is created, batches included.
         memory: As for `fit`. It is in force within `step` and `evaluate`; the model's forward passes elsewhere are as
             they were.
         noise_scale: As for `fit`; the property of this name is the newest estimate.

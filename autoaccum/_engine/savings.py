@@ -145,8 +145,8 @@ class Savings:
 # --- the argument `memory` --------------------------------------------------------------------------------------------
 
 
-def check_memory(memory: Sequence[str] | str | None, backend: MemoryBackend) -> tuple[str, ...]:
-    """Return the names from `fit`'s argument `memory`, in order."""
+def check_memory(memory: Sequence[str] | str | None, backend: MemoryBackend | None = None) -> tuple[str, ...]:
+    """Return the names from `fit`'s argument `memory`, in order; without a device, whatever can be had on one."""
     names = () if memory is None else (memory,) if isinstance(memory, str) else memory
     if not isinstance(names, list | tuple):
         raise InvalidInputError(f"memory={shown(memory)} is neither a name nor a list of names, such as ['checkpoint']")
@@ -158,7 +158,7 @@ def check_memory(memory: Sequence[str] | str | None, backend: MemoryBackend) -> 
                 f"memory={shown(name)} is unknown; choose from {', '.join(map(repr, (AUTO, *SAVINGS)))} or "
                 "'checkpoint:NAME' with the name or the class of the blocks"
             )
-    if OFFLOAD in names and backend.is_host:
+    if OFFLOAD in names and backend is not None and backend.is_host:
         raise InvalidInputError(
             f"memory='offload' moves activations to host memory, and on {backend.name} they already are there; choose "
             "'checkpoint'"

@@ -469,10 +469,15 @@ class TrialLosses:
 
     def _halves(self, source: _Pass, whole: Mapping[str, Run], sample: Window, first: int) -> list[dict[str, Run]]:
         """Return the losses of two parts: of such in which each pair counts something, where there are any."""
-        least, tried = min(first, 2), set[int]()
+        least, tried, halves = min(first, 2), set[int](), list[dict[str, Run]]()
         while True:
             tried.add(first)
-            halves = [self._part(source, sample, *ends) for ends in ((0, first), (first, sample.samples))]
+            try:
+                halves = [self._part(source, sample, *ends) for ends in ((0, first), (first, sample.samples))]
+            except InvalidInputError:
+                if not halves:
+                    raise
+                return halves  # the loss takes no parts of these sizes
             empty = {
                 place
                 for place, part in enumerate(halves)

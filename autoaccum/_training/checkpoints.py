@@ -244,7 +244,7 @@ class Checkpoints:
             state = self._contents.loop_state(content, part)
             kept = None if part is None else self._contents.kept(part)
             _check_counts(state, kept)
-            check_memory([] if kept is None else kept.memory, self._memory)
+            check_memory([] if kept is None else kept.memory)
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise CheckpointError(
                 f"{path} is not a checkpoint of autoaccum's fit, or its content was edited ({type(error).__name__}: "

@@ -192,3 +192,19 @@ def test_pair_with_a_mean_in_place_of_the_sum_is_refused_before_it_makes_a_diffe
             device="cpu",
         )
     assert max(counted, default=1) == 1  # of a single one, mean and sum are the same
+
+
+def test_loss_that_takes_only_even_numbers_of_samples_is_checked_on_such_parts():
+    torch.manual_seed(0)
+    labels = torch.tensor([1] * 3 + [-1] * 21)  # the first samples that are looked at count nothing
+
+    def loss(outputs, labels):
+        if len(labels) % 2:
+            raise ValueError("pairs of samples")
+        mask = labels >= 0
+        return ((outputs[:, 0] - 1) ** 2 * mask).sum(), mask.sum()
+
+    options = {"loss": loss, "micro_batch": 4, "epochs": 1, "progress": False, "device": "cpu"}
+    result = autoaccum.fit(nn.Linear(3, 1), [(torch.randn(24, 3), labels)] * 2, 24, **options)
+
+    assert result.steps == 2

@@ -56,6 +56,12 @@ def test_sparse_buffer_is_refused_on_every_rank(crew):
         assert "'kept' is a tensor of layout torch.sparse_coo" in str(answer)
 
 
+def test_expanded_buffer_of_another_is_refused_on_every_rank(crew):
+    for answer in crew.answers("rank_gradients:of_form", "buffer that is a view", size=2, micro_batch=8, shard=True):
+        assert isinstance(answer, autoaccum.InvalidInputError), answer
+        assert "view of another of its tensors" in str(answer)
+
+
 def test_quantised_weights_are_those_of_rank_0(crew):
     expected = rank_gradients.quantised(0, 1)
 

@@ -29,6 +29,15 @@ def test_ranks_have_the_parameters_of_one_process_where_memory_is_plenty(crew, f
     assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-9)
 
 
+@pytest.mark.parametrize("lists", [False, True], ids=["tensors", "lists of samples"])
+def test_rank_that_lacks_memory_later_saves_it_while_the_other_waits(crew, lists):
+    one, other = crew.run("rank_rungs:lacking_late", size=2, lists=lists)
+
+    assert one["steps"] == other["steps"] == 12
+    assert one["memory"] == () != other["memory"]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one["parameters"], other["parameters"], strict=True))
+
+
 @pytest.mark.slow
 def test_resumed_ranks_keep_what_was_chosen(crew, tmp_path):
     arguments = {"size": 2, "capacities": ["16MiB", "4MiB"], "shard": True, "checkpoint": tmp_path}

@@ -1,9 +1,11 @@
 """Memory that runs out anywhere while memory="auto" tries what saves it: no update is other than without."""
 
 import pytest
+import torch
 
 import autoaccum
-from fallback_models import Wide
+import rank_rungs
+from fallback_models import Wide, seed
 from faults import FailAt
 from rung_training import STEPS, assert_same, is_plain, replayed, trained
 
@@ -56,3 +58,26 @@ def test_failures_that_last_take_the_next_rung_or_end_with_what_is_done(operator
     assert is_plain(model)
     if not damaged:  # the clock decides which operator the failures begin with, and it may be one that writes
         assert_same(model, replayed(result))
+
+
+def test_run_that_needed_offload_is_resumed_where_activations_are_on_the_host_anyway(tmp_path):
+    def train(device, steps):
+        seed()
+        return autoaccum.fit(
+            Wide().double(),
+            rank_rungs.data(6),
+            8,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
+            device=device,
+            micro_batch=1,
+            memory="auto",
+            checkpoint=tmp_path,
+            max_steps=steps,
+            progress=False,
+        )
+
+    first = train(autoaccum.Simulated("3MiB"), 2)
+    second = train("cpu", 4)
+
+    assert "offload" in first.memory
+    assert (second.resumed_from, second.memory) == (2, ())
