@@ -99,7 +99,7 @@ def critical_path_s(stages=STAGES):
 # --- a part, in its own process ---------------------------------------------------------------------------------------
 
 
-class Findings:
+class ReportContents:
     """The findings of a part, written to its file after each, so that a part that is killed keeps them.
 
     Args:
@@ -166,7 +166,7 @@ class Findings:
 def run_inside(options):
     """Run one part in this process, which ends also where gpu.py was killed."""
     signal.alarm(math.ceil(options.budget + 2 * _GRACE_S))
-    findings = Findings(
+    findings = ReportContents(
         options.result,
         options.budget,
         options.device,

@@ -24,7 +24,7 @@ from torch import nn
 from autoaccum._cli.exit_codes import ExitCode, complain, print_result
 from autoaccum._data.nesting import shapes_of
 from autoaccum._estimate.gpus import custom_gpu, gpu_named, with_display
-from autoaccum._launch.recipe import RecipeError, raises_told
+from autoaccum._launch.recipe import RecipeError, errors_explained
 from autoaccum._launch.script import load_job
 from autoaccum._memory.limits import format_bytes, parse_size
 from autoaccum._oom import first_line, is_oom
@@ -248,7 +248,7 @@ def _first_batch(job: Job) -> Any:
             f"the recipe's job has no loader (loader={job.get('loader')!r}), and a report needs its first batch; pass "
             "autoaccum.Job(model, loader, target_batch) with a DataLoader, or a list of one batch"
         ) from None
-    with raises_told("the recipe's loader"):  # even if its text is that of a busy device
+    with errors_explained("the recipe's loader"):  # even if its text is that of a busy device
         for batch in batches:
             return batch
     raise InvalidInputError(

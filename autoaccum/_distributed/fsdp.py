@@ -44,10 +44,10 @@ _LEAST = 2
 # rounding and fragmentation: the fraction of memory to fill, and the factor from one window to the next.
 _FILLED, _AT_MOST = 0.85, 2
 # The size that did not fit, if a micro-batch was being processed, and the reason.
-_Lack = tuple[int | None, str]
+_RanOut = tuple[int | None, str]
 
 
-class LackElsewhereError(torch.OutOfMemoryError):
+class OutOfMemoryElsewhereError(torch.OutOfMemoryError):
     """A rank has reported, before a pass, that it lacks memory for it."""
 
 
@@ -72,8 +72,8 @@ class ShardedDataParallel(DataParallel):
         self._least = least_size(step.objective.modules)
         self._passes = 0  # of the current attempt, on the rank with the most
         self._sample: Window | None = None
-        self._lacking: dict[int, _Lack] = {}
-        self._is_told = False  # whether the others know of the failure being handled
+        self._ran_out: dict[int, _RanOut] = {}
+        self._is_announced = False  # whether the others know of the failure being handled
         self._held_bytes: int | None = None
         step.passes = self
         step.objective.may_look = False  # a pass by this rank alone would wait for the others
@@ -95,7 +95,7 @@ class ShardedDataParallel(DataParallel):
         for _ in range(self._passes - len(work.sizes)):
             self._pass_with_nothing()
         self._slots = sorted({*self._slots, *given.slots})
-        self._exchange_lack(None)
+        self._exchange_oom(None)
         given.weight = None if given.weight is None else float(given.weight)
         larger = self._larger_size() if self._window.samples else None
         self._exchange_parts(given, repr(self._slots).encode(), larger=larger)
@@ -122,10 +122,10 @@ class ShardedDataParallel(DataParallel):
     def all_ready(self, outcome: Outcome) -> bool:
         """Whether every rank holds its shard of the gradients; if so, unscale and clip them."""
         are_ready = super().all_ready(outcome)
-        self._is_told = not are_ready and outcome.failure is not None  # and it is on its way to `failed` now
+        self._is_announced = not are_ready and outcome.failure is not None  # and it is on its way to `failed` now
         if are_ready and self._training.updates.clip_grad_norm is not None:
             # All ranks compute the norm over all shards together.
-            self._exchange_lack(None)
+            self._exchange_oom(None)
             with self._in_pass(self._sizing.plan.micro_batch):
                 norm = self._training.updates.norm()
                 self._training.updates.clip(norm)
@@ -146,13 +146,13 @@ class ShardedDataParallel(DataParallel):
             return
         if not (is_oom(error) or is_too_large(error)):
             return
-        if self._is_told:
-            self._is_told = False
+        if self._is_announced:
+            self._is_announced = False
             return
-        if not isinstance(error, LackElsewhereError):
-            self._exchange_lack((work.size, first_line(error)))
+        if not isinstance(error, OutOfMemoryElsewhereError):
+            self._exchange_oom((work.size, first_line(error)))
         work.start_over(self.totals)
-        work.size = max((size for size, _ in self._lacking.values() if size is not None), default=None)
+        work.size = max((size for size, _ in self._ran_out.values() if size is not None), default=None)
 
     def _end(self, error: Exception, size: int, window: Window | None = None) -> None:
         if is_oom(error):
@@ -180,7 +180,7 @@ class ShardedDataParallel(DataParallel):
         Raises:
             torch.OutOfMemoryError: One of them lacks memory for it.
         """
-        self._exchange_lack(None)
+        self._exchange_oom(None)
         self.ranks.is_in_pass = True
 
     def end_pass(self) -> None:
@@ -220,14 +220,14 @@ class ShardedDataParallel(DataParallel):
             with self._in_pass(_LEAST):
                 make_passes(*self._nothing())
 
-    def _exchange_lack(self, lack: _Lack | None) -> None:
+    def _exchange_oom(self, mine: _RanOut | None) -> None:
         """Report whether this rank lacks memory, and receive the others' reports."""
-        said: list[_Lack | None] = self.ranks.exchange("pass", lack)
-        self._lacking = {rank: one for rank, one in enumerate(said) if one is not None}
-        if self._lacking and lack is None:
-            who = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in self._lacking.items())
+        said: list[_RanOut | None] = self.ranks.exchange("pass", mine)
+        self._ran_out = {rank: one for rank, one in enumerate(said) if one is not None}
+        if self._ran_out and mine is None:
+            who = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in self._ran_out.items())
             self._step.stage.phase = Phase.ELSEWHERE
-            raise LackElsewhereError(who)
+            raise OutOfMemoryElsewhereError(who)
 
     def _pass_with_nothing(self) -> None:
         """Make a pass that contributes nothing, since others have samples left."""
@@ -256,7 +256,7 @@ class ShardedDataParallel(DataParallel):
         step, objective = self._step, self._step.objective
         sizes = balanced(asked.samples, math.ceil(asked.samples / 2))
         if objective.needs_check(asked, sizes, is_part=True, is_due=False):
-            self._exchange_lack(None)
+            self._exchange_oom(None)
             with self._in_pass(self._sizing.plan.micro_batch):
                 step.stage.phase = Phase.WEIGH
                 # Backward passes of shards would reduce gradients: the values and weights of the samples have to do.

@@ -110,7 +110,7 @@ def _joined(done: Sequence[tuple[Any, int]]) -> Any:
     for leaves, (result, size) in zip(columns, done, strict=True):
         if len(leaves) != len(columns[0]) or not all(map(_has_rows, leaves, [size] * len(leaves))):
             raise InvalidInputError(
-                f"the function returned {_told(result)} for {size} samples, which has not one row for each of "
+                f"the function returned {_described(result)} for {size} samples, which has not one row for each of "
                 "them; return rows, or pass join=, a function of the list of results"
             )
     if len(done) == 1:
@@ -119,7 +119,7 @@ def _joined(done: Sequence[tuple[Any, int]]) -> Any:
     return map_leaves(lambda _: next(joined), done[0][0])
 
 
-def _told(result: Any) -> str:
+def _described(result: Any) -> str:
     shapes = shapes_of(result)
     return f"a {type(result).__name__}{shapes and f' with shapes {shapes}'}"
 

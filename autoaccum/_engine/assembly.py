@@ -43,7 +43,7 @@ def assemble(
             moved.
     """
     check_model(model)
-    with devices.failures_told(memory, "what training needs in addition to the model"):
+    with devices.oom_explained(memory, "what training needs in addition to the model"):
         objective = _objective(model, options, notices)
         if not is_one_of_several:
             refuse_sharded(objective.modules)
@@ -70,7 +70,7 @@ def assemble_without_optimizer(
 ) -> GradientStep:
     """Check and move the model as `assemble` does, and assemble what a gradient needs."""
     check_model(model)
-    with devices.failures_told(memory, "what a gradient needs in addition to the model"):
+    with devices.oom_explained(memory, "what a gradient needs in addition to the model"):
         objective = _objective(model, options, notices, further)
         refuse_sharded(objective.modules)
         how = precision.resolve_without_scaler(options.precision, memory.device, model, notices, scale)

@@ -81,7 +81,7 @@ def _of_this_process(asked: torch.device) -> torch.device:
 
 
 @contextmanager
-def failures_told(memory: MemoryBackend, what: str) -> Iterator[None]:
+def oom_explained(memory: MemoryBackend, what: str) -> Iterator[None]:
     """Translate device failures in work such as "preparing the training", which cannot be made smaller.
 
     Raises:

@@ -43,7 +43,7 @@ class CountingMetric:
 
     def update(self, outputs: Any, targets: Any, samples: int) -> None:
         """Count some samples. Where memory runs out in it, its count may be half written, and is not repeated."""
-        with self._out_of_memory_told(f"it counted {samples} samples", ", or give the val_loader smaller batches"):
+        with self._oom_explained(f"it counted {samples} samples", ", or give the val_loader smaller batches"):
             self._metric.update(outputs, targets)
 
     def try_out(self, outputs: Any, targets: Any, samples: int) -> None:
@@ -68,14 +68,14 @@ class CountingMetric:
         return said[0]
 
     def _numbers(self, metric: Any) -> dict[str, float]:
-        with self._out_of_memory_told("it computed its result"):
+        with self._oom_explained("it computed its result"):
             value = metric.compute()
         if isinstance(value, Mapping):
             return {f"{self._name}/{key}": _number(key, part) for key, part in value.items()}
         return {self._name: _number(self._name, value)}
 
     @contextmanager
-    def _out_of_memory_told(self, when: str, remedy: str = "") -> Iterator[None]:
+    def _oom_explained(self, when: str, remedy: str = "") -> Iterator[None]:
         try:
             yield
         except Exception as error:

@@ -48,10 +48,10 @@ class OomReport:
         self._is_written = True
         what = f"{phase}, {'all' if size is None else size} samples{'' if step is None else f', step {step}'}"
         try:
-            told = f"what was alive is in {self._write(f'{what}: {first_line(error)}')}"
+            outcome = f"what was alive is in {self._write(f'{what}: {first_line(error)}')}"
         except Exception as problem:  # noqa: BLE001 - whatever it is, training matters more
-            told = f"no report of it could be written to {self._folder} ({first_line(problem)})"
-        self._notices.say(f"memory ran out; {told}")
+            outcome = f"no report of it could be written to {self._folder} ({first_line(problem)})"
+        self._notices.say(f"memory ran out; {outcome}")
 
     def _write(self, what: str) -> Path:
         memory, found, seen = self._step.memory, [], {0}

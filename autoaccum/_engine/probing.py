@@ -144,11 +144,11 @@ def probe(
     whole = WholeWindow(step, step.savepoint()) if loss_scope == "window" else None
     # Before the limit begins, since the copy is not part of the step.
     host = memory if memory.device.type == "cpu" else backend_for(torch.device("cpu"))
-    with devices.failures_told(host, "the copy of all that a search puts back"):
+    with devices.oom_explained(host, "the copy of all that a search puts back"):
         snapshot = Snapshot(modules, step.optimizer, memory.device, step.precision.scaler, step.objective.functions)
     step.clear_gradients()
     made = step.updates.made
-    with devices.failures_told(memory, "the search for a micro-batch"):
+    with devices.oom_explained(memory, "the search for a micro-batch"):
         try:
             with memory.limited(limit_bytes):
                 return _search(step, batch, max_micro_batch, limit_bytes, on_trial, whole, begins_with, frontier)

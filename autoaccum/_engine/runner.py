@@ -134,7 +134,7 @@ class WindowRunner:
         started = time.perf_counter()
         step, noise, now = self._step, self._noise, self._now
         now.number, now.made_before, now.has_moved = self._events.windows + 1, step.updates.made, False
-        measures = noise is not None and noise.is_due(now.number) and self._sizing.is_settled
+        measures = noise is not None and noise.is_due(now.number) and self._sizing.is_stable
         part = (shuffled(part, now.number) if measures else self._prepared(part)).made_of(part)
         try:
             if step.holds_gradients():

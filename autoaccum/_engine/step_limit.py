@@ -37,7 +37,7 @@ class StepLimit:
         counting = ExitStack()
         # Without atexit: at the end of the process there is nothing to give back.
         weakref.finalize(self, counting.close).atexit = False
-        with devices.failures_told(memory, "what training needs in addition to the model"):
+        with devices.oom_explained(memory, "what training needs in addition to the model"):
             counting.enter_context(memory.counted(limit_bytes))
 
     def in_force(self) -> AbstractContextManager[None]:

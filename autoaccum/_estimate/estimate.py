@@ -139,7 +139,7 @@ def trace_step(
             return step(size, adapts)
 
         step_of = TracedSizes(run, min(2, asked[-1]) if len(asked) > 1 else asked[0], asked[-1])
-        return Traced(step_of, tuple(sizes), kind, tuple(notes), share, job.answers.told, changed_by)
+        return Traced(step_of, tuple(sizes), kind, tuple(notes), share, job.answers.answered, changed_by)
 
     def changed_by(more: Sequence[Adapt]) -> Traced:
         return traced(asked[-1:], [*adapts, *more])

@@ -43,13 +43,13 @@ class GPUAnswers:
         tensor_float: Without a GPU, whether it computes float32 with Tensor Cores.
 
     Attributes:
-        told: The properties that were asked for, and the answers. A trace holds for GPUs that answer the same.
+        answered: The properties that were asked for, and the answers. A trace holds for GPUs that answer the same.
     """
 
     def __init__(self, gpu: GPU | None = None, *, tensor_float: bool = True) -> None:
         self._is_at_hand = gpu is None and torch.cuda.is_available()
         self._known = _of_capability(_OF_ANY[tensor_float]) if gpu is None else properties_of(gpu)
-        self.told: dict[str, object] = {}
+        self.answered: dict[str, object] = {}
 
     @contextmanager
     def given(self) -> Iterator[None]:
@@ -76,7 +76,7 @@ class GPUAnswers:
             raise UnknownOfGPUError(
                 f"the model asks for the GPU's {name!r}, and without the GPU only {', '.join(self._known)} are known"
             )
-        self.told[name] = self._known[name]
+        self.answered[name] = self._known[name]
         return self._known[name]
 
     def _is_bf16_supported(self, including_emulation: bool = True) -> bool:

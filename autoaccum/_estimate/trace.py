@@ -64,7 +64,7 @@ class Traced:
         kind: The kernels traced: "cpu" or "cuda".
         notes: The assumptions, each a sentence.
         uncertainty: A step on a GPU may take this share more than predicted.
-        told: What the model asked of the GPU, and was told.
+        gpu_answers: What the model asked of the GPU, and was told.
         adapted: Traces the step with more changes of the model, at the largest size to begin with.
     """
 
@@ -73,13 +73,13 @@ class Traced:
     kind: str
     notes: tuple[str, ...]
     uncertainty: float
-    told: Mapping[str, object]
+    gpu_answers: Mapping[str, object]
     adapted: Callable[[Sequence[Adapt]], Traced]
 
     def holds_for(self, gpu: GPU) -> bool:
         """Whether another GPU, which computes float32 alike, would have told the model the same."""
         known = properties_of(gpu)
-        return all(known[name] == answer for name, answer in self.told.items())
+        return all(known[name] == answer for name, answer in self.gpu_answers.items())
 
     def changed(self, change: Callable[[Timeline], Timeline]) -> Traced:
         """Return the step with a change made to the timeline of each size."""

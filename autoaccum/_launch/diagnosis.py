@@ -92,14 +92,14 @@ def diagnose(ended: Ended, reason: Reason | None, risen: Mapping[str, int]) -> D
     if risen and (ended.code == KILLED or (ended.code in _CODES and _REPORTED_KILL.search(last))):
         rises = ", ".join(f"{name} by {count}" for name, count in risen.items())
         return Diagnosis(True, f"SIGKILL, and the kernel's count of out-of-memory kills rose: {rises}", size)
-    line = _lack_in(last) if ended.code in _CODES else None
+    line = _oom_in(last) if ended.code in _CODES else None
     if line is not None:
         return Diagnosis(True, f"on stderr: {_short(line)}", size)
     killed = ", and no count of out-of-memory kills rose" if ended.code == KILLED else ""
     return Diagnosis(False, f"{_name(ended.code)}{killed}")
 
 
-def _lack_in(text: str) -> str | None:
+def _oom_in(text: str) -> str | None:
     """Return the line that says that memory ran out, if the last exception does, and what a launcher reports fits."""
     reported = _REPORTED.findall(text)
     if reported:

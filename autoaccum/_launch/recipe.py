@@ -42,10 +42,10 @@ def load_recipe(recipe: str) -> Job:
     """
     path, name = parts_of(recipe)
     with importable(path.parent):  # for the call too: the function may import its neighbours
-        with raises_told(f"the recipe {str(path)!r}"):
+        with errors_explained(f"the recipe {str(path)!r}"):
             module = _imported(path)
         function = _function(module, name, path)
-        with raises_told(f"{name}() of the recipe {str(path)!r}"):
+        with errors_explained(f"{name}() of the recipe {str(path)!r}"):
             job = function()
     if not isinstance(job, Job):
         raise InvalidInputError(
@@ -56,7 +56,7 @@ def load_recipe(recipe: str) -> Job:
 
 
 @contextlib.contextmanager
-def raises_told(what: str) -> Iterator[None]:
+def errors_explained(what: str) -> Iterator[None]:
     """Turn an exception of a recipe's code, exits included, into an error that says where; Ctrl-C passes.
 
     Raises:

@@ -16,7 +16,7 @@ import autoaccum
 from autoaccum._data.batches import as_window
 from autoaccum._engine.runner import Runner
 from autoaccum._launch.job import Job
-from autoaccum._launch.recipe import DEFAULT_FUNCTION, importable, load_recipe, parts_of, raises_told
+from autoaccum._launch.recipe import DEFAULT_FUNCTION, errors_explained, importable, load_recipe, parts_of
 from autoaccum._training.accumulator import Accumulator
 from autoaccum._training.api import fit
 from autoaccum.errors import InvalidInputError
@@ -71,7 +71,7 @@ def job_of_script(path: Path, arguments: Sequence[str]) -> Job:
     given = sys.argv
     sys.argv = [str(path), *arguments]
     try:
-        with importable(path.parent), _ends_in_calls(), raises_told(f"the script {str(path)!r}"):
+        with importable(path.parent), _ends_in_calls(), errors_explained(f"the script {str(path)!r}"):
             runpy.run_path(str(path), run_name="__main__")
     except _ReachedError as reached:
         return reached.job

@@ -174,8 +174,8 @@ def preflight(
     if measures:
         backend = devices.resolve(device, made, notices)
         put_together = partial(assemble, made, replace(options, optimizer=chosen), memory=backend, notices=notices)
-        measured, told = _measured(asked, backend, put_together, memory, notices)
-        warnings += told
+        measured, further = _measured(asked, backend, put_together, memory, notices)
+        warnings += further
         measured = replace(measured, step_memory=_traced(asked, made, way, measured))
     with undisturbed():
         remedies_on, remedies, of_remedies = _remedies(asked, measured, predicted, estimates, made, way, on_rank)

@@ -116,18 +116,18 @@ def _rehearsed(
     if asked.loss_scope != "micro_batch":
         return measured, ()
     seen = rehearse(step, asked.batch, chosen, limit_bytes)
-    told: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     if seen is None:
-        told = (f"memory ran out when a step of {chosen.micro_batch} was looked into, though it had fitted",)
+        notes = (f"memory ran out when a step of {chosen.micro_batch} was looked into, though it had fitted",)
         # What an allocator's segments hold from before may leave less than the trial of this size had.
         smaller = max(1, int(chosen.micro_batch * _LESS))
         chosen = asked.plan(smaller, found.trials)
         measured = replace(measured, micro_batch=smaller, plan=chosen)
         seen = rehearse(step, asked.batch, chosen, limit_bytes)
     if seen is None:
-        return measured, (f"{told[0]}; leave more room (memory_limit=)",)
+        return measured, (f"{notes[0]}; leave more room (memory_limit=)",)
     measured = replace(measured, footprint=seen.footprint, pace=seen.pace)
-    return measured, told + seen.warnings
+    return measured, notes + seen.warnings
 
 
 def _facts(memory: MemoryBackend, arrived: MemoryReading, room_bytes: int, limit_bytes: int | None) -> DeviceFacts:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from autoaccum._estimate.moments import ModuleMemory, StepMemory
-    from autoaccum._report.records import Findings, Measured, Predicted
+    from autoaccum._report.records import Measured, Predicted, ReportContents
     from autoaccum._report.wording import Verdict
 
 _UNUSED = "reserved, unused"
@@ -35,7 +35,7 @@ _COLOURS = 8  # of modules and of lines, in html_page.css
 _ANSWERS = {"fits": "fits", "tight": "tight", "does not fit": "fails"}
 
 
-def pictures_of(report: Findings) -> Iterator[str]:
+def pictures_of(report: ReportContents) -> Iterator[str]:
     """Yield every picture that there is something to show in, in reading order."""
     places = report.places
     bars = "".join(map(_fitting, verdicts_of(report)))
@@ -58,10 +58,10 @@ def _figure(title: str, body: str, caption: str, legend: Iterable[tuple[str, str
     return f"<figure><h2>{escape(title)}</h2>\n{body}\n{listed}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
-def _box(style: str, share: float, text: str, told: str) -> str:
+def _box(style: str, share: float, text: str, caption: str) -> str:
     """Return a part of a bar, as wide as its share."""
     label = escape(text) if share >= _NAMED_IN_BAR else ""
-    return f'<span class="{style}" style="width:{share:.3%}" title="{escape(told)}">{label}</span>'
+    return f'<span class="{style}" style="width:{share:.3%}" title="{escape(caption)}">{label}</span>'
 
 
 def _fitting(verdict: Verdict) -> str:
@@ -69,11 +69,11 @@ def _fitting(verdict: Verdict) -> str:
     peak = found.peak_bytes or 0
     whole = max(peak, found.room_bytes, 1)
     left = found.headroom_bytes
-    told = f"a step takes {format_bytes(peak)} of {format_bytes(found.room_bytes)}"
+    caption = f"a step takes {format_bytes(peak)} of {format_bytes(found.room_bytes)}"
     room = "" if left is None else f"{format_bytes(abs(left))} {'left' if left >= 0 else 'too little'}"
     return (
         f'<p class="name {answer}"><b>{escape(verdict.place)} {escape(verdict.answer)}</b> {escape(room)}</p>'
-        f'<div class="bar {answer}">{_box("answer", peak / whole, told, told)}'
+        f'<div class="bar {answer}">{_box("answer", peak / whole, caption, caption)}'
         f'<em style="left:{found.room_bytes / whole:.3%}"></em></div>'
     )
 
@@ -164,10 +164,11 @@ def _cells(node: _Node, level: int, start: int, colour: int | None, whole: int) 
         style = _style(main) if own is None else f"c{own}"
         share = shown.bytes / whole
         by_kind = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in shown.held.items())
-        told = escape(f"{shown.path}: {format_bytes(shown.bytes)}, {share:.0%} ({by_kind})")
+        caption = escape(f"{shown.path}: {format_bytes(shown.bytes)}, {share:.0%} ({by_kind})")
         label = escape(f"{shown.path.removeprefix(f'{node.path}.').strip('()')} {format_bytes(shown.bytes)}")
         place = f"left:{level / (_LEVELS + 1):.2%};top:{start / whole:.3%};height:{share:.3%}"
-        yield f'<span class="{style}" style="{place}" title="{told}">{label if share >= _NAMED_IN_TREE else ""}</span>'
+        label = label if share >= _NAMED_IN_TREE else ""
+        yield f'<span class="{style}" style="{place}" title="{caption}">{label}</span>'
         yield from _cells(shown, level + 1, start, own, whole)
         start += shown.bytes
 
@@ -207,11 +208,11 @@ def _over_the_step(step: StepMemory, where: str) -> str:
         for phase, event in sorted(starts.items(), key=_second)
     )
     at = peak.event / last
-    told = f"peak {format_bytes(peak.held_bytes)}, in {peak.phase}"
+    caption = f"peak {format_bytes(peak.held_bytes)}, in {peak.phase}"
     legend = [(_style(kind), f"{kind} {format_bytes(peak.bytes_by_kind.get(kind, 0))} at the peak") for kind in kinds]
     body = (
         f'<div class="plot">{_svg("".join(areas))}<em style="left:{at:.2%}"></em>'
-        f'<strong style="left:min({at:.2%}, 100% - 13rem)">{escape(told)}</strong>{marks}</div>'
+        f'<strong style="left:min({at:.2%}, 100% - 13rem)">{escape(caption)}</strong>{marks}</div>'
     )
     caption = "From left to right, one allocation or free after the other. What is alive at the peak is listed below."
     return _figure(f"The memory of one step, over the step: {where}", body, caption, legend)
@@ -237,13 +238,13 @@ def _over_the_size(places: Sequence[Measured | Predicted]) -> str:
         if place.room_bytes <= top:
             ends = [(0, place.room_bytes), (most, place.room_bytes)]
             shapes.append(f'<polyline class="{style} limit" points="{_points(ends, most, top)}"/>')
-        told = f"{place.name}, {'predicted' if place.is_predicted else 'measured'}: {limit}"
+        caption = f"{place.name}, {'predicted' if place.is_predicted else 'measured'}: {limit}"
         if place.plan is not None and (peak := place.peak_bytes) is not None:
             size = place.plan.micro_batch
             point = f"left:{min(1.0, size / most):.2%};bottom:{peak / top:.2%}"
-            told += f"; the plan's {size} take {format_bytes(peak)}"
-            marks.append(f'<i class="{style}" style="{point}" title="{escape(told)}"></i>')
-        legend.append((style, told))
+            caption += f"; the plan's {size} take {format_bytes(peak)}"
+            marks.append(f'<i class="{style}" style="{point}" title="{escape(caption)}"></i>')
+        legend.append((style, caption))
     scale = f'<small class="top">{format_bytes(top)}</small><small class="end">{most} samples</small>'
     caption = "Dotted lines are limits, dots the plans, dashed lines predicted."
     body = f'<div class="plot">{_svg("".join(shapes))}{"".join(marks)}{scale}</div>'

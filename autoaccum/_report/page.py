@@ -26,7 +26,7 @@ from autoaccum._system.own_distribution import __version__
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from autoaccum._report.records import Findings
+    from autoaccum._report.records import ReportContents
     from autoaccum._report.wording import Section
 
 # A class of the style, and the answer as text.
@@ -34,7 +34,7 @@ _ANSWERS = {FITS: ("fits", "fits"), TIGHT: ("tight", "is tight"), DOES_NOT_FIT: 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def page_of(report: Findings) -> str:
+def page_of(report: ReportContents) -> str:
     """Return the report as a complete document."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -45,18 +45,18 @@ def page_of(report: Findings) -> str:
     )
 
 
-def fragment_of(report: Findings) -> str:
+def fragment_of(report: ReportContents) -> str:
     """Return the report as an element with its own style, for notebooks."""
     style = resources.files("autoaccum._report").joinpath("html_page.css").read_text(encoding="utf-8")
     body = "\n".join(_body(report))
     return f'<style>\n{style}</style>\n<article class="autoaccum">\n{body}\n</article>'
 
 
-def _body(report: Findings) -> Iterator[str]:
+def _body(report: ReportContents) -> Iterator[str]:
     yield f'<header><p class="kind">Pre-flight report</p><h1>{escape(title_of(report))}</h1></header>'
     verdicts = verdicts_of(report)
-    answer, told, plan = headline_of(report)
-    yield f'<p class="headline {_ANSWERS[answer][0]}"><b>{escape(told)}</b> {escape(plan)}</p>'
+    answer, headline, plan = headline_of(report)
+    yield f'<p class="headline {_ANSWERS[answer][0]}"><b>{escape(headline)}</b> {escape(plan)}</p>'
     if len(verdicts) > 1:
         yield '<ul class="verdicts">'
         for verdict in verdicts:

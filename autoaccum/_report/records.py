@@ -308,7 +308,7 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Findings:
+class ReportContents:
     """The data of a `Report`, which documents the attributes."""
 
     subject: Subject

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._estimate.snapshot import snapshot_of
 from autoaccum._report import page, table
-from autoaccum._report.records import Findings
+from autoaccum._report.records import ReportContents
 from autoaccum._system.files import beside
 from autoaccum._system.own_distribution import __version__
 from autoaccum.errors import InvalidInputError
@@ -26,7 +26,7 @@ _VERSION = 2
 
 
 @dataclass(frozen=True, repr=False)
-class Report(Findings):
+class Report(ReportContents):
     """Whether and how a job can be trained: measured on a device at hand, predicted for others, or both.
 
     It prints as a table and renders in notebooks.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from autoaccum._report.records import Findings
+    from autoaccum._report.records import ReportContents
     from autoaccum._report.wording import Section
 
 _WIDTH = 80
@@ -30,12 +30,12 @@ _MARKS = {
 }
 
 
-def table_of(report: Findings) -> RenderableType:
+def table_of(report: ReportContents) -> RenderableType:
     """Return the report for a rich console."""
     return Group(*_parts(report))
 
 
-def text_of(report: Findings) -> str:
+def text_of(report: ReportContents) -> str:
     """Return the report as plain text of at most 80 columns."""
     return plain_text(table_of(report))
 
@@ -47,7 +47,7 @@ def plain_text(shown: RenderableType) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
-def _parts(report: Findings) -> Iterator[RenderableType]:
+def _parts(report: ReportContents) -> Iterator[RenderableType]:
     yield Text.assemble(("Pre-flight report: ", "bold"), (title_of(report), "bold"))
     answers = Table.grid(padding=(0, 1))
     for verdict in verdicts_of(report):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from autoaccum._estimate.trace import Footprint
     from autoaccum._records import Plan
-    from autoaccum._report.records import Findings, HostFacts, LoaderFacts, Measured
+    from autoaccum._report.records import HostFacts, LoaderFacts, Measured, ReportContents
 
 MEASURED = "measured"
 # Unknown, or not applicable.
@@ -81,22 +81,22 @@ class Verdict:
         return self.answer != DOES_NOT_FIT
 
 
-def title_of(report: Findings) -> str:
+def title_of(report: ReportContents) -> str:
     """Return the report's title, such as "ResNet, target batch 256"."""
     return f"{report.subject.model}, target batch {report.subject.target_batch}"
 
 
-def verdicts_of(report: Findings) -> list[Verdict]:
+def verdicts_of(report: ReportContents) -> list[Verdict]:
     """Return a verdict for each place, the measured one first."""
     short = dict(report.short)
     required = f"; {report.required_micro_batch} at once are required"
-    verdicts = [Verdict(one.verdict, one, _told(one)) for one in report.places]
+    verdicts = [Verdict(one.verdict, one, _verdict_text(one)) for one in report.places]
     return [
         replace(one, answer=DOES_NOT_FIT, text=one.text + required) if one.place in short else one for one in verdicts
     ]
 
 
-def _told(found: Measured | Predicted) -> str:
+def _verdict_text(found: Measured | Predicted) -> str:
     if found.plan is not None:
         text = f"{_in_words(found, found.plan)}, {'predicted' if found.is_predicted else MEASURED}"
         if found.verdict == TIGHT and isinstance(found, Predicted):
@@ -109,7 +109,7 @@ def _told(found: Measured | Predicted) -> str:
     return f"a micro-batch of {found.footprint.size} is predicted to take {takes}; there is {_memory_of(found)}"
 
 
-def headline_of(report: Findings) -> tuple[str, str, str]:
+def headline_of(report: ReportContents) -> tuple[str, str, str]:
     """Return the answer for all places together, the same as text, and the plan behind it.
 
     It is that of the worst place: "Fits on l4: 64 = 4 x 16, 4.1 GiB left."
@@ -126,11 +126,11 @@ def headline_of(report: Findings) -> tuple[str, str, str]:
     if found.plan is None or answer == DOES_NOT_FIT:
         return answer, f"{answer[0].upper()}{answer[1:]} {on} {names}.", f"{least.place}: {least.text}"
     left = "" if found.headroom_bytes is None else f", {format_bytes(found.headroom_bytes)} left"
-    told = f"{answer[0].upper()}{answer[1:]} {on} {names}: {_equation(found.plan)}{left}."
+    headline = f"{answer[0].upper()}{answer[1:]} {on} {names}: {_equation(found.plan)}{left}."
     size = report.counts(found) or found.micro_batch
     more = " or more" if found.is_capped and size == found.micro_batch else ""
     least_of = f" on {least.place}, which holds least" if len(worst) > 1 else ""
-    return answer, told, f"Largest micro-batch {size}{more}{least_of}."
+    return answer, headline, f"Largest micro-batch {size}{more}{least_of}."
 
 
 def _equation(plan: Plan) -> str:
@@ -142,7 +142,7 @@ def _equation(plan: Plan) -> str:
     return f"{sum(sizes)} = {' + '.join(f'{number} x {size}' for size, number in several.items())}"
 
 
-def alive_of(report: Findings) -> Section:
+def alive_of(report: ReportContents) -> Section:
     """Return the tensors that are alive at the peak of the step in the pictures."""
     traced = next((one for one in report.places if one.step_memory), None)
     if traced is None or (step := traced.step_memory) is None:
@@ -161,7 +161,7 @@ def alive_of(report: Findings) -> Section:
     return Section(title, header, tuple(rows))
 
 
-def sections_of(report: Findings) -> list[Section]:
+def sections_of(report: ReportContents) -> list[Section]:
     """Return all tables that have rows, in reading order."""
     gpus = tuple((one.gpu.name, _memory_of(one)) for one in report.predicted)
     sections = [
@@ -177,7 +177,7 @@ def sections_of(report: Findings) -> list[Section]:
     return [section for section in sections if section.rows]
 
 
-def notes_of(report: Findings) -> list[tuple[str, tuple[str, ...]]]:
+def notes_of(report: ReportContents) -> list[tuple[str, tuple[str, ...]]]:
     """Return the report's notes, under two titles."""
     known = {note for one in report.predicted for note in one.notes}
     chosen = tuple(note for note in report.notes if note not in known)
@@ -240,7 +240,7 @@ def _memory_of(one: Predicted) -> str:
     return f"{whole} less {taken} for CUDA{display}, which leaves {format_bytes(one.gpu.free_bytes)}{limit}"
 
 
-def _job(report: Findings) -> Iterator[tuple[str, str]]:
+def _job(report: ReportContents) -> Iterator[tuple[str, str]]:
     subject = report.subject
     if subject.recipe is not None:
         yield "recipe", subject.recipe
@@ -273,7 +273,7 @@ def _device(measured: Measured | None, host: HostFacts) -> Iterator[tuple[str, s
         yield "host memory", f"{format_bytes(host.total_bytes)}, {format_bytes(host.free_bytes)} free"
 
 
-def _plans(report: Findings) -> Section:
+def _plans(report: ReportContents) -> Section:
     def row(found: Measured | Predicted) -> tuple[str, ...]:
         cut = NONE if found.plan is None else format_cut(found.plan.micro_batches)
         peak, headroom = _bytes(found.peak_bytes), _bytes(found.headroom_bytes)
@@ -288,7 +288,7 @@ def _title(found: Measured | Predicted) -> str:
     return found.name if found.is_predicted else MEASURED
 
 
-def _memory_sections(report: Findings) -> list[Section]:
+def _memory_sections(report: ReportContents) -> list[Section]:
     """Return the memory of a step by part, with as many places per table as fit."""
     groups: list[list[Measured | Predicted]] = []
     left = 0
@@ -336,7 +336,7 @@ def _trials(measured: Measured | None) -> Section:
     return Section("Trials", ("samples", "", "peak", "time"), rows)
 
 
-def _times(report: Findings) -> Iterator[tuple[str, str]]:
+def _times(report: ReportContents) -> Iterator[tuple[str, str]]:
     if (measured := report.measured) is not None and (pace := measured.pace) is not None:
         assert measured.plan is not None
         steps = measured.plan.accum_steps
@@ -361,7 +361,7 @@ def _loader(loader: LoaderFacts) -> str:
     return f"{format_speed(loader.samples_per_s)}{verdict} (first batch after {first}{workers})"
 
 
-def _remedies(report: Findings) -> Section:
+def _remedies(report: ReportContents) -> Section:
     most = report.subject.max_micro_batch or report.subject.share
     rows = tuple(
         (

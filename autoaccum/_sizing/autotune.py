@@ -25,7 +25,7 @@ class Autotune:
 
     Attributes:
         size: The micro-batch size to cut the next window with.
-        is_settled: Whether `size` is final.
+        is_stable: Whether `size` is final.
     """
 
     def __init__(self, target_batch: int, largest: int) -> None:
@@ -33,16 +33,16 @@ class Autotune:
         self._sizes = list(dict.fromkeys(-(-target_batch // count) for count in counts))
         self._windows: dict[int, list[float]] = {}
         self.size = self._sizes[0]
-        self.is_settled = len(self._sizes) == 1
+        self.is_stable = len(self._sizes) == 1
 
     def note(self, elapsed_s: float, work: float = 1.0) -> None:
-        """Record how long the window cut with `size` took. Has no effect once `is_settled`.
+        """Record how long the window cut with `size` took. Has no effect once `is_stable`.
 
         Args:
             elapsed_s: Seconds, measured after synchronising with the device.
             work: The amount of data in the window, in any unit, if that differs between windows.
         """
-        if self.is_settled:
+        if self.is_stable:
             return
         self._windows.setdefault(self.size, []).append(elapsed_s / work)
         if len(self._windows[self.size]) < WINDOWS:
@@ -52,5 +52,5 @@ class Autotune:
         if len(times) < len(self._sizes) and times[self.size] <= best * SLOWER:
             self.size = self._sizes[len(times)]
             return
-        self.is_settled = True
+        self.is_stable = True
         self.size = min(size for size in times if times[size] <= best * EQUALLY_FAST)

@@ -183,7 +183,7 @@ class Sizing:
         return self._tempo is None and self._times_after is None
 
     @property
-    def is_settled(self) -> bool:
+    def is_stable(self) -> bool:
         """Whether windows are cut by the plan: neither trials nor timed."""
         return not self.is_learning and self._tempo is None
 
@@ -477,9 +477,9 @@ class Sizing:
         known = self._trials[self._before_state :]
         failed = min((one.size for one in known if not one.fits), default=math.inf)
         fits = max((one.size for one in known if one.fits and one.size < failed), default=0)
-        is_told = any((one.size, one.fits) == (trial.size, trial.fits) for one in known)
+        is_reported = any((one.size, one.fits) == (trial.size, trial.fits) for one in known)
         is_answer = trial.fits and trial.size == self.frontier.surely(widths)
-        if not is_told and (fits < trial.size < failed or is_answer or not trial.fits):
+        if not is_reported and (fits < trial.size < failed or is_answer or not trial.fits):
             self._trials.append(trial)
             self._watcher.trial(trial)
 
@@ -604,7 +604,7 @@ class Sizing:
     def _time(self, tempo: Autotune) -> None:
         """Cut the next window as autotuning asks, or conclude."""
         self._sizes = None
-        if not tempo.is_settled:
+        if not tempo.is_stable:
             self._tempo, self._timed = tempo, self._plan_of(tempo.size)
             return
         before = self.plan

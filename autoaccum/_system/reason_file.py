@@ -91,17 +91,17 @@ def writes_reason(function: Callable[_P, _T]) -> Callable[_P, _T]:
             return function(*args, **kwargs)
         except Exception as error:
             if isinstance(error, StartAgainError):
-                _write_lack(error, error.micro_batch)
+                _write_out_of_memory(error, error.micro_batch)
             elif isinstance(error, DoesNotFitError):
-                _write_lack(error, 1)  # nothing smaller would help
+                _write_out_of_memory(error, 1)  # nothing smaller would help
             elif isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-                _write_lack(error, None)
+                _write_out_of_memory(error, None)
             raise
 
     return called
 
 
-def _write_lack(error: Exception, micro_batch: int | None) -> None:
+def _write_out_of_memory(error: Exception, micro_batch: int | None) -> None:
     rank = os.environ.get("RANK", "")
     write(Reason(OUT_OF_MEMORY, micro_batch, int(rank) if rank.isdigit() else None, str(error)))
 

@@ -113,7 +113,7 @@ class _Progress(Callback):
         self._rates_change = False
         self._cut: tuple[int, ...] = ()  # of the largest window: a short last one says nothing about the plan
         self._fitted = 0
-        self._told: tuple[str, ...] = ()  # by the last line
+        self._last_facts: tuple[str, ...] = ()  # by the last line
         self._is_searching = False
         # Samples; of windows of as many tokens, which hold unlike numbers of them, optimizer steps.
         self._speed, self._done, self._since = 0.0, 0, time.monotonic()
@@ -232,7 +232,7 @@ class _Progress(Callback):
         if self._oom_events or in_bar:
             facts.append(f"{self._oom_events} oom")
         if not in_bar:
-            facts, self._told = [fact for fact in facts if fact not in self._told], tuple(facts)
+            facts, self._last_facts = [fact for fact in facts if fact not in self._last_facts], tuple(facts)
         rates = self._report.learning_rates
         self._first_rates = self._first_rates or rates
         self._rates_change = self._rates_change or rates != self._first_rates

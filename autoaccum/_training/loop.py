@@ -98,7 +98,7 @@ class Training:
                 self._observers.on_fit_start(
                     epochs=call.epochs, max_steps=call.max_steps, steps_per_epoch=call.steps_per_epoch
                 )
-                with devices.failures_told(memory, "what ranks send each other"):
+                with devices.oom_explained(memory, "what ranks send each other"):
                     self._world.begin(self._step, self._interrupts.requests, self._lifecycle.grows_to)
                 self._lifecycle.save_memory()
                 begins_with, probed = self._begin()
@@ -124,14 +124,14 @@ class Training:
 
     def _limit_memory(self) -> None:
         """Enforce the memory limit, counted from what this process holds now."""
-        with devices.failures_told(self._step.memory, "what training needs in addition to the model"):
+        with devices.oom_explained(self._step.memory, "what training needs in addition to the model"):
             self._limit.close()
             self._limit.enter_context(self._step.memory.limited(self._call.limit_bytes))
 
     def _leave_result(self, error: BaseException, started: float) -> None:
         """Give an error that ends the call the result so far, which a notebook would otherwise lose at Ctrl-C.
 
-        Sessions in which that can be read are told where it is: Python's own prompt and IPython set `sys.ps1`.
+        Sessions in which that can be read are hint where it is: Python's own prompt and IPython set `sys.ps1`.
         """
         try:
             # The result of an earlier call is not the user's own attribute: an instance may be raised again.
@@ -141,8 +141,8 @@ class Training:
         except Exception:  # noqa: BLE001 - the user's own may take no attribute, and nothing here must hide it
             return
         if isinstance(error, KeyboardInterrupt):
-            told = "; sys.last_value.result is the result so far" if hasattr(sys, "ps1") else ""
-            self._notices.say(f"interrupted after step {self._progress.state.windows}{told}")
+            hint = "; sys.last_value.result is the result so far" if hasattr(sys, "ps1") else ""
+            self._notices.say(f"interrupted after step {self._progress.state.windows}{hint}")
 
     def _end(self, result: FitResult | None, error: BaseException | None, started: float) -> None:
         """Close the loader, restore the model and notify every callback, even if one of them raises.

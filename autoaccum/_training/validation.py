@@ -66,7 +66,7 @@ class Validation:
         try:
             with (
                 left_as_it_was(self._val_loader),
-                devices.failures_told(self._step.memory, "an evaluation"),
+                devices.oom_explained(self._step.memory, "an evaluation"),
             ):
                 self._evaluator.try_out(drawn(self._val_loader, self._step.memory), most)
         finally:

@@ -136,7 +136,7 @@ def test_files_are_written_after_each_part(run, part):
 
 
 def test_finding_is_in_the_file_as_soon_as_it_is_made(gpu, tmp_path):
-    gpu.Findings(tmp_path / "found.json", 10, "cpu").add("a thing", "its result", ok=False)
+    gpu.ReportContents(tmp_path / "found.json", 10, "cpu").add("a thing", "its result", ok=False)
 
     record = json.loads((tmp_path / "found.json").read_text())
     assert (record["rows"][0]["ok"], record["finished"]) == (False, False)

@@ -91,7 +91,7 @@ class Late(torch.optim.SGD):
 def test_an_optimizer_whose_state_comes_later_is_warned_of():
     warnings = rehearsed(nn.Linear(4, 3), (torch.randn(4, 4), torch.randn(4, 3)), target=4, optimizer=Late).warnings
 
-    assert any("state grew by 8.0 KiB after its first update" in warning for warning in warnings)
+    assert any("state grew by 8.0 KiB after its first step" in warning for warning in warnings)
 
 
 def test_a_loss_that_cannot_be_found_out_is_warned_of():

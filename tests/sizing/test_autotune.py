@@ -8,7 +8,7 @@ from autoaccum._sizing.autotune import Autotune
 def drive(tempo, seconds):
     """Run windows that take `seconds(size)` until the search has settled; return their sizes."""
     used = []
-    while not tempo.is_settled:
+    while not tempo.is_stable:
         used.append(tempo.size)
         tempo.note(seconds(tempo.size))
     return used
@@ -53,7 +53,7 @@ def test_first_window_and_a_disturbed_one_do_not_decide():
 
 def test_windows_with_more_work_are_no_slower():
     tempo, work = Autotune(512, 256), 1.0
-    while not tempo.is_settled:
+    while not tempo.is_stable:
         work = work % 3 + 1
         tempo.note((50 + tempo.size) / tempo.size * work, work=work)
 
@@ -66,4 +66,4 @@ def test_sizes_cut_evenly_and_fit(target, largest, sizes):
 
 
 def test_window_of_one_sample_leaves_nothing_to_compare():
-    assert Autotune(100, 1).is_settled
+    assert Autotune(100, 1).is_stable
