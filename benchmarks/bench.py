@@ -63,7 +63,7 @@ def run(options, results, say, out):
     quick = options.quick
     chosen = options.workloads or (["gpt", "mlp"] if quick else list(WORKLOADS))
     timed = options.workloads or (["gpt"] if quick else throughput.SMALLER)
-    rounds, repeats = (2, 2) if quick else (12, 5)
+    rounds, repeats = (2, 2) if quick else (5, 3)
     parts = {
         "finders": (chosen, lambda name: finders.measure(name, options.finders, say)),
         "throughput": (
