@@ -137,11 +137,6 @@ def is_given_up(outcomes):
     return all(found) and all(told)
 
 
-def at_each(rank, size, who, points, **arguments):
-    """Train once for each point at which one rank fails, without starting the ranks anew; exceptions are returned."""
-    return [tried(faulted, rank, size, points={who: [point]}, **arguments) for point in points]
-
-
 def many(rank, size, seeds, operators, **arguments):
     """Train once for each seed, without starting the ranks anew; exceptions are returned."""
     return [tried(faulted, rank, size, points=schedule(seed, size, operators), **arguments) for seed in seeds]

@@ -47,7 +47,6 @@ class Window(Sequence[Any]):
         samples: Samples in all pieces together.
         spans: The loader's batches that the samples come from, in order, each with which of its samples.
         split: As the argument; one for batches cut by their first dimension if none was given.
-        origin: The window that this one was made of, in another order or form; itself if it was made of none.
         used: How many samples of the batch that the loader yielded last this window and earlier ones have used; None if
             all of them.
 
@@ -97,6 +96,7 @@ class Window(Sequence[Any]):
 
     @property
     def origin(self) -> Window:
+        """The window that this one was made of."""
         return self if self._origin is None else self._origin
 
     def made_of(self, window: Window) -> Window:
