@@ -93,7 +93,7 @@ def parts_of(stages=STAGES):
 
 def critical_path_s(stages=STAGES):
     """Return the seconds that all stages take if every part uses its limit."""
-    return sum(max(sum(part.limit_s for part in lane) for lane in stage) for stage in stages)
+    return sum(max((sum(part.limit_s for part in lane) for lane in stage), default=0.0) for stage in stages)
 
 
 # --- a part, in its own process ---------------------------------------------------------------------------------------
@@ -211,8 +211,10 @@ class Run:
 
     def run(self):
         """Run all stages; return the exit code."""
-        for stage in self._stages:
-            lanes = [threading.Thread(target=self._lane, args=(lane,)) for lane in stage]
+        for index, stage in enumerate(self._stages):
+            # Time that earlier parts left over, or that parts not asked for would have taken, goes to those to come.
+            stretch = max(1.0, self._left_s() / (critical_path_s(self._stages[index:]) or math.inf))
+            lanes = [threading.Thread(target=self._lane, args=(lane, stretch)) for lane in stage]
             for lane in lanes:
                 lane.start()
             for lane in lanes:
@@ -230,12 +232,16 @@ class Run:
                 self._records[name] = self._read(part) | about
         self._write()
 
-    def _lane(self, lane):
+    def _lane(self, lane, stretch):
         try:
             for part in lane:
                 why = self._why_not(part)
                 began = time.monotonic()
-                record = {"status": "skipped", "skipped": why, "rows": []} if why else self._run(part)
+                record = (
+                    {"status": "skipped", "skipped": why, "rows": []}
+                    if why
+                    else self._run(part, part.limit_s * stretch)
+                )
                 record |= {"title": part.title, "limit_s": part.limit_s, "seconds": round(time.monotonic() - began, 1)}
                 with self._lock:
                     if self._is_stopped:
@@ -265,8 +271,8 @@ class Run:
             return f"needs a GPU of {part.needs_gib:.0f} GiB, and this one has {gib:.1f}"
         return None
 
-    def _run(self, part):
-        limit_s = min(part.limit_s * self._options.patience, self._left_s())
+    def _run(self, part, limit_s):
+        limit_s = min(limit_s, self._left_s())
         command = [sys.executable, str(self._options.program), "--part", part.name, "--result", self._result(part)]
         command += ["--budget", f"{max(1.0, limit_s - _GRACE_S):.0f}", "--device", self._options.device]
         command += ["--out", str(self._options.out), "--machine", json.dumps(self._machine)]

@@ -99,10 +99,19 @@ def wait_for_end(pid):
     ],
 )
 def test_part_that_does_not_end_well_keeps_its_findings_and_does_not_stop_the_next(run, part, source, status):
-    code, parts = run([[part("survival", source, limit_s=5), part("overhead", "tell()")]])
+    lane = [part("survival", source, limit_s=5), part("overhead", "tell()")]
+    code, parts = run([lane], budget_s=60)
 
     assert (code, parts["survival"]["status"], parts["overhead"]["status"]) == (1, status, "done")
     assert parts["survival"]["rows"][0]["found"] == "its result"
+
+
+def test_time_left_over_goes_to_the_parts_to_come(run, part):
+    source = "tell(found=options.budget)"
+    _, parts = run([[part("survival", source, limit_s=20)]], [[part("overhead", source, limit_s=20)]], budget_s=100)
+    survival, overhead = (float(parts[name]["rows"][0]["found"]) for name in ("survival", "overhead"))
+
+    assert 20 < survival < overhead
 
 
 def test_results_that_could_not_be_written_are_told_by_the_exit_code(gpu, run, part, monkeypatch):
