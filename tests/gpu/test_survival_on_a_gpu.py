@@ -113,7 +113,7 @@ class Hog(autoaccum.Callback):
         self.now, self.passes, self.armed, self.blocks, self.phases = 0, 0, bool(moment), [], []
 
     def hang_on(self, model, optimizer):
-        self.device = next(model.parameters()).device
+        self.parameter = next(model.parameters())
         if self.moment == "forward":
             model.register_forward_pre_hook(lambda *_: self.take() if self.is_second() else None)
         elif self.moment in ("backward", "reserve"):
@@ -142,7 +142,7 @@ class Hog(autoaccum.Callback):
         block, least = (2**40, 2 * MIB if self.moment == "reserve" else MIB) if ON_GPU else (GIB, 256)
         while block >= least:  # ever smaller, to take free memory inside the allocator's segments as well
             try:
-                self.blocks.append(torch.empty(block, dtype=torch.uint8, device=self.device))
+                self.blocks.append(torch.empty(block, dtype=torch.uint8, device=self.parameter.device))
             except torch.OutOfMemoryError:
                 block //= 2
 
