@@ -41,12 +41,13 @@ class Headroom:
         self._thrashing = 0
 
     def follow(self, plan: Plan) -> None:
-        """Reset the peak if the plan has changed."""
+        """Begin anew if the plan has changed."""
         if plan is self._plan:
             return
         self._plan = plan
         self._extra_bytes.clear()
-        self.peak_bytes = None
+        self.peak_bytes = self._retries = None
+        self._thrashing = 0  # of larger sizes
         self._renew()
 
     def measure(self, kind: Hashable = ()) -> None:

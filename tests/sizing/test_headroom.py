@@ -102,3 +102,41 @@ def test_sizes_grow_back_after_the_process_has_released_what_it_held():
 
     sizes = [max(report.micro_batches) for report in result.history]
     assert sizes[8] < sizes[4] == sizes[-1], sizes
+
+
+class Retrying(Simulated):
+    """A device whose allocator gives back its cache in each window of larger micro-batches than `most`."""
+
+    def __init__(self, most):
+        super().__init__("1GiB")
+        self.most, self.retries = most, 0
+
+    def alloc_retries(self):
+        return self.retries
+
+
+class Net(nn.Linear):
+    """Counts the device's retries; runs out of memory in the third window."""
+
+    def __init__(self, device, fails):
+        super().__init__(4, 3)
+        self.on, self.fails, self.passes = device, fails, 0
+
+    def forward(self, features):
+        self.passes += 1
+        self.on.retries += len(features) > self.on.most
+        if self.fails and self.passes == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(features)
+
+
+@pytest.mark.parametrize(("fails", "sizes"), [(False, [48, 48, 48, 32, 32, 32]), (True, [48, 48, 32, 32, 32, 32])])
+def test_allocator_that_keeps_giving_back_its_cache_makes_sizes_smaller_once(monkeypatch, fails, sizes):
+    monkeypatch.setattr(headroom, "_LOOK_INTERVAL_S", 0.0)
+    device = Retrying(40)
+    windows = [(torch.randn(96, 4), torch.randint(3, (96,)))] * 6
+    result = autoaccum.fit(
+        Net(device, fails), windows, 96, loss=nn.CrossEntropyLoss(), device=device, micro_batch=48, progress=False
+    )
+
+    assert [report.micro_batches[0] for report in result.history] == sizes
