@@ -26,7 +26,6 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from xml.etree import ElementTree as ET
 
 import torch
 from finders import FINDERS, limited, run_once, truth
@@ -157,40 +156,50 @@ def _workspaces(dtype):
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 
+# Writes down each test as it begins, and as it ends, so that one that hangs or ends the process hides no other.
+_RECORDER = """
+import json, sys, pytest, torch
+share, path, *arguments = json.loads(sys.argv[1])
+if share:
+    torch.cuda.set_per_process_memory_fraction(share)
+class Recorder:
+    def keep(self, test, outcome, text=""):
+        with open(path, "a") as file:
+            file.write(json.dumps([test, outcome, text]) + "\\n")
+    def pytest_runtest_logstart(self, nodeid):
+        self.keep(nodeid, "not ended")
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            self.keep(report.nodeid, report.outcome, report.longreprtext[-2500:] if report.failed else "")
+sys.exit(pytest.main(arguments, plugins=[Recorder()]))
+"""
+
+
 def _pytest(findings, *where):
-    """Run pytest under a share of the memory, and read its report."""
+    """Run pytest under a share of the memory."""
     share = min(0.2, 12 * GIB / findings.machine["total_bytes"]) if findings.on_gpu else None
-    code = f"import torch; torch.cuda.set_per_process_memory_fraction({share}); " if share else ""
+    # Warnings are no errors: nobody has run the suite with this combination of versions.
+    options = ["-v", f"--timeout={60 if findings.on_gpu else 300}", "-p", "no:cacheprovider"]
+    options += ["-o", "filterwarnings=default", *where]
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        # Warnings are no errors: nobody has run the suite with this combination of versions.
-        patience_s = 60 if findings.on_gpu else 300
-        options = ["-v", f"--timeout={patience_s}", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
-        code += f"import sys, pytest; sys.exit(pytest.main({[*options, f'--junitxml={report}', *where]!r}))"
-        try:
-            limit_s = max(5.0, findings.left_s() - 3)
-            subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=limit_s, check=False)
-        except subprocess.TimeoutExpired:
-            findings.add("tests", "not done in time", ok=False)
-            return
-        if not report.exists():
-            findings.add("tests", "pytest ended without a report", ok=False)
-            return
-        counts, failures = Counter(), {}
-        for case in ET.parse(report).getroot().iter("testcase"):  # noqa: S314 - our own report
-            name = f"{case.get('classname', '')}::{case.get('name', '')}"
-            failed, skipped = [*case.findall("failure"), *case.findall("error")], case.find("skipped")
-            outcome = "failed" if failed else "skipped" if skipped is not None else "passed"
-            counts[outcome] += 1
-            counts["on the GPU"] += outcome == "passed" and findings.on_gpu and ("[cuda" in name or ".gpu." in name)
-            if failed:
-                failures[name] = (failed[0].text or failed[0].get("message") or "")[-2500:]
-    ran = counts["on the GPU" if findings.on_gpu else "passed"] > 0
+        record = Path(folder) / "tests.jsonl"
+        command = [sys.executable, "-c", _RECORDER, json.dumps([share, str(record), *options])]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, cwd=ROOT, timeout=max(5.0, findings.left_s() - 3), check=False)
+        lines = record.read_text().splitlines() if record.exists() else ()
+    ended = {test: (outcome, text) for test, outcome, text in map(json.loads, lines)}
+    counts = Counter(outcome for outcome, _ in ended.values())
+    counts["on the GPU"] = findings.on_gpu * sum(
+        outcome == "passed" and ("[cuda" in test or "tests/gpu/" in test) for test, (outcome, _) in ended.items()
+    )
     found = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
-    findings.add("tests", found, ok=ran and not failures, **counts)
-    for name, text in failures.items():
-        last = [line for line in text.splitlines() if line.startswith("E ")] or text.splitlines()[-1:] or ["failed"]
-        findings.add(name, last[0], ok=False, text=text)
+    ran = counts["on the GPU" if findings.on_gpu else "passed"] > 0
+    ok = ran and not counts["failed"] and not counts["not ended"]
+    findings.add("tests", found or "none ran", ok=ok, **counts)
+    for test, (outcome, text) in ended.items():
+        if outcome in ("failed", "not ended"):
+            last = [line for line in text.splitlines() if line.startswith("E ")] or text.splitlines()[-1:] or [outcome]
+            findings.add(test, last[0], ok=False, text=text)
 
 
 def survival(findings):
