@@ -29,6 +29,7 @@ _SHORT = 90
 # The rows of each part that decide something, by their first words; all are in the record.
 _SHOWN = {
     "machine": ("cuBLAS's workspaces, float32", "CUDA's context"),
+    "survival": ("tests",),
     "tests": ("tests",),
     "neighbour": ("during", "an undisturbed"),
     "overhead": ("Runner, 6 tensors, about 1 ms", "Runner, 150 tensors, about"),
@@ -134,9 +135,9 @@ def _status(records: list[dict[str, Any]], page: str) -> str:
     if not records:
         return "**Not yet run on a GPU.**"
     runs = [f"{'an' if one['gpu'][0] in 'AEINO' else 'a'} {one['gpu']} ({_made(one)})" for one in records]
-    # The first row of the tests stands for all of them.
-    parts = [(name, part["rows"]) for record in records for name, part in record["parts"].items()]
-    rows = [row for name, found in parts for row in (found[:1] if name == "tests" else found)]
+    parts = [part["rows"] for record in records for part in record["parts"].values()]
+    # The first row of tests stands for all of them.
+    rows = [row for found in parts for row in found if row is found[0] or found[0]["what"] != "tests"]
     checks = sum(row["ok"] is not None for row in rows)
     failed = [str(row["found"]) for row in rows if row["ok"] is False]
     late = sum(found.startswith("no answer within") for found in failed)
