@@ -1,7 +1,7 @@
 """The parts of gpu.py, each a function of its `ReportContents`: what is run on the GPU, and what is promised of it.
 
 On the public API and on torch's own counts, so that the numbers stay comparable when autoaccum changes inside. The one
-exception is the traced step behind a prediction, whose timeline has no public name.
+exception is the traced step behind a prediction, whose `tensor_float` has no public name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import copy
 import functools
 import gc
-import gzip
 import importlib.metadata
 import itertools
 import json
@@ -371,7 +370,6 @@ def predictions(findings):
             timeout_s = min(most_s, findings.left_s() - 3)
             return call(function, name, findings.tiny, *arguments, timeout_s=timeout_s)[1:]
 
-    kept = {"timelines": {}, "allocations": {}}
     lanes = [ThreadPoolExecutor(workers) for workers in (max(1, min(6, (os.cpu_count() or 2) - 6)), 2, 1)]
     rows = [
         (
@@ -389,8 +387,6 @@ def predictions(findings):
             findings.skip(name, NO_TIME)
             continue
         found = {what: value or {} for what, (value, _) in answers.items()}
-        kept["timelines"][name] = found["predicted"].pop("timeline", None)
-        kept["allocations"][name] = {what: found[what].pop("allocations", None) for what in ("real", "expandable")}
         texts = [f"{what}: {why}" for what, why in failed.items()]
         for what in ("allocated", "reserved"):
             said, true = (found[of].get(f"{what}_bytes") for of in ("predicted", "real"))
@@ -400,13 +396,11 @@ def predictions(findings):
                 )
         # Whether a prediction is near enough is judged where all of them are seen.
         findings.add(name, "; ".join(texts), ok=not failed, job=name, **found, failed=failed)
-        for file, jobs_kept in kept.items():
-            (findings.folder / f"{file}.json.gz").write_bytes(gzip.compress(json.dumps(jobs_kept).encode()))
 
 
 def _trace(_connection, name, tiny, gpu):
-    """Predict a job in a process that sees no GPU; return bytes and the timeline."""
-    from autoaccum._estimate.estimate import trace_step  # noqa: PLC0415 - timelines have no public name
+    """Predict a job in a process that sees no GPU; return its bytes."""
+    from autoaccum._estimate.estimate import trace_step  # noqa: PLC0415 - tensor_float= has no public name
     from autoaccum._estimate.gpus import custom_gpu, gpu_named  # noqa: PLC0415 - as above
 
     try:
@@ -418,8 +412,7 @@ def _trace(_connection, name, tiny, gpu):
     job, began = jobs(tiny)[name], time.perf_counter()
     way = {"loss": job.criterion, "optimizer": job.optimizer, "precision": job.precision, "tensor_float": job.tf32}
     traced = trace_step(job.model, job.batch(min(job.target, 2)), kind="cuda", sizes=[job.target], gpu=gpu, **way)
-    footprint, timeline = traced.estimate(gpu).footprints[-1], traced.step_of(job.target)
-    operators, modules = (sorted({getattr(one, what) for one in timeline.storages}) for what in ("operator", "module"))
+    footprint = traced.estimate(gpu).footprints[-1]
     return {
         "samples": job.target,
         "precision": job.precision,
@@ -428,22 +421,11 @@ def _trace(_connection, name, tiny, gpu):
         "phase": footprint.phase,
         "uncertainty": traced.uncertainty,
         "seconds": time.perf_counter() - began,
-        "timeline": {
-            "operators": operators,
-            "modules": modules,
-            # Bytes, category, number of the operator, number of the module.
-            "storages": [
-                (one.size_bytes, one.category.value, operators.index(one.operator), modules.index(one.module))
-                for one in timeline.storages
-            ],
-            "events": timeline.events,
-            "phases": timeline.phases,
-        },
     }
 
 
 def _measure(_connection, name, tiny, device, expandable):
-    """Train a job by hand, then with `Runner`; return the peaks, and every allocation of one update by hand."""
+    """Train a job by hand, then with `Runner`; return the peaks."""
     job, on_gpu = jobs(tiny, device)[name], device == "cuda"
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = job.tf32
@@ -469,7 +451,7 @@ def _measure(_connection, name, tiny, device, expandable):
             process.pid: process.usedGpuMemory for process in pynvml.nvmlDeviceGetComputeRunningProcesses(one)
         }.get(os.getpid())
     )
-    found |= _peaks() | {"nvml_process_bytes": process_bytes, "allocations": _allocations_of(update)}
+    found |= _peaks() | {"nvml_process_bytes": process_bytes}
     if not expandable:
         del update, optimizer
         model.zero_grad()
@@ -499,24 +481,6 @@ def _with_runner(model, job, batch, device):
     torch.cuda.synchronize()
     assert report.micro_batches == plan.micro_batches, report
     return first | _peaks("runner_")
-
-
-def _allocations_of(update):
-    """Return every allocation of one update: bytes by number, and numbers as they come; `~number` where one ends."""
-    torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=1_000_000)
-    update()
-    torch.cuda.synchronize()
-    trace = torch.cuda.memory._snapshot()["device_traces"][0]
-    torch.cuda.memory._record_memory_history(enabled=None)
-    sizes, events, alive = [], [], {}
-    for entry in trace:
-        if entry["action"] == "alloc":
-            alive[entry["addr"]] = len(sizes)
-            events.append(len(sizes))
-            sizes.append(entry["size"])
-        elif entry["action"] == "free_completed" and entry["addr"] in alive:
-            events.append(~alive.pop(entry["addr"]))
-    return {"sizes": sizes, "events": events}
 
 
 # --- overhead and transfer --------------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@
     python scripts/gpu_results.py [--check]
 
 A FOLDER is what `benchmarks/gpu.py --out FOLDER` wrote. Its parts that found something replace those of earlier
-folders, and of the record that there is. Written are benchmarks/results/gpu-NAME.json, without logs and paths; beside
-it the predicted and real allocations, by which other rules of predictions can be judged; and what stands between the
-markers of the pages. Without a FOLDER the pages are written from benchmarks/results/, and with `--check` compared.
+folders, and of the record that there is. Written are benchmarks/results/gpu-NAME.json, without logs and paths, and what
+stands between the markers of the pages. Without a FOLDER the pages are written from benchmarks/results/, and with
+`--check` compared.
 
 Exit code: 0; 1, with `--check` a page is out of date, or a folder cannot be used.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 import statistics
 import sys
 from pathlib import Path
@@ -60,7 +59,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
 
 
 def keep(folders: list[Path], results: Path) -> None:
-    """Write the record of these folders, and copy the allocations."""
+    """Write the record of these folders."""
     runs = [_read(folder) for folder in folders]
     last = runs[-1]
     gpu = last["machine"]["gpu"]
@@ -70,10 +69,6 @@ def keep(folders: list[Path], results: Path) -> None:
     found = _slim({"gpu": gpu, "written": last["written"], "machine": last["machine"], "parts": parts})
     results.mkdir(parents=True, exist_ok=True)
     record.write_text(json.dumps(found, indent=1) + "\n")
-    for folder, run in zip(folders, runs, strict=True):
-        if run["parts"].get("predictions", {}).get("rows"):
-            for source in folder.glob("*.json.gz"):
-                shutil.copyfile(source, at.with_name(f"{at.name}-{source.name}"))
 
 
 def _parts_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
