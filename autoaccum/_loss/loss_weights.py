@@ -45,7 +45,8 @@ class Factors:
 
     Attributes:
         alone: Whether the micro-batch is the whole window, so that every loss is as it is.
-        usual: For a loss that counts by samples.
+        usual: For a loss that counts by samples, or as the arguments say.
+        of_samples: For the loss of each sample, whatever the arguments say of others.
         scale: A further factor for all losses, to compensate for a reduction that divides gradients.
         weight: What a loss is divided by if its graph does not say so; None if it does.
         pairs: For the sums of (sum, weight) pairs whose total is known, by name.
@@ -56,6 +57,7 @@ class Factors:
 
     alone: bool = False
     usual: float = 1.0
+    of_samples: float = 1.0
     scale: float = 1.0
     weight: float | None = None
     pairs: dict[str, float] = field(default_factory=dict)
@@ -106,7 +108,7 @@ class LossWeights(LossForms):
     def totals(self, window: Window) -> dict[Slot, float]:
         """Return what each term with a divisor of its own is divided by in a window, as the batch counts it."""
         found: dict[Slot, float] = {OF_SAMPLES: float(window.samples)}
-        if self.stated is Common.SPLIT and self.common is not Common.DIVISOR:
+        if self._weighs_by_split():
             found[_OF_SPLIT] = window.weight(0, window.samples) if window.samples else 0.0
         for name, forms in self.forms.items():
             found[name, -1] = _expected(forms[0], window) if window.samples else 0.0
@@ -139,15 +141,16 @@ class LossWeights(LossForms):
         self._added.clear()
         if common is Common.SUM:
             return [Factors() for _ in sizes]
-        weights, whole = list(map(float, sizes)), OF_SAMPLES
-        if self.stated is Common.SPLIT and common is not Common.DIVISOR:
-            stops, whole = list(accumulate(sizes)), _OF_SPLIT
-            weights = [window.weight(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+        total = sum(sizes) if totals is None else totals[OF_SAMPLES]
+        factors = [Factors(usual=size / total, of_samples=size / total) for size in sizes]
+        if self._weighs_by_split():
+            weights = [window.weight(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
             self._check_split(window, weights)
-        total = sum(weights) if totals is None else totals[whole]
-        if not total:
-            raise nothing_counts("split.weight(batch) is 0", len(sizes))
-        factors = [Factors(usual=weight / total) for weight in weights]
+            total = sum(weights) if totals is None else totals[_OF_SPLIT]
+            if not total:
+                raise nothing_counts("split.weight(batch) is 0", len(sizes))
+            for factor, weight in zip(factors, weights, strict=True):
+                factor.usual = weight / total
         if common is Common.DIVISOR:
             self.set_provisional(window, totals)
             for factor, weight in zip(factors, self._weights_beforehand(window, sizes), strict=True):
@@ -155,6 +158,10 @@ class LossWeights(LossForms):
         if common is Common.OWN_DIVISORS:
             self._weigh_each_term(factors, window, sizes, totals or self.totals(window))
         return factors
+
+    def _weighs_by_split(self) -> bool:
+        """Whether any loss counts by the split's weight; those of each sample and pairs do not."""
+        return self.stated is Common.SPLIT and self.common in (Common.SPLIT, Common.OWN_DIVISORS)
 
     def _check_split(self, window: Window, weights: Sequence[float]) -> None:
         """Reject, in the first window that is cut, a weight of the split that does not add up over micro-batches."""
@@ -296,8 +303,8 @@ class LossWeights(LossForms):
         if self.common is Common.SUM and term.over is None:
             self.see_sum(name, value)
         if term.over is Form.VECTOR or self.common is not Common.DIVISOR:
-            # A mean over nothing is NaN.
-            return None if not factors.usual else value if factors.usual == 1.0 else value * factors.usual
+            share = factors.of_samples if term.over is Form.VECTOR else factors.usual
+            return value if share == 1.0 else value * share if share else None  # a mean over nothing is NaN
         term.weight = self.weight_of(name, value, samples) if factors.weight is None else factors.weight
         each = self.forms[name][0].per_sample if len(self.forms) > 1 and name in self.forms else None
         if each:  # of several losses
