@@ -8,6 +8,7 @@ saves numbers in are described in "Autograd mechanics" of PyTorch's documentatio
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -125,13 +126,8 @@ def _together(one: Any, other: Any) -> Any:
 
 def _read(node: Any, term: ReadTerm) -> list[ReadTerm]:
     """Follow a number to what it was computed from; `term` holds the divisors on the way from the loss."""
-    kind = node.name()
-    handler = _HANDLERS.get(kind)
-    if handler is None:
-        name = kind.rstrip("0123456789").removesuffix("Backward")
-        handler = _HANDLERS[kind] = _BY_NAME.get(name, _unknown)
     try:
-        return handler(node, term)
+        return _reader_of(node.name())(node, term)
     except _UnreadError:
         term.weight, term.end = None, node
         return [term]
@@ -315,7 +311,12 @@ _BY_NAME: dict[str, Callable[[Any, ReadTerm], list[ReadTerm]]] = {
     **dict.fromkeys(("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"), _elementwise),
     **dict.fromkeys(("Dot", "Mv", "Mm", "Bmm"), _contraction),
 }
-_HANDLERS: dict[str, Callable[[Any, ReadTerm], list[ReadTerm]]] = {}  # by the whole name of a node
+
+
+@functools.cache
+def _reader_of(kind: str) -> Callable[[Any, ReadTerm], list[ReadTerm]]:
+    """Return what reads nodes of a name."""
+    return _BY_NAME.get(kind.rstrip("0123456789").removesuffix("Backward"), _unknown)
 
 
 def nodes_of(loss: Tensor) -> list[Any]:

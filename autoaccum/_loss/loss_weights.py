@@ -144,17 +144,14 @@ class LossWeights(LossForms):
         total = sum(sizes) if totals is None else totals[OF_SAMPLES]
         factors = [Factors(usual=size / total, of_samples=size / total) for size in sizes]
         if self._weighs_by_split():
-            weights = [window.weight(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
-            self._check_split(window, weights)
-            total = sum(weights) if totals is None else totals[_OF_SPLIT]
-            if not total:
-                raise nothing_counts("split.weight(batch) is 0", len(sizes))
-            for factor, weight in zip(factors, weights, strict=True):
-                factor.usual = weight / total
+            self._weigh_by_split(factors, window, sizes, None if totals is None else totals[_OF_SPLIT])
         if common is Common.DIVISOR:
             self.set_provisional(window, totals)
-            for factor, weight in zip(factors, self._weights_beforehand(window, sizes), strict=True):
-                factor.weight = weight
+            if unread := self._counted():  # its graph does not say it: a count of the batch does
+                counted = _counts(window, sizes, unread[0])
+                _refuse_ambiguous(counted)
+                for factor, counts in zip(factors, counted, strict=True):
+                    factor.weight = counts[min(counts)]
         if common is Common.OWN_DIVISORS:
             self._weigh_each_term(factors, window, sizes, totals or self.totals(window))
         return factors
@@ -163,25 +160,27 @@ class LossWeights(LossForms):
         """Whether any loss counts by the split's weight; those of each sample and pairs do not."""
         return self.stated is Common.SPLIT and self.common in (Common.SPLIT, Common.OWN_DIVISORS)
 
-    def _check_split(self, window: Window, weights: Sequence[float]) -> None:
-        """Reject, in the first window that is cut, a weight of the split that does not add up over micro-batches."""
-        if self._adds_up or len(weights) == 1:
-            return
-        added, whole = sum(weights), window.weight(0, window.samples)
-        if not math.isclose(whole, added, rel_tol=_ADDS_UP):
-            raise InvalidInputError(
-                f"split={self._split}: weight does not add up: {whole:g} for a window, and {added:g} for its "
-                f"{len(weights)} micro-batches together, as a mean or a maximum would; return a sum, such as the tokens"
-            )
-        self._adds_up = True
-
-    def _weights_beforehand(self, window: Window, sizes: Sequence[int]) -> Sequence[float | None]:
-        """Return what a loss is divided by where its graph does not say it: a count of the batch."""
-        if unread := self._counted():
-            counted = _counts(window, sizes, frozenset(unread[0].counts))
-            _refuse_ambiguous(counted)
-            return [one[min(one)] for one in counted]
-        return [None] * len(sizes)
+    def _weigh_by_split(
+        self, factors: Sequence[Factors], window: Window, sizes: Sequence[int], total: float | None
+    ) -> None:
+        """Let losses count by the split's weight; reject one that does not add up, in the first window that is cut."""
+        stops = accumulate(sizes)
+        weights = [window.weight(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+        added = sum(weights)
+        if not self._adds_up and len(weights) > 1:
+            whole = window.weight(0, window.samples)
+            if not math.isclose(whole, added, rel_tol=_ADDS_UP):
+                raise InvalidInputError(
+                    f"split={self._split}: weight does not add up: {whole:g} for a window, and {added:g} for its "
+                    f"{len(weights)} micro-batches together, as a mean or a maximum would; return a sum, such as the "
+                    "tokens"
+                )
+            self._adds_up = True
+        total = added if total is None else total
+        if not total:
+            raise nothing_counts("split.weight(batch) is 0", len(sizes))
+        for factor, weight in zip(factors, weights, strict=True):
+            factor.usual = weight / total
 
     def _weigh_each_term(
         self, factors: Sequence[Factors], window: Window, sizes: Sequence[int], totals: Mapping[Slot, float]
@@ -192,7 +191,7 @@ class LossWeights(LossForms):
             for number, form in enumerate(forms):
                 if form.form is Form.MEAN:
                     count = min(form.counts)
-                    counted, total = _counts(window, sizes, frozenset(form.counts)), totals[name, number]
+                    counted, total = _counts(window, sizes, form), totals[name, number]
                     if not total:
                         raise nothing_counts(f"nothing counts ({in_words(count)})", len(sizes))
                     own = [one[count] / total for one in counted]
@@ -436,9 +435,11 @@ class LossWeights(LossForms):
             return
         found = read(loss)
         self._see(name, found)
-        weights = [term.weight for term in found]
+        # As far as can be seen without waiting for a device; where it is 0, nothing counts.
+        weights = [one.weight if isinstance(one.weight, float) and one.weight else math.inf for one in found]
         first = self._added.setdefault(name, weights)
-        if first is not weights and not all(map(_are_equal, first, weights)):
+        pairs = zip(weights, first, strict=True)
+        if any(math.isfinite(one * before) and not _is_same(one, before) for one, before in pairs):
             self.warn(
                 f"loss {name!r} was a sum, divided by one number, when it was checked, and is divided by different "
                 "numbers in the micro-batches of a window, which are added all the same: its gradient may differ from "
@@ -472,9 +473,9 @@ class LossWeights(LossForms):
 # --- counting ---------------------------------------------------------------------------------------------------------
 
 
-def _counts(window: Window, sizes: Sequence[int], wanted: frozenset[Count]) -> list[dict[Count, float]]:
-    """Return some counts of each micro-batch."""
-    stops = list(accumulate(sizes))
+def _counts(window: Window, sizes: Sequence[int], form: TermForm) -> list[dict[Count, float]]:
+    """Return the counts that a term may be divided by, of each micro-batch."""
+    wanted, stops = frozenset(form.counts), accumulate(sizes)
     return [counts_of(window, stop - size, stop, wanted) for size, stop in zip(sizes, stops, strict=True)]
 
 
@@ -523,12 +524,6 @@ def _wait(terms: Sequence[ReadTerm]) -> None:
     for one in terms:
         one.weight = float(one.weight) if isinstance(one.weight, Tensor) else one.weight
         one.divisor = float(one.divisor) if isinstance(one.divisor, Tensor) else one.divisor
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two divisors are the same, as far as can be seen without waiting for a device."""
-    are_here = isinstance(one, float) and isinstance(other, float)
-    return not are_here or other in (0.0, math.inf, -math.inf) or _is_same(one, other)
 
 
 def _is_same(weight: Any, expected: float) -> bool:

@@ -5,6 +5,7 @@ Returns loss terms with their graphs, which the caller back-propagates. `loss_we
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,7 +18,6 @@ from torch.nn import functional
 
 from autoaccum._arguments import check_function, is_one_of, shown
 from autoaccum._data.nesting import as_leaf, map_tensors
-from autoaccum._data.pieces import weigher_of
 from autoaccum._data.splits import ByDefault, check_split
 from autoaccum._loss import calling_conventions
 from autoaccum._loss.closures import Closure
@@ -123,8 +123,7 @@ class Objective:
         # Whether a pass gives outputs beside the loss: the model's, or those that a closure returns.
         self.gives_outputs = not is_list or isinstance(self._losses[0], Closure)
         self.takes_pairs = self._forward is None and self.takes_outputs
-        weights = self.weights  # not `self`, which would hold itself
-        self._entries = Entries(notices, lambda name: weights.forms.pop(name, None))
+        self._entries = Entries(notices)
         self._loss_reduction = loss_reduction
         self._settings: Any = None
         self._read_settings()
@@ -227,7 +226,8 @@ class Objective:
         weights = self.weights
         kind = next((parameter.device.type for parameter in parameters), "cpu")
         casts = not isinstance(autocast(), nullcontext) or torch.is_autocast_enabled(kind)
-        passes, parameters = list(map(self._pass, self.sources)), [one for one in parameters if one.requires_grad]
+        passes = [functools.partial(self.terms, source) for source in self.sources]
+        parameters = [one for one in parameters if one.requires_grad]
         casts = casts or self.casts_itself
         trial = TrialLosses(passes, self.modules, weights, place, mark, autocast, casts=casts, parameters=parameters)
         mark.take()
@@ -241,9 +241,6 @@ class Objective:
         weights.learn(forms, is_checked=is_checked)
         weights.is_checked = trial.is_complete
         self._most = most  # which fit
-
-    def _pass(self, source: Source) -> Callable[[Any, int], list[Term]]:
-        return lambda batch, samples: self.terms(source, batch, samples)[0]
 
     def check_anew(self) -> None:
         """Try as many samples as possible in the next check, since more memory may be there."""
@@ -302,7 +299,10 @@ class Objective:
         terms = [term_of(name, value, samples, summed=summed) for name, value in raw.items() if name in added]
         self.weights.note(terms)
         for name, value in raw.items():
-            if name in added or value is None:
+            if name in added:
+                continue
+            self.weights.forms.pop(name, None)  # it may have been taken for a loss
+            if value is None:
                 continue
             reported = reported_term(name, value, samples, summed=summed)
             if reported is not None:
@@ -369,7 +369,7 @@ def _stated_by(loss_reduction: str | None, split: Split | None) -> Common | None
     """Return how the arguments weigh every loss that is a number; None to find it out."""
     if loss_reduction == "sum":
         return Common.SUM
-    if weigher_of(split) is not None:
+    if hasattr(split, "weight"):
         return Common.SPLIT
     return None if loss_reduction is None else Common.SAMPLES
 
