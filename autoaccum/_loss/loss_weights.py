@@ -249,9 +249,12 @@ class LossWeights(LossForms):
             span = window.spans[0]
             number = numbers_in(span.piece.batch)[form.number]
             return number, number * span.samples / span.piece.samples
+        if self.common is Common.SUM:
+            return 1.0, float(window.samples)
         if self.common is not Common.DIVISOR:
-            total = self.of_part(window)
-            return (1.0, float(window.samples)) if total is None else (total, total)
+            is_by_split = self.stated is Common.SPLIT and not self.is_vector(name)
+            total = window.weight(0, window.samples) if is_by_split else float(window.samples)
+            return total, total
         if loss is not None and loss.requires_grad:
             weight = self.weight_of(name, loss, window.samples, trains=False)
             return weight, weight
@@ -288,7 +291,7 @@ class LossWeights(LossForms):
         name, value = term.name, term.value
         if term.over is Form.PAIR:
             if name not in factors.pairs and self.common is Common.OWN_DIVISORS and not factors.alone:
-                raise NotCheckedError(_changed(name, None, ()).error, is_known=True)  # which was not known before
+                raise _changed(name, None, (), is_known=True)  # which was not known before
             factor = factors.pairs.get(name) or 1.0 / self.provisional_total(name)
             return value / term.weight if factors.alone else value * factor  # type: ignore[operator]
         if factors.alone and value.requires_grad:
@@ -423,7 +426,7 @@ class LossWeights(LossForms):
         if abs(weight - expected) > _SAME_WEIGHT * abs(expected):  # not so for NaN
             self.have_diverged = True
             self._refuse_what_is_not_counted()
-            raise NotCheckedError(_changed(name, None, ()).error, is_known=True)
+            raise _changed(name, None, (), is_known=True)
 
     def see_sum(self, name: str, loss: Tensor) -> None:
         """Compare a loss that is added up with what it was when it was checked, and in the window's micro-batches.
@@ -548,13 +551,15 @@ def nothing_counts(why: str, micro_batches: int) -> InvalidInputError:
     )
 
 
-def _changed(name: str, forms: Sequence[TermForm] | None, found: Sequence[ReadTerm]) -> NotCheckedError:
+def _changed(
+    name: str, forms: Sequence[TermForm] | None, found: Sequence[ReadTerm], *, is_known: bool = False
+) -> NotCheckedError:
     """Return the error for a loss that has another form than it had when it was checked."""
     before = "was not there" if forms is None else f"had {len(forms)} terms"
     unread = sum(one.weight is None for one in found)
     now = f"has {len(found)}" + (f", of which {unread} cannot be read" if unread else "")
-    said = InvalidInputError(
+    error = InvalidInputError(
         f"loss {name!r} {before} when it was checked, and now {now}; return the same form in every micro-batch (a term "
         "of 0 where nothing counts), a (sum, weight) pair, or pass loss_reduction="
     )
-    return NotCheckedError(said)
+    return NotCheckedError(error, is_known=is_known)

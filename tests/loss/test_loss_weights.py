@@ -43,6 +43,6 @@ def test_a_loss_of_each_sample_counts_by_samples_whatever_the_split_weighs(loss)
             forward=lambda model, batch: model(batch[0]),
             split=autoaccum.ListOfSamples(_padded, weight=_tokens),
         )
-        report = runner.step(samples)
-        found.append([report.loss, *report.losses.values(), *model.weight[0].tolist()])
+        report, batches = runner.step(samples), [samples] if micro_batch > 1 else [samples[:2], samples[2:]]
+        found.append([report.loss, *report.losses.values(), *model.weight[0].tolist(), runner.evaluate(batches)])
     assert found[1] == pytest.approx(found[0], rel=1e-12)
