@@ -23,7 +23,6 @@ from autoaccum import _oom
 from autoaccum._data.nesting import map_tensors, numbers_in
 from autoaccum._loss.batch_counts import SUM, counts_in
 from autoaccum._loss.graph_reader import ReadTerm, nodes_of, read, stopped
-from autoaccum._loss.modes import quiet_training
 from autoaccum._loss.terms import Form, TermForm, no_mean, not_finite
 from autoaccum.errors import InvalidInputError
 
@@ -97,7 +96,7 @@ def choose(window: Window, most: int) -> tuple[Window, int] | None:
     largest = max(range(len(groups)), key=groups.__getitem__)
     start, samples = sum(groups[:largest]), groups[largest]
     number = min(most, samples)
-    if number == 1:
+    if number <= 1:
         return None
     evenly = [start + place * (samples - 1) // (number - 1) for place in range(number)]
     rows = list(dict.fromkeys([*_unusual(window, start, samples, number // 2), *evenly]))[:number]
@@ -254,10 +253,9 @@ class _Compared:
         self._runs = runs
         self._terms = [run.terms[number] for run in runs]
         self._gradients = [run.gradients[number] for run in runs]
-        # The value of a term alone is known only if there is no other.
-        self._values = (
-            [torch.tensor([run.value], dtype=torch.float64) for run in runs] if len(runs[0].terms) == 1 else []
-        )
+        self._added = [self._gradients]  # what adds up
+        if len(runs[0].terms) == 1:  # otherwise the value of a term is not known
+            self._added.append([torch.tensor([run.value], dtype=torch.float64) for run in runs])
         self._tolerance = tolerance
         self._is_random = is_random
 
@@ -268,10 +266,8 @@ class _Compared:
         if is_read and (mean := self._read_mean(weights)) is not None:
             return mean
         whole, *parts = self._gradients
-        room = [self._tolerance * float(one.norm() + whole.norm()) for one in parts]
-        if float(whole.norm()) and all(
-            float((one - whole).norm()) <= its for one, its in zip(parts, room, strict=True)
-        ):
+        norm = float(whole.norm())
+        if norm and all(float((one - whole).norm()) <= self._tolerance * (float(one.norm()) + norm) for one in parts):
             return TermForm(Form.CONSTANT)
         if not is_read:
             return self._unread()
@@ -285,16 +281,13 @@ class _Compared:
 
     def _agree(self, factors: Sequence[float]) -> bool:
         """Whether gradients and values of the parts, times these factors, add up to those of the whole."""
-        return self._is_random or all(
-            self._add_up(several, factors) for several in (self._gradients, self._values) if several
-        )
-
-    def _add_up(self, several: Sequence[Tensor], factors: Sequence[float]) -> bool:
-        whole, *parts = several
-        pairs = zip(factors, parts, strict=True)
-        added = torch.stack([factor * one if factor else torch.zeros_like(one) for factor, one in pairs])
-        room = self._tolerance * float(added.norm(dim=1).sum() + whole.norm())
-        return float((added.sum(0) - whole).norm()) <= room
+        for whole, *parts in () if self._is_random else self._added:
+            pairs = zip(factors, parts, strict=True)
+            scaled = torch.stack([factor * one if factor else torch.zeros_like(one) for factor, one in pairs])
+            room = self._tolerance * float(scaled.norm(dim=1).sum() + whole.norm())
+            if not float((scaled.sum(0) - whole).norm()) <= room:  # also where it is NaN
+                return False
+        return True
 
     def _read_mean(self, weights: Sequence[float]) -> TermForm | None:
         """Return the form of a term whose weights add up; None if they do not."""
@@ -370,7 +363,7 @@ _Pass = Callable[[Any, int], "tuple[list[Term], Any]"]
 
 @dataclass(slots=True)
 class TrialLosses:
-    """Tries losses on a few samples. Each pass begins with the same state; the last one leaves its own.
+    """Tries losses on a few samples, with graphs. Each pass begins with the same state; the last one leaves its own.
 
     Attributes:
         mark: Taken before; restored before each pass.
@@ -379,7 +372,6 @@ class TrialLosses:
     """
 
     passes: Sequence[_Pass]
-    modules: Sequence[nn.Module]
     weights: LossForms
     place: Callable[[Any], Any]
     mark: Mark
@@ -400,9 +392,8 @@ class TrialLosses:
             return None
         sample, first = chosen
         found = dict[str, list[TermForm]]()
-        with torch.enable_grad(), quiet_training(self.modules):
-            for source in self.passes:
-                self._try(source, sample, first, found)
+        for source in self.passes:
+            self._try(source, sample, first, found)
         return found
 
     def _try(self, source: _Pass, sample: Window, first: int, found: dict[str, list[TermForm]]) -> None:
@@ -445,11 +436,10 @@ class TrialLosses:
     def unchecked(self, window: Window) -> dict[str, list[TermForm]]:
         """Return the terms of each loss as the graph of a single sample suggests."""
         found = dict[str, list[TermForm]]()
-        with torch.enable_grad(), quiet_training(self.modules):
-            for source in self.passes:
-                for term in self._terms(source, window.cut(0, 1), 1):
-                    if term.over is None and not term.is_reported:
-                        found[term.name] = [_by_graph_alone(one) for one in read(term.value)]
+        for source in self.passes:
+            for term in self._terms(source, window.cut(0, 1), 1):
+                if term.over is None and not term.is_reported:
+                    found[term.name] = [_by_graph_alone(one) for one in read(term.value)]
         return {} if self.weights.is_trusted else found
 
     # --- passes -------------------------------------------------------------------------------------------------------

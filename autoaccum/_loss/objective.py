@@ -25,7 +25,7 @@ from autoaccum._loss.loss_check import MOST_SAMPLES, TrialLosses
 from autoaccum._loss.loss_entries import TOTAL, Entries
 from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.loss_weights import LossWeights
-from autoaccum._loss.modes import run_eagerly
+from autoaccum._loss.modes import quiet_training, run_eagerly
 from autoaccum._loss.terms import ELEMENTWISE, Form, Term, describe, is_pair, kind_of, of_torch, reported_term, term_of
 from autoaccum.errors import InvalidInputError
 
@@ -63,7 +63,7 @@ class Objective:
     """A model and its loss, evaluated on one micro-batch after another.
 
     Args:
-        model: Called by DESIGN's conventions with a pair's first half, a mapping's items, or the batch itself.
+        model: Called with a pair's first half, a mapping's items, or the batch itself.
         loss: A callable of (outputs, targets) or (outputs, batch); a list of callables of (model, batch), each with a
             forward pass of its own; None for the model's own loss or one chosen by the targets' type.
         forward: A callable of (model, batch) that returns the outputs, replacing the conventions.
@@ -223,22 +223,20 @@ class Objective:
             parameters: The parameters whose gradients are compared.
         """
         most, self._most = self._most, self._most // 2
-        weights = self.weights
+        weights, modules = self.weights, self.modules
         kind = next((parameter.device.type for parameter in parameters), "cpu")
-        casts = not isinstance(autocast(), nullcontext) or torch.is_autocast_enabled(kind)
+        casts = self.casts_itself or not isinstance(autocast(), nullcontext) or torch.is_autocast_enabled(kind)
         passes = [functools.partial(self.terms, source) for source in self.sources]
         parameters = [one for one in parameters if one.requires_grad]
-        casts = casts or self.casts_itself
-        trial = TrialLosses(passes, self.modules, weights, place, mark, autocast, casts=casts, parameters=parameters)
+        trial = TrialLosses(passes, weights, place, mark, autocast, casts=casts, parameters=parameters)
         mark.take()
         try:
-            with run_eagerly():
-                forms = trial.forms(window, most) if most > 1 else None
-                is_checked = forms is not None
-                forms = trial.unchecked(window) if forms is None else forms
+            with run_eagerly(), torch.enable_grad(), quiet_training(modules):
+                forms = trial.forms(window, most)
+                found = trial.unchecked(window) if forms is None else forms
         finally:
             mark.restore()
-        weights.learn(forms, is_checked=is_checked)
+        weights.learn(found, is_checked=forms is not None)
         weights.is_checked = trial.is_complete
         self._most = most  # which fit
 
