@@ -208,13 +208,13 @@ class NestedPiece(Piece):
             self._whole = reading.lists_of_samples(batch)
         leaves = [((at,), one) for at, one in flat] if is_flat else leaves_of(batch, self._whole)
         self._leaves = [leaf for _, leaf in leaves]
-        for leaf in self._leaves:
-            _refuse_what_cannot_be_cut(leaf)
         along = [dims] * len(leaves) if isinstance(dims, int) else [_dim_at(dims, batch, path) for path, _ in leaves]
-        sizes = [None if dim is None else _size_along(leaf, dim) for leaf, dim in zip(self._leaves, along, strict=True)]
-        self.samples = _count(self._leaves, along, sizes, batch, is_asked=reading is None)
+        self.samples = _count(self._leaves, along, batch, is_asked=reading is None)
         # None for what is passed on whole.
-        self._dims = [dim if size == self.samples else None for dim, size in zip(along, sizes, strict=True)]
+        self._dims = [
+            None if dim is None or _size_along(leaf, dim) != self.samples else dim
+            for leaf, dim in zip(self._leaves, along, strict=True)
+        ]
         self.is_plain = not self._whole and dims == 0
         # Whether it is a list, a tuple or a dictionary of tensors that are all cut along their rows.
         self.is_flat = is_flat and self.is_plain and None not in self._dims
@@ -358,13 +358,13 @@ def _size_along(leaf: Any, dim: int) -> int | None:
     return len(leaf) if type(leaf) in (list, tuple) else None
 
 
-def _count(
-    leaves: Iterable[Any], dims: Sequence[int | None], sizes: Sequence[int | None], batch: Any, *, is_asked: bool
-) -> int:
-    """Return the number of samples, given each leaf's dimension and size, and whether the user named dimensions."""
+def _count(leaves: Iterable[Any], dims: Sequence[int | None], batch: Any, *, is_asked: bool) -> int:
+    """Return the number of samples, given the dimension of each leaf, and whether the user named dimensions."""
     of_tensors: set[int] = set()
     of_arrays: set[int] = set()
-    for leaf, dim, size in zip(leaves, dims, sizes, strict=True):
+    for leaf, dim in zip(leaves, dims, strict=True):
+        _refuse_what_cannot_be_cut(leaf)
+        size = None if dim is None else _size_along(leaf, dim)
         if size is not None:
             if isinstance(leaf, np.ndarray):
                 of_arrays.add(size)
@@ -375,21 +375,21 @@ def _count(
                 f"split=Along({dim}): a tensor of shape {tuple(leaf.shape)} has no dimension {dim}; nest the "
                 "dimensions like the batch, as in Along((1, 0)) or Along({'inputs': 1, 'labels': 0})"
             )
-    found = of_tensors or (of_arrays if is_asked else set())
-    if not found:
+    sizes = of_tensors or (of_arrays if is_asked else set())
+    if not sizes:
         raise InvalidInputError(
             f"a batch of type {type(batch).__name__} holds no tensor with samples along its first dimension, so it "
             "cannot be counted or split; have the loader yield tensors (torch.utils.data.default_collate makes them), "
             "or pass split="
         )
-    if len(found) > 1:
+    if len(sizes) > 1:
         shapes = shapes_of(batch)
         raise InvalidInputError(
             f"the tensors of a batch must agree in {'that' if is_asked else 'their first'} dimension, the number of "
             f"samples, but found {shapes if len(shapes) <= _SHORTENED else f'{shapes[:_SHORTENED]}...'}; have the "
             f"loader yield one entry per sample in each{'' if is_asked else ', or pass split='}"
         )
-    return found.pop()
+    return sizes.pop()
 
 
 def _refuse_what_cannot_be_cut(leaf: Any) -> None:
