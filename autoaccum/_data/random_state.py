@@ -45,7 +45,7 @@ class RandomState:
             None if self._module is None else self._module.get_rng_state(self._device),
             random.getstate() if of_host else None,
             np.random.get_state(legacy=False) if of_host else None,  # noqa: NPY002 - the user's global generator
-            states_of(self._own),
+            tuple(map(_state, self._own)),
         )
         return self._states
 
