@@ -88,7 +88,7 @@ class Track:
     def __init__(self, loader: Iterable[Any], random: RandomState | None, split: Split | None = None) -> None:
         self._split = split
         self._loader: Any = loader
-        self._random = random
+        self._random: Any = random  # None where no position is asked for
         self._keeps_state = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
         self._generators = generators_of(loader)
         self._at = Position(closed=False)  # what all positions of an epoch have in common
@@ -115,7 +115,7 @@ class Track:
         if self._begun:
             return self._begun.pop()
         if self._random is not None:
-            self._before_last = self._taken()
+            self._before_last = self._random.take()
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -134,7 +134,7 @@ class Track:
         if self._random is not None:
             if epoch > 1:
                 self._start_workers_that_stay()
-            self._at = replace(self._at, start=self._taken(), generators=states_of(self._generators))
+            self._at = replace(self._at, start=self._random.take(), generators=states_of(self._generators))
         self._batches = iter(self._loader)
         self._is_at_end, self._is_its_own_iterator = False, self._batches is self._loader
         if isinstance(self._loader, GeneratorType):
@@ -146,9 +146,9 @@ class Track:
         """Start persistent workers without using random numbers, as if an earlier epoch had started them."""
         loader = self._loader
         if getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", loader) is None:
-            random, generators = self._taken(), states_of(self._generators)
+            random, generators = self._random.take(), states_of(self._generators)
             iter(loader)
-            self._set(random)
+            self._random.put_back(random)
             set_states(self._generators, generators)
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ class Track:
                 f"own, and this one has {len(self._generators)}; pass the same loader"
             )
         if position.start is None:  # the epoch has not begun
-            if position.loader_state is not None:
+            if self._keeps_state and position.loader_state is not None:
                 # Makes the loader apply the state. The epoch is started by another iterator, since this one has drawn
                 # random numbers for an epoch that turns out to be finished.
                 self._load(position, lambda: iter(self._loader))
@@ -203,7 +203,7 @@ class Track:
                 set_states(self._generators, position.generators)
             return self
         self._check_that_it_is_the_same(position)
-        self._set(position.start)
+        self._random.put_back(position.start)
         with _refusals_explained(self._loader):
             set_states(self._generators, position.generators)
         self._load(position, lambda: self.begin(position.epoch))  # some apply the state here
@@ -214,7 +214,7 @@ class Track:
         while self._drawn < position.whole:
             self._draw_again(position)
         if position.whole < position.batches:
-            self._set(position.before_last)
+            self._random.put_back(position.before_last)
             batch = self._draw_again(position)
             if (samples := count(batch, self._split)) <= position.used:
                 raise CheckpointError(
@@ -227,8 +227,7 @@ class Track:
     def _load(self, position: Position, begin: Callable[[], object]) -> None:
         """Give the loader its state, if it has one, and begin."""
         if not self._keeps_state:
-            if position.start is not None:
-                begin()
+            begin()
             return
         with _refusals_explained(self._loader):
             self._loader.load_state_dict(copy.deepcopy(position.loader_state))
@@ -266,15 +265,6 @@ class Track:
                 f"the checkpoint was made after {position.batches} batches of epoch {position.epoch}, but the "
                 f"loader now yields only {self._drawn}; {_SAME}"
             ) from None
-
-    def _taken(self) -> RandomStates:
-        assert self._random is not None
-        return self._random.take()
-
-    def _set(self, states: RandomStates | None) -> None:
-        assert self._random is not None
-        assert states is not None
-        self._random.put_back(states)
 
     def _loader_state(self) -> Any:
         return copy.deepcopy(self._loader.state_dict()) if self._keeps_state and self._random is not None else None

@@ -131,8 +131,9 @@ def run_of(term: Term, samples: int, batch: Any, parameters: Sequence[nn.Paramet
     else:
         terms = read(loss)
         for one in terms:
-            found = one.weight if one.weight is None else float(one.weight)
-            one.weight = found if found is None or not math.isinf(found) else 0.0  # what is multiplied by 0
+            if one.weight is not None:
+                weight = float(one.weight)
+                one.weight = 0.0 if math.isinf(weight) else weight  # what is multiplied by 0 is not there
     rows = []
     for number in range(len(terms)) if parameters else ():
         with _only(terms, number):

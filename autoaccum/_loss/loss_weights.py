@@ -108,12 +108,14 @@ class LossWeights(LossForms):
     def totals(self, window: Window) -> dict[Slot, float]:
         """Return what each term with a divisor of its own is divided by in a window, as the batch counts it."""
         found: dict[Slot, float] = {OF_SAMPLES: float(window.samples)}
+        if not window.samples:
+            return found
         if self._weighs_by_split():
-            found[_OF_SPLIT] = window.weight(0, window.samples) if window.samples else 0.0
+            found[_OF_SPLIT] = window.weight(0, window.samples)
         for name, forms in self.forms.items():
-            found[name, -1] = _expected(forms[0], window) if window.samples else 0.0
+            found[name, -1] = _expected(forms[0], window)
             for number, form in enumerate(forms):
-                if form.form is Form.MEAN and form.counts and window.samples:
+                if form.form is Form.MEAN and form.counts:
                     found[name, number] = _count(form, window)
         return found
 
@@ -147,7 +149,7 @@ class LossWeights(LossForms):
             self._weigh_by_split(factors, window, sizes, None if totals is None else totals[_OF_SPLIT])
         if common is Common.DIVISOR:
             self.set_provisional(window, totals)
-            if unread := self._counted():  # its graph does not say it: a count of the batch does
+            if unread := self._unread():  # its graph does not say it: a count of the batch does
                 counted = _counts(window, sizes, unread[0])
                 _refuse_ambiguous(counted)
                 for factor, counts in zip(factors, counted, strict=True):

@@ -117,7 +117,6 @@ class Objective:
         is_list = self._losses is loss
         self.sources = _sources(self._losses) if is_list else [Source(Objective._forward_and_loss)]
         self._kind = kind_of(loss)
-        self._is_elementwise = self._kind in ELEMENTWISE
         # Whether the loss is a function of outputs, so that it can be called on some of their rows alone.
         self.takes_outputs = loss is not None and not is_list
         # Whether a pass gives outputs beside the loss: the model's, or those that a closure returns.
@@ -278,7 +277,7 @@ class Objective:
         if self.loss is None:
             raw = self._own_or_default(outputs, batch)
         elif isinstance(batch, _PAIRS) and len(batch) == _PAIR:
-            if self._is_elementwise:
+            if self._kind in ELEMENTWISE:
                 _check_same_shape(outputs, batch[1], self._kind.__name__)
             raw = self._called(outputs, batch[1])
         elif self._kind is not None:
