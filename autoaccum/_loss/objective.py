@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
     from autoaccum._loss.modes import Mark
-    from autoaccum._loss.terms import TermForm
     from autoaccum._system.notices import Notices
 
 CALLS_USER_CODE = True  # for own_code.raised_here
@@ -334,11 +333,11 @@ class Objective:
             raise InvalidInputError(
                 f"no loss: the model returned {describe(outputs)}, which contains none, and {got}; {what}"
             )
-        loss, form = _default_loss(outputs, batch[1])
+        loss, value = _by_default(outputs, batch[1])
         if not self.weights.knows_all:
-            self.weights.trust(TOTAL, form)
+            self.weights.trust(TOTAL, of_torch(loss))
         self._notices.say(f"loss: {loss.__name__} for {batch[1].dtype} targets (loss=None)", key="default loss")
-        return loss(outputs, batch[1])
+        return value
 
     def _by_convention(self, batch: Any) -> Any:
         model = self.model
@@ -436,8 +435,11 @@ def _own_loss(outputs: Any) -> Any:
     }
 
 
-def _default_loss(outputs: Any, targets: Any) -> tuple[Loss, TermForm | None]:
-    """Choose cross entropy for integer targets and mean squared error for floating-point ones; return its form too."""
+def _by_default(outputs: Any, targets: Any) -> tuple[Loss, Tensor]:
+    """Return cross entropy for integer targets, mean squared error for floating-point ones: the function and its value.
+
+    Logits are of shape (N, C, ...) or (N, ..., C), and classes of shape (N, ...).
+    """
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.dtype is torch.bool:
         raise InvalidInputError(
             f"no loss can be chosen for outputs {describe(outputs)} and targets {describe(targets)}; pass loss=, or "
@@ -445,7 +447,7 @@ def _default_loss(outputs: Any, targets: Any) -> tuple[Loss, TermForm | None]:
         )
     if targets.is_floating_point() or targets.is_complex():
         _check_same_shape(outputs, targets, "mean squared error")
-        return functional.mse_loss, of_torch(functional.mse_loss)
+        return functional.mse_loss, functional.mse_loss(outputs, targets)
     classes_second = outputs.dim() > 1 and (outputs.shape[0], *outputs.shape[2:]) == tuple(targets.shape)
     classes_last = outputs.dim() > 1 and tuple(outputs.shape[:-1]) == tuple(targets.shape)
     if (not classes_second and not classes_last) or outputs.shape[1 if classes_second else -1] == 1:
@@ -454,17 +456,9 @@ def _default_loss(outputs: Any, targets: Any) -> tuple[Loss, TermForm | None]:
             f"{tuple(targets.shape)}: cross entropy needs (N, C, ...) against (N, ...), with C classes of at least 2; "
             "pass loss= (for one logit a sample, torch.nn.BCEWithLogitsLoss() and floating targets)"
         )
-    return cross_entropy if classes_second else cross_entropy_of_last, of_torch(functional.cross_entropy)
-
-
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of logits of shape (N, C, ...) and classes of shape (N, ...)."""
-    return functional.cross_entropy(outputs, targets.long())
-
-
-def cross_entropy_of_last(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of logits of shape (N, ..., C) and classes of shape (N, ...)."""
-    return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten().long())
+    if not classes_second:
+        outputs, targets = outputs.flatten(0, -2), targets.flatten()
+    return functional.cross_entropy, functional.cross_entropy(outputs, targets.long())
 
 
 def _check_same_shape(outputs: Any, targets: Any, what: str) -> None:
