@@ -29,13 +29,16 @@ WHY = ("is in use by process", "another process has taken the folder over and ha
 NEVER_SAID = ("FileNotFoundError", "make room")
 # It begins at a word, so that imports, which take seconds, do not set processes apart.
 SCRIPT = """
-import sys, time
+import random, sys, time
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 import autoaccum
 
 torch.manual_seed(3)
+random.seed(3)
+np.random.seed(3)
 chance = torch.Generator().manual_seed(1)
 data = TensorDataset(torch.randn(50, 6, generator=chance), torch.randint(3, (50,), generator=chance))
 model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
