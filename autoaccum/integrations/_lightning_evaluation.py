@@ -21,12 +21,7 @@ if TYPE_CHECKING:
     from autoaccum._engine.options import Options
     from autoaccum.integrations._lightning_logs import Logged
 
-# Each with the precision plugin's context for it.
-STEPS = {
-    "validation_step": "val_step_context",
-    "test_step": "test_step_context",
-    "predict_step": "predict_step_context",
-}
+STEPS = ("validation_step", "test_step", "predict_step")
 
 
 class Evaluating:
@@ -72,7 +67,7 @@ class Evaluating:
 
         def one(cut: Any, size: int) -> tuple[Any, Logged, int]:
             # Not through DistributedDataParallel, which may make all ranks wait for one that is trying again.
-            context = getattr(self._trainer.precision_plugin, STEPS[name])
+            context = getattr(self._trainer.precision_plugin, f"{name.replace('validation', 'val')}_context")
             with self._logs.of_part(lambda: size) as logged, context():
                 found = getattr(self._module, name)(cut, *further)
             return found, logged, size

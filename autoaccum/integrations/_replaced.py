@@ -1,4 +1,4 @@
-"""Lets attributes hide methods of other libraries' objects for a while."""
+"""Sets attributes of other libraries' objects for a while."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def replaced(*methods: tuple[Any, str, Callable[..., Any]]) -> Iterator[None]:
-    """Put functions in the place of methods within the block, each given as an object, a name and the function."""
-    kept = [vars(owner).get(name) for owner, name, _ in methods]
-    for owner, name, function in methods:
-        setattr(owner, name, function)
+def replaced(*attributes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Set attributes within the block, which may hide methods; each is an object, a name and what to set."""
+    kept = [vars(owner).get(name) for owner, name, _ in attributes]
+    for attribute in attributes:
+        setattr(*attribute)
     try:
         yield
     finally:
-        for (owner, name, _), before in zip(methods, kept, strict=True):
+        for (owner, name, _), before in zip(attributes, kept, strict=True):
             delattr(owner, name) if before is None else setattr(owner, name, before)
 
 
