@@ -274,6 +274,12 @@ def test_a_batch_size_that_is_constant_is_that_of_the_batch_for_whatever_reads_e
 class Weighing(Constant):
     """Gives each loader a batch size of its own, and training and the last loader one that depends on the batch."""
 
+    def loss_of(self, batch):
+        self.log("accuracy", self.accuracy(self(batch[0]), batch[1]), batch_size=len(batch[0]))
+        self.of_validation(self(batch[0]), batch[1])
+        self.log("of all", self.of_validation, on_epoch=True)
+        return super().loss_of(batch)
+
     def training_step(self, batch, batch_idx):
         loss = self.loss_of(batch)
         self.log("loss", loss, on_step=True, on_epoch=True, batch_size=batch[0].numel())
@@ -704,6 +710,7 @@ def test_batches_of_several_loaders_of_unlike_size_are_named():
         trainer.fit(Classifier(), loaders)
 
 
+@pytest.mark.filterwarnings("ignore::autoaccum.LossWarning")
 def test_a_batch_size_that_may_be_a_constant_or_a_samples_is_refused():
     loader = DataLoader(vectors(), batch_size=BATCH)
 
