@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._data.batches import Window
 from autoaccum._engine import devices
 from autoaccum._engine.does_not_fit import refusal
 from autoaccum._engine.events import Events
@@ -17,13 +19,9 @@ from autoaccum.integrations._lightning_logs import HeldLogs
 
 if TYPE_CHECKING:
     from autoaccum._engine.options import Options
+    from autoaccum.integrations._lightning_logs import Logged
 
-# Each with the precision plugin's context for it.
-STEPS = {
-    "validation_step": "val_step_context",
-    "test_step": "test_step_context",
-    "predict_step": "predict_step_context",
-}
+STEPS = ("validation_step", "test_step", "predict_step")
 
 
 class Evaluating:
@@ -67,16 +65,26 @@ class Evaluating:
             InvalidInputError: Memory ran out, and the batch cannot be cut.
         """
 
-        def step(cut: Any, size: int) -> tuple[Any, Any]:
-            logged = self._logs.begin_part()
+        def one(cut: Any, size: int) -> tuple[Any, Logged, int]:
             # Not through DistributedDataParallel, which may make all ranks wait for one that is trying again.
-            with getattr(self._trainer.precision_plugin, STEPS[name])():
+            context = getattr(self._trainer.precision_plugin, f"{name.replace('validation', 'val')}_context")
+            with self._logs.of_part(lambda: size) as logged, context():
                 found = getattr(self._module, name)(cut, *further)
-            self._logs.end_part(size)
-            return found, logged
+            return found, logged, size
 
+        def step(cut: Any, size: int) -> list[tuple[Any, Logged, int]]:
+            if size == 1 or not any(map(self._logs.is_unclear, before)):
+                done = one(cut, size)
+                before.append(done[1])
+                return [done]
+            # A part of another size, which tells.
+            window, half = Window([cut], self._split), size // 2
+            return [one(window.cut(0, half), half), one(window.cut(half, size), size - half)]
+
+        before: list[Logged] = []
         self._events.windows = self._trainer.global_step
-        with self._limit.in_force(), self._logs.holding():
-            done, sizes, _ = self._parts.of_batch(batch, self._split, step)
-        self._logs.log([logged for _, logged in done], sizes)
-        return joined([output for output, _ in done], sizes)
+        with self._limit.in_force(), self._logs.of(name, *further[1:]):
+            done, *_ = self._parts.of_batch(batch, self._split, step)
+        outputs, logged, sizes = zip(*chain.from_iterable(done), strict=True)
+        self._logs.log(logged, sizes)
+        return joined(outputs, sizes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,25 +15,20 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from autoaccum.errors import InvalidInputError
 from autoaccum.integrations._joined_parts import mean
+from autoaccum.integrations._replaced import refusal, replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+# What one call of a step has logged: by name and how often it was logged before, the value and further arguments.
+Logged = dict[tuple[str, int], tuple[Any, dict[str, Any]]]
+
 _OTHERS: dict[str, Any] = {"max": torch.amax, "min": torch.amin, "sum": torch.sum}
-
-
-@dataclass(slots=True)
-class Logged:
-    """What one call of a step has logged.
-
-    Attributes:
-        values: Arguments of `self.log` after the name, by name and how often it was logged before.
-        calls: Calls of loggers themselves, to be made later.
-    """
-
-    values: dict[tuple[str, int], tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
-    calls: list[Callable[[], object]] = field(default_factory=list)
+_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+_SIZE = "batch_size"
+_REFUSED = refusal("a logger's log_metrics", "use self.log, or call it in a hook such as on_train_batch_end")
 
 
 class HeldLogs:
@@ -50,9 +44,10 @@ class HeldLogs:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._module = trainer.lightning_module
-        self._part = Logged()
+        self._part: Logged = {}
+        self._of: tuple[Any, ...] = ()  # the step, and the number of its loader
         # Of each name: `batch_size=` of the calls so far, up to the second, and the parts' numbers of samples.
-        self._given: dict[tuple[str, int], tuple[set[Any], set[int]]] = {}
+        self._given: dict[tuple[Any, ...], tuple[set[Any], set[int]]] = {}
         self._note = self._noted  # one function for all batches, for the compiler
         metrics: list[Metric] = [module for module in self._module.modules() if isinstance(module, Metric)]
         # What they have computed may have a graph, which cannot be copied.
@@ -61,69 +56,78 @@ class HeldLogs:
         self._copies: list[tuple[Metric, Any]] = [*zip(metrics, self.of_batch, strict=True)]
 
     @contextmanager
-    def holding(self) -> Iterator[None]:
-        """Hold back what is logged in the block, also by loggers themselves."""
-        loggers, handles = self._trainer.loggers, []
+    def of(self, *step: Any) -> Iterator[None]:
+        """Count one batch of a step, and of a loader, in the block."""
+        self._of, handles = step, []
         for metric, copy in self._copies:
             copy.reset()
             copy.sync_on_compute = metric.dist_sync_on_step
             handles.append(metric.register_forward_hook(partial(_count, copy), with_kwargs=True))
-        # Attributes, which hide the methods.
-        self._module.log = self._note
-        for logger in loggers:
-            logger.log_metrics = partial(self._call, logger.log_metrics)
         try:
             yield
         finally:
-            for held, name in ((self._module, "log"), *((logger, "log_metrics") for logger in loggers)):
-                delattr(held, name)
             for handle in handles:
                 handle.remove()
 
-    def begin_part(self) -> Logged:
-        """Return what the next calls are noted in."""
-        self._part = Logged()
-        return self._part
-
-    def end_part(self, size: int) -> None:
-        """Note of how many samples the part was."""
-        for key, (_, _, options) in self._part.values.items():
-            given, sizes = self._given.setdefault(key, (set(), set()))
+    @contextmanager
+    def of_part(self, size: Callable[[], int]) -> Iterator[Logged]:
+        """Hold back what is logged in the block, for a part of so many samples."""
+        self._part = logged = Logged()
+        loggers = [(logger, "log_metrics", _REFUSED) for logger in self._trainer.loggers]
+        with replaced((self._module, "log", self._note), *loggers):
+            yield logged
+        for key, (_, options) in logged.items():
+            given, sizes = self._given.setdefault((*self._of, *key), (set(), set()))
             if len(given) < 2:  # noqa: PLR2004 - then it depends on the part
-                given.add(options.get("batch_size"))
-                sizes.add(size)
+                given.add(options.get(_SIZE))
+                sizes.add(size())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _noted(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        values, number = self._part.values, 0
-        while (name, number) in values:
+        number = 0
+        while (name, number) in self._part:
             number += 1
-        values[name, number] = value.detach().clone() if isinstance(value, Tensor) else value, args, options
+        value = value.detach().clone() if isinstance(value, Tensor) else value
+        self._part[name, number] = value, dict(zip(_ARGUMENTS, args, strict=False)) | options
 
-    def _call(self, log: Callable[..., object], *args: Any, **options: Any) -> None:
-        self._part.calls.append(partial(log, *args, **options))
+    def is_unclear(self, logged: Logged) -> bool:
+        """Whether it takes a part of another size to tell a constant `batch_size=` from that of a part."""
+        return any(self._is_unclear(key, *found) for key, found in logged.items())
+
+    def _is_unclear(self, key: tuple[str, int], value: Any, options: dict[str, Any]) -> bool:
+        if options.get(_SIZE) is None or isinstance(value, Metric) or _reduction(options) in _OTHERS:
+            return False
+        on_epoch = options.get("on_epoch")
+        counts = self._of[0] != "training_step" if on_epoch is None else on_epoch
+        given, sizes = self._given[*self._of, *key]
+        return counts and len(given) == len(sizes) == 1
 
     def log(self, parts: Sequence[Logged], sizes: Sequence[int]) -> None:
-        """Log each name once for the whole batch; what loggers were given themselves, as often as it was.
+        """Log each name once for the whole batch.
 
         Args:
             parts: Of each part that was completed.
             sizes: The samples of each part.
-        """
-        for call in [call for part in parts for call in part.calls]:
-            call()
-        for key in dict.fromkeys(key for part in parts for key in part.values):
-            found = [(*part.values[key], size) for part, size in zip(parts, sizes, strict=True) if key in part.values]
-            values, (args, *_), (options, *others), counts = zip(*found, strict=True)
-            given = [one.get("batch_size") for one in (options, *others)]
-            # One number for all parts is that of the batch, however it is cut.
-            ever, seen = self._given[key]
-            is_of_batch = None in given or (len(ever) == 1 and ever != seen)
-            value = self._whole(options.get("reduce_fx", "mean"), values, counts if is_of_batch else given)
-            total = given[0] if is_of_batch else sum(given)
-            self._module.log(key[0], value, *args, **options | {"batch_size": total})
 
-    def _whole(self, reduction: Any, values: Sequence[Any], weights: Sequence[float]) -> Any:
+        Raises:
+            InvalidInputError: It cannot be told whether `batch_size=` is of a part or of any batch.
+        """
+        for key in dict.fromkeys(key for part in parts for key in part):
+            found = [(*part[key], size) for part, size in zip(parts, sizes, strict=True) if key in part]
+            values, (options, *others), counts = zip(*found, strict=True)
+            if others and self._is_unclear(key, values[0], options):
+                raise InvalidInputError(
+                    f"self.log({key[0]!r}, batch_size={options[_SIZE]}) in {self._of[0]}: every part so far had "
+                    f"{counts[0]} of its batch's samples, so this number may depend on them, or be the same for any "
+                    "batch; leave batch_size out, so that each sample counts alike"
+                )
+            given = [one.get(_SIZE) for one in (options, *others)]
+            # One number for all parts is that of the batch, however it is cut.
+            is_of_batch = None in given or len(self._given[*self._of, *key][0]) == 1
+            value = self._whole(_reduction(options), values, counts if is_of_batch else given)
+            self._module.log(key[0], value, **options | {_SIZE: given[0] if is_of_batch else sum(given)})
+
+    def _whole(self, reduction: str, values: Sequence[Any], weights: Sequence[float]) -> Any:
         """Return what the step would have logged for the whole batch."""
         first = values[0]
         if len(values) == 1:
@@ -134,8 +138,12 @@ class HeldLogs:
                     first._forward_cache = copy.compute()  # where Lightning reads the value of a step
             return first
         numbers = [torch.as_tensor(value) for value in values]
-        name = str(reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")).removeprefix("a")
-        return _OTHERS[name](torch.stack(numbers), dim=0) if name in _OTHERS else mean(numbers, weights)
+        return _OTHERS[reduction](torch.stack(numbers), dim=0) if reduction in _OTHERS else mean(numbers, weights)
+
+
+def _reduction(options: dict[str, Any]) -> str:
+    given = options.get("reduce_fx", "mean")
+    return (given if isinstance(given, str) else getattr(given, "__name__", "")).lower().removeprefix("a")
 
 
 def _count(copy: Metric, _metric: Metric, args: tuple[Any, ...], kwargs: dict[str, Any], _value: Any) -> None:

@@ -51,7 +51,7 @@ class Training:
         self._logs = HeldLogs(trainer)
         self._of_batch = self._logs.of_batch  # found here, it is restored with the module
         self._further: tuple[Any, ...] = ()  # what `training_step` gets besides the batch
-        self._parts: list[tuple[Logged, int]] = []  # of each call for the batch, what was logged, and its samples
+        self._parts: list[Logged] = []  # of each call for the batch, what was logged
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self.report: BackwardReport | None = None
         device = trainer.strategy.root_device if options.device is None else options.device
@@ -74,10 +74,14 @@ class Training:
             self._module.optimizer_zero_grad(trainer.current_epoch, number, trainer.optimizers[0])
         self._further, self._parts = further, []
         try:
-            with self._logs.holding():
-                report = self.accumulator.backward(self._window(batch), keep="outputs")
-            # Those before are of samples that the loss was checked on, and of attempts that failed.
-            logged, sizes = zip(*self._parts[-len(report.micro_batches) :], strict=True)
+            window = self._window(batch)
+            with self._logs.of("training_step"):
+                report = self.accumulator.backward(window, keep="outputs")
+                sizes = report.micro_batches
+                # Those before are of samples that the loss was checked on, and of attempts that failed.
+                logged = self._parts[-len(sizes) :]
+                if len(sizes) > 1 and sizes[0] > 1 and self._logs.is_unclear(logged[0]):
+                    self._look_at_fewer(window, sizes[0] // 2)
         except _SkippedError:
             return None
         finally:
@@ -113,11 +117,26 @@ class Training:
                 "that could be split together; give all of them the same batch_size, or pass split="
             ) from error
 
+    def _look_at_fewer(self, window: Window, size: int) -> None:
+        """Note what is logged for fewer samples than a micro-batch has."""
+        savepoint = self.accumulator._step.savepoint()
+        savepoint.take()
+        self._called(window.cut(0, size))
+        savepoint.restore()
+
+    def _called(self, batch: Any) -> Any:
+        """Return what the module returned for a micro-batch."""
+        with (
+            self._logs.of_part(lambda: count(batch, self._split)) as logged,
+            self._trainer.precision_plugin.train_step_context(),
+        ):
+            found = self._module.training_step(batch, *self._further)
+        self._parts.append(logged)
+        return found
+
     def _loss(self, batch: Any) -> Any:
         """Return the loss of a micro-batch, and what else the module returned."""
-        logged = self._logs.begin_part()
-        with self._trainer.precision_plugin.train_step_context():
-            found = self._module.training_step(batch, *self._further)
+        found = self._called(batch)
         if found is None:
             if self._trainer.world_size == 1:
                 raise _SkippedError
@@ -135,7 +154,4 @@ class Training:
                 f"training_step returned {type(found).__name__} without a loss that is a tensor; return the loss, a "
                 "(sum, weight) pair, or a dictionary with it as 'loss', or of pairs alone"
             )
-        size = count(batch, self._split) if logged.values else 0
-        self._logs.end_part(size)
-        self._parts.append((logged, size))
         return {**losses, "outputs": outputs}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +22,12 @@ from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.terms import Form
 from autoaccum._system.reason_file import writes_reason
 from autoaccum.integrations._joined_parts import mean
+from autoaccum.integrations._replaced import replaced
 from autoaccum.integrations._trainer_logs import held_logs, log_held
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
@@ -148,14 +149,9 @@ class EvaluationInParts:
         return "num_items_in_batch" in inspect.unwrap(own).__code__.co_varnames
 
 
-@contextmanager
-def own_tokens(args: Any) -> Iterator[None]:
+def own_tokens(args: Any) -> AbstractContextManager[None]:
     """Let a trainer compute losses of this rank's tokens within the block; other ranks may be elsewhere."""
-    kept, args.average_tokens_across_devices = args.average_tokens_across_devices, False
-    try:
-        yield
-    finally:
-        args.average_tokens_across_devices = kept
+    return replaced((args, "average_tokens_across_devices", False))
 
 
 def _concatenated(parts: Sequence[Any]) -> Any:

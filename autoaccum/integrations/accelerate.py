@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +12,11 @@ from autoaccum._arguments import shown
 from autoaccum._engine.options import Options
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
+from autoaccum.integrations._replaced import refusal, replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from accelerate import Accelerator
     from torch import nn
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
 
 __all__ = ["windowed"]
+
+_REFUSED = refusal("Accelerator.log within the loss", "log what the function that windowed() returned has reported")
 
 
 def windowed(
@@ -89,7 +92,7 @@ def windowed(
     options = Options.of(windowed, locals())
     check_strategy(accelerator)
     _check_prepared(accelerator, model)
-    with _outside_of_parallel(model):
+    with _in_loss(accelerator, model):
         accumulator = Accumulator._of(
             # Not unwrapped from the autocast that `prepare` has put around its forward, by which the model casts.
             extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=True),
@@ -101,23 +104,18 @@ def windowed(
         )
 
     def backward(batch: Any, *, keep: str | None = None) -> BackwardReport:
-        with _outside_of_parallel(model):
+        with _in_loss(accelerator, model):
             return accumulator.backward(batch, keep=keep)
 
     return backward
 
 
-@contextmanager
-def _outside_of_parallel(model: nn.Module) -> Iterator[None]:
-    """Let a closure that calls the prepared model run the module inside, whose passes wait for nobody."""
-    if not isinstance(model, DistributedDataParallel):
-        yield
-        return
-    vars(model)["forward"] = model.module.__call__  # which hides the method
-    try:
-        yield
-    finally:
-        del vars(model)["forward"]
+def _in_loss(accelerator: Accelerator, model: nn.Module) -> AbstractContextManager[None]:
+    """Refuse logs in the block; let a closure that calls the prepared model run the module inside, unreduced."""
+    methods: list[tuple[Any, str, Any]] = [(accelerator, "log", _REFUSED)]
+    if isinstance(model, DistributedDataParallel):
+        methods.append((model, "forward", model.module.__call__))
+    return replaced(*methods)
 
 
 def check_strategy(accelerator: Accelerator) -> None:

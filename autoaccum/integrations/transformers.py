@@ -69,8 +69,8 @@ def windowed(
     once, and `gradient_accumulation_steps` multiplies it as before. When memory runs out, in training or evaluation,
     what failed is undone and restarted in smaller micro-batches. The loss of an optimizer step is a mean over all its
     tokens, on all ranks, also for models that take no `num_items_in_batch`. Trainers that generate (GRPO, RLOO) are cut
-    after generation and scoring, each batch by itself. What a trainer logs within `compute_loss` it logs for each
-    micro-batch, as with accumulation.
+    after generation and scoring, each batch by itself. TRL's metrics are those of each micro-batch, as with
+    accumulation.
 
     Args:
         trainer: `transformers.Trainer`, or a class made from it.
@@ -93,8 +93,8 @@ def windowed(
     Raises:
         InvalidInputError: `trainer` is no such class, or has been passed to this function before, or another argument
             cannot be used. `train()` raises it for DeepSpeed, FSDP and other strategies, several GPUs in one process,
-            optimizers that step in the backward pass, and an optimizer step whose batches the class's `training_step`
-            has not passed on to that of its base.
+            optimizers that step in the backward pass, an optimizer step whose batches the class's `training_step` has
+            not passed on to that of its base, and `Trainer.log` within `compute_loss`.
     """
     if not isinstance(trainer, type) or not issubclass(trainer, Trainer):
         raise InvalidInputError(
@@ -239,7 +239,7 @@ class Windows:
     def _counted_again(self, accumulator: Accumulator, held: Sequence[Held], sizes: Sequence[int]) -> float:
         """Return by how much the report's loss exceeds the window's: beside a sum, a router's counts each time."""
         trainer, known = self._trainer, accumulator._step.objective.weights.forms.values()
-        losses = [value for one in held for value in one.values.get(("train", "aux_loss"), ())]
+        losses = [value for one in held for value in one.get(("train", "aux_loss"), ())]
         if not losses or not {Form.SUM, Form.UNCONFIRMED} <= {form.form for forms in known for form in forms}:
             return 0.0
         own = [sum(losses), sum(map(mul, losses, sizes)), sum(sizes)]

@@ -275,3 +275,17 @@ def test_what_reduces_gradients_by_itself_is_refused_by_name(kind):
 
     with pytest.raises(autoaccum.errors.InvalidInputError, match=f"trains with {kind}"):
         windowed(loop.accelerator, loop.model, loss=cross_entropy)
+
+
+def test_a_log_within_the_loss_is_refused():
+    loop = Loop(is_plain=True)
+
+    def closure(batch):
+        loss = cross_entropy(loop.model(batch[0]), batch[1])
+        loop.accelerator.log({"loss": loss.item()})
+        return loss
+
+    backward = windowed(loop.accelerator, loop.model, closure=closure, **options())
+    with pytest.raises(autoaccum.InvalidInputError, match=r"Accelerator.log .* not once a batch; log what"):
+        backward(next(iter(loop.loader)))
+    assert "log" not in vars(loop.accelerator)

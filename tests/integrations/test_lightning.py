@@ -232,34 +232,38 @@ def test_logs_are_those_of_whole_batches_field_by_field(tmp_path):
 
 
 class Constant(Classifier):
-    """Gives all its logs one batch size, and one to a logger itself."""
+    """Gives all its logs one batch size."""
 
     def __init__(self, most=None, size=7):
         super().__init__(most)
         self.size = size
 
-    def training_step(self, batch, batch_idx):
+    def loss_of(self, batch):
         loss = functional.cross_entropy(self(batch[0]), batch[1])
         self.run_out(batch[0])
-        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=self.size)
-        if self.logger is not None:
-            self.logger.log_metrics({"own": float(batch_idx)}, step=batch_idx)
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss_of(batch)
+        self.log("loss", loss, False, None, False, True, batch_size=self.size)
         return loss
 
     def validation_step(self, batch, batch_idx):
-        loss = functional.cross_entropy(self(batch[0]), batch[1])
-        self.run_out(batch[0])
-        self.log("validation", loss, batch_size=self.size)
+        self.log("validation", self.loss_of(batch), batch_size=self.size)
 
 
-@pytest.mark.parametrize("size", [1, 4, 7, 12])  # 4 is also that of a micro-batch
-def test_a_batch_size_that_is_constant_is_that_of_the_batch_for_whatever_reads_epochs_means(size, tmp_path):
+@pytest.mark.parametrize("size", [1, 3, 7])  # 3 is also that of a part, of the first batch as well
+@pytest.mark.parametrize("reduction", [None, "mean"])
+def test_a_batch_size_that_is_constant_is_that_of_the_batch_for_whatever_reads_epochs_means(size, reduction, tmp_path):
     """Else they would weigh batches by their number of parts."""
     found = []
-    for name, most, adapters in (("plain", None, []), ("ours", 5, [windowed(micro_batch=4)])):
+    for name, most, adapters in (
+        ("plain", None, []),
+        ("ours", 5, [windowed(micro_batch=3, loss_reduction=reduction)]),
+    ):
         kept = ModelCheckpoint(tmp_path / name, monitor="loss", save_top_k=1)
         stops = pl.callbacks.EarlyStopping("loss", check_on_train_epoch_end=True, min_delta=10.0, patience=2)
-        trainer = fitted(Constant(most, size), vectors(), *adapters, kept, stops, epochs=5, validates=size != 4)
+        trainer = fitted(Constant(most, size), vectors(), *adapters, kept, stops, epochs=5, validates=True)
         read = [kept.best_model_score, stops.best_score, *trainer.callback_metrics.values()]
         found.append([trainer.current_epoch, *map(float, read)])
 
@@ -267,12 +271,34 @@ def test_a_batch_size_that_is_constant_is_that_of_the_batch_for_whatever_reads_e
     assert found[1] == pytest.approx(found[0], rel=1e-6)
 
 
-def test_what_a_logger_is_given_in_a_step_is_of_parts_that_count(tmp_path):
-    callback = windowed(micro_batch=6)
-    fitted(Constant(), vectors(), callback, folder=tmp_path)
+class Weighing(Constant):
+    """Gives each loader a batch size of its own, and training and the last loader one that depends on the batch."""
 
-    logged = [row["own"] for row in rows(tmp_path) if row.get("own")]
-    assert logged == ["0.0", "0.0", "1.0", "1.0", "2.0"]
+    def loss_of(self, batch):
+        self.log("accuracy", self.accuracy(self(batch[0]), batch[1]), batch_size=len(batch[0]))
+        self.of_validation(self(batch[0]), batch[1])
+        self.log("of all", self.of_validation, on_epoch=True)
+        return super().loss_of(batch)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss_of(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=batch[0].numel())
+        return loss
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        sizes = [3, 6, len(batch[0]), batch[0].numel()]
+        self.log("loss", self.loss_of(batch), batch_size=sizes[dataloader_idx])
+
+
+def test_a_batch_size_that_depends_on_the_part_is_added_up_in_each_loader_by_itself(tmp_path):
+    loaders = [DataLoader(vectors(), batch_size=BATCH)] * 4
+    expected = pl.Trainer(**QUIET).validate(Weighing(), loaders, verbose=False)
+    found = pl.Trainer(callbacks=[windowed()], **QUIET).validate(Weighing(most=5), loaders, verbose=False)
+    assert found == [pytest.approx(results) for results in expected]
+
+    fitted(Weighing(), vectors(), folder=tmp_path / "plain")
+    fitted(Weighing(), vectors(), windowed(micro_batch=4, loss_reduction="mean"), folder=tmp_path / "ours")
+    assert_same_log(rows(tmp_path / "plain"), rows(tmp_path / "ours"))
 
 
 @pytest.mark.parametrize("batches", [2, 3])
@@ -682,6 +708,27 @@ def test_batches_of_several_loaders_of_unlike_size_are_named():
 
     with pytest.raises(autoaccum.InvalidInputError, match=r"2 loaders \(CombinedLoader\).*same batch_size.*split="):
         trainer.fit(Classifier(), loaders)
+
+
+@pytest.mark.filterwarnings("ignore::autoaccum.LossWarning")
+def test_a_batch_size_that_may_be_a_constant_or_a_samples_is_refused():
+    loader = DataLoader(vectors(), batch_size=BATCH)
+
+    with pytest.raises(autoaccum.InvalidInputError, match=r"'validation', batch_size=1.*leave batch_size out"):
+        pl.Trainer(callbacks=[windowed()], **QUIET).validate(Constant(1, 1), loader, verbose=False)
+    with pytest.raises(autoaccum.InvalidInputError, match=r"'loss', batch_size=7.*leave batch_size out"):
+        fitted(Constant(most=1), vectors(), windowed())
+
+
+class OwnLogger(Classifier):
+    def training_step(self, batch, batch_idx):
+        self.logger.log_metrics({"batch": batch_idx})
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_logger_called_in_a_step_is_refused(tmp_path):
+    with pytest.raises(autoaccum.InvalidInputError, match=r"log_metrics .* not once a batch; use self.log, or"):
+        fitted(OwnLogger(), vectors(), windowed(), folder=tmp_path)
 
 
 class Lossless(Classifier):

@@ -482,7 +482,6 @@ class Weighed(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        self.log({"cross_entropy": float(loss.detach())})
         loss = loss + 0.01 * sum(parameter.square().mean() for parameter in model.parameters())
         loss = loss + 0.01 * outputs.logits.logsumexp(-1).square().mean()
         return (loss, outputs) if return_outputs else loss
@@ -518,8 +517,40 @@ def test_terms_beside_one_divided_by_all_tokens_have_their_own_weight(tmp_path, 
     parts = {"per_device_train_batch_size": most, "gradient_accumulation_steps": 12 // most}
     theirs = trained(Weighed, tmp_path, **PLAIN, **parts)
     assert losses_of(ours) == pytest.approx(losses_of(theirs), rel=1e-3)  # the z-loss depends on padding
-    logged = [[entry["cross_entropy"] for entry in history(one) if "cross_entropy" in entry] for one in (ours, theirs)]
-    assert len(logged[0]) == len(logged[1]) == 12 // most  # none of samples that the loss was only checked on
+
+
+class Reporting(Trainer):
+    """Reports a number beside the loss, and logs it once an optimizer step."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        outputs, labels = model(**inputs), inputs["labels"]
+        right = (outputs.logits.argmax(-1) == labels).double()
+        return {"loss": outputs.loss, "right": (right.sum(), labels.numel()), "share": right.mean(1)}
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        losses = self.autoaccum.last_backward.losses
+        self.log({name: losses[name] for name in ("right", "share")})
+        return loss
+
+
+def test_numbers_beside_the_loss_are_logged_once_an_optimizer_step(tmp_path):
+    whole, ours = (trained(cut(Reporting, micro_batch=most), tmp_path, "bert") for most in (12, 5))
+
+    found = [[entry for entry in history(one) if "right" in entry] for one in (whole, ours)]
+    assert len(found[0]) == 3
+    assert found[1] == [pytest.approx(entry) for entry in found[0]]
+
+
+class Logging(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        self.log({"now": 1.0})
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+def test_a_log_within_the_loss_is_refused(tmp_path):
+    with pytest.raises(autoaccum.InvalidInputError, match=r"Trainer.log .* not once a batch; .*last_backward.losses"):
+        trained(cut(Logging), tmp_path)
 
 
 def losses_of(trainer):
