@@ -26,14 +26,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from workloads import MIB, Transformer
 
 import autoaccum
 from autoaccum._memory import _linux
 from autoaccum._memory.host import Host
 
-MIB = 2**20
 # Samples of a micro-batch, of which a timed window has two; of a window of `fit`; and its limit.
 TASKS = {"tutorial": (64, 256, 96), "convolutional": (64, 256, 40), "gpt": (8, 64, 160)}
 TIMED_LIMIT = "1GiB"  # that timed windows stay well below
@@ -41,46 +39,12 @@ SMALL_LIMITS_MIB = (10, 15, 20, 25, 30, 35, 40)
 LATER = 6  # windows after those that are measured
 
 
-class Block(nn.Module):
-    """Pre-norm attention and MLP."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the block."""
-        n, t, c = x.shape
-        parts = self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        q, k, v = (part.view(n, t, self.heads, c // self.heads).transpose(1, 2) for part in parts)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(n, t, c))
-        return x + self.mlp(self.norm2(x))
-
-
-class Gpt(nn.Module):
-    """A small GPT: 2 layers of width 128 over 128 tokens."""
-
-    def __init__(self, vocabulary: int = 2000, width: int = 128, layers: int = 2, length: int = 128) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run the network."""
-        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
-        return self.head(self.norm(self.blocks(x))).transpose(1, 2)
-
-
 def model_and_batch(name: str, samples: int) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(0)
     if name == "gpt":
         tokens = torch.randint(2000, (samples, 128))
-        return Gpt(), (tokens, tokens.roll(-1, 1))
+        model = Transformer(vocabulary=2000, width=128, layers=2, length=128, dropout=0.0)
+        return model, (tokens, tokens.roll(-1, 1))
     first, second, side, pool = (8, 16, 64, 8) if name == "tutorial" else (32, 64, 16, 2)
     layers = [nn.Conv2d(1, first, 3, padding=1), nn.ReLU(), nn.Conv2d(first, second, 3, padding=1), nn.ReLU()]
     layers.append(nn.AvgPool2d(pool))

@@ -35,7 +35,7 @@ COMPARED = {
     "lightning": "Lightning, the same sizes",
     "accelerate": "Accelerate, the same sizes",
 }
-UPDATES, WARM_UP, SETTLE = 8, 3, 60
+UPDATES, WARM_UP, SETTLE = 8, 3, 32  # `fit` searches in some 8 windows and compares 3 plans in 12
 MOST_CUTS = 4
 
 
