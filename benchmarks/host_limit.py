@@ -4,8 +4,8 @@ For the tutorial's model, a convolutional net and a small GPT:
 
 * The CPU time of an update under `memory_limit` over that of the same update without: the median of pairs. Each kind
   has a process of its own; the two answer in turn, in changing order, so that the machine's drift affects both.
-* The micro-batches that `fit` finds under a limit, the memory in use with them and with one micro-batch less, and the
-  most resident memory of later windows, in which the heap keeps freed blocks.
+* The micro-batches that `fit` finds under a limit, the memory in use with them, and the most resident memory of later
+  windows, in which the heap keeps freed blocks.
 * How trainings of the convolutional net end under limits that few of its samples fit into.
 
     python benchmarks/host_limit.py [--rounds 40] [--out benchmarks/results/host_limit-NAME.json]
@@ -120,17 +120,6 @@ def train_child(name: str, limit_mib: str) -> None:
     print(json.dumps(found | {"peak_mib": peak} | more))
 
 
-def peak_child(name: str, size: str) -> None:
-    """Print the memory in use, in MiB, of a micro-batch beside gradients."""
-    model, (inputs, targets) = model_and_batch(name, int(size))
-    host, loss = Host(), nn.CrossEntropyLoss()
-    with host.limited(2**32):
-        loss(model(inputs[:2]), targets[:2]).backward()
-        host.reset_peak()
-        loss(model(inputs), targets).backward()
-        print(host.peak_bytes() / MIB)
-
-
 # --- parent ---------------------------------------------------------------------------------------------------------
 
 
@@ -176,29 +165,17 @@ def run_training(name: str, limit_mib: int) -> dict:
     return row | {"ended": signal.Signals(-process.returncode).name if process.returncode < 0 else said}
 
 
-def run_exactness(name: str) -> dict:
-    """Train, and measure a micro-batch of the next smaller number of equal ones."""
-    _, window, limit_mib = TASKS[name]
-    row = run_training(name, limit_mib)
-    if row.get("micro_batches", 1) > 1:
-        larger = -(-window // (row["micro_batches"] - 1))
-        out, _ = child("peak", name, larger).communicate()
-        row |= {"larger": larger, "larger_mib": float(out)}
-    return row
-
-
 def table(results: dict) -> str:
     lines = ["| model | CPU time of an update under a limit / without | quartiles |", "|---|---|---|"]
     for row in results["cost"]:
         low, high = row["ratio_quartiles"]
         lines.append(f"| {row['task']} | {row['ratio']:.3f} | {low:.3f} to {high:.3f} |")
-    columns = "model", "limit, MiB", "ended", "micro-batch", "in use, MiB", "resident, MiB", "ran out", "one less, MiB"
-    lines += ["", f"| {' | '.join(columns)} |", "|---|---|---|---|---|---|---|---|"]
+    columns = "model", "limit, MiB", "ended", "micro-batch", "in use, MiB", "resident, MiB", "ran out"
+    lines += ["", f"| {' | '.join(columns)} |", "|---|---|---|---|---|---|---|"]
     for row in results["exactness"] + results["trainings"]:
         numbers = [f"{row[key]:.1f}" if key in row else "-" for key in ("peak_mib", "resident_mib")]
-        larger = f"{row['larger_mib']:.1f} ({row['larger']})" if "larger" in row else "-"
         known = row["task"], row["limit_mib"], row["ended"], row.get("micro_batch", "-"), *numbers
-        lines.append(f"| {' | '.join(map(str, (*known, row.get('oom_events', '-'), larger)))} |")
+        lines.append(f"| {' | '.join(map(str, (*known, row.get('oom_events', '-'))))} |")
     return "\n".join(lines)
 
 
@@ -211,7 +188,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.child:
         kind, *rest = arguments.child
-        {"time": time_child, "train": train_child, "peak": peak_child}[kind](*rest)
+        {"time": time_child, "train": train_child}[kind](*rest)
         return
     results = {
         "torch": torch.__version__,
@@ -219,7 +196,7 @@ def main() -> None:
         "glibc": " ".join(platform.libc_ver()),
         "python": platform.python_version(),
         "cost": [run_timing(name, arguments.rounds) for name in arguments.tasks],
-        "exactness": [run_exactness(name) for name in arguments.tasks],
+        "exactness": [run_training(name, TASKS[name][2]) for name in arguments.tasks],
         "trainings": [run_training("convolutional", limit_mib) for limit_mib in SMALL_LIMITS_MIB],
     }
     if arguments.out:
