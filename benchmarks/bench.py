@@ -83,33 +83,14 @@ def run(options, results, say, out):
 
 def first_update(_connection, name, micro_batch):
     """Return the seconds of `fit` to the end of its first update, and the size."""
-    import autoaccum  # noqa: PLC0415 - in the child only
-
-    workload = WORKLOADS[name]
+    workload, ended_s = WORKLOADS[name], []
     model, optimizer = workload.made()
-    window, ended_s = workload.batch(workload.target), []
-
-    class Watch(autoaccum.Callback):
-        def on_step(self, report, *, epoch):  # noqa: ARG002 - as the base has it
-            ended_s.append(time.perf_counter())
-
-    os.environ["AUTOACCUM_CACHE_DIR"] = ""  # nothing is remembered
+    windows, size = [workload.batch(workload.target)], micro_batch or "auto"
     began_s = time.perf_counter()
-    result = autoaccum.fit(
-        model,
-        [window],
-        workload.target,
-        loss=workload.criterion,
-        optimizer=optimizer,
-        device="cpu",
-        precision="fp32",
-        memory_limit=workload.limit_bytes,
-        micro_batch=micro_batch or "auto",
-        max_steps=1,
-        callbacks=[Watch()],
-        progress=False,
+    found = throughput.by_fit(
+        workload, model, optimizer, windows, lambda: ended_s.append(time.perf_counter()), micro_batch=size, max_steps=1
     )
-    return {"seconds": ended_s[0] - began_s, "micro_batch": result.plan.micro_batch}
+    return {"seconds": ended_s[0] - began_s, "micro_batch": found["micro_batch"]}
 
 
 def to_first_update(name, repeats, say):

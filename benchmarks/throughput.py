@@ -60,15 +60,17 @@ def train(_connection, name, how, sizes=None):
         if meter is not None and len(ended) == WARM_UP:
             meter.stop()
 
-    ways = {"fit": by_fit, "no-limit": without_limit, "lightning": by_lightning, "accelerate": by_accelerate}
-    parts = window if sizes is None else cut(window, sizes)
-    found = ways.get(how, by_hand)(workload, model, optimizer, parts, update_ends)
+    ways = {"no-limit": without_limit, "lightning": by_lightning, "accelerate": by_accelerate}
+    if how == "fit":
+        found = by_fit(workload, model, optimizer, [window] * (SETTLE + UPDATES), update_ends)
+    else:
+        found = ways.get(how, by_hand)(workload, model, optimizer, cut(window, sizes), update_ends)
     last = list(zip(*ended[-UPDATES - 1 :], strict=True))
     medians = [statistics.median(after - before for before, after in itertools.pairwise(at)) for at in last]
     return dict(zip(("seconds", "cpu_seconds", "page_faults"), medians, strict=True)) | (found or {})
 
 
-def by_fit(workload, model, optimizer, window, update_ends):
+def by_fit(workload, model, optimizer, windows, update_ends, **options):
     import autoaccum  # noqa: PLC0415 - each process needs its own library only
 
     class Ends(autoaccum.Callback):
@@ -78,7 +80,7 @@ def by_fit(workload, model, optimizer, window, update_ends):
     os.environ["AUTOACCUM_CACHE_DIR"] = ""  # nothing is remembered
     result = autoaccum.fit(
         model,
-        [window] * (SETTLE + UPDATES),
+        windows,
         workload.target,
         loss=workload.criterion,
         optimizer=optimizer,
@@ -87,8 +89,9 @@ def by_fit(workload, model, optimizer, window, update_ends):
         memory_limit=workload.limit_bytes,
         callbacks=[Ends()],
         progress=False,
+        **options,
     )
-    return {"cut": result.plan.micro_batches, "oom_events": result.oom_events}
+    return {"cut": result.plan.micro_batches, "micro_batch": result.plan.micro_batch, "oom_events": result.oom_events}
 
 
 def by_hand(workload, model, optimizer, parts, update_ends):
