@@ -60,13 +60,14 @@ class Meter:
         host.reset_peak()
 
     def _begin(self):
-        if not self._over:  # else the peak is that of the attempt before
-            self.check()
+        self.check()
         self._over = False
         self._host.reset_peak()
 
     def check(self):
-        """Raise if more than the limit was in use since the pass began."""
+        """Raise if more than the limit was in use since the pass began; once, as the attempt ends with it."""
+        if self._over:
+            return
         excess = self._host.excess(self._host.peak_bytes())
         if excess is not None:
             self._over = True

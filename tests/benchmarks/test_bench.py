@@ -61,6 +61,7 @@ def test_what_takes_more_than_the_limit_is_refused_and_does_not_count_towards_th
             with pytest.raises(torch.OutOfMemoryError, match=r"of 64\.0 MiB"):
                 workload.update(model, optimizer, [workload.batch(40)])
             optimizer.zero_grad()
+            optimizer.step(lambda: workload.loss(model, workload.batch(4)).backward())  # as Lightning calls it
             workload.update(model, optimizer, [workload.batch(4)] * 2)
 
 
