@@ -63,7 +63,7 @@ def run(options, results, say, out):
     quick = options.quick
     chosen = options.workloads or (["gpt", "mlp"] if quick else list(WORKLOADS))
     timed = options.workloads or (["gpt"] if quick else throughput.SMALLER)
-    rounds, repeats = (2, 2) if quick else (5, 3)
+    rounds, repeats = (2, 2) if quick else (4, 3)
     parts = {
         "finders": (chosen, lambda name: finders.measure(name, options.finders, say)),
         "throughput": (
@@ -83,33 +83,14 @@ def run(options, results, say, out):
 
 def first_update(_connection, name, micro_batch):
     """Return the seconds of `fit` to the end of its first update, and the size."""
-    import autoaccum  # noqa: PLC0415 - in the child only
-
-    workload = WORKLOADS[name]
+    workload, ended_s = WORKLOADS[name], []
     model, optimizer = workload.made()
-    window, ended_s = workload.batch(workload.target), []
-
-    class Watch(autoaccum.Callback):
-        def on_step(self, report, *, epoch):  # noqa: ARG002 - as the base has it
-            ended_s.append(time.perf_counter())
-
-    os.environ["AUTOACCUM_CACHE_DIR"] = ""  # nothing is remembered
+    windows, size = [workload.batch(workload.target)], micro_batch or "auto"
     began_s = time.perf_counter()
-    result = autoaccum.fit(
-        model,
-        [window],
-        workload.target,
-        loss=workload.criterion,
-        optimizer=optimizer,
-        device="cpu",
-        precision="fp32",
-        memory_limit=workload.limit_bytes,
-        micro_batch=micro_batch or "auto",
-        max_steps=1,
-        callbacks=[Watch()],
-        progress=False,
+    found = throughput.by_fit(
+        workload, model, optimizer, windows, lambda: ended_s.append(time.perf_counter()), micro_batch=size, max_steps=1
     )
-    return {"seconds": ended_s[0] - began_s, "micro_batch": result.plan.micro_batch}
+    return {"seconds": ended_s[0] - began_s, "micro_batch": found["micro_batch"]}
 
 
 def to_first_update(name, repeats, say):
@@ -208,18 +189,21 @@ def throughput_table(rows):
     def told(sizes):
         return "+".join(map(str, sizes)) if len(sizes) <= 4 else f"{len(sizes)} x {max(sizes)}"
 
+    shown = [how for how in COMPARED if any(how in row["ratios"] or how in row.get("gone", {}) for row in rows)]
     lines = [
         [
             f"{row['workload']}, {row['limit_bytes'] // MIB} MiB, {row['target']}",
             told(row["cut"]),
             told(row["best_cut"]),
         ]
-        + [ratio_of(row, how) for how in COMPARED]
+        + [ratio_of(row, how) for how in shown]
         if "cut" in row
-        else [row["workload"], *["failed"] * (2 + len(COMPARED))]
+        else [row["workload"], *["failed"] * (2 + len(shown))]
         for row in rows
     ]
-    return table(["model, limit, target", "sizes of `fit`", "best sizes of the sweep", *COMPARED.values()], lines)
+    return table(
+        ["model, limit, target", "sizes of `fit`", "best sizes of the sweep", *map(COMPARED.get, shown)], lines
+    )
 
 
 def markdown(results):

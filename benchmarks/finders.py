@@ -1,27 +1,26 @@
 """The answers of finders of the largest batch, the steps they take, and whether they restore the state.
 
-Every finder runs on every workload in its own process, under the same limit: on the CPU of the process, on a GPU as a
-share of its memory. Its answer is compared with the truth: a bracket in which each size
-trains in its own process, two updates of which the second has two micro-batches, so that gradients and optimizer state
-exist when the last begins.
+Every finder runs on every workload in its own process, under the same limit, measured in the same way: see `Meter`; on
+a GPU it is a share of its memory. Its answer is compared with the truth: a bracket in which each size trains in a
+process of its own under that limit, two updates of which the second has two micro-batches, so that gradients and
+optimizer state exist when the last begins.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import math
 import random
-import resource
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import isolated
 import numpy as np
 import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from workloads import GPU_WORKLOADS, WORKLOADS, cut, each, placed
 
 from autoaccum._memory.host import Host
@@ -37,39 +36,73 @@ FINDERS = {
 ALL = WORKLOADS | GPU_WORKLOADS
 STEPS = 2
 TIMEOUT_S = 180
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 
 # --- in the child ---------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def limited(workload):
-    """Limit the memory of this process: that of the GPU, or of the host beyond what it holds now.
+class Meter:
+    """Raises where a step takes more than the limit, as an allocator with so much memory would, if somewhat later.
 
-    On the host an allocation beyond the limit fails, where that of `fit` is soft. glibc's thresholds are fixed, so that
-    freed blocks leave the process.
+    It looks after each module's forward pass, after each backward pass, and after the optimizer's step. What counts is
+    the memory in use at its highest, as for `fit`: resident memory without file pages, while freed blocks leave the
+    process at once. What one pass took does not count towards the next.
+    """
+
+    def __init__(self, host, model):
+        self._host, self._model, self._over = host, model, False
+        self._handles = [
+            register_module_forward_pre_hook(lambda module, _: self._begin() if module is model else None),
+            register_module_forward_hook(lambda *_: self.check()),
+            register_optimizer_step_pre_hook(lambda *_: self.check()),
+            register_optimizer_step_post_hook(lambda *_: self.check()),
+        ]
+        host.reset_peak()
+
+    def _begin(self):
+        self.check()
+        self._over = False
+        self._host.reset_peak()
+
+    def check(self):
+        """Raise if more than the limit was in use since the pass began; once, as the attempt ends with it."""
+        if self._over:
+            return
+        excess = self._host.excess(self._host.peak_bytes())
+        if excess is not None:
+            self._over = True
+            # All finders recognize PyTorch's message of the CPU.
+            raise torch.OutOfMemoryError(f"DefaultCPUAllocator: can't allocate memory: {excess}")
+
+    def stop(self):
+        """Measure no longer, and let the heap keep freed blocks, as `fit` does after its first windows."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._host.stop_measuring()
+
+
+@contextlib.contextmanager
+def limited(workload, model=None):
+    """Limit the memory: on a GPU its own; on the host that beyond what is held now, with the limit and heap of `fit`.
+
+    On the host it yields the `Meter`.
     """
     if workload.device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(workload.limit_bytes / total)
         try:
-            yield
+            yield None
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         return
-    with Host().limited(None):  # with threads started
-        libc = ctypes.CDLL(None)
-        for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
-            libc.mallopt(option, 128 * 1024)
-        status = Path("/proc/self/status").read_text().splitlines()
-        held = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
-        before = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (held + workload.limit_bytes, before[1]))
+    host = Host()
+    with host.limited(workload.limit_bytes):
+        meter = Meter(host, model)
         try:
-            yield
+            yield meter
         finally:
-            resource.setrlimit(resource.RLIMIT_DATA, before)
+            meter.stop()
 
 
 def state_of(model, optimizer):
@@ -224,7 +257,7 @@ def by_lightning(workload, model, optimizer, watched, finder):
         batch_size_scaling._try_loop_run = watched_attempt
         module = Module(model, optimizer, Samples(workload), workload.loss)
         tuner = Tuner(trainer(max_epochs=1))
-        with limited(workload):
+        with limited(workload, model):
             watched.begin()
             answer = tuner.scale_batch_size(module, mode=finder.removeprefix("lightning-"))
             seconds = watched.seconds()
@@ -248,7 +281,7 @@ def by_accelerate(workload, model, optimizer, watched, _finder):
                     break
         return batch_size
 
-    with limited(workload):
+    with limited(workload, model):
         watched.begin()
         return train(), watched.seconds()
 
@@ -260,7 +293,7 @@ def by_halving(workload, model, optimizer, watched, _finder):
     autoaccum recognizes out-of-memory errors. The clock stops at the second micro-batch of the attempt that succeeds.
     """
     size, window = workload.target, workload.batch(workload.target)
-    with limited(workload):
+    with limited(workload, model):
         watched.begin()
         while True:
             watched.look()
@@ -290,10 +323,10 @@ def fits(_connection, name, size):
     """Whether plain training with this size works."""
     workload = ALL[name]
     model, optimizer = workload.made()
-    chosen = torch.arange(size) % 64
-    batch = each(workload.batch(64), lambda part: part[chosen])
+    pool, chosen = workload.batch(64), torch.arange(size) % 64
     try:
-        with limited(workload):
+        with limited(workload, model):
+            batch = each(pool, lambda part: part[chosen])
             workload.update(model, optimizer, [batch])
             workload.update(model, optimizer, [batch, batch])
     except Exception as error:

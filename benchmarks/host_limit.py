@@ -4,8 +4,8 @@ For the tutorial's model, a convolutional net and a small GPT:
 
 * The CPU time of an update under `memory_limit` over that of the same update without: the median of pairs. Each kind
   has a process of its own; the two answer in turn, in changing order, so that the machine's drift affects both.
-* The micro-batches that `fit` finds under a limit, the memory in use with them and with one micro-batch less, and the
-  most resident memory of later windows, in which the heap keeps freed blocks.
+* The micro-batches that `fit` finds under a limit, the memory in use with them, and the most resident memory of later
+  windows, in which the heap keeps freed blocks.
 * How trainings of the convolutional net end under limits that few of its samples fit into.
 
     python benchmarks/host_limit.py [--rounds 40] [--out benchmarks/results/host_limit-NAME.json]
@@ -26,14 +26,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from workloads import MIB, Transformer
 
 import autoaccum
 from autoaccum._memory import _linux
 from autoaccum._memory.host import Host
 
-MIB = 2**20
 # Samples of a micro-batch, of which a timed window has two; of a window of `fit`; and its limit.
 TASKS = {"tutorial": (64, 256, 96), "convolutional": (64, 256, 40), "gpt": (8, 64, 160)}
 TIMED_LIMIT = "1GiB"  # that timed windows stay well below
@@ -41,46 +39,12 @@ SMALL_LIMITS_MIB = (10, 15, 20, 25, 30, 35, 40)
 LATER = 6  # windows after those that are measured
 
 
-class Block(nn.Module):
-    """Pre-norm attention and MLP."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the block."""
-        n, t, c = x.shape
-        parts = self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        q, k, v = (part.view(n, t, self.heads, c // self.heads).transpose(1, 2) for part in parts)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(n, t, c))
-        return x + self.mlp(self.norm2(x))
-
-
-class Gpt(nn.Module):
-    """A small GPT: 2 layers of width 128 over 128 tokens."""
-
-    def __init__(self, vocabulary: int = 2000, width: int = 128, layers: int = 2, length: int = 128) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run the network."""
-        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
-        return self.head(self.norm(self.blocks(x))).transpose(1, 2)
-
-
 def model_and_batch(name: str, samples: int) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(0)
     if name == "gpt":
         tokens = torch.randint(2000, (samples, 128))
-        return Gpt(), (tokens, tokens.roll(-1, 1))
+        model = Transformer(vocabulary=2000, width=128, layers=2, length=128, dropout=0.0)
+        return model, (tokens, tokens.roll(-1, 1))
     first, second, side, pool = (8, 16, 64, 8) if name == "tutorial" else (32, 64, 16, 2)
     layers = [nn.Conv2d(1, first, 3, padding=1), nn.ReLU(), nn.Conv2d(first, second, 3, padding=1), nn.ReLU()]
     layers.append(nn.AvgPool2d(pool))
@@ -156,17 +120,6 @@ def train_child(name: str, limit_mib: str) -> None:
     print(json.dumps(found | {"peak_mib": peak} | more))
 
 
-def peak_child(name: str, size: str) -> None:
-    """Print the memory in use, in MiB, of a micro-batch beside gradients."""
-    model, (inputs, targets) = model_and_batch(name, int(size))
-    host, loss = Host(), nn.CrossEntropyLoss()
-    with host.limited(2**32):
-        loss(model(inputs[:2]), targets[:2]).backward()
-        host.reset_peak()
-        loss(model(inputs), targets).backward()
-        print(host.peak_bytes() / MIB)
-
-
 # --- parent ---------------------------------------------------------------------------------------------------------
 
 
@@ -212,29 +165,17 @@ def run_training(name: str, limit_mib: int) -> dict:
     return row | {"ended": signal.Signals(-process.returncode).name if process.returncode < 0 else said}
 
 
-def run_exactness(name: str) -> dict:
-    """Train, and measure a micro-batch of the next smaller number of equal ones."""
-    _, window, limit_mib = TASKS[name]
-    row = run_training(name, limit_mib)
-    if row.get("micro_batches", 1) > 1:
-        larger = -(-window // (row["micro_batches"] - 1))
-        out, _ = child("peak", name, larger).communicate()
-        row |= {"larger": larger, "larger_mib": float(out)}
-    return row
-
-
 def table(results: dict) -> str:
     lines = ["| model | CPU time of an update under a limit / without | quartiles |", "|---|---|---|"]
     for row in results["cost"]:
         low, high = row["ratio_quartiles"]
         lines.append(f"| {row['task']} | {row['ratio']:.3f} | {low:.3f} to {high:.3f} |")
-    columns = "model", "limit, MiB", "ended", "micro-batch", "in use, MiB", "resident, MiB", "ran out", "one less, MiB"
-    lines += ["", f"| {' | '.join(columns)} |", "|---|---|---|---|---|---|---|---|"]
+    columns = "model", "limit, MiB", "ended", "micro-batch", "in use, MiB", "resident, MiB", "ran out"
+    lines += ["", f"| {' | '.join(columns)} |", "|---|---|---|---|---|---|---|"]
     for row in results["exactness"] + results["trainings"]:
         numbers = [f"{row[key]:.1f}" if key in row else "-" for key in ("peak_mib", "resident_mib")]
-        larger = f"{row['larger_mib']:.1f} ({row['larger']})" if "larger" in row else "-"
         known = row["task"], row["limit_mib"], row["ended"], row.get("micro_batch", "-"), *numbers
-        lines.append(f"| {' | '.join(map(str, (*known, row.get('oom_events', '-'), larger)))} |")
+        lines.append(f"| {' | '.join(map(str, (*known, row.get('oom_events', '-'))))} |")
     return "\n".join(lines)
 
 
@@ -247,7 +188,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.child:
         kind, *rest = arguments.child
-        {"time": time_child, "train": train_child, "peak": peak_child}[kind](*rest)
+        {"time": time_child, "train": train_child}[kind](*rest)
         return
     results = {
         "torch": torch.__version__,
@@ -255,7 +196,7 @@ def main() -> None:
         "glibc": " ".join(platform.libc_ver()),
         "python": platform.python_version(),
         "cost": [run_timing(name, arguments.rounds) for name in arguments.tasks],
-        "exactness": [run_exactness(name) for name in arguments.tasks],
+        "exactness": [run_training(name, TASKS[name][2]) for name in arguments.tasks],
         "trainings": [run_training("convolutional", limit_mib) for limit_mib in SMALL_LIMITS_MIB],
     }
     if arguments.out:

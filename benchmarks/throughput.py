@@ -1,14 +1,18 @@
 """Seconds of an update of `autoaccum.fit`, compared with loops written by hand and two other libraries.
 
-All train the same model on the same window, each in its own process under the same limit, with the allocator settled in
-the same way. They take turns, in changing order, so that a slow moment of the machine affects all; a turn is the median
-of its updates. `fit` runs as a user calls it and chooses its own sizes; updates before the last `UPDATES` warm up.
+All train the same model on the same window, each in its own process. They take turns, in changing order, so that a slow
+moment of the machine affects all; a turn is the median of its last `UPDATES` updates, and earlier ones warm up. `fit`
+runs as a user calls it and chooses its own sizes. The others have its limit and its heap: `finders.Meter` measures the
+first updates, and then freed blocks stay with the heap. Were they given back after each step, as while something is
+measured, the kernel would clear each block anew: ten times as many page faults, and half as much time again. One loop
+by hand has no limit, and the heap as glibc has it. CPU time and page faults of an update are kept with the results.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import resource
 import statistics
 import tempfile
 import time
@@ -25,12 +29,13 @@ from autoaccum._sizing.planner import balanced
 # Smaller than for the finders, because many updates are made; windows only have to be cut.
 SMALLER = {"resnet18": (140, 96), "gpt": (50, 24), "encoder": (40, 16)}
 COMPARED = {
+    "no-limit": "by hand, the same sizes, no limit",
     "hand-same": "by hand, the same sizes",
     "hand-best": "by hand, the best sizes of the sweep",
     "lightning": "Lightning, the same sizes",
     "accelerate": "Accelerate, the same sizes",
 }
-UPDATES, WARM_UP, SETTLE = 8, 3, 60
+UPDATES, WARM_UP, SETTLE = 8, 3, 32  # `fit` searches in some 8 windows and compares 3 plans in 12
 MOST_CUTS = 4
 
 
@@ -43,19 +48,29 @@ def workload_of(name):
 
 
 def train(_connection, name, how, sizes=None):
-    """Train in one of the ways; return the median seconds of the last optimizer steps, and the sizes."""
+    """Train in one of the ways; return medians of the last optimizer steps, and the sizes."""
     workload = workload_of(name)
     model, optimizer = workload.made()
     window = workload.batch(workload.target)
-    ended_s = []
-    way = {"fit": by_fit, "lightning": by_lightning, "accelerate": by_accelerate}.get(how, by_hand)
-    parts = window if sizes is None else cut(window, sizes)
-    found = way(workload, model, optimizer, parts, lambda: ended_s.append(time.perf_counter()))
-    took = [after - before for before, after in itertools.pairwise(ended_s)]
-    return {"seconds": statistics.median(took[-UPDATES:])} | (found or {})
+    ended = []
+
+    def update_ends(meter=None):
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        ended.append((time.perf_counter(), used.ru_utime + used.ru_stime, used.ru_minflt))
+        if meter is not None and len(ended) == WARM_UP:
+            meter.stop()
+
+    ways = {"no-limit": without_limit, "lightning": by_lightning, "accelerate": by_accelerate}
+    if how == "fit":
+        found = by_fit(workload, model, optimizer, [window] * (SETTLE + UPDATES), update_ends)
+    else:
+        found = ways.get(how, by_hand)(workload, model, optimizer, cut(window, sizes), update_ends)
+    last = list(zip(*ended[-UPDATES - 1 :], strict=True))
+    medians = [statistics.median(after - before for before, after in itertools.pairwise(at)) for at in last]
+    return dict(zip(("seconds", "cpu_seconds", "page_faults"), medians, strict=True)) | (found or {})
 
 
-def by_fit(workload, model, optimizer, window, update_ends):
+def by_fit(workload, model, optimizer, windows, update_ends, **options):
     import autoaccum  # noqa: PLC0415 - each process needs its own library only
 
     class Ends(autoaccum.Callback):
@@ -65,7 +80,7 @@ def by_fit(workload, model, optimizer, window, update_ends):
     os.environ["AUTOACCUM_CACHE_DIR"] = ""  # nothing is remembered
     result = autoaccum.fit(
         model,
-        [window] * (SETTLE + UPDATES),
+        windows,
         workload.target,
         loss=workload.criterion,
         optimizer=optimizer,
@@ -74,15 +89,22 @@ def by_fit(workload, model, optimizer, window, update_ends):
         memory_limit=workload.limit_bytes,
         callbacks=[Ends()],
         progress=False,
+        **options,
     )
-    return {"cut": result.plan.micro_batches, "oom_events": result.oom_events}
+    return {"cut": result.plan.micro_batches, "micro_batch": result.plan.micro_batch, "oom_events": result.oom_events}
 
 
 def by_hand(workload, model, optimizer, parts, update_ends):
-    with limited(workload):
+    with limited(workload, model) as meter:
         for _ in range(WARM_UP + UPDATES):
             workload.update(model, optimizer, parts)
-            update_ends()
+            update_ends(meter)
+
+
+def without_limit(workload, model, optimizer, parts, update_ends):
+    for _ in range(WARM_UP + UPDATES):
+        workload.update(model, optimizer, parts)
+        update_ends()
 
 
 def loader_of(parts):
@@ -95,14 +117,14 @@ def by_accelerate(workload, model, optimizer, parts, update_ends):
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(parts))
     model, optimizer = accelerator.prepare(model, optimizer)
-    with limited(workload):
+    with limited(workload, model) as meter:
         for batch in loader_of(parts):
             with accelerator.accumulate(model):
                 accelerator.backward(workload.loss(model, batch))
                 optimizer.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
-                update_ends()
+                update_ends(meter)
 
 
 def by_lightning(workload, model, optimizer, parts, update_ends):
@@ -122,7 +144,7 @@ def by_lightning(workload, model, optimizer, parts, update_ends):
     class Ends(lightning.Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):  # noqa: ARG002 - as the base has it
             if (batch_idx + 1) % len(parts) == 0:
-                update_ends()
+                update_ends(meter)
 
     with tempfile.TemporaryDirectory() as folder:
         quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -136,7 +158,7 @@ def by_lightning(workload, model, optimizer, parts, update_ends):
             **dict.fromkeys(quiet, False),
         )
         module, loader = Module(), loader_of(parts)
-        with limited(workload):
+        with limited(workload, model) as meter:
             trainer.fit(module, loader)
 
 
@@ -166,20 +188,23 @@ def measure(name, *, rounds, say):
     best = min(swept, key=swept.get) if swept else same
     say(f"{name}: fit cuts {same}; sweep {swept}")
     ways = {"fit": None} | {how: best if how == "hand-best" else same for how in COMPARED}
-    seconds, gone = {how: [] for how in ways}, {}
+    took, gone = {how: [] for how in ways}, {}
     for turn in range(rounds):
         for how in list(ways)[:: 1 if turn % 2 else -1]:
             found, why = (None, gone[how]) if how in gone else ask(how, ways[how])
             if found is None:
                 gone[how] = why
             else:
-                seconds[how].append(found["seconds"])
+                took[how].append(found)
     row = {"workload": name, "limit_bytes": workload.limit_bytes, "target": workload.target, "cut": same}
     row |= {"best_cut": best, "oom_events": first["oom_events"], "ratios": {}, "gone": gone}
     for how in COMPARED:
-        ratios = [theirs / ours for ours, theirs in zip(seconds["fit"], seconds[how], strict=False)]
+        pairs = zip(took["fit"], took[how], strict=False)
+        ratios = [theirs["seconds"] / ours["seconds"] for ours, theirs in pairs]
         if how not in gone and "fit" not in gone and len(ratios) > 1:
             low, median, high = quartiles(ratios)
             row["ratios"][how] = {"median": median, "quartiles": [low, high]}
-    say(f"{name}: {row['ratios']} {gone}")
+    for what in ("cpu_seconds", "page_faults"):
+        row[what] = {how: statistics.median(turn[what] for turn in turns) for how, turns in took.items() if turns}
+    say(f"{name}: {row['ratios']}, {row['cpu_seconds']}, {row['page_faults']} {gone}")
     return row

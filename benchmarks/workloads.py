@@ -52,11 +52,12 @@ class Transformer(nn.Module):
         length: int,
         classes: int | None = None,
         recompute: bool = False,
+        dropout: float = 0.1,
     ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         causal = classes is None
-        self.blocks = nn.ModuleList(Block(width, 4, causal=causal, dropout=0.1) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, 4, causal=causal, dropout=dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary if classes is None else classes)
         self.classifies, self.recompute = classes is not None, recompute

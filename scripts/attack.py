@@ -1,4 +1,4 @@
-"""Attacks autoaccum: kills, two processes on one folder, failures after the step, bad input, features in pairs.
+"""Attacks autoaccum: kills, two processes on one folder, failures after the step.
 
 Each module of scripts/attacks is one kind of attack; its function `attack(folder, seed, share)` returns rows.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from attacks import Row
 
 BEGIN, END = "<!-- attack: begin -->", "<!-- attack: end -->"
-ATTACKS: tuple[str, ...] = ("kills", "two_processes", "after_step", "output", "bad_input", "pairs")
+ATTACKS: tuple[str, ...] = ("kills", "two_processes", "after_step")
 
 
 def main() -> int:

@@ -21,9 +21,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -44,18 +41,18 @@ def main() -> int:
     total = Tally()
     # Spawned, because a fork does not survive autograd's threads for a GPU.
     context = multiprocessing.get_context("spawn")
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    table = _table()
-    with (
-        # On a terminal the table grows; elsewhere progress is printed line by line, and the table at the end.
-        Live(table, console=console, vertical_overflow="visible"),
-        ProcessPoolExecutor(options.workers, mp_context=context, initializer=_begin) as processes,
-    ):
+    with ProcessPoolExecutor(options.workers, mp_context=context, initializer=_begin) as processes:
         jobs = {processes.submit(_faults, case, number, options.sample): case for number, case in enumerate(faulty)}
         for job in as_completed(jobs):
-            _add(table, total, str(jobs[job]), job.result())
-            if not console.is_terminal:
-                print(f"{jobs[job]}: {total.injected} faults, {len(total.mismatches)} mismatches so far", flush=True)
+            tally = job.result()
+            total.add(tally)
+            damaged = ", ".join(f"{operator} {count}" for operator, count in sorted(tally.damaged.items()))
+            print(
+                f"{jobs[job]}: {tally.injected} faults at {tally.operators} operators, {len(tally.mismatches)} "
+                f"mismatches; {tally.survived} survived, {tally.refused} left all as before, {tally.finished} done "
+                f"first; damage told at: {damaged or '-'}; {tally.seconds:.0f} s",
+                flush=True,
+            )
     _conclude(total, time.perf_counter() - started)
     return 1 if total.mismatches else 0
 
@@ -72,23 +69,6 @@ def _faults(case: Case, number: int, sample: int) -> Tally:
     return Sweep(case, shift=number).run(
         Budget(**{name: min(wanted, sample) if name != "memory" else sample for name, wanted in vars(most).items()})
     )
-
-
-def _table() -> Table:
-    table = Table("case")
-    for title in ("operators", "faults", "mismatches", "survived", "left as before", "done first"):
-        table.add_column(title, justify="right")
-    table.add_column("damaged, and said so, at")
-    table.add_column("s", justify="right")
-    return table
-
-
-def _add(table: Table, total: Tally, name: str, tally: Tally) -> None:
-    total.add(tally)
-    mismatches = len(tally.mismatches)
-    numbers = (tally.operators, tally.injected, mismatches, tally.survived, tally.refused, tally.finished)
-    often = ", ".join(f"{operator} {count}" for operator, count in sorted(tally.damaged.items()))
-    table.add_row(name, *map(str, numbers), often, f"{tally.seconds:.0f}", style="red" if tally.mismatches else "")
 
 
 def _conclude(total: Tally, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Two features of `fit` at once give what a plain loop gives, or are refused: a part of scripts/attack.py's "pairs"."""
+"""Two features of `fit` at once give what a plain loop gives, or are refused."""
 
 import pytest
 

@@ -1,9 +1,12 @@
-"""The tables of finders in the README and on the page are those of the results; a bracket closes around the truth."""
+"""Tables on pages are those of the results; a bracket closes around the truth; one limit and one heap for all."""
 
 import json
 import re
+import resource
+from dataclasses import replace
 
 import pytest
+import torch
 
 from folders import ROOT
 
@@ -33,3 +36,45 @@ def test_bracket_around_the_truth_closes(bench, truth, at_once):
     low, high, _ = bench.finders.bracket(100, lambda sizes: {n: n <= truth for n in sizes}, at_once)
 
     assert (low, high) == (truth, truth + 1)
+
+
+@pytest.fixture
+def wide(bench):
+    """A workload whose step keeps 4 MiB a sample for the backward pass, and its model and optimizer."""
+    layers = [torch.nn.Linear(1, 2**18), torch.nn.Sigmoid(), torch.nn.Sigmoid(), torch.nn.Linear(2**18, 2)]
+    workload = replace(
+        bench.WORKLOADS["mlp"],
+        limit_bytes=64 * 2**20,
+        model=lambda: torch.nn.Sequential(*layers),
+        batch=lambda size: (torch.randn(size, 1), torch.randint(2, (size,))),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    )
+    return workload, *workload.made()
+
+
+def test_what_takes_more_than_the_limit_is_refused_and_does_not_count_towards_the_next_attempt(bench, wide):
+    workload, model, optimizer = wide
+
+    with bench.finders.limited(workload, model):
+        workload.update(model, optimizer, [workload.batch(2)])
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError, match=r"of 64\.0 MiB"):
+                workload.update(model, optimizer, [workload.batch(40)])
+            optimizer.zero_grad()
+            optimizer.step(lambda: workload.loss(model, workload.batch(4)).backward())  # as Lightning calls it
+            workload.update(model, optimizer, [workload.batch(4)] * 2)
+
+
+def test_loop_by_hand_keeps_its_blocks_once_nothing_is_measured(bench, wide):
+    workload, model, optimizer = wide
+
+    def page_faults():
+        for _ in range(3):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            workload.update(model, optimizer, [workload.batch(4)])
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    with bench.finders.limited(workload, model) as meter:
+        measured = page_faults()
+        meter.stop()
+        assert page_faults() < measured / 4
