@@ -1,8 +1,8 @@
 """The report's pictures, as HTML and SVG without a script: they follow the width of the screen, and its light or dark.
 
-Areas and lines are SVG that is stretched; words are HTML above it, so that they are never distorted. A word never
-crosses the border of what it names: it is cut off there, and the whole is shown where the pointer rests and in the list
-below. Colours were chosen by search: no two look alike to anybody, colour-blind or not (tests/report/test_page.py).
+Areas and lines are SVG that is stretched; words are HTML above it, so that they are never distorted. A label that does
+not fit into what it names wraps to a line that is hidden; it is shown where the pointer rests and in the list below.
+Colours were chosen by search: no two look alike to anybody, colour-blind or not (tests/report/test_page.py).
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def _fitting(verdict: Verdict) -> str:
     peak = found.peak_bytes or 0
     whole = max(peak, found.room_bytes, 1)
     left = found.headroom_bytes
-    caption = f"a step takes {format_bytes(peak)} of {format_bytes(found.room_bytes)}"
+    label = f"{format_bytes(peak)} of {format_bytes(found.room_bytes)}"
     room = "" if left is None else f"{format_bytes(abs(left))} {'left' if left >= 0 else 'too little'}"
     return (
         f'<p class="name {answer}"><b>{escape(verdict.place)} {escape(verdict.answer)}</b> {escape(room)}</p>'
-        f'<div class="bar {answer}">{_box("answer", peak / whole, caption, caption)}'
+        f'<div class="bar {answer}">{_box("answer", peak / whole, label, f"a step takes {label}")}'
         f'<em style="left:{found.room_bytes / whole:.3%}"></em></div>'
     )
 
@@ -99,7 +99,7 @@ def _by_kind(held: Sequence[tuple[Measured | Predicted, Mapping[str, int]]]) -> 
     for place, kinds in held:
         whole = sum(kinds.values())
         boxes = "".join(
-            _box(_style(kind), size / most, kind, f"{kind}: {format_bytes(size)}, {size / whole:.0%}")
+            _box(_style(kind), size / most, kind.partition(",")[0], f"{kind}: {format_bytes(size)}, {size / whole:.0%}")
             for kind, size in kinds.items()
         )
         rows.append(
@@ -165,7 +165,8 @@ def _cells(node: _Node, level: int, start: int, colour: int | None, whole: int) 
         share = shown.bytes / whole
         by_kind = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in shown.held.items())
         caption = escape(f"{shown.path}: {format_bytes(shown.bytes)}, {share:.0%} ({by_kind})")
-        label = escape(f"{shown.path.removeprefix(f'{node.path}.').strip('()')} {format_bytes(shown.bytes)}")
+        name = escape(shown.path.removeprefix(f"{node.path}.").strip("()"))
+        label = f"<b>{name}</b> <b>{format_bytes(shown.bytes)}</b>"
         place = f"left:{level / (_LEVELS + 1):.2%};top:{start / whole:.3%};height:{share:.3%}"
         label = label if share >= _NAMED_IN_TREE else ""
         yield f'<span class="{style}" style="{place}" title="{caption}">{label}</span>'
