@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING
 
-from autoaccum._estimate.moments import KINDS
+from autoaccum._estimate.step_memory import KINDS
 from autoaccum._memory.limits import format_bytes
 from autoaccum._report.wording import verdicts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from autoaccum._estimate.moments import ModuleMemory, StepMemory
+    from autoaccum._estimate.step_memory import ModuleMemory, StepMemory
     from autoaccum._report.records import Measured, Predicted, ReportContents
     from autoaccum._report.wording import Verdict
 
@@ -188,22 +188,20 @@ def _by_module(step: StepMemory, where: str) -> str:
 
 
 def _over_the_step(step: StepMemory, where: str) -> str:
-    moments, peak = step.moments, step.at_peak
-    top, last = max(1, peak.held_bytes), max(1, moments[-1].event)
-    kinds = [kind for kind in KINDS if any(kind in one.bytes_by_kind for one in moments)]
-    below = [0] * len(moments)
+    points, peak = step.points, step.at_peak
+    top, last = max(1, peak.held_bytes), max(1, points[-1].event)
+    kinds = [kind for kind in KINDS if any(kind in one.bytes_by_kind for one in points)]
+    below = [0] * len(points)
     areas = []
-    ends = [*(one.event for one in moments[1:]), last]
+    ends = [*(one.event for one in points[1:]), last]
     for kind in kinds:
-        above = [low + one.bytes_by_kind.get(kind, 0) for low, one in zip(below, moments, strict=True)]
-        # Steps: what is held stays until the next moment.
-        over = [point for one, end, y in zip(moments, ends, above, strict=True) for point in ((one.event, y), (end, y))]
-        under = [
-            point for one, end, y in zip(moments, ends, below, strict=True) for point in ((one.event, y), (end, y))
-        ]
+        above = [low + one.bytes_by_kind.get(kind, 0) for low, one in zip(below, points, strict=True)]
+        # Steps: what is held stays until the next point.
+        over = [point for one, end, y in zip(points, ends, above, strict=True) for point in ((one.event, y), (end, y))]
+        under = [point for one, end, y in zip(points, ends, below, strict=True) for point in ((one.event, y), (end, y))]
         areas.append(f'<polygon class="{_style(kind)}" points="{_points([*over, *under[::-1]], last, top)}"/>')
         below = above
-    starts = {one.phase if one.phase != "before" else "forward": one.event for one in reversed(moments)}
+    starts = {one.phase if one.phase != "before" else "forward": one.event for one in reversed(points)}
     marks = "".join(
         f'<b style="left:min({event / last:.2%}, 100% - 4.5rem)">{escape(phase)}</b>'
         for phase, event in sorted(starts.items(), key=_second)

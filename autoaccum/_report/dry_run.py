@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autoaccum._data.batches import Window, count
 from autoaccum._data.nesting import plain_parts
-from autoaccum._engine.probing import Snapshot, Trials, without_updates
+from autoaccum._engine.probing import Snapshot, Trials, without_moving_weights
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._estimate.trace import Footprint
 from autoaccum._memory._storages import gradient_bytes
@@ -130,15 +130,15 @@ class _Stage:
             memory.synchronize()
             seconds.append(time.perf_counter() - started)
         started = time.perf_counter()
-        with without_updates(step.optimizer):
-            step.updates.make()
+        with without_moving_weights(step.optimizer):
+            step.optimizer_steps.make()
         memory.synchronize()
         optimizer_s = time.perf_counter() - started
         is_cuda = memory.device.type == "cuda"
         allocated = torch.cuda.max_memory_allocated(memory.device) if is_cuda else None
         # The time of smaller micro-batches is assumed proportional to their size.
-        update_s = min(seconds) * self._plan.target_batch / size + optimizer_s
-        return Pace(min(seconds), optimizer_s, update_s, self._plan.target_batch / update_s), allocated
+        step_s = min(seconds) * self._plan.target_batch / size + optimizer_s
+        return Pace(min(seconds), optimizer_s, step_s, self._plan.target_batch / step_s), allocated
 
     def _footprint(self, size: int, peak: int, growing: int, allocated: int | None) -> Footprint:
         step = self._step
@@ -153,16 +153,16 @@ class _Stage:
         one_bytes = sum(tensor.nbytes for tensor in window.tensors()) // window.samples
         inputs = size * one_bytes * (2 if on_gpu else 1)
         reserved = peak if on_gpu else peak + parameters + buffers
-        in_update = peak > growing
+        in_optimizer_step = peak > growing
         highest = reserved if allocated is None else min(allocated, reserved)
         rest = highest - parameters - buffers - gradients - state - inputs
         # All that grows with the samples, but in an optimizer step, where no activations are left.
-        activations = 0 if in_update else max(0, rest)
+        activations = 0 if in_optimizer_step else max(0, rest)
         temporary = max(0, rest - activations)
         highest = parameters + buffers + gradients + state + inputs + activations + temporary
         return Footprint(
             size=size,
-            phase="optimizer" if in_update else "backward",
+            phase="optimizer" if in_optimizer_step else "backward",
             peak_bytes=highest,
             reserved_bytes=max(reserved, highest),
             parameters_bytes=parameters,

@@ -56,8 +56,8 @@ def test_a_peak_in_the_update_is_told():
 def test_an_update_is_as_long_as_its_micro_batches_and_the_optimizer():
     pace = rehearsed(classifier(), labelled(8)).pace
 
-    assert pace.update_s == pytest.approx(3 * pace.micro_batch_s + pace.optimizer_s)
-    assert pace.samples_per_s == pytest.approx(12 / pace.update_s)
+    assert pace.step_s == pytest.approx(3 * pace.micro_batch_s + pace.optimizer_s)
+    assert pace.samples_per_s == pytest.approx(12 / pace.step_s)
 
 
 class Half(nn.Module):

@@ -13,7 +13,7 @@ from itertools import combinations
 
 import pytest
 
-from autoaccum._estimate.moments import KINDS, ModuleMemory
+from autoaccum._estimate.step_memory import KINDS, ModuleMemory
 from autoaccum.errors import InvalidInputError
 from report_examples import (
     DEVICE,
