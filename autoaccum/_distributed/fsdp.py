@@ -76,7 +76,7 @@ class ShardedDataParallel(DataParallel):
         self._is_announced = False  # whether the others know of the failure being handled
         self._held_bytes: int | None = None
         step.passes = self
-        step.objective.may_look = False  # a pass by this rank alone would wait for the others
+        step.objective.may_repeat_pass = False  # a pass by this rank alone would wait for the others
 
     def begin_attempt(self) -> None:
         """Agree on the number of passes in this attempt."""
