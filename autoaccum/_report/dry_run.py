@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 # Timed runs; the fastest counts, because the first warms up and other load only slows.
 _TIMED = 2
-# The allocator counts as fragmented if this share of the reserved memory is not in tensors.
-_FRAGMENTED = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +95,14 @@ class _Stage:
 
     def play(self) -> Rehearsal:
         step, size = self._step, self._plan.micro_batch
-        retries = step.memory.alloc_retries()
         # Gradients and state first: made in memory that a larger size leaves, they would hold all of it.
         self._run(min(size, 2))
-        state_bytes = _state_bytes(step.optimizer)
         step.memory.release()
         peak = self._run(size)
         growing = self._trials.growing_bytes.get(size)
         pace, allocated = self._timed(size, peak)
         footprint = None if peak is None else self._footprint(size, peak, growing or peak, allocated)
-        self._warn_of_state(state_bytes)
-        self._warn_of_fragmentation(footprint, step.memory.alloc_retries() - retries)
+        self._warn_of_untouched()
         self._warn_of_loss()
         return Rehearsal(footprint, pace, tuple(self._warnings))
 
@@ -174,30 +169,13 @@ class _Stage:
             temporary_bytes=temporary,
         )
 
-    def _warn_of_state(self, bytes_at_first: int) -> None:
-        grown = _state_bytes(self._step.optimizer) - bytes_at_first
-        if grown > 0:
-            self._warnings.append(
-                f"the optimizer's state grew by {format_bytes(grown)} after its first step and may grow further; "
-                "leave room for it (memory_limit=)"
-            )
+    def _warn_of_untouched(self) -> None:
         untouched = [p for p in self._step.parameters if p.requires_grad and p.grad is None]
         if untouched:
             size = format_bytes(sum(parameter.nbytes for parameter in untouched))
             self._warnings.append(
                 f"{len(untouched)} parameters ({size}) require a gradient and got none from this batch; if a later "
                 "batch gives them one, their gradients and optimizer state need additional memory"
-            )
-
-    def _warn_of_fragmentation(self, footprint: Footprint | None, retries: int) -> None:
-        if footprint is None or self._step.memory.device.type != "cuda":
-            return
-        apart = footprint.reserved_bytes - footprint.peak_bytes
-        if retries > 0 or apart > _FRAGMENTED * footprint.reserved_bytes:
-            again = f" and flushed its cache {retries} times to continue" if retries > 0 else ""
-            self._warnings.append(
-                f"fragmentation: the allocator reserved {format_bytes(apart)} more than tensors use{again}; "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help"
             )
 
     def _warn_of_loss(self) -> None:
