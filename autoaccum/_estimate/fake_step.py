@@ -38,7 +38,6 @@ from autoaccum._estimate.fake import Stage, ValuesAssumed, batch_like, keep_ever
 from autoaccum._estimate.fake_backward import loosened
 from autoaccum._estimate.own_thread import ONE_AT_A_TIME
 from autoaccum._estimate.owners import Owners
-from autoaccum._estimate.quick_fakes import QuickFakes
 from autoaccum._estimate.tracer import Ledger
 from autoaccum._loss.loss_weights import Factors
 from autoaccum._loss.objective import Objective
@@ -130,7 +129,6 @@ class FakeStep:
             torch.empty(2, device=self._device)[:1]
             self._step = self._staged()
             self._owners = Owners(self._step.objective.modules)
-            self._fakes = QuickFakes()
             # An optimizer step is the same after batches of any size.
             self._optimizer_part: Timeline | None = None
             self._trainable = [parameter for parameter in self._step.parameters if parameter.requires_grad]
@@ -190,7 +188,7 @@ class FakeStep:
             for parameter in self._trainable
         ]
         takes = partial(workspace, tensor_float=self._job.tensor_float) if self._is_cuda else None
-        ledger = Ledger(size, self._device.type, takes, lambda: step.phase, self._owners, self._fakes)
+        ledger = Ledger(size, self._device.type, takes, lambda: step.phase, self._owners)
         with self._owners.watching():
             self._run(ledger, batch, size)
         for watch in watches:
