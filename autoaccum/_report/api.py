@@ -39,8 +39,7 @@ from autoaccum._report import Report
 from autoaccum._report.capacity import Asked, measure_on, predict
 from autoaccum._report.loader_speed import first_batches, listen_to, samples_of
 from autoaccum._report.records import HostFacts, Subject
-from autoaccum._report.remedies import Place, Remedies, are_due, computes_bf16
-from autoaccum._report.savings import names_in, saving
+from autoaccum._report.remedies import Place, Remedies, are_due, computes_bf16, names_in, saving
 from autoaccum._system.notices import Notices
 from autoaccum._system.own_code import raised_here
 from autoaccum.errors import InvalidInputError
