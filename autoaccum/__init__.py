@@ -27,7 +27,7 @@ from autoaccum.errors import (
     SavingRefusedError,
     StartAgainError,
     StateDamagedError,
-    UpdateCompleteError,
+    StepCompleteError,
 )
 
 if TYPE_CHECKING:
@@ -103,9 +103,9 @@ __all__ = [
     "Split",
     "StartAgainError",
     "StateDamagedError",
+    "StepCompleteError",
     "StopTraining",
     "TensorBoardLog",
-    "UpdateCompleteError",
     "Window",
     "batched",
     "find_executable_micro_batch",

@@ -1,7 +1,7 @@
 """The exceptions that autoaccum raises.
 
 Every message says what was asked, what was found and what to try next. Exceptions from the user's own model, loss,
-loader or callbacks propagate unchanged, except after the optimizer has stepped: `UpdateCompleteError`, raised from the
+loader or callbacks propagate unchanged, except after the optimizer has stepped: `StepCompleteError`, raised from the
 original exception, tells the caller that the optimizer step is made.
 """
 
@@ -55,7 +55,7 @@ class StateDamagedError(AutoaccumError):
     """
 
 
-class UpdateCompleteError(AutoaccumError):
+class StepCompleteError(AutoaccumError):
     """The optimizer has stepped, but something that follows it failed; `__cause__` is the original exception.
 
     The scheduler failed, or memory ran out in it or in the library's own bookkeeping. Do not train on the window again:

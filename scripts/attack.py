@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from attacks import Row
 
 BEGIN, END = "<!-- attack: begin -->", "<!-- attack: end -->"
-ATTACKS: tuple[str, ...] = ("kills", "two_processes", "after_step")
+ATTACKS: tuple[str, ...] = ("kills", "two_processes", "after_step", "output", "pairs")
 
 
 def main() -> int:

@@ -138,7 +138,7 @@ class Played:
 
     error: str | None  # what ended it, as "type: message"
     kind: str  # the error's type
-    named: int | None  # the update that an `UpdateCompleteError` names
+    named: int | None  # the update that an `StepCompleteError` names
     steps: int  # that the optimizer made
     told: int  # steps that `fit` told of; -1 where it raised
     parameters: list  # in the end
@@ -241,7 +241,7 @@ def judged(folder, window, point, kind, expected, *, lasts=False, checkpoint_eve
         losses.append(f"{where}: {found.steps} steps, not the parameters of {window} windows ({found.error})")
     if found.steps != window and window > 1:
         losses.append(f"{where}: {found.steps} steps for {window} windows ({found.error})")
-    if found.fault["in_step"] and not lasts and (found.kind, found.named) != ("UpdateCompleteError", window):
+    if found.fault["in_step"] and not lasts and (found.kind, found.named) != ("StepCompleteError", window):
         losses.append(f"{where}: does not name the update ({found.error})")
     more = play(0, checkpoint=folder, checkpoint_every=1)
     if more.error is not None or not same(more.parameters, end.parameters) or more.rate != end.rate:

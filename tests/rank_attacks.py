@@ -9,9 +9,9 @@ from torch import nn
 import autoaccum
 import rank_training
 from autoaccum._distributed.data_parallel import DataParallel
-from autoaccum._engine.optimizer_step import Updates
+from autoaccum._engine.optimizer_step import OptimizerSteps
 
-INSIDE = {"reserve": (Updates, "reserve"), "reduce": (DataParallel, "_fill_losses")}
+INSIDE = {"reserve": (OptimizerSteps, "reserve"), "reduce": (DataParallel, "_fill_losses")}
 # Windows of 40 samples on devices that hold some of them at once, and one with fewer samples than there are ranks.
 SAMPLES, TARGET, SIZES = 122, 40, ["5KiB", "8KiB", "1MiB", "6KiB"]
 
@@ -54,7 +54,7 @@ def lacking(rank, size, where, who):
     net = model()
     fails = Fails(where if rank == who else "nowhere")
     net.insert(2, fails)
-    owner, name = INSIDE.get(where, (Updates, "reserve"))
+    owner, name = INSIDE.get(where, (OptimizerSteps, "reserve"))
     real = getattr(owner, name)
 
     def failing(*given, **named):

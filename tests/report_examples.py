@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from autoaccum._estimate.gpus import GPU
-from autoaccum._estimate.moments import AliveMemory, ModuleMemory, Moment, StepMemory
+from autoaccum._estimate.step_memory import AliveMemory, ModuleMemory, StepMemory, TimelinePoint
 from autoaccum._estimate.trace import Footprint
 from autoaccum._records import Neighbour, Plan, Trial
 from autoaccum._report import Remedy, Report
@@ -103,10 +103,10 @@ REPORT = Report(
 STEP = StepMemory(
     128,
     (
-        Moment(0, "before", {"parameters": 43 * MIB}),
-        Moment(4, "forward", {"parameters": 43 * MIB, "activations": 200 * MIB}),
-        Moment(8, "backward", {"parameters": 43 * MIB, "activations": 200 * MIB, "loss": 30 * MIB}),
-        Moment(20, "optimizer", {"parameters": 43 * MIB}),
+        TimelinePoint(0, "before", {"parameters": 43 * MIB}),
+        TimelinePoint(4, "forward", {"parameters": 43 * MIB, "activations": 200 * MIB}),
+        TimelinePoint(8, "backward", {"parameters": 43 * MIB, "activations": 200 * MIB, "loss": 30 * MIB}),
+        TimelinePoint(20, "optimizer", {"parameters": 43 * MIB}),
     ),
     2,
     (

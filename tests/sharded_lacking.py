@@ -8,13 +8,13 @@ import torch
 from autoaccum._data.transfer import Transfer
 from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._engine.careful import CarefulPath
-from autoaccum._engine.optimizer_step import Updates
+from autoaccum._engine.optimizer_step import OptimizerSteps
 from sharded_training import train
 
 WHERE = {
     "enter": (CarefulPath, "_enter"),
     "transfer": (Transfer, "feed"),
-    "reserve": (Updates, "reserve"),
+    "reserve": (OptimizerSteps, "reserve"),
     "after the passes": (DataParallel, "_fill_losses"),
 }
 

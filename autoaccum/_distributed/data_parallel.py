@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import PartResult
-    from autoaccum._engine.peers import BeforeUpdate, Work
+    from autoaccum._engine.peers import BeforeStep, Work
     from autoaccum._loss import reported
     from autoaccum._loss.loss_weights import Slot
     from autoaccum._sizing.sizing import Sizing
@@ -114,7 +114,7 @@ class DataParallel(Peers):
         self._requests = requests
         self._drops = drops
         self._step = step
-        self._updates = step.updates if isinstance(step, TrainingStep) else None
+        self._optimizer_steps = step.optimizer_steps if isinstance(step, TrainingStep) else None
         self._trained = trained(step)
         self._flags = [np.zeros(0, dtype=bool)] * ranks.size  # of each rank's last message
         self._buffers = _SharedBuffers(step)
@@ -151,9 +151,9 @@ class DataParallel(Peers):
         """
         known = set(self._trained)
         come = [parameter for parameter in trained(self._step) if parameter not in known]
-        if come and (self._updates is not None or self._begun is not None):
+        if come and (self._optimizer_steps is not None or self._begun is not None):
             remedy = "end this call of fit, and go on with the changed model in another"
-            if self._updates is None:
+            if self._optimizer_steps is None:
                 remedy = "make another Accumulator for the changed model"
             raise InvalidInputError(
                 f"{len(come)} parameters are trained now that were not when training began (shapes "
@@ -212,7 +212,7 @@ class DataParallel(Peers):
         if self.is_decided and is_oom(error) and not self.ranks.is_in_pass:
             raise _left_behind(error, self.ranks.rank, number) from error
 
-    def reduce(self, given: PartResult, work: Work, before_update: BeforeUpdate) -> WindowResult | None:
+    def reduce(self, given: PartResult, work: Work, before_optimizer_step: BeforeStep) -> WindowResult | None:
         """Agree with the other ranks and sum the gradients; return None if the attempt must be repeated."""
         if not self.agree(given, work):
             return None
@@ -222,7 +222,7 @@ class DataParallel(Peers):
         outcome = self.add_up(given)
         result = outcome.result
         result.samples = self.samples
-        outcome.run(lambda: before_update(result.losses, result.samples))
+        outcome.run(lambda: before_optimizer_step(result.losses, result.samples))
         # From here on, this rank cannot know whether the others have received its message and make the optimizer step.
         # If the model sums gradients itself, they all meet once more.
         self.is_decided = self.adds_up_gradients
@@ -242,14 +242,14 @@ class DataParallel(Peers):
             DoesNotFitError: Memory ran out again. The others have made the optimizer step, so the window cannot be
             repeated.
         """
-        updates, memory = self._updates, self._step.memory
-        assert updates is not None
-        before, has_failed = updates.made, False
+        steps, memory = self._optimizer_steps, self._step.memory
+        assert steps is not None
+        before, has_failed = steps.made, False
         while True:
             try:
-                return updates.commit()
+                return steps.commit()
             except Exception as error:
-                if updates.made != before or not is_oom(error) or is_device_lost(error):
+                if steps.made != before or not is_oom(error) or is_device_lost(error):
                     raise
                 if has_failed:
                     raise whole_does_not_fit(self._step, first_line(error), Phase.OPTIMIZER, tries=2) from error
@@ -375,10 +375,10 @@ class DataParallel(Peers):
 
     def _unscale_and_clip(self, outcome: Outcome) -> None:
         """Unscale and clip the gradients for the optimizers, with the same norm on every rank."""
-        updates = self._updates
-        if updates is None or updates.clip_grad_norm is None:
+        steps = self._optimizer_steps
+        if steps is None or steps.clip_grad_norm is None:
             return
-        norm = outcome.run(updates.norm)
+        norm = outcome.run(steps.norm)
         if norm is not None:
             outcome.run(lambda: self._norm.fill_(norm))
         # Other kinds of devices, or other numbers of threads, may sum in another order: rank 0's counts.
@@ -386,12 +386,12 @@ class DataParallel(Peers):
             self._norm.zero_()
         self.ranks.all_reduce(self._norm)
         if norm is not None:
-            outcome.run(lambda: updates.clip(norm.copy_(self._norm)))
+            outcome.run(lambda: steps.clip(norm.copy_(self._norm)))
         outcome.result.grad_norm = norm
 
     def all_ready(self, outcome: Outcome) -> bool:
         """Whether every rank holds the same gradients, unscaled and clipped."""
-        are_ready = not any(self.ranks.exchange("update", outcome.failure is not None))
+        are_ready = not any(self.ranks.exchange("ready", outcome.failure is not None))
         if are_ready:
             self._begun = None
         return are_ready

@@ -76,7 +76,7 @@ class ShardedDataParallel(DataParallel):
         self._is_announced = False  # whether the others know of the failure being handled
         self._held_bytes: int | None = None
         step.passes = self
-        step.objective.may_look = False  # a pass by this rank alone would wait for the others
+        step.objective.may_repeat_pass = False  # a pass by this rank alone would wait for the others
 
     def begin_attempt(self) -> None:
         """Agree on the number of passes in this attempt."""
@@ -123,12 +123,12 @@ class ShardedDataParallel(DataParallel):
         """Whether every rank holds its shard of the gradients; if so, unscale and clip them."""
         are_ready = super().all_ready(outcome)
         self._is_announced = not are_ready and outcome.failure is not None  # and it is on its way to `failed` now
-        if are_ready and self._training.updates.clip_grad_norm is not None:
+        if are_ready and self._training.optimizer_steps.clip_grad_norm is not None:
             # All ranks compute the norm over all shards together.
             self._exchange_oom(None)
             with self._in_pass(self._sizing.plan.micro_batch):
-                norm = self._training.updates.norm()
-                self._training.updates.clip(norm)
+                norm = self._training.optimizer_steps.norm()
+                self._training.optimizer_steps.clip(norm)
                 outcome.result.grad_norm = norm.full_tensor()  # type: ignore[attr-defined]
         return are_ready
 

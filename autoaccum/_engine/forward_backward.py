@@ -16,7 +16,7 @@ from autoaccum._data.nesting import without_graphs
 from autoaccum._data.transfer import Transfer
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum._engine.gradients import LossSum
-from autoaccum._engine.optimizer_step import Updates
+from autoaccum._engine.optimizer_step import OptimizerSteps
 from autoaccum._engine.out_of_memory import Phase, Stage
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss import reported
@@ -239,7 +239,9 @@ class TrainingStep(GradientStep):
         self.optimizer = optimizer
         super().__init__(objective, precision, memory, options)
         clip = options.clip_grad_norm
-        self.updates = Updates(optimizer, precision.scaler, memory, clip_grad_norm=clip, stage=self.stage)
+        self.optimizer_steps = OptimizerSteps(
+            optimizer, precision.scaler, memory, clip_grad_norm=clip, stage=self.stage
+        )
 
     def _found(self) -> list[nn.Parameter]:
         return list(dict.fromkeys([*super()._found(), *self.held()]))
@@ -250,7 +252,7 @@ class TrainingStep(GradientStep):
 
     def use(self, optimizer: torch.optim.Optimizer) -> None:
         """Step with another optimizer from now on."""
-        self.updates.use(optimizer)
+        self.optimizer_steps.use(optimizer)
         self.optimizer = optimizer
 
 

@@ -39,7 +39,7 @@ _CHANGEABLE = (list, dict, deque, set)
 _CONTAINERS = (*_CHANGEABLE, tuple)
 
 
-class Updates:
+class OptimizerSteps:
     """Makes the steps of one optimizer: in one call, or in parts if several processes step together.
 
     Args:

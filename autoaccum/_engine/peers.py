@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import Losses, PartResult
-    from autoaccum._engine.optimizer_step import Updates
+    from autoaccum._engine.optimizer_step import OptimizerSteps
     from autoaccum._loss.loss_weights import Slot
     from autoaccum._sizing.frontier import Widths
     from autoaccum._sizing.sizing import Sizing
 
-    BeforeUpdate = Callable[[Losses, int], None]
+    BeforeStep = Callable[[Losses, int], None]
 
 
 class Work(Protocol):
@@ -81,7 +81,7 @@ class Peers:
     def begin_attempt(self) -> None:
         """Prepare for an attempt at the window."""
 
-    def reduce(self, given: PartResult, work: Work, before_update: BeforeUpdate) -> WindowResult | None:
+    def reduce(self, given: PartResult, work: Work, before_optimizer_step: BeforeStep) -> WindowResult | None:
         """Reduce the parts of all processes to the gradient and the losses of the whole window, unscaled and clipped.
 
         Returns:
@@ -105,23 +105,23 @@ class Peers:
 class Alone(Peers):
     """The only process of a training."""
 
-    def __init__(self, step: GradientStep, updates: Updates | None = None) -> None:
+    def __init__(self, step: GradientStep, steps: OptimizerSteps | None = None) -> None:
         self._step = step
-        self._updates = updates
+        self._optimizer_steps = steps
 
-    def reduce(self, given: PartResult, work: Work, before_update: BeforeUpdate) -> WindowResult:  # noqa: ARG002 - as Peers has it
+    def reduce(self, given: PartResult, work: Work, before_optimizer_step: BeforeStep) -> WindowResult:  # noqa: ARG002 - as Peers has it
         """Correct, unscale and clip the gradient, which already is that of the whole window."""
         factor = 1.0 if given.weight is None else given.correction
         losses = given.losses if given.weight is None else given.corrected()
-        before_update(losses, given.samples)
+        before_optimizer_step(losses, given.samples)
         norm = None
-        if self._updates is not None:
-            norm = self._updates.unscale_and_clip(factor)
+        if self._optimizer_steps is not None:
+            norm = self._optimizer_steps.unscale_and_clip(factor)
         elif not isinstance(factor, float) or factor != 1.0:
             torch._foreach_mul_([p.grad for p in self._step.parameters if p.grad is not None], factor)
         return WindowResult(losses, means(given.slots) if given.reported else {}, given.samples, norm, given.spread)
 
     def commit(self) -> bool:
         """Step the optimizer. Out-of-memory errors pass through unchanged: the window can be retried."""
-        assert self._updates is not None
-        return self._updates.commit()
+        assert self._optimizer_steps is not None
+        return self._optimizer_steps.commit()

@@ -147,7 +147,7 @@ def probe(
     with devices.oom_explained(host, "the copy of all that a search puts back"):
         snapshot = Snapshot(modules, step.optimizer, memory.device, step.precision.scaler, step.objective.functions)
     step.clear_gradients()
-    made = step.updates.made
+    made = step.optimizer_steps.made
     with devices.oom_explained(memory, "the search for a micro-batch"):
         try:
             with memory.limited(limit_bytes):
@@ -156,7 +156,7 @@ def probe(
             with signals.held():
                 step.abandon()
                 snapshot.restore()
-                step.updates.made = made
+                step.optimizer_steps.made = made
 
 
 def _search(
@@ -307,8 +307,8 @@ class Trials:
         else:
             self._whole.rehearse(self._window, size)
         self.growing_bytes[size] = self._step.memory.peak_bytes()
-        with without_updates(self._step.optimizer):
-            self._step.updates.make()
+        with without_moving_weights(self._step.optimizer):
+            self._step.optimizer_steps.make()
 
     def one_micro_batch(self, size: int) -> None:
         """Run forward and backward of one size while the next micro-batch is being transferred; catches nothing."""
@@ -319,7 +319,7 @@ class Trials:
 
 
 @contextmanager
-def without_updates(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def without_moving_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let the optimizer do all its work without changing the parameters: trials that drift can diverge.
 
     The user's hooks on it (such as an average of the weights) are disabled: they are not part of the step, and would

@@ -2,7 +2,7 @@
 
 `WindowRunner.step` is the story of an optimizer step: `_engine/window.py` computes the window's gradient, and begins
 again where memory runs out; `_finish` reserves memory, reduces the gradient over all processes and steps the optimizer.
-After that there is no way back: later failures are raised as `UpdateCompleteError`, and the window must not be
+After that there is no way back: later failures are raised as `StepCompleteError`, and the window must not be
 repeated.
 
 `Runner` is the same with public arguments. Nothing here waits for the device where a hand-written loop would not.
@@ -22,7 +22,7 @@ from autoaccum._data.batches import as_window, largest_first
 from autoaccum._data.loaders import check_loader
 from autoaccum._data.random_state import RandomState
 from autoaccum._data.splits import ListOfSamples
-from autoaccum._engine import devices, optimizers, update_complete
+from autoaccum._engine import devices, optimizers, step_complete
 from autoaccum._engine.assembly import assemble
 from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.events import Events
@@ -85,9 +85,9 @@ class WindowRunner:
         events: Counts windows and reports out-of-memory errors.
         notices: Reports choices made on the user's behalf.
         peers: The processes that make the windows together; None if this one is alone.
-        prepare: Allocates what `update_made` needs, while the optimizer step can still be abandoned, and again on a
+        prepare: Allocates what `step_made` needs, while the optimizer step can still be abandoned, and again on a
             retry; given the window's samples, over all processes. None for nothing.
-        update_made: Moves everything that moves with an optimizer step, as soon as it is made, before a pending
+        step_made: Moves everything that moves with an optimizer step, as soon as it is made, before a pending
             interrupt is delivered; told whether the scaler `skipped` it. None for nothing.
         noise: The gradient noise scale to measure; None without `noise_scale`.
     """
@@ -101,7 +101,7 @@ class WindowRunner:
         *,
         peers: Peers | None = None,
         prepare: Callable[[int], None] | None = None,
-        update_made: Callable[..., None] | None = None,
+        step_made: Callable[..., None] | None = None,
         noise: NoiseScale | None = None,
     ) -> None:
         self._step = step
@@ -112,13 +112,13 @@ class WindowRunner:
         self._sizing = sizing
         self._events = events
         self._notices = notices
-        self._peers: Peers = peers or Alone(step, step.updates)
+        self._peers: Peers = peers or Alone(step, step.optimizer_steps)
         self._prepare = prepare
-        self._update_made = update_made
+        self._step_made = step_made
         self._engine = Engine(step, sizing, events, notices, peers=self._peers, noise=noise)
         # A loss that is not finite is an error only in the first window: later it may result from the training itself.
         self._checks_finite = events.windows == 0
-        self._now = _Now(events.windows + 1, step.updates.made)
+        self._now = _Now(events.windows + 1, step.optimizer_steps.made)
         drop_old_gradients(step, notices)
 
     def step(self, part: Window) -> StepReport | None:
@@ -133,7 +133,7 @@ class WindowRunner:
         """
         started = time.perf_counter()
         step, noise, now = self._step, self._noise, self._now
-        now.number, now.made_before, now.has_moved = self._events.windows + 1, step.updates.made, False
+        now.number, now.made_before, now.has_moved = self._events.windows + 1, step.optimizer_steps.made, False
         measures = noise is not None and noise.is_due(now.number) and self._sizing.is_stable
         part = (shuffled(part, now.number) if measures else self._prepared(part)).made_of(part)
         try:
@@ -145,7 +145,7 @@ class WindowRunner:
                     part, self._finish, is_final=self._is_made, on_change=self._on_change, measures_noise=measures
                 )
             except BaseException:
-                step.updates.drop_reservation()
+                step.optimizer_steps.drop_reservation()
                 raise
             finally:
                 now.is_at_work = False
@@ -154,12 +154,12 @@ class WindowRunner:
             elapsed_s = time.perf_counter() - started
             if part.samples:
                 self._engine.complete(elapsed_s)
-            if step.updates.has_new_gradients:  # some are trained that were not
+            if step.optimizer_steps.has_new_gradients:  # some are trained that were not
                 self._engine.steady.void()
             return self._report(reduced, elapsed_s, skipped=skipped)
         except BaseException as error:
             if self._is_made():
-                self._raise_as_update_complete(error)
+                self._raise_as_step_complete(error)
             raise
 
     def _prepared(self, part: Window) -> Window:
@@ -176,14 +176,14 @@ class WindowRunner:
         Returns:
             The window, and whether the scaler skipped its optimizer step; None if no process has a sample of it.
         """
-        self._step.updates.reserve(self._peers.expected_gradients())
-        reduced = self._peers.reduce(given, self._engine, self._before_update)
+        self._step.optimizer_steps.reserve(self._peers.expected_gradients())
+        reduced = self._peers.reduce(given, self._engine, self._before_optimizer_step)
         if reduced is not None and reduced.samples:
-            return reduced, self._update()
-        self._step.updates.drop_reservation()
+            return reduced, self._optimizer_step()
+        self._step.optimizer_steps.drop_reservation()
         return None if reduced is None else (reduced, None)
 
-    def _before_update(self, losses: Losses, samples: int) -> None:
+    def _before_optimizer_step(self, losses: Losses, samples: int) -> None:
         """Reject an unusable optimizer step, and prepare what moves with it, while there is a way back."""
         if self._engine.is_due:
             if self._checks_finite:
@@ -194,15 +194,15 @@ class WindowRunner:
         if self._prepare is not None:
             self._prepare(samples)
 
-    def _update(self) -> bool:
+    def _optimizer_step(self) -> bool:
         """Step the optimizer, and move everything that moves with it."""
         self._now.rates = optimizers.learning_rates(self._step.optimizer)
         with signals.held():  # inside the optimizer an interrupt would leave half an optimizer step
             skipped = self._peers.commit()
             self._events.windows = self._now.number
             self._step.clear_gradients()
-            if self._update_made is not None:
-                self._update_made(skipped=skipped)
+            if self._step_made is not None:
+                self._step_made(skipped=skipped)
             self._now.has_moved = True
         return skipped
 
@@ -229,13 +229,13 @@ class WindowRunner:
             warnings=engine.warnings(),
         )
 
-    def _raise_as_update_complete(self, error: BaseException) -> None:
+    def _raise_as_step_complete(self, error: BaseException) -> None:
         """Raise a failure after the optimizer step as an error which states that it is made, unless it already does."""
         self._events.windows = self._now.number  # only an assignment: whatever else fails, this window counts as done
         self._step.clear_gradients()
         if _oom.is_device_lost(error):
             raise devices.lost(self._step.memory, error) from error
-        said = update_complete.wrapped(error, self._now.number, has_moved=self._now.has_moved)
+        said = step_complete.wrapped(error, self._now.number, has_moved=self._now.has_moved)
         if said is error:
             return
         try:
@@ -258,7 +258,7 @@ class WindowRunner:
 
     def _is_made(self) -> bool:
         """Whether the optimizer step of the current window is made."""
-        return self._step.updates.made != self._now.made_before
+        return self._step.optimizer_steps.made != self._now.made_before
 
     @property
     def is_past_return(self) -> bool:
@@ -432,7 +432,7 @@ class Runner(WindowRunner):
             DoesNotFitError: Not even one sample at a time fits.
             DeviceLostError: This process can no longer use the device.
             StateDamagedError: The optimizer, or a hook on its step, failed after it had begun to write.
-            UpdateCompleteError: Memory ran out after the optimizer step: it is made, and this window
+            StepCompleteError: Memory ran out after the optimizer step: it is made, and this window
                 must not be passed again. Interrupts that come after the optimizer step are raised unchanged, with a
                 note that says so.
         """

@@ -18,8 +18,7 @@ from autoaccum._estimate import cudnn_recurrent
 from autoaccum._estimate.fake import built_on_meta, drops_layers, why_stuck
 from autoaccum._estimate.fake_step import FakeJob, FakeStep, take_lists
 from autoaccum._estimate.gpu_properties import GPUAnswers
-from autoaccum._estimate.step_sizes import TracedSizes
-from autoaccum._estimate.trace import Traced
+from autoaccum._estimate.trace import Traced, TracedSizes
 from autoaccum._estimate.uncertainty import margin_for
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError

@@ -38,7 +38,6 @@ from autoaccum._estimate.fake import Stage, ValuesAssumed, batch_like, keep_ever
 from autoaccum._estimate.fake_backward import loosened
 from autoaccum._estimate.own_thread import ONE_AT_A_TIME
 from autoaccum._estimate.owners import Owners
-from autoaccum._estimate.quick_fakes import QuickFakes
 from autoaccum._estimate.tracer import Ledger
 from autoaccum._loss.loss_weights import Factors
 from autoaccum._loss.objective import Objective
@@ -130,12 +129,11 @@ class FakeStep:
             torch.empty(2, device=self._device)[:1]
             self._step = self._staged()
             self._owners = Owners(self._step.objective.modules)
-            self._fakes = QuickFakes()
             # An optimizer step is the same after batches of any size.
-            self._update_part: Timeline | None = None
+            self._optimizer_part: Timeline | None = None
             self._trainable = [parameter for parameter in self._step.parameters if parameter.requires_grad]
             self._make_gradients()
-            self._update()
+            self._step_optimizer()
 
     def __call__(self, size: int, adapts: Sequence[Adapt] = ()) -> Timeline:
         """Return the timeline of a step with `size` samples, with the model changed in the contexts of `adapts`."""
@@ -151,7 +149,7 @@ class FakeStep:
             for parameter in without:
                 self._step.optimizer.state.pop(parameter, None)
             self._trainable = [parameter for parameter in self._trainable if id(parameter) in arrived]
-            self._update_part = None
+            self._optimizer_part = None
             return self._traced(batch, size)[0]
 
     def _staged(self) -> TrainingStep:
@@ -190,7 +188,7 @@ class FakeStep:
             for parameter in self._trainable
         ]
         takes = partial(workspace, tensor_float=self._job.tensor_float) if self._is_cuda else None
-        ledger = Ledger(size, self._device.type, takes, lambda: step.phase, self._owners, self._fakes)
+        ledger = Ledger(size, self._device.type, takes, lambda: step.phase, self._owners)
         with self._owners.watching():
             self._run(ledger, batch, size)
         for watch in watches:
@@ -217,29 +215,29 @@ class FakeStep:
             step.accumulate(batch, size, Factors(alone=True), PartResult())
             step.stage.phase = Phase.OPTIMIZER
             ledger.enter("optimizer")
-            if self._update_part is None:
+            if self._optimizer_part is None:
                 begun, storages = len(ledger.timeline.events), len(ledger.timeline.storages)
-                self._make_update()
-                self._update_part = ledger.timeline.part(begun, storages)
+                self._make_optimizer_step()
+                self._optimizer_part = ledger.timeline.part(begun, storages)
             else:
-                ledger.timeline.append(self._update_part)
+                ledger.timeline.append(self._optimizer_part)
 
     def _make_gradients(self) -> None:
         for parameter in self._trainable:
             parameter.grad = torch.zeros_like(parameter)
 
-    def _make_update(self) -> None:
+    def _make_optimizer_step(self) -> None:
         scaler = self._step.precision.scaler
         if scaler is not None:
             scaler.unscale_(self._step.optimizer)
         if self._job.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._step.parameters, self._job.clip_grad_norm)
         # Not with the scaler, which would wait for the device to check for overflow.
-        self._update()
+        self._step_optimizer()
         if scaler is not None:
             scaler._per_optimizer_states.clear()
 
-    def _update(self) -> None:
+    def _step_optimizer(self) -> None:
         optimizer = self._step.optimizer
         # PyTorch's own only scale an optimizer step by the values that they read.
         is_of_pytorch = type(optimizer).__module__.startswith("torch.optim")

@@ -43,10 +43,10 @@ def sharding(model: nn.Module, ranks: int) -> Callable[[Timeline], Timeline]:
 
     def of_a_rank(timeline: Timeline) -> Timeline:
         start = next((start for start, name in timeline.phases if name == "optimizer"), len(timeline.events))
-        in_update = {event for event in timeline.events[start:] if event >= 0}
+        in_optimizer_step = {event for event in timeline.events[start:] if event >= 0}
         storages = [
             replace(one, size_bytes=-(-one.size_bytes // ranks))
-            if one.category in _SHARDED or number in in_update
+            if one.category in _SHARDED or number in in_optimizer_step
             else one
             for number, one in enumerate(timeline.storages)
         ]

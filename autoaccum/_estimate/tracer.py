@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autoaccum._estimate.allocation_trace import Category, Storage, Timeline
 from autoaccum._estimate.owners import is_of_loss
-from autoaccum._estimate.quick_fakes import QuickFakes
 from autoaccum._memory._storages import StorageMode, key_of, strided
 
 if TYPE_CHECKING:
@@ -29,6 +28,22 @@ if TYPE_CHECKING:
 _DEVICE = torch.ops.prim.device.default
 
 
+def _grid_sampler(source: Tensor, grid: Tensor) -> Tensor:
+    made: Tensor = source.new_empty(*source.shape[:2], *grid.shape[1:3])
+    return made
+
+
+def _grid_sampler_backward(source: Tensor, grid: Tensor, _gradient: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(source), torch.empty_like(grid)
+
+
+# PyTorch has no fakes of cuDNN's grid sampler.
+_FAKES: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.cudnn_grid_sampler.default: _grid_sampler,
+    torch.ops.aten.cudnn_grid_sampler_backward.default: _grid_sampler_backward,
+}
+
+
 class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
     """Records a timeline while it is entered.
 
@@ -38,7 +53,6 @@ class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
         workspace_of: Returns an operator's workspace, given the operator, its arguments and its results.
         phase: Returns the step's current phase.
         owners: Knows to which modules storages belong; None to leave that open.
-        fakes: Runs the operators.
 
     Attributes:
         timeline: The timeline so far.
@@ -51,12 +65,10 @@ class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
         workspace_of: Callable[..., Workspace] | None = None,
         phase: Callable[[], str] | None = None,
         owners: Owners | None = None,
-        fakes: QuickFakes | None = None,
     ) -> None:
         super().__init__(device_type)
         self._phase = phase
         self._owners = owners
-        self._fakes = QuickFakes() if fakes is None else fakes
         self.timeline = Timeline(size)
         self._workspace_of = workspace_of
 
@@ -74,7 +86,7 @@ class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
             return None
         if self._phase is not None and self._phase() != self.timeline.phases[-1][1]:
             self.enter(self._phase())
-        result = self._fakes.run(func, args, kwargs or {})
+        result = _FAKES.get(func, func)(*args, **(kwargs or {}))
         workspace = () if self._workspace_of is None else self._workspace_of(func, args, result)
         held = [self._open(size, Category.WORKSPACE, str(func)) for size in workspace if size]
         self._note(result, func)

@@ -76,7 +76,7 @@ class Objective:
         loss: As the argument.
         split: As the argument.
         weights: What is known of how losses weigh samples.
-        may_look: Whether a pass may be repeated with gradients to see which entries of a mapping have one.
+        may_repeat_pass: Whether a pass may be repeated with gradients to see which entries of a mapping have one.
         takes_pairs: Whether a pair (inputs, targets) simply becomes loss(model(inputs), targets).
         casts_itself: Whether the model, or a closure, enters autocast by itself.
         gave_number: Whether the last pass returned a single number.
@@ -106,7 +106,7 @@ class Objective:
         self._forward = forward
         self._notices = notices
         self._accepted = _accepted_names(model)
-        self.may_look = True
+        self.may_repeat_pass = True
         self.casts_itself = False
         self.gave_number = False
         self.samples = 0
@@ -150,7 +150,7 @@ class Objective:
         if self.gave_number:  # the usual case
             assert isinstance(value, Tensor)
             return [Term(name, value)], outputs
-        if self.may_look and self._entries.needs_graphs(raw, source.total):
+        if self.may_repeat_pass and self._entries.needs_graphs(raw, source.total):
             with torch.enable_grad():
                 raw, outputs = source.run(self, batch)
         return self._terms(raw, samples, source.total), outputs
@@ -175,7 +175,7 @@ class Objective:
             samples: Its number of samples.
         """
         raw = self._losses_of(outputs, batch)
-        if self.may_look and self._entries.needs_graphs(raw, TOTAL):
+        if self.may_repeat_pass and self._entries.needs_graphs(raw, TOTAL):
             with torch.enable_grad():
                 raw = self._losses_of(map_tensors(lambda one: as_leaf(one.clone()), outputs), batch)
         return self._terms(raw, samples, TOTAL)

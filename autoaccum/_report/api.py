@@ -30,8 +30,8 @@ from autoaccum._estimate.estimate import NotTracedError, trace_step
 from autoaccum._estimate.fake import built_on_meta
 from autoaccum._estimate.fake_step import undisturbed
 from autoaccum._estimate.gpus import DISPLAY_MIB, custom_gpu, display_bytes, gpu_named, with_display
-from autoaccum._estimate.moments import condensed
 from autoaccum._estimate.ranks import in_buckets, sharding
+from autoaccum._estimate.step_memory import condensed
 from autoaccum._loss.objective import Objective
 from autoaccum._memory.host import Host
 from autoaccum._oom import let_go
@@ -39,8 +39,7 @@ from autoaccum._report import Report
 from autoaccum._report.capacity import Asked, measure_on, predict
 from autoaccum._report.loader_speed import first_batches, listen_to, samples_of
 from autoaccum._report.records import HostFacts, Subject
-from autoaccum._report.remedies import Place, Remedies, are_due, computes_bf16
-from autoaccum._report.savings import names_in, saving
+from autoaccum._report.remedies import Place, Remedies, are_due, computes_bf16, names_in, saving
 from autoaccum._system.notices import Notices
 from autoaccum._system.own_code import raised_here
 from autoaccum.errors import InvalidInputError
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.estimate import Traced
     from autoaccum._estimate.gpus import GPU
-    from autoaccum._estimate.moments import StepMemory
+    from autoaccum._estimate.step_memory import StepMemory
     from autoaccum._estimate.trace import Estimate
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._engine.probing import probe
-from autoaccum._estimate.moments import condensed
+from autoaccum._estimate.step_memory import condensed
 from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
 from autoaccum._report.dry_run import rehearse

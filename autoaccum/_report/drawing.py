@@ -1,8 +1,8 @@
 """The report's pictures, as HTML and SVG without a script: they follow the width of the screen, and its light or dark.
 
-Areas and lines are SVG that is stretched; words are HTML above it, so that they are never distorted. A word never
-crosses the border of what it names: it is cut off there, and the whole is shown where the pointer rests and in the list
-below. Colours were chosen by search: no two look alike to anybody, colour-blind or not (tests/report/test_page.py).
+Areas and lines are SVG that is stretched; words are HTML above it, so that they are never distorted. A label that does
+not fit into what it names wraps to a line that is hidden; it is shown where the pointer rests and in the list below.
+Colours were chosen by search: no two look alike to anybody, colour-blind or not (tests/report/test_page.py).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING
 
-from autoaccum._estimate.moments import KINDS
+from autoaccum._estimate.step_memory import KINDS
 from autoaccum._memory.limits import format_bytes
 from autoaccum._report.wording import verdicts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from autoaccum._estimate.moments import ModuleMemory, StepMemory
+    from autoaccum._estimate.step_memory import ModuleMemory, StepMemory
     from autoaccum._report.records import Measured, Predicted, ReportContents
     from autoaccum._report.wording import Verdict
 
@@ -69,11 +69,11 @@ def _fitting(verdict: Verdict) -> str:
     peak = found.peak_bytes or 0
     whole = max(peak, found.room_bytes, 1)
     left = found.headroom_bytes
-    caption = f"a step takes {format_bytes(peak)} of {format_bytes(found.room_bytes)}"
+    label = f"{format_bytes(peak)} of {format_bytes(found.room_bytes)}"
     room = "" if left is None else f"{format_bytes(abs(left))} {'left' if left >= 0 else 'too little'}"
     return (
         f'<p class="name {answer}"><b>{escape(verdict.place)} {escape(verdict.answer)}</b> {escape(room)}</p>'
-        f'<div class="bar {answer}">{_box("answer", peak / whole, caption, caption)}'
+        f'<div class="bar {answer}">{_box("answer", peak / whole, label, f"a step takes {label}")}'
         f'<em style="left:{found.room_bytes / whole:.3%}"></em></div>'
     )
 
@@ -99,7 +99,7 @@ def _by_kind(held: Sequence[tuple[Measured | Predicted, Mapping[str, int]]]) -> 
     for place, kinds in held:
         whole = sum(kinds.values())
         boxes = "".join(
-            _box(_style(kind), size / most, kind, f"{kind}: {format_bytes(size)}, {size / whole:.0%}")
+            _box(_style(kind), size / most, kind.partition(",")[0], f"{kind}: {format_bytes(size)}, {size / whole:.0%}")
             for kind, size in kinds.items()
         )
         rows.append(
@@ -165,7 +165,8 @@ def _cells(node: _Node, level: int, start: int, colour: int | None, whole: int) 
         share = shown.bytes / whole
         by_kind = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in shown.held.items())
         caption = escape(f"{shown.path}: {format_bytes(shown.bytes)}, {share:.0%} ({by_kind})")
-        label = escape(f"{shown.path.removeprefix(f'{node.path}.').strip('()')} {format_bytes(shown.bytes)}")
+        name = escape(shown.path.removeprefix(f"{node.path}.").strip("()"))
+        label = f"<b>{name}</b> <b>{format_bytes(shown.bytes)}</b>"
         place = f"left:{level / (_LEVELS + 1):.2%};top:{start / whole:.3%};height:{share:.3%}"
         label = label if share >= _NAMED_IN_TREE else ""
         yield f'<span class="{style}" style="{place}" title="{caption}">{label}</span>'
@@ -187,22 +188,20 @@ def _by_module(step: StepMemory, where: str) -> str:
 
 
 def _over_the_step(step: StepMemory, where: str) -> str:
-    moments, peak = step.moments, step.at_peak
-    top, last = max(1, peak.held_bytes), max(1, moments[-1].event)
-    kinds = [kind for kind in KINDS if any(kind in one.bytes_by_kind for one in moments)]
-    below = [0] * len(moments)
+    points, peak = step.points, step.at_peak
+    top, last = max(1, peak.held_bytes), max(1, points[-1].event)
+    kinds = [kind for kind in KINDS if any(kind in one.bytes_by_kind for one in points)]
+    below = [0] * len(points)
     areas = []
-    ends = [*(one.event for one in moments[1:]), last]
+    ends = [*(one.event for one in points[1:]), last]
     for kind in kinds:
-        above = [low + one.bytes_by_kind.get(kind, 0) for low, one in zip(below, moments, strict=True)]
-        # Steps: what is held stays until the next moment.
-        over = [point for one, end, y in zip(moments, ends, above, strict=True) for point in ((one.event, y), (end, y))]
-        under = [
-            point for one, end, y in zip(moments, ends, below, strict=True) for point in ((one.event, y), (end, y))
-        ]
+        above = [low + one.bytes_by_kind.get(kind, 0) for low, one in zip(below, points, strict=True)]
+        # Steps: what is held stays until the next point.
+        over = [point for one, end, y in zip(points, ends, above, strict=True) for point in ((one.event, y), (end, y))]
+        under = [point for one, end, y in zip(points, ends, below, strict=True) for point in ((one.event, y), (end, y))]
         areas.append(f'<polygon class="{_style(kind)}" points="{_points([*over, *under[::-1]], last, top)}"/>')
         below = above
-    starts = {one.phase if one.phase != "before" else "forward": one.event for one in reversed(moments)}
+    starts = {one.phase if one.phase != "before" else "forward": one.event for one in reversed(points)}
     marks = "".join(
         f'<b style="left:min({event / last:.2%}, 100% - 4.5rem)">{escape(phase)}</b>'
         for phase, event in sorted(starts.items(), key=_second)

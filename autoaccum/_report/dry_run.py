@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autoaccum._data.batches import Window, count
 from autoaccum._data.nesting import plain_parts
-from autoaccum._engine.probing import Snapshot, Trials, without_updates
+from autoaccum._engine.probing import Snapshot, Trials, without_moving_weights
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._estimate.trace import Footprint
 from autoaccum._memory._storages import gradient_bytes
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 # Timed runs; the fastest counts, because the first warms up and other load only slows.
 _TIMED = 2
-# The allocator counts as fragmented if this share of the reserved memory is not in tensors.
-_FRAGMENTED = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +95,14 @@ class _Stage:
 
     def play(self) -> Rehearsal:
         step, size = self._step, self._plan.micro_batch
-        retries = step.memory.alloc_retries()
         # Gradients and state first: made in memory that a larger size leaves, they would hold all of it.
         self._run(min(size, 2))
-        state_bytes = _state_bytes(step.optimizer)
         step.memory.release()
         peak = self._run(size)
         growing = self._trials.growing_bytes.get(size)
         pace, allocated = self._timed(size, peak)
         footprint = None if peak is None else self._footprint(size, peak, growing or peak, allocated)
-        self._warn_of_state(state_bytes)
-        self._warn_of_fragmentation(footprint, step.memory.alloc_retries() - retries)
+        self._warn_of_untouched()
         self._warn_of_loss()
         return Rehearsal(footprint, pace, tuple(self._warnings))
 
@@ -130,15 +125,15 @@ class _Stage:
             memory.synchronize()
             seconds.append(time.perf_counter() - started)
         started = time.perf_counter()
-        with without_updates(step.optimizer):
-            step.updates.make()
+        with without_moving_weights(step.optimizer):
+            step.optimizer_steps.make()
         memory.synchronize()
         optimizer_s = time.perf_counter() - started
         is_cuda = memory.device.type == "cuda"
         allocated = torch.cuda.max_memory_allocated(memory.device) if is_cuda else None
         # The time of smaller micro-batches is assumed proportional to their size.
-        update_s = min(seconds) * self._plan.target_batch / size + optimizer_s
-        return Pace(min(seconds), optimizer_s, update_s, self._plan.target_batch / update_s), allocated
+        step_s = min(seconds) * self._plan.target_batch / size + optimizer_s
+        return Pace(min(seconds), optimizer_s, step_s, self._plan.target_batch / step_s), allocated
 
     def _footprint(self, size: int, peak: int, growing: int, allocated: int | None) -> Footprint:
         step = self._step
@@ -153,16 +148,16 @@ class _Stage:
         one_bytes = sum(tensor.nbytes for tensor in window.tensors()) // window.samples
         inputs = size * one_bytes * (2 if on_gpu else 1)
         reserved = peak if on_gpu else peak + parameters + buffers
-        in_update = peak > growing
+        in_optimizer_step = peak > growing
         highest = reserved if allocated is None else min(allocated, reserved)
         rest = highest - parameters - buffers - gradients - state - inputs
         # All that grows with the samples, but in an optimizer step, where no activations are left.
-        activations = 0 if in_update else max(0, rest)
+        activations = 0 if in_optimizer_step else max(0, rest)
         temporary = max(0, rest - activations)
         highest = parameters + buffers + gradients + state + inputs + activations + temporary
         return Footprint(
             size=size,
-            phase="optimizer" if in_update else "backward",
+            phase="optimizer" if in_optimizer_step else "backward",
             peak_bytes=highest,
             reserved_bytes=max(reserved, highest),
             parameters_bytes=parameters,
@@ -174,30 +169,13 @@ class _Stage:
             temporary_bytes=temporary,
         )
 
-    def _warn_of_state(self, bytes_at_first: int) -> None:
-        grown = _state_bytes(self._step.optimizer) - bytes_at_first
-        if grown > 0:
-            self._warnings.append(
-                f"the optimizer's state grew by {format_bytes(grown)} after its first step and may grow further; "
-                "leave room for it (memory_limit=)"
-            )
+    def _warn_of_untouched(self) -> None:
         untouched = [p for p in self._step.parameters if p.requires_grad and p.grad is None]
         if untouched:
             size = format_bytes(sum(parameter.nbytes for parameter in untouched))
             self._warnings.append(
                 f"{len(untouched)} parameters ({size}) require a gradient and got none from this batch; if a later "
                 "batch gives them one, their gradients and optimizer state need additional memory"
-            )
-
-    def _warn_of_fragmentation(self, footprint: Footprint | None, retries: int) -> None:
-        if footprint is None or self._step.memory.device.type != "cuda":
-            return
-        apart = footprint.reserved_bytes - footprint.peak_bytes
-        if retries > 0 or apart > _FRAGMENTED * footprint.reserved_bytes:
-            again = f" and flushed its cache {retries} times to continue" if retries > 0 else ""
-            self._warnings.append(
-                f"fragmentation: the allocator reserved {format_bytes(apart)} more than tensors use{again}; "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help"
             )
 
     def _warn_of_loss(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from autoaccum._estimate.gpus import GPU
-    from autoaccum._estimate.moments import StepMemory
+    from autoaccum._estimate.step_memory import StepMemory
     from autoaccum._estimate.trace import Footprint
     from autoaccum._records import Neighbour, Plan, Trial
 
@@ -112,7 +112,7 @@ class Pace:
     Attributes:
         micro_batch_s: Seconds for forward and backward of the largest micro-batch.
         optimizer_s: Seconds for the optimizer's step.
-        update_s: Seconds for an optimizer step, excluding the loader.
+        step_s: Seconds for an optimizer step, excluding the loader.
         samples_per_s: The same in samples per second.
         epoch_samples: Samples in the loader; None if unknown.
         epoch_s: Seconds for an epoch, including the loader if it was timed; None if its length is unknown.
@@ -120,7 +120,7 @@ class Pace:
 
     micro_batch_s: float
     optimizer_s: float
-    update_s: float
+    step_s: float
     samples_per_s: float
     epoch_samples: int | None = None
     epoch_s: float | None = None

@@ -6,18 +6,20 @@ Nothing is measured: the memory of a changed step is predicted and compared with
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._engine.savings import CHECKPOINT, CHUNKED, OFFLOAD
+from autoaccum._engine.savings import AUTO, CHECKPOINT, CHUNKED, OFFLOAD, check_memory, check_place
+from autoaccum._engine.savings import saving as in_force
 from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.gpus import known_gpus
+from autoaccum._memory.simulated import Simulated
 from autoaccum._oom import first_line, let_go
 from autoaccum._report.records import Predicted, Remedy
-from autoaccum._report.savings import saves
 from autoaccum._system.own_code import raised_here
 from autoaccum.errors import InvalidInputError
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from autoaccum._estimate.trace import Estimate, Traced
     from autoaccum._report.capacity import Asked
     from autoaccum._report.records import Measured
+    from autoaccum._system.notices import Notices
 
 # With this many micro-batches per window or more, a cut is worth improving; or if the loss holds this share.
 MANY_MICRO_BATCHES = 8
@@ -42,6 +45,8 @@ _LARGE_LOSS = 0.25
 _TWO_NUMBERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 _BITS8_BYTES = 1 + 4 / 256
 _OFFLOADED = "offloaded activations"
+# Decides which tensors are moved to the host, and has no memory of its own.
+_ANY_GPU = Simulated(2**50, torch.device("cuda", 0))
 
 
 @dataclass(frozen=True)
@@ -311,3 +316,36 @@ def _in_8_bits(element_bytes: int, timeline: Timeline) -> Timeline:
         for one in timeline.storages
     ]
     return replace(timeline, storages=storages)
+
+
+def names_in(memory: Sequence[str] | str | None, notices: Notices) -> tuple[str, ...]:
+    """Return what saves memory from the start, by names of `fit`'s argument.
+
+    None for "auto", which is said.
+
+    Raises:
+        InvalidInputError: A name is unknown.
+    """
+    names = check_memory(memory, _ANY_GPU)
+    if AUTO in names:
+        notices.say(
+            "memory='auto': the report is of steps without it; fit finds what saves memory in its first windows"
+        )
+        return ()
+    return names
+
+
+def saving(names: Sequence[str]) -> list[Adapt]:
+    """Return what changes a model so that it saves memory in these ways, or refuses them."""
+
+    def checked(model: nn.Module) -> ExitStack:
+        for name in names:
+            check_place(name, [model])
+        return ExitStack()
+
+    return [checked, *map(saves, names)] if names else []
+
+
+def saves(name: str) -> Adapt:
+    """Return what changes a model so that it saves memory in one way, which says how."""
+    return lambda model: in_force(name, [model], _ANY_GPU)

@@ -7,7 +7,7 @@ import pickle
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._estimate.snapshot import snapshot_of
+from autoaccum._estimate.step_memory import snapshot_of
 from autoaccum._report import page, table
 from autoaccum._report.records import ReportContents
 from autoaccum._system.files import beside

@@ -342,7 +342,7 @@ def _times(report: ReportContents) -> Iterator[tuple[str, str]]:
         steps = measured.plan.accum_steps
         largest = f"{steps} micro-batch{'es' if steps > 1 else ''}, {format_seconds(pace.micro_batch_s)} the largest"
         optimizer = format_seconds(pace.optimizer_s)
-        yield "optimizer step", f"{format_seconds(pace.update_s)}: {largest}; optimizer {optimizer}"
+        yield "optimizer step", f"{format_seconds(pace.step_s)}: {largest}; optimizer {optimizer}"
         yield "training", format_speed(pace.samples_per_s)
         if pace.epoch_s is not None and pace.epoch_samples is not None:
             yield "an epoch", f"{format_seconds(pace.epoch_s)} for {pace.epoch_samples:,} samples"

@@ -109,7 +109,7 @@ class Backoff:
         self._due[self._next_larger() or self.size] = self._window + FIRST_WAIT_WINDOWS
 
     def _next_larger(self) -> int | None:
-        """Return the size that saves one micro-step, or the largest."""
+        """Return the size that saves one micro-batch, or the largest."""
         if self.size >= self._largest:
             return None
         steps = -(-self._target_batch // self.size)

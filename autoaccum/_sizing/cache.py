@@ -97,7 +97,7 @@ class PlanCache:
             os.utime(path)  # so that it is not among the oldest
         return remembered
 
-    def tell(self, remembered: Remembered) -> None:
+    def announce(self, remembered: Remembered) -> None:
         """Say that a search begins with the result of an earlier one."""
         self._notices.say(
             f"plan cache: a micro-batch of {remembered.micro_batch} fitted in an earlier run of this job, so the "
@@ -156,7 +156,7 @@ class CacheEntry:
         if cache is not None and key is not None:
             self.found = cache.find(key)
             if self.found is not None:
-                cache.tell(self.found)
+                cache.announce(self.found)
         self.saves = () if self.found is None else self.found.memory
         self.frontier = Frontier.of_state(None if self.found is None else self.found.frontier)
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import Plan
 
-# Reading the peak and the allocator's retries costs as much as a small micro-step, so it is done at most this often.
+# Reading the peak and the allocator's retries costs as much as a small micro-batch, so it is done at most this often.
 _LOOK_INTERVAL_S = 0.25
 # One retry may be due to the first window; new ones in consecutive readings show that memory keeps running short.
 _LOOKS = 2

@@ -219,7 +219,7 @@ def fit(
         DeviceLostError: This process can no longer use the device.
         StateDamagedError: The optimizer, or a hook on its step, failed after it had begun to write, and there is no
             checkpoint to go back to, or it failed again after going back.
-        UpdateCompleteError: The scheduler failed, or memory ran out, after an optimizer step, which
+        StepCompleteError: The scheduler failed, or memory ran out, after an optimizer step, which
             is made. If the scheduler has not stepped, no checkpoint of that state is written.
         StartAgainError: Memory ran out in a model that is sharded across ranks (docs/several-gpus.md), or on one rank
             while the others made an optimizer step.

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 from autoaccum import _oom
-from autoaccum._engine import update_complete
+from autoaccum._engine import step_complete
 from autoaccum._system import signals
 from autoaccum._training.rank_coordination import END, SAVE, STOP
 from autoaccum.errors import (
@@ -15,7 +15,7 @@ from autoaccum.errors import (
     RankFailedError,
     StartAgainError,
     StateDamagedError,
-    UpdateCompleteError,
+    StepCompleteError,
 )
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Interrupts:
                     # The interrupt waited for the optimizer step to end, so what failed after it is in the interrupt's
                     # context. No whole state in memory is left to continue from.
                     behind = _behind(error, Exception) or MemoryError("the random state could not be read")
-                    raise update_complete.wrapped(
+                    raise step_complete.wrapped(
                         behind, self._lifecycle.current.windows_done, has_moved=False
                     ) from behind
             except StateDamagedError as error:
@@ -197,7 +197,7 @@ class Interrupts:
         # Before the first window there is no progress to save.
         step, newest = self._progress.state.windows, self._checkpoints.newest
         is_worth_it = step > 0 and not self._checkpoints.has_this_state
-        if isinstance(error, UpdateCompleteError) and not is_whole and newest is not None:
+        if isinstance(error, StepCompleteError) and not is_whole and newest is not None:
             error.add_note(f"autoaccum: no checkpoint of that moment is written; the last one is {newest}")
         if not is_whole or not is_worth_it:
             return

@@ -83,7 +83,7 @@ class Training:
         A window counts as soon as its optimizer step is made, even if the scheduler then fails and no checkpoint can
         hold the state after it.
         """
-        return max(self._progress.state.windows, self._step.updates.made)
+        return max(self._progress.state.windows, self._step.optimizer_steps.made)
 
     def run(self, started: float) -> FitResult:
         """Train to the end.

@@ -54,7 +54,7 @@ class Schedule:
             _check(self.scheduler, self._optimizer, is_evaluated=self._is_evaluated)
         self._on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
 
-    def after_update(self, *, skipped: bool) -> None:
+    def after_step(self, *, skipped: bool) -> None:
         """Move if this is the interval; a window that the scaler skipped does not count."""
         if self._interval == "step" and not skipped:
             self._move()

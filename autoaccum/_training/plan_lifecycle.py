@@ -283,7 +283,7 @@ class PlanLifecycle:
             self._notices,
             peers=self._call.world.peers,
             prepare=self._progress.prepare,
-            update_made=self._progress.update_made,
+            step_made=self._progress.step_made,
             noise=self._call.noise,
         )
 

@@ -1,7 +1,7 @@
 """Iterates over windows and tracks the state to resume from.
 
 That is the state after the last whole window. Everything that changes with an optimizer step changes inside
-it, while interrupts are held back (`update_made`); everything that changes with an epoch changes together
+it, while interrupts are held back (`step_made`); everything that changes with an epoch changes together
 at its end. A checkpoint holds this state, and a resumed run begins from it.
 """
 
@@ -14,7 +14,7 @@ from autoaccum import _oom
 from autoaccum._arguments import shown
 from autoaccum._data.loader_state import Track
 from autoaccum._data.splits import is_default
-from autoaccum._engine import update_complete
+from autoaccum._engine import step_complete
 from autoaccum._records import SAMPLES
 from autoaccum._training.checkpoint_contents import LoopState, Stopped
 from autoaccum.errors import InvalidInputError
@@ -168,7 +168,7 @@ class TrainingProgress:
             now, windows=now.windows + 1, samples=now.samples + samples, position=self._coming, stopped=None
         )
 
-    def update_made(self, *, skipped: bool) -> None:
+    def step_made(self, *, skipped: bool) -> None:
         """Advance everything that moves with an optimizer step, while interrupts are held back.
 
         Only the user's scheduler can fail here. The random state is read last, since an optimizer or a scheduler may
@@ -178,7 +178,7 @@ class TrainingProgress:
             skipped: Whether the gradient scaler skipped the optimizer step.
         """
         self.is_whole = False
-        self._schedule.after_update(skipped=skipped)
+        self._schedule.after_step(skipped=skipped)
         self.state = self._next
         self._world.note_step(self._next.windows)
         self.is_whole = self._has_noted_random_state()
@@ -220,7 +220,7 @@ class TrainingProgress:
             ends_epoch: Whether the epoch's last window, or the last of all, is done.
 
         Raises:
-            UpdateCompleteError: The scheduler failed.
+            StepCompleteError: The scheduler failed.
         """
         self.is_whole = False
         state, position = self.state, self.state.position
@@ -231,7 +231,7 @@ class TrainingProgress:
             if ends_epoch and not position.closed:
                 self._schedule.after_epoch()
         except Exception as error:
-            raise update_complete.wrapped(error, state.windows, has_moved=False) from error
+            raise step_complete.wrapped(error, state.windows, has_moved=False) from error
         if ends_epoch and self._ends_here:  # the epoch may have more windows
             position = replace(position, closed=True)
         elif ends_epoch:

@@ -1,8 +1,8 @@
 """Raises out-of-memory errors after the optimizer step, at every Python call and every operator, on one or two ranks.
 
-A try is lost if an update is made twice or not at all, parameters differ from those of the undisturbed training (on two
-ranks: from each other), an error within the step does not name the update, or a checkpoint leads to another result.
-tests/after_step.py has the trainings; tests/across/test_after_the_update.py makes a few tries.
+A try is lost if an optimizer step is made twice or not at all, parameters differ from those of the undisturbed training
+(on two ranks: from each other), an error within the step does not name it, or a checkpoint leads to another result.
+tests/after_step.py has the trainings; tests/across/test_after_the_optimizer_step.py makes a few tries.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from svg import framed, text
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 MIB = 2**20
+HIGHEST = 140  # MiB
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 540, 390, 76, 24, 28, 110
 
 
@@ -18,19 +20,18 @@ class Plot:
 
     Args:
         across: The first and the last tick of the axis, the step between ticks, and its title.
-        up: The same, from 0 on; the axis goes on to `highest`.
-        highest: The end of the upright axis.
+        up: The same, from 0 on: the last tick, the step between ticks, and the title.
     """
 
-    def __init__(self, across: tuple[int, int, int, str], up: tuple[float, float, str], highest: float) -> None:
+    def __init__(self, across: tuple[int, int, int, str], up: tuple[float, float, str]) -> None:
         first, last, step, below = across
-        top, each, beside = up
+        highest, each, beside = up
         self._first, self._last, self._highest = first, last, highest
         self.parts: list[str] = []
         for tick in range(first, last + 1, step):
             self.line([(tick, 0), (tick, highest)], "grid")
             self.words(tick, 0, str(tick), "quiet middle", dy=20)
-        for number in range(round(top / each) + 1):
+        for number in range(round(highest / each) + 1):
             self.line([(first, number * each), (last, number * each)], "grid")
             self.words(first, number * each, f"{number * each:g}", "quiet end", dx=-8, dy=5)
         self.parts.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - BOTTOM + 46, below, "step middle"))
@@ -80,18 +81,16 @@ def memory_by_size(report: dict[str, Any], target_batch: int) -> str:
     per_sample, fixed = line_through(fitting)
     # Memory ran out before their peak, which is where the line says.
     failing = [(t["size"], fixed + t["size"] * per_sample) for t in measured["trials"] if not t["fits"]]
-    plot = Plot((0, 140, 20, "micro-batch (samples)"), (120, 20, "peak memory of a step (MiB)"), 130)
-    plot.line([(0, fixed), (140, min(130, fixed + 140 * per_sample))], "line dashed")
+    plot = Plot((0, 140, 20, "micro-batch (samples)"), (HIGHEST, 20, "peak memory of a step (MiB)"))
+    plot.line([(0, fixed), (140, min(HIGHEST, fixed + 140 * per_sample))], "line dashed")
     plot.line([(0, limit), (140, limit)], "back")
-    plot.line([(max(cut), 0), (max(cut), 130)], "green-line dashed")
+    plot.line([(max(cut), 0), (max(cut), HIGHEST)], "green-line dashed")
     plot.words(2, limit, f"limit {limit:.0f} MiB", "alarm", dy=-8)
     plot.words(max(cut), 8, f"plan: {target_batch} in {len(cut)}", "good", dx=6)
     plot.marks(fitting, "dot")
     plot.marks(failing, "cross")
-    for size, peak in fitting[-2:]:
-        plot.words(size, peak, str(size), "quiet end", dx=-8, dy=-8)
-    for size, peak in failing:
-        plot.words(size, peak, f"{size}: too large", "quiet end", dx=-8, dy=-6)
+    for size, peak, below in [*((*one, 18) for one in fitting[-2:]), *((*one, 9) for one in failing)]:
+        plot.words(size, peak, str(size), "quiet", dx=10, dy=below)
     plot.legend([("dot", "trial that fits"), ("cross", "trial that does not fit")])
     sizes = [str(size) for size, _ in fitting]
     told = (
@@ -112,22 +111,22 @@ def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def losses(undisturbed: list[dict[str, Any]], attempts: list[list[dict[str, Any]]]) -> str:
     """Return the picture of a run that was killed and resumed, beside the one that was not."""
     whole, before, after = ([(one["step"], one["loss"]) for one in steps] for steps in (undisturbed, *attempts))
-    # The process died after an update, before it was logged.
+    # The process died after an optimizer step, before it was logged.
     kept, killed = after[0][0] - 1, before[-1][0] + 1
-    highest = 1.15 * max(loss for _, loss in whole)
-    plot = Plot((1, whole[-1][0], 1, "optimizer step"), (0.5 * (highest // 0.5), 0.5, "loss"), highest)
+    highest = 0.5 * math.ceil(2.3 * max(loss for _, loss in whole))
+    plot = Plot((1, whole[-1][0], 1, "optimizer step"), (highest, 0.5, "loss"))
     for step in (kept, killed):
         plot.line([(step, 0), (step, highest)], "line dashed")
     plot.line(whole, "line")
     plot.marks(before, "square")
     plot.marks(after, "ring")
-    plot.words(1.2, 0.2, "line: a run that was not killed", "quiet")
+    plot.words(1.2, 0.2, "line: a run never killed", "quiet")
     plot.words(kept, highest, "checkpoint", "step end", dx=-6, dy=14)
     plot.words(killed, highest, "killed", "alarm", dx=6, dy=14)
     plot.legend([("square", "logged before the kill"), ("ring", "after resuming from the checkpoint")])
     told = (
-        f"The loss by update. The undisturbed run is a line from {whole[0][1]:.2f} to {whole[-1][1]:.2f}. The killed "
-        f"run's updates 1 to {before[-1][0]} and the resumed run's updates {after[0][0]} to {after[-1][0]}, after the "
-        f"checkpoint of update {kept}, lie on it."
+        f"The loss by optimizer step. The undisturbed run is a line from {whole[0][1]:.2f} to {whole[-1][1]:.2f}. The "
+        f"killed run's steps 1 to {before[-1][0]} and the resumed run's steps {after[0][0]} to {after[-1][0]}, after "
+        f"the checkpoint of step {kept}, lie on it."
     )
     return framed(WIDTH, HEIGHT, "Killed, and resumed", told, plot.parts)

@@ -18,7 +18,7 @@ PURPOSES = {
     "_training": "fit, its loop, checkpoints",
     "_estimate": "peak memory predicted",
     "_distributed": "windows by several ranks",
-    "_engine": "one window, one update",
+    "_engine": "one window, one optimizer step",
     "_sizing": "how large micro-batches are",
     "_loss": "what a loss runs over",
     "_data": "batches and windows",

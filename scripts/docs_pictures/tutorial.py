@@ -89,7 +89,7 @@ def _step(place: Path, printed: dict[str, str], script: str, *options: str, expe
 
 
 def _attempts(log: str) -> list[list[dict[str, Any]]]:
-    """Return the updates of the log, those of each process by themselves."""
+    """Return the optimizer steps of the log, those of each process by themselves."""
     attempts: list[list[dict[str, Any]]] = []
     for event in map(json.loads, log.splitlines()):
         if event["event"] == "fit_start":

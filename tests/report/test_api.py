@@ -109,7 +109,7 @@ def test_on_the_host_it_is_measured_for_real():
 
     assert measured.micro_batch == 16
     assert measured.device.holds_model is False
-    assert measured.pace.update_s > 0
+    assert measured.pace.step_s > 0
 
 
 def test_the_loader_is_held_against_the_training():
@@ -198,7 +198,7 @@ def test_who_holds_memory_at_the_peak_is_traced_for_the_plan(kind):
     assert step.size == one.plan.micro_batch
     assert {"0", "1", "2"} <= held_by(step).keys()
     assert held_by(step)["0"] > 4 * report.subject.parameters  # four numbers for each of most parameters
-    assert {one.phase for one in step.moments} >= {"before", "forward", "backward", "optimizer"}
+    assert {one.phase for one in step.points} >= {"before", "forward", "backward", "optimizer"}
     assert sum(held_by(step).values()) == step.at_peak.held_bytes
 
 

@@ -11,7 +11,6 @@ from helpers import assert_bitwise, classifier, labelled, live_tensors, state_of
 from put_together import training_step
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer", "inputs", "activations", "temporary")
-KIB = 1024
 
 
 def rehearsed(model, batch, target=12, most=4, loss=None, optimizer=torch.optim.Adam, **options):
@@ -56,8 +55,8 @@ def test_a_peak_in_the_update_is_told():
 def test_an_update_is_as_long_as_its_micro_batches_and_the_optimizer():
     pace = rehearsed(classifier(), labelled(8)).pace
 
-    assert pace.update_s == pytest.approx(3 * pace.micro_batch_s + pace.optimizer_s)
-    assert pace.samples_per_s == pytest.approx(12 / pace.update_s)
+    assert pace.step_s == pytest.approx(3 * pace.micro_batch_s + pace.optimizer_s)
+    assert pace.samples_per_s == pytest.approx(12 / pace.step_s)
 
 
 class Half(nn.Module):
@@ -75,23 +74,6 @@ def test_parameters_that_got_no_gradient_are_warned_of():
     (warning,) = rehearsed(Half(), (torch.randn(4, 4), torch.randn(4, 3)), target=4).warnings
 
     assert "2 parameters (60 B) require a gradient and got none" in warning
-
-
-class Late(torch.optim.SGD):
-    """Makes its state at the third step."""
-
-    def step(self, closure=None):
-        self.count = getattr(self, "count", 0) + 1
-        if self.count > 2:
-            for parameter in self.param_groups[0]["params"]:
-                self.state[parameter].setdefault("late", torch.zeros(KIB))
-        return super().step(closure)
-
-
-def test_an_optimizer_whose_state_comes_later_is_warned_of():
-    warnings = rehearsed(nn.Linear(4, 3), (torch.randn(4, 4), torch.randn(4, 3)), target=4, optimizer=Late).warnings
-
-    assert any("state grew by 8.0 KiB after its first step" in warning for warning in warnings)
 
 
 def test_a_loss_that_cannot_be_found_out_is_warned_of():

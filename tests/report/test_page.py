@@ -13,7 +13,7 @@ from itertools import combinations
 
 import pytest
 
-from autoaccum._estimate.moments import KINDS, ModuleMemory
+from autoaccum._estimate.step_memory import KINDS, ModuleMemory
 from autoaccum.errors import InvalidInputError
 from report_examples import (
     DEVICE,
@@ -95,7 +95,7 @@ def test_the_headline_is_marked_by_the_answer():
 
 
 def test_pictures_say_in_words_what_they_show():
-    """Where a label does not fit into what it names it is cut off, so all numbers are also in lists and titles."""
+    """A label that does not fit into what it names is hidden, so all numbers are also in lists and titles."""
     page = TRACED.to_html()
     figures = re.findall(r"<figure>.*?</figure>", page, flags=re.DOTALL)
 

@@ -10,7 +10,7 @@ from torch import nn
 import autoaccum
 from autoaccum._estimate.estimate import estimate_step, trace_step
 from autoaccum._estimate.gpus import gpu_named
-from autoaccum._estimate.moments import Moment
+from autoaccum._estimate.step_memory import TimelinePoint
 from autoaccum._report import remedies
 from autoaccum._report.capacity import Asked
 from autoaccum._report.remedies import MANY_MICRO_BATCHES, Place, Remedies, are_due, computes_bf16
@@ -123,7 +123,7 @@ def test_a_change_with_which_the_model_fails_is_told_and_our_own_errors_are_rais
 
 def test_a_large_loss_is_worth_mending_below_many_micro_batches_too():
     def with_loss(largest, **held):
-        step = replace(STEP, moments=(Moment(0, "backward", held),), peak=0)
+        step = replace(STEP, points=(TimelinePoint(0, "backward", held),), peak=0)
         return replace(predicted(micro_batch=largest), step_memory=step)
 
     assert are_due(with_loss(32, loss=8, activations=11), 64)

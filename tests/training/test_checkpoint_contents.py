@@ -21,7 +21,7 @@ from autoaccum.errors import (
     DeviceLostError,
     InvalidInputError,
     StateDamagedError,
-    UpdateCompleteError,
+    StepCompleteError,
 )
 from long_runs import (
     EPOCHS,
@@ -227,7 +227,7 @@ def test_half_an_update_is_never_left_behind(tmp_path):
                 raise ValueError("the scheduler's")
             super().step(*arguments)
 
-    with pytest.raises(UpdateCompleteError, match=r"optimizer step 6 is made.*ValueError: the scheduler's"):
+    with pytest.raises(StepCompleteError, match=r"optimizer step 6 is made.*ValueError: the scheduler's"):
         Run(checkpoint=tmp_path, val_loader=None, checkpoint_every=3, scheduler=lambda it: Broken(it, 4)).fit()
 
     assert checkpoints(tmp_path) == ["step-00000003"]

@@ -6,17 +6,17 @@ This module does not decide whether the optimizer step was made, and restores no
 from __future__ import annotations
 
 from autoaccum._oom import first_line, is_oom
-from autoaccum.errors import UpdateCompleteError
+from autoaccum.errors import StepCompleteError
 
 
 def wrapped(error: BaseException, step: int, *, has_moved: bool) -> BaseException:
     """Return the exception to raise for an error that came after an optimizer step: the error itself if it can stay.
 
-    Interrupts pass through unchanged, and so do callback errors once everything that moves with the update (the
+    Interrupts pass through unchanged, and so do callback errors once everything that moves with the optimizer step (the
     scheduler) has moved; a note on them states that the optimizer step was made. Out-of-memory errors are always
     wrapped, because they would be mistaken for the window's own.
     """
-    if isinstance(error, UpdateCompleteError):
+    if isinstance(error, StepCompleteError):
         return error
     rest = (
         "everything that moves with it has moved"
@@ -31,6 +31,6 @@ def wrapped(error: BaseException, step: int, *, has_moved: bool) -> BaseExceptio
                 "there is none"
             )
         what = f"what follows it failed ({type(error).__name__}: {first_line(error)})"
-        return UpdateCompleteError(f"optimizer step {step} is made, and {rest}: {what}; {then}", step)
+        return StepCompleteError(f"optimizer step {step} is made, and {rest}: {what}; {then}", step)
     error.add_note(f"autoaccum: optimizer step {step} is made, and {rest}")
     return error

@@ -9,7 +9,7 @@ from torch import nn
 
 import after_step
 import autoaccum
-from autoaccum import UpdateCompleteError
+from autoaccum import StepCompleteError
 from helpers import batches_of, classifier, fit_quietly, labelled
 from long_runs import Run, checkpoints
 
@@ -33,7 +33,7 @@ def test_memory_that_runs_out_after_the_step_makes_no_update_twice(tmp_path, und
         ends.add(end)
 
     assert not losses
-    assert "UpdateCompleteError" in ends
+    assert "StepCompleteError" in ends
 
 
 def test_memory_that_stays_out_after_the_step_makes_no_update_twice(tmp_path, undisturbed):
@@ -54,7 +54,7 @@ def test_rank_that_lacks_memory_after_the_step_ends_all_with_the_same_parameters
 
     assert all(one.fault["hits"] for one in answers[who])
     assert not after_step.judged_on_ranks(tries, answers, who)
-    assert "UpdateCompleteError" in {one.kind for one in answers[who]}
+    assert "StepCompleteError" in {one.kind for one in answers[who]}
 
 
 def test_rank_that_fails_behind_its_last_update_is_heard_of_where_no_checkpoint_is_written(crew, tmp_path):
@@ -92,7 +92,7 @@ def test_scheduler_without_memory_ends_training_with_the_update_named(tmp_path, 
     stepped = []
     run.optimizer.register_step_post_hook(lambda *_: stepped.append(1))
 
-    with pytest.raises(UpdateCompleteError, match=f"step {update} is made, and not all that moves with it") as caught:
+    with pytest.raises(StepCompleteError, match=f"step {update} is made, and not all that moves with it") as caught:
         run.fit()
 
     assert len(stepped) == caught.value.step == update
@@ -111,7 +111,7 @@ def test_rates_stay_as_the_update_was_made_with_where_its_scheduler_fails_in_the
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"device": "cpu", "progress": False, "lr_scaling": "linear", "base_batch": 2}
 
-    with pytest.raises(UpdateCompleteError, match="optimizer step 1 is made"):
+    with pytest.raises(StepCompleteError, match="optimizer step 1 is made"):
         autoaccum.fit(
             model, [(torch.randn(4, 3), torch.randn(4, 2))], 4, optimizer=optimizer, scheduler=Fails(), **settings
         )
@@ -130,7 +130,7 @@ def test_sigterm_beside_a_failing_scheduler_does_not_make_the_window_again(tmp_p
     run.optimizer.register_step_post_hook(lambda *_: stepped.append(1))
     former = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
     try:
-        with pytest.raises(UpdateCompleteError, match="optimizer step 6 is made"):
+        with pytest.raises(StepCompleteError, match="optimizer step 6 is made"):
             run.fit()
     finally:
         signal.signal(signal.SIGTERM, former)
@@ -141,7 +141,7 @@ def test_sigterm_beside_a_failing_scheduler_does_not_make_the_window_again(tmp_p
 
 @pytest.mark.parametrize(
     ("error", "expected"),
-    [(autoaccum.DoesNotFitError("a call of its own"), autoaccum.DoesNotFitError), (MemoryError(), UpdateCompleteError)],
+    [(autoaccum.DoesNotFitError("a call of its own"), autoaccum.DoesNotFitError), (MemoryError(), StepCompleteError)],
 )
 def test_callback_that_fails_after_the_update_makes_no_other_one(error, expected):
     class Planned(autoaccum.Callback):

@@ -3,7 +3,7 @@
 import pytest
 
 from autoaccum._estimate.allocation_trace import Category, Storage, Timeline
-from autoaccum._estimate.step_sizes import TracedSizes
+from autoaccum._estimate.trace import TracedSizes
 
 MIB = 2**20
 

@@ -1,10 +1,10 @@
-"""Condenses the timeline of a traced step to what a report shows: some moments, and who holds memory at the peak."""
+"""Condenses the timeline of a traced step to what a report shows: some points, and who holds memory at the peak."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 # What memory is held for, in the order in which pictures stack it: what stays for the whole training first.
 KINDS = ("parameters", "buffers", "gradients", "optimizer", "inputs", "activations", "loss", "workspace", "temporary")
-# More moments than that are not seen apart in a picture.
-_MOMENTS = 160
+# More points than that are not seen apart in a picture.
+_POINTS = 160
 # Groups of tensors named at the peak.
 _NAMED = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """A moment of a step.
+class TimelinePoint:
+    """A point of the timeline of a step's memory.
 
     Attributes:
         event: How many allocations and frees of the step came before it.
@@ -77,29 +77,29 @@ class StepMemory:
 
     Attributes:
         size: Samples in the micro-batch.
-        moments: Some moments, in order; of those in between, none held more than its neighbours here.
+        points: Some points, in order; of those in between, none held more than its neighbours here.
         peak: The index of the one with the most memory.
         modules: What each module holds then, in the order of the model.
         alive: The largest groups of tensors alive then, largest first.
     """
 
     size: int
-    moments: tuple[Moment, ...]
+    points: tuple[TimelinePoint, ...]
     peak: int
     modules: tuple[ModuleMemory, ...]
     alive: tuple[AliveMemory, ...]
 
     @property
-    def at_peak(self) -> Moment:
-        """The moment with the most memory."""
-        return self.moments[self.peak]
+    def at_peak(self) -> TimelinePoint:
+        """The point with the most memory."""
+        return self.points[self.peak]
 
 
 def condensed(timeline: Timeline) -> StepMemory:
-    """Condense a timeline. Each moment is the one with the most memory among its neighbours, and the peak is one."""
+    """Condense a timeline. Each point is the one with the most memory among its neighbours, and the peak is one."""
     kinds = timeline.kinds()
-    moments = _moments(timeline, kinds)
-    peak = max(range(len(moments)), key=lambda index: moments[index].held_bytes)
+    points = _points(timeline, kinds)
+    peak = max(range(len(points)), key=lambda index: points[index].held_bytes)
     modules: dict[str, Counter[str]] = {}
     groups: dict[tuple[str, str, str], list[int]] = {}
     for number in timeline.peak().alive:
@@ -109,19 +109,19 @@ def condensed(timeline: Timeline) -> StepMemory:
     alive = [AliveMemory(*group, tensors=len(sizes), held_bytes=sum(sizes)) for group, sizes in groups.items()]
     return StepMemory(
         timeline.size,
-        tuple(moments),
+        tuple(points),
         peak,
         tuple(ModuleMemory(module, _in_order(held)) for module, held in modules.items()),
         tuple(sorted(alive, key=lambda one: -one.held_bytes)[:_NAMED]),
     )
 
 
-def _moments(timeline: Timeline, kinds: list[str]) -> list[Moment]:
+def _points(timeline: Timeline, kinds: list[str]) -> list[TimelinePoint]:
     begins = timeline.phases[1][0] if len(timeline.phases) > 1 else 0
-    each = max(1, -(-(len(timeline.events) - begins) // _MOMENTS))
+    each = max(1, -(-(len(timeline.events) - begins) // _POINTS))
     held: Counter[str] = Counter()
     live = most = 0
-    moments: list[Moment] = []
+    points: list[TimelinePoint] = []
     for index, event in enumerate(timeline.events):
         number = ~event if event < 0 else event
         size_bytes = timeline.storages[number].size_bytes * (-1 if event < 0 else 1)
@@ -130,14 +130,39 @@ def _moments(timeline: Timeline, kinds: list[str]) -> list[Moment]:
         if index + 1 < begins:
             continue
         at = index + 1 - begins
-        # The first moment is the one before the step.
+        # The first point is the one before the step.
         is_next = at <= 1 or (at - 1) % each == 0
         if is_next or live > most:
             most = live
-            one = Moment(at, timeline.phase_at(index), _in_order(held))
-            moments[len(moments) if is_next else -1 :] = [one]
-    return moments or [Moment(0, "before", {})]
+            one = TimelinePoint(at, timeline.phase_at(index), _in_order(held))
+            points[len(points) if is_next else -1 :] = [one]
+    return points or [TimelinePoint(0, "before", {})]
 
 
 def _in_order(held: Mapping[str, int]) -> dict[str, int]:
     return {kind: held[kind] for kind in KINDS if held.get(kind)}
+
+
+def snapshot_of(timeline: Timeline) -> dict[str, Any]:
+    """Return a step as `torch.cuda.memory._snapshot` would, for PyTorch's viewer (https://pytorch.org/memory_viz).
+
+    The module and the operator are in place of a stack.
+    """
+    entries: list[dict[str, Any]] = []
+    ends, address = {}, 1 << 40
+    for event in timeline.events:
+        number = event if event >= 0 else ~event
+        storage = timeline.storages[number]
+        if event >= 0:
+            ends[number] = address  # every storage has an address of its own
+            address += storage.size_bytes + 512
+        names = (storage.operator or storage.category.value, storage.module or "outside modules")
+        entry = {
+            "addr": ends[number],
+            "size": storage.size_bytes,
+            "stream": 0,
+            "frames": [{"filename": "", "line": 0, "name": name} for name in names],
+        }
+        actions = ("alloc",) if event >= 0 else ("free_requested", "free_completed")
+        entries += [entry | {"action": action} for action in actions]
+    return {"segments": [], "device_traces": [entries], "allocator_settings": {}}

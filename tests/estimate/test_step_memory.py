@@ -1,5 +1,5 @@
 from autoaccum._estimate.allocation_trace import Category, Storage, Timeline
-from autoaccum._estimate.moments import _MOMENTS, condensed
+from autoaccum._estimate.step_memory import _POINTS, condensed
 
 
 def timeline(steps=3):
@@ -31,23 +31,23 @@ def test_the_peak_is_divided_among_kinds_and_modules():
     }
 
 
-def test_moments_go_from_before_the_step_to_its_end():
-    seen = condensed(timeline()).moments
+def test_points_go_from_before_the_step_to_its_end():
+    seen = condensed(timeline()).points
 
     assert (seen[0].event, seen[0].phase, seen[0].held_bytes) == (0, "before", 100)
     assert (seen[-1].phase, seen[-1].held_bytes) == ("optimizer", 100)
     assert [one.event for one in seen] == list(range(len(timeline().events)))
 
 
-def test_a_long_step_keeps_its_peaks_in_few_moments():
+def test_a_long_step_keeps_its_peaks_in_few_points():
     long = timeline(steps=10_000)
 
     seen = condensed(long)
 
-    assert len(seen.moments) <= _MOMENTS + 1
+    assert len(seen.points) <= _POINTS + 1
     assert seen.at_peak.held_bytes == long.peak().live_bytes
-    assert [one.event for one in seen.moments] == sorted({one.event for one in seen.moments})
-    assert {one.held_bytes for one in seen.moments if one.phase == "backward"} == {195}
+    assert [one.event for one in seen.points] == sorted({one.event for one in seen.points})
+    assert {one.held_bytes for one in seen.points if one.phase == "backward"} == {195}
 
 
 def test_what_is_alive_is_named_by_who_made_it_largest_first():
@@ -60,5 +60,5 @@ def test_what_is_alive_is_named_by_who_made_it_largest_first():
     ]
 
 
-def test_a_step_without_events_has_one_moment():
+def test_a_step_without_events_has_one_point():
     assert condensed(Timeline(1)).at_peak.held_bytes == 0
