@@ -1,4 +1,4 @@
-"""Attacks autoaccum: kills, two processes on one folder, failures after the step.
+"""Attacks autoaccum: kills, two processes on one folder, failures after the step, output that fails, features in pairs.
 
 Each module of scripts/attacks is one kind of attack; its function `attack(folder, seed, share)` returns rows.
 """
