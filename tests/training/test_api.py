@@ -177,22 +177,6 @@ def test_callbacks_are_told_in_order():
     ]
 
 
-def test_error_in_a_callback_arrives_unchanged_and_ends_the_call():
-    mine = RuntimeError("mine")
-
-    class Broken(Recorder):
-        def on_step(self, report, *, epoch):
-            raise mine
-
-    broken = Broken()
-
-    with pytest.raises(RuntimeError) as caught:
-        quiet_fit(classifier(), loader_of(*classification()), 32, micro_batch=32, callbacks=[broken])
-
-    assert caught.value is mine
-    assert broken.events[-1] == ("end", False)
-
-
 def test_every_choice_is_said_once_and_only_on_stderr(capfd):
     autoaccum.fit(classifier(), loader_of(*classification()), 32, epochs=3)
 
