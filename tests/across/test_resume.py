@@ -355,6 +355,21 @@ class WiderMoments(torch.optim.Optimizer):
                 parameter.sub_(mean, alpha=group["lr"])
 
 
+class Changing(Model):
+    """Makes a buffer that was None, and lets one that no state_dict holds grow."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("later", None)
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, inputs):
+        outputs = super().forward(inputs)
+        self.later = outputs.detach().mean(0) + (0.0 if self.later is None else self.later)
+        self.cache = torch.cat([self.cache, outputs.detach().sum().reshape(1)])
+        return outputs + 0.1 * self.later.sum() + 0.1 * self.cache.sum()
+
+
 class Quiet(Noisy):
     def __getitem__(self, index):
         return self.inputs[index], index % 3, index
@@ -380,6 +395,7 @@ RUNS = {
         )
     },
     "optimizer with wider state": {"optimizer": WiderMoments},
+    "buffers that come and grow": {"model": Changing, "val_loader": None},
     "workers": {"loader": lambda: loader_of(Noisy(), num_workers=2)},
     # Without noise: the generators of such workers are nobody's to set.
     "workers that stay": {"loader": lambda: loader_of(Quiet(), num_workers=2, persistent_workers=True)},

@@ -728,32 +728,6 @@ def test_checkpoint_can_be_read_without_autoaccum(tmp_path):
     assert torch.equal(fresh.last.weight, run.model.last.weight)
 
 
-class Changing(Model):
-    """Makes a buffer that was None, and lets one that no state_dict holds grow."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("later", None)
-        self.register_buffer("cache", torch.zeros(1), persistent=False)
-
-    def forward(self, inputs):
-        outputs = super().forward(inputs)
-        self.later = outputs.detach().mean(0) + (0.0 if self.later is None else self.later)
-        self.cache = torch.cat([self.cache, outputs.detach().sum().reshape(1)])
-        return outputs + 0.1 * self.later.sum() + 0.1 * self.cache.sum()
-
-
-def test_buffers_that_come_and_grow_are_kept(tmp_path):
-    whole = Run(model=Changing, val_loader=None)
-    whole.fit()
-    stopped_at(7, tmp_path, model=Changing, val_loader=None)
-    last = Run(checkpoint=tmp_path, model=Changing, val_loader=None)
-
-    last.fit()
-
-    assert last.end == whole.end
-
-
 def test_loss_with_parameters_is_kept_too(tmp_path):
     class Weighted(nn.Module):
         def __init__(self):
