@@ -196,11 +196,9 @@ class FailingEvents(autoaccum.Callback):
 
 def failing_run(place, error, folder):
     """A run of which one part raises an error in the second epoch."""
-    fail = {
-        "loader": FailOnce(SAMPLES + 25, error),
-        "forward": FailOnce(23, error),
-        "metric": FailOnce(2, error),
-    }.get(place, FailOnce(2 if place.startswith(("on_epoch", "on_eval")) else 7, error))
+    fail = {"loader": FailOnce(SAMPLES + 25, error), "forward": FailOnce(23, error), "metric": FailOnce(2, error)}.get(
+        place, FailOnce(2 if place.startswith(("on_epoch", "on_eval")) else 7, error)
+    )
     run = Run(
         checkpoint=folder, loader=lambda: loader_of(FailingData(fail)) if place == "loader" else loader_of(Noisy())
     )
@@ -381,9 +379,7 @@ def lists():
 
 RUNS = {
     "OneCycleLR": {"scheduler": lambda it: LR.OneCycleLR(it, 0.05, total_steps=STEPS)},
-    "SequentialLR": {
-        "scheduler": lambda it: LR.SequentialLR(it, [LR.ConstantLR(it), LR.ExponentialLR(it, 0.9)], [4]),
-    },
+    "SequentialLR": {"scheduler": lambda it: LR.SequentialLR(it, [LR.ConstantLR(it), LR.ExponentialLR(it, 0.9)], [4])},
     "ReduceLROnPlateau": {"scheduler": lambda it: LR.ReduceLROnPlateau(it, patience=0, factor=0.5, threshold=1.0)},
     "scheduler of epochs": {"scheduler_interval": "epoch"},
     "SGD with momentum": {

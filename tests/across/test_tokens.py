@@ -67,11 +67,7 @@ def collated(samples):
 
 
 LISTS = {"split": autoaccum.ListOfSamples(collated)}
-HOW = {
-    "auto": {},
-    "fixed": {"micro_batch": 5},
-    "one at a time": {"micro_batch": 1},
-}
+HOW = {"auto": {}, "fixed": {"micro_batch": 5}, "one at a time": {"micro_batch": 1}}
 
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)

@@ -555,11 +555,7 @@ def test_arguments_that_cannot_be_used_are_refused(options, message):
 
 @pytest.mark.parametrize(
     ("closure", "message"),
-    [
-        (lambda part: None, "loss"),
-        (lambda part: part[0].mean(), "no gradient"),
-        (lambda part: "a loss", "loss"),
-    ],
+    [(lambda part: None, "loss"), (lambda part: part[0].mean(), "no gradient"), (lambda part: "a loss", "loss")],
 )
 def test_closure_that_returns_no_loss_with_a_graph_is_refused(closure, message):
     model = Failing()

@@ -16,13 +16,7 @@ import autoaccum
 import warm
 from autoaccum._system.notices import Notices
 from autoaccum._training.checkpoint_files import Storage
-from autoaccum.errors import (
-    CheckpointError,
-    DeviceLostError,
-    InvalidInputError,
-    StateDamagedError,
-    UpdateCompleteError,
-)
+from autoaccum.errors import CheckpointError, DeviceLostError, InvalidInputError, StateDamagedError, UpdateCompleteError
 from long_runs import (
     EPOCHS,
     STEPS_PER_EPOCH,

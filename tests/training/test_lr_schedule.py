@@ -25,13 +25,7 @@ def fit(model, optimizer, scheduler, loader=None, **options):
         model,
         loader or batches_of(labelled(8), 4, 4),
         4,
-        **{
-            "optimizer": optimizer,
-            "scheduler": scheduler,
-            "micro_batch": 4,
-            "device": "cpu",
-            "progress": False,
-        }
+        **{"optimizer": optimizer, "scheduler": scheduler, "micro_batch": 4, "device": "cpu", "progress": False}
         | options,
     )
 

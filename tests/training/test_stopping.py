@@ -114,8 +114,7 @@ def test_progress_and_logs_say_why(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("event", "at", "steps"),
-    [("on_step", 2, 3), ("on_epoch_end", 1, 4), ("on_step", 4, 4), ("on_evaluation", 1, 3)],
+    ("event", "at", "steps"), [("on_step", 2, 3), ("on_epoch_end", 1, 4), ("on_step", 4, 4), ("on_evaluation", 1, 3)]
 )
 def test_one_rank_that_asks_stops_all_after_the_same_window(crew, event, at, steps):
     found = crew.run("rank_training:stopping", size=2, who=1, event=event, at=at)
