@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import autoaccum
+from helpers import fit_quietly
 
 
 def classification(samples=64, classes=3):
@@ -261,15 +262,13 @@ class Slow(Dataset):
 
 
 def test_fit_tells_what_it_waited_for(tmp_path):
-    result = autoaccum.fit(
+    result = fit_quietly(
         nn.Linear(4, 3),
         DataLoader(Slow(), batch_size=8),
         target_batch=8,
         val_loader=DataLoader(Slow(), batch_size=8),
-        device="cpu",
         epochs=1,
         checkpoint=tmp_path / "run",
-        progress=False,
     )
 
     found = result.time_spent
@@ -292,9 +291,7 @@ def test_windows_that_ran_out_of_memory_count_by_what_was_computed_again():
             return super().forward(inputs)
 
     batches = [(torch.randn(8, 4), torch.arange(8) % 3)] * 3
-    result = autoaccum.fit(
-        Fails(4, 3), batches, target_batch=8, micro_batch=4, device="cpu", loss=nn.CrossEntropyLoss(), progress=False
-    )
+    result = fit_quietly(Fails(4, 3), batches, target_batch=8, micro_batch=4, loss=nn.CrossEntropyLoss())
 
     (report,) = [report for report in result.history if report.oom_events]
     share = report.recomputed_samples / (8 + report.recomputed_samples)

@@ -17,6 +17,7 @@ import warm
 from autoaccum._system.notices import Notices
 from autoaccum._training.checkpoint_files import Storage
 from autoaccum.errors import CheckpointError, DeviceLostError, InvalidInputError, StateDamagedError, UpdateCompleteError
+from helpers import fit_quietly
 from long_runs import (
     EPOCHS,
     STEPS_PER_EPOCH,
@@ -596,16 +597,7 @@ def test_cap_after_lack_of_memory_is_forgotten_once_it_has_helped(tmp_path):
     def fit(steps):
         loader = DataLoader(TensorDataset(torch.ones(256, 3), torch.zeros(256, dtype=torch.int64)), 64)
         return (
-            autoaccum.fit(
-                nn.Linear(3, 2),
-                loader,
-                64,
-                max_steps=steps,
-                epochs=9,
-                device="cpu",
-                checkpoint=tmp_path,
-                progress=False,
-            )
+            fit_quietly(nn.Linear(3, 2), loader, 64, max_steps=steps, epochs=9, checkpoint=tmp_path)
             .history[-1]
             .micro_batches
         )
