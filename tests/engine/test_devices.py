@@ -9,6 +9,8 @@ from autoaccum._memory.host import Host
 from autoaccum._system.notices import Notices
 from helpers import CPU
 
+without_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+
 
 @pytest.fixture
 def notices():
@@ -22,3 +24,14 @@ def test_host_is_found_under_all_its_names(device, notices):
     assert isinstance(backend, Host)
     assert backend.device == CPU
     assert notices.texts == ()
+
+
+@without_accelerator
+@pytest.mark.parametrize(
+    "model", [nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1, device="meta")], ids=["host", "none", "meta"]
+)
+def test_without_accelerator_the_host_is_chosen_and_said(model, notices):
+    backend = devices.resolve(None, model, notices)
+
+    assert backend.device == CPU
+    assert notices.texts == ("device: cpu",)
