@@ -63,7 +63,7 @@ test-sweeps: $(VENV)/.for-development  ## run the sweeps: more faults, kills and
 	$(BIN)/python -m pytest $(WORKERS) -m sweep $(TEST_OPTIONS)
 
 .PHONY: test-all
-test-all:  ## run every test, sweeps included, on each supported Python
+test-all:  ## run every test but the sweeps, on each supported Python
 	for version in 3.11 3.12 3.13; do scripts/test_with.sh python $$version; done
 
 .PHONY: lint

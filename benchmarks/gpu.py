@@ -4,8 +4,7 @@
 
 autoaccum and what it needs must be installed; nothing is downloaded. Each part is a process of its own with a time
 limit. It writes its findings as it makes them, so a part that hangs, dies or breaks the GPU keeps them and does not
-stop the others. FOLDER receives gpu.json (all findings, written anew after each part), gpu.log (all output), and
-timelines.json.gz and allocations.json.gz (predicted and real allocations of each predicted job).
+stop the others. FOLDER receives gpu.json (all findings, written anew after each part) and gpu.log (all output).
 `python scripts/gpu_results.py FOLDER` turns them into benchmarks/results/gpu-NAME.json and the tables of the docs.
 
 With `--device cpu --tiny` the same program runs small sizes without a GPU: everything except what only CUDA has.
@@ -206,7 +205,7 @@ class Run:
         self._children = {}
         self._failure = None
         self._is_stopped = False
-        for name in ("gpu.json", "gpu.log", "timelines.json.gz", "allocations.json.gz"):
+        for name in ("gpu.json", "gpu.log"):
             (options.out / name).unlink(missing_ok=True)  # of an earlier run
 
     def run(self):

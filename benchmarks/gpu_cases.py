@@ -1,7 +1,7 @@
 """The parts of gpu.py, each a function of its `ReportContents`: what is run on the GPU, and what is promised of it.
 
 On the public API and on torch's own counts, so that the numbers stay comparable when autoaccum changes inside. The one
-exception is the traced step behind a prediction, whose timeline has no public name.
+exception is the traced step behind a prediction, whose `tensor_float` has no public name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import copy
 import functools
 import gc
-import gzip
 import importlib.metadata
 import itertools
 import json
@@ -26,7 +25,6 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from xml.etree import ElementTree as ET
 
 import torch
 from finders import FINDERS, limited, run_once, truth
@@ -157,40 +155,50 @@ def _workspaces(dtype):
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 
+# Writes down each test as it begins, and as it ends, so that one that hangs or ends the process hides no other.
+_RECORDER = """
+import json, sys, pytest, torch
+share, path, *arguments = json.loads(sys.argv[1])
+if share:
+    torch.cuda.set_per_process_memory_fraction(share)
+class Recorder:
+    def keep(self, test, outcome, text=""):
+        with open(path, "a") as file:
+            file.write(json.dumps([test, outcome, text]) + "\\n")
+    def pytest_runtest_logstart(self, nodeid):
+        self.keep(nodeid, "not ended")
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            self.keep(report.nodeid, report.outcome, report.longreprtext[-2500:] if report.failed else "")
+sys.exit(pytest.main(arguments, plugins=[Recorder()]))
+"""
+
+
 def _pytest(findings, *where):
-    """Run pytest under a share of the memory, and read its report."""
+    """Run pytest under a share of the memory."""
     share = min(0.2, 12 * GIB / findings.machine["total_bytes"]) if findings.on_gpu else None
-    code = f"import torch; torch.cuda.set_per_process_memory_fraction({share}); " if share else ""
+    # Warnings are no errors: nobody has run the suite with this combination of versions.
+    options = ["-v", f"--timeout={60 if findings.on_gpu else 300}", "-p", "no:cacheprovider"]
+    options += ["-o", "filterwarnings=default", *where]
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        # Warnings are no errors: nobody has run the suite with this combination of versions.
-        patience_s = 60 if findings.on_gpu else 300
-        options = ["-v", f"--timeout={patience_s}", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
-        code += f"import sys, pytest; sys.exit(pytest.main({[*options, f'--junitxml={report}', *where]!r}))"
-        try:
-            limit_s = max(5.0, findings.left_s() - 3)
-            subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=limit_s, check=False)
-        except subprocess.TimeoutExpired:
-            findings.add("tests", "not done in time", ok=False)
-            return
-        if not report.exists():
-            findings.add("tests", "pytest ended without a report", ok=False)
-            return
-        counts, failures = Counter(), {}
-        for case in ET.parse(report).getroot().iter("testcase"):  # noqa: S314 - our own report
-            name = f"{case.get('classname', '')}::{case.get('name', '')}"
-            failed, skipped = [*case.findall("failure"), *case.findall("error")], case.find("skipped")
-            outcome = "failed" if failed else "skipped" if skipped is not None else "passed"
-            counts[outcome] += 1
-            counts["on the GPU"] += outcome == "passed" and findings.on_gpu and ("[cuda" in name or ".gpu." in name)
-            if failed:
-                failures[name] = (failed[0].text or failed[0].get("message") or "")[-2500:]
-    ran = counts["on the GPU" if findings.on_gpu else "passed"] > 0
+        record = Path(folder) / "tests.jsonl"
+        command = [sys.executable, "-c", _RECORDER, json.dumps([share, str(record), *options])]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, cwd=ROOT, timeout=max(5.0, findings.left_s() - 3), check=False)
+        lines = record.read_text().splitlines() if record.exists() else ()
+    ended = {test: (outcome, text) for test, outcome, text in map(json.loads, lines)}
+    counts = Counter(outcome for outcome, _ in ended.values())
+    counts["on the GPU"] = findings.on_gpu * sum(
+        outcome == "passed" and ("[cuda" in test or "tests/gpu/" in test) for test, (outcome, _) in ended.items()
+    )
     found = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
-    findings.add("tests", found, ok=ran and not failures, **counts)
-    for name, text in failures.items():
-        last = [line for line in text.splitlines() if line.startswith("E ")] or text.splitlines()[-1:] or ["failed"]
-        findings.add(name, last[0], ok=False, text=text)
+    ran = counts["on the GPU" if findings.on_gpu else "passed"] > 0
+    ok = ran and not counts["failed"] and not counts["not ended"]
+    findings.add("tests", found or "none ran", ok=ok, **counts)
+    for test, (outcome, text) in ended.items():
+        if outcome in ("failed", "not ended"):
+            last = [line for line in text.splitlines() if line.startswith("E ")] or text.splitlines()[-1:] or [outcome]
+            findings.add(test, last[0], ok=False, text=text)
 
 
 def survival(findings):
@@ -362,7 +370,6 @@ def predictions(findings):
             timeout_s = min(most_s, findings.left_s() - 3)
             return call(function, name, findings.tiny, *arguments, timeout_s=timeout_s)[1:]
 
-    kept = {"timelines": {}, "allocations": {}}
     lanes = [ThreadPoolExecutor(workers) for workers in (max(1, min(6, (os.cpu_count() or 2) - 6)), 2, 1)]
     rows = [
         (
@@ -380,8 +387,6 @@ def predictions(findings):
             findings.skip(name, NO_TIME)
             continue
         found = {what: value or {} for what, (value, _) in answers.items()}
-        kept["timelines"][name] = found["predicted"].pop("timeline", None)
-        kept["allocations"][name] = {what: found[what].pop("allocations", None) for what in ("real", "expandable")}
         texts = [f"{what}: {why}" for what, why in failed.items()]
         for what in ("allocated", "reserved"):
             said, true = (found[of].get(f"{what}_bytes") for of in ("predicted", "real"))
@@ -391,13 +396,11 @@ def predictions(findings):
                 )
         # Whether a prediction is near enough is judged where all of them are seen.
         findings.add(name, "; ".join(texts), ok=not failed, job=name, **found, failed=failed)
-        for file, jobs_kept in kept.items():
-            (findings.folder / f"{file}.json.gz").write_bytes(gzip.compress(json.dumps(jobs_kept).encode()))
 
 
 def _trace(_connection, name, tiny, gpu):
-    """Predict a job in a process that sees no GPU; return bytes and the timeline."""
-    from autoaccum._estimate.estimate import trace_step  # noqa: PLC0415 - timelines have no public name
+    """Predict a job in a process that sees no GPU; return its bytes."""
+    from autoaccum._estimate.estimate import trace_step  # noqa: PLC0415 - tensor_float= has no public name
     from autoaccum._estimate.gpus import custom_gpu, gpu_named  # noqa: PLC0415 - as above
 
     try:
@@ -409,8 +412,7 @@ def _trace(_connection, name, tiny, gpu):
     job, began = jobs(tiny)[name], time.perf_counter()
     way = {"loss": job.criterion, "optimizer": job.optimizer, "precision": job.precision, "tensor_float": job.tf32}
     traced = trace_step(job.model, job.batch(min(job.target, 2)), kind="cuda", sizes=[job.target], gpu=gpu, **way)
-    footprint, timeline = traced.estimate(gpu).footprints[-1], traced.step_of(job.target)
-    operators, modules = (sorted({getattr(one, what) for one in timeline.storages}) for what in ("operator", "module"))
+    footprint = traced.estimate(gpu).footprints[-1]
     return {
         "samples": job.target,
         "precision": job.precision,
@@ -419,22 +421,11 @@ def _trace(_connection, name, tiny, gpu):
         "phase": footprint.phase,
         "uncertainty": traced.uncertainty,
         "seconds": time.perf_counter() - began,
-        "timeline": {
-            "operators": operators,
-            "modules": modules,
-            # Bytes, category, number of the operator, number of the module.
-            "storages": [
-                (one.size_bytes, one.category.value, operators.index(one.operator), modules.index(one.module))
-                for one in timeline.storages
-            ],
-            "events": timeline.events,
-            "phases": timeline.phases,
-        },
     }
 
 
 def _measure(_connection, name, tiny, device, expandable):
-    """Train a job by hand, then with `Runner`; return the peaks, and every allocation of one update by hand."""
+    """Train a job by hand, then with `Runner`; return the peaks."""
     job, on_gpu = jobs(tiny, device)[name], device == "cuda"
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = job.tf32
@@ -460,7 +451,7 @@ def _measure(_connection, name, tiny, device, expandable):
             process.pid: process.usedGpuMemory for process in pynvml.nvmlDeviceGetComputeRunningProcesses(one)
         }.get(os.getpid())
     )
-    found |= _peaks() | {"nvml_process_bytes": process_bytes, "allocations": _allocations_of(update)}
+    found |= _peaks() | {"nvml_process_bytes": process_bytes}
     if not expandable:
         del update, optimizer
         model.zero_grad()
@@ -490,24 +481,6 @@ def _with_runner(model, job, batch, device):
     torch.cuda.synchronize()
     assert report.micro_batches == plan.micro_batches, report
     return first | _peaks("runner_")
-
-
-def _allocations_of(update):
-    """Return every allocation of one update: bytes by number, and numbers as they come; `~number` where one ends."""
-    torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=1_000_000)
-    update()
-    torch.cuda.synchronize()
-    trace = torch.cuda.memory._snapshot()["device_traces"][0]
-    torch.cuda.memory._record_memory_history(enabled=None)
-    sizes, events, alive = [], [], {}
-    for entry in trace:
-        if entry["action"] == "alloc":
-            alive[entry["addr"]] = len(sizes)
-            events.append(len(sizes))
-            sizes.append(entry["size"])
-        elif entry["action"] == "free_completed" and entry["addr"] in alive:
-            events.append(~alive.pop(entry["addr"]))
-    return {"sizes": sizes, "events": events}
 
 
 # --- overhead and transfer --------------------------------------------------------------------------------------------

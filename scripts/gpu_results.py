@@ -4,9 +4,9 @@
     python scripts/gpu_results.py [--check]
 
 A FOLDER is what `benchmarks/gpu.py --out FOLDER` wrote. Its parts that found something replace those of earlier
-folders, and of the record that there is. Written are benchmarks/results/gpu-NAME.json, without logs and paths; beside
-it the predicted and real allocations, by which other rules of predictions can be judged; and what stands between the
-markers of the pages. Without a FOLDER the pages are written from benchmarks/results/, and with `--check` compared.
+folders, and of the record that there is. Written are benchmarks/results/gpu-NAME.json, without logs and paths, and what
+stands between the markers of the pages. Without a FOLDER the pages are written from benchmarks/results/, and with
+`--check` compared.
 
 Exit code: 0; 1, with `--check` a page is out of date, or a folder cannot be used.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 import statistics
 import sys
 from pathlib import Path
@@ -29,6 +28,7 @@ _SHORT = 90
 # The rows of each part that decide something, by their first words; all are in the record.
 _SHOWN = {
     "machine": ("cuBLAS's workspaces, float32", "CUDA's context"),
+    "survival": ("tests",),
     "tests": ("tests",),
     "neighbour": ("during", "an undisturbed"),
     "overhead": ("Runner, 6 tensors, about 1 ms", "Runner, 150 tensors, about"),
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
 
 
 def keep(folders: list[Path], results: Path) -> None:
-    """Write the record of these folders, and copy the allocations."""
+    """Write the record of these folders."""
     runs = [_read(folder) for folder in folders]
     last = runs[-1]
     gpu = last["machine"]["gpu"]
@@ -69,10 +69,6 @@ def keep(folders: list[Path], results: Path) -> None:
     found = _slim({"gpu": gpu, "written": last["written"], "machine": last["machine"], "parts": parts})
     results.mkdir(parents=True, exist_ok=True)
     record.write_text(json.dumps(found, indent=1) + "\n")
-    for folder, run in zip(folders, runs, strict=True):
-        if run["parts"].get("predictions", {}).get("rows"):
-            for source in folder.glob("*.json.gz"):
-                shutil.copyfile(source, at.with_name(f"{at.name}-{source.name}"))
 
 
 def _parts_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -134,9 +130,9 @@ def _status(records: list[dict[str, Any]], page: str) -> str:
     if not records:
         return "**Not yet run on a GPU.**"
     runs = [f"{'an' if one['gpu'][0] in 'AEINO' else 'a'} {one['gpu']} ({_made(one)})" for one in records]
-    # The first row of the tests stands for all of them.
-    parts = [(name, part["rows"]) for record in records for name, part in record["parts"].items()]
-    rows = [row for name, found in parts for row in (found[:1] if name == "tests" else found)]
+    parts = [part["rows"] for record in records for part in record["parts"].values()]
+    # The first row of tests stands for all of them.
+    rows = [row for found in parts for row in found if row is found[0] or found[0]["what"] != "tests"]
     checks = sum(row["ok"] is not None for row in rows)
     failed = [str(row["found"]) for row in rows if row["ok"] is False]
     late = sum(found.startswith("no answer within") for found in failed)

@@ -4,7 +4,7 @@
 #   scripts/test_with.sh newest             quick tests, with the newest release of every package
 #   scripts/test_with.sh oldest-torch       quick tests, with the oldest PyTorch that pyproject.toml allows
 #   scripts/test_with.sh oldest-adapters    quick tests of the adapters, with the oldest frameworks
-#   scripts/test_with.sh python 3.13        every test, on this Python
+#   scripts/test_with.sh python 3.13        every test but the sweeps, on this Python
 #   scripts/test_with.sh ray                the slow tests of Ray Train (some 4 minutes); Ray has 200 MB
 #   scripts/test_with.sh ultralytics        the slow test of ultralytics' command; it has 400 MB
 set -euo pipefail
@@ -12,11 +12,17 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 kind="${1:?say newest, oldest-torch, oldest-adapters, python, ray or ultralytics}"
 environment=".venv-$kind${2:+-$2}"
-quick=(-n logical --maxprocesses 4 --dist loadfile -m 'not slow and not sweep')
+workers=(-n logical --maxprocesses 4 --dist loadfile)
+quick=("${workers[@]}" -m 'not slow and not sweep')
 
 prepare() {
     [ -x "$environment/bin/python" ] || uv venv --quiet --python "${python:-python3}" "$environment"
     uv pip install --quiet --python "$environment/bin/python" --editable . --group dev "$@"
+}
+# A version manager has pythons that are on no PATH; uv downloads what is nowhere.
+found() {
+    local own=("$(pyenv root 2>/dev/null || echo ~/.pyenv)/versions/$1."*/bin/python)
+    [ -x "${own[-1]}" ] && echo "${own[-1]}" || echo "$1"
 }
 run() { "$environment/bin/python" -m pytest "$@"; }
 
@@ -29,7 +35,7 @@ oldest-adapters)
     uv pip uninstall --quiet --python "$environment/bin/python" torchao  # peft 0.17 cannot import newer versions
     run "${quick[@]}" tests/integrations
     ;;
-python) python="$2" prepare --constraint constraints.txt && run -n logical --maxprocesses 4 --dist loadfile ;;
+python) python="$(found "$2")" prepare --constraint constraints.txt && run "${workers[@]}" -m 'not sweep' ;;
 ray) prepare --group ray --constraint constraints.txt && run tests/across/test_ranks_ray.py ;;
 ultralytics) prepare --group ultralytics --constraint constraints.txt && run tests/launch/test_run_ultralytics.py ;;
 *) echo "no such environment: $kind" >&2 && exit 2 ;;

@@ -12,11 +12,8 @@ import time
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, TextIO, cast
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from autoaccum._arguments import is_one_of, shown
@@ -37,7 +34,6 @@ if TYPE_CHECKING:
 
 # Five pictures a second look alive, and cost the device at most five waits a second.
 _BAR_EVERY_S = 0.2
-_MEMORY_WIDTH = 20
 # A log file of a day's run stays readable: 1,440 lines.
 _LINE_EVERY_S = 60.0
 
@@ -142,14 +138,12 @@ class _Progress(Callback):
         """Show the sizes."""
         self._is_searching = False
         target = "samples of the first window" if self._in_tokens else "target batch"
-        self._show_plan(
-            f"plan from step {step}", {target: str(plan.target_batch), "micro-batches": format_cut(plan.micro_batches)}
+        self._say(
+            f"plan from step {step}: {target} {plan.target_batch}; micro-batches {format_cut(plan.micro_batches)}",
+            "bold",
         )
         if probe is not None:
             self._restart_clock()
-
-    def _show_plan(self, title: str, facts: dict[str, str]) -> None:
-        raise NotImplementedError
 
     def on_step(self, report: StepReport, *, epoch: int) -> None:
         """Count the window."""
@@ -195,6 +189,13 @@ class _Progress(Callback):
         self._resumed_step = self._saved_step = step
         self._restart_clock()
 
+    def on_fit_end(self, result: FitResult | None) -> None:
+        """Show the summary; nothing where `fit` raised, the error speaks for itself."""
+        if result is not None:
+            self._say(_summary_text(result), "bold")
+            if shares := _shares(result):
+                self._say(f"time besides steps: {shares}", "dim")
+
     # --- figures ------------------------------------------------------------------------------------------------------
 
     def _restart_clock(self) -> None:
@@ -221,13 +222,13 @@ class _Progress(Callback):
 
         With a target in tokens: "3.1 steps/s", and "in 7 micro-batches of 1 to 9 samples" of the last window.
 
-        Waits for the device. The bar shows the time left and the peak by itself (`in_bar`), and the cut always; lines
-        name cut, peak and failures only where they have changed since the last one. The learning rate, of the first
-        group, stands behind the loss once any has changed.
+        Waits for the device. The bar shows the time left by itself (`in_bar`), and all else always; lines name cut,
+        peak and failures only where they have changed since the last one. The learning rate, of the first group,
+        stands behind the loss once any has changed.
         """
         assert self._report is not None, "figures are drawn after a step"
         facts = [_cut_by_length(self._cut) if self._in_tokens else f"micro-batches {format_cut(self._cut)}"]
-        if not in_bar and self._peak_bytes is not None:
+        if self._peak_bytes is not None:
             facts.append(f"peak {_of_capacity(self._peak_bytes, self._capacity_bytes)}")
         if self._oom_events or in_bar:
             facts.append(f"{self._oom_events} oom")
@@ -297,16 +298,6 @@ class LineProgress(_Progress):
         super().on_epoch_end(epoch)
         self._last_line = time.monotonic()
 
-    def on_fit_end(self, result: FitResult | None) -> None:
-        """Write the summary; nothing where `fit` raised, the error speaks for itself."""
-        if result is not None:
-            self._say(_summary_text(result))
-            if shares := _shares(result):
-                self._say(f"time besides steps: {shares}")
-
-    def _show_plan(self, title: str, facts: dict[str, str]) -> None:
-        self._say(f"{title}: {'; '.join(f'{name} {value}' for name, value in facts.items())}")
-
     def _say(self, text: str, style: str = "") -> None:  # noqa: ARG002 - a line has none
         if self._file is None:
             log(text)
@@ -315,7 +306,7 @@ class LineProgress(_Progress):
 
 
 class RichProgress(_Progress):
-    """Progress as a live bar on stderr, with the trials and the plan above it and a summary after it.
+    """Progress as a live bar and a line of figures on stderr, with trials, plans and evaluations above them.
 
     Args:
         console: The rich console to draw on; None: one for stderr.
@@ -328,38 +319,16 @@ class RichProgress(_Progress):
     ) -> None:
         super().__init__(capacity_bytes, counts)
         self._console = console
-        self._bar: Progress | None = None
-        self._live: Live | None = None
-        self._status = Text()
+        self._bar: _Bar | None = None
         self._last_draw = float("-inf")
 
     def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
         """Begin to draw."""
         super().on_fit_start(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
         # Made here rather than in __init__, so that it draws on the stderr of the call.
-        console = self._console or Console(file=cast("IO[str]", Dropping(sys.stderr)))
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            console=console,
-        )
-        self._bar.add_task("windows", total=self._total_steps)
-        self._status = Text("starting", style="dim")
-        self._live = Live(
-            console=console,
-            get_renderable=self._picture,
-            auto_refresh=False,
-            # What else is written to stderr meanwhile then appears above the bar. The same goes for stdout
-            # where it is the terminal too; where it is a file or a pipe it must stay what it is.
-            redirect_stderr=True,
-            redirect_stdout=is_terminal(sys.stdout),
-        )
+        self._bar = _Bar(self._console or Console(file=cast("IO[str]", Dropping(sys.stderr))), self._total_steps)
         with _dropped():
-            self._live.start(refresh=True)
+            self._bar.start()
 
     def on_step(self, report: StepReport, *, epoch: int) -> None:
         """Move the bar if the last picture is long enough ago."""
@@ -373,74 +342,56 @@ class RichProgress(_Progress):
             self._draw()
         super().on_epoch_end(epoch)
 
-    def on_resume(self, path: Path, *, step: int, epoch: int) -> None:
-        """Count on from there, with the bar where it was."""
-        super().on_resume(path, step=step, epoch=epoch)
-        if self._bar is not None:
-            self._bar.update(self._bar.tasks[0].id, completed=step)
-
     def on_fit_end(self, result: FitResult | None) -> None:
-        """Stop drawing and print the summary; no summary where `fit` raised, the error speaks for itself."""
-        live, self._live = self._live, None
-        if live is None:
+        """Stop drawing, and print the summary below the bar."""
+        if self._bar is None:
             return
         if result is not None and self._report is not None:
-            self._update()
+            self._draw()
         with _dropped():
-            live.stop()
-            if result is not None:
-                live.console.print(Text(_summary_text(result), style="bold"), self._rows(result))
+            self._bar.stop()
+        super().on_fit_end(result)
+        self._bar = None
 
     def _draw(self) -> None:
-        self._update()
-        if self._live is not None:
-            with _dropped():
-                self._live.refresh()
+        assert self._bar is not None, "on_fit_start comes first"
+        self._bar.update(self._bar.task_ids[0], completed=self._steps, description=self._position[0])
+        self._bar.figures = self._figures(in_bar=True)
+        with _dropped():
+            self._bar.refresh()
         self._last_draw = time.monotonic()
 
-    def _update(self) -> None:
-        assert self._bar is not None, "on_fit_start comes first"
-        self._bar.update(self._bar.tasks[0].id, completed=self._steps, description=self._position[0])
-        self._status = Text(self._figures(in_bar=True), style="dim")
-
-    def _picture(self) -> RenderableType:
-        """Return the bar, the figures, and the peak as a bar beside what there is."""
-        parts: list[RenderableType] = [self._bar or Text(), self._status]
-        peak, capacity = self._peak_bytes, self._capacity_bytes
-        if peak is not None:
-            line = Table.grid(padding=(0, 1))
-            text = Text(_of_capacity(peak, capacity), style="dim")
-            if capacity is None:
-                line.add_row(Text("peak memory", style="dim"), text)
-            else:
-                bar = ProgressBar(total=max(capacity, 1), completed=min(peak, capacity), width=_MEMORY_WIDTH)
-                line.add_row(Text("peak memory", style="dim"), bar, text)
-            parts.append(line)
-        return Group(*parts)
-
-    def _rows(self, result: FitResult) -> Table:
-        """Return a table of what to show of a call besides its summary."""
-        rows = {"micro-batches": _cut_at_end(result)}
-        if result.elapsed_s > 0 and result.history:
-            speed = sum(report.samples for report in result.history) / result.elapsed_s
-            rows = {"speed": f"{speed:.4g} samples/s, everything included", **rows}
-        if self._peak_bytes is not None:
-            rows["peak memory"] = _of_capacity(self._peak_bytes, self._capacity_bytes)
-        rows["out of memory"] = _counted(result.oom_events, "time")
-        if shares := _shares(result):
-            rows["time"] = shares
-        return _table(rows)
-
-    def _show_plan(self, title: str, facts: dict[str, str]) -> None:
-        self._print(_table(facts, title))
-
     def _say(self, text: str, style: str) -> None:
-        self._print(Text(text, style=style))
+        assert self._bar is not None, "on_fit_start comes first"
+        with _dropped():
+            self._bar.console.print(Text(text, style=style))
 
-    def _print(self, what: RenderableType) -> None:
-        if self._live is not None:
-            with _dropped():
-                self._live.console.print(what)
+
+class _Bar(Progress):
+    """A bar of the optimizer steps, and below it a line of figures."""
+
+    def __init__(self, console: Console, total_steps: int | None) -> None:
+        self.figures = "starting"
+        super().__init__(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+            auto_refresh=False,
+            # What else is written to stderr meanwhile then appears above the bar. The same goes for stdout
+            # where it is the terminal too; where it is a file or a pipe it must stay what it is.
+            redirect_stderr=True,
+            redirect_stdout=is_terminal(sys.stdout),
+        )
+        self.add_task("windows", total=total_steps)
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """Yield what is drawn, one below the other."""
+        yield self.make_tasks_table(self.tasks)
+        yield Text(self.figures, style="dim")
 
 
 @contextmanager
@@ -450,13 +401,6 @@ def _dropped() -> Iterator[None]:
         yield
     except (OSError, ValueError, SystemExit):
         return
-
-
-def _table(rows: dict[str, str], title: str | None = None) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False)
-    for row in rows.items():
-        table.add_row(*row)
-    return table
 
 
 def _three_digits(number: float) -> str:

@@ -237,6 +237,20 @@ def test_limits_fit_the_time_for_all_which_is_below_eight_minutes(gpu):
     assert gpu.critical_path_s(gpu.STAGES) <= gpu.parse([])[0].budget < 8 * 60
 
 
+def test_test_that_ends_the_process_is_named_and_hides_no_other(gpu, tmp_path, monkeypatch):
+    cases = load("gpu_cases", monkeypatch)
+    source = "import os\ndef test_one(): pass\ndef test_two(): assert 1 == 2\ndef test_three(): os._exit(0)\n"
+    (tmp_path / "test_it.py").write_text(source)
+    findings = gpu.ReportContents(tmp_path / "result.json", 60, "cpu", tiny=True)
+
+    cases._pytest(findings, str(tmp_path / "test_it.py"))
+
+    tests, two, three = findings.record["rows"]
+    assert (tests["found"], tests["ok"]) == ("1 passed, 1 failed, 1 not ended", False)
+    assert (two["what"].split("::")[1], two["found"]) == ("test_two", "E   assert 1 == 2")
+    assert (three["what"].split("::")[1], three["found"]) == ("test_three", "not ended")
+
+
 def test_every_part_has_its_function(gpu, monkeypatch):
     cases = load("gpu_cases", monkeypatch)
 

@@ -60,12 +60,10 @@ def root(tmp_path):
 def folder(tmp_path):
     """Makes the folder of a run."""
 
-    def make(name="run", run=SAMPLE, allocations=None):
+    def make(name="run", run=SAMPLE):
         at = tmp_path / name
         at.mkdir()
         (at / "gpu.json").write_text(json.dumps(run))
-        if allocations:
-            (at / "allocations.json.gz").write_bytes(allocations)
         return str(at)
 
     return make
@@ -80,13 +78,12 @@ def record(root):
 
 
 def test_record_has_rows_and_machine_but_no_logs_and_no_paths(root, folder):
-    assert gpu_results.main([folder(allocations=b"all")], root) == 0
+    assert gpu_results.main([folder()], root) == 0
 
     kept = record(root)
     assert kept["machine"]["driver"] == "580.1"
     assert kept["parts"]["predictions"]["rows"][0]["data"]["real"]["reserved_bytes"] == 2**30
     assert not [word for word in ("/somewhere", "log", "autoaccum_from") if word in json.dumps(kept)]
-    assert (root / "benchmarks" / "results" / "gpu-h200-allocations.json.gz").read_bytes() == b"all"
 
 
 def test_page_has_what_decides_and_what_failed(root, folder):
@@ -125,7 +122,7 @@ def test_later_folder_replaces_parts_that_it_did_not_skip(root, folder):
     later["parts"]["overhead"]["rows"] = [SKIPPED]
     later["parts"]["lost"]["rows"][0] |= {"ok": True, "found": "DeviceLostError"}
 
-    gpu_results.main([folder("one", allocations=b"first"), folder("two", later, allocations=b"second")], root)
+    gpu_results.main([folder("one"), folder("two", later)], root)
 
     kept, page = record(root), (root / "docs" / "dev" / "gpu.md").read_text()
     assert kept["parts"]["lost"]["rows"][0]["found"] == "DeviceLostError"
@@ -134,8 +131,6 @@ def test_later_folder_replaces_parts_that_it_did_not_skip(root, folder):
     assert len(kept["parts"]["overhead"]["rows"]) == 2
     assert "| Predicted (PyTorch 2.11.0) |" in page
     assert "## NVIDIA H200, 2026-12-01" in page
-    # Allocations are those of the predictions that are kept.
-    assert (root / "benchmarks" / "results" / "gpu-h200-allocations.json.gz").read_bytes() == b"first"
 
 
 def test_a_folder_without_a_gpu_is_refused(root, folder):
