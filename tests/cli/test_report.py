@@ -215,7 +215,7 @@ def test_a_script_that_trains_nothing_is_bad_input(invoke, tmp_path, call, told)
         (["--device", "cuda:1"], {"device": "cuda:1"}),
         (["--precision", "bf16"], {"precision": "bf16"}),
         (["--max-micro-batch", "9"], {"max_micro_batch": 9}),
-        (["--no-measure", "--gpu", "t4"], {"measure": False}),
+        (["--no-measure", "--gpu", "t4", "--device", "cpu"], {"measure": False}),
         (["--gpu", "t4", "--device", "cpu"], {"measure": None}),
         ([], {"measure": None, "max_micro_batch": None}),
         ([":fixed"], {"max_micro_batch": 2}),

@@ -174,6 +174,7 @@ X, Y = torch.zeros(3, 2), torch.zeros(3, dtype=torch.long)
         ([{"inputs": X}] * 3, 3),
         ([(X, Y), (X[:2], Y[:2])], 2),
         ([{"inputs": X}, {"inputs": X[:1]}], 2),
+        ([{"inputs": X}, {"other": X[:1]}], 2),
         ([{"image": X}, {"label": Y}], 1),
         ([(X, X), {"label": Y}], 1),
         (((X, Y), (X, Y)), 1),
