@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
@@ -88,21 +88,20 @@ class Track:
     def __init__(self, loader: Iterable[Any], random: RandomState | None, split: Split | None = None) -> None:
         self._split = split
         self._loader: Any = loader
-        self._random = random
+        self._random: Any = random  # None where no position is asked for
         self._keeps_state = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
         self._generators = generators_of(loader)
-        # Read only once: some loaders have another length in each epoch, and the next process reads that of a new
-        # loader.
-        self._length = self._batch_size = self._samples = None
+        self._at = Position(closed=False)  # what all positions of an epoch have in common
         if random is not None:
-            self._length, self._batch_size = _length(loader), _batch_size(loader)
-            self._samples = _length(getattr(loader, "dataset", None))
+            # Read only once: some loaders have another length in each epoch, and the next process reads that of a new
+            # loader.
+            size, samples = getattr(loader, "batch_size", None), _length(getattr(loader, "dataset", None))
+            size = size if isinstance(size, int) else None
+            self._at = Position(closed=False, length=_length(loader), batch_size=size, samples=samples)
         self._is_its_own_iterator = self._is_at_end = False
         self._batches: Iterator[Any] = iter(())
         self._begun: list[Any] = []  # the batch of which a window before has used a part
-        self._epoch, self._drawn = 1, 0
-        self._start: RandomStates | None = None
-        self._start_generators: tuple[torch.Tensor, ...] = ()
+        self._drawn = 0
         self._before_last: RandomStates | None = None
         # Each with the number of batches drawn before it. Reading one takes as long as loading a small batch (about
         # 140 microseconds for torchdata's), so it is done once a window; batches since are drawn again.
@@ -116,7 +115,7 @@ class Track:
         if self._begun:
             return self._begun.pop()
         if self._random is not None:
-            self._before_last = self._taken()
+            self._before_last = self._random.take()
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -128,14 +127,14 @@ class Track:
 
     def begin(self, epoch: int) -> Self:
         """Start an epoch and return its batches."""
-        self._epoch, self._drawn = epoch, 0
+        self._at, self._drawn = replace(self._at, epoch=epoch), 0
         for sampler in {id(one): one for one in samplers_of(self._loader)}.values():
             if callable(getattr(sampler, "set_epoch", None)):  # a DistributedSampler's, which counts from 0
                 sampler.set_epoch(epoch - 1)
         if self._random is not None:
             if epoch > 1:
                 self._start_workers_that_stay()
-            self._start, self._start_generators = self._taken(), states_of(self._generators)
+            self._at = replace(self._at, start=self._random.take(), generators=states_of(self._generators))
         self._batches = iter(self._loader)
         self._is_at_end, self._is_its_own_iterator = False, self._batches is self._loader
         if isinstance(self._loader, GeneratorType):
@@ -147,9 +146,9 @@ class Track:
         """Start persistent workers without using random numbers, as if an earlier epoch had started them."""
         loader = self._loader
         if getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", loader) is None:
-            random, generators = self._taken(), states_of(self._generators)
+            random, generators = self._random.take(), states_of(self._generators)
             iter(loader)
-            self._set(random)
+            self._random.put_back(random)
             set_states(self._generators, generators)
 
     def close(self) -> None:
@@ -164,18 +163,12 @@ class Track:
         while len(self._states) > 1 and self._states[1][0] <= whole:
             del self._states[0]
         drawn, state = self._states[0]
-        return Position(
-            self._epoch,
-            self._drawn,
-            window.used or 0,
-            closed=False,
-            start=self._start,
+        return replace(
+            self._at,
+            batches=self._drawn,
+            used=window.used or 0,
             before_last=self._before_last if whole < self._drawn else None,
-            generators=self._start_generators,
             loader_state=state,
-            length=self._length,
-            batch_size=self._batch_size,
-            samples=self._samples,
             put_back=window.used == 0,
             behind=whole - drawn if self._keeps_state else 0,
         )
@@ -202,7 +195,7 @@ class Track:
                 f"own, and this one has {len(self._generators)}; pass the same loader"
             )
         if position.start is None:  # the epoch has not begun
-            if position.loader_state is not None:
+            if self._keeps_state and position.loader_state is not None:
                 # Makes the loader apply the state. The epoch is started by another iterator, since this one has drawn
                 # random numbers for an epoch that turns out to be finished.
                 self._load(position, lambda: iter(self._loader))
@@ -210,18 +203,18 @@ class Track:
                 set_states(self._generators, position.generators)
             return self
         self._check_that_it_is_the_same(position)
-        self._set(position.start)
+        self._random.put_back(position.start)
         with _refusals_explained(self._loader):
             set_states(self._generators, position.generators)
         self._load(position, lambda: self.begin(position.epoch))  # some apply the state here
-        self._start, self._start_generators = position.start, position.generators
+        self._at = replace(self._at, start=position.start, generators=position.generators)
         if self._keeps_state:
             self._drawn = position.whole - position.behind
             self._states = [(self._drawn, self._states[0][1])]
         while self._drawn < position.whole:
             self._draw_again(position)
         if position.whole < position.batches:
-            self._set(position.before_last)
+            self._random.put_back(position.before_last)
             batch = self._draw_again(position)
             if (samples := count(batch, self._split)) <= position.used:
                 raise CheckpointError(
@@ -234,8 +227,7 @@ class Track:
     def _load(self, position: Position, begin: Callable[[], object]) -> None:
         """Give the loader its state, if it has one, and begin."""
         if not self._keeps_state:
-            if position.start is not None:
-                begin()
+            begin()
             return
         with _refusals_explained(self._loader):
             self._loader.load_state_dict(copy.deepcopy(position.loader_state))
@@ -243,7 +235,7 @@ class Track:
 
     def _check_that_nothing_is_lost(self, position: Position) -> None:
         """Reject going back in a loader that can only go forward: it would skip the batches that were drawn."""
-        goes_back = self._is_its_own_iterator and self._drawn > 0 and position.epoch <= self._epoch
+        goes_back = self._is_its_own_iterator and self._drawn > 0 and position.epoch <= self._at.epoch
         was_read = isinstance(self._loader, GeneratorType) and self._loader in _read_from
         is_anothers = was_read and self._drawn == 0 and position.batches > 0
         if (goes_back or is_anothers) and not self._keeps_state:
@@ -255,9 +247,9 @@ class Track:
 
     def _check_that_it_is_the_same(self, position: Position) -> None:
         for there, here, what in (
-            (position.samples, self._samples, "samples in its dataset"),
-            (position.length, self._length, "batches per epoch"),
-            (position.batch_size, self._batch_size, "samples per batch"),
+            (position.samples, self._at.samples, "samples in its dataset"),
+            (position.length, self._at.length, "batches per epoch"),
+            (position.batch_size, self._at.batch_size, "samples per batch"),
         ):
             if there is not None and here is not None and there != here:
                 raise CheckpointError(
@@ -273,15 +265,6 @@ class Track:
                 f"the checkpoint was made after {position.batches} batches of epoch {position.epoch}, but the "
                 f"loader now yields only {self._drawn}; {_SAME}"
             ) from None
-
-    def _taken(self) -> RandomStates:
-        assert self._random is not None
-        return self._random.take()
-
-    def _set(self, states: RandomStates | None) -> None:
-        assert self._random is not None
-        assert states is not None
-        self._random.put_back(states)
 
     def _loader_state(self) -> Any:
         return copy.deepcopy(self._loader.state_dict()) if self._keeps_state and self._random is not None else None
@@ -307,8 +290,3 @@ def _length(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):  # datasets without a length raise the second
         return None
-
-
-def _batch_size(loader: Any) -> int | None:
-    found = getattr(loader, "batch_size", None)
-    return found if isinstance(found, int) else None

@@ -30,7 +30,7 @@ from autoaccum._data.reading import Reading, refuse_flattened
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Hashable, Sequence
 
     from autoaccum._data.nesting import Path
 
@@ -82,9 +82,13 @@ class Piece:
         samples = split.count(batch)
         if isinstance(samples, bool) or not isinstance(samples, int | np.integer) or samples < 0:
             raise InvalidInputError(
-                f"split={_named(split)}: count(batch) returned {shown(samples)}; return the number of samples, an int"
+                f"split={self._called}: count(batch) returned {shown(samples)}; return the number of samples, an int"
             )
         self.samples = int(samples)
+
+    @property
+    def _called(self) -> str:
+        return type(self._split).__name__
 
     def structure(self) -> Hashable:
         """What is the same for batches of one kind: nesting, types and dimensions, but no sizes."""
@@ -100,7 +104,7 @@ class Piece:
             return self.batch
         sizes = [size for size in (start, stop - start, self.samples - stop) if size]
         parts = self._split.cut(self.batch, sizes)
-        said = f"split={_named(self._split)}: cut(batch, {sizes}) returned"
+        said = f"split={self._called}: cut(batch, {sizes}) returned"
         if not isinstance(parts, Iterable):
             raise InvalidInputError(f"{said} {shown(parts)}; return one part for each")
         parts = list(parts)
@@ -109,15 +113,25 @@ class Piece:
         part = parts[1 if start else 0]
         if self._split.count(part) != stop - start:
             raise InvalidInputError(
-                f"split={_named(self._split)}: a part cut to {stop - start} samples counts {self._split.count(part)}; "
+                f"split={self._called}: a part cut to {stop - start} samples counts {self._split.count(part)}; "
                 "let cut and count agree"
             )
         return part
 
     def weight(self, start: int, stop: int) -> float:
         """Return what the mean loss of some samples runs over, by the split; their number if it does not say."""
-        weigh = weigher_of(self._split)
-        return float(stop - start) if weigh is None else _checked(weigh(self.raw(start, stop)), self._split)
+        weigh = getattr(self._split, "weight", None)
+        if weigh is None:
+            return float(stop - start)
+        weight = weigh(self.raw(start, stop))
+        is_number = weight.numel() == 1 if isinstance(weight, Tensor) else isinstance(weight, int | float | np.number)
+        found = float(weight) if is_number else math.nan
+        if isinstance(weight, bool) or not 0.0 <= found < math.inf:
+            raise InvalidInputError(
+                f"split={self._called}: weight returned {shown(weight)}; return what the mean loss of a part runs "
+                "over, a number from 0, such as its tokens"
+            )
+        return found
 
     def joins(self, other: Piece) -> bool:
         """Whether samples of both can be joined into one micro-batch."""
@@ -138,9 +152,7 @@ class Piece:
             found = cost(self.raw(index, index + 1))
             number = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
             if not isinstance(number, int | float) or not 0 <= number < math.inf:
-                raise InvalidInputError(
-                    f"split={type(self._split).__name__}: cost returned {shown(found)}; return a number from 0"
-                )
+                raise InvalidInputError(f"split={self._called}: cost returned {shown(found)}; return a number from 0")
             return (max(1, round(number * _PARTS_OF_COST)),)
         if isinstance(self.batch, list | tuple) and len(self.batch) == self.samples:
             return (max(1, elements_of(self.batch[index])),)
@@ -276,28 +288,6 @@ class NestedPiece(Piece):
 def flat_like(batch: Any, tensors: Iterable[Tensor]) -> Any:
     """Return tensors as a list, a tuple or a dictionary like a batch."""
     return dict(zip(batch, tensors, strict=True)) if type(batch) is dict else type(batch)(tensors)
-
-
-def weigher_of(split: Split | None) -> Callable[[Any], float] | None:
-    """Return the `weight` of a split; None if it has none."""
-    weigh = getattr(split, "weight", None)
-    return weigh if callable(weigh) else None
-
-
-def _checked(weight: Any, split: Split) -> float:
-    """Return a weight as a number."""
-    is_number = weight.numel() == 1 if isinstance(weight, Tensor) else isinstance(weight, int | float | np.number)
-    found = float(weight) if is_number else math.nan
-    if isinstance(weight, bool) or not 0.0 <= found < math.inf:
-        raise InvalidInputError(
-            f"split={_named(split)}: weight returned {shown(weight)}; return what the mean loss of a part runs over, a "
-            "number from 0, such as its tokens"
-        )
-    return found
-
-
-def _named(split: Split) -> str:
-    return type(split).__name__
 
 
 def _tensors_of(leaf: Any) -> list[Tensor]:

@@ -27,7 +27,11 @@ class RandomState:
         self._device = device
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         parts = (part for module in modules for part in module.modules())
-        self._own = own_generators([*(value for part in parts for value in vars(part).values()), *further])
+        values = [*(value for part in parts for value in vars(part).values()), *further]
+        found = {id(value): value for value in values if isinstance(value, _KINDS)}
+        for shared in (torch.default_generator, random.seed.__self__):  # type: ignore[attr-defined]
+            found.pop(id(shared), None)
+        self._own = list(found.values())
         self._states: tuple[Any, ...] | None = None
 
     def take(self, *, of_host: bool = True) -> tuple[Any, ...]:
@@ -41,7 +45,7 @@ class RandomState:
             None if self._module is None else self._module.get_rng_state(self._device),
             random.getstate() if of_host else None,
             np.random.get_state(legacy=False) if of_host else None,  # noqa: NPY002 - the user's global generator
-            list(map(_state, self._own)),
+            tuple(map(_state, self._own)),
         )
         return self._states
 
@@ -79,14 +83,6 @@ class RandomState:
         """The states that `take` saved last."""
         assert self._states is not None
         return self._states
-
-
-def own_generators(values: Iterable[Any]) -> list[Any]:
-    """Return the generators among some values, each once, without the global ones."""
-    found = {id(value): value for value in values if isinstance(value, _KINDS)}
-    for shared in (torch.default_generator, random.seed.__self__):  # type: ignore[attr-defined]
-        found.pop(id(shared), None)
-    return list(found.values())
 
 
 def states_of(generators: Iterable[Any]) -> tuple[Any, ...]:

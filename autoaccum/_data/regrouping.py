@@ -7,6 +7,7 @@ many as its attention mask keeps; without a mask, as its largest tensor has elem
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -59,12 +60,10 @@ def windows(
     check_bool("drop_last", drop_last)
     check_split(split)
     check_loader("loader", loader, split)
-    split = ByDefault() if split is None else split
-    if target_tokens is None:
-        assert target_batch is not None
-        cut = stream(loader, target_batch, drop_last=drop_last, split=split)
-    else:
-        cut = stream_of_tokens(loader, target_tokens, drop_last=drop_last, split=split)
+    split, in_tokens = ByDefault() if split is None else split, target_tokens is not None
+    target = target_tokens if in_tokens else target_batch
+    assert target is not None
+    cut = stream(loader, target, in_tokens=in_tokens, drop_last=drop_last, split=split)
     return (window if window.carries_numbers() else window.joined() for window in cut)
 
 
@@ -91,8 +90,9 @@ def check_target(target_batch: int | None, target_tokens: int | None) -> None:
 
 def stream(
     batches: Iterable[Any],
-    target_batch: int | Iterable[int],
+    targets: int | Iterable[int],
     *,
+    in_tokens: bool = False,
     drop_last: bool = False,
     skip: int = 0,
     split: Split | None = None,
@@ -100,50 +100,34 @@ def stream(
     """Regroup batches into `Window`s without joining them; arguments as for `windows`, already checked.
 
     The first `skip` samples of the first batch are left out: in a resumed loader, an earlier window has used them.
-    `target_batch` may be an iterable of one size per window.
+    `targets` counts samples, or tokens, of which windows hold as many whole samples as come nearest; it may be an
+    iterable of one number for each window.
     """
-    sizes = itertools.repeat(target_batch) if isinstance(target_batch, int) else iter(target_batch)
+    numbers = itertools.repeat(targets) if isinstance(targets, int) else iter(targets)
     spans: list[Span] = []
-    missing = 0
+    target = missing = 0
     for batch in batches:
         piece = piece_of(batch, split)
+        # What is in the first sample, in the first two, ...
+        counted = [0, *itertools.accumulate(tokens_of(piece))] if in_tokens else range(piece.samples + 1)
         start, skip = skip, 0
         while start < piece.samples:
-            if missing == 0:
-                missing = next(sizes)  # only once there is a sample: the size is not known before
-            stop = min(piece.samples, start + missing)
-            spans.append(Span(piece, start, stop))
-            missing -= stop - start
-            start = stop
-            if missing == 0:
+            if not spans:
+                target = missing = next(numbers)  # only once there is a sample: the size is not known before
+            end = counted[start] + missing
+            stop = bisect_left(counted, end, start + 1)
+            is_full = stop <= piece.samples
+            if not is_full:
+                stop = piece.samples
+            elif counted[stop] - end > end - counted[stop - 1] < target:
+                stop -= 1  # its last sample would take it farther from its target than it is
+            if stop > start:
+                spans.append(Span(piece, start, stop))
+            missing, start = end - counted[stop], stop
+            if is_full:
                 yield Window.of_spans(spans, split, stop if stop < piece.samples else None)
                 spans = []
-    if spans and not drop_last:
-        yield Window.of_spans(spans, split)
-
-
-def stream_of_tokens(
-    batches: Iterable[Any], target: int, *, drop_last: bool = False, skip: int = 0, split: Split | None = None
-) -> Iterator[Window]:
-    """Regroup batches into windows of as many whole samples as come nearest to a target of tokens."""
-    spans: list[Span] = []
-    held = 0
-    for batch in batches:
-        piece = piece_of(batch, split)
-        start, skip = skip, 0
-        for at, tokens in enumerate(tokens_of(piece)[start:], start):
-            # The window ends before a sample that would take it farther from its target than it is.
-            if held and held + tokens - target > target - held:
-                yield Window.of_spans([*spans, Span(piece, start, at)] if at > start else spans, split, at)
-                spans, held, start = [], 0, at
-            held += tokens
-            if held >= target:
-                spans.append(Span(piece, start, at + 1))
-                yield Window.of_spans(spans, split, at + 1 if at + 1 < piece.samples else None)
-                spans, held, start = [], 0, at + 1
-        if start < piece.samples:
-            spans.append(Span(piece, start, piece.samples))
-    if spans and held and not drop_last:  # samples of which no token counts add nothing
+    if spans and missing < target and not drop_last:  # samples of which no token counts add nothing
         yield Window.of_spans(spans, split)
 
 

@@ -243,12 +243,12 @@ class PackedRows:
 
     def cut(self, batch: Mapping[str, Any], sizes: Sequence[int]) -> list[dict[str, Any]]:
         """Return consecutive sequences, one part for each size; tensors of tokens are views."""
-        starts, places = _starts(batch), [0, *itertools.accumulate(sizes)]
-        return [_part(batch, starts[begin : end + 1]) for begin, end in itertools.pairwise(places)]
+        starts = _starts(batch)
+        return [_part(batch, starts[begin : end + 1]) for begin, end in _bounds(sizes)]
 
     def join(self, batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the sequences of parts in one row."""
-        lengths = [length for batch in batches for length in _lengths(batch)]
+        lengths = [end - start for batch in batches for start, end in itertools.pairwise(_starts(batch))]
         joined: dict[str, Any] = {}
         for key, value in batches[0].items():
             if key != _INDEX and _is_row(value, batches[0]):
@@ -282,10 +282,6 @@ def _of_sequences(key: str, value: Any, lengths: Sequence[int]) -> Any:
 def _is_row(value: Any, batch: Mapping[str, Any]) -> bool:
     """Whether a value holds something for each token of the row."""
     return isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == batch[_ROWS].shape
-
-
-def _lengths(batch: Mapping[str, Any]) -> list[int]:
-    return [end - start for start, end in itertools.pairwise(_starts(batch))]
 
 
 def _starts(batch: Any) -> list[int]:

@@ -43,11 +43,9 @@ ELEMENTS, _ROWS = "elements", "rows"
 def counts_in(batch: Any, samples: int, wanted: frozenset[Count] | None = None) -> dict[Count, float]:
     """Return what is counted in a batch; the counts of parts add up to those of the whole."""
     found: dict[Count, float] = {SAMPLES: float(samples)} if wanted is None or SAMPLES in wanted else {}
-    names = None if wanted is None else {name for _, name in wanted}
     for name, tensor in _named(batch, ""):
-        if names is None or name in names:
-            for way, number in _counted(tensor, samples, wanted, name):
-                found[way, name] = found.get((way, name), 0.0) + number
+        for way, number in _counted(tensor, samples, wanted, name):
+            found[way, name] = found.get((way, name), 0.0) + number
     return found
 
 
@@ -106,10 +104,9 @@ def _counted(tensor: Tensor, samples: int, wanted: frozenset[Count] | None, name
         of_labels = not (tensor.is_floating_point() or tensor.dtype is torch.bool)
         are_rows = tensor.dim() > 1 or "[]" in name  # otherwise samples would be shifted
         for way, count in _WAYS.items():
-            if not are_rows and way in _SHIFTED:
+            if (wanted is not None and (way, name) not in wanted) or (way in _SHIFTED and not are_rows):
                 continue
-            fits = of_labels if way.startswith("labels") else way not in _OF_MASKS or not of_labels or _is_mask(tensor)
-            if fits and (wanted is None or (way, name) in wanted):
+            if of_labels if way.startswith("labels") else way not in _OF_MASKS or not of_labels or _is_mask(tensor):
                 yield way, float(count(_as_array(tensor)))
     if wanted is None or (ELEMENTS, name) in wanted:
         yield ELEMENTS, float(tensor.numel())

@@ -8,6 +8,7 @@ saves numbers in are described in "Autograd mechanics" of PyTorch's documentatio
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -62,10 +63,8 @@ class ReadTerm:
         """Return the same for another node and weight."""
         return ReadTerm(node, weight, self.divisor, self.is_counted)
 
-    def ends(self, node: Any, count: Any = None) -> list[ReadTerm]:
-        """Return this term alone, which is a sum over what a node gives, or a mean over so many."""
-        if count is not None:
-            self.weight, self.is_counted = self.weight * count, True
+    def ends(self, node: Any) -> list[ReadTerm]:
+        """Return this term alone, which is a sum over what a node gives."""
         self.end = node
         return [self]
 
@@ -125,13 +124,8 @@ def _together(one: Any, other: Any) -> Any:
 
 def _read(node: Any, term: ReadTerm) -> list[ReadTerm]:
     """Follow a number to what it was computed from; `term` holds the divisors on the way from the loss."""
-    kind = node.name()
-    handler = _HANDLERS.get(kind)
-    if handler is None:
-        name = kind.rstrip("0123456789").removesuffix("Backward")
-        handler = _HANDLERS[kind] = _BY_NAME.get(name, _unknown)
     try:
-        return handler(node, term)
+        return _reader_of(node.name())(node, term)
     except _UnreadError:
         term.weight, term.end = None, node
         return [term]
@@ -222,17 +216,11 @@ def _as_one(term: ReadTerm, node: Any, parts: list[ReadTerm]) -> list[ReadTerm]:
 # --- reductions -------------------------------------------------------------------------------------------------------
 
 
-def _mean(node: Any, term: ReadTerm) -> list[ReadTerm]:
+def _summed(node: Any, term: ReadTerm) -> list[ReadTerm]:
+    """Read a sum or a mean over all elements, or over dimensions that have all of them."""
     inner, number, _ = _only_input(node)
-    count = getattr(node, "_saved_self_sym_numel", None)
-    if count is None:  # a mean over chosen dimensions
-        count = math.prod(_shape(inner, number))
-    term.weight, term.is_counted = term.weight * count, True
-    return _read_elements(inner, number, term)
-
-
-def _sum(node: Any, term: ReadTerm) -> list[ReadTerm]:
-    inner, number, _ = _only_input(node)
+    if node.name().startswith("Mean"):
+        term.weight, term.is_counted = term.weight * math.prod(_shape(inner, number)), True
     return _read_elements(inner, number, term)
 
 
@@ -242,25 +230,18 @@ def _contraction(node: Any, term: ReadTerm) -> list[ReadTerm]:
     return term.ends(node)
 
 
-def _reduced(node: Any, term: ReadTerm, count: Callable[[], Any]) -> list[ReadTerm]:
-    """Read a loss of torch, which is a sum, or a mean over what `count` returns."""
+def _reduced(node: Any, term: ReadTerm) -> list[ReadTerm]:
+    """Read a loss of torch: a sum, or a mean over targets that count, over rows for margins, or over elements."""
     if node._saved_reduction not in (_MEAN, _SUM):
         raise _UnreadError
-    return term.ends(node, count() if node._saved_reduction == _MEAN else None)
-
-
-def _nll(node: Any, term: ReadTerm) -> list[ReadTerm]:
-    return _reduced(node, term, lambda: _total_weight(node))
-
-
-def _elementwise(node: Any, term: ReadTerm) -> list[ReadTerm]:
-    return _reduced(node, term, lambda: math.prod(_shape(*_inputs(node)[0][:2])))
-
-
-def _margin(node: Any, term: ReadTerm) -> list[ReadTerm]:
-    """Read a loss whose mean runs over samples, which are rows of its input."""
-    shape = _shape(*_only_input(node)[:2])
-    return _reduced(node, term, lambda: shape[0] if len(shape) > 1 else 1)
+    if node._saved_reduction == _MEAN:
+        shape, kind = _shape(*_inputs(node)[0][:2]), node.name()
+        if kind.startswith("Nll"):
+            count = _total_weight(node)
+        else:
+            count = math.prod(shape[:-1] if kind.startswith("Multi") else shape)
+        term.weight, term.is_counted = term.weight * count, True
+    return term.ends(node)
 
 
 def _total_weight(node: Any) -> float | Tensor:
@@ -307,15 +288,18 @@ _BY_NAME: dict[str, Callable[[Any, ReadTerm], list[ReadTerm]]] = {
     **dict.fromkeys(("Neg", "Mul", "Div"), _times),
     **dict.fromkeys(("Add", "Sub", "Rsub"), _added),
     **dict.fromkeys(_NONLINEAR, _nonlinear),
-    **dict.fromkeys(("Mean",), _mean),
-    **dict.fromkeys(("Sum",), _sum),
-    **dict.fromkeys(("NllLoss", "NllLoss2D"), _nll),
-    **dict.fromkeys(("MultiMarginLoss", "MultilabelMarginLoss"), _margin),
-    **dict.fromkeys(("MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss"), _elementwise),
-    **dict.fromkeys(("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"), _elementwise),
+    **dict.fromkeys(("Mean", "Sum"), _summed),
+    **dict.fromkeys(("NllLoss", "NllLoss2D", "MultiMarginLoss", "MultilabelMarginLoss"), _reduced),
+    **dict.fromkeys(("MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss"), _reduced),
+    **dict.fromkeys(("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"), _reduced),
     **dict.fromkeys(("Dot", "Mv", "Mm", "Bmm"), _contraction),
 }
-_HANDLERS: dict[str, Callable[[Any, ReadTerm], list[ReadTerm]]] = {}  # by the whole name of a node
+
+
+@functools.cache
+def _reader_of(kind: str) -> Callable[[Any, ReadTerm], list[ReadTerm]]:
+    """Return what reads nodes of a name."""
+    return _BY_NAME.get(kind.rstrip("0123456789").removesuffix("Backward"), _unknown)
 
 
 def nodes_of(loss: Tensor) -> list[Any]:

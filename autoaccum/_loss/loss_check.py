@@ -23,7 +23,6 @@ from autoaccum import _oom
 from autoaccum._data.nesting import map_tensors, numbers_in
 from autoaccum._loss.batch_counts import SUM, counts_in
 from autoaccum._loss.graph_reader import ReadTerm, nodes_of, read, stopped
-from autoaccum._loss.modes import quiet_training
 from autoaccum._loss.terms import Form, TermForm, no_mean, not_finite
 from autoaccum.errors import InvalidInputError
 
@@ -64,8 +63,7 @@ class Run:
     Attributes:
         samples: Their number.
         value: The loss.
-        terms: Its terms.
-        weights: What each is divided by; None if it could not be read.
+        terms: Its terms, with their weights on the host.
         gradients: One number for each parameter of each term, shape (terms, parameters), on the host.
         counts: What is counted in the samples.
         numbers: Numbers that the batch carries.
@@ -75,23 +73,15 @@ class Run:
     samples: int
     value: float
     terms: list[ReadTerm]
-    weights: list[float | None]
     gradients: Tensor
     counts: Mapping[Count, float]
     numbers: Mapping[Path, float]
     is_stated: bool = False
 
-    def nothing(self, samples: int, counts: Mapping[Count, float]) -> Run:
-        """Return the run of samples for which the loss has no graph, since nothing in it counts."""
-        terms = [ReadTerm(None, 0.0) for _ in self.terms]
-        zeros = torch.zeros_like(self.gradients)
-        return replace(
-            self, samples=samples, value=0.0, terms=terms, weights=[0.0] * len(terms), gradients=zeros, counts=counts
-        )
-
-    def whole(self) -> Run:
+    def unread(self) -> Run:
         """Return the same as a loss of a single term that could not be read."""
-        return replace(self, terms=self.terms[:1], weights=[None], gradients=self.gradients.sum(0, keepdim=True))
+        terms = [replace(self.terms[0], weight=None)]
+        return replace(self, terms=terms, gradients=self.gradients.sum(0, keepdim=True))
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------
@@ -106,7 +96,7 @@ def choose(window: Window, most: int) -> tuple[Window, int] | None:
     largest = max(range(len(groups)), key=groups.__getitem__)
     start, samples = sum(groups[:largest]), groups[largest]
     number = min(most, samples)
-    if number == 1:
+    if number <= 1:
         return None
     evenly = [start + place * (samples - 1) // (number - 1) for place in range(number)]
     rows = list(dict.fromkeys([*_unusual(window, start, samples, number // 2), *evenly]))[:number]
@@ -135,12 +125,15 @@ def run_of(term: Term, samples: int, batch: Any, parameters: Sequence[nn.Paramet
     """Return what a loss gave; its graph is used up."""
     loss, is_stated = term.value, term.over is not None
     if is_stated:  # its mean runs over what it says, whatever its graph says
-        weights: list[float | None] = [float(samples if term.over is Form.VECTOR else term.weight or 0.0)]
-        loss = loss / weights[0] if term.over is Form.PAIR else loss  # type: ignore[operator]
-        terms = [ReadTerm(loss.grad_fn, weights[0])]
+        weight = float(samples if term.over is Form.VECTOR else term.weight or 0.0)
+        loss = loss / weight if term.over is Form.PAIR else loss
+        terms = [ReadTerm(loss.grad_fn, weight)]
     else:
         terms = read(loss)
-        weights = [None if one.weight is None else _finite(float(one.weight)) for one in terms]
+        for one in terms:
+            if one.weight is not None:
+                weight = float(one.weight)
+                one.weight = 0.0 if math.isinf(weight) else weight  # what is multiplied by 0 is not there
     rows = []
     for number in range(len(terms)) if parameters else ():
         with _only(terms, number):
@@ -149,7 +142,7 @@ def run_of(term: Term, samples: int, batch: Any, parameters: Sequence[nn.Paramet
     # Where gradients cannot be had, the value of a single term has to do.
     value = loss.detach().to("cpu", torch.float64)
     gradients = torch.stack(rows) if rows else value.new_zeros(len(terms), 1) if len(terms) > 1 else value.reshape(1, 1)
-    return Run(samples, float(value), terms, weights, gradients, counts, numbers_in(batch), is_stated=is_stated)
+    return Run(samples, float(value), terms, gradients, counts, numbers_in(batch), is_stated=is_stated)
 
 
 @contextmanager
@@ -236,13 +229,12 @@ def forms_of(
     """
     is_random = moves or (again is not None and _differ(whole, again, tolerance))
     if len({len(run.terms) for run in (whole, *parts)}) > 1:
-        whole, parts = whole.whole(), [part.whole() for part in parts]
+        whole, parts = whole.unread(), [part.unread() for part in parts]
     runs = [whole, *parts]
     forms = [_Compared(number, runs, tolerance, is_random=is_random).form() for number in range(len(whole.terms))]
     if forms[0].form is Form.UNCONFIRMED and forms[0].is_read and not (is_random or whole.is_stated or len(forms) > 1):
         # It was misread: perhaps a count of the batch fits.
-        unread = [replace(run, weights=[None]) for run in runs]
-        other = _Compared(0, unread, tolerance, is_random=False).form()
+        other = _Compared(0, [run.unread() for run in runs], tolerance, is_random=False).form()
         forms = forms if other.form is Form.UNCONFIRMED else [other]
     return forms
 
@@ -261,26 +253,22 @@ class _Compared:
     def __init__(self, number: int, runs: Sequence[Run], tolerance: float, *, is_random: bool) -> None:
         self._runs = runs
         self._terms = [run.terms[number] for run in runs]
-        self._weights = [run.weights[number] for run in runs]
         self._gradients = [run.gradients[number] for run in runs]
-        # The value of a term alone is known only if there is no other.
-        self._values = (
-            [torch.tensor([run.value], dtype=torch.float64) for run in runs] if len(runs[0].terms) == 1 else []
-        )
+        self._added = [self._gradients]  # what adds up
+        if len(runs[0].terms) == 1:  # otherwise the value of a term is not known
+            self._added.append([torch.tensor([run.value], dtype=torch.float64) for run in runs])
         self._tolerance = tolerance
         self._is_random = is_random
 
     def form(self) -> TermForm:
         """Return how the term is put together."""
-        is_read = None not in self._weights
-        weights = [weight or 0.0 for weight in self._weights]
+        weights = [term.weight for term in self._terms]
+        is_read = None not in weights
         if is_read and (mean := self._read_mean(weights)) is not None:
             return mean
         whole, *parts = self._gradients
-        room = [self._tolerance * float(one.norm() + whole.norm()) for one in parts]
-        if float(whole.norm()) and all(
-            float((one - whole).norm()) <= its for one, its in zip(parts, room, strict=True)
-        ):
+        norm = float(whole.norm())
+        if norm and all(float((one - whole).norm()) <= self._tolerance * (float(one.norm()) + norm) for one in parts):
             return TermForm(Form.CONSTANT)
         if not is_read:
             return self._unread()
@@ -294,16 +282,13 @@ class _Compared:
 
     def _agree(self, factors: Sequence[float]) -> bool:
         """Whether gradients and values of the parts, times these factors, add up to those of the whole."""
-        return self._is_random or all(
-            self._add_up(several, factors) for several in (self._gradients, self._values) if several
-        )
-
-    def _add_up(self, several: Sequence[Tensor], factors: Sequence[float]) -> bool:
-        whole, *parts = several
-        pairs = zip(factors, parts, strict=True)
-        added = torch.stack([factor * one if factor else torch.zeros_like(one) for factor, one in pairs])
-        room = self._tolerance * float(added.norm(dim=1).sum() + whole.norm())
-        return float((added.sum(0) - whole).norm()) <= room
+        for whole, *parts in () if self._is_random else self._added:
+            pairs = zip(factors, parts, strict=True)
+            scaled = torch.stack([factor * one if factor else torch.zeros_like(one) for factor, one in pairs])
+            room = self._tolerance * float(scaled.norm(dim=1).sum() + whole.norm())
+            if not float((scaled.sum(0) - whole).norm()) <= room:  # also where it is NaN
+                return False
+        return True
 
     def _read_mean(self, weights: Sequence[float]) -> TermForm | None:
         """Return the form of a term whose weights add up; None if they do not."""
@@ -366,11 +351,6 @@ class _Compared:
         return TermForm(Form.MEAN, is_read=False, per_sample=per_sample, shares=of_first, counts=counts)
 
 
-def _finite(weight: float) -> float:
-    """Return a weight; 0 for what is multiplied by 0."""
-    return 0.0 if math.isinf(weight) else weight
-
-
 def _close(one: float, other: float, room: float) -> bool:
     return abs(one - other) <= room  # False where either is NaN
 
@@ -378,13 +358,13 @@ def _close(one: float, other: float, room: float) -> bool:
 # --- passes of a check ------------------------------------------------------------------------------------------------
 
 
-# Runs a pass: returns the terms of a number of samples.
-_Pass = Callable[[Any, int], "list[Term]"]
+# Runs a pass: returns the terms of a number of samples, and outputs.
+_Pass = Callable[[Any, int], "tuple[list[Term], Any]"]
 
 
 @dataclass(slots=True)
 class TrialLosses:
-    """Tries losses on a few samples. Each pass begins with the same state; the last one leaves its own.
+    """Tries losses on a few samples, with graphs. Each pass begins with the same state; the last one leaves its own.
 
     Attributes:
         mark: Taken before; restored before each pass.
@@ -393,7 +373,6 @@ class TrialLosses:
     """
 
     passes: Sequence[_Pass]
-    modules: Sequence[nn.Module]
     weights: LossForms
     place: Callable[[Any], Any]
     mark: Mark
@@ -414,9 +393,8 @@ class TrialLosses:
             return None
         sample, first = chosen
         found = dict[str, list[TermForm]]()
-        with torch.enable_grad(), quiet_training(self.modules):
-            for source in self.passes:
-                self._try(source, sample, first, found)
+        for source in self.passes:
+            self._try(source, sample, first, found)
         return found
 
     def _try(self, source: _Pass, sample: Window, first: int, found: dict[str, list[TermForm]]) -> None:
@@ -428,7 +406,7 @@ class TrialLosses:
         halves = self._halves(source, whole, sample, first)
         again: Mapping[str, Run] | None = None
         for name, run in whole.items():
-            if any(weight == 0.0 for weight in run.weights):  # nothing counts in it
+            if any(term.weight == 0.0 for term in run.terms):  # nothing counts in it
                 self.is_complete = False
                 if not run.is_stated:
                     found[name] = [_by_graph_alone(term) for term in run.terms]
@@ -449,20 +427,20 @@ class TrialLosses:
 
     def _confirm_stated(self, name: str, runs: Sequence[Run], form: TermForm) -> None:
         """Reject a pair or a vector that is not what it says."""
-        if any(one.weights[0] == 0.0 for one in runs):  # of one part alone, a mean is the same as a sum over its weight
+        weights = [one.terms[0].weight for one in runs]
+        if 0.0 in weights:  # of one part alone, a mean is the same as a sum over its weight
             self.is_complete = False
-        is_finite = all(bool(one.gradients.isfinite().all()) for one in runs if one.weights[0])
+        is_finite = all(bool(one.gradients.isfinite().all()) for one in runs if one.terms[0].weight)
         if is_finite and (form.form is not Form.MEAN or form.is_clamped):
-            raise no_mean(name, *((one.value, one.weights[0] or 0.0) for one in runs))
+            raise no_mean(name, *((one.value, weight) for one, weight in zip(runs, weights, strict=True)))
 
     def unchecked(self, window: Window) -> dict[str, list[TermForm]]:
         """Return the terms of each loss as the graph of a single sample suggests."""
         found = dict[str, list[TermForm]]()
-        with torch.enable_grad(), quiet_training(self.modules):
-            for source in self.passes:
-                for term in self._terms(source, window.cut(0, 1), 1):
-                    if term.over is None and not term.is_reported:
-                        found[term.name] = [_by_graph_alone(one) for one in read(term.value)]
+        for source in self.passes:
+            for term in self._terms(source, window.cut(0, 1), 1):
+                if term.over is None and not term.is_reported:
+                    found[term.name] = [_by_graph_alone(one) for one in read(term.value)]
         return {} if self.weights.is_trusted else found
 
     # --- passes -------------------------------------------------------------------------------------------------------
@@ -482,7 +460,9 @@ class TrialLosses:
                 place
                 for place, part in enumerate(halves)
                 for name, run in whole.items()
-                if run.is_stated and run.weights[0] and _part_of(name, run, part, sample.samples).weights[0] == 0.0
+                if run.is_stated
+                and run.terms[0].weight
+                and _part_of(name, run, part, sample.samples).terms[0].weight == 0.0
             }
             first += 1 if empty == {0} else -1
             if len(empty) != 1 or first in tried or not least <= first <= sample.samples - least:
@@ -520,7 +500,7 @@ class TrialLosses:
         # As tensors that a graph can save.
         batch = map_tensors(lambda one: one.clone() if one.is_inference() else one, self.place(cut))
         with self.autocast():
-            return source(batch, samples)
+            return source(batch, samples)[0]
 
 
 def _part_of(name: str, run: Run, part: Mapping[str, Run], samples: int) -> Run:
@@ -528,7 +508,9 @@ def _part_of(name: str, run: Run, part: Mapping[str, Run], samples: int) -> Run:
     if name in part:
         return part[name]
     other = next(iter(part.values()), None)
-    return run.nothing(samples, {}) if other is None else run.nothing(other.samples, other.counts)
+    number, counts = (samples, {}) if other is None else (other.samples, other.counts)
+    terms, gradients = [ReadTerm(None, 0.0) for _ in run.terms], torch.zeros_like(run.gradients)
+    return replace(run, samples=number, value=0.0, terms=terms, gradients=gradients, counts=counts)
 
 
 def _by_graph_alone(term: ReadTerm) -> TermForm:

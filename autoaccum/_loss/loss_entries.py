@@ -15,8 +15,6 @@ from torch import Tensor
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from autoaccum._system.notices import Notices
 
 TOTAL = "loss"
@@ -27,12 +25,10 @@ class Entries:
 
     Args:
         notices: Reports, once, which entries are only reported.
-        on_reported: Called with each name that turns out to be a metric.
     """
 
-    def __init__(self, notices: Notices, on_reported: Callable[[str], object]) -> None:
+    def __init__(self, notices: Notices) -> None:
         self._notices = notices
-        self._on_reported = on_reported
         self._roles: dict[str, bool] = {}  # whether each name is a loss
         self._asked: set[str] = set()
 
@@ -53,7 +49,7 @@ class Entries:
             )
         if raw.get(total) is not None:
             others = [name for name in raw if name != total]
-            self._report(others)
+            self._roles |= dict.fromkeys(others, False)
             # `objective` rejects entries that are not numbers.
             numbers = [name for name in others if not isinstance(raw[name], str | None)]
             self._say(numbers, f"the entry {total!r} is the total", key=f"parts of {total}")
@@ -64,16 +60,10 @@ class Entries:
             # For good: a detection loss without a graph in a micro-batch without boxes is still a loss.
             self._roles.update(dict.fromkeys(with_graph, True))
             detached = [name for name in raw if name not in self._roles]
-            self._report(detached)
+            self._roles |= dict.fromkeys(detached, False)
             self._say(detached, "it has no gradient", key=None)
         # Without any, all are returned, which raises an error later.
         return {name for name in raw if self._roles.get(name, True)} or set(raw)
-
-    def _report(self, names: list[str]) -> None:
-        for name in names:
-            if self._roles.get(name) is not False:
-                self._roles[name] = False
-                self._on_reported(name)
 
     def _say(self, names: list[str], why: str, *, key: str | None) -> None:
         if names:

@@ -70,7 +70,7 @@ class LossForms:
         forms = self._all_forms()
         kinds = {self._common_of(form) for form in forms}
         means = [form for form in forms if form.form is Form.MEAN]
-        have_one = len(means) < len(("one", "another")) or (share_a_divisor(means) and not self.have_diverged)
+        have_one = not means[1:] or (share_a_divisor(means) and not self.have_diverged)
         pairs = sum(form.form is Form.PAIR for form in forms)
         if pairs + bool(means) > 1 or not have_one or len(kinds) > 1:
             return Common.OWN_DIVISORS
@@ -103,17 +103,16 @@ class LossForms:
     @property
     def are_read(self) -> bool:
         """Whether factors depend on nothing that is counted in the batch."""
-        return self.common not in (Common.OWN_DIVISORS, Common.SPLIT) and not self._counted() and self._number is None
+        return self.common not in (Common.OWN_DIVISORS, Common.SPLIT) and not self._unread() and self._number is None
 
     @property
     def _number(self) -> Path | None:
         """Where each batch carries the number that a sum is divided by; None if there is none."""
         return next((form.number for form in self._all_forms() if form.number is not None), None)
 
-    def _counted(self) -> list[TermForm]:
-        """Return the means whose weights are counted in the batch."""
-        is_mixed = self.common is Common.OWN_DIVISORS
-        return [form for form in self._all_forms() if form.form is Form.MEAN and (is_mixed or not form.is_read)]
+    def _unread(self) -> list[TermForm]:
+        """Return the means whose weights are counted in the batch, since no graph says them."""
+        return [form for form in self._all_forms() if form.form is Form.MEAN and not form.is_read]
 
     # --- what becomes known -------------------------------------------------------------------------------------------
 

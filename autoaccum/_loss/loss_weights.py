@@ -45,7 +45,8 @@ class Factors:
 
     Attributes:
         alone: Whether the micro-batch is the whole window, so that every loss is as it is.
-        usual: For a loss that counts by samples.
+        usual: For a loss that counts by samples, or as the arguments say.
+        of_samples: For the loss of each sample, whatever the arguments say of others.
         scale: A further factor for all losses, to compensate for a reduction that divides gradients.
         weight: What a loss is divided by if its graph does not say so; None if it does.
         pairs: For the sums of (sum, weight) pairs whose total is known, by name.
@@ -56,6 +57,7 @@ class Factors:
 
     alone: bool = False
     usual: float = 1.0
+    of_samples: float = 1.0
     scale: float = 1.0
     weight: float | None = None
     pairs: dict[str, float] = field(default_factory=dict)
@@ -106,12 +108,14 @@ class LossWeights(LossForms):
     def totals(self, window: Window) -> dict[Slot, float]:
         """Return what each term with a divisor of its own is divided by in a window, as the batch counts it."""
         found: dict[Slot, float] = {OF_SAMPLES: float(window.samples)}
-        if self.stated is Common.SPLIT and self.common is not Common.DIVISOR:
-            found[_OF_SPLIT] = window.weight(0, window.samples) if window.samples else 0.0
+        if not window.samples:
+            return found
+        if self._weighs_by_split():
+            found[_OF_SPLIT] = window.weight(0, window.samples)
         for name, forms in self.forms.items():
-            found[name, -1] = _expected(forms[0], window) if window.samples else 0.0
+            found[name, -1] = _expected(forms[0], window)
             for number, form in enumerate(forms):
-                if form.form is Form.MEAN and form.counts and window.samples:
+                if form.form is Form.MEAN and form.counts:
                     found[name, number] = _count(form, window)
         return found
 
@@ -139,42 +143,46 @@ class LossWeights(LossForms):
         self._added.clear()
         if common is Common.SUM:
             return [Factors() for _ in sizes]
-        weights, whole = list(map(float, sizes)), OF_SAMPLES
-        if self.stated is Common.SPLIT and common is not Common.DIVISOR:
-            stops, whole = list(accumulate(sizes)), _OF_SPLIT
-            weights = [window.weight(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
-            self._check_split(window, weights)
-        total = sum(weights) if totals is None else totals[whole]
-        if not total:
-            raise nothing_counts("split.weight(batch) is 0", len(sizes))
-        factors = [Factors(usual=weight / total) for weight in weights]
+        total = sum(sizes) if totals is None else totals[OF_SAMPLES]
+        factors = [Factors(usual=size / total, of_samples=size / total) for size in sizes]
+        if self._weighs_by_split():
+            self._weigh_by_split(factors, window, sizes, None if totals is None else totals[_OF_SPLIT])
         if common is Common.DIVISOR:
             self.set_provisional(window, totals)
-            for factor, weight in zip(factors, self._weights_beforehand(window, sizes), strict=True):
-                factor.weight = weight
+            if unread := self._unread():  # its graph does not say it: a count of the batch does
+                counted = _counts(window, sizes, unread[0])
+                _refuse_ambiguous(counted)
+                for factor, counts in zip(factors, counted, strict=True):
+                    factor.weight = counts[min(counts)]
         if common is Common.OWN_DIVISORS:
             self._weigh_each_term(factors, window, sizes, totals or self.totals(window))
         return factors
 
-    def _check_split(self, window: Window, weights: Sequence[float]) -> None:
-        """Reject, in the first window that is cut, a weight of the split that does not add up over micro-batches."""
-        if self._adds_up or len(weights) == 1:
-            return
-        added, whole = sum(weights), window.weight(0, window.samples)
-        if not math.isclose(whole, added, rel_tol=_ADDS_UP):
-            raise InvalidInputError(
-                f"split={self._split}: weight does not add up: {whole:g} for a window, and {added:g} for its "
-                f"{len(weights)} micro-batches together, as a mean or a maximum would; return a sum, such as the tokens"
-            )
-        self._adds_up = True
+    def _weighs_by_split(self) -> bool:
+        """Whether any loss counts by the split's weight; those of each sample and pairs do not."""
+        return self.stated is Common.SPLIT and self.common in (Common.SPLIT, Common.OWN_DIVISORS)
 
-    def _weights_beforehand(self, window: Window, sizes: Sequence[int]) -> Sequence[float | None]:
-        """Return what a loss is divided by where its graph does not say it: a count of the batch."""
-        if unread := self._counted():
-            counted = _counts(window, sizes, frozenset(unread[0].counts))
-            _refuse_ambiguous(counted)
-            return [one[min(one)] for one in counted]
-        return [None] * len(sizes)
+    def _weigh_by_split(
+        self, factors: Sequence[Factors], window: Window, sizes: Sequence[int], total: float | None
+    ) -> None:
+        """Let losses count by the split's weight; reject one that does not add up, in the first window that is cut."""
+        stops = accumulate(sizes)
+        weights = [window.weight(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+        added = sum(weights)
+        if not self._adds_up and len(weights) > 1:
+            whole = window.weight(0, window.samples)
+            if not math.isclose(whole, added, rel_tol=_ADDS_UP):
+                raise InvalidInputError(
+                    f"split={self._split}: weight does not add up: {whole:g} for a window, and {added:g} for its "
+                    f"{len(weights)} micro-batches together, as a mean or a maximum would; return a sum, such as the "
+                    "tokens"
+                )
+            self._adds_up = True
+        total = added if total is None else total
+        if not total:
+            raise nothing_counts("split.weight(batch) is 0", len(sizes))
+        for factor, weight in zip(factors, weights, strict=True):
+            factor.usual = weight / total
 
     def _weigh_each_term(
         self, factors: Sequence[Factors], window: Window, sizes: Sequence[int], totals: Mapping[Slot, float]
@@ -185,7 +193,7 @@ class LossWeights(LossForms):
             for number, form in enumerate(forms):
                 if form.form is Form.MEAN:
                     count = min(form.counts)
-                    counted, total = _counts(window, sizes, frozenset(form.counts)), totals[name, number]
+                    counted, total = _counts(window, sizes, form), totals[name, number]
                     if not total:
                         raise nothing_counts(f"nothing counts ({in_words(count)})", len(sizes))
                     own = [one[count] / total for one in counted]
@@ -243,9 +251,12 @@ class LossWeights(LossForms):
             span = window.spans[0]
             number = numbers_in(span.piece.batch)[form.number]
             return number, number * span.samples / span.piece.samples
+        if self.common is Common.SUM:
+            return 1.0, float(window.samples)
         if self.common is not Common.DIVISOR:
-            total = self.of_part(window)
-            return (1.0, float(window.samples)) if total is None else (total, total)
+            is_by_split = self.stated is Common.SPLIT and not self.is_vector(name)
+            total = window.weight(0, window.samples) if is_by_split else float(window.samples)
+            return total, total
         if loss is not None and loss.requires_grad:
             weight = self.weight_of(name, loss, window.samples, trains=False)
             return weight, weight
@@ -282,7 +293,7 @@ class LossWeights(LossForms):
         name, value = term.name, term.value
         if term.over is Form.PAIR:
             if name not in factors.pairs and self.common is Common.OWN_DIVISORS and not factors.alone:
-                raise NotCheckedError(_changed(name, None, ()).error, is_known=True)  # which was not known before
+                raise _changed(name, None, (), is_known=True)  # which was not known before
             factor = factors.pairs.get(name) or 1.0 / self.provisional_total(name)
             return value / term.weight if factors.alone else value * factor  # type: ignore[operator]
         if factors.alone and value.requires_grad:
@@ -296,8 +307,8 @@ class LossWeights(LossForms):
         if self.common is Common.SUM and term.over is None:
             self.see_sum(name, value)
         if term.over is Form.VECTOR or self.common is not Common.DIVISOR:
-            # A mean over nothing is NaN.
-            return None if not factors.usual else value if factors.usual == 1.0 else value * factors.usual
+            share = factors.of_samples if term.over is Form.VECTOR else factors.usual
+            return value if share == 1.0 else value * share if share else None  # a mean over nothing is NaN
         term.weight = self.weight_of(name, value, samples) if factors.weight is None else factors.weight
         each = self.forms[name][0].per_sample if len(self.forms) > 1 and name in self.forms else None
         if each:  # of several losses
@@ -417,7 +428,7 @@ class LossWeights(LossForms):
         if abs(weight - expected) > _SAME_WEIGHT * abs(expected):  # not so for NaN
             self.have_diverged = True
             self._refuse_what_is_not_counted()
-            raise NotCheckedError(_changed(name, None, ()).error, is_known=True)
+            raise _changed(name, None, (), is_known=True)
 
     def see_sum(self, name: str, loss: Tensor) -> None:
         """Compare a loss that is added up with what it was when it was checked, and in the window's micro-batches.
@@ -429,9 +440,11 @@ class LossWeights(LossForms):
             return
         found = read(loss)
         self._see(name, found)
-        weights = [term.weight for term in found]
+        # As far as can be seen without waiting for a device; where it is 0, nothing counts.
+        weights = [one.weight if isinstance(one.weight, float) and one.weight else math.inf for one in found]
         first = self._added.setdefault(name, weights)
-        if first is not weights and not all(map(_are_equal, first, weights)):
+        pairs = zip(weights, first, strict=True)
+        if any(math.isfinite(one * before) and not _is_same(one, before) for one, before in pairs):
             self.warn(
                 f"loss {name!r} was a sum, divided by one number, when it was checked, and is divided by different "
                 "numbers in the micro-batches of a window, which are added all the same: its gradient may differ from "
@@ -465,9 +478,9 @@ class LossWeights(LossForms):
 # --- counting ---------------------------------------------------------------------------------------------------------
 
 
-def _counts(window: Window, sizes: Sequence[int], wanted: frozenset[Count]) -> list[dict[Count, float]]:
-    """Return some counts of each micro-batch."""
-    stops = list(accumulate(sizes))
+def _counts(window: Window, sizes: Sequence[int], form: TermForm) -> list[dict[Count, float]]:
+    """Return the counts that a term may be divided by, of each micro-batch."""
+    wanted, stops = frozenset(form.counts), accumulate(sizes)
     return [counts_of(window, stop - size, stop, wanted) for size, stop in zip(sizes, stops, strict=True)]
 
 
@@ -518,12 +531,6 @@ def _wait(terms: Sequence[ReadTerm]) -> None:
         one.divisor = float(one.divisor) if isinstance(one.divisor, Tensor) else one.divisor
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two divisors are the same, as far as can be seen without waiting for a device."""
-    are_here = isinstance(one, float) and isinstance(other, float)
-    return not are_here or other in (0.0, math.inf, -math.inf) or _is_same(one, other)
-
-
 def _is_same(weight: Any, expected: float) -> bool:
     return isinstance(weight, float) and abs(weight - expected) <= _SAME_WEIGHT * abs(expected)
 
@@ -546,13 +553,15 @@ def nothing_counts(why: str, micro_batches: int) -> InvalidInputError:
     )
 
 
-def _changed(name: str, forms: Sequence[TermForm] | None, found: Sequence[ReadTerm]) -> NotCheckedError:
+def _changed(
+    name: str, forms: Sequence[TermForm] | None, found: Sequence[ReadTerm], *, is_known: bool = False
+) -> NotCheckedError:
     """Return the error for a loss that has another form than it had when it was checked."""
     before = "was not there" if forms is None else f"had {len(forms)} terms"
     unread = sum(one.weight is None for one in found)
     now = f"has {len(found)}" + (f", of which {unread} cannot be read" if unread else "")
-    said = InvalidInputError(
+    error = InvalidInputError(
         f"loss {name!r} {before} when it was checked, and now {now}; return the same form in every micro-batch (a term "
         "of 0 where nothing counts), a (sum, weight) pair, or pass loss_reduction="
     )
-    return NotCheckedError(said)
+    return NotCheckedError(error, is_known=is_known)

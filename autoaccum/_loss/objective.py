@@ -5,6 +5,7 @@ Returns loss terms with their graphs, which the caller back-propagates. `loss_we
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,7 +18,6 @@ from torch.nn import functional
 
 from autoaccum._arguments import check_function, is_one_of, shown
 from autoaccum._data.nesting import as_leaf, map_tensors
-from autoaccum._data.pieces import weigher_of
 from autoaccum._data.splits import ByDefault, check_split
 from autoaccum._loss import calling_conventions
 from autoaccum._loss.closures import Closure
@@ -25,7 +25,7 @@ from autoaccum._loss.loss_check import MOST_SAMPLES, TrialLosses
 from autoaccum._loss.loss_entries import TOTAL, Entries
 from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.loss_weights import LossWeights
-from autoaccum._loss.modes import run_eagerly
+from autoaccum._loss.modes import quiet_training, run_eagerly
 from autoaccum._loss.terms import ELEMENTWISE, Form, Term, describe, is_pair, kind_of, of_torch, reported_term, term_of
 from autoaccum.errors import InvalidInputError
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
     from autoaccum._loss.modes import Mark
-    from autoaccum._loss.terms import TermForm
     from autoaccum._system.notices import Notices
 
 CALLS_USER_CODE = True  # for own_code.raised_here
@@ -63,7 +62,7 @@ class Objective:
     """A model and its loss, evaluated on one micro-batch after another.
 
     Args:
-        model: Called by DESIGN's conventions with a pair's first half, a mapping's items, or the batch itself.
+        model: Called with a pair's first half, a mapping's items, or the batch itself.
         loss: A callable of (outputs, targets) or (outputs, batch); a list of callables of (model, batch), each with a
             forward pass of its own; None for the model's own loss or one chosen by the targets' type.
         forward: A callable of (model, batch) that returns the outputs, replacing the conventions.
@@ -117,14 +116,12 @@ class Objective:
         is_list = self._losses is loss
         self.sources = _sources(self._losses) if is_list else [Source(Objective._forward_and_loss)]
         self._kind = kind_of(loss)
-        self._is_elementwise = self._kind in ELEMENTWISE
         # Whether the loss is a function of outputs, so that it can be called on some of their rows alone.
         self.takes_outputs = loss is not None and not is_list
         # Whether a pass gives outputs beside the loss: the model's, or those that a closure returns.
         self.gives_outputs = not is_list or isinstance(self._losses[0], Closure)
         self.takes_pairs = self._forward is None and self.takes_outputs
-        weights = self.weights  # not `self`, which would hold itself
-        self._entries = Entries(notices, lambda name: weights.forms.pop(name, None))
+        self._entries = Entries(notices)
         self._loss_reduction = loss_reduction
         self._settings: Any = None
         self._read_settings()
@@ -224,26 +221,22 @@ class Objective:
             parameters: The parameters whose gradients are compared.
         """
         most, self._most = self._most, self._most // 2
-        weights = self.weights
+        weights, modules = self.weights, self.modules
         kind = next((parameter.device.type for parameter in parameters), "cpu")
-        casts = not isinstance(autocast(), nullcontext) or torch.is_autocast_enabled(kind)
-        passes, parameters = list(map(self._pass, self.sources)), [one for one in parameters if one.requires_grad]
-        casts = casts or self.casts_itself
-        trial = TrialLosses(passes, self.modules, weights, place, mark, autocast, casts=casts, parameters=parameters)
+        casts = self.casts_itself or not isinstance(autocast(), nullcontext) or torch.is_autocast_enabled(kind)
+        passes = [functools.partial(self.terms, source) for source in self.sources]
+        parameters = [one for one in parameters if one.requires_grad]
+        trial = TrialLosses(passes, weights, place, mark, autocast, casts=casts, parameters=parameters)
         mark.take()
         try:
-            with run_eagerly():
-                forms = trial.forms(window, most) if most > 1 else None
-                is_checked = forms is not None
-                forms = trial.unchecked(window) if forms is None else forms
+            with run_eagerly(), torch.enable_grad(), quiet_training(modules):
+                forms = trial.forms(window, most)
+                found = trial.unchecked(window) if forms is None else forms
         finally:
             mark.restore()
-        weights.learn(forms, is_checked=is_checked)
+        weights.learn(found, is_checked=forms is not None)
         weights.is_checked = trial.is_complete
         self._most = most  # which fit
-
-    def _pass(self, source: Source) -> Callable[[Any, int], list[Term]]:
-        return lambda batch, samples: self.terms(source, batch, samples)[0]
 
     def check_anew(self) -> None:
         """Try as many samples as possible in the next check, since more memory may be there."""
@@ -283,7 +276,7 @@ class Objective:
         if self.loss is None:
             raw = self._own_or_default(outputs, batch)
         elif isinstance(batch, _PAIRS) and len(batch) == _PAIR:
-            if self._is_elementwise:
+            if self._kind in ELEMENTWISE:
                 _check_same_shape(outputs, batch[1], self._kind.__name__)
             raw = self._called(outputs, batch[1])
         elif self._kind is not None:
@@ -302,7 +295,10 @@ class Objective:
         terms = [term_of(name, value, samples, summed=summed) for name, value in raw.items() if name in added]
         self.weights.note(terms)
         for name, value in raw.items():
-            if name in added or value is None:
+            if name in added:
+                continue
+            self.weights.forms.pop(name, None)  # it may have been taken for a loss
+            if value is None:
                 continue
             reported = reported_term(name, value, samples, summed=summed)
             if reported is not None:
@@ -337,11 +333,11 @@ class Objective:
             raise InvalidInputError(
                 f"no loss: the model returned {describe(outputs)}, which contains none, and {got}; {what}"
             )
-        loss, form = _default_loss(outputs, batch[1])
+        loss, value = _by_default(outputs, batch[1])
         if not self.weights.knows_all:
-            self.weights.trust(TOTAL, form)
+            self.weights.trust(TOTAL, of_torch(loss))
         self._notices.say(f"loss: {loss.__name__} for {batch[1].dtype} targets (loss=None)", key="default loss")
-        return loss(outputs, batch[1])
+        return value
 
     def _by_convention(self, batch: Any) -> Any:
         model = self.model
@@ -369,7 +365,7 @@ def _stated_by(loss_reduction: str | None, split: Split | None) -> Common | None
     """Return how the arguments weigh every loss that is a number; None to find it out."""
     if loss_reduction == "sum":
         return Common.SUM
-    if weigher_of(split) is not None:
+    if hasattr(split, "weight"):
         return Common.SPLIT
     return None if loss_reduction is None else Common.SAMPLES
 
@@ -439,8 +435,11 @@ def _own_loss(outputs: Any) -> Any:
     }
 
 
-def _default_loss(outputs: Any, targets: Any) -> tuple[Loss, TermForm | None]:
-    """Choose cross entropy for integer targets and mean squared error for floating-point ones; return its form too."""
+def _by_default(outputs: Any, targets: Any) -> tuple[Loss, Tensor]:
+    """Return cross entropy for integer targets, mean squared error for floating-point ones: the function and its value.
+
+    Logits are of shape (N, C, ...) or (N, ..., C), and classes of shape (N, ...).
+    """
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.dtype is torch.bool:
         raise InvalidInputError(
             f"no loss can be chosen for outputs {describe(outputs)} and targets {describe(targets)}; pass loss=, or "
@@ -448,7 +447,7 @@ def _default_loss(outputs: Any, targets: Any) -> tuple[Loss, TermForm | None]:
         )
     if targets.is_floating_point() or targets.is_complex():
         _check_same_shape(outputs, targets, "mean squared error")
-        return functional.mse_loss, of_torch(functional.mse_loss)
+        return functional.mse_loss, functional.mse_loss(outputs, targets)
     classes_second = outputs.dim() > 1 and (outputs.shape[0], *outputs.shape[2:]) == tuple(targets.shape)
     classes_last = outputs.dim() > 1 and tuple(outputs.shape[:-1]) == tuple(targets.shape)
     if (not classes_second and not classes_last) or outputs.shape[1 if classes_second else -1] == 1:
@@ -457,17 +456,9 @@ def _default_loss(outputs: Any, targets: Any) -> tuple[Loss, TermForm | None]:
             f"{tuple(targets.shape)}: cross entropy needs (N, C, ...) against (N, ...), with C classes of at least 2; "
             "pass loss= (for one logit a sample, torch.nn.BCEWithLogitsLoss() and floating targets)"
         )
-    return cross_entropy if classes_second else cross_entropy_of_last, of_torch(functional.cross_entropy)
-
-
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of logits of shape (N, C, ...) and classes of shape (N, ...)."""
-    return functional.cross_entropy(outputs, targets.long())
-
-
-def cross_entropy_of_last(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of logits of shape (N, ..., C) and classes of shape (N, ...)."""
-    return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten().long())
+    if not classes_second:
+        outputs, targets = outputs.flatten(0, -2), targets.flatten()
+    return functional.cross_entropy, functional.cross_entropy(outputs, targets.long())
 
 
 def _check_same_shape(outputs: Any, targets: Any, what: str) -> None:

@@ -80,4 +80,6 @@ def _like_total(losses: Sequence[Term], factors: Factors, weights: LossWeights) 
         elif loss.weight is not None:
             total = 1.0 / weights.provisional_total(loss.name)
             weight, is_sum = loss.weight * factors.pairs.get(loss.name, total), False
+        elif loss.over is Form.VECTOR:
+            weight = factors.of_samples
     return weight * factors.scale, is_sum

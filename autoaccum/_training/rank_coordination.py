@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.batches import Window
-from autoaccum._data.regrouping import stream, stream_of_tokens
+from autoaccum._data.regrouping import stream
 from autoaccum._distributed.consistency import warn_of_same_samples
 from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._distributed.fsdp import ShardedDataParallel
@@ -139,11 +139,9 @@ class Coordinator:
         """Return this process's parts of an epoch's windows."""
         if isinstance(self.loader, ShardedLoader):
             return stream(batches, self.loader.shares_left(), skip=skip, split=self.split)
-        if self._in_tokens:
-            drops = self._drop_last
-            return stream_of_tokens(batches, self.target_batch, drop_last=drops, skip=skip, split=self.split)
-        drops = self._drop_last and self.is_alone  # ranks see only together whether a window is too short
-        return stream(batches, self.target_batch, drop_last=drops, skip=skip, split=self.split)
+        # Ranks see only together whether a window of samples is too short.
+        target, drops = self.target_batch, self._drop_last and (self._in_tokens or self.is_alone)
+        return stream(batches, target, in_tokens=self._in_tokens, drop_last=drops, skip=skip, split=self.split)
 
     def _drops(self, samples: Sequence[int]) -> bool:
         """Whether drop_last=True leaves a window out, given the samples of each rank's part."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autoaccum
-from autoaccum._data.regrouping import stream_of_tokens, tokens_of
+from autoaccum._data.regrouping import stream, tokens_of
 from autoaccum._data.splits import piece_of
 from ragged import padded, texts
 
@@ -18,7 +18,7 @@ def batches_of(lengths, size):
 
 
 def windows_of(batches, tokens, **options):
-    return list(stream_of_tokens(batches, tokens, **options))
+    return list(stream(batches, tokens, in_tokens=True, **options))
 
 
 def labels_of(window):
