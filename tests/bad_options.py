@@ -105,10 +105,7 @@ def judge(case, folder):
     before = sorted(folder.rglob("*"))
     given = [value] if name == "recipe" else [f"{option}={value}"]
     recipe = [] if name == "recipe" or command != "report" else ["recipe.py"]
-    ending = {
-        "run": ["--no-cache", "--", "touch", "trained"],
-        "slurm": ["--dry-run", "--", "true"],
-    }.get(command, [])
+    ending = {"run": ["--no-cache", "--", "touch", "trained"], "slurm": ["--dry-run", "--", "true"]}.get(command, [])
     answer = CliRunner().invoke(cli, [command, *recipe, *given, *ending])
     line = f"autoaccum {command} {' '.join(given)}"[:80]
     said = answer.stderr

@@ -49,10 +49,7 @@ def accumulate(rank, size, *, capacities, batches=8, **options):
             module.p = 0.0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     accumulator = autoaccum.Accumulator(
-        model,
-        loss=torch.nn.functional.cross_entropy,
-        device=autoaccum.Simulated(capacities[rank]),
-        **options,
+        model, loss=torch.nn.functional.cross_entropy, device=autoaccum.Simulated(capacities[rank]), **options
     )
     losses = []
     for inputs, targets in data(batches):

@@ -43,11 +43,7 @@ class Log(autoaccum.Callback):
 
     def on_step(self, report, *, epoch):
         self.write(
-            step=report.step,
-            epoch=epoch,
-            loss=report.loss,
-            micro_batches=report.micro_batches,
-            samples=report.samples,
+            step=report.step, epoch=epoch, loss=report.loss, micro_batches=report.micro_batches, samples=report.samples
         )
 
 

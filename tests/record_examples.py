@@ -1,15 +1,6 @@
 """Records as `fit` would hand them to a callback, for the tests of what shows and keeps them."""
 
-from autoaccum._records import (
-    DeviceScalar,
-    Evaluation,
-    FitResult,
-    MemoryEvent,
-    Plan,
-    ProbeResult,
-    StepReport,
-    Trial,
-)
+from autoaccum._records import DeviceScalar, Evaluation, FitResult, MemoryEvent, Plan, ProbeResult, StepReport, Trial
 
 MIB = 1 << 20
 

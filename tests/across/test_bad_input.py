@@ -91,11 +91,7 @@ def test_optimizer_over_another_model_is_left_as_it_was(model, loader):
 @pytest.mark.parametrize(
     ("batches", "arguments", "text"),
     [
-        (
-            batches_of(labelled(3), 3),
-            {"drop_last": True},
-            "less than target_batch=4 samples, which drop_last=True",
-        ),
+        (batches_of(labelled(3), 3), {"drop_last": True}, "less than target_batch=4 samples, which drop_last=True"),
         ([{"text": "a"}], {}, "a batch of type dict holds no tensor"),
         ([None], {}, "a batch of type NoneType holds no tensor"),
         ([torch.tensor(1.0)], {}, "a batch of type Tensor holds no tensor with samples"),
@@ -108,16 +104,7 @@ def test_optimizer_over_another_model_is_left_as_it_was(model, loader):
         ),
         ([(nn.utils.rnn.pack_sequence([torch.zeros(4, 4)]), torch.zeros(4))], {}, "a batch holds a PackedSequence"),
     ],
-    ids=[
-        "all dropped",
-        "no tensor in a dict",
-        "none",
-        "no samples",
-        "unequal in a dict",
-        "sparse",
-        "object",
-        "packed",
-    ],
+    ids=["all dropped", "no tensor in a dict", "none", "no samples", "unequal in a dict", "sparse", "object", "packed"],
 )
 def test_loader_of_bad_batches_is_refused(batches, arguments, text, model):
     loader = CountingLoader(batches)
@@ -305,14 +292,7 @@ def no_garbage():
 def test_limit_with_no_room_for_one_sample_does_not_fit(simulated):
     memory = autoaccum.Simulated("1GiB") if simulated else "cpu"
 
-    said = refused(
-        Wide(),
-        [WIDE],
-        kind=DoesNotFitError,
-        target_batch=2,
-        device=memory,
-        memory_limit="20MiB",
-    )
+    said = refused(Wide(), [WIDE], kind=DoesNotFitError, target_batch=2, device=memory, memory_limit="20MiB")
 
     assert "a sample of shapes (4,) and (1,) does not fit on" in said
     assert "; try a higher memory_limit, precision='bf16', " in said

@@ -98,12 +98,7 @@ def by_hand(change, clip):
 def by_runner(change, clip=None, *, sizes=(5, 4, 3), late_sizes=None, point=None):
     model, optimizer = begun(change)
     runner = autoaccum.Runner(
-        model,
-        optimizer,
-        autoaccum.Plan(SAMPLES, sizes),
-        loss=nn.CrossEntropyLoss(),
-        device="cpu",
-        clip_grad_norm=clip,
+        model, optimizer, autoaccum.Plan(SAMPLES, sizes), loss=nn.CrossEntropyLoss(), device="cpu", clip_grad_norm=clip
     )
     counting = FailAt(*([] if point is None else [point]))
     # Up to there, since an optimizer that memory fails half-way says so.

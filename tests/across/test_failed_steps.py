@@ -250,13 +250,7 @@ def test_fused_step_that_failed_is_made_again_with_one_scale(name):
         optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, fused=True)
         if fails:
             first = optimizer.register_step_pre_hook(lambda *_: (first.remove(), FailAt().fail()))
-        runner = autoaccum.Runner(
-            model,
-            optimizer,
-            autoaccum.plan(6, 3),
-            loss=nn.CrossEntropyLoss(),
-            precision="fp16",
-        )
+        runner = autoaccum.Runner(model, optimizer, autoaccum.plan(6, 3), loss=nn.CrossEntropyLoss(), precision="fp16")
         batch = torch.randn(6, 4), torch.arange(6) % 3
         return runner.step(batch).oom_events, state_of(model, optimizer)
 

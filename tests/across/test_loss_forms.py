@@ -21,6 +21,7 @@ IN_CLOSURES = dict.fromkeys([
     "F.cross_entropy, weight mean",
     "nn.CrossEntropyLoss weight",
     "class weights in the model",
+    "pair",
     "weights w_tokens as 'q7'",
     "dict with L2 of weights",
     "diffusion",

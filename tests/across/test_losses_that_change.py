@@ -10,6 +10,7 @@ from torch import nn
 
 import autoaccum
 import warm
+from helpers import fit_quietly
 
 SAMPLES, MICRO_BATCH = 15, 4
 
@@ -181,15 +182,13 @@ def test_pair_with_a_mean_in_place_of_the_sum_is_refused_before_it_makes_a_diffe
             counted.append(int((labels[8 * (report.step - 1) : 8 * report.step] >= 0).sum()))
 
     with pytest.raises(autoaccum.InvalidInputError, match="sum"):
-        autoaccum.fit(
+        fit_quietly(
             nn.Linear(3, 1),
             torch.utils.data.DataLoader(data, batch_size=8),
             8,
             loss=loss,
             micro_batch=2,
             callbacks=[Counting()],
-            progress=False,
-            device="cpu",
         )
     assert max(counted, default=1) == 1  # of a single one, mean and sum are the same
 

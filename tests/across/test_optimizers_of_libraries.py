@@ -9,7 +9,7 @@ from torch import nn
 
 import autoaccum
 from autoaccum._system.notices import Notices
-from helpers import assert_bitwise, state_of
+from helpers import assert_bitwise, fit_quietly, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 SAMPLES, MICRO_BATCH, WINDOWS = 8, 4, 4
@@ -144,16 +144,14 @@ class Stop(autoaccum.Callback):
 
 def fit(make, model, **options):
     torch.manual_seed(2)
-    return autoaccum.fit(
+    return fit_quietly(
         model,
         data(make),
         SAMPLES,
         loss=nn.CrossEntropyLoss(),
         optimizer=make,
-        device="cpu",
         micro_batch=MICRO_BATCH,
         precision="auto" if make is rounded_stochastically else "fp32",
-        progress=False,
         **options,
     )
 

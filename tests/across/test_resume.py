@@ -196,11 +196,9 @@ class FailingEvents(autoaccum.Callback):
 
 def failing_run(place, error, folder):
     """A run of which one part raises an error in the second epoch."""
-    fail = {
-        "loader": FailOnce(SAMPLES + 25, error),
-        "forward": FailOnce(23, error),
-        "metric": FailOnce(2, error),
-    }.get(place, FailOnce(2 if place.startswith(("on_epoch", "on_eval")) else 7, error))
+    fail = {"loader": FailOnce(SAMPLES + 25, error), "forward": FailOnce(23, error), "metric": FailOnce(2, error)}.get(
+        place, FailOnce(2 if place.startswith(("on_epoch", "on_eval")) else 7, error)
+    )
     run = Run(
         checkpoint=folder, loader=lambda: loader_of(FailingData(fail)) if place == "loader" else loader_of(Noisy())
     )
@@ -355,6 +353,21 @@ class WiderMoments(torch.optim.Optimizer):
                 parameter.sub_(mean, alpha=group["lr"])
 
 
+class Changing(Model):
+    """Makes a buffer that was None, and lets one that no state_dict holds grow."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("later", None)
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, inputs):
+        outputs = super().forward(inputs)
+        self.later = outputs.detach().mean(0) + (0.0 if self.later is None else self.later)
+        self.cache = torch.cat([self.cache, outputs.detach().sum().reshape(1)])
+        return outputs + 0.1 * self.later.sum() + 0.1 * self.cache.sum()
+
+
 class Quiet(Noisy):
     def __getitem__(self, index):
         return self.inputs[index], index % 3, index
@@ -366,9 +379,7 @@ def lists():
 
 RUNS = {
     "OneCycleLR": {"scheduler": lambda it: LR.OneCycleLR(it, 0.05, total_steps=STEPS)},
-    "SequentialLR": {
-        "scheduler": lambda it: LR.SequentialLR(it, [LR.ConstantLR(it), LR.ExponentialLR(it, 0.9)], [4]),
-    },
+    "SequentialLR": {"scheduler": lambda it: LR.SequentialLR(it, [LR.ConstantLR(it), LR.ExponentialLR(it, 0.9)], [4])},
     "ReduceLROnPlateau": {"scheduler": lambda it: LR.ReduceLROnPlateau(it, patience=0, factor=0.5, threshold=1.0)},
     "scheduler of epochs": {"scheduler_interval": "epoch"},
     "SGD with momentum": {
@@ -380,6 +391,7 @@ RUNS = {
         )
     },
     "optimizer with wider state": {"optimizer": WiderMoments},
+    "buffers that come and grow": {"model": Changing, "val_loader": None},
     "workers": {"loader": lambda: loader_of(Noisy(), num_workers=2)},
     # Without noise: the generators of such workers are nobody's to set.
     "workers that stay": {"loader": lambda: loader_of(Quiet(), num_workers=2, persistent_workers=True)},

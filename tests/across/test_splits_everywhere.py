@@ -258,13 +258,7 @@ def own_loss(outputs, targets):
 )
 def test_weight_that_cannot_be_one_is_refused(weight, message):
     with pytest.raises(InvalidInputError, match=message):
-        updated(
-            own_loss,
-            concatenated,
-            split_training.rows(9),
-            micro_batch=3,
-            weight=weight,
-        )
+        updated(own_loss, concatenated, split_training.rows(9), micro_batch=3, weight=weight)
 
 
 def test_samples_without_rows_are_no_reason_to_fail():

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum.errors import InvalidInputError
 from faults import FailAt
 from helpers import assert_bitwise
+from long_runs import StopAt, StoppedError
 from ragged import Causal, lengths_of, loader_of, padded, texts
 
 SAMPLES, BATCH, TOKENS = 48, 8, 90
@@ -67,11 +67,7 @@ def collated(samples):
 
 
 LISTS = {"split": autoaccum.ListOfSamples(collated)}
-HOW = {
-    "auto": {},
-    "fixed": {"micro_batch": 5},
-    "one at a time": {"micro_batch": 1},
-}
+HOW = {"auto": {}, "fixed": {"micro_batch": 5}, "one at a time": {"micro_batch": 1}}
 
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
@@ -229,15 +225,6 @@ def test_lack_of_memory_anywhere_leaves_the_update_as_it_is(how, micro_batch):
     assert hits
 
 
-class StopAt(autoaccum.Callback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step(self, report, *, epoch):
-        if report.step == self.step:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize(("as_lists", "batch", "step"), [(False, 1, 4), (False, 3, 1), (True, 3, 2), (True, BATCH, 4)])
 def test_run_that_goes_on_ends_where_the_undisturbed_one_ends(as_lists, batch, step, tmp_path):
     options = {"target_tokens": TOKENS, "micro_batch": 5, "epochs": 2} | (LISTS if as_lists else {})
@@ -245,7 +232,7 @@ def test_run_that_goes_on_ends_where_the_undisturbed_one_ends(as_lists, batch, s
     loader = lists(SAMPLES, batch) if as_lists else loader_of(SAMPLES, batch, width=26)
     whole, undisturbed = trained(loader, model=Causal(dropout=0.2), **options)
     options["checkpoint"] = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(StoppedError):
         trained(loader, model=Causal(dropout=0.2), callbacks=[StopAt(step)], **options)
 
     found, result = trained(loader, model=Causal(dropout=0.2), **options)
@@ -256,7 +243,7 @@ def test_run_that_goes_on_ends_where_the_undisturbed_one_ends(as_lists, batch, s
 
 
 def test_checkpoint_of_samples_is_not_gone_on_with_in_tokens(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(StoppedError):
         trained(loader_of(SAMPLES, BATCH), target_batch=TOKENS, checkpoint=tmp_path, callbacks=[StopAt(1)], epochs=2)
 
     with pytest.raises(autoaccum.CheckpointError, match="made with 90, and this call has 90 tokens"):
@@ -308,9 +295,3 @@ def test_ranks_that_go_on_in_tokens_end_where_the_undisturbed_end(crew, tmp_path
     assert all(one["resumed"] == 3 for one in found)
     assert found[0]["samples"] == undisturbed[0]["samples"][3:]
     assert all(torch.equal(one["parameters"], undisturbed[0]["parameters"]) for one in found)
-
-
-def test_fewer_tokens_than_ranks_are_refused(crew):
-    for answer in crew.answers("rank_tokens:train", SAMPLES, BATCH, size=2, target_tokens=1):
-        assert isinstance(answer, InvalidInputError)
-        assert "target_tokens=1 is less than the number of ranks, 2" in str(answer)

@@ -57,8 +57,7 @@ def test_a_command_line_that_cannot_be_parsed_exits_with_2_and_one_line(argument
 
 
 @pytest.mark.parametrize(
-    ("kind", "code"),
-    [("InvalidInput", 3), ("Checkpoint", 3), ("DoesNotFit", 4), ("DeviceLost", 5), ("StartAgain", 75)],
+    ("kind", "code"), [("InvalidInput", 3), ("Checkpoint", 3), ("DoesNotFit", 4), ("DeviceLost", 5), ("StartAgain", 75)]
 )
 def test_each_error_has_its_exit_code(kind, code):
     assert code_for(getattr(autoaccum, f"{kind}Error")("asked, found, next step")) == code

@@ -134,24 +134,6 @@ def test_unlike_pieces_are_never_joined(one, other):
     assert window.joined() is window
 
 
-@given(data=st.data(), pieces=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 2)), min_size=1, max_size=8))
-def test_any_cut_within_a_group_holds_the_samples_asked_for(data, pieces):
-    starts = [sum(samples for samples, _ in pieces[:index]) for index in range(len(pieces) + 1)]
-    window = Window([numbered(samples, start, width) for (samples, width), start in zip(pieces, starts, strict=False)])
-    groups = window.groups()
-    group = data.draw(st.integers(0, len(groups) - 1))
-    begin = sum(groups[:group])
-    start = data.draw(st.integers(begin, begin + groups[group]))
-    stop = data.draw(st.integers(start, begin + groups[group]))
-
-    parts = window.parts(start, stop)
-
-    assert sum(groups) == window.samples == starts[-1]
-    assert [row for part, _ in parts for row in rows(part)] == list(range(start, stop))
-    if stop > start:
-        assert rows(window.cut(start, stop)) == list(range(start, stop))
-
-
 # --- a loader's stream -----------------------------------------------------------------------------------------------
 
 
@@ -192,6 +174,7 @@ X, Y = torch.zeros(3, 2), torch.zeros(3, dtype=torch.long)
         ([{"inputs": X}] * 3, 3),
         ([(X, Y), (X[:2], Y[:2])], 2),
         ([{"inputs": X}, {"inputs": X[:1]}], 2),
+        ([{"inputs": X}, {"other": X[:1]}], 2),
         ([{"image": X}, {"label": Y}], 1),
         ([(X, X), {"label": Y}], 1),
         (((X, Y), (X, Y)), 1),

@@ -26,9 +26,7 @@ def labels_of(window):
 
 
 @given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40),
-    size=st.integers(1, 7),
-    target=st.integers(1, 120),
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40), size=st.integers(1, 7), target=st.integers(1, 120)
 )
 def test_no_other_end_of_a_window_is_nearer_to_its_target(lengths, size, target):
     windows = [labels_of(window) for window in windows_of(batches_of(lengths, size), target)]

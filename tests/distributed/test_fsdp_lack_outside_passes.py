@@ -11,8 +11,7 @@ def alone(**arguments):
 
 
 @pytest.mark.parametrize(
-    ("where", "fails_at", "cut"),
-    [("enter", 2, 2), ("transfer", 2, 2), ("reserve", 2, 1), ("after the passes", 2, 1)],
+    ("where", "fails_at", "cut"), [("enter", 2, 2), ("transfer", 2, 2), ("reserve", 2, 1), ("after the passes", 2, 1)]
 )
 def test_lack_of_memory_outside_of_a_pass_begins_the_window_anew_on_all_ranks(crew, where, fails_at, cut):
     asked = {"target_batch": 16, "micro_batch": 8, "shard": True, "epochs": 2}

@@ -6,9 +6,9 @@ import torchvision
 import transformers
 from torch import nn
 
-import autoaccum
 from autoaccum._engine.checkpointing import checkpointed, repeated_blocks
 from fallback_models import Stack, a_step
+from helpers import fit_quietly
 
 
 def test_gradients_buffers_and_random_state_are_bitwise_what_they_are_without():
@@ -58,16 +58,14 @@ def test_model_that_checkpoints_by_itself_trains_bit_for_bit_as_without(use_reen
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": use_reentrant})
         torch.manual_seed(3)
-        autoaccum.fit(
+        fit_quietly(
             model,
             [{"input_ids": tokens, "labels": tokens}] * 2,
             8,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            device="cpu",
             precision="fp32",
             micro_batch=4,
             memory=memory if enables else None,
-            progress=False,
         )
         ends.append(list(model.parameters()))
 

@@ -10,12 +10,7 @@ from torch import nn
 import autoaccum
 from autoaccum._data.batches import Window
 from autoaccum._engine.assembly import assemble
-from autoaccum._engine.does_not_fit import (
-    described,
-    sample_does_not_fit,
-    sample_of,
-    whole_does_not_fit,
-)
+from autoaccum._engine.does_not_fit import described, sample_does_not_fit, sample_of, whole_does_not_fit
 from autoaccum._engine.options import Options
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._records import MemoryReading, Neighbour

@@ -1,14 +1,13 @@
-"""The optimizer is taken, made or chosen; its learning rate is scaled once."""
+"""Which optimizers are taken, and which are refused by name."""
 
 import pytest
 import torch
 from torch import nn
 
-import autoaccum
 from autoaccum._engine.optimizers import resolve
 from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
-from helpers import CountingLoader, batches_of, classifier, labelled
+from helpers import classifier
 
 
 @pytest.fixture
@@ -60,43 +59,3 @@ def test_optimizer_that_evaluates_several_times_is_refused_by_name(make, text, m
         resolve(make(model.parameters(), lr=0.1), [model], notices)
     with pytest.raises(InvalidInputError, match=text):
         resolve([torch.optim.SGD(model[0].parameters()), make(model[4].parameters(), lr=0.1)], [model], notices)
-
-
-# --- learning rate ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
-        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=100),
-        lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
-            optimizer,
-            [
-                torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
-                torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
-            ],
-            milestones=[2],
-        ),
-    ],
-    ids=["LambdaLR", "StepLR", "SequentialLR"],
-)
-@pytest.mark.parametrize("made_before", [True, False], ids=["made before", "made by fit"])
-def test_scaled_rate_survives_the_scheduler(make, made_before, model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = make(optimizer) if made_before else make
-
-    autoaccum.fit(
-        model,
-        CountingLoader(batches_of(labelled(12), 4, 4, 4)),
-        4,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        lr_scaling="linear",
-        base_batch=2,
-        micro_batch=4,
-        device="cpu",
-        progress=False,
-    )
-
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)

@@ -5,10 +5,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-import autoaccum
 from autoaccum._engine.optimizers import OptimizerList
 from autoaccum.errors import InvalidInputError
-from helpers import batches_of, labelled
+from helpers import batches_of, fit_quietly, labelled
 from long_runs import Run, stopped_at
 
 DATA = labelled(32)
@@ -27,15 +26,13 @@ def parts_of(model):
 
 
 def fit(model, optimizer, micro_batch=8, windows=4, **options):
-    return autoaccum.fit(
+    return fit_quietly(
         model,
         batches_of(DATA, *[8] * windows),
         8,
         loss=nn.CrossEntropyLoss(),
         optimizer=optimizer,
         micro_batch=micro_batch,
-        device="cpu",
-        progress=False,
         **options,
     )
 

@@ -9,12 +9,7 @@ from torch import nn
 import autoaccum
 from autoaccum._engine.options import SHARED
 
-ENTRIES = (
-    autoaccum.Runner,
-    autoaccum.Accumulator,
-    autoaccum.find_micro_batch,
-    autoaccum.preflight,
-)
+ENTRIES = (autoaccum.Runner, autoaccum.Accumulator, autoaccum.find_micro_batch, autoaccum.preflight)
 BAD = {
     "loss_reduction": "median",
     "loss_scope": "epoch",

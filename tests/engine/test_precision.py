@@ -20,27 +20,6 @@ def dtype_within(precision):
         return nn.functional.linear(torch.ones(1, 2), torch.ones(2, 2)).dtype
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "scaled"),
-    [("fp32", torch.float32, False), ("bf16", torch.bfloat16, False), ("fp16", torch.float16, True)],
-)
-def test_named_precision_computes_in_its_type_and_scales_where_due(name, dtype, scaled, notices):
-    precision = resolve(name, CPU, nn.Linear(2, 2), notices)
-
-    assert precision.name == name
-    assert dtype_within(precision) is dtype
-    assert (precision.scaler is not None) is scaled
-    assert notices.texts == ()
-
-
-@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.ReLU()], ids=["linear", "without parameters"])
-def test_auto_on_the_host_is_fp32_and_said(model, notices):
-    precision = resolve("auto", CPU, model, notices)
-
-    assert (precision.name, precision.scaler) == ("fp32", None)
-    assert notices.texts == ("precision: fp32 on cpu (precision='auto')",)
-
-
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 @pytest.mark.parametrize("asked", PRECISIONS)
 def test_model_that_is_in_half_precision_is_left_so_without_casts_or_scaler(asked, name, dtype, notices):

@@ -1,5 +1,6 @@
 """The search for the largest micro-batch: real steps, the right answer, and no trace."""
 
+import contextlib
 import os
 import random
 import subprocess
@@ -56,11 +57,6 @@ def test_answer_was_tried_and_three_percent_more_does_not_fit(batch):
     assert not any(trial.size == more and trial.fits for trial in above.trials)
 
 
-def test_nothing_fits_is_an_error_that_says_what_to_try(batch):
-    with pytest.raises(autoaccum.DoesNotFitError, match=r"a sample of shape.* does not fit .*; try"):
-        find(Hungry(), batch, "100KiB")
-
-
 OPTIMIZERS = {
     "Adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
     "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
@@ -94,10 +90,9 @@ def test_probe_leaves_no_trace(batch, capacity):
     attributes = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | bool)}
     hooks = (len(optimizer._optimizer_step_post_hooks), len(model._forward_hooks))
 
-    try:
+    refused = pytest.raises(autoaccum.DoesNotFitError, match=r"a sample of shape.* does not fit .*; try")
+    with refused if capacity == "100KiB" else contextlib.nullcontext():
         find(model, batch, capacity, optimizer=optimizer)
-    except autoaccum.DoesNotFitError:
-        assert capacity == "100KiB"
 
     assert differences(state_of(model, optimizer), before) == []
     assert all(optimizer.state[parameter]["momentum_buffer"] is kept for parameter, kept in momentum.items())

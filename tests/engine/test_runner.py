@@ -22,19 +22,6 @@ def samples(count):
     return torch.randn(count, 6), torch.randint(0, 3, (count,))
 
 
-def test_one_window_makes_exactly_one_update():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps = []
-    optimizer.register_step_post_hook(lambda *_: steps.append(1))
-
-    report = runner_of(model, autoaccum.plan(100, 37), optimizer=optimizer).step(samples(100))
-
-    assert steps == [1]
-    assert report.micro_batches == (34, 33, 33)
-    assert (report.step, report.samples, report.oom_events, report.skipped) == (1, 100, 0, False)
-
-
 def test_loss_with_parameters_of_its_own_learns_with_the_model():
     class Scaled(nn.Module):
         def __init__(self):

@@ -42,10 +42,7 @@ def trained(model, batches, capsys, **options):
 
 @pytest.mark.parametrize(
     ("layer", "name"),
-    [
-        (nn.GRU(4, 4), "GRU 'layer'"),
-        (nn.TransformerEncoderLayer(4, 2, 8), "MultiheadAttention 'layer.self_attn'"),
-    ],
+    [(nn.GRU(4, 4), "GRU 'layer'"), (nn.TransformerEncoderLayer(4, 2, 8), "MultiheadAttention 'layer.self_attn'")],
 )
 def test_module_that_takes_samples_for_time_is_named_where_the_loss_is_refused(capsys, layer, name):
     with pytest.raises(autoaccum.InvalidInputError, match="neither a mean nor a sum") as caught:

@@ -298,7 +298,6 @@ def test_a_killed_script_that_uses_fit_resumes_and_ends_where_the_undisturbed_on
         (["python", "{micro_bach}"], ["--target-batch", 8], "no placeholder {micro_bach}; write {micro_batch}"),
         (["python", "train.py"], ["--target-batch", 8], "the command has no placeholder"),
         (["python", "{target_batch}"], ["--target-batch", 8], "the command has no placeholder"),
-        (["python"], ["--micro-batch", 10**15], "is too large"),
         (["{micro_batch}"], ["--target-batch", 10, "--world-size", 4], "a multiple of 4, such as 8 or 12"),
         (["{micro_batch}"], ["--target-batch", 3, "--world-size", 4], "a multiple of 4, such as 4"),
         (["torchrun", "--nnodes=1:4", "{micro_batch}"], ["--target-batch", 8], "--world-size"),

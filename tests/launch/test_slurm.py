@@ -62,10 +62,7 @@ def test_arguments_are_quoted_and_placeholders_reach_run():
     ("options", "words"),
     [
         (["--gpus", 8], "torchrun --nproc-per-node=8 --standalone train.py"),
-        (
-            ["--gpus", 8, "--nodes", 2],
-            "torchrun --nproc-per-node=8 --nnodes=2 --rdzv-backend=c10d " + RENDEZVOUS,
-        ),
+        (["--gpus", 8, "--nodes", 2], "torchrun --nproc-per-node=8 --nnodes=2 --rdzv-backend=c10d " + RENDEZVOUS),
     ],
 )
 def test_torchrun_gets_what_follows_from_the_job(options, words):

@@ -54,10 +54,7 @@ NODES = {
         lambda y, w: [float(w[0][y[y >= 0]].sum())],
     ),
     "NllLoss, sum": (lambda x, y, w: functional.cross_entropy(x, y, reduction="sum"), lambda y, w: [1]),
-    "NllLoss2D": (
-        lambda x, y, w: functional.cross_entropy(x.T[None], y[None]),
-        lambda y, w: [N - 1],
-    ),
+    "NllLoss2D": (lambda x, y, w: functional.cross_entropy(x.T[None], y[None]), lambda y, w: [N - 1]),
     "label smoothing": (
         lambda x, y, w: functional.cross_entropy(x, y, label_smoothing=0.2),
         lambda y, w: [(N - 1) / 0.8, (N - 1) / 0.05],

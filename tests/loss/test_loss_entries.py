@@ -121,15 +121,7 @@ def gradient(model, batch, loss):
     return found
 
 
-REPORTED = [
-    total_and_parts,
-    total_and_metric,
-    detached_metric,
-    plain_numbers,
-    pair_and_metrics,
-    detached_pair,
-    vector,
-]
+REPORTED = [total_and_parts, total_and_metric, detached_metric, plain_numbers, pair_and_metrics, detached_pair, vector]
 
 
 @pytest.mark.parametrize("scope", ["micro_batch", "window"])

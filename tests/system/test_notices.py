@@ -2,7 +2,6 @@
 
 import logging
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -30,24 +29,6 @@ def test_silent_notices_keep_what_they_do_not_print(capsys):
 
     assert notices.texts == ("device: cpu",)
     assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize(
-    ("setting", "expected"),
-    [
-        ("pass", "autoaccum: device: cpu\n"),
-        ("logging.getLogger('autoaccum').setLevel('WARNING')", ""),
-        ("logging.basicConfig(level='INFO', format='%(name)s %(message)s')", "autoaccum device: cpu\n"),
-        ("logging.basicConfig()", ""),
-    ],
-    ids=["nothing set up", "silenced", "handled", "handled from warnings on"],
-)
-def test_notices_go_to_stderr_where_nobody_handles_them(setting, expected):
-    code = f"import logging\nfrom autoaccum._system.notices import Notices\n{setting}\nNotices().say('device: cpu')"
-
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-
-    assert (done.stdout, done.stderr) == ("", expected)
 
 
 def test_nan_is_a_warning_for_whoever_handles_the_lines(caplog):

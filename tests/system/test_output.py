@@ -123,6 +123,7 @@ def test_handler_that_fails_ends_no_training():
     ("set_up", "on_stdout"),
     [
         ("logging.basicConfig(level='INFO', stream=sys.stdout)", True),
+        ("logging.basicConfig()", False),  # which handles warnings and more
         ("logging.getLogger('autoaccum').setLevel('WARNING')", False),
         ("logging.disable()", False),
     ],

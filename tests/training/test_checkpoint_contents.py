@@ -23,6 +23,7 @@ from autoaccum.errors import (
     StateDamagedError,
     StepCompleteError,
 )
+from helpers import fit_quietly
 from long_runs import (
     EPOCHS,
     STEPS_PER_EPOCH,
@@ -76,15 +77,6 @@ class At(autoaccum.Callback):
 
 
 # --- when -------------------------------------------------------------------------------------------------------------
-
-
-def test_checkpoints_are_written_every_so_many_steps_and_the_newest_two_are_kept(tmp_path):
-    told = Told()
-
-    Run(checkpoint=tmp_path, checkpoint_every=4, val_loader=None).fit(told)
-
-    assert told.saved == [4, 8, 12, STEPS]
-    assert checkpoints(tmp_path) == ["step-00000012", "step-00000015"]
 
 
 def test_checkpoints_are_written_every_so_many_minutes(tmp_path, monkeypatch):
@@ -165,10 +157,8 @@ def test_resume_false_starts_anew_and_moves_the_old_ones_aside_with_its_first(tm
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"resume": "yes"}, "resume='yes' is unknown"),
         ({"resume": True}, "resume= needs a folder"),
         ({"checkpoint_every": 5}, "checkpoint_every= needs a folder"),
-        ({"checkpoint": 5}, "checkpoint=5 is not a path"),
         ({"checkpoint": "~nosuchuserx/x"}, "checkpoint='~nosuchuserx/x' is not a path"),
         ({"checkpoint": "a\0b"}, r"checkpoint='a\\x00b' names no folder"),
         ({"checkpoint": "unused", "checkpoint_every": 1.5}, "checkpoint_every must be a whole number"),
@@ -613,16 +603,7 @@ def test_cap_after_lack_of_memory_is_forgotten_once_it_has_helped(tmp_path):
     def fit(steps):
         loader = DataLoader(TensorDataset(torch.ones(256, 3), torch.zeros(256, dtype=torch.int64)), 64)
         return (
-            autoaccum.fit(
-                nn.Linear(3, 2),
-                loader,
-                64,
-                max_steps=steps,
-                epochs=9,
-                device="cpu",
-                checkpoint=tmp_path,
-                progress=False,
-            )
+            fit_quietly(nn.Linear(3, 2), loader, 64, max_steps=steps, epochs=9, checkpoint=tmp_path)
             .history[-1]
             .micro_batches
         )
@@ -739,32 +720,6 @@ def test_checkpoint_can_be_read_without_autoaccum(tmp_path):
     assert torch.equal(fresh.last.weight, run.model.last.weight)
 
 
-class Changing(Model):
-    """Makes a buffer that was None, and lets one that no state_dict holds grow."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("later", None)
-        self.register_buffer("cache", torch.zeros(1), persistent=False)
-
-    def forward(self, inputs):
-        outputs = super().forward(inputs)
-        self.later = outputs.detach().mean(0) + (0.0 if self.later is None else self.later)
-        self.cache = torch.cat([self.cache, outputs.detach().sum().reshape(1)])
-        return outputs + 0.1 * self.later.sum() + 0.1 * self.cache.sum()
-
-
-def test_buffers_that_come_and_grow_are_kept(tmp_path):
-    whole = Run(model=Changing, val_loader=None)
-    whole.fit()
-    stopped_at(7, tmp_path, model=Changing, val_loader=None)
-    last = Run(checkpoint=tmp_path, model=Changing, val_loader=None)
-
-    last.fit()
-
-    assert last.end == whole.end
-
-
 def test_loss_with_parameters_is_kept_too(tmp_path):
     class Weighted(nn.Module):
         def __init__(self):
@@ -832,7 +787,6 @@ _LARGE_BATCHES = """
 @pytest.mark.parametrize(
     ("kind", "target", "evaluates", "killed_at"),
     [
-        ("plain", 512, "", 1),
         ("plain", 512, "evaluates", 3),  # where the epoch ends
         ("plain", 400, "", 2),  # windows that take from two batches
         ("stateful", 512, "", 4),

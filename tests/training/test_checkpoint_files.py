@@ -39,28 +39,6 @@ def read(storage):
     return Storage(storage.folder).read_newest(Notices(silent=True))
 
 
-def test_what_was_written_is_read_also_by_plain_torch(storage):
-    path = storage.write(content_of(7), 7)
-
-    assert path.name == "step-00000007"
-    assert read(storage)[0] == path
-    assert is_content(read(storage)[1], 7)
-    assert is_content(torch.load(path / "state.pt", weights_only=True), 7)
-
-
-def test_newest_two_and_that_with_the_lowest_validation_loss_are_kept(storage):
-    for step, loss in enumerate([3.0, 1.0, None, 2.0, 1.5, None], 1):
-        storage.write(content_of(step), step, val_loss=loss)
-
-    assert names(storage) == ["step-00000002", "step-00000005", "step-00000006"]
-    assert storage.best.name == "step-00000002"
-    again = Storage(storage.folder)
-    again.read_newest(Notices(silent=True))
-    assert (again.best, again.best_loss) == (storage.best, 1.0)
-    again.write(content_of(7), 7, val_loss=0.5)
-    assert names(storage) == ["step-00000006", "step-00000007"]
-
-
 def test_same_step_again_takes_the_place_of_the_first_if_it_can(storage, monkeypatch):
     for step, value in ((1, 1), (2, 2), (2, 3)):
         storage.write(content_of(value), step)

@@ -32,12 +32,11 @@ def clock(monkeypatch):
     return clock
 
 
-@pytest.fixture
-def lines():
-    """A LineProgress at the start of a run of 3 epochs of 15 steps, and what it wrote."""
+def in_lines(every_s=0.0, epochs=1, max_steps=None, steps_per_epoch=None, **options):
+    """A LineProgress at the start of a run, and what it wrote."""
     file = io.StringIO()
-    shown = LineProgress(file=file)
-    shown.on_fit_start(epochs=3, max_steps=None, steps_per_epoch=15)
+    shown = LineProgress(every_s=every_s, file=file, **options)
+    shown.on_fit_start(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
     return shown, file
 
 
@@ -89,45 +88,56 @@ def test_a_cut_is_spelled_out_while_short_and_told_in_runs_when_long(sizes, text
     assert format_cut(sizes) == text
 
 
-def test_lines_tell_each_trial_with_its_verdict(lines):
-    shown, file = lines
-
+def test_lines_tell_a_run_in_order_and_what_is_not_said_twice(clock):
+    shown, file = in_lines(epochs=3, steps_per_epoch=15)
     for trial in TRIALS:
         shown.on_trial(trial)
-
-    assert file.getvalue() == (
-        "autoaccum: trial of 100: does not fit, 0.5 s\nautoaccum: trial of 37: fits, peak 500.0 MiB, 0.25 s\n"
-    )
-
-
-def test_lines_tell_the_plan(lines):
-    shown, file = lines
-
+    clock.now += 1.0
+    shown.on_step(step_report(1), epoch=1)  # no time left while sizes are searched for
     shown.on_plan(PLAN, step=1, probe=PROBE)
-
-    assert file.getvalue() == "autoaccum: plan from step 1: target batch 100; micro-batches 34+33+33\n"
-
-
-def test_lines_tell_a_step_only_when_the_last_line_is_long_enough_ago(clock):
-    file = io.StringIO()
-    shown = LineProgress(every_s=10.0, file=file)
-    shown.on_fit_start(epochs=3, max_steps=None, steps_per_epoch=15)
-
-    for step in range(1, 31):
+    for step in (2, 3):
         clock.now += 1.0
-        shown.on_step(step_report(step), epoch=1 + (step - 1) // 15)
+        if step == 3:
+            shown.on_oom(OOM, step=3)
+        shown.on_step(step_report(step), epoch=1)
+    shown.on_epoch_end(1)
+    shown.on_evaluation(EVALUATION, epoch=1, step=15)
+    shown.on_fit_end(dataclasses.replace(fit_result(), time_spent=TimeSpent(search_s=0.5, data_s=5.0)))
 
-    assert [line.partition(":")[2].partition(":")[0] for line in file.getvalue().splitlines()] == [
+    said = [line.removeprefix("autoaccum: ") for line in file.getvalue().splitlines()]
+    assert said == [
+        "trial of 100: does not fit, 0.5 s",
+        "trial of 37: fits, peak 500.0 MiB, 0.25 s",
+        "epoch 1/3, step 1/45: loss 0.25, 100 samples/s, micro-batches 34+33+33, peak 512.0 MiB",
+        "plan from step 1: target batch 100; micro-batches 34+33+33",
+        "epoch 1/3, step 2/45: loss 0.25, 100 samples/s, 43 s left",
+        "out of memory in step 3, backward of 34 samples: CUDA out of memory.",
+        "epoch 1/3, step 3/45: loss 0.25, 100 samples/s, 42 s left, 1 oom",
+        "epoch 1 done, step 3/45: loss 0.25, 100 samples/s, 42 s left",
+        "evaluation after epoch 1: loss 0.5, accuracy 0.9375 (360 samples, 1.5 s)",
+        "done: 2 steps, 200 samples in 12.5 s, micro-batches 34+33+33, 1 oom, last loss 0.25, accuracy 0.9375",
+        "time besides steps: search 0.5 s (4%), waiting for data 5.0 s (40%)",
+    ]
+
+
+def test_lines_tell_a_step_and_wait_for_the_device_only_when_the_last_line_is_long_enough_ago(clock):
+    shown, file = in_lines(every_s=10.0, epochs=3, steps_per_epoch=15)
+    losses = [CountingScalar(0.5) for _ in range(30)]
+
+    for step, loss in enumerate(losses, start=1):
+        clock.now += 1.0
+        shown.on_step(step_report(step, loss=loss), epoch=1 + (step - 1) // 15)
+
+    assert [line.split(":")[1] for line in file.getvalue().splitlines()] == [
         " epoch 1/3, step 10/45",
         " epoch 2/3, step 20/45",
         " epoch 2/3, step 30/45",
     ]
+    assert [step for step, loss in enumerate(losses, start=1) if loss.reads] == [10, 20, 30]
 
 
 def test_a_step_line_of_a_target_in_tokens_tells_updates_and_micro_batches_of_the_last_window(clock):
-    file = io.StringIO()
-    shown = LineProgress(every_s=0.0, file=file, counts="tokens")
-    shown.on_fit_start(epochs=1, max_steps=4, steps_per_epoch=None)
+    shown, file = in_lines(max_steps=4, counts="tokens")
 
     for step, sizes in enumerate([(1, 2, 2, 9), (2, 3)], 1):
         clock.now += 2.0
@@ -139,9 +149,7 @@ def test_a_step_line_of_a_target_in_tokens_tells_updates_and_micro_batches_of_th
 
 
 def test_a_step_line_tells_the_learning_rate_once_it_has_changed(clock):
-    file = io.StringIO()
-    shown = LineProgress(every_s=0.0, file=file)
-    shown.on_fit_start(epochs=1, max_steps=None, steps_per_epoch=2)
+    shown, file = in_lines(steps_per_epoch=2)
     for step, rate in enumerate((0.5, 0.25, 0.5), 1):
         shown.on_step(step_report(step, device_learning_rates=(DeviceScalar(rate),)), epoch=1)
 
@@ -149,30 +157,6 @@ def test_a_step_line_tells_the_learning_rate_once_it_has_changed(clock):
     assert "lr" not in first
     assert "lr 0.25," in second
     assert "lr 0.5," in third
-
-
-def test_lines_wait_for_the_device_only_for_a_line_that_is_written(clock):
-    shown = LineProgress(every_s=10.0, file=io.StringIO())
-    shown.on_fit_start(epochs=1, max_steps=None, steps_per_epoch=None)
-    losses = [CountingScalar(0.5) for _ in range(20)]
-
-    for step, loss in enumerate(losses, start=1):
-        clock.now += 1.0
-        shown.on_step(step_report(step, loss=loss), epoch=1)
-
-    assert [step for step, loss in enumerate(losses, start=1) if loss.reads] == [10, 20]
-
-
-def test_lines_tell_the_epoch_and_the_evaluation(lines):
-    shown, file = lines
-    shown.on_step(step_report(15), epoch=1)
-
-    shown.on_epoch_end(1)
-    shown.on_evaluation(EVALUATION, epoch=1, step=15)
-
-    epoch_line, evaluation_line = file.getvalue().splitlines()
-    assert epoch_line.startswith("autoaccum: epoch 1 done, step 15/45: loss 0.25, ")
-    assert evaluation_line == ("autoaccum: evaluation after epoch 1: loss 0.5, accuracy 0.9375 (360 samples, 1.5 s)")
 
 
 @pytest.mark.parametrize("shown", [LineProgress(), RichProgress(Console(stderr=True, force_terminal=True))])
@@ -201,32 +185,31 @@ def test_lines_go_to_stderr_without_escape_codes(capsys):
     assert len(err.splitlines()) == 2
 
 
-def test_the_bar_shows_epoch_windows_and_figures(bar):
-    shown, file = bar
-
-    shown.on_step(step_report(16), epoch=2)
-
-    text = plain(file)
-    assert "epoch 2/3" in text
-    assert "16/45" in text
-    assert "loss 0.25" in text
-    assert "micro-batches 34+33+33, peak 512.0 MiB, 0 oom" in text
-
-
-def test_the_bar_shows_trials_plan_and_memory_above_it(bar):
+def test_the_bar_shows_figures_below_trials_plan_and_memory_and_ends_with_a_summary(bar):
     shown, file = bar
 
     shown.on_trial(TRIALS[1])
     shown.on_plan(PLAN, step=1, probe=PROBE)
     shown.on_oom(OOM, step=3)
     shown.on_evaluation(EVALUATION, epoch=1, step=15)
+    shown.on_step(step_report(16), epoch=2)
+    shown.on_fit_end(dataclasses.replace(fit_result(), time_spent=TimeSpent(search_s=0.5, data_s=5.0)))
 
     text = plain(file)
-    assert "trial of 37: fits" in text
-    assert "plan from step 1" in text
-    assert "34+33+33" in text
-    assert "out of memory in step 3, backward of 34 samples" in text
-    assert "accuracy 0.9375" in text
+    for part in (
+        "trial of 37: fits",
+        "plan from step 1",
+        "34+33+33",
+        "out of memory in step 3, backward of 34 samples",
+        "accuracy 0.9375",
+        "epoch 2/3",
+        "16/45",
+        "loss 0.25",
+        "micro-batches 34+33+33, peak 512.0 MiB, 1 oom",
+        "done: 2 steps, 200 samples in 12.5 s",
+        "search 0.5 s (4%), waiting for data 5.0 s (40%)",
+    ):
+        assert part in text
 
 
 def test_the_bar_is_drawn_and_the_device_waited_for_at_most_five_times_a_second(clock):
@@ -280,9 +263,7 @@ def test_the_peak_is_shown_beside_what_there_is(clock):
 
 @pytest.mark.parametrize(("steps", "text"), [(2, "1 s"), (121, "2 min"), (7201, "2.0 h")])
 def test_lines_tell_the_time_left(clock, steps, text):
-    file = io.StringIO()
-    shown = LineProgress(every_s=0.0, file=file)
-    shown.on_fit_start(epochs=None, max_steps=steps, steps_per_epoch=None)
+    shown, file = in_lines(max_steps=steps)
     clock.now += 1.0
 
     shown.on_step(step_report(1), epoch=1)
@@ -290,59 +271,8 @@ def test_lines_tell_the_time_left(clock, steps, text):
     assert f"100 samples/s, {text} left, micro-batches" in file.getvalue()
 
 
-def test_lines_name_cut_peak_and_failures_only_where_they_have_changed(clock):
-    file = io.StringIO()
-    shown = LineProgress(every_s=0.0, file=file)
-    shown.on_fit_start(epochs=None, max_steps=None, steps_per_epoch=None)
-
-    shown.on_step(step_report(1), epoch=1)
-    shown.on_step(step_report(2), epoch=1)
-    shown.on_oom(OOM, step=3)
-    shown.on_step(step_report(3), epoch=1)
-
-    first, second, _, third = file.getvalue().splitlines()
-    assert first == "autoaccum: epoch 1, step 1: loss 0.25, 200 samples/s, micro-batches 34+33+33, peak 512.0 MiB"
-    assert second.endswith("samples/s")
-    assert third.endswith("samples/s, 1 oom")
-
-
-def test_no_time_left_is_told_while_sizes_are_searched_for(clock):
-    file = io.StringIO()
-    shown = LineProgress(every_s=0.0, file=file)
-    shown.on_fit_start(epochs=None, max_steps=100, steps_per_epoch=None)
-    for event in (lambda: shown.on_trial(TRIALS[1]), lambda: shown.on_plan(PLAN, step=2, probe=PROBE)):
-        clock.now += 1.0
-        event()
-        clock.now += 1.0
-        shown.on_step(step_report(1), epoch=1)
-
-    assert ["left" in line for line in file.getvalue().splitlines()] == [False, False, False, True]
-
-
-@pytest.mark.parametrize("shown", ["bar", "lines"])
-def test_summary_tells_where_the_time_went(shown):
-    file = io.StringIO()
-    to = Console(file=file, width=200) if shown == "bar" else file
-    progress = RichProgress(to) if shown == "bar" else LineProgress(file=to)
-    spent = TimeSpent(search_s=0.5, data_s=5.0)
-    progress.on_fit_start(epochs=1, max_steps=None, steps_per_epoch=None)
-
-    progress.on_fit_end(dataclasses.replace(fit_result(), time_spent=spent))
-
-    assert "search 0.5 s (4%), waiting for data 5.0 s (40%)" in file.getvalue()
-
-
-def test_the_bar_ends_with_a_summary(bar):
-    shown, file = bar
-    shown.on_step(step_report(1), epoch=1)
-
-    shown.on_fit_end(fit_result())
-
-    assert "done: 2 steps, 200 samples in 12.5 s" in plain(file)
-
-
-def test_lines_count_on_from_a_checkpoint_and_forget_what_was_beyond_it(lines):
-    shown, file = lines
+def test_lines_count_on_from_a_checkpoint_and_forget_what_was_beyond_it():
+    shown, file = in_lines(every_s=60.0, epochs=3, steps_per_epoch=15)
     shown.on_step(step_report(33), epoch=3)
 
     shown.on_resume(Path("run/step-00000020"), step=20, epoch=2)

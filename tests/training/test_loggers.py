@@ -131,21 +131,14 @@ def test_a_steps_loss_is_read_when_the_next_step_is_done_and_not_before(log):
     assert reads == [[False, False], [True, False]]
 
 
-def test_a_run_that_raised_keeps_its_last_step_and_says_that_it_did_not_complete(path, log):
-    log.on_step(step_report(1), epoch=1)
+@pytest.mark.parametrize(("loss", "kept"), [(0.25, ["step"]), (LostScalar(0.0), [])], ids=["known", "device lost"])
+def test_a_run_that_raised_keeps_its_last_step_if_it_can_and_says_that_it_did_not_complete(path, log, loss, kept):
+    log.on_step(step_report(1, loss=loss), epoch=1)
 
     log.on_fit_end(None)
 
-    assert [without_time(event) for event in events(path)][-1] == {"event": "fit_end", "completed": False}
-    assert events(path)[-2]["step"] == 1
-
-
-def test_a_step_whose_device_is_lost_does_not_hide_the_error_that_ends_the_run(path, log):
-    log.on_step(step_report(1, loss=LostScalar(0.0)), epoch=1)
-
-    log.on_fit_end(None)
-
-    assert [event["event"] for event in events(path)] == ["fit_start", "fit_end"]
+    assert [event["event"] for event in events(path)] == ["fit_start", *kept, "fit_end"]
+    assert without_time(events(path)[-1]) == {"event": "fit_end", "completed": False}
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])

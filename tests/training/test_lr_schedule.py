@@ -6,8 +6,6 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import autoaccum
-from autoaccum._engine.optimizers import scale_learning_rate
-from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 from helpers import assert_bitwise, batches_of, labelled, state_of
 
@@ -22,18 +20,12 @@ def optimizer(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def fit(model, optimizer, scheduler, **options):
+def fit(model, optimizer, scheduler, loader=None, **options):
     return autoaccum.fit(
         model,
-        batches_of(labelled(8), 4, 4),
+        loader or batches_of(labelled(8), 4, 4),
         4,
-        **{
-            "optimizer": optimizer,
-            "scheduler": scheduler,
-            "micro_batch": 4,
-            "device": "cpu",
-            "progress": False,
-        }
+        **{"optimizer": optimizer, "scheduler": scheduler, "micro_batch": 4, "device": "cpu", "progress": False}
         | options,
     )
 
@@ -126,29 +118,42 @@ def test_what_cannot_be_moved_is_refused_before_training(scheduler, text, model,
     assert_bitwise(state_of(model), before)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4, pct_start=0.5),
-        lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.05, 0.1, step_size_up=1, cycle_momentum=False),
-        lambda optimizer: lr_scheduler.ChainedScheduler(
-            [
-                lr_scheduler.SequentialLR(
-                    optimizer, [lr_scheduler.LambdaLR(optimizer, lambda _: 1.0) for _ in range(2)], milestones=[5]
-                )
-            ]
-        ),
-    ],
-    ids=["OneCycleLR", "CyclicLR", "nested"],
-)
-def test_rates_that_a_scheduler_has_kept_are_scaled(make, model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scheduler = make(optimizer)
+def constant(optimizer):
+    return lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
 
-    scale_learning_rate(
-        optimizer, "linear", target_batch=8, base_batch=4, notices=Notices(silent=True), scheduler=scheduler
+
+def in_turn(optimizer):
+    return lr_scheduler.SequentialLR(optimizer, [lr_scheduler.ConstantLR(optimizer, 1.0), constant(optimizer)], [2])
+
+
+KEPT = {
+    "LambdaLR": constant,
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=100),
+    "SequentialLR": in_turn,
+}
+# These keep rates of their own, and are at the highest after one step.
+OF_THEIR_OWN = {
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4, pct_start=0.5),
+    "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.05, 0.1, step_size_up=1, cycle_momentum=False),
+    "nested": lambda optimizer: lr_scheduler.ChainedScheduler([in_turn(optimizer)]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "made_before", "windows"),
+    [(name, before, 3) for name in KEPT for before in (True, False)] + [(name, True, 1) for name in OF_THEIR_OWN],
+)
+def test_scaled_rate_survives_the_scheduler_and_rates_that_it_has_kept_are_scaled(name, made_before, windows, model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    make = (KEPT | OF_THEIR_OWN)[name]
+
+    fit(
+        model,
+        optimizer,
+        make(optimizer) if made_before else make,
+        loader=batches_of(labelled(4 * windows), *[4] * windows),
+        lr_scaling="linear",
+        base_batch=2,
     )
-    optimizer.step()
-    scheduler.step()  # to the highest rate
 
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
