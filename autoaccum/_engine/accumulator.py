@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from autoaccum._data.batches import Window
-    from autoaccum._engine.events import Events
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import PartResult, WindowResult
     from autoaccum._engine.peers import Peers
     from autoaccum._engine.savings import Rung
     from autoaccum._records import Plan
+    from autoaccum._sizing.events import Events
     from autoaccum._system.notices import Notices
 
 _GRADIENT = attrgetter("grad")

@@ -15,11 +15,11 @@ from autoaccum._data.nesting import leaves_of, map_leaves, shapes_of
 from autoaccum._data.splits import check_split
 from autoaccum._engine import devices
 from autoaccum._engine.does_not_fit import refusal
-from autoaccum._engine.events import Events
 from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.step_limit import StepLimit
 from autoaccum._loss.closures import modules_used_by
+from autoaccum._sizing.events import Events
 from autoaccum._system.notices import Notices, check_notices
 from autoaccum._system.reason_file import writes_reason
 from autoaccum.errors import InvalidInputError
@@ -148,5 +148,5 @@ def _parts(modules: nn.ModuleList, function: object, memory: MemoryBackend, noti
         memory,
         Savepoint(modules, memory.device, [function]),
         lambda said, sample: refusal(memory, f"{sample} does not fit", said, remedies),
-        Events(notices=notices).ran_out,
+        Events(memory, notices=notices).ran_out,
     )

@@ -25,19 +25,19 @@ from autoaccum._data.splits import ListOfSamples
 from autoaccum._engine import devices, optimizers, update_complete
 from autoaccum._engine.assembly import assemble
 from autoaccum._engine.evaluation import Evaluator
-from autoaccum._engine.events import Events
 from autoaccum._engine.forward_backward import drop_old_gradients
 from autoaccum._engine.noise_scale import NoiseScale, shuffled
 from autoaccum._engine.options import Options
 from autoaccum._engine.peers import Alone
 from autoaccum._engine.savings import AVOIDABLE, Savings
-from autoaccum._engine.step_limit import LimitLifted, StepLimit, drawn
+from autoaccum._engine.step_limit import StepLimit, drawn
 from autoaccum._engine.window import Engine
 from autoaccum._engine.window_checks import no_gradient
 from autoaccum._loss.closures import used_by
 from autoaccum._loss.terms import not_finite
 from autoaccum._oom import let_go
 from autoaccum._records import DeviceScalar, Plan, StepReport
+from autoaccum._sizing.events import Events
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system import signals
 from autoaccum._system.notices import Notices
@@ -359,7 +359,7 @@ class Runner(WindowRunner):
         self._savings = Savings(step.objective.modules, savings, backend, notices)
         if self._savings.is_auto:
             self._savings.begin()
-        events = Events([LimitLifted(callback, backend) for callback in callbacks], notices)
+        events = Events(backend, callbacks, notices)
         sizing = Sizing(backend, lambda: step.parameters, Cutting.of(plan), SizingOptions(), events)
         noise = None if options.noise_every is None else NoiseScale(options.noise_every, notices)
         super().__init__(step, sizing, events, notices, noise=noise)

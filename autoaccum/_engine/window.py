@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoaccum._data.batches import Window
-    from autoaccum._engine.events import Events
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.peers import Peers
     from autoaccum._loss.loss_weights import Slot
     from autoaccum._records import MemoryEvent, Plan
+    from autoaccum._sizing.events import Events
     from autoaccum._sizing.frontier import Widths
     from autoaccum._sizing.sizing import Sizing
     from autoaccum._system.notices import Notices

@@ -17,13 +17,13 @@ from autoaccum._distributed.process_group import Ranks, join_ranks
 from autoaccum._engine import devices
 from autoaccum._engine.accumulator import GradientAccumulator
 from autoaccum._engine.assembly import assemble_without_optimizer
-from autoaccum._engine.events import Events
 from autoaccum._engine.options import Options
 from autoaccum._engine.savings import AVOIDABLE, Savings
-from autoaccum._engine.step_limit import LimitLifted, StepLimit
+from autoaccum._engine.step_limit import StepLimit
 from autoaccum._loss.closures import Closure, modules_used_by
 from autoaccum._oom import is_oom, let_go
 from autoaccum._sizing.cache import CacheEntry, PlanCache
+from autoaccum._sizing.events import Events
 from autoaccum._sizing.job_key import key_of
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
@@ -184,7 +184,7 @@ class Accumulator:
         measures = options.micro_batch == "auto" and options.loss_scope == "micro_batch"
         self._accumulating = GradientAccumulator(
             step,
-            Events([LimitLifted(callback, backend) for callback in options.callbacks], notices),
+            Events(backend, options.callbacks, notices),
             notices,
             peers=None if ranks is None else lambda: DataParallel(ranks, step),
             entry_of=_entries(step, limit_bytes, names, closure, notices) if measures else None,

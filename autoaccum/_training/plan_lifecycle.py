@@ -14,13 +14,13 @@ from autoaccum import _oom
 from autoaccum._callbacks import Callback
 from autoaccum._data.batches import Window, largest_first
 from autoaccum._engine.does_not_fit import sample_of
-from autoaccum._engine.events import Events
 from autoaccum._engine.probing import probe
 from autoaccum._engine.replaced_forward import are_compiled
 from autoaccum._engine.runner import WindowRunner
 from autoaccum._engine.savings import AVOIDABLE
 from autoaccum._records import TOKENS
 from autoaccum._sizing.cache import CacheEntry, PlanCache
+from autoaccum._sizing.events import Events
 from autoaccum._sizing.job_key import key_of
 from autoaccum._sizing.planner import planned
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
@@ -275,7 +275,7 @@ class PlanLifecycle:
     def begin(self, cutting: Cutting) -> None:
         """Make the runner that cuts windows by `cutting`."""
         step, windows_done = self._step, self._progress.state.windows
-        events = Events([self.observers], windows=windows_done)
+        events = Events(step.memory, [self.observers], windows=windows_done)
         self.current = WindowRunner(
             step,
             Sizing(step.memory, lambda: step.parameters, cutting, self._wanted(cutting), events),
