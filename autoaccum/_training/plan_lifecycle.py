@@ -118,7 +118,7 @@ class PlanLifecycle:
     @property
     def oom_events(self) -> int:
         """Number of times memory ran out, including earlier calls."""
-        return self._earlier_oom_events + (self.current.oom_events if self.has_begun else 0)
+        return self._earlier_oom_events + (self.current.events.oom_events if self.has_begun else 0)
 
     @property
     def memory(self) -> tuple[str, ...]:
@@ -366,7 +366,7 @@ class PlanLifecycle:
         self._search_anew()
 
     def _search_anew(self) -> None:
-        self._earlier_oom_events += self.current.oom_events
+        self._earlier_oom_events += self.current.events.oom_events
         plan = self._first_plan()
         self.begin(Cutting(plan, plan, is_timed=self.current.sizing.cutting.is_timed))
 
@@ -406,7 +406,7 @@ class PlanLifecycle:
     def begin_anew(self) -> None:
         """Make a new runner with the present cut, after training has gone back to an earlier state."""
         former = self.current.sizing.cutting
-        self._earlier_oom_events += self.current.oom_events
+        self._earlier_oom_events += self.current.events.oom_events
         next_step = self._progress.state.windows + 1
         self._record.plans = [(since, earlier) for since, earlier in self._record.plans if since <= next_step]
         if not self._record.plans or self._record.plans[-1][1] != former.plan:
