@@ -226,7 +226,6 @@ class PlanLifecycle:
                 first.samples if self._cap is None else min(first.samples, self._cap),
                 self._call.limit_bytes,
                 self.observers.on_trial,
-                loss_scope=self._step.options.loss_scope,
                 begins_with=None if entry.found is None else entry.found.micro_batch,
                 frontier=entry.frontier,
             )
