@@ -16,7 +16,7 @@ from autoaccum._engine.peers import Alone
 from autoaccum._engine.steady import NotSteadyError
 from autoaccum._engine.window import Engine
 from autoaccum._engine.window_checks import no_gradient
-from autoaccum._records import BackwardReport, DeviceScalar
+from autoaccum._records import BackwardReport
 from autoaccum._sizing.cache import CacheEntry
 from autoaccum._sizing.planner import plan
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
@@ -131,18 +131,7 @@ class GradientAccumulator:
             if engine.oom_events:
                 current.entry.forget()
         current.entry.keep(current.sizing.probe, current.sizing.fastest)
-        return BackwardReport(
-            samples=reduced.samples,
-            micro_batches=engine.at.sizes,
-            oom_events=len(engine.oom_events),
-            elapsed_s=elapsed_s,
-            peak_bytes=engine.peak_bytes,
-            recomputed_samples=engine.at.recomputed,
-            device_losses={name: DeviceScalar(parts) for name, parts in reduced.losses.items()},
-            device_reported={name: DeviceScalar(value) for name, value in reduced.reported.items()},
-            outputs=outputs,
-            warnings=engine.warnings(),
-        )
+        return BackwardReport(elapsed_s=elapsed_s, outputs=outputs, **engine.reported(reduced))
 
     def known(self, batch: Any) -> Window | None:
         """Return a window of a batch of tensors just like those of the last one; None if it is anything else."""
@@ -159,11 +148,6 @@ class GradientAccumulator:
         if self._current is None or _is_outgrown(self._current.sizing, window):
             self._looked_up = self._entry_of(window)
         return () if self._looked_up is None else self._looked_up.saves
-
-    @property
-    def sizing(self) -> Sizing | None:
-        """What cuts batches; None before the first of them."""
-        return None if self._current is None else self._current.sizing
 
     def _entry(self, window: Window) -> CacheEntry:
         entry = self._looked_up or self._entry_of(window)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep
-    from autoaccum._engine.gradients import Losses, PartResult
+    from autoaccum._engine.gradients import Losses, PartResult, Progress
     from autoaccum._engine.optimizer_step import Updates
     from autoaccum._loss.loss_weights import Slot
     from autoaccum._sizing.frontier import Widths
@@ -32,10 +32,7 @@ if TYPE_CHECKING:
 class Work(Protocol):
     """The micro-batches of this process's part of a window."""
 
-    @property
-    def sizes(self) -> tuple[int, ...]: ...
-
-    size: int | None
+    at: Progress
 
     def start_over(self, totals: Mapping[Slot, float] | None = None) -> None:
         """Restore everything to its state before the window."""

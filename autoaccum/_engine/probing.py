@@ -250,7 +250,7 @@ class Trials:
             # An optimizer that ran out of memory midway does no harm here: everything is restored in the end.
             half_way = isinstance(error, StateDamagedError) and error.__cause__ is not None and is_oom(error.__cause__)
             cause = error.__cause__ if half_way and isinstance(error.__cause__, Exception) else error
-            phase = self._step.phase
+            phase = self._step.stage.phase
             event = resolvable_oom(cause, phase, size, self._step.witness, is_trial=True)
             if event is None:
                 raise

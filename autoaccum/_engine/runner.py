@@ -44,11 +44,11 @@ from autoaccum._system.reason_file import writes_reason
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from os import PathLike
 
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from autoaccum._callbacks import Callback
     from autoaccum._data.batches import Window
@@ -204,25 +204,18 @@ class WindowRunner:
 
     def _report(self, reduced: WindowResult, elapsed_s: float, *, skipped: bool) -> StepReport:
         """Return the report on the window that was just made."""
-        engine, noise = self.engine, None
+        noise = None
         if self._noise is not None and reduced.spread is not None and not skipped:
             self._noise.learn(reduced.spread, reduced.samples)
             noise = self._noise.samples
         return StepReport(
             step=self.events.windows,
-            samples=reduced.samples,
-            micro_batches=engine.at.sizes,
-            oom_events=len(engine.oom_events),
             elapsed_s=elapsed_s,
-            peak_bytes=engine.peak_bytes,
             skipped=skipped,
-            recomputed_samples=engine.at.recomputed,
-            device_losses={name: DeviceScalar(parts) for name, parts in reduced.losses.items()},
-            device_reported=_on_device(reduced.reported) if reduced.reported else {},
             device_learning_rates=self._rates,
             device_grad_norm=None if reduced.grad_norm is None else DeviceScalar(reduced.grad_norm),
             noise_scale=noise,
-            warnings=engine.warnings(),
+            **self.engine.reported(reduced),
         )
 
     def _raise_as_update_complete(self, error: BaseException) -> None:
@@ -456,10 +449,6 @@ class Runner:
         finally:
             with suppress(RuntimeError):  # the device may be lost, and its generator with it
                 before.put_back()
-
-
-def _on_device(values: Mapping[str, Tensor]) -> dict[str, DeviceScalar]:
-    return {name: DeviceScalar(value) for name, value in values.items()}
 
 
 def _check_finite(losses: Losses) -> None:

@@ -38,6 +38,7 @@ from autoaccum._engine.window_checks import (
 )
 from autoaccum._loss.loss_weights import NotCheckedError
 from autoaccum._oom import is_device_lost
+from autoaccum._records import DeviceScalar
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.planner import format_cut
 from autoaccum._system import signals
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep
+    from autoaccum._engine.gradients import WindowResult
     from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.peers import Peers
     from autoaccum._loss.loss_weights import Slot
@@ -320,7 +322,7 @@ class Engine:
             Exception: The error itself, unless it is lack of memory that smaller micro-batches can resolve.
         """
         step = self._step
-        phase = step.phase
+        phase = step.stage.phase
         event = resolvable_oom(
             error,
             phase,
@@ -444,7 +446,7 @@ class Engine:
                 "drop_last=True (of fit, autoaccum.windows or the DataLoader) leaves a short last one out",
             )
         elif size == 1 and (self._last_oom == self._events.windows or (self._last_oom is not None and refuses_one)):
-            raise self._sample_does_not_fit(f"one sample alone is refused: {error}", self._step.phase) from error
+            raise self._sample_does_not_fit(f"one sample alone is refused: {error}", self._step.stage.phase) from error
         elif size == 1 and refuses_one:
             error.add_note(
                 f"autoaccum: the micro-batches {format_cut(sizes)} of this window leave one of a single sample, and "
@@ -473,20 +475,6 @@ class Engine:
             self._sizes_are_fixed = False
             self.steady.cut_anew()
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The sizes of the last window's micro-batches."""
-        return self.at.sizes
-
-    @property
-    def size(self) -> int | None:
-        """That of the micro-batch which is running; None for none."""
-        return self.at.size
-
-    @size.setter
-    def size(self, size: int | None) -> None:
-        self.at.size = size
-
     # --- what is reported ---------------------------------------------------------------------------------------------
 
     def _tell_of_batches_apart(self, window: Window) -> None:
@@ -500,13 +488,18 @@ class Engine:
                 key="batches apart",
             )
 
-    def warnings(self) -> tuple[str, ...]:
-        """Return what was said of the loss since the last call."""
-        said = self._step.objective.weights.warnings
+    def reported(self, reduced: WindowResult) -> dict[str, Any]:
+        """Return what the report on a window that is complete says of it, by the names of its fields."""
+        said, room, sizing = self._step.objective.weights.warnings, self._room, self._sizing
         new, self._warnings_reported = said[self._warnings_reported :], len(said)
-        return tuple(new)
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """Peak memory with the plan in force, or of the window whose micro-batches are trials."""
-        return self._room.peak_bytes if self._sizing.peak_bytes is None else self._sizing.peak_bytes
+        return {
+            "samples": reduced.samples,
+            "micro_batches": self.at.sizes,
+            "oom_events": len(self.oom_events),
+            # With the plan in force, or of the window whose micro-batches were trials.
+            "peak_bytes": room.peak_bytes if sizing.peak_bytes is None else sizing.peak_bytes,
+            "recomputed_samples": self.at.recomputed,
+            "device_losses": {name: DeviceScalar(loss) for name, loss in reduced.losses.items()},
+            "device_reported": {name: DeviceScalar(value) for name, value in reduced.reported.items()},
+            "warnings": tuple(new),
+        }
