@@ -20,7 +20,7 @@ from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.optimizer_step import OptimizerCopy
 from autoaccum._engine.options import Options
 from autoaccum._engine.out_of_memory import Phase, resolvable_oom
-from autoaccum._engine.savings import AVOIDABLE, Savings
+from autoaccum._engine.savings import Savings
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._loss.loss_weights import Factors
 from autoaccum._memory.available_devices import backend_for
@@ -100,17 +100,7 @@ def find_micro_batch(
     limit_bytes, names = options.limit_bytes(backend), options.savings(backend)
     step = assemble(model, options, memory=backend, notices=notices)
     savings = Savings(step.objective.modules, names, backend, notices)
-    if savings.is_auto:
-        savings.begin()
-    while True:
-        try:
-            with savings.in_force():
-                return probe(step, by_size(batch, split), largest, limit_bytes)
-        except AVOIDABLE as error:
-            if not savings.climb(error):
-                raise
-            let_go(error)
-        backend.release()
+    return savings.run(lambda: probe(step, by_size(batch, split), largest, limit_bytes))
 
 
 def probe(

@@ -28,13 +28,12 @@ from autoaccum._engine.forward_backward import drop_old_gradients
 from autoaccum._engine.noise_scale import NoiseScale, shuffled
 from autoaccum._engine.options import Options
 from autoaccum._engine.peers import Alone
-from autoaccum._engine.savings import AVOIDABLE, Savings
+from autoaccum._engine.savings import Savings
 from autoaccum._engine.step_limit import StepLimit, drawn
 from autoaccum._engine.window import Engine
 from autoaccum._engine.window_checks import no_gradient
 from autoaccum._loss.closures import used_by
 from autoaccum._loss.terms import not_finite
-from autoaccum._oom import let_go
 from autoaccum._records import DeviceScalar, Plan, StepReport
 from autoaccum._sizing.events import Events
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
@@ -326,8 +325,6 @@ class Runner:
         step = assemble(model, options, memory=backend, notices=notices)
         self._limit = StepLimit(backend, limit_bytes)
         self._savings = Savings(step.objective.modules, savings, backend, notices)
-        if self._savings.is_auto:
-            self._savings.begin()
         events = Events(backend, callbacks, notices)
         sizing = Sizing(backend, lambda: step.parameters, Cutting.of(plan), SizingOptions(), events)
         noise = None if options.noise_every is None else NoiseScale(options.noise_every, notices)
@@ -411,21 +408,18 @@ class Runner:
         part: Window | None = self._runner.engine.steady.known(window)
         if part is None:
             part = as_window(window, self._step.objective.split)
-        while True:
-            try:
-                if not (self._limit.enforces or self._savings.names):
-                    report = self._runner.step(part)
-                else:
-                    with self._limit.in_force(), self._savings.in_force():
-                        report = self._runner.step(part)
-                assert report is not None
-                return report  # noqa: TRY300 - all of it may lack memory
-            except AVOIDABLE as error:
-                if not self._savings.is_auto or self._runner.is_past_return or not self._savings.climb(error):
-                    raise
-                let_go(error)
-            self._step.memory.release()
-            self._runner.sizing.set(self._runner.sizing.set_plan)
+        runner, savings = self._runner, self._savings
+        if not (self._limit.enforces or savings.names or savings.is_auto):
+            report = runner.step(part)
+        else:
+            with self._limit.in_force():
+                report = savings.run(
+                    lambda: runner.step(part),
+                    on_climb=lambda: runner.sizing.set(runner.sizing.set_plan),
+                    is_final=lambda: runner.is_past_return,
+                )
+        assert report is not None
+        return report
 
     @writes_reason
     def evaluate(self, loader: Iterable[Any]) -> float:

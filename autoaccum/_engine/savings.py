@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import functools
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from autoaccum._arguments import is_one_of, shown
 from autoaccum._engine.checkpointing import blocks_of, checkpointed, is_checkpointed_already
 from autoaccum._engine.chunked_head import chunked, find_heads
 from autoaccum._engine.replaced_forward import are_compiled, forward_replaced, is_compiled, is_replaced
+from autoaccum._oom import let_go
 from autoaccum.errors import DoesNotFitError, InvalidInputError, SavingRefusedError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
 
 
+_T = TypeVar("_T")
 CHUNKED, CHECKPOINT, OFFLOAD = "chunked_loss", "checkpoint", "offload"
 # From the cheapest on.
 SAVINGS = (CHUNKED, CHECKPOINT, OFFLOAD)
@@ -63,9 +65,11 @@ class Savings:
         self._in_force = ExitStack()
         self._ways: Rung = ()  # in words
         self._reason = ""  # why something else is in force from the next step on
+        if self.is_auto:
+            self.begin()
 
     def begin(self, known: Rung | None = None) -> None:
-        """Begin with what an earlier run has needed, if it can be had here, else with nothing; only with "auto"."""
+        """Begin with what an earlier run has needed, if it can be had here; only with "auto"."""
         self._left = [name for name in SAVINGS if not self._left_out(name)]
         self.names = known if known and list(known) == [name for name in self._left if name in known] else ()
         if self.names:
@@ -97,6 +101,32 @@ class Savings:
             yield
         finally:
             self.remove()
+
+    def run(
+        self,
+        work: Callable[[], _T],
+        *,
+        on_climb: Callable[[], object] = lambda: None,
+        is_final: Callable[[], bool] = lambda: False,
+    ) -> _T:
+        """Do work with what saves memory, and again with more where that may avoid its error.
+
+        Args:
+            work: A step.
+            on_climb: Called before it is done again, with modules as they were.
+            is_final: Whether work that has failed must not be done again.
+        """
+        while True:
+            try:
+                with self.in_force() if self.names or self._reason else nullcontext():
+                    return work()
+            except AVOIDABLE as error:
+                if is_final() or not self.climb(error):
+                    raise
+                let_go(error)
+            # After the handler: inside it the traceback still pins the activations.
+            self._memory.release()
+            on_climb()
 
     def climb(self, error: Exception) -> bool:
         """Save memory in another way from the next `apply` on; return whether one may avoid an error of `AVOIDABLE`.
