@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import PartResult
-    from autoaccum._engine.peers import BeforeUpdate, Work
+    from autoaccum._engine.peers import BeforeStep, Work
     from autoaccum._loss import reported
     from autoaccum._loss.loss_weights import Slot
     from autoaccum._sizing.sizing import Sizing
@@ -212,7 +212,7 @@ class DataParallel(Peers):
         if self.is_decided and is_oom(error) and not self.ranks.is_in_pass:
             raise _left_behind(error, self.ranks.rank, number) from error
 
-    def reduce(self, given: PartResult, work: Work, before_update: BeforeUpdate) -> WindowResult | None:
+    def reduce(self, given: PartResult, work: Work, before_step: BeforeStep) -> WindowResult | None:
         """Agree with the other ranks and sum the gradients; return None if the attempt must be repeated."""
         if not self.agree(given, work):
             return None
@@ -222,7 +222,7 @@ class DataParallel(Peers):
         outcome = self.add_up(given)
         result = outcome.result
         result.samples = self.samples
-        outcome.run(lambda: before_update(result.losses, result.samples))
+        outcome.run(lambda: before_step(result.losses, result.samples))
         # From here on, this rank cannot know whether the others have received its message and make the optimizer step.
         # If the model sums gradients itself, they all meet once more.
         self.is_decided = self.adds_up_gradients

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from autoaccum._sizing.frontier import Widths
     from autoaccum._sizing.sizing import Sizing
 
-    BeforeUpdate = Callable[[Losses, int], None]
+    BeforeStep = Callable[[Losses, int], None]
 
 
 class Work(Protocol):
@@ -78,7 +78,7 @@ class Peers:
     def begin_attempt(self) -> None:
         """Prepare for an attempt at the window."""
 
-    def reduce(self, given: PartResult, work: Work, before_update: BeforeUpdate) -> WindowResult | None:
+    def reduce(self, given: PartResult, work: Work, before_step: BeforeStep) -> WindowResult | None:
         """Reduce the parts of all processes to the gradient and the losses of the whole window, unscaled and clipped.
 
         Returns:
@@ -106,11 +106,11 @@ class Alone(Peers):
         self._step = step
         self._updates = updates
 
-    def reduce(self, given: PartResult, work: Work, before_update: BeforeUpdate) -> WindowResult:  # noqa: ARG002 - as Peers has it
+    def reduce(self, given: PartResult, work: Work, before_step: BeforeStep) -> WindowResult:  # noqa: ARG002 - as Peers has it
         """Correct, unscale and clip the gradient, which already is that of the whole window."""
         factor = 1.0 if given.weight is None else given.correction
         losses = given.losses if given.weight is None else given.corrected()
-        before_update(losses, given.samples)
+        before_step(losses, given.samples)
         norm = None
         if self._updates is not None:
             norm = self._updates.unscale_and_clip(factor)

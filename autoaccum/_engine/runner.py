@@ -5,7 +5,7 @@ again where memory runs out; `_finish` reserves memory, reduces the gradient ove
 After that there is no way back: later failures are raised as `UpdateCompleteError`, and the window must not be
 repeated.
 
-`Runner` is the same with public arguments. Nothing here waits for the device where a hand-written loop would not.
+`Runner` has one, and public arguments. Nothing here waits for the device where a hand-written loop would not.
 """
 
 from __future__ import annotations
@@ -172,13 +172,13 @@ class WindowRunner:
             The window, and whether the scaler skipped its optimizer step; None if no process has a sample of it.
         """
         self._step.updates.reserve(self._peers.expected_gradients())
-        reduced = self._peers.reduce(given, self.engine, self._before_update)
+        reduced = self._peers.reduce(given, self.engine, self._before_step)
         if reduced is not None and reduced.samples:
-            return reduced, self._update()
+            return reduced, self._step_optimizer()
         self._step.updates.drop_reservation()
         return None if reduced is None else (reduced, None)
 
-    def _before_update(self, losses: Losses, samples: int) -> None:
+    def _before_step(self, losses: Losses, samples: int) -> None:
         """Reject an unusable optimizer step, and prepare what moves with it, while there is a way back."""
         if self.engine.is_due:
             if self._checks_finite:
@@ -189,7 +189,7 @@ class WindowRunner:
         if self._prepare is not None:
             self._prepare(samples)
 
-    def _update(self) -> bool:
+    def _step_optimizer(self) -> bool:
         """Step the optimizer, and move everything that moves with it."""
         self._rates = optimizers.learning_rates(self._step.optimizer)
         with signals.held():  # inside the optimizer an interrupt would leave half an optimizer step
