@@ -70,7 +70,7 @@ class Savings:
 
     def begin(self, known: Rung | None = None) -> None:
         """Begin with what an earlier run has needed, if it can be had here; only with "auto"."""
-        self._left = [name for name in SAVINGS if not self._left_out(name)]
+        self._left = [name for name in SAVINGS if not _left_out(name, self._modules, self._memory)]
         self.names = known if known and list(known) == [name for name in self._left if name in known] else ()
         if self.names:
             del self._left[: self._left.index(self.names[-1]) + 1]
@@ -158,18 +158,10 @@ class Savings:
         elif not error.saving_helps:
             return
         for name in SAVINGS:
-            if reason := self._left_out(name):
+            if reason := _left_out(name, self._modules, self._memory):
                 self._notices.say(f"memory='auto' leaves out {name!r}: {reason}", key=f"left out {name}")
         if self._left:
             self.names = (*self.names, self._left.pop(0))
-
-    def _left_out(self, name: str) -> str:
-        """Return why "auto" cannot take something here; empty if it can."""
-        if name == OFFLOAD:
-            return f"on {self._memory.name} everything is there already" if self._memory.is_host else ""
-        if name == CHECKPOINT and is_checkpointed_already(self._modules):
-            return "the model checkpoints its blocks already"
-        return _why_not(name, self._modules)
 
 
 # --- the argument `memory` --------------------------------------------------------------------------------------------
@@ -224,11 +216,18 @@ def saving(name: str, modules: Sequence[nn.Module], memory: MemoryBackend) -> Ab
 
 def ways_left(modules: Sequence[nn.Module], memory: MemoryBackend) -> list[str]:
     """Return what saves memory, by names of `memory`, that is not in force yet and would change anything."""
-    changed: dict[str, Sequence[nn.Module]] = {CHUNKED: find_heads(modules), CHECKPOINT: blocks_of(modules)}
-    ways = [name for name, parts in changed.items() if not _why_not(name, modules) and not any(map(is_replaced, parts))]
-    if is_checkpointed_already(modules) and CHECKPOINT in ways:
-        ways.remove(CHECKPOINT)
-    return ways if memory.is_host or any(map(is_replaced, modules)) else [*ways, OFFLOAD]
+    changed = {CHUNKED: find_heads(modules), CHECKPOINT: blocks_of(modules), OFFLOAD: modules}
+    in_force = [name for name, parts in changed.items() if any(map(is_replaced, parts))]
+    return [name for name in SAVINGS if name not in in_force and not _left_out(name, modules, memory)]
+
+
+def _left_out(name: str, modules: Sequence[nn.Module], memory: MemoryBackend) -> str:
+    """Return why something would change nothing here, or has no place; empty if it saves memory."""
+    if name == OFFLOAD:
+        return f"on {memory.name} everything is there already" if memory.is_host else ""
+    if name == CHECKPOINT and is_checkpointed_already(modules):
+        return "the model checkpoints its blocks already"
+    return _why_not(name, modules)
 
 
 def _why_not(name: str, modules: Sequence[nn.Module]) -> str:
