@@ -23,7 +23,6 @@ from autoaccum._data.batches import Window
 from autoaccum._data.nesting import copied
 from autoaccum._distributed.buckets import Buckets, as_plain
 from autoaccum._engine.does_not_fit import whole_does_not_fit
-from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.gradients import LossSum, WindowResult
 from autoaccum._engine.noise_scale import Spread, squared_norm
 from autoaccum._engine.out_of_memory import Phase
@@ -108,13 +107,12 @@ class DataParallel(Peers):
         requests: Callable[[], int] = lambda: 0,
         drops: Callable[[Sequence[int]], bool] = lambda _: False,
     ) -> None:
+        super().__init__(step)
         self.ranks = ranks
         self.parts: list[Part] = []
         self.is_decided = False
         self._requests = requests
         self._drops = drops
-        self._step = step
-        self._updates = step.updates if isinstance(step, TrainingStep) else None
         self._trained = trained(step)
         self._flags = [np.zeros(0, dtype=bool)] * ranks.size  # of each rank's last message
         self._buffers = _SharedBuffers(step)

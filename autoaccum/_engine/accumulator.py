@@ -11,7 +11,7 @@ import torch
 
 from autoaccum._data.batches import largest_first
 from autoaccum._engine.out_of_memory import Phase
-from autoaccum._engine.peers import Alone
+from autoaccum._engine.peers import Peers
 from autoaccum._engine.steady import NotSteadyError
 from autoaccum._engine.window import Engine
 from autoaccum._engine.window_checks import no_gradient
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import PartResult, WindowResult
-    from autoaccum._engine.peers import Peers
     from autoaccum._engine.savings import Rung
     from autoaccum._records import Plan
     from autoaccum._sizing.events import Events
@@ -68,7 +67,7 @@ class GradientAccumulator:
         self._step = step
         self._events = events
         self._notices = notices
-        self._make_peers = peers or (lambda: Alone(step))
+        self._make_peers = peers or (lambda: Peers(step))
         self._peers: Peers = self._make_peers()
         self._asked = step.options.micro_batch
         self._entry_of = entry_of or (lambda _: CacheEntry(step.memory))

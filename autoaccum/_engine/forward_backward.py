@@ -78,6 +78,7 @@ class GradientStep:
     """
 
     optimizer: torch.optim.Optimizer | None = None
+    updates: Updates | None = None
 
     def __init__(self, objective: Objective, precision: Precision, memory: MemoryBackend, options: Options) -> None:
         self.objective = objective
@@ -222,6 +223,7 @@ class TrainingStep(GradientStep):
     """A gradient step with an optimizer, whose parameters are among `parameters`."""
 
     optimizer: torch.optim.Optimizer
+    updates: Updates
 
     def __init__(
         self,

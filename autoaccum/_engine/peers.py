@@ -1,4 +1,4 @@
-"""How the processes of one training make a window together, and the single process as the first implementation.
+"""How the processes of one training make a window together, and how one does alone.
 
 Every window takes the same steps: each process accumulates the gradient of its part, the parts are reduced to the
 gradient of the whole window, and each process steps its optimizer. Several ranks are in `_distributed`.
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import Losses, PartResult, Progress
-    from autoaccum._engine.optimizer_step import Updates
     from autoaccum._loss.loss_weights import Slot
     from autoaccum._sizing.frontier import Widths
     from autoaccum._sizing.sizing import Sizing
@@ -53,7 +52,7 @@ class Talk(Protocol):
 
 
 class Peers:
-    """The processes that make windows together: their gradients, and optimizer steps from them."""
+    """The processes that make windows together: their gradients, and optimizer steps from them. Here there is one."""
 
     # Whether other processes have other parts of the same windows.
     is_part: bool = False
@@ -63,6 +62,10 @@ class Peers:
     samples_to_try: Window | None = None
     # Factor for all losses whose weights are known beforehand, to compensate for a reduction that divides gradients.
     multiplier: float = 1.0
+
+    def __init__(self, step: GradientStep) -> None:
+        self._step = step
+        self._updates = step.updates
 
     def check_parameters(self) -> None:
         """Raise InvalidInputError if there are new parameters that other processes do not know."""
@@ -78,36 +81,14 @@ class Peers:
     def begin_attempt(self) -> None:
         """Prepare for an attempt at the window."""
 
-    def reduce(self, given: PartResult, work: Work, before_step: BeforeStep) -> WindowResult | None:
+    def reduce(self, given: PartResult, work: Work, before_step: BeforeStep) -> WindowResult | None:  # noqa: ARG002
         """Reduce the parts of all processes to the gradient and the losses of the whole window, unscaled and clipped.
 
         Returns:
             The window; None if the attempt must be repeated, since another process lacks memory or has learned more
             about what a loss runs over.
         """
-        raise NotImplementedError
-
-    def failed(self, error: Exception, work: Work, number: int) -> None:
-        """Tell the others of a failure in optimizer step `number`, and raise if it ends the training."""
-
-    def expected_gradients(self) -> Sequence[nn.Parameter]:
-        """Return parameters that will have a gradient, of which some have one now."""
-        return ()
-
-    def commit(self) -> bool:
-        """Step the optimizer, which all processes do now; return whether the scaler skipped it."""
-        raise NotImplementedError
-
-
-class Alone(Peers):
-    """The only process of a training."""
-
-    def __init__(self, step: GradientStep, updates: Updates | None = None) -> None:
-        self._step = step
-        self._updates = updates
-
-    def reduce(self, given: PartResult, work: Work, before_step: BeforeStep) -> WindowResult:  # noqa: ARG002 - as Peers has it
-        """Correct, unscale and clip the gradient, which already is that of the whole window."""
+        # The gradient already is that of the whole window.
         factor = 1.0 if given.weight is None else given.correction
         losses = given.losses if given.weight is None else given.corrected()
         before_step(losses, given.samples)
@@ -118,7 +99,17 @@ class Alone(Peers):
             torch._foreach_mul_([p.grad for p in self._step.parameters if p.grad is not None], factor)
         return WindowResult(losses, means(given.slots) if given.reported else {}, given.samples, norm, given.spread)
 
+    def failed(self, error: Exception, work: Work, number: int) -> None:
+        """Tell the others of a failure in optimizer step `number`, and raise if it ends the training."""
+
+    def expected_gradients(self) -> Sequence[nn.Parameter]:
+        """Return parameters that will have a gradient, of which some have one now."""
+        return ()
+
     def commit(self) -> bool:
-        """Step the optimizer. Out-of-memory errors pass through unchanged: the window can be retried."""
+        """Step the optimizer, which all processes do now; return whether the scaler skipped it.
+
+        Out-of-memory errors of a process that is alone pass through unchanged: the window can be retried.
+        """
         assert self._updates is not None
         return self._updates.commit()

@@ -27,7 +27,7 @@ from autoaccum._engine.evaluation import Evaluator
 from autoaccum._engine.forward_backward import drop_old_gradients
 from autoaccum._engine.noise_scale import NoiseScale, shuffled
 from autoaccum._engine.options import Options
-from autoaccum._engine.peers import Alone
+from autoaccum._engine.peers import Peers
 from autoaccum._engine.savings import Savings
 from autoaccum._engine.step_limit import StepLimit, drawn
 from autoaccum._engine.window import Engine
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.gradients import Losses, PartResult, WindowResult
     from autoaccum._engine.optimizers import MakesOptimizer
-    from autoaccum._engine.peers import Peers
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
 
@@ -103,7 +102,7 @@ class WindowRunner:
         self.sizing = sizing
         self.events = events
         self._notices = notices
-        self._peers: Peers = peers or Alone(step, step.updates)
+        self._peers = peers or Peers(step)
         self._prepare = prepare
         self._update_made = update_made
         self.engine = Engine(step, sizing, events, notices, peers=self._peers, noise=noise)
