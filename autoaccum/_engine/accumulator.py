@@ -73,8 +73,9 @@ class GradientAccumulator:
         self._entry_of = entry_of or (lambda _: CacheEntry(step.memory))
         self._parameters: list[nn.Parameter] = []  # those of which gradients are set aside
         self._earlier: list[Tensor | None] = []
-        self._sums: list[Tensor | None] | None = None  # where some gradients cannot be added in place
-        self._is_added = self._has_earlier = False
+        # With earlier gradients, those that cannot be added in place; None for one that can.
+        self._sums: list[Tensor | None] | None = None
+        self._is_added = False
         self._engine: Engine | None = None  # runs batches, up to one that is larger than any that fitted
         self._entry = CacheEntry(step.memory)  # what the cache holds of them
         self._rung: Rung = ()
@@ -108,7 +109,9 @@ class GradientAccumulator:
             if self._is_added:
                 error.add_note("autoaccum: the gradient of this batch is in .grad, so it must not be repeated")
             else:
-                self._put(self._earlier)
+                with signals.held():
+                    for parameter, gradient in zip(self._parameters, self._earlier, strict=True):
+                        parameter.grad = gradient
             if _GRAPH_IS_GONE in str(error):
                 error.add_note(
                     "autoaccum: the loss depends on a graph of an earlier micro-batch, which is gone once that is done;"
@@ -168,15 +171,12 @@ class GradientAccumulator:
         reduced = self._peers.reduce(given, self._engine, self._before_adding)
         if reduced is None:
             return None
-        if not self._has_earlier:
+        if self._sums is None:
             self._is_added = True
         else:
             with signals.held():  # an interrupt would leave some gradients with this batch, and others without it
                 self._is_added = True
-                if self._sums is not None:
-                    self._put(self._sums)
-                else:
-                    self._add()
+                self._add(self._sums)
         self._sums = None
         self._events.windows += 1
         return reduced, tuple(given.outputs)
@@ -187,33 +187,26 @@ class GradientAccumulator:
             if self._engine is not None and not self._engine.is_due:
                 raise NotSteadyError  # the parameters may be new
             raise no_gradient(self._step.parameters)
-        self._has_earlier, self._sums = any(map(is_not, self._earlier, repeat(None))), None
-        if not self._has_earlier:
-            return
-        pairs = [(before, parameter.grad) for parameter, before in zip(self._parameters, self._earlier, strict=True)]
-        added = [(before, own) for before, own in pairs if before is not None and own is not None]
-        if not all(_is_plain(before) and _is_plain(own) for before, own in added):
+        self._sums = None
+        if any(map(is_not, self._earlier, repeat(None))):
+            pairs = zip(self._earlier, map(_GRADIENT, self._parameters), strict=True)
             self._sums = [
-                own if before is None else before if own is None else _sum(before, own) for before, own in pairs
+                None if before is None or own is None or (_is_plain(before) and _is_plain(own)) else _sum(before, own)
+                for before, own in pairs
             ]
 
-    def _add(self) -> None:
-        """Add to earlier gradients in place, which allocates nothing."""
+    def _add(self, sums: Sequence[Tensor | None]) -> None:
+        """Add to earlier gradients, which allocates nothing where there is no sum."""
         before, own = [], []
-        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+        for parameter, earlier, made in zip(self._parameters, self._earlier, sums, strict=True):
             if earlier is not None:
-                if parameter.grad is not None:
+                if made is None and parameter.grad is not None:
                     before.append(earlier)
                     own.append(parameter.grad)
-                parameter.grad = earlier
+                parameter.grad = earlier if made is None else made
         if before:
             with torch.no_grad():
                 torch._foreach_add_(before, own)
-
-    def _put(self, gradients: Sequence[Tensor | None]) -> None:
-        with signals.held():
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                parameter.grad = gradient
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 
