@@ -20,7 +20,6 @@ from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, samp
 from autoaccum._engine.dtensor import least_size
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.out_of_memory import Phase
-from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.loss_weights import OF_SAMPLES, Factors
 from autoaccum._loss.terms import in_full
 from autoaccum._oom import first_line, is_oom, is_too_large
@@ -66,7 +65,7 @@ class ShardedDataParallel(DataParallel):
     def __init__(self, ranks: Ranks, step: TrainingStep, grows_to: int | None, **said: Any) -> None:
         super().__init__(ranks, step, **said)
         self._training = step
-        self._mark = Savepoint(step.objective.modules, step.memory.device, step.objective.functions)
+        self._mark = step.savepoint()
         self._grows_to = grows_to
         self._larger: int | None = None
         self._least = least_size(step.objective.modules)

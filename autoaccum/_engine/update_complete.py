@@ -12,7 +12,7 @@ from autoaccum.errors import UpdateCompleteError
 def wrapped(error: BaseException, step: int, *, has_moved: bool) -> BaseException:
     """Return the exception to raise for an error that came after an optimizer step: the error itself if it can stay.
 
-    Interrupts pass through unchanged, and so do callback errors once everything that moves with the update (the
+    Interrupts pass through unchanged, and so do callback errors once everything that moves with it (the
     scheduler) has moved; a note on them states that the optimizer step was made. Out-of-memory errors are always
     wrapped, because they would be mistaken for the window's own.
     """

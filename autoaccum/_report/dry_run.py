@@ -15,7 +15,6 @@ from torch import Tensor
 from autoaccum._data.batches import Window, count
 from autoaccum._data.nesting import plain_parts
 from autoaccum._engine.probing import Trials, without_updates
-from autoaccum._engine.savepoint import Savepoint
 from autoaccum._estimate.trace import Footprint
 from autoaccum._memory._storages import gradient_bytes
 from autoaccum._memory.limits import format_bytes
@@ -199,7 +198,7 @@ class _Stage:
         step, samples = self._step, count(self._batch, self._step.objective.split)
         if self._plan.accum_steps == 1 or samples == 1:
             return
-        mark = Savepoint(step.objective.modules, step.memory.device, step.objective.functions)
+        mark = step.savepoint()
         sizes = balanced(samples, min(self._plan.micro_batch, samples - 1))
         try:
             window = Window([self._batch], step.objective.split)
