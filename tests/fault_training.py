@@ -173,7 +173,7 @@ class _Training(autoaccum.Callback):
 
     def _step(self, window):
         runner, played = self._runner, self.played
-        done = runner.windows_done
+        done = runner._runner.events.windows
         self._go_to(BEGIN)
         try:
             with contextlib.ExitStack() as stack:
@@ -185,7 +185,7 @@ class _Training(autoaccum.Callback):
             if isinstance(error, KeyboardInterrupt) and not any(fault.hits for fault in self._faults):
                 raise  # a person's own
             played.error, played.part = error, self.part
-            played.finished, played.left = runner.windows_done > done, self._state()
+            played.finished, played.left = runner._runner.events.windows > done, self._state()
             return None
 
     def _note(self, report):

@@ -23,7 +23,6 @@ from autoaccum._data.batches import Window
 from autoaccum._data.nesting import copied
 from autoaccum._distributed.buckets import Buckets, as_plain
 from autoaccum._engine.does_not_fit import whole_does_not_fit
-from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.gradients import LossSum, WindowResult
 from autoaccum._engine.noise_scale import Spread, squared_norm
 from autoaccum._engine.out_of_memory import Phase
@@ -108,13 +107,12 @@ class DataParallel(Peers):
         requests: Callable[[], int] = lambda: 0,
         drops: Callable[[Sequence[int]], bool] = lambda _: False,
     ) -> None:
+        super().__init__(step)
         self.ranks = ranks
         self.parts: list[Part] = []
         self.is_decided = False
         self._requests = requests
         self._drops = drops
-        self._step = step
-        self._optimizer_steps = step.optimizer_steps if isinstance(step, TrainingStep) else None
         self._trained = trained(step)
         self._flags = [np.zeros(0, dtype=bool)] * ranks.size  # of each rank's last message
         self._buffers = _SharedBuffers(step)
@@ -212,7 +210,7 @@ class DataParallel(Peers):
         if self.is_decided and is_oom(error) and not self.ranks.is_in_pass:
             raise _left_behind(error, self.ranks.rank, number) from error
 
-    def reduce(self, given: PartResult, work: Work, before_optimizer_step: BeforeStep) -> WindowResult | None:
+    def reduce(self, given: PartResult, work: Work, before_step: BeforeStep) -> WindowResult | None:
         """Agree with the other ranks and sum the gradients; return None if the attempt must be repeated."""
         if not self.agree(given, work):
             return None
@@ -222,7 +220,7 @@ class DataParallel(Peers):
         outcome = self.add_up(given)
         result = outcome.result
         result.samples = self.samples
-        outcome.run(lambda: before_optimizer_step(result.losses, result.samples))
+        outcome.run(lambda: before_step(result.losses, result.samples))
         # From here on, this rank cannot know whether the others have received its message and make the optimizer step.
         # If the model sums gradients itself, they all meet once more.
         self.is_decided = self.adds_up_gradients

@@ -20,7 +20,6 @@ from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, samp
 from autoaccum._engine.dtensor import least_size
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.out_of_memory import Phase
-from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.loss_weights import OF_SAMPLES, Factors
 from autoaccum._loss.terms import in_full
 from autoaccum._oom import first_line, is_oom, is_too_large
@@ -66,7 +65,7 @@ class ShardedDataParallel(DataParallel):
     def __init__(self, ranks: Ranks, step: TrainingStep, grows_to: int | None, **said: Any) -> None:
         super().__init__(ranks, step, **said)
         self._training = step
-        self._mark = Savepoint(step.objective.modules, step.memory.device, step.objective.functions)
+        self._mark = step.savepoint()
         self._grows_to = grows_to
         self._larger: int | None = None
         self._least = least_size(step.objective.modules)
@@ -92,7 +91,7 @@ class ShardedDataParallel(DataParallel):
 
     def agree(self, given: PartResult, work: Work) -> bool:
         """Make the passes that others still have to make, and confirm that all have finished."""
-        for _ in range(self._passes - len(work.sizes)):
+        for _ in range(self._passes - len(work.at.sizes)):
             self._pass_with_nothing()
         self._slots = sorted({*self._slots, *given.slots})
         self._exchange_oom(None)
@@ -142,7 +141,7 @@ class ShardedDataParallel(DataParallel):
         """
         super().failed(error, work, number)
         if self.ranks.is_in_pass:
-            self._end(error, work.size or self._sizing.plan.micro_batch, self._window)
+            self._end(error, work.at.size or self._sizing.plan.micro_batch, self._window)
             return
         if not (is_oom(error) or is_too_large(error)):
             return
@@ -150,9 +149,9 @@ class ShardedDataParallel(DataParallel):
             self._is_announced = False
             return
         if not isinstance(error, OutOfMemoryElsewhereError):
-            self._exchange_oom((work.size, first_line(error)))
+            self._exchange_oom((work.at.size, first_line(error)))
         work.start_over(self.totals)
-        work.size = max((size for size, _ in self._ran_out.values() if size is not None), default=None)
+        work.at.size = max((size for size, _ in self._ran_out.values() if size is not None), default=None)
 
     def _end(self, error: Exception, size: int, window: Window | None = None) -> None:
         if is_oom(error):
@@ -161,10 +160,10 @@ class ShardedDataParallel(DataParallel):
                 if size > 1:
                     sample = f"a micro-batch of {size} samples, the least for BatchNorm,"
                 raise sample_does_not_fit(
-                    self._step, first_line(error), sample=sample, phase=self._step.phase
+                    self._step, first_line(error), sample=sample, phase=self._step.stage.phase
                 ) from error
             text = (
-                f"rank {self.ranks.rank} ran out of memory with {size} samples ({self._step.phase}: "
+                f"rank {self.ranks.rank} ran out of memory with {size} samples ({self._step.stage.phase}: "
                 f"{first_line(error)}) while the others wait for it; every process has to be started again, as "
                 "torchrun does with --max-restarts, and goes on with smaller micro-batches if fit has a checkpoint="
             )

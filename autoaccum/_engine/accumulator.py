@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any
@@ -12,11 +11,11 @@ import torch
 
 from autoaccum._data.batches import largest_first
 from autoaccum._engine.out_of_memory import Phase
-from autoaccum._engine.peers import Alone
+from autoaccum._engine.peers import Peers
 from autoaccum._engine.steady import NotSteadyError
 from autoaccum._engine.window import Engine
 from autoaccum._engine.window_checks import no_gradient
-from autoaccum._records import BackwardReport, DeviceScalar
+from autoaccum._records import BackwardReport
 from autoaccum._sizing.cache import CacheEntry
 from autoaccum._sizing.planner import plan
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
@@ -30,12 +29,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from autoaccum._data.batches import Window
-    from autoaccum._engine.events import Events
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import PartResult, WindowResult
-    from autoaccum._engine.peers import Peers
     from autoaccum._engine.savings import Rung
     from autoaccum._records import Plan
+    from autoaccum._sizing.events import Events
     from autoaccum._system.notices import Notices
 
 _GRADIENT = attrgetter("grad")
@@ -43,15 +41,6 @@ _GRADIENT = attrgetter("grad")
 _GRAPH_IS_GONE = "Trying to backward through the graph a second time"
 # Batches after which cuts of full batches are timed.
 _BATCHES_BEFORE_TIMING = 10
-
-
-@dataclass(frozen=True, slots=True)
-class _SizedEngine:
-    """Cuts and runs batches, up to one that is larger than any that fitted; `entry` is what the cache holds."""
-
-    sizing: Sizing
-    engine: Engine
-    entry: CacheEntry
 
 
 class GradientAccumulator:
@@ -78,30 +67,31 @@ class GradientAccumulator:
         self._step = step
         self._events = events
         self._notices = notices
-        self._make_peers = peers or (lambda: Alone(step))
+        self._make_peers = peers or (lambda: Peers(step))
         self._peers: Peers = self._make_peers()
         self._asked = step.options.micro_batch
         self._entry_of = entry_of or (lambda _: CacheEntry(step.memory))
         self._parameters: list[nn.Parameter] = []  # those of which gradients are set aside
         self._earlier: list[Tensor | None] = []
-        self._sums: list[Tensor | None] | None = None  # where some gradients cannot be added in place
-        self._is_added = self._has_earlier = False
-        self._current: _SizedEngine | None = None
+        # With earlier gradients, those that cannot be added in place; None for one that can.
+        self._sums: list[Tensor | None] | None = None
+        self._is_added = False
+        self._engine: Engine | None = None  # runs batches, up to one that is larger than any that fitted
+        self._entry = CacheEntry(step.memory)  # what the cache holds of them
         self._rung: Rung = ()
         self._looked_up: CacheEntry | None = None
 
     @property
     def plan(self) -> Plan | None:
         """How the largest batch so far is cut; None before the first batch."""
-        return None if self._current is None else self._current.sizing.plan
+        return None if self._engine is None else self._engine.sizing.plan
 
     def add(self, window: Window) -> BackwardReport:
         """Add the gradient of a window, or of this process's part of it, to `.grad`."""
         started = time.perf_counter()
         step = self._step
         self._earlier, self._parameters = list(map(_GRADIENT, step.parameters)), step.parameters
-        current = self._current_for(window)
-        engine = current.engine
+        engine = self._engine_for(window)
         if not step.keeps_outputs and step.options.loss_scope == "micro_batch":  # outputs are in the order of samples
             window = largest_first(window)
         step.clear_gradients()
@@ -119,7 +109,9 @@ class GradientAccumulator:
             if self._is_added:
                 error.add_note("autoaccum: the gradient of this batch is in .grad, so it must not be repeated")
             else:
-                self._put(self._earlier)
+                with signals.held():
+                    for parameter, gradient in zip(self._parameters, self._earlier, strict=True):
+                        parameter.grad = gradient
             if _GRAPH_IS_GONE in str(error):
                 error.add_note(
                     "autoaccum: the loss depends on a graph of an earlier micro-batch, which is gone once that is done;"
@@ -129,47 +121,25 @@ class GradientAccumulator:
         finally:
             self._earlier, self._parameters = [], []
             if engine.oom_events:
-                current.entry.forget()
-        current.entry.keep(current.sizing.probe, current.sizing.fastest)
-        return BackwardReport(
-            samples=reduced.samples,
-            micro_batches=engine.at.sizes,
-            oom_events=len(engine.oom_events),
-            elapsed_s=elapsed_s,
-            peak_bytes=engine.peak_bytes,
-            recomputed_samples=engine.at.recomputed,
-            device_losses={name: DeviceScalar(parts) for name, parts in reduced.losses.items()},
-            device_reported={name: DeviceScalar(value) for name, value in reduced.reported.items()},
-            outputs=outputs,
-            warnings=engine.warnings(),
-        )
+                self._entry.forget()
+        self._entry.keep(engine.sizing.probe, engine.sizing.fastest)
+        return BackwardReport(elapsed_s=elapsed_s, outputs=outputs, **engine.reported(reduced))
 
     def known(self, batch: Any) -> Window | None:
         """Return a window of a batch of tensors just like those of the last one; None if it is anything else."""
-        return None if self._current is None else self._current.engine.steady.known(batch)
+        return None if self._engine is None else self._engine.steady.known(batch)
 
     # --- memory="auto" ------------------------------------------------------------------------------------------------
 
     def begin_rung(self, rung: Rung) -> None:
         """Search for sizes with what saves memory from now on, or take those that an earlier run found with it."""
-        self._rung, self._current = rung, None
+        self._rung, self._engine = rung, None
 
     def look_up(self, window: Window) -> Rung:
         """Return what memory="auto" needed in an earlier run; call it before a batch, with modules as the user's."""
-        if self._current is None or _is_outgrown(self._current.sizing, window):
+        if self._engine is None or _is_outgrown(self._engine.sizing, window):
             self._looked_up = self._entry_of(window)
         return () if self._looked_up is None else self._looked_up.saves
-
-    @property
-    def sizing(self) -> Sizing | None:
-        """What cuts batches; None before the first of them."""
-        return None if self._current is None else self._current.sizing
-
-    def _entry(self, window: Window) -> CacheEntry:
-        entry = self._looked_up or self._entry_of(window)
-        self._looked_up = None
-        entry.use(self._rung)
-        return entry
 
     # --- a batch ------------------------------------------------------------------------------------------------------
 
@@ -180,7 +150,8 @@ class GradientAccumulator:
             InvalidInputError: Other processes are in the middle of the window.
             StateDamagedError: Those of earlier batches were dropped with a window that begins again.
         """
-        lost = "" if self._current is None else self._current.engine.lost_gradients()
+        assert self._engine is not None
+        lost = self._engine.lost_gradients()
         if lost and any(earlier is not None for earlier in self._earlier):
             raise StateDamagedError(f"the loss changed its form after {lost}")
         known = dict(zip(self._parameters, self._earlier, strict=True))
@@ -191,25 +162,21 @@ class GradientAccumulator:
             parameter.grad = None
         self._peers.check_parameters()
         self._peers = self._make_peers()
-        if self._current is not None:
-            self._current.engine.use(self._peers)
+        self._engine.use(self._peers)
 
     def _finish(self, given: PartResult) -> tuple[WindowResult, tuple[Any, ...]] | None:
         """Add a window's gradient to earlier ones; None if another process lacks memory for it."""
         self._step.stage.phase = Phase.ADD
-        assert self._current is not None
-        reduced = self._peers.reduce(given, self._current.engine, self._before_adding)
+        assert self._engine is not None
+        reduced = self._peers.reduce(given, self._engine, self._before_adding)
         if reduced is None:
             return None
-        if not self._has_earlier:
+        if self._sums is None:
             self._is_added = True
         else:
             with signals.held():  # an interrupt would leave some gradients with this batch, and others without it
                 self._is_added = True
-                if self._sums is not None:
-                    self._put(self._sums)
-                else:
-                    self._add()
+                self._add(self._sums)
         self._sums = None
         self._events.windows += 1
         return reduced, tuple(given.outputs)
@@ -217,77 +184,71 @@ class GradientAccumulator:
     def _before_adding(self, *_: object) -> None:
         """Reject a window without gradients, and allocate while there is a way back."""
         if not self._step.holds_gradients():
-            if self._current is not None and not self._current.engine.is_due:
+            if self._engine is not None and not self._engine.is_due:
                 raise NotSteadyError  # the parameters may be new
             raise no_gradient(self._step.parameters)
-        self._has_earlier, self._sums = any(map(is_not, self._earlier, repeat(None))), None
-        if not self._has_earlier:
-            return
-        pairs = [(before, parameter.grad) for parameter, before in zip(self._parameters, self._earlier, strict=True)]
-        added = [(before, own) for before, own in pairs if before is not None and own is not None]
-        if not all(_is_plain(before) and _is_plain(own) for before, own in added):
+        self._sums = None
+        if any(map(is_not, self._earlier, repeat(None))):
+            pairs = zip(self._earlier, map(_GRADIENT, self._parameters), strict=True)
             self._sums = [
-                own if before is None else before if own is None else _sum(before, own) for before, own in pairs
+                None if before is None or own is None or (_is_plain(before) and _is_plain(own)) else _sum(before, own)
+                for before, own in pairs
             ]
 
-    def _add(self) -> None:
-        """Add to earlier gradients in place, which allocates nothing."""
+    def _add(self, sums: Sequence[Tensor | None]) -> None:
+        """Add to earlier gradients, which allocates nothing where there is no sum."""
         before, own = [], []
-        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+        for parameter, earlier, made in zip(self._parameters, self._earlier, sums, strict=True):
             if earlier is not None:
-                if parameter.grad is not None:
+                if made is None and parameter.grad is not None:
                     before.append(earlier)
                     own.append(parameter.grad)
-                parameter.grad = earlier
+                parameter.grad = earlier if made is None else made
         if before:
             with torch.no_grad():
                 torch._foreach_add_(before, own)
 
-    def _put(self, gradients: Sequence[Tensor | None]) -> None:
-        with signals.held():
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                parameter.grad = gradient
-
     # --- sizes --------------------------------------------------------------------------------------------------------
 
-    def _current_for(self, window: Window) -> _SizedEngine:
+    def _engine_for(self, window: Window) -> Engine:
         """Return what cuts and runs a batch, newly made for the first one and for one larger than any that fitted."""
-        if self._current is None or _is_outgrown(self._current.sizing, window):
-            self._current = self._new(window, self._current, self._entry(window))
-        return self._current
-
-    def _new(self, window: Window, known: _SizedEngine | None, entry: CacheEntry) -> _SizedEngine:
-        step, samples, cap = self._step, window.samples, max_micro_batch()
-        is_auto = not isinstance(self._asked, int)
-        most = min(samples if is_auto else int(self._asked), samples if cap is None else cap)
-        knows_fastest = entry.found is not None and entry.found.fastest
-        wanted = SizingOptions(
-            by_width=is_auto,
-            learns=is_auto and step.options.loss_scope != "window",
-            times_after=None if knows_fastest or not is_auto else _BATCHES_BEFORE_TIMING,
-            most=None if cap is None or cap >= samples else cap,
-            **(entry.experience if entry.found is not None or known is None else _experience(known, entry)),
-        )
-        asked = begins = plan(samples, min(most, samples))
-        if known is not None and known.sizing.plan.micro_batch < known.sizing.set_plan.micro_batch:  # after failures
-            smaller = min(known.sizing.plan.micro_batch, asked.micro_batch)
-            begins = plan(samples, smaller)
-        sizing = Sizing(step.memory, lambda: step.parameters, Cutting(begins, asked), wanted, self._events)
+        known = self._engine
+        if known is not None and not _is_outgrown(known.sizing, window):
+            return known
+        entry, self._looked_up = self._looked_up or self._entry_of(window), None
+        entry.use(self._rung)
         engine = Engine(
-            step,
-            sizing,
+            self._step,
+            self._sizing(window, None if known is None else known.sizing, entry),
             self._events,
             self._notices,
             peers=self._peers,
             owns_gradients=False,
         )
-        return _SizedEngine(sizing, engine, entry)
+        self._engine, self._entry = engine, entry
+        return engine
 
-
-def _experience(known: _SizedEngine, entry: CacheEntry) -> dict[str, Any]:
-    """Return what is known from other batches, as options of `SizingOptions`."""
-    entry.frontier = known.sizing.frontier
-    return {"begins_with": known.sizing.plan.micro_batch, "frontier": entry.frontier}
+    def _sizing(self, window: Window, known: Sizing | None, entry: CacheEntry) -> Sizing:
+        """Return what cuts a batch, which begins with what an earlier run has found, or else with what is `known`."""
+        step, samples, cap = self._step, window.samples, max_micro_batch()
+        is_auto = not isinstance(self._asked, int)
+        most = min(samples if is_auto else int(self._asked), samples if cap is None else cap)
+        knows_fastest = entry.found is not None and entry.found.fastest
+        experience = entry.experience
+        if entry.found is None and known is not None:
+            entry.frontier = known.frontier
+            experience = {"begins_with": known.plan.micro_batch, "frontier": known.frontier}
+        wanted = SizingOptions(
+            by_width=is_auto,
+            learns=is_auto and step.options.loss_scope != "window",
+            times_after=None if knows_fastest or not is_auto else _BATCHES_BEFORE_TIMING,
+            most=None if cap is None or cap >= samples else cap,
+            **experience,
+        )
+        asked = begins = plan(samples, most)
+        if known is not None and known.plan.micro_batch < known.set_plan.micro_batch:  # after failures
+            begins = plan(samples, min(known.plan.micro_batch, asked.micro_batch))
+        return Sizing(step.memory, lambda: step.parameters, Cutting(begins, asked), wanted, self._events)
 
 
 def _is_plain(gradient: Tensor) -> bool:

@@ -15,11 +15,11 @@ from autoaccum._data.nesting import leaves_of, map_leaves, shapes_of
 from autoaccum._data.splits import check_split
 from autoaccum._engine import devices
 from autoaccum._engine.does_not_fit import refusal
-from autoaccum._engine.events import Events
 from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.step_limit import StepLimit
 from autoaccum._loss.closures import modules_used_by
+from autoaccum._sizing.events import Events
 from autoaccum._system.notices import Notices, check_notices
 from autoaccum._system.reason_file import writes_reason
 from autoaccum.errors import InvalidInputError
@@ -77,7 +77,14 @@ def batched(
         check_positive_int("micro_batch", micro_batch)
     notices, found = notices or Notices(), nn.ModuleList(modules_used_by(function))
     memory = devices.resolve(device, found, notices)
-    limit, parts = StepLimit(memory, None), _parts(found, function, memory, notices)
+    limit = StepLimit(memory, None)
+    remedies = ["lower precision", "shorter samples", "results that leave the device"]
+    parts = PartsThatFit(
+        memory,
+        Savepoint(found, memory.device, [function]),
+        lambda said, sample: refusal(memory, f"{sample} does not fit", said, remedies),
+        Events(memory, notices=notices).ran_out,
+    )
     parts.begin(micro_batch)
 
     @functools.wraps(function)
@@ -140,13 +147,3 @@ def _joined_leaf(column: Sequence[Any]) -> Any:
             "the list of results, which pads them or returns one item for each sample"
         )
     return torch.cat(list(column))
-
-
-def _parts(modules: nn.ModuleList, function: object, memory: MemoryBackend, notices: Notices) -> PartsThatFit:
-    remedies = ["lower precision", "shorter samples", "results that leave the device"]
-    return PartsThatFit(
-        memory,
-        Savepoint(modules, memory.device, [function]),
-        lambda said, sample: refusal(memory, f"{sample} does not fit", said, remedies),
-        Events(notices=notices).ran_out,
-    )

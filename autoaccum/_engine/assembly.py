@@ -42,7 +42,7 @@ def assemble(
         DoesNotFitError: The model, or what is created along with it, does not fit on the device. The model is not
             moved.
     """
-    check_model(model)
+    _check_values(model)
     with devices.oom_explained(memory, "what training needs in addition to the model"):
         objective = _objective(model, options, notices)
         if not is_one_of_several:
@@ -69,7 +69,7 @@ def assemble_without_optimizer(
     scale: torch.amp.GradScaler | Callable[[Tensor], Tensor] | None = None,
 ) -> GradientStep:
     """Check and move the model as `assemble` does, and assemble what a gradient needs."""
-    check_model(model)
+    _check_values(model)
     with devices.oom_explained(memory, "what a gradient needs in addition to the model"):
         objective = _objective(model, options, notices, further)
         refuse_sharded(objective.modules)
@@ -114,10 +114,8 @@ def _report_oom(step: GradientStep, notices: Notices) -> None:
         step.witness = OomReport(folder, step, notices).see
 
 
-def check_model(model: object) -> None:
-    """Reject anything that is not a model, or a model without values to train."""
-    devices.check_is_module(model)
-    assert isinstance(model, nn.Module)
+def _check_values(model: nn.Module) -> None:
+    """Reject a model without values to train."""
     check_shapes(model)
     for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
         if value.is_meta:

@@ -32,7 +32,9 @@ def resolve(device: str | torch.device | MemoryBackend | None, model: nn.Module,
     Raises:
         InvalidInputError: The device is unknown or missing, or `model` is not a module.
     """
-    check_is_module(model)
+    if not isinstance(model, nn.Module):
+        advice = f"pass an instance: {model.__name__}(...)" if isinstance(model, type) else "pass one"
+        raise InvalidInputError(f"model={shown(model)} is not a torch.nn.Module; {advice}")
     if isinstance(device, MemoryBackend):
         existing(device.device)
         return device
@@ -40,14 +42,6 @@ def resolve(device: str | torch.device | MemoryBackend | None, model: nn.Module,
     if neighbours := describe_neighbours(memory):
         notices.say(neighbours)
     return memory
-
-
-def check_is_module(model: object) -> None:
-    """Reject anything that is not a module."""
-    if isinstance(model, nn.Module):
-        return
-    advice = f"pass an instance: {model.__name__}(...)" if isinstance(model, type) else "pass one"
-    raise InvalidInputError(f"model={shown(model)} is not a torch.nn.Module; {advice}")
 
 
 def _chosen(model: nn.Module, notices: Notices) -> torch.device:

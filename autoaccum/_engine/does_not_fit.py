@@ -13,7 +13,6 @@ import torch
 
 from autoaccum._data.nesting import shapes_of_sample
 from autoaccum._data.splits import is_default
-from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.optimizers import name_of
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.savings import ways_left
@@ -141,7 +140,7 @@ def _savings(step: GradientStep) -> list[str]:
 
 
 def _less_state(step: GradientStep) -> list[str]:
-    if not isinstance(step, TrainingStep) or not isinstance(step.optimizer, _OF_TWO_STATES):
+    if not isinstance(step.optimizer, _OF_TWO_STATES):
         return []
     return [f"an optimizer with less state than {name_of(step.optimizer)}"]
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from autoaccum._engine.peers import Talk
     from autoaccum._engine.savepoint import Savepoint
     from autoaccum._loss.terms import Term
-    from autoaccum.errors import DoesNotFitError
 
 _NO_SAMPLES = (
     "the validation loader gave no samples (val_loader=), so there is nothing to evaluate; make it a "
@@ -99,7 +98,12 @@ class Evaluator:
         self._callables = {name: metric for name, metric in named.items() if not keeps_count(metric)}
         self._counting = [CountingMetric(*item, device, ranks) for item in named.items() if keeps_count(item[1])]
         self._savepoint = step.savepoint()
-        self._parts = PartsThatFit(step.memory, self._savepoint, partial(_does_not_fit, step), on_oom)
+        self._parts = PartsThatFit(
+            step.memory,
+            self._savepoint,
+            lambda said, sample: sample_does_not_fit(step, said, sample=sample, phase=Phase.EVALUATE),
+            on_oom,
+        )
 
     def run(self, batches: Iterable[Any], *, trained_size: int | None = None) -> Evaluation:
         """Evaluate `batches` once, without gradients; modes, and what a failed attempt has changed, are restored.
@@ -306,10 +310,6 @@ def _no_gradients() -> Iterator[None]:
     """Compute no gradients, also where the caller is in inference mode, in which graphs of losses say nothing."""
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _does_not_fit(step: TrainingStep, said: str, sample: str) -> DoesNotFitError:
-    return sample_does_not_fit(step, said, sample=sample, phase=Phase.EVALUATE)
 
 
 def _times(value: Tensor, factor: Any) -> Tensor:

@@ -1,6 +1,6 @@
 """The smallest unit of training: one micro-batch forward and backward, with model, loss and optimizer assembled.
 
-Nothing is caught here. `phase` records what was being done when something failed, for whoever catches it.
+Nothing is caught here. `stage` records what was being done when something failed, for whoever catches it.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class GradientStep:
     """
 
     optimizer: torch.optim.Optimizer | None = None
+    optimizer_steps: OptimizerSteps | None = None
 
     def __init__(self, objective: Objective, precision: Precision, memory: MemoryBackend, options: Options) -> None:
         self.objective = objective
@@ -95,11 +96,6 @@ class GradientStep:
         self.is_sharded = is_sharded(objective.modules)
         self.parameters = self._found()
         self._are_trained = [parameter.requires_grad for parameter in self.parameters]
-
-    @property
-    def phase(self) -> Phase:
-        """The current phase."""
-        return self.stage.phase
 
     def refresh(self) -> bool:
         """Look up the current parameters; return whether they, or which of them are trained, have changed."""
@@ -227,6 +223,7 @@ class TrainingStep(GradientStep):
     """A gradient step with an optimizer, whose parameters are among `parameters`."""
 
     optimizer: torch.optim.Optimizer
+    optimizer_steps: OptimizerSteps
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""How the processes of one training make a window together, and the single process as the first implementation.
+"""How the processes of one training make a window together, and how one does alone.
 
 Every window takes the same steps: each process accumulates the gradient of its part, the parts are reduced to the
 gradient of the whole window, and each process steps its optimizer. Several ranks are in `_distributed`.
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep
-    from autoaccum._engine.gradients import Losses, PartResult
-    from autoaccum._engine.optimizer_step import OptimizerSteps
+    from autoaccum._engine.gradients import Losses, PartResult, Progress
     from autoaccum._loss.loss_weights import Slot
     from autoaccum._sizing.frontier import Widths
     from autoaccum._sizing.sizing import Sizing
@@ -32,10 +31,7 @@ if TYPE_CHECKING:
 class Work(Protocol):
     """The micro-batches of this process's part of a window."""
 
-    @property
-    def sizes(self) -> tuple[int, ...]: ...
-
-    size: int | None
+    at: Progress
 
     def start_over(self, totals: Mapping[Slot, float] | None = None) -> None:
         """Restore everything to its state before the window."""
@@ -56,7 +52,7 @@ class Talk(Protocol):
 
 
 class Peers:
-    """The processes that make windows together: their gradients, and optimizer steps from them."""
+    """The processes that make windows together: their gradients, and optimizer steps from them. Here there is one."""
 
     # Whether other processes have other parts of the same windows.
     is_part: bool = False
@@ -66,6 +62,10 @@ class Peers:
     samples_to_try: Window | None = None
     # Factor for all losses whose weights are known beforehand, to compensate for a reduction that divides gradients.
     multiplier: float = 1.0
+
+    def __init__(self, step: GradientStep) -> None:
+        self._step = step
+        self._optimizer_steps = step.optimizer_steps
 
     def check_parameters(self) -> None:
         """Raise InvalidInputError if there are new parameters that other processes do not know."""
@@ -81,14 +81,23 @@ class Peers:
     def begin_attempt(self) -> None:
         """Prepare for an attempt at the window."""
 
-    def reduce(self, given: PartResult, work: Work, before_optimizer_step: BeforeStep) -> WindowResult | None:
+    def reduce(self, given: PartResult, work: Work, before_step: BeforeStep) -> WindowResult | None:  # noqa: ARG002
         """Reduce the parts of all processes to the gradient and the losses of the whole window, unscaled and clipped.
 
         Returns:
             The window; None if the attempt must be repeated, since another process lacks memory or has learned more
             about what a loss runs over.
         """
-        raise NotImplementedError
+        # The gradient already is that of the whole window.
+        factor = 1.0 if given.weight is None else given.correction
+        losses = given.losses if given.weight is None else given.corrected()
+        before_step(losses, given.samples)
+        norm = None
+        if self._optimizer_steps is not None:
+            norm = self._optimizer_steps.unscale_and_clip(factor)
+        elif not isinstance(factor, float) or factor != 1.0:
+            torch._foreach_mul_([p.grad for p in self._step.parameters if p.grad is not None], factor)
+        return WindowResult(losses, means(given.slots) if given.reported else {}, given.samples, norm, given.spread)
 
     def failed(self, error: Exception, work: Work, number: int) -> None:
         """Tell the others of a failure in optimizer step `number`, and raise if it ends the training."""
@@ -98,30 +107,9 @@ class Peers:
         return ()
 
     def commit(self) -> bool:
-        """Step the optimizer, which all processes do now; return whether the scaler skipped it."""
-        raise NotImplementedError
+        """Step the optimizer, which all processes do now; return whether the scaler skipped it.
 
-
-class Alone(Peers):
-    """The only process of a training."""
-
-    def __init__(self, step: GradientStep, steps: OptimizerSteps | None = None) -> None:
-        self._step = step
-        self._optimizer_steps = steps
-
-    def reduce(self, given: PartResult, work: Work, before_optimizer_step: BeforeStep) -> WindowResult:  # noqa: ARG002 - as Peers has it
-        """Correct, unscale and clip the gradient, which already is that of the whole window."""
-        factor = 1.0 if given.weight is None else given.correction
-        losses = given.losses if given.weight is None else given.corrected()
-        before_optimizer_step(losses, given.samples)
-        norm = None
-        if self._optimizer_steps is not None:
-            norm = self._optimizer_steps.unscale_and_clip(factor)
-        elif not isinstance(factor, float) or factor != 1.0:
-            torch._foreach_mul_([p.grad for p in self._step.parameters if p.grad is not None], factor)
-        return WindowResult(losses, means(given.slots) if given.reported else {}, given.samples, norm, given.spread)
-
-    def commit(self) -> bool:
-        """Step the optimizer. Out-of-memory errors pass through unchanged: the window can be retried."""
+        Out-of-memory errors of a process that is alone pass through unchanged: the window can be retried.
+        """
         assert self._optimizer_steps is not None
         return self._optimizer_steps.commit()

@@ -17,11 +17,10 @@ from autoaccum._engine import devices
 from autoaccum._engine.assembly import assemble
 from autoaccum._engine.does_not_fit import described, sample_does_not_fit
 from autoaccum._engine.gradients import PartResult
-from autoaccum._engine.optimizer_step import OptimizerCopy, aside
+from autoaccum._engine.optimizer_step import OptimizerCopy
 from autoaccum._engine.options import Options
 from autoaccum._engine.out_of_memory import Phase, resolvable_oom
-from autoaccum._engine.savepoint import Savepoint
-from autoaccum._engine.savings import AVOIDABLE, Savings
+from autoaccum._engine.savings import Savings
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._loss.loss_weights import Factors
 from autoaccum._memory.available_devices import backend_for
@@ -34,16 +33,19 @@ from autoaccum._system.notices import Notices
 from autoaccum.errors import StateDamagedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
+    from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import MemoryEvent
+    from autoaccum._sizing.frontier import Widths
+    from autoaccum.errors import DoesNotFitError
 
 
 def find_micro_batch(
@@ -98,17 +100,7 @@ def find_micro_batch(
     limit_bytes, names = options.limit_bytes(backend), options.savings(backend)
     step = assemble(model, options, memory=backend, notices=notices)
     savings = Savings(step.objective.modules, names, backend, notices)
-    if savings.is_auto:
-        savings.begin()
-    while True:
-        try:
-            with savings.in_force():
-                return probe(step, by_size(batch, split), largest, limit_bytes, loss_scope=loss_scope)
-        except AVOIDABLE as error:
-            if not savings.climb(error):
-                raise
-            let_go(error)
-        backend.release()
+    return savings.run(lambda: probe(step, by_size(batch, split), largest, limit_bytes))
 
 
 def probe(
@@ -118,19 +110,17 @@ def probe(
     limit_bytes: int | None,
     on_trial: Callable[[Trial], None] = lambda _: None,
     *,
-    loss_scope: str = "micro_batch",
     begins_with: int | None = None,
     frontier: Frontier | None = None,
 ) -> ProbeResult:
     """Search with an assembled training step; the limit applies only during the search.
 
     Args:
-        step: The training step.
+        step: The training step. If its loss runs over a window, that has `max_micro_batch` samples.
         batch: Samples to repeat.
         max_micro_batch: The largest size of interest.
         limit_bytes: Limit, as the memory backend counts; None for all available memory.
         on_trial: Called after each trial.
-        loss_scope: "window": the loss is computed over a window of `max_micro_batch` samples at once.
         begins_with: The result of an earlier search. If it fits, it is returned without further trials.
         frontier: What an earlier search has found; follows what this one finds.
 
@@ -140,66 +130,23 @@ def probe(
         DeviceLostError: This process can no longer use the device.
     """
     memory = step.memory
-    modules = step.objective.modules
-    whole = WholeWindow(step, step.savepoint()) if loss_scope == "window" else None
-    # Before the limit begins, since the copy is not part of the step.
     host = memory if memory.device.type == "cpu" else backend_for(torch.device("cpu"))
     with devices.oom_explained(host, "the copy of all that a search puts back"):
-        snapshot = Snapshot(modules, step.optimizer, memory.device, step.precision.scaler, step.objective.functions)
-    step.clear_gradients()
-    made = step.optimizer_steps.made
-    with devices.oom_explained(memory, "the search for a micro-batch"):
-        try:
-            with memory.limited(limit_bytes):
-                return _search(step, batch, max_micro_batch, limit_bytes, on_trial, whole, begins_with, frontier)
-        finally:
-            with signals.held():
-                step.abandon()
-                snapshot.restore()
-                step.optimizer_steps.made = made
-
-
-def _search(
-    step: TrainingStep,
-    batch: Any,
-    max_micro_batch: int,
-    limit_bytes: int | None,
-    on_trial: Callable[[Trial], None],
-    whole: WholeWindow | None,
-    begins_with: int | None,
-    frontier: Frontier | None,
-) -> ProbeResult:
-    running = Trials(step, batch, whole, max_micro_batch)
-    trials: list[Trial] = []
+        running = Trials(step, batch, max_micro_batch if step.options.loss_scope == "window" else None)
     frontier = Frontier() if frontier is None else frontier
     if begins_with is None or begins_with > max_micro_batch:
         frontier.forget()
         begins_with = None
-    search = Search(frontier, begins_with=begins_with, is_soft=step.memory.is_soft)
-    ((_, widths),) = repeating(batch, 1, step.objective.split).widths()[0]
-    while (size := search.next_trial(widths, max_micro_batch, running.free_bytes)) is not None:
-        line = frontier.line(widths)
+    search = Search(frontier, begins_with=begins_with, is_soft=memory.is_soft)
+    with devices.oom_explained(memory, "the search for a micro-batch"):
         try:
-            trials.append(running.run(size, expected_bytes=0 if line is None else int(line.at(size))))
-        except ValueError as error:
-            if size > 1 or not trials:
-                raise
-            # BatchNorm rejects a single value per channel; one sample is tried only because two ran out of memory.
-            reason = f"one sample alone is refused: {error}"
-            raise sample_does_not_fit(step, reason, sample=running.sample()) from error
-        on_trial(trials[-1])
-        search.tried(size, widths, running.extra_bytes(size), fits=trials[-1].fits)
-    answer = max((trial.size for trial in trials if trial.fits), default=None)
-    if answer is None:
-        event = running.oom_event
-        assert event is not None
-        said = event.message
-        if whole is not None:
-            said = f"the loss takes all {max_micro_batch} samples of a window at once; {said}"
-        raise sample_does_not_fit(step, said, sample=running.sample(), phase=event.phase, is_whole=whole is not None)
+            with memory.limited(limit_bytes):
+                trials, widths = _search(running, search, max_micro_batch, on_trial)
+        finally:
+            running.end()
     line = frontier.line(widths)
     return ProbeResult(
-        answer,
+        max(trial.size for trial in trials if trial.fits),
         tuple(trials),
         limit_bytes,
         None if line is None else max(0, int(line.fixed_bytes + (running.held_bytes or 0))),
@@ -207,11 +154,40 @@ def _search(
     )
 
 
+def _search(
+    running: Trials, search: Search, max_micro_batch: int, on_trial: Callable[[Trial], None]
+) -> tuple[list[Trial], Widths]:
+    """Return the trials, one of which fits, and the widths of their samples."""
+    trials: list[Trial] = []
+    ((_, widths),) = running.window(1).widths()[0]
+    while (size := search.next_trial(widths, max_micro_batch, running.free_bytes)) is not None:
+        line = search.frontier.line(widths)
+        try:
+            trials.append(running.run(size, expected_bytes=0 if line is None else int(line.at(size))))
+        except ValueError as error:
+            if size > 1 or not trials:
+                raise
+            # BatchNorm rejects a single value per channel; one sample is tried only because two ran out of memory.
+            raise running.does_not_fit(f"one sample alone is refused: {error}") from error
+        on_trial(trials[-1])
+        search.tried(size, widths, running.extra_bytes(size), fits=trials[-1].fits)
+    if not any(trial.fits for trial in trials):
+        event = running.oom_event
+        assert event is not None
+        raise running.does_not_fit(event.message, event.phase)
+    return trials, widths
+
+
 class Trials:
-    """Runs trials of a training step. The caller must take a snapshot before, and restore it after.
+    """Runs trials of a training step, until `end` puts everything back.
 
     A trial reproduces the memory use of a step in the middle of training: gradients and optimizer state exist before it
     begins, the state to restore after a failure is copied, and the next micro-batch is being transferred.
+
+    Args:
+        step: The training step.
+        batch: Samples to repeat.
+        samples: Those of a window that the loss runs over; None if it runs over micro-batches.
 
     Attributes:
         held_bytes: Bytes held between trials, counted as peaks are; None if that is not counted.
@@ -221,15 +197,16 @@ class Trials:
         optimizer step.
     """
 
-    def __init__(
-        self, step: TrainingStep, batch: Any, whole: WholeWindow | None = None, samples: int | None = None
-    ) -> None:
+    def __init__(self, step: TrainingStep, batch: Any, samples: int | None = None) -> None:
         self._step = step
         self._batch = batch
-        self._whole = whole
-        self._savepoint = step.savepoint(of_parameters=True)
-        split = step.objective.split
-        self._window = None if whole is None or samples is None else repeating(batch, samples, split)
+        self._savepoint, self._is_saved = step.savepoint(of_parameters=True), False
+        self._samples = samples
+        self._whole = None if samples is None else WholeWindow(step, self._savepoint)
+        # On the host, and before a limit begins, since they are no part of a step.
+        self._optimizer = OptimizerCopy(step.optimizer, step.precision.scaler)
+        self._gradients, self._made = [(one, one.grad) for one in step.parameters], step.optimizer_steps.made
+        step.clear_gradients()
         self.oom_event: MemoryEvent | None = None
         self.held_bytes: int | None = None
         self.free_bytes: int | None = None
@@ -263,7 +240,7 @@ class Trials:
             # An optimizer that ran out of memory midway does no harm here: everything is restored in the end.
             half_way = isinstance(error, StateDamagedError) and error.__cause__ is not None and is_oom(error.__cause__)
             cause = error.__cause__ if half_way and isinstance(error.__cause__, Exception) else error
-            phase = self._step.phase
+            phase = self._step.stage.phase
             event = resolvable_oom(cause, phase, size, self._step.witness, is_trial=True)
             if event is None:
                 raise
@@ -292,20 +269,42 @@ class Trials:
         peak = self.growing_bytes.get(size)
         return None if peak is None or self.held_bytes is None else peak - self.held_bytes
 
-    def sample(self) -> str:
-        """Return a sample of those that are tried, in words."""
-        split = self._step.objective.split
-        return described(repeated(self._batch, 1, split), has_rows=is_default(split))
+    def does_not_fit(self, said: str, phase: str | None = None) -> DoesNotFitError:
+        """Return the error for a sample that does not fit alone, given what the device said."""
+        split, is_whole = self._step.objective.split, self._whole is not None and phase is not None
+        if is_whole:
+            said = f"the loss takes all {self._samples} samples of a window at once; {said}"
+        sample = described(repeated(self._batch, 1, split), has_rows=is_default(split))
+        return sample_does_not_fit(self._step, said, sample=sample, phase=phase, is_whole=is_whole)
+
+    def window(self, samples: int) -> Window:
+        """Return a window of so many of the samples."""
+        return repeating(self._batch, samples, self._step.objective.split)
+
+    def end(self) -> None:
+        """Put everything back; tensors keep their identity."""
+        with signals.held():
+            self._step.abandon()
+            self._optimizer.undo()
+            for parameter, gradient in self._gradients:
+                parameter.grad = gradient
+            if self._is_saved:
+                self._savepoint.restore()
+            self._step.optimizer_steps.made = self._made
 
     def _one_step(self, size: int) -> None:
         for parameter in self._with_gradient or ():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self._savepoint.take(is_thorough=True)  # as before the first window, for which most is held
-        if self._whole is None or self._window is None:
-            self.one_micro_batch(size)
+        if self._is_saved:
+            self._savepoint.restore()
         else:
-            self._whole.rehearse(self._window, size)
+            self._savepoint.take(is_thorough=True)  # as before the first window, for which most is held
+            self._is_saved = True
+        if self._whole is None or self._samples is None:
+            self.one_micro_batch(size)
+        else:  # with all the memory of a window, but only the first of its micro-batches
+            self._whole.run(self.window(self._samples), [min(size, self._samples)])
         self.growing_bytes[size] = self._step.memory.peak_bytes()
         with without_moving_weights(self._step.optimizer):
             self._step.optimizer_steps.make()
@@ -341,33 +340,3 @@ def without_moving_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 group["lr"] = rate
         for table, entries in zip(hooks, kept, strict=True):
             table.update(entries)
-
-
-class Snapshot:
-    """A savepoint, and copies in host memory of all else that a training step may change."""
-
-    def __init__(
-        self,
-        modules: Iterable[nn.Module],
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        scaler: torch.amp.GradScaler | None = None,
-        functions: Iterable[Any] = (),
-    ) -> None:
-        modules = list(modules)
-        self._forward = Savepoint(modules, device, functions)
-        self._forward.take()
-        self._optimizer = OptimizerCopy(optimizer, scaler)
-        trained = (p for group in optimizer.param_groups for p in group["params"])
-        everything = dict.fromkeys([*trained, *(p for module in modules for p in module.parameters())])
-        self._gradients = [(p, None if p.grad is None else (p.grad, aside(p.grad))) for p in everything]
-
-    def restore(self) -> None:
-        """Restore the state at the time of the snapshot; tensors keep their identity."""
-        self._optimizer.undo()
-        with torch.no_grad():
-            for parameter, gradient in self._gradients:
-                parameter.grad = None if gradient is None else gradient[0]
-                if gradient is not None:
-                    gradient[0].copy_(gradient[1])
-        self._forward.restore()

@@ -5,7 +5,7 @@ again where memory runs out; `_finish` reserves memory, reduces the gradient ove
 After that there is no way back: later failures are raised as `StepCompleteError`, and the window must not be
 repeated.
 
-`Runner` is the same with public arguments. Nothing here waits for the device where a hand-written loop would not.
+`Runner` has one, and public arguments. Nothing here waits for the device where a hand-written loop would not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autoaccum import _oom
@@ -25,19 +24,18 @@ from autoaccum._data.splits import ListOfSamples
 from autoaccum._engine import devices, optimizers, step_complete
 from autoaccum._engine.assembly import assemble
 from autoaccum._engine.evaluation import Evaluator
-from autoaccum._engine.events import Events
 from autoaccum._engine.forward_backward import drop_old_gradients
 from autoaccum._engine.noise_scale import NoiseScale, shuffled
 from autoaccum._engine.options import Options
-from autoaccum._engine.peers import Alone
-from autoaccum._engine.savings import AVOIDABLE, Savings
-from autoaccum._engine.step_limit import LimitLifted, StepLimit, drawn
+from autoaccum._engine.peers import Peers
+from autoaccum._engine.savings import Savings
+from autoaccum._engine.step_limit import StepLimit, drawn
 from autoaccum._engine.window import Engine
 from autoaccum._engine.window_checks import no_gradient
 from autoaccum._loss.closures import used_by
 from autoaccum._loss.terms import not_finite
-from autoaccum._oom import let_go
 from autoaccum._records import DeviceScalar, Plan, StepReport
+from autoaccum._sizing.events import Events
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system import signals
 from autoaccum._system.notices import Notices
@@ -45,11 +43,11 @@ from autoaccum._system.reason_file import writes_reason
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from os import PathLike
 
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from autoaccum._callbacks import Callback
     from autoaccum._data.batches import Window
@@ -57,23 +55,11 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.gradients import Losses, PartResult, WindowResult
     from autoaccum._engine.optimizers import MakesOptimizer
-    from autoaccum._engine.peers import Peers
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
 
 # The attributes that can be set on a runner; setting any other would have no effect.
 _SETTABLE = ("plan", "optimizer")
-
-
-@dataclass(slots=True)
-class _Now:
-    """The current window: a record of its own, since setting an attribute of a `Runner` is checked."""
-
-    number: int  # of its optimizer step
-    made_before: int  # optimizer steps made before it
-    is_at_work: bool = False  # it has begun and not ended
-    has_moved: bool = False  # as has everything that moves with its optimizer step
-    rates: tuple[DeviceScalar | None, ...] = ()  # the learning rates of its optimizer step, by group
 
 
 class WindowRunner:
@@ -90,6 +76,10 @@ class WindowRunner:
         step_made: Moves everything that moves with an optimizer step, as soon as it is made, before a pending
             interrupt is delivered; told whether the scaler `skipped` it. None for nothing.
         noise: The gradient noise scale to measure; None without `noise_scale`.
+
+    Attributes:
+        engine: Computes gradients of windows.
+        is_at_work: Whether a window has begun and not ended.
     """
 
     def __init__(
@@ -109,16 +99,20 @@ class WindowRunner:
         # A loss over the window may depend on the order of its samples; a mean over them does not.
         in_parts = step.options.loss_scope == "micro_batch"
         self._sorts = in_parts and isinstance(step.objective.split, ListOfSamples)
-        self._sizing = sizing
-        self._events = events
+        self.sizing = sizing
+        self.events = events
         self._notices = notices
-        self._peers: Peers = peers or Alone(step, step.optimizer_steps)
+        self._peers = peers or Peers(step)
         self._prepare = prepare
         self._step_made = step_made
-        self._engine = Engine(step, sizing, events, notices, peers=self._peers, noise=noise)
+        self.engine = Engine(step, sizing, events, notices, peers=self._peers, noise=noise)
         # A loss that is not finite is an error only in the first window: later it may result from the training itself.
         self._checks_finite = events.windows == 0
-        self._now = _Now(events.windows + 1, step.optimizer_steps.made)
+        self.is_at_work = False
+        # Of the current window: the number of its optimizer step, and how many were made before it; whether everything
+        # that moves with it has moved; the learning rates of each group.
+        self._number, self._made_before, self._has_moved = events.windows + 1, step.optimizer_steps.made, False
+        self._rates: tuple[DeviceScalar | None, ...] = ()
         drop_old_gradients(step, notices)
 
     def step(self, part: Window) -> StepReport | None:
@@ -132,30 +126,30 @@ class WindowRunner:
             AutoaccumError: As for `Runner.step`.
         """
         started = time.perf_counter()
-        step, noise, now = self._step, self._noise, self._now
-        now.number, now.made_before, now.has_moved = self._events.windows + 1, step.optimizer_steps.made, False
-        measures = noise is not None and noise.is_due(now.number) and self._sizing.is_stable
-        part = (shuffled(part, now.number) if measures else self._prepared(part)).made_of(part)
+        step, noise, number = self._step, self._noise, self.events.windows + 1
+        self._number, self._made_before, self._has_moved = number, step.optimizer_steps.made, False
+        measures = noise is not None and noise.is_due(number) and self.sizing.is_stable
+        part = (shuffled(part, number) if measures else self._prepared(part)).made_of(part)
         try:
             if step.holds_gradients():
                 drop_old_gradients(step, self._notices)
-            now.is_at_work = True
+            self.is_at_work = True
             try:
-                reduced, skipped = self._engine.run(
+                reduced, skipped = self.engine.run(
                     part, self._finish, is_final=self._is_made, on_change=self._on_change, measures_noise=measures
                 )
             except BaseException:
                 step.optimizer_steps.drop_reservation()
                 raise
             finally:
-                now.is_at_work = False
+                self.is_at_work = False
             if skipped is None:
                 return None
             elapsed_s = time.perf_counter() - started
             if part.samples:
-                self._engine.complete(elapsed_s)
+                self.engine.complete(elapsed_s)
             if step.optimizer_steps.has_new_gradients:  # some are trained that were not
-                self._engine.steady.void()
+                self.engine.steady.void()
             return self._report(reduced, elapsed_s, skipped=skipped)
         except BaseException as error:
             if self._is_made():
@@ -167,7 +161,7 @@ class WindowRunner:
         if self._sorts:
             return largest_first(part)
         batch = part.plain_batch() if part.kinds is None else None
-        known = None if batch is None else self._engine.steady.known(batch)
+        known = None if batch is None else self.engine.steady.known(batch)
         return part if known is None else known
 
     def _finish(self, given: PartResult) -> tuple[WindowResult, bool | None] | None:
@@ -177,15 +171,15 @@ class WindowRunner:
             The window, and whether the scaler skipped its optimizer step; None if no process has a sample of it.
         """
         self._step.optimizer_steps.reserve(self._peers.expected_gradients())
-        reduced = self._peers.reduce(given, self._engine, self._before_optimizer_step)
+        reduced = self._peers.reduce(given, self.engine, self._before_step)
         if reduced is not None and reduced.samples:
-            return reduced, self._optimizer_step()
+            return reduced, self._step_optimizer()
         self._step.optimizer_steps.drop_reservation()
         return None if reduced is None else (reduced, None)
 
-    def _before_optimizer_step(self, losses: Losses, samples: int) -> None:
+    def _before_step(self, losses: Losses, samples: int) -> None:
         """Reject an unusable optimizer step, and prepare what moves with it, while there is a way back."""
-        if self._engine.is_due:
+        if self.engine.is_due:
             if self._checks_finite:
                 _check_finite(losses)
             if not self._step.holds_gradients():
@@ -194,48 +188,41 @@ class WindowRunner:
         if self._prepare is not None:
             self._prepare(samples)
 
-    def _optimizer_step(self) -> bool:
+    def _step_optimizer(self) -> bool:
         """Step the optimizer, and move everything that moves with it."""
-        self._now.rates = optimizers.learning_rates(self._step.optimizer)
+        self._rates = optimizers.learning_rates(self._step.optimizer)
         with signals.held():  # inside the optimizer an interrupt would leave half an optimizer step
             skipped = self._peers.commit()
-            self._events.windows = self._now.number
+            self.events.windows = self._number
             self._step.clear_gradients()
             if self._step_made is not None:
                 self._step_made(skipped=skipped)
-            self._now.has_moved = True
+            self._has_moved = True
         return skipped
 
     def _report(self, reduced: WindowResult, elapsed_s: float, *, skipped: bool) -> StepReport:
         """Return the report on the window that was just made."""
-        engine, noise = self._engine, None
+        noise = None
         if self._noise is not None and reduced.spread is not None and not skipped:
             self._noise.learn(reduced.spread, reduced.samples)
             noise = self._noise.samples
         return StepReport(
-            step=self._events.windows,
-            samples=reduced.samples,
-            micro_batches=engine.at.sizes,
-            oom_events=len(engine.oom_events),
+            step=self.events.windows,
             elapsed_s=elapsed_s,
-            peak_bytes=engine.peak_bytes,
             skipped=skipped,
-            recomputed_samples=engine.at.recomputed,
-            device_losses={name: DeviceScalar(parts) for name, parts in reduced.losses.items()},
-            device_reported=_on_device(reduced.reported) if reduced.reported else {},
-            device_learning_rates=self._now.rates,
+            device_learning_rates=self._rates,
             device_grad_norm=None if reduced.grad_norm is None else DeviceScalar(reduced.grad_norm),
             noise_scale=noise,
-            warnings=engine.warnings(),
+            **self.engine.reported(reduced),
         )
 
     def _raise_as_step_complete(self, error: BaseException) -> None:
         """Raise a failure after the optimizer step as an error which states that it is made, unless it already does."""
-        self._events.windows = self._now.number  # only an assignment: whatever else fails, this window counts as done
+        self.events.windows = self._number  # only an assignment: whatever else fails, this window counts as done
         self._step.clear_gradients()
         if _oom.is_device_lost(error):
             raise devices.lost(self._step.memory, error) from error
-        said = step_complete.wrapped(error, self._now.number, has_moved=self._now.has_moved)
+        said = step_complete.wrapped(error, self._number, has_moved=self._has_moved)
         if said is error:
             return
         try:
@@ -258,35 +245,15 @@ class WindowRunner:
 
     def _is_made(self) -> bool:
         """Whether the optimizer step of the current window is made."""
-        return self._step.optimizer_steps.made != self._now.made_before
+        return self._step.optimizer_steps.made != self._made_before
 
     @property
     def is_past_return(self) -> bool:
         """Whether the optimizer step of the most recent window is made, here or by other processes."""
         return self._is_made() or self._peers.is_decided
 
-    @property
-    def windows_done(self) -> int:
-        """Number of windows that have become an optimizer step."""
-        return self._events.windows
 
-    @property
-    def oom_events(self) -> int:
-        """Number of times memory has run out."""
-        return self._events.oom_events
-
-    @property
-    def has_lost_parameters(self) -> bool:
-        """Whether an abandoned window has left parameters changed, as its error states."""
-        return self._engine.has_lost_parameters
-
-    @property
-    def sizing(self) -> Sizing:
-        """What cuts windows."""
-        return self._sizing
-
-
-class Runner(WindowRunner):
+class Runner:
     """Trains window by window, in a loop of your own.
 
         runner = autoaccum.Runner(model, optimizer, autoaccum.plan(100, 37), loss=loss)
@@ -357,12 +324,11 @@ class Runner(WindowRunner):
         step = assemble(model, options, memory=backend, notices=notices)
         self._limit = StepLimit(backend, limit_bytes)
         self._savings = Savings(step.objective.modules, savings, backend, notices)
-        if self._savings.is_auto:
-            self._savings.begin()
-        events = Events([LimitLifted(callback, backend) for callback in callbacks], notices)
+        events = Events(backend, callbacks, notices)
         sizing = Sizing(backend, lambda: step.parameters, Cutting.of(plan), SizingOptions(), events)
         noise = None if options.noise_every is None else NoiseScale(options.noise_every, notices)
-        super().__init__(step, sizing, events, notices, noise=noise)
+        self._runner = WindowRunner(step, sizing, events, notices, noise=noise)
+        self._step, self._noise, self._notices = step, noise, notices
         self._evaluator: Evaluator | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -390,20 +356,20 @@ class Runner(WindowRunner):
     def optimizer(
         self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | MakesOptimizer | str
     ) -> None:
-        if optimizer is None or self._now.is_at_work:
-            why = "within a window" if self._now.is_at_work else "to None"
+        if optimizer is None or self._runner.is_at_work:
+            why = "within a window" if self._runner.is_at_work else "to None"
             raise InvalidInputError(f"runner.optimizer cannot be set {why}; set an optimizer between two windows")
         self._step.use(optimizers.resolve(optimizer, self._step.objective.modules, self._notices))
 
     @property
     def plan(self) -> Plan:
         """The current plan. It shrinks when memory runs out, and grows back up to the plan that was set."""
-        return self._sizing.plan
+        return self._runner.sizing.plan
 
     @plan.setter
     def plan(self, plan: Plan) -> None:
         _check_plan(plan)
-        self._sizing.set(plan)
+        self._runner.sizing.set(plan)
 
     @property
     def memory(self) -> tuple[str, ...]:
@@ -438,24 +404,21 @@ class Runner(WindowRunner):
         """
         if others:
             check_one_batch("step", others)
-        part: Window | None = self._engine.steady.known(window)
+        part: Window | None = self._runner.engine.steady.known(window)
         if part is None:
             part = as_window(window, self._step.objective.split)
-        while True:
-            try:
-                if not (self._limit.enforces or self._savings.names):
-                    report = super().step(part)
-                else:
-                    with self._limit.in_force(), self._savings.in_force():
-                        report = super().step(part)
-                assert report is not None
-                return report  # noqa: TRY300 - all of it may lack memory
-            except AVOIDABLE as error:
-                if not self._savings.is_auto or self.is_past_return or not self._savings.climb(error):
-                    raise
-                let_go(error)
-            self._step.memory.release()
-            self._sizing.set(self._sizing.set_plan)
+        runner, savings = self._runner, self._savings
+        if not (self._limit.enforces or savings.names or savings.is_auto):
+            report = runner.step(part)
+        else:
+            with self._limit.in_force():
+                report = savings.run(
+                    lambda: runner.step(part),
+                    on_climb=lambda: runner.sizing.set(runner.sizing.set_plan),
+                    is_final=lambda: runner.is_past_return,
+                )
+        assert report is not None
+        return report
 
     @writes_reason
     def evaluate(self, loader: Iterable[Any]) -> float:
@@ -479,10 +442,6 @@ class Runner(WindowRunner):
         finally:
             with suppress(RuntimeError):  # the device may be lost, and its generator with it
                 before.put_back()
-
-
-def _on_device(values: Mapping[str, Tensor]) -> dict[str, DeviceScalar]:
-    return {name: DeviceScalar(value) for name, value in values.items()}
 
 
 def _check_finite(losses: Losses) -> None:

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import functools
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from autoaccum._arguments import is_one_of, shown
 from autoaccum._engine.checkpointing import blocks_of, checkpointed, is_checkpointed_already
 from autoaccum._engine.chunked_head import chunked, find_heads
 from autoaccum._engine.replaced_forward import are_compiled, forward_replaced, is_compiled, is_replaced
+from autoaccum._oom import let_go
 from autoaccum.errors import DoesNotFitError, InvalidInputError, SavingRefusedError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
 
 
+_T = TypeVar("_T")
 CHUNKED, CHECKPOINT, OFFLOAD = "chunked_loss", "checkpoint", "offload"
 # From the cheapest on.
 SAVINGS = (CHUNKED, CHECKPOINT, OFFLOAD)
@@ -63,10 +65,12 @@ class Savings:
         self._in_force = ExitStack()
         self._ways: Rung = ()  # in words
         self._reason = ""  # why something else is in force from the next step on
+        if self.is_auto:
+            self.begin()
 
     def begin(self, known: Rung | None = None) -> None:
-        """Begin with what an earlier run has needed, if it can be had here, else with nothing; only with "auto"."""
-        self._left = [name for name in SAVINGS if not self._left_out(name)]
+        """Begin with what an earlier run has needed, if it can be had here; only with "auto"."""
+        self._left = [name for name in SAVINGS if not _left_out(name, self._modules, self._memory)]
         self.names = known if known and list(known) == [name for name in self._left if name in known] else ()
         if self.names:
             del self._left[: self._left.index(self.names[-1]) + 1]
@@ -98,6 +102,32 @@ class Savings:
         finally:
             self.remove()
 
+    def run(
+        self,
+        work: Callable[[], _T],
+        *,
+        on_climb: Callable[[], object] = lambda: None,
+        is_final: Callable[[], bool] = lambda: False,
+    ) -> _T:
+        """Do work with what saves memory, and again with more where that may avoid its error.
+
+        Args:
+            work: A step.
+            on_climb: Called before it is done again, with modules as they were.
+            is_final: Whether work that has failed must not be done again.
+        """
+        while True:
+            try:
+                with self.in_force() if self.names or self._reason else nullcontext():
+                    return work()
+            except AVOIDABLE as error:
+                if is_final() or not self.climb(error):
+                    raise
+                let_go(error)
+            # After the handler: inside it the traceback still pins the activations.
+            self._memory.release()
+            on_climb()
+
     def climb(self, error: Exception) -> bool:
         """Save memory in another way from the next `apply` on; return whether one may avoid an error of `AVOIDABLE`.
 
@@ -128,18 +158,10 @@ class Savings:
         elif not error.saving_helps:
             return
         for name in SAVINGS:
-            if reason := self._left_out(name):
+            if reason := _left_out(name, self._modules, self._memory):
                 self._notices.say(f"memory='auto' leaves out {name!r}: {reason}", key=f"left out {name}")
         if self._left:
             self.names = (*self.names, self._left.pop(0))
-
-    def _left_out(self, name: str) -> str:
-        """Return why "auto" cannot take something here; empty if it can."""
-        if name == OFFLOAD:
-            return f"on {self._memory.name} everything is there already" if self._memory.is_host else ""
-        if name == CHECKPOINT and is_checkpointed_already(self._modules):
-            return "the model checkpoints its blocks already"
-        return _why_not(name, self._modules)
 
 
 # --- the argument `memory` --------------------------------------------------------------------------------------------
@@ -194,11 +216,18 @@ def saving(name: str, modules: Sequence[nn.Module], memory: MemoryBackend) -> Ab
 
 def ways_left(modules: Sequence[nn.Module], memory: MemoryBackend) -> list[str]:
     """Return what saves memory, by names of `memory`, that is not in force yet and would change anything."""
-    changed: dict[str, Sequence[nn.Module]] = {CHUNKED: find_heads(modules), CHECKPOINT: blocks_of(modules)}
-    ways = [name for name, parts in changed.items() if not _why_not(name, modules) and not any(map(is_replaced, parts))]
-    if is_checkpointed_already(modules) and CHECKPOINT in ways:
-        ways.remove(CHECKPOINT)
-    return ways if memory.is_host or any(map(is_replaced, modules)) else [*ways, OFFLOAD]
+    changed = {CHUNKED: find_heads(modules), CHECKPOINT: blocks_of(modules), OFFLOAD: modules}
+    in_force = [name for name, parts in changed.items() if any(map(is_replaced, parts))]
+    return [name for name in SAVINGS if name not in in_force and not _left_out(name, modules, memory)]
+
+
+def _left_out(name: str, modules: Sequence[nn.Module], memory: MemoryBackend) -> str:
+    """Return why something would change nothing here, or has no place; empty if it saves memory."""
+    if name == OFFLOAD:
+        return f"on {memory.name} everything is there already" if memory.is_host else ""
+    if name == CHECKPOINT and is_checkpointed_already(modules):
+        return "the model checkpoints its blocks already"
+    return _why_not(name, modules)
 
 
 def _why_not(name: str, modules: Sequence[nn.Module]) -> str:

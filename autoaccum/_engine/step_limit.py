@@ -1,4 +1,4 @@
-"""Enforces a memory limit within the steps of a loop of the user's own, and lifts one for callbacks and loaders.
+"""Enforces a memory limit within the steps of a loop of the user's own, and lifts one for loaders.
 
 Such a loop has no end that could lift a limit, so none is in force between steps. A process that is started within a
 limit would inherit it. What steps, callbacks and loaders leave allocated keeps counting.
@@ -10,11 +10,10 @@ import weakref
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._callbacks import Callback
 from autoaccum._engine import devices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from autoaccum._memory.base import MemoryBackend
@@ -49,26 +48,6 @@ class StepLimit:
         if not self.enforces or (self._limit_bytes is None and self._memory.is_limited):
             return nullcontext()
         return self._memory.enforced(self._limit_bytes)
-
-
-class LimitLifted(Callback):
-    """Passes every event on to a callback, with the limit lifted meanwhile."""
-
-    def __init__(self, callback: Callback, memory: MemoryBackend) -> None:
-        self._callback = callback
-        self._memory = memory
-
-
-def _passing(event: str) -> Callable[..., object]:
-    def passing(self: LimitLifted, *arguments: Any, **keywords: Any) -> object:
-        with self._memory.lifted():
-            return getattr(self._callback, event)(*arguments, **keywords)
-
-    return passing
-
-
-for _event in [name for name in vars(Callback) if name.startswith("on_")]:
-    setattr(LimitLifted, _event, _passing(_event))
 
 
 def drawn(loader: Iterable[Any], memory: MemoryBackend) -> Iterator[Any]:

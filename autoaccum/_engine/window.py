@@ -38,6 +38,7 @@ from autoaccum._engine.window_checks import (
 )
 from autoaccum._loss.loss_weights import NotCheckedError
 from autoaccum._oom import is_device_lost
+from autoaccum._records import DeviceScalar
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.planner import format_cut
 from autoaccum._system import signals
@@ -49,12 +50,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoaccum._data.batches import Window
-    from autoaccum._engine.events import Events
     from autoaccum._engine.forward_backward import GradientStep
+    from autoaccum._engine.gradients import WindowResult
     from autoaccum._engine.noise_scale import NoiseScale
     from autoaccum._engine.peers import Peers
     from autoaccum._loss.loss_weights import Slot
     from autoaccum._records import MemoryEvent, Plan
+    from autoaccum._sizing.events import Events
     from autoaccum._sizing.frontier import Widths
     from autoaccum._sizing.sizing import Sizing
     from autoaccum._system.notices import Notices
@@ -74,6 +76,7 @@ class Engine:
     """Computes gradients of windows.
 
     Attributes:
+        sizing: Cuts windows.
         steady: The path of windows that need no check.
         is_due: Whether the current window is due for all checks.
         at: How far the current window is.
@@ -93,7 +96,7 @@ class Engine:
         owns_gradients: bool = True,
     ) -> None:
         self._step = step
-        self._sizing = sizing
+        self.sizing = sizing
         self._events = events
         self._notices = notices
         self._peers = peers
@@ -184,7 +187,7 @@ class Engine:
         if self.is_due:
             self._refresh()
         self._choose_sizes(window)
-        self._totals = self._peers.begin(window, self._sizing)
+        self._totals = self._peers.begin(window, self.sizing)
         if self._is_steady and self._peers.samples_to_try is not None:  # on which all ranks try their losses now
             self._is_steady = False
             step.objective.begin_window()
@@ -200,7 +203,7 @@ class Engine:
 
     def _choose_sizes(self, window: Window) -> None:
         """Tell the sizing what a window is made of, unless it knows from the last one."""
-        sizing = self._sizing
+        sizing = self.sizing
         if not self._sizes_are_fixed or sizing.plan is not self._plan:
             self._plan, self._sizes_are_fixed = sizing.plan, sizing.is_quiet
             self._room.follow(sizing.plan)
@@ -241,7 +244,7 @@ class Engine:
                 self._is_saved = True
             run = self.steady.run if self._is_steady else self._run_carefully
             self._given = run(self._window, self.at)
-            if self._norms.is_there and not self._sizing.is_learning:
+            if self._norms.is_there and not self.sizing.is_learning:
                 self._norms.announce(self.at.sizes)  # only sizes that will be used again
         return self._given
 
@@ -280,7 +283,7 @@ class Engine:
 
     def complete(self, elapsed_s: float) -> None:
         """Learn from a window that is finished, and took so many seconds; choose the sizes of the next."""
-        sizing = self._sizing
+        sizing = self.sizing
         self._windows_are_long = elapsed_s > _LONG_S
         is_learning = not self._sizes_are_fixed and sizing.is_learning
         shortage = self._room.shortage(self.at.sizes, reads_peak=not is_learning)
@@ -320,7 +323,7 @@ class Engine:
             Exception: The error itself, unless it is lack of memory that smaller micro-batches can resolve.
         """
         step = self._step
-        phase = step.phase
+        phase = step.stage.phase
         event = resolvable_oom(
             error,
             phase,
@@ -328,7 +331,7 @@ class Engine:
             step.witness,
             has_moved=self._window.versions() != self._versions_of_data,
             step=self._events.windows + 1,
-            is_trial=self._sizing.is_learning,
+            is_trial=self.sizing.is_learning,
         )
         if event is None:
             raise  # noqa: PLE0704 - the error that is being handled
@@ -346,7 +349,7 @@ class Engine:
             if self._is_saved:
                 self._savepoint.restore()
             if self._is_steady:  # which does not keep it up to date
-                self._sizing.start = at.done
+                self.sizing.start = at.done
             at.recomputed += min(at.done + (at.size or 0), self._window.samples)
             at.done, at.size, at.sizes, self._given = 0, None, (), None
 
@@ -361,14 +364,14 @@ class Engine:
             raise StateDamagedError(f"memory ran out after {damage}, and begin with smaller micro-batches")
         self._last_oom, self._sizes_are_fixed = self._events.windows, False
         self.steady.cut_anew()
-        if event.size is None or not self._sizing.is_learning:  # trials are expected to fail
+        if event.size is None or not self.sizing.is_learning:  # trials are expected to fail
             self.oom_events.append(event)
             self._events.ran_out(event)
         if event.size is None:
             self._refuse_endless_tries(event)
-        elif not self._sizing.fail(event.size, may_wait=self._events.windows > 0):
+        elif not self.sizing.fail(event.size, may_wait=self._events.windows > 0):
             raise self._sample_does_not_fit(event.message, event.phase)
-        self._room.follow(self._sizing.plan)
+        self._room.follow(self.sizing.plan)
 
     def _refuse_endless_tries(self, event: MemoryEvent) -> None:
         """Give up if memory runs out repeatedly while no micro-batch is being processed.
@@ -384,10 +387,10 @@ class Engine:
 
     def _sample_does_not_fit(self, reason: str, phase: str) -> DoesNotFitError:
         is_here = phase != Phase.ELSEWHERE
-        sample = sample_of(self._window, self._sizing.start) if is_here else ONE_SAMPLE
+        sample = sample_of(self._window, self.sizing.start) if is_here else ONE_SAMPLE
         refused = sample_does_not_fit(self._step, reason, sample=sample, phase=phase)
         if is_here:
-            refused.where = self._window, self._sizing.start
+            refused.where = self._window, self.sizing.start
         return refused
 
     def lost_gradients(self) -> str:
@@ -444,7 +447,7 @@ class Engine:
                 "drop_last=True (of fit, autoaccum.windows or the DataLoader) leaves a short last one out",
             )
         elif size == 1 and (self._last_oom == self._events.windows or (self._last_oom is not None and refuses_one)):
-            raise self._sample_does_not_fit(f"one sample alone is refused: {error}", self._step.phase) from error
+            raise self._sample_does_not_fit(f"one sample alone is refused: {error}", self._step.stage.phase) from error
         elif size == 1 and refuses_one:
             error.add_note(
                 f"autoaccum: the micro-batches {format_cut(sizes)} of this window leave one of a single sample, and "
@@ -469,30 +472,16 @@ class Engine:
 
     def adopt(self, failed: Iterable[tuple[int, Widths]]) -> None:
         """Make micro-batches smaller that ran out of memory on another process with as much memory."""
-        if self._sizing.adopt(failed):
+        if self.sizing.adopt(failed):
             self._sizes_are_fixed = False
             self.steady.cut_anew()
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The sizes of the last window's micro-batches."""
-        return self.at.sizes
-
-    @property
-    def size(self) -> int | None:
-        """That of the micro-batch which is running; None for none."""
-        return self.at.size
-
-    @size.setter
-    def size(self, size: int | None) -> None:
-        self.at.size = size
 
     # --- what is reported ---------------------------------------------------------------------------------------------
 
     def _tell_of_batches_apart(self, window: Window) -> None:
         """Report once if batches that cannot be joined keep micro-batches smaller than the plan."""
-        largest, planned = max(window.groups()), self._sizing.plan.micro_batch
-        if len(window.groups()) > 1 and largest < planned and not self._sizing.is_learning:
+        largest, planned = max(window.groups()), self.sizing.plan.micro_batch
+        if len(window.groups()) > 1 and largest < planned and not self.sizing.is_learning:
             self._notices.say(
                 f"the loader's batches differ in shape and cannot be joined, so micro-batches hold {largest} samples "
                 f"at most, and not {planned} as planned; larger batches of the loader would fill them, or lists of "
@@ -500,13 +489,18 @@ class Engine:
                 key="batches apart",
             )
 
-    def warnings(self) -> tuple[str, ...]:
-        """Return what was said of the loss since the last call."""
-        said = self._step.objective.weights.warnings
+    def reported(self, reduced: WindowResult) -> dict[str, Any]:
+        """Return what the report on a window that is complete says of it, by the names of its fields."""
+        said, room, sizing = self._step.objective.weights.warnings, self._room, self.sizing
         new, self._warnings_reported = said[self._warnings_reported :], len(said)
-        return tuple(new)
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """Peak memory with the plan in force, or of the window whose micro-batches are trials."""
-        return self._room.peak_bytes if self._sizing.peak_bytes is None else self._sizing.peak_bytes
+        return {
+            "samples": reduced.samples,
+            "micro_batches": self.at.sizes,
+            "oom_events": len(self.oom_events),
+            # With the plan in force, or of the window whose micro-batches were trials.
+            "peak_bytes": room.peak_bytes if sizing.peak_bytes is None else sizing.peak_bytes,
+            "recomputed_samples": self.at.recomputed,
+            "device_losses": {name: DeviceScalar(loss) for name, loss in reduced.losses.items()},
+            "device_reported": {name: DeviceScalar(value) for name, value in reduced.reported.items()},
+            "warnings": tuple(new),
+        }

@@ -192,11 +192,6 @@ class WholeWindow:
             )
         return given
 
-    def rehearse(self, window: Window, size: int) -> None:
-        """Use all the memory that a window cut in `size` needs, but process only its first micro-batch."""
-        self._at_start.take()
-        self.run(window, [min(size, window.samples)])
-
     def _run_at_once(self, window: Window, entering: Entering, *, is_first: bool) -> PartResult:
         """Run a window that is a single micro-batch, which needs no second pass."""
         with closing(self._batches(window, [window.samples], entering, {})) as batches:

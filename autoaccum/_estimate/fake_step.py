@@ -188,7 +188,7 @@ class FakeStep:
             for parameter in self._trainable
         ]
         takes = partial(workspace, tensor_float=self._job.tensor_float) if self._is_cuda else None
-        ledger = Ledger(size, self._device.type, takes, lambda: step.phase, self._owners)
+        ledger = Ledger(size, self._device.type, takes, lambda: step.stage.phase, self._owners)
         with self._owners.watching():
             self._run(ledger, batch, size)
         for watch in watches:

@@ -89,7 +89,7 @@ def measure_on(
         step = put_together()
         with memory.limited(limit_bytes):
             begun = memory.reading()
-        found = probe(step, asked.batch, asked.most, limit_bytes, note, loss_scope=asked.loss_scope)
+        found = probe(step, asked.batch, asked.most, limit_bytes, note)
     except DoesNotFitError as error:
         free = arrived.free_bytes if limit_bytes is None else min(arrived.free_bytes, limit_bytes)
         device = _facts(memory, arrived, free, limit_bytes)

@@ -14,15 +14,13 @@ from torch import Tensor
 
 from autoaccum._data.batches import Window, count
 from autoaccum._data.nesting import plain_parts
-from autoaccum._engine.probing import Snapshot, Trials, without_moving_weights
-from autoaccum._engine.savepoint import Savepoint
+from autoaccum._engine.probing import Trials, without_moving_weights
 from autoaccum._estimate.trace import Footprint
 from autoaccum._memory._storages import gradient_bytes
 from autoaccum._memory.limits import format_bytes
 from autoaccum._oom import is_oom, is_too_large, let_go
 from autoaccum._report.records import Pace
 from autoaccum._sizing.planner import balanced
-from autoaccum._system import signals
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -64,33 +62,28 @@ def rehearse(step: TrainingStep, batch: Any, plan: Plan, limit_bytes: int | None
     Returns:
         The findings; None if memory ran out, which the trials should rule out.
     """
-    snapshot = Snapshot(
-        step.objective.modules, step.optimizer, step.memory.device, step.precision.scaler, step.objective.functions
-    )
-    step.clear_gradients()
+    trials = Trials(step, batch)
     try:
         with step.memory.limited(limit_bytes):
-            return _Stage(step, batch, plan).play()
+            return _Stage(step, batch, plan, trials).play()
     except Exception as error:
         if not (is_oom(error) or is_too_large(error)):
             raise
         let_go(error)
         return None
     finally:
-        with signals.held():
-            step.abandon()
-            snapshot.restore()
-            step.memory.release()
+        trials.end()
+        step.memory.release()
 
 
 class _Stage:
-    """One rehearsal, under the limit and with a snapshot of the state."""
+    """One rehearsal, under the limit."""
 
-    def __init__(self, step: TrainingStep, batch: Any, plan: Plan) -> None:
+    def __init__(self, step: TrainingStep, batch: Any, plan: Plan, trials: Trials) -> None:
         self._step = step
         self._batch = batch
         self._plan = plan
-        self._trials = Trials(step, batch)
+        self._trials = trials
         self._warnings: list[str] = []
 
     def play(self) -> Rehearsal:
@@ -183,7 +176,7 @@ class _Stage:
         step, samples = self._step, count(self._batch, self._step.objective.split)
         if self._plan.accum_steps == 1 or samples == 1:
             return
-        mark = Savepoint(step.objective.modules, step.memory.device, step.objective.functions)
+        mark = step.savepoint()
         sizes = balanced(samples, min(self._plan.micro_batch, samples - 1))
         try:
             window = Window([self._batch], step.objective.split)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from autoaccum._data.batches import Window
     from autoaccum._memory.base import MemoryBackend
+    from autoaccum._sizing.events import Events
     from autoaccum._sizing.frontier import Runs, Widths
 
 # The fraction of a prediction taken as certain.
@@ -89,22 +90,6 @@ class Cutting:
         return cls(plan, plan)
 
 
-class Watcher(Protocol):
-    """Receives the events of a `Sizing`."""
-
-    def trial(self, trial: Trial) -> None:
-        """Handle a micro-batch that was run as a trial."""
-
-    def planned(self, plan: Plan, probe: ProbeResult | None, *, is_proven: bool = False) -> None:
-        """Handle a new plan.
-
-        Args:
-            plan: The plan.
-            probe: The probe's result, if it led to the plan.
-            is_proven: Whether the most recent window was already cut by it.
-        """
-
-
 class Sizing:
     """Cuts the windows of one run, based on the outcome of earlier ones.
 
@@ -127,7 +112,7 @@ class Sizing:
         parameters: Callable[[], Iterable[Tensor]],
         cutting: Cutting,
         wanted: SizingOptions,
-        watcher: Watcher,
+        events: Events,
     ) -> None:
         plan = cutting.grows_to
         found = cutting.frontier if cutting.is_found else None
@@ -142,7 +127,7 @@ class Sizing:
         self._memory = memory
         self._parameters = parameters
         self._wanted = wanted
-        self._watcher = watcher
+        self._events = events
         self._widths: Widths | None = None  # that the plan was made for; None if it is not known yet
         self._groups: list[Runs] = []
         self._sizes: tuple[int, ...] | None = None  # of the current window
@@ -199,9 +184,9 @@ class Sizing:
         self._times_after = None
 
     def grow_to(self, size: int) -> None:
-        """Set a larger size chosen by the caller, and notify the watcher."""
+        """Set a larger size chosen by the caller, and report it."""
         self.set(self._plan_of(size))
-        self._watcher.planned(self.plan, None)
+        self._events.planned(self.plan, None)
 
     # --- one window ---------------------------------------------------------------------------------------------------
 
@@ -481,7 +466,7 @@ class Sizing:
         is_answer = trial.fits and trial.size == self.frontier.surely(widths)
         if not is_reported and (fits < trial.size < failed or is_answer or not trial.fits):
             self._trials.append(trial)
-            self._watcher.trial(trial)
+            self._events.trial(trial)
 
     def _conclude(self, learning: Search, sizes: Sequence[int]) -> None:
         """End the search with what it has found for the widest samples of the last window."""
@@ -510,7 +495,7 @@ class Sizing:
             if hoped.micro_batch > self.plan.micro_batch:  # it has failed, although it is predicted to fit
                 self.set_plan = hoped
                 self._wait_to_grow(hoped, self.plan.micro_batch)
-        self._watcher.planned(self.plan, self.probe, is_proven=self.plan.micro_batches == tuple(sizes))
+        self._events.planned(self.plan, self.probe, is_proven=self.plan.micro_batches == tuple(sizes))
 
     @property
     def bytes_per_sample(self) -> int | None:
@@ -580,7 +565,7 @@ class Sizing:
         plan = self.set_plan if size == self.set_plan.micro_batch else self._plan_of(size)
         if plan != self.plan:
             self.plan = plan
-            self._watcher.planned(plan, None)
+            self._events.planned(plan, None)
 
     # --- the clock ----------------------------------------------------------------------------------------------------
 
@@ -610,7 +595,7 @@ class Sizing:
         before = self.plan
         self._begin_with(self._plan_of(tempo.size))
         if self.plan != before:
-            self._watcher.planned(self.plan, None)
+            self._events.planned(self.plan, None)
         self.fastest = self.plan
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -17,13 +16,13 @@ from autoaccum._distributed.process_group import Ranks, join_ranks
 from autoaccum._engine import devices
 from autoaccum._engine.accumulator import GradientAccumulator
 from autoaccum._engine.assembly import assemble_without_optimizer
-from autoaccum._engine.events import Events
 from autoaccum._engine.options import Options
-from autoaccum._engine.savings import AVOIDABLE, Savings
-from autoaccum._engine.step_limit import LimitLifted, StepLimit
+from autoaccum._engine.savings import Savings
+from autoaccum._engine.step_limit import StepLimit
 from autoaccum._loss.closures import Closure, modules_used_by
 from autoaccum._oom import is_oom, let_go
 from autoaccum._sizing.cache import CacheEntry, PlanCache
+from autoaccum._sizing.events import Events
 from autoaccum._sizing.job_key import key_of
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
@@ -184,7 +183,7 @@ class Accumulator:
         measures = options.micro_batch == "auto" and options.loss_scope == "micro_batch"
         self._accumulating = GradientAccumulator(
             step,
-            Events([LimitLifted(callback, backend) for callback in options.callbacks], notices),
+            Events(backend, options.callbacks, notices),
             notices,
             peers=None if ranks is None else lambda: DataParallel(ranks, step),
             entry_of=_entries(step, limit_bytes, names, closure, notices) if measures else None,
@@ -271,24 +270,21 @@ class Accumulator:
 
     def _added(self, window: Window) -> BackwardReport:
         """Add the gradient of a window; with memory="auto" save more wherever not even one sample fits."""
-        if not self._savings.is_auto:
-            with self._savings.in_force() if self._savings.names else nullcontext():
-                return self._accumulating.add(window)
-        while True:
-            known = self._accumulating.look_up(window)
+        savings, accumulating = self._savings, self._accumulating
+        if not (savings.is_auto or savings.names):
+            return accumulating.add(window)
+
+        def begin_rung() -> None:
+            accumulating.begin_rung(savings.names)
+            accumulating.look_up(window)
+
+        if savings.is_auto:
+            known = accumulating.look_up(window)
             if not self._has_begun:
-                self._savings.begin(known)
-                self._accumulating.begin_rung(self._savings.names)
+                savings.begin(known)
+                accumulating.begin_rung(savings.names)
                 self._has_begun = True
-            try:
-                with self._savings.in_force():
-                    return self._accumulating.add(window)
-            except AVOIDABLE as error:
-                if not self._savings.climb(error):
-                    raise
-                let_go(error)
-            self._step.memory.release()
-            self._accumulating.begin_rung(self._savings.names)
+        return savings.run(lambda: accumulating.add(window), on_climb=begin_rung)
 
 
 def _divided(scale: Callable[[Tensor], Tensor] | None, batches: Callable[[], int]) -> Callable[[Tensor], Tensor]:

@@ -82,7 +82,7 @@ class Interrupts:
                     # context. No whole state in memory is left to continue from.
                     behind = _behind(error, Exception) or MemoryError("the random state could not be read")
                     raise step_complete.wrapped(
-                        behind, self._lifecycle.current.windows_done, has_moved=False
+                        behind, self._lifecycle.current.events.windows, has_moved=False
                     ) from behind
             except StateDamagedError as error:
                 if not self._can_go_back(error):
@@ -216,12 +216,12 @@ class Interrupts:
 
     def _is_damaged(self, error: BaseException) -> bool:
         """Whether the state in memory is not the last whole state: no checkpoint may hold half an optimizer step."""
-        has_lost = self._lifecycle.current.has_lost_parameters
+        has_lost = self._lifecycle.current.engine.has_lost_parameters
         return not self._is_whole() or has_lost or _damage_behind(error) is not None
 
     def _is_whole(self) -> bool:
         """Whether everything that moves with an optimizer step is at the same step as the optimizer."""
-        return self._progress.is_whole and self._progress.state.windows == self._lifecycle.current.windows_done
+        return self._progress.is_whole and self._progress.state.windows == self._lifecycle.current.events.windows
 
     def _can_go_back(self, damage: StateDamagedError) -> bool:
         if not self._world.is_alone:

@@ -14,13 +14,13 @@ from autoaccum import _oom
 from autoaccum._callbacks import Callback
 from autoaccum._data.batches import Window, largest_first
 from autoaccum._engine.does_not_fit import sample_of
-from autoaccum._engine.events import Events
 from autoaccum._engine.probing import probe
 from autoaccum._engine.replaced_forward import are_compiled
 from autoaccum._engine.runner import WindowRunner
 from autoaccum._engine.savings import AVOIDABLE
 from autoaccum._records import TOKENS
 from autoaccum._sizing.cache import CacheEntry, PlanCache
+from autoaccum._sizing.events import Events
 from autoaccum._sizing.job_key import key_of
 from autoaccum._sizing.planner import planned
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
@@ -118,7 +118,7 @@ class PlanLifecycle:
     @property
     def oom_events(self) -> int:
         """Number of times memory ran out, including earlier calls."""
-        return self._earlier_oom_events + (self.current.oom_events if self.has_begun else 0)
+        return self._earlier_oom_events + (self.current.events.oom_events if self.has_begun else 0)
 
     @property
     def memory(self) -> tuple[str, ...]:
@@ -226,7 +226,6 @@ class PlanLifecycle:
                 first.samples if self._cap is None else min(first.samples, self._cap),
                 self._call.limit_bytes,
                 self.observers.on_trial,
-                loss_scope=self._step.options.loss_scope,
                 begins_with=None if entry.found is None else entry.found.micro_batch,
                 frontier=entry.frontier,
             )
@@ -275,7 +274,7 @@ class PlanLifecycle:
     def begin(self, cutting: Cutting) -> None:
         """Make the runner that cuts windows by `cutting`."""
         step, windows_done = self._step, self._progress.state.windows
-        events = Events([self.observers], windows=windows_done)
+        events = Events(step.memory, [self.observers], windows=windows_done)
         self.current = WindowRunner(
             step,
             Sizing(step.memory, lambda: step.parameters, cutting, self._wanted(cutting), events),
@@ -366,7 +365,7 @@ class PlanLifecycle:
         self._search_anew()
 
     def _search_anew(self) -> None:
-        self._earlier_oom_events += self.current.oom_events
+        self._earlier_oom_events += self.current.events.oom_events
         plan = self._first_plan()
         self.begin(Cutting(plan, plan, is_timed=self.current.sizing.cutting.is_timed))
 
@@ -406,7 +405,7 @@ class PlanLifecycle:
     def begin_anew(self) -> None:
         """Make a new runner with the present cut, after training has gone back to an earlier state."""
         former = self.current.sizing.cutting
-        self._earlier_oom_events += self.current.oom_events
+        self._earlier_oom_events += self.current.events.oom_events
         next_step = self._progress.state.windows + 1
         self._record.plans = [(since, earlier) for since, earlier in self._record.plans if since <= next_step]
         if not self._record.plans or self._record.plans[-1][1] != former.plan:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._data.batches import Window
 from autoaccum._engine import devices
 from autoaccum._engine.does_not_fit import refusal
-from autoaccum._engine.events import Events
 from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.savepoint import Savepoint
-from autoaccum._engine.step_limit import LimitLifted, StepLimit
+from autoaccum._engine.step_limit import StepLimit
+from autoaccum._sizing.events import Events
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
 from autoaccum.integrations._joined_parts import joined
@@ -43,7 +43,7 @@ class Evaluating:
         memory = devices.resolve(trainer.strategy.root_device if device is None else device, module, notices)
         self._limit = StepLimit(memory, options.limit_bytes(memory))
         remedies = ["lower precision", "smaller inputs"]
-        self._events = Events([LimitLifted(callback, memory) for callback in options.callbacks], notices)
+        self._events = Events(memory, options.callbacks, notices)
         self._parts = PartsThatFit(
             memory,
             Savepoint([module, self._logs.of_batch], memory.device),

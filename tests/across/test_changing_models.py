@@ -102,7 +102,7 @@ def by_runner(change, clip=None, *, sizes=(5, 4, 3), late_sizes=None, point=None
     )
     counting = FailAt(*([] if point is None else [point]))
     # Up to there, since an optimizer that memory fails half-way says so.
-    optimizer.register_step_pre_hook(lambda *_: setattr(counting, "before_update", counting.count))
+    optimizer.register_step_pre_hook(lambda *_: setattr(counting, "before_step", counting.count))
     for number, window in enumerate(windows_of(5)):
         if number == 2:
             change(model, optimizer)
@@ -111,7 +111,7 @@ def by_runner(change, clip=None, *, sizes=(5, 4, 3), late_sizes=None, point=None
             runner.plan = autoaccum.Plan(SAMPLES, late_sizes or sizes)
             with counting:
                 counting.cut = runner.step(window).micro_batches
-            counting.in_window_3 = counting.before_update
+            counting.in_window_3 = counting.before_step
         else:
             runner.step(window)
     assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])

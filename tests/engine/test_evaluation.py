@@ -275,7 +275,7 @@ def test_what_a_failed_micro_batch_wrote_is_put_back_and_the_plan_is_not_touched
     found = runner.evaluate([data])
 
     assert wide.seen == SAMPLES
-    assert (runner.plan, runner.oom_events) == (plan, 0)
+    assert (runner.plan, runner._runner.events.oom_events) == (plan, 0)
     assert found == pytest.approx(exact(wide, data), rel=1e-12)
 
 

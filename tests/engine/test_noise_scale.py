@@ -65,8 +65,8 @@ def runner_of(model, sizes, loss, *, lr=0.0, **options):
 
 def recorded(runner):
     """Have a runner keep what it learns of noise."""
-    runner._noise = runner._engine._careful._noise = Recorded()
-    return runner._noise
+    runner._runner._noise = runner._runner.engine._careful._noise = Recorded()
+    return runner._runner._noise
 
 
 def batches(number, samples, seed=0):

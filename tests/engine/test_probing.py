@@ -118,6 +118,28 @@ def test_probe_leaves_no_trace_in_any_optimizer(batch, make, has_stepped):
         assert torch.equal(gradient, value)
 
 
+class Follower(nn.Module):
+    """A momentum encoder, whose frozen parameters follow the trained ones in `forward`."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained, self.frozen = nn.Linear(8, 4), nn.Linear(8, 4).requires_grad_(False)
+
+    def forward(self, inputs):
+        with torch.no_grad():
+            self.frozen.weight.lerp_(self.trained.weight, 0.1)
+        return self.trained(inputs) + self.frozen(inputs)
+
+
+def test_probe_puts_back_frozen_parameters_that_the_model_moves(batch):
+    model = Follower()
+    before = model.frozen.weight.clone()
+
+    find(model, batch, "1GiB")
+
+    assert torch.equal(model.frozen.weight, before)
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError], ids=["interrupt", "model's own error"])
 @pytest.mark.parametrize("point", [1, 40, 90])
 def test_probe_that_is_broken_off_leaves_no_trace(batch, kind, point):

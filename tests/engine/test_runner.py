@@ -60,5 +60,5 @@ def test_memory_that_runs_out_for_the_first_transfer_of_a_steady_window_makes_it
 
     report = runner.step(samples(12))
 
-    assert runner._engine._is_steady
+    assert runner._runner.engine._is_steady
     assert report.micro_batches == (3, 3, 3, 3)
