@@ -40,9 +40,9 @@ _MUCH_LESS = 0.5
 # Windows and failures after which the search ends with its current result.
 _MOST_WINDOWS = 8
 _MOST_FAILURES = 3
-# If failures are clean, sizes are tried up to this factor above the memory that is free. Under a soft limit, plans of
-# fewer micro-batches are tried that are predicted to be further above it, from sizes that may be much smaller.
-_TOLERANCE, _SOFT_TOLERANCE = 1.03, 1.08
+# Sizes are tried up to this factor above the memory that is free, if failures are clean or the limit is soft. Otherwise
+# they stay as much below it: a peak of resident memory is a little less than what was allocated.
+_TOLERANCE = 1.03
 
 
 class Search:
@@ -76,7 +76,8 @@ class Search:
         self._is_soft = is_soft
         self._check = 0
         self._is_uneven = False  # memory has steps, so that predictions between measured sizes say little
-        self._tolerance = _TOLERANCE if fails_cleanly else 1.0
+        self._fails_cleanly = fails_cleanly
+        self._tolerance = _TOLERANCE if fails_cleanly or is_soft else 1 / _TOLERANCE
         self._growth = _GROWTH if fails_cleanly else _CAREFUL_GROWTH
         self._windows = 0
         self._first: Point | None = None  # of this window
@@ -262,9 +263,7 @@ class Search:
     ) -> int:
         """Return the largest size that may fit beside the gradients, which exist already if `is_beside`."""
         free: float = free_bytes if is_beside else free_bytes - self._gradient_bytes
-        if self._is_soft and self._windows:
-            free *= _SOFT_TOLERANCE
-        elif not is_beside:
+        if not (is_beside and self._fails_cleanly):  # a clean failure within a window costs what was computed
             free *= self._tolerance
         size = self.frontier.largest(widths, max(0.0, free), most, first=first)
         sizes = self.frontier.sizes(widths)
