@@ -20,6 +20,7 @@ import os
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -40,7 +41,7 @@ except ImportError:  # Windows
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 # How long a reading of the machine's free memory is reused: one takes 0.2 ms, which matters for short micro-steps.
 _FREE_BELIEVED_S = 0.1
@@ -273,7 +274,7 @@ class Host(MemoryBackend):
         """Let the heap keep freed blocks, if the machine and limits of the process have room for them."""
         if self._room_bytes is not None:
             if self._gives_back and self._may_keep:
-                self._may_keep = 0 < self._highest_bytes and _heap_of(self._highest_bytes) <= self._room_bytes
+                self._may_keep = self._highest_bytes > 0 and _heap_of(self._highest_bytes) <= self._room_bytes
                 self._give_back(not self._may_keep, self._room_bytes)
         elif self.is_soft:
             self._peak_counted = False
@@ -330,7 +331,9 @@ class Host(MemoryBackend):
             self._check_onednn()
 
     def trim(self) -> None:
-        """Return free pages of the heap to the kernel."""
+        """Return free pages of the heap to the kernel, and under a limit of the process what MKL keeps."""
+        if self._room_bytes is not None:
+            _free_mkl_buffers()()
         libc = _libc()
         if libc is not None:
             libc.malloc_trim(0)
@@ -497,6 +500,15 @@ def _convolve() -> None:
     with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         images, kernels = ones(2 * torch.get_num_threads(), 8, 32, 32), ones(16, 8, 3, 3)
         torch.autograd.backward(torch.nn.functional.conv2d(images, kernels).exp().sum())
+
+
+@functools.cache
+def _free_mkl_buffers() -> Callable[[], object]:
+    """Return what frees MKL's unused buffers, which stay with each thread, and grow with each failure if it has two."""
+    try:
+        return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).mkl_serv_free_buffers
+    except (OSError, AttributeError):  # a torch without MKL
+        return int
 
 
 @functools.cache
