@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import itertools
 import mmap
 import os
 import threading
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 _FREE_BELIEVED_S = 0.1
 # Several times the memory needed for checking oneDNN.
 _CONVOLUTION_ROOM_BYTES = 16 * 1024 * 1024
+# Widths of images to check it with: of one that it knows it has the kernel already.
+_PIXELS = itertools.cycle(range(33, 161))
 # With less, there is nothing to train: a first convolution alone takes a megabyte.
 _LEAST_LIMIT_BYTES = 4 * 1024 * 1024
 # The hard limit is so many times the soft one, at least 256 MiB more: a trial is at most twice as large as one that was
@@ -393,7 +396,7 @@ class Host(MemoryBackend):
 
     def _check_onednn(self) -> None:
         try:
-            _convolve()
+            _convolve(next(_PIXELS))
         except RuntimeError as error:
             if not is_oom(error):
                 raise
@@ -494,11 +497,11 @@ def _warm_up() -> None:
         torch.autograd.backward((square @ square).sum())
 
 
-def _convolve() -> None:
+def _convolve(pixels: int = 32) -> None:
     """Run a convolution forward and backward, with a oneDNN scratchpad; takes some milliseconds."""
     ones = functools.partial(torch.ones, dtype=torch.float32, device="cpu", requires_grad=True)
     with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        images, kernels = ones(2 * torch.get_num_threads(), 8, 32, 32), ones(16, 8, 3, 3)
+        images, kernels = ones(2 * torch.get_num_threads(), 8, 32, pixels), ones(16, 8, 3, 3)
         torch.autograd.backward(torch.nn.functional.conv2d(images, kernels).exp().sum())
 
 

@@ -391,15 +391,8 @@ def check_limit_of_the_process(host, torch):
     if how == "find":
         found = autoaccum.find_micro_batch(model, batch, optimizer=optimizer, **options)
         return {"size": found.micro_batch, "failures": sum(not trial.fits for trial in found.trials)}
-    if how == "accumulate":
-        accumulator = autoaccum.Accumulator(model, callbacks=[Notes()], notices=_silent(), **options)
-        for _ in range(10):
-            sizes = accumulator.backward(batch).micro_batches
-            optimizer.step()
-            optimizer.zero_grad()
-    else:
-        options |= {"optimizer": optimizer, "progress": False, "callbacks": [Notes()]}
-        sizes = autoaccum.fit(model, [batch] * 10, size, **options).history[-1].micro_batches
+    options |= {"optimizer": optimizer, "progress": False, "callbacks": [Notes()]}
+    sizes = autoaccum.fit(model, [batch] * 4, size, **options).history[-1].micro_batches
     return {"size": max(sizes), "steps": len(sizes), "failures": trials.count(False)}
 
 
