@@ -43,6 +43,7 @@ _MOST_FAILURES = 3
 # Sizes are tried up to this factor above the memory that is free, if failures are clean or the limit is soft. Otherwise
 # they stay as much below it: a peak of resident memory is a little less than what was allocated.
 _TOLERANCE = 1.03
+_WHOLE = 34  # the fewest samples of which that is one
 
 
 class Search:
@@ -265,6 +266,8 @@ class Search:
         free: float = free_bytes if is_beside else free_bytes - self._gradient_bytes
         if not (is_beside and self._fails_cleanly):  # a clean failure within a window costs what was computed
             free *= self._tolerance
+        if self._tolerance < 1 and free > 0 and self.frontier.largest(widths, free / self._tolerance, most) < _WHOLE:
+            free /= self._tolerance  # of few samples it would take one
         size = self.frontier.largest(widths, max(0.0, free), most, first=first)
         sizes = self.frontier.sizes(widths)
         one_more = sizes[0] + 1 if len(sizes) == 1 and sizes[0] <= _MOST_FIRST else 0
