@@ -180,10 +180,10 @@ class Engine:
             step.objective.begin_window()
         if step.memory.is_soft:
             step.memory.exempt(window.data_bytes())
-            if self._is_steady:
-                step.memory.stop_measuring()
-            else:  # what loaders, callbacks and evaluations took is not the window's
+            if not self._is_steady:  # what loaders, callbacks and evaluations took is not the window's
                 self._room.measure(tuple(map(tuple, window.widths())))
+        if self._is_steady:
+            step.memory.stop_measuring()
         if self.is_due:
             self._refresh()
         self._choose_sizes(window)

@@ -15,11 +15,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import itertools
 import mmap
 import os
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -40,12 +42,14 @@ except ImportError:  # Windows
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 # How long a reading of the machine's free memory is reused: one takes 0.2 ms, which matters for short micro-batchs.
 _FREE_BELIEVED_S = 0.1
 # Several times the memory needed for checking oneDNN.
 _CONVOLUTION_ROOM_BYTES = 16 * 1024 * 1024
+# Widths of images to check it with: of one that it knows it has the kernel already.
+_PIXELS = itertools.cycle(range(33, 161))
 # With less, there is nothing to train: a first convolution alone takes a megabyte.
 _LEAST_LIMIT_BYTES = 4 * 1024 * 1024
 # The hard limit is so many times the soft one, at least 256 MiB more: a trial is at most twice as large as one that was
@@ -166,11 +170,18 @@ class Host(MemoryBackend):
         self._peak_counted = False
         self._gives_back: bool | None = None  # whether freed blocks leave the process at once; None: as glibc has it
         self._may_keep = True  # whether they need not while nothing is measured
+        self._room_bytes: int | None = None  # that limits of the process have left, if no other is asked for
+        self._highest_bytes = 0  # of all peaks that were read
         self._hard_bytes = 0
         self._granted_bytes = 0  # that were there for the optimizer's step once the heap had given back what is free
         self._held_then = _anonymous()
         self._data_then: int | None = None  # that batches of the loader took in the first window
         self._data_bytes = 0  # that they take beyond it now
+
+    @property
+    def has_own_limit(self) -> bool:  # type: ignore[override]
+        """Whether the process has a limit, which counts what the heap keeps."""
+        return next(process_limits(), None) is not None
 
     def reading(self) -> MemoryReading:
         """Return the memory free within the tightest limit of machine, control groups and process.
@@ -213,15 +224,21 @@ class Host(MemoryBackend):
                 _warm_up()
         self.release()
         self._held_then, self._granted_bytes, self._data_then, self._data_bytes = _anonymous(), 0, None, 0
+        self._highest_bytes = 0
         self.reset_peak()
+        rooms = [max(0, bound - held) for _, bound, held in process_limits()]
         if limit_bytes is not None:
             free = _machine_free()
-            beyond, room = max(_HARD * limit_bytes, limit_bytes + _LEAST_BEYOND_BYTES), free - free // _RESERVE
-            self._hard_bytes = _data_bytes() + min(beyond, room)
-            self._may_keep = beyond <= room
+            room = free - free // _RESERVE
+            self._hard_bytes = _data_bytes() + min(_heap_of(limit_bytes), room)
+            self._may_keep = _heap_of(limit_bytes) <= min([room, *rooms])
+        elif rooms:
+            self._room_bytes = min(rooms)
+            self._give_back(True, self._room_bytes)
         try:
             yield
         finally:
+            self._room_bytes, self._may_keep = None, True
             if self._gives_back is not None:
                 self._gives_back = None
                 _set_thresholds(_LAST_THRESHOLD_BYTES, 2 * _LAST_THRESHOLD_BYTES)
@@ -257,10 +274,15 @@ class Host(MemoryBackend):
         self._peak_counted = _linux.reset_high_water()
 
     def stop_measuring(self) -> None:
-        """Let the heap keep freed blocks, if the machine has room for them."""
-        self._peak_counted = False
-        if self._may_keep and self._gives_back and self.limit_bytes is not None:
-            self._give_back(False, self.limit_bytes)
+        """Let the heap keep freed blocks, if the machine and limits of the process have room for them."""
+        if self._room_bytes is not None:
+            if self._gives_back and self._may_keep:
+                self._may_keep = self._highest_bytes > 0 and _heap_of(self._highest_bytes) <= self._room_bytes
+                self._give_back(not self._may_keep, self._room_bytes)
+        elif self.is_soft:
+            self._peak_counted = False
+            if self._may_keep and self._gives_back and self.limit_bytes is not None:
+                self._give_back(False, self.limit_bytes)
 
     def peak_bytes(self) -> int | None:
         """Return the highest use since `reset_peak`; None if nothing is measured or the kernel resets no mark.
@@ -271,7 +293,9 @@ class Host(MemoryBackend):
         if counted is None:
             return None
         high, of_files, shared = counted
-        return max(0, high - of_files - shared - self._held_then - self._data_bytes)
+        peak = max(0, high - of_files - shared - self._held_then - self._data_bytes)
+        self._highest_bytes = max(self._highest_bytes, peak)
+        return peak
 
     def exempt(self, data_bytes: int) -> None:
         """Count no batch of the loader beyond those of the first window, which was drawn before `counted`."""
@@ -302,12 +326,17 @@ class Host(MemoryBackend):
             DeviceLostError: oneDNN no longer works in this thread.
         """
         gc.collect()
+        if self._room_bytes is not None:
+            self._may_keep = self._gives_back is not False  # what is kept has left too little
+            self._give_back(True, self._room_bytes)
         self.trim()
         if next(process_limits(), None) is not None and _can_map(_CONVOLUTION_ROOM_BYTES):
             self._check_onednn()
 
     def trim(self) -> None:
-        """Return free pages of the heap to the kernel."""
+        """Return free pages of the heap to the kernel, and under a limit of the process what MKL keeps."""
+        if self._room_bytes is not None:
+            _free_mkl_buffers()()
         libc = _libc()
         if libc is not None:
             libc.malloc_trim(0)
@@ -367,7 +396,7 @@ class Host(MemoryBackend):
 
     def _check_onednn(self) -> None:
         try:
-            _convolve()
+            _convolve(next(_PIXELS))
         except RuntimeError as error:
             if not is_oom(error):
                 raise
@@ -403,6 +432,11 @@ class Host(MemoryBackend):
         return torch.OutOfMemoryError(
             f"{self.name} would run out: {format_bytes(wanted)} are needed and {format_bytes(free)}{allowed} are free."
         )
+
+
+def _heap_of(used_bytes: int) -> int:
+    """Return how much the heap may take for memory in use if it keeps freed blocks."""
+    return max(_HARD * used_bytes, used_bytes + _LEAST_BEYOND_BYTES)
 
 
 def _set_thresholds(mapped_bytes: int, trimmed_bytes: int) -> None:
@@ -463,12 +497,21 @@ def _warm_up() -> None:
         torch.autograd.backward((square @ square).sum())
 
 
-def _convolve() -> None:
+def _convolve(pixels: int = 32) -> None:
     """Run a convolution forward and backward, with a oneDNN scratchpad; takes some milliseconds."""
     ones = functools.partial(torch.ones, dtype=torch.float32, device="cpu", requires_grad=True)
     with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        images, kernels = ones(2 * torch.get_num_threads(), 8, 32, 32), ones(16, 8, 3, 3)
+        images, kernels = ones(2 * torch.get_num_threads(), 8, 32, pixels), ones(16, 8, 3, 3)
         torch.autograd.backward(torch.nn.functional.conv2d(images, kernels).exp().sum())
+
+
+@functools.cache
+def _free_mkl_buffers() -> Callable[[], object]:
+    """Return what frees MKL's unused buffers, which stay with each thread, and grow with each failure if it has two."""
+    try:
+        return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).mkl_serv_free_buffers
+    except (OSError, AttributeError):  # a torch without MKL
+        return int
 
 
 @functools.cache

@@ -40,9 +40,10 @@ _MUCH_LESS = 0.5
 # Windows and failures after which the search ends with its current result.
 _MOST_WINDOWS = 8
 _MOST_FAILURES = 3
-# If failures are clean, sizes are tried up to this factor above the memory that is free. Under a soft limit, plans of
-# fewer micro-batches are tried that are predicted to be further above it, from sizes that may be much smaller.
-_TOLERANCE, _SOFT_TOLERANCE = 1.03, 1.08
+# Sizes are tried up to this factor above the memory that is free, if failures are clean or the limit is soft. Otherwise
+# one sample in so many is left out: a peak of resident memory is a little less than what was allocated.
+_TOLERANCE = 1.03
+_MARGIN = 34
 
 
 class Search:
@@ -76,7 +77,8 @@ class Search:
         self._is_soft = is_soft
         self._check = 0
         self._is_uneven = False  # memory has steps, so that predictions between measured sizes say little
-        self._tolerance = _TOLERANCE if fails_cleanly else 1.0
+        self._fails_cleanly = fails_cleanly
+        self._leaves_margin = not (fails_cleanly or is_soft)
         self._growth = _GROWTH if fails_cleanly else _CAREFUL_GROWTH
         self._windows = 0
         self._first: Point | None = None  # of this window
@@ -262,11 +264,11 @@ class Search:
     ) -> int:
         """Return the largest size that may fit beside the gradients, which exist already if `is_beside`."""
         free: float = free_bytes if is_beside else free_bytes - self._gradient_bytes
-        if self._is_soft and self._windows:
-            free *= _SOFT_TOLERANCE
-        elif not is_beside:
-            free *= self._tolerance
+        if self._is_soft or (self._fails_cleanly and not is_beside):  # within a window a failure costs what it computed
+            free *= _TOLERANCE
         size = self.frontier.largest(widths, max(0.0, free), most, first=first)
+        if self._leaves_margin and size < most:
+            size = max(self.frontier.surely(widths), size - size // _MARGIN)
         sizes = self.frontier.sizes(widths)
         one_more = sizes[0] + 1 if len(sizes) == 1 and sizes[0] <= _MOST_FIRST else 0
         if size < one_more <= most and one_more < (self.frontier.too_many(widths) or most + 1):

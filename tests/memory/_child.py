@@ -347,6 +347,55 @@ def check_limit_too_small_for_one_sample(host, torch):
     return {"said": said, "updates": len(updates), "then": int(is_as_before)}
 
 
+def _wide(torch):
+    nn = torch.nn
+    return nn.Sequential(
+        *(
+            layer
+            for width in (9000, 15000, 21000)
+            for layer in (nn.LayerNorm(16), nn.Linear(16, width), nn.GELU(), nn.Dropout(0.1), nn.Linear(width, 16))
+        )
+    )
+
+
+def check_limit_of_the_process(host, torch):
+    """Train with sizes that are found where memory really runs out, or try one size by hand."""
+    import autoaccum
+    from autoaccum._memory.host import _warm_up
+    from autoaccum._oom import is_oom
+
+    how, name, size = os.environ["HOW"], os.environ["MODEL"], int(os.environ["SIZE"])
+    make, shape, outputs = {"wide": (_wide, (16,), 16), "conv": (_convolutional, (1, 16, 16), 10)}[name]
+    model, loss = make(torch), torch.nn.CrossEntropyLoss()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    batch = torch.randn(size, *shape), torch.randint(outputs, (size,))
+    _warm_up()
+    resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + int(os.environ["MIB"]) * _MIB, resource.RLIM_INFINITY))
+    trials = []
+
+    class Notes(autoaccum.Callback):
+        def on_trial(self, trial):
+            trials.append(trial.fits)
+
+    if how == "by hand":
+        try:
+            for _ in range(4):
+                loss(model(batch[0]), batch[1]).backward()
+                loss(model(batch[0]), batch[1]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except RuntimeError as error:
+            return not is_oom(error)
+        return True
+    options = {"loss": loss, "device": "cpu"}
+    if how == "find":
+        found = autoaccum.find_micro_batch(model, batch, optimizer=optimizer, **options)
+        return {"size": found.micro_batch, "failures": sum(not trial.fits for trial in found.trials)}
+    options |= {"optimizer": optimizer, "progress": False, "callbacks": [Notes()]}
+    sizes = autoaccum.fit(model, [batch] * 4, size, **options).history[-1].micro_batches
+    return {"size": max(sizes), "steps": len(sizes), "failures": trials.count(False)}
+
+
 def main(names):
     import torch
 
