@@ -43,7 +43,7 @@ _MOST_FAILURES = 3
 # If failures are clean, sizes are tried up to this factor above the memory that is free. Under a soft limit, plans of
 # fewer micro-batches are tried that are predicted to be further above it, from sizes that may be much smaller.
 _TOLERANCE, _SOFT_TOLERANCE = 1.03, 1.08
-# If they are not, one sample in so many is left out: a peak of resident memory is a little less than what was allocated.
+# If they are not, one sample in so many is left out, since peaks of resident memory are less than what was allocated.
 _MARGIN = 34
 
 
