@@ -426,7 +426,7 @@ def _remedies(
     if further:
         others = " and ".join(one.name for one in further)
         warnings.append(
-            f"remedies are listed only for {name}, the first that needs them; for {others} run a report without it"
+            f"remedies are listed only for {name}; for {others} run a report without it"
         )
     return name, remedies, tuple(warnings)
 
