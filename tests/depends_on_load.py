@@ -11,8 +11,6 @@ DEPENDS_ON_LOAD = {
     "test_what_a_command_leaves_in_its_group_is_ended_before_it_is_started_again",
     # A page shows micro-batches of which the clock chooses the fastest.
     "test_code_of_a_page_runs_one_piece_after_the_other",
-    # Five windows, of which one has to be measured while the machine's memory is read again.
-    "test_sizes_grow_back_after_the_process_has_released_what_it_held",
     # A rank is stopped for nearly as long as others wait for it.
     "test_rank_that_is_stopped_for_a_while_is_waited_for",
 }

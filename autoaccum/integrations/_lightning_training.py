@@ -121,8 +121,10 @@ class Training:
         """Note what is logged for fewer samples than a micro-batch has."""
         savepoint = self.accumulator._step.savepoint()
         savepoint.take()
-        self._called(window.cut(0, size))
-        savepoint.restore()
+        try:
+            self._called(window.cut(0, size))
+        finally:
+            savepoint.restore()
 
     def _called(self, batch: Any) -> Any:
         """Return what the module returned for a micro-batch."""
