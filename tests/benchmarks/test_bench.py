@@ -1,5 +1,6 @@
 """Tables on pages are those of the results; a bracket closes around the truth; one limit and one heap for all."""
 
+import itertools
 import json
 import re
 import resource
@@ -69,12 +70,14 @@ def test_loop_by_hand_keeps_its_blocks_once_nothing_is_measured(bench, wide):
     workload, model, optimizer = wide
 
     def page_faults():
-        for _ in range(3):
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        """Return those of the update with the fewest of ten: the heap grows in some of the first."""
+        counts = []
+        for _ in range(11):
+            counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
             workload.update(model, optimizer, [workload.batch(4)])
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        return min(after - before for before, after in itertools.pairwise(counts))
 
     with bench.finders.limited(workload, model) as meter:
         measured = page_faults()
         meter.stop()
-        assert page_faults() < measured / 2
+        assert page_faults() < measured / 4
