@@ -203,17 +203,23 @@ def test_metrics_run_over_all_samples_in_each_evaluation_anew(device, model, dat
 
 
 class Wide(nn.Module):
-    """Takes about 8 kB a sample while it evaluates, and next to nothing otherwise; counts the samples it evaluates."""
+    """Takes about 8 kB a sample while it evaluates, and next to nothing otherwise.
+
+    Counts the samples that it evaluates in a buffer, and in a frozen parameter.
+    """
 
     def __init__(self):
         super().__init__()
         self.head = nn.Linear(4, 3)
         self.register_buffer("seen", torch.zeros(()))
+        self.also_seen = nn.Parameter(torch.zeros(()), requires_grad=False)
 
     def forward(self, inputs):
         if self.training:
             return self.head(inputs)
         self.seen += len(inputs)
+        with torch.no_grad():
+            self.also_seen += len(inputs)
         wide = inputs.repeat(1, WIDTH // 4)
         return self.head(inputs) + 0 * (wide + wide).sum(1, keepdim=True)
 
@@ -274,7 +280,7 @@ def test_what_a_failed_micro_batch_wrote_is_put_back_and_the_plan_is_not_touched
 
     found = runner.evaluate([data])
 
-    assert wide.seen == SAMPLES
+    assert wide.seen == wide.also_seen == SAMPLES
     assert (runner.plan, runner._runner.events.oom_events) == (plan, 0)
     assert found == pytest.approx(exact(wide, data), rel=1e-12)
 
