@@ -300,9 +300,15 @@ def _are_same(one: Tensor, other: Tensor) -> bool:
         return False
     if hasattr(one, "__tensor_flatten__"):  # what quantises weights need not tell whether they are equal
         return all(_are_same(getattr(one, name), getattr(other, name)) for name in one.__tensor_flatten__()[0])
+    one, other = _readable(one), _readable(other)
     if torch.equal(one, other):
         return True
     return one.is_floating_point() and bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """Return a tensor that torch compares and sums: floating-point numbers of eight bits as the bytes that they are."""
+    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
 def _write(tensor: Tensor, copy: Tensor) -> None:
@@ -327,6 +333,7 @@ def _sum(tensor: Tensor) -> Tensor:
         return torch.stack([_sum(getattr(tensor, name)).double().cpu() for name in names]).sum(0)
     if tensor.layout is not torch.strided:
         return torch.tensor(float(tensor._version))
+    tensor = _readable(tensor)
     if not tensor.is_floating_point():
         return torch.stack([tensor.sum(), tensor.flatten()[::3].sum()])
     # On the CPU, summing in another type first makes a copy in that type; MPS has no double precision.

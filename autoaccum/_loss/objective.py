@@ -145,10 +145,10 @@ class Objective:
         """
         self.samples = samples
         raw, outputs = source.run(self, batch)
+        value: Any
         name, value = next(iter(raw.items())) if len(raw) == 1 else ("", None)
         self.gave_number = isinstance(value, Tensor) and value.dim() == 0
-        if self.gave_number:  # the usual case
-            assert isinstance(value, Tensor)
+        if self.gave_number and not value.dtype.is_complex:  # the usual case
             return [Term(name, value)], outputs
         if self.may_repeat_pass and self._entries.needs_graphs(raw, source.total):
             with torch.enable_grad():

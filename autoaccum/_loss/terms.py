@@ -95,11 +95,17 @@ def term_of(name: str, raw: Any, samples: int, *, summed: bool) -> Term:
         samples: Samples in the micro-batch.
         summed: Whether a vector is summed instead of averaged.
     """
+    value = raw[0] if is_pair(raw) else raw
+    if isinstance(value, Tensor) and value.dtype.is_complex:
+        raise InvalidInputError(
+            f"loss {name!r} is a complex number (type {value.dtype}), which cannot be minimised; return a real one, "
+            "such as loss.real or loss.abs()"
+        )
     if isinstance(raw, Tensor):
         if raw.dim() == 0:
             return Term(name, raw)
         if raw.dim() == 1 and raw.shape[0] == samples:
-            if not (raw.is_floating_point() or raw.is_complex()):
+            if not raw.is_floating_point():
                 raise InvalidInputError(
                     f"loss {name!r} is {describe(raw)} and type {raw.dtype}, which has no gradient, as counts and "
                     "comparisons have none; return a differentiable loss, and this one by name beside it to report it"
