@@ -472,6 +472,8 @@ def _check_same_shape(outputs: Any, targets: Any, what: str) -> None:
 
 def _accepted_names(model: nn.Module) -> set[str] | None:
     """Return the keyword arguments that the model accepts; None if it accepts any."""
+    if isinstance(model, torch.jit.ScriptModule):  # which has no signature
+        return {argument.name for argument in model.forward.schema.arguments}  # type: ignore[attr-defined]
     parameters = inspect.signature(model.forward).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None

@@ -109,3 +109,16 @@ def test_frozen_weights_of_eight_bits_are_watched():
     result = autoaccum.fit(Quantised(), data, 12, loss=functional.mse_loss, micro_batch=6, device="cpu", progress=False)
 
     assert result.steps == 4
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("kind", ["pair", "mapping"])
+def test_scripted_model_is_called_as_any_other(kind):
+    model = torch.jit.script(nn.Linear(6, 4))
+    inputs, targets = torch.randn(12, 6), torch.randn(12, 4)
+    batch = (inputs, targets) if kind == "pair" else {"input": inputs, "targets": targets}
+    loss = functional.mse_loss if kind == "pair" else lambda outputs, batch: (outputs - batch["targets"]).abs().mean()
+
+    result = autoaccum.fit(model, [batch], 12, loss=loss, micro_batch=6, device="cpu", progress=False)
+
+    assert result.steps == 1
