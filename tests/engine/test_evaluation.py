@@ -1,6 +1,7 @@
 """Evaluation counts every sample once, in micro-batches of its own size, and leaves training as it is."""
 
 import contextlib
+import gc
 import random
 
 import numpy as np
@@ -283,6 +284,19 @@ def test_what_a_failed_micro_batch_wrote_is_put_back_and_the_plan_is_not_touched
     assert wide.seen == wide.also_seen == SAMPLES
     assert (runner.plan, runner._runner.events.oom_events) == (plan, 0)
     assert found == pytest.approx(exact(wide, data), rel=1e-12)
+
+
+def test_copies_of_frozen_parameters_do_not_stay_into_the_training(wide, data):
+    class Alive(autoaccum.Callback):
+        def on_evaluation(self, evaluation, *, epoch, step):
+            gc.collect()
+            found.append(sum(isinstance(one, torch.Tensor) and one.shape == (97, 7) for one in gc.get_objects()))
+
+    wide.slow, found = nn.Linear(7, 97).requires_grad_(requires_grad=False), []
+
+    evaluated(wide, [data], callbacks=[Alive()], epochs=3)
+
+    assert found[-1] == 1
 
 
 def test_one_sample_that_does_not_fit_is_an_error_that_leaves_the_model(wide, data):
