@@ -138,7 +138,7 @@ def probe(
     if begins_with is None or begins_with > max_micro_batch:
         frontier.forget()
         begins_with = None
-    search = Search(frontier, begins_with=begins_with, is_soft=memory.is_soft)
+    search = Search(frontier, begins_with=begins_with, fails_cleanly=memory.fails_cleanly, is_soft=memory.is_soft)
     with devices.oom_explained(memory, "the search for a micro-batch"):
         try:
             with memory.limited(limit_bytes):

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import contextlib
     from collections.abc import Callable, Iterator
 
-# How long a reading of the machine's free memory is reused: one takes 0.2 ms, which matters for short micro-batchs.
+# How long a reading of the machine's free memory is reused: one takes 0.2 ms, which matters for short micro-batches.
 _FREE_BELIEVED_S = 0.1
 # Several times the memory needed for checking oneDNN.
 _CONVOLUTION_ROOM_BYTES = 16 * 1024 * 1024

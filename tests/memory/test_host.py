@@ -101,7 +101,7 @@ def test_small_convolutional_net_trains_under_small_limits_and_uses_them(limit_m
 
 
 @pytest.mark.slow  # processes whose memory really runs out
-@pytest.mark.parametrize(("how", "model", "mib"), [("fit", "wide", 100), ("fit", "conv", 60)])
+@pytest.mark.parametrize(("how", "model", "mib"), [("fit", "wide", 100), ("find", "wide", 100), ("fit", "conv", 60)])
 def test_search_under_a_limit_of_the_process_fails_seldom_and_finds_what_a_fresh_process_has_room_for(how, model, mib):
     def run(how, size):
         named = {"HOW": how, "MODEL": model, "SIZE": str(size), "MIB": str(mib), "AUTOACCUM_CACHE_DIR": ""}
