@@ -105,7 +105,7 @@ class Engine:
         self._room = Headroom(step.memory)
         self._norms = BatchNorms(step.objective.modules, step.options.batchnorm, notices)
         self._time_first = TimeFirst(step.objective, notices)
-        self._savepoint = step.savepoint(of_parameters=True)
+        self._savepoint = step.savepoint()
         self.steady = SteadyPath(step, sizing, is_part=peers.is_part)
         self._careful = CarefulPath(
             step,

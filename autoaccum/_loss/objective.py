@@ -145,10 +145,10 @@ class Objective:
         """
         self.samples = samples
         raw, outputs = source.run(self, batch)
+        value: Any
         name, value = next(iter(raw.items())) if len(raw) == 1 else ("", None)
         self.gave_number = isinstance(value, Tensor) and value.dim() == 0
-        if self.gave_number:  # the usual case
-            assert isinstance(value, Tensor)
+        if self.gave_number and not value.dtype.is_complex:  # the usual case
             return [Term(name, value)], outputs
         if self.may_repeat_pass and self._entries.needs_graphs(raw, source.total):
             with torch.enable_grad():
@@ -472,6 +472,8 @@ def _check_same_shape(outputs: Any, targets: Any, what: str) -> None:
 
 def _accepted_names(model: nn.Module) -> set[str] | None:
     """Return the keyword arguments that the model accepts; None if it accepts any."""
+    if isinstance(model, torch.jit.ScriptModule):  # which has no signature
+        return {argument.name for argument in model.forward.schema.arguments}  # type: ignore[attr-defined]
     parameters = inspect.signature(model.forward).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None
