@@ -185,6 +185,8 @@ def kind_of(loss: object) -> Any:
     kind = type(loss) if isinstance(loss, nn.Module) else loss
     if isinstance(loss, nn.Module) and (loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)):
         return None  # it may compute anything
+    if getattr(loss, "_compiled_call_impl", None) is not None:
+        return None  # its graph says nothing
     return kind if getattr(kind, "__hash__", None) is not None and kind in _OF_TORCH else None
 
 
