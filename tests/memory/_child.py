@@ -393,11 +393,10 @@ def check_limit_of_the_process(host, torch):
     from autoaccum._memory.host import _warm_up
     from autoaccum._oom import is_oom
 
-    how, name, size = os.environ["HOW"], os.environ["MODEL"], int(os.environ["SIZE"])
-    make, shape, outputs = {"wide": (_wide, (16,), 16), "conv": (_convolutional, (1, 16, 16), 10)}[name]
-    model, loss = make(torch), torch.nn.CrossEntropyLoss()
+    how, size = os.environ["HOW"], int(os.environ["SIZE"])
+    model, loss = _wide(torch), torch.nn.CrossEntropyLoss()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    batch = torch.randn(size, *shape), torch.randint(outputs, (size,))
+    batch = torch.randn(size, 16), torch.randint(16, (size,))
     _warm_up()
     resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + int(os.environ["MIB"]) * _MIB, resource.RLIM_INFINITY))
     trials = []
