@@ -437,6 +437,25 @@ class Engine:
         if phase in (Phase.FORWARD, Phase.BACKWARD) and size is not None and isinstance(error, Exception):
             self._refuse_size(error, size, goes_backward=phase is Phase.BACKWARD)
 
+    def _works(self, samples: int, *, goes_backward: bool) -> bool:
+        """Whether the model and the loss take so many samples; everything is restored."""
+        step = self._step
+        try:
+            with torch.set_grad_enabled(goes_backward), quiet_training(step.objective.modules):
+                for source in step.objective.sources:
+                    with step.precision.autocast():
+                        placed = step.transfer.place(self._window.cut(0, samples))
+                        terms, _ = step.objective.terms(source, placed, samples)
+                    if goes_backward:
+                        trained = [parameter for parameter in step.parameters if parameter.requires_grad]
+                        losses = [term.value for term in terms if term.value.requires_grad]
+                        torch.autograd.grad(losses, trained, allow_unused=True)
+        except Exception:  # noqa: BLE001 - whatever it is
+            return False
+        finally:
+            self._savepoint.restore()
+        return True
+
     def _refuse_size(self, error: Exception, size: int, *, goes_backward: bool) -> None:
         """Raise InvalidInputError if the model and the loss fail for a micro-batch, and not for twice its samples."""
         step, more = self._step, min(2 * size, self._window.samples)
@@ -445,19 +464,8 @@ class Engine:
         is_other |= _REFUSES_ONE in str(error)
         if more <= size or is_apart or is_other or not self._is_saved:
             return
-        try:
-            with torch.set_grad_enabled(goes_backward), quiet_training(step.objective.modules):
-                for source in step.objective.sources:
-                    with step.precision.autocast():
-                        terms, _ = step.objective.terms(source, step.transfer.place(self._window.cut(0, more)), more)
-                    if goes_backward:
-                        trained = [parameter for parameter in step.parameters if parameter.requires_grad]
-                        losses = [term.value for term in terms if term.value.requires_grad]
-                        torch.autograd.grad(losses, trained, allow_unused=True)
-        except Exception:  # noqa: BLE001 - it is not the size
-            return
-        finally:
-            self._savepoint.restore()
+        if self._works(size, goes_backward=goes_backward) or not self._works(more, goes_backward=goes_backward):
+            return  # it is not the size
         raise InvalidInputError(
             f"the model and the loss work for {more} samples, and not for a micro-batch of {size} "
             f"({first_line(error)}); write them for any number of samples (squeeze(-1) for squeeze(), which takes away "
