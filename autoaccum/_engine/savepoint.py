@@ -136,7 +136,8 @@ class Savepoint:
                 for name, tensor in kept.items():  # one by one, as the table of a scripted module takes them
                     table[name] = tensor
             for _, tensor, copy in self._copies():
-                with torch.inference_mode(tensor.is_inference()):  # where alone such a tensor can be written
+                # Such a tensor can be written in that mode alone, which turns gradients on where it is off.
+                with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                     _write(tensor, copy)
         self._metrics.put_back()
         self.random.put_back()

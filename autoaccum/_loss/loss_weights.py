@@ -35,6 +35,7 @@ _SAME_COUNT, _SAME_WEIGHT, _ADDS_UP = 1e-9, 1e-5, 1e-6
 # The totals of a window's samples, and of what split.weight counts, among the totals of its divisors.
 OF_SAMPLES, _OF_SPLIT = ("", 0), ("", 1)
 _HOST = torch.device("cpu")
+_COMPILED = "CompiledFunctionBackward"  # the node of compiled code, whose graph says nothing
 # A term of a loss: the name of the loss, and the term's number.
 Slot = tuple[str, int]
 
@@ -339,7 +340,7 @@ class LossWeights(LossForms):
             return weight
         found = read(loss)
         first, window = found[0], of or self.window
-        if _is_unread(found) and forms is not None and window is not None and not self.is_trusted and _counted(forms):
+        if forms is not None and _is_compiled(found) and window is not None and not self.is_trusted and _counted(forms):
             start = 0 if of else self.start
             counted = counts_of(window, start, start + samples, frozenset(forms[0].counts))
             return _agreed({count: counted[count] * each for count, each in forms[0].counts.items()})
@@ -395,8 +396,10 @@ class LossWeights(LossForms):
         for number, (one, form) in enumerate(zip(found, forms, strict=True)):
             if form.form is Form.MEAN and form.is_read:
                 expected = factors.expected[term.name, number]
-                if one.weight is None:  # compiled, and checked as it is written
+                if _is_compiled([one]):  # and checked as it is written
                     _agreed(expected)
+                elif one.weight is None:
+                    raise _changed(term.name, forms, found)
                 else:
                     self._compare((term.name, number), one, expected)
         if len(own) == 1:
@@ -508,6 +511,12 @@ def _is_unread(terms: Sequence[ReadTerm]) -> bool:
     return any(term.weight is None for term in terms)
 
 
+def _is_compiled(terms: Sequence[ReadTerm]) -> bool:
+    """Whether all that could not be read is compiled code."""
+    unread = [term for term in terms if term.weight is None]
+    return bool(unread) and all(term.end is not None and term.end.name() == _COMPILED for term in unread)
+
+
 def _counted(forms: Sequence[TermForm]) -> bool:
     """Whether a check has read what a loss is divided by, all terms by the same, and it was a count of the batch."""
     return all(form.form is Form.MEAN and form.is_read and form.counts for form in forms) and share_a_divisor(forms)
@@ -594,7 +603,7 @@ def _changed(
     """Return the error for a loss that has another form than it had when it was checked."""
     before = "was not there" if forms is None else f"had {len(forms)} terms"
     now, remedy = f"has {len(found)}", "the same form in every micro-batch (a term of 0 where nothing counts), "
-    if _is_unread(found):
+    if _is_compiled(found):
         now, remedy = "has a graph that cannot be read, as compiled code has none", ""
     error = InvalidInputError(
         f"loss {name!r} {before} when it was checked, and now {now}; return {remedy}a (sum, weight) pair, or pass "
