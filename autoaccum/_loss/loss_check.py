@@ -83,6 +83,10 @@ class Run:
         terms = [replace(self.terms[0], weight=None)]
         return replace(self, terms=terms, gradients=self.gradients.sum(0, keepdim=True))
 
+    def as_one(self) -> Run:
+        """Return the same as a loss of a single term, divided by what its first one is."""
+        return replace(self, terms=self.terms[:1], gradients=self.gradients.sum(0, keepdim=True))
+
 
 # --- samples ----------------------------------------------------------------------------------------------------------
 
@@ -215,9 +219,7 @@ def tolerance_of(loss: Tensor, *, casts: bool, dtypes: Iterator[torch.dtype]) ->
 # --- what runs show ---------------------------------------------------------------------------------------------------
 
 
-def forms_of(
-    whole: Run, parts: Sequence[Run], again: Run | None, tolerance: float, *, moves: bool = False
-) -> list[TermForm]:
+def forms_of(whole: Run, parts: Sequence[Run], again: Run | None, tolerance: float) -> list[TermForm]:
     """Return how each term of a loss is put together.
 
     Args:
@@ -225,9 +227,8 @@ def forms_of(
         parts: The runs of two parts of them.
         again: One more run of all samples, with other random numbers; None if nothing is random.
         tolerance: The relative difference that rounding may cause.
-        moves: Whether passes move buffers, so that a pass of a part is another one.
     """
-    is_random = moves or (again is not None and _differ(whole, again, tolerance))
+    is_random = again is not None and _differ(whole, again, tolerance)
     if len({len(run.terms) for run in (whole, *parts)}) > 1:
         whole, parts = whole.unread(), [part.unread() for part in parts]
     runs = [whole, *parts]
@@ -400,15 +401,12 @@ class TrialLosses:
     def _try(self, source: _Pass, sample: Window, first: int, found: dict[str, list[TermForm]]) -> None:
         """Add the terms of one source's losses."""
         whole = self._runs(source, sample, 0, sample.samples)
-        if self.weights.is_trusted:
-            return  # as `loss=None` shows only now
-        moves = bool(self.mark.learn_moved())
         halves = self._halves(source, whole, sample, first)
         again: Mapping[str, Run] | None = None
         for name, run in whole.items():
             if any(term.weight == 0.0 for term in run.terms):  # nothing counts in it
                 self.is_complete = False
-                if not run.is_stated:
+                if not (run.is_stated or self.weights.is_trusted):
                     found[name] = [_by_graph_alone(term) for term in run.terms]
                 continue
             if not math.isfinite(run.value):
@@ -416,11 +414,15 @@ class TrialLosses:
                     raise not_finite({name: run.value})
                 continue  # it may result from the training itself
             parts = [_part_of(name, run, of_part, sample.samples) for of_part in halves]
-            forms = forms_of(run, parts, None, self.tolerance, moves=moves)
+            if self.weights.is_trusted:  # as `loss=None` shows only now; the model may still compare samples
+                run, *parts = (one.as_one() for one in (run, *parts))
+            forms = forms_of(run, parts, None, self.tolerance)
             if any(form.form is Form.UNCONFIRMED for form in forms):
                 again = self._runs(source, sample, 0, sample.samples, seed=1) if again is None else again
-                forms = forms_of(run, parts, again.get(name), self.tolerance, moves=moves)
-            if not run.is_stated:
+                forms = forms_of(run, parts, again.get(name), self.tolerance)
+            if self.weights.is_trusted:
+                self.weights.confirm(name, forms[0])
+            elif not run.is_stated:
                 found[name] = forms
             else:
                 self._confirm_stated(name, [run, *parts], forms[0])

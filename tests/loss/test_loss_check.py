@@ -1,0 +1,127 @@
+"""What a check on a few samples finds of models, and that it finds nothing where there is nothing."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import autoaccum
+
+
+class Between(nn.Module):
+    """A linear layer with something between the samples."""
+
+    def __init__(self, mix, between=None, width=4):
+        super().__init__()
+        self.between = nn.Identity() if between is None else between
+        self.linear, self.mix = nn.Linear(6, width), mix
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.calls += 1
+        return self.linear(self.mix(self.between(inputs)))
+
+
+def train(model, loss, batch, cut=(3, 3, 3, 3), **options):
+    """Make a step of SGD in micro-batches; return how far it is from that of the whole batch, and the report."""
+    names = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer, plan = torch.optim.SGD(model.parameters(), lr=1.0), autoaccum.Plan(sum(cut), cut)
+    runner = autoaccum.Runner(model, optimizer, plan, loss=loss, device="cpu", precision="fp32", **options)
+    report = runner.step(batch)
+    found = {name: names[name] - parameter.detach() for name, parameter in model.named_parameters()}
+    model.load_state_dict(state)
+    model.zero_grad()
+    outputs = options["forward"](model, batch) if "forward" in options else model(batch[0])
+    whole = (loss or functional.mse_loss)(outputs, batch if "forward" in options else batch[1])
+    whole.backward()
+    return max(float((found[name] - one.grad).abs().max()) for name, one in model.named_parameters()), report
+
+
+def pair():
+    torch.manual_seed(1)
+    return torch.randn(12, 6).double(), torch.randn(12, 4).double()
+
+
+def info_nce(outputs, targets):
+    return functional.cross_entropy(outputs @ targets.T, torch.arange(len(outputs)))
+
+
+MIXES = {
+    "mixup": lambda x: 0.5 * x + 0.5 * x.flip(0),
+    "centred": lambda x: x - x.mean(0),
+    "scaled": lambda x: x / x.std(0),
+    "batch_norm": lambda x: functional.batch_norm(x, None, None, training=True),
+}
+TRUSTED = {"none": None, "function": functional.mse_loss, "module": nn.MSELoss(), "summed": nn.MSELoss(reduction="sum")}
+
+
+@pytest.mark.parametrize("loss", TRUSTED)
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_model_that_compares_samples_is_refused_also_with_a_loss_of_torch(mix, loss):
+    with pytest.raises(autoaccum.InvalidInputError, match="other outputs together than in two parts"):
+        train(Between(MIXES[mix]).double(), TRUSTED[loss], pair())
+
+
+def test_a_hook_that_compares_samples_is_refused():
+    model = Between(lambda x: x).double()
+    model.linear.register_forward_hook(lambda _, __, outputs: outputs / outputs.norm(dim=0))
+
+    with pytest.raises(autoaccum.InvalidInputError, match="other outputs together than in two parts"):
+        train(model, nn.MSELoss(), pair())
+
+
+def test_a_model_that_compares_samples_in_training_alone_is_refused_after_an_evaluation():
+    model, batch = Between(lambda x: x).double(), pair()
+    model.mix = lambda x: x - x.mean(0) if model.training else x
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(12, 3), device="cpu", precision="fp32")
+    runner.evaluate([batch])
+
+    with pytest.raises(autoaccum.InvalidInputError, match="other outputs together"):
+        runner.step(batch)
+
+
+def test_loss_reduction_leaves_the_check_of_a_model_out():
+    distance, _ = train(Between(MIXES["centred"]).double(), nn.MSELoss(), pair(), loss_reduction="mean")
+
+    assert distance > 1e-3
+
+
+@pytest.mark.parametrize("loss", [None, nn.MSELoss(), lambda outputs, targets: (outputs - targets).square().mean()])
+@pytest.mark.parametrize(
+    "between",
+    [
+        nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
+        nn.utils.spectral_norm(nn.Linear(6, 6)),
+        nn.Dropout(0.3),
+        nn.BatchNorm1d(6),
+        nn.BatchNorm1d(6, track_running_stats=False),
+        nn.BatchNorm1d(6, affine=False, track_running_stats=False),
+        nn.LayerNorm(6),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_layers_of_torch_are_trained(between, loss):
+    train(Between(lambda x: x, between).double(), loss, pair())
+
+    assert "forward" not in vars(between)
+
+
+@pytest.mark.parametrize("loss", [None, lambda outputs, targets: (outputs - targets).square().mean()])
+def test_random_augmentation_in_forward_is_trained(loss):
+    train(Between(lambda x: x + torch.randn_like(x)).double(), loss, pair())
+
+
+def test_buffer_that_moves_leaves_the_loss_checked():
+    """Every model here counts its passes."""
+    with pytest.raises(autoaccum.InvalidInputError, match="neither a mean nor a sum"):
+        train(Between(lambda x: x).double(), info_nce, pair())
+
+
+@pytest.mark.parametrize("mine", [lambda each: each.topk(len(each) // 2).values.mean(), lambda each: each.std()])
+def test_hard_samples_are_seen_beside_spectral_norm(mine):
+    model = Between(lambda x: x, nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))).double()
+
+    with pytest.raises(autoaccum.InvalidInputError, match="neither a mean nor a sum"):
+        train(model, lambda outputs, targets: mine((outputs - targets).square().mean(1)), pair())
