@@ -320,6 +320,7 @@ class _Compared:
             per_sample=abs(weights[0]) / self._runs[0].samples,
             shares=tuple(one / weights[0] for one in weights[1:]),
             counts=found,
+            least=min((one for one in weights[1:] if one > 0), default=math.inf),
             may_be_clamped=may_be or is_clamped,
             is_clamped=is_clamped,
         )
