@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 # The most samples of a check, and the number below which its two parts are alike.
 MOST_SAMPLES = 8
-_TO_HALVE = 6
+_TO_HALVE = 7
 _FOUR_BYTES = 4
 # The most samples that are looked at to choose these.
 _LOOKED_AT = 64
@@ -104,8 +105,8 @@ def choose(window: Window, most: int) -> tuple[Window, int] | None:
         return None
     evenly = [start + place * (samples - 1) // (number - 1) for place in range(number)]
     rows = list(dict.fromkeys([*_unusual(window, start, samples, number // 2), *evenly]))[:number]
-    # A third in the first part: losses may need two samples.
-    first = number // 3 if number >= _TO_HALVE else number // 2
+    # About a third in the first part, since losses may need two samples; one part is odd, since they may take pairs.
+    first = (number + 1) // 3 if number >= _TO_HALVE else number // 2
     return window.chosen([rows[0], *rows[:0:-1]]), first
 
 
@@ -415,12 +416,12 @@ class TrialLosses:
                     raise not_finite({name: run.value})
                 continue  # it may result from the training itself
             parts = [_part_of(name, run, of_part, sample.samples) for of_part in halves]
-            if self.weights.is_trusted:  # as `loss=None` shows only now; the model may still compare samples
-                run, *parts = (one.as_one() for one in (run, *parts))
-            forms = forms_of(run, parts, None, self.tolerance)
+            known = self.weights.is_trusted  # as `loss=None` shows only now; the model may still compare samples
+            runs = [one.as_one() if known else one for one in (run, *parts)]
+            forms = forms_of(runs[0], runs[1:], None, self.tolerance)
             if any(form.form is Form.UNCONFIRMED for form in forms):
                 again = self._runs(source, sample, 0, sample.samples, seed=1) if again is None else again
-                forms = forms_of(run, parts, again.get(name), self.tolerance)
+                forms = forms_of(runs[0], runs[1:], again.get(name), self.tolerance)
             if self.weights.is_trusted:
                 self.weights.confirm(name, forms[0])
             elif not run.is_stated:
@@ -455,10 +456,10 @@ class TrialLosses:
             tried.add(first)
             try:
                 halves = [self._part(source, sample, *ends) for ends in ((0, first), (first, sample.samples))]
-            except InvalidInputError:
-                if not halves:
+            except InvalidInputError:  # the loss takes no parts of these sizes
+                if not halves and first <= least:
                     raise
-                return halves  # the loss takes no parts of these sizes
+                return halves or self._of_pairs(source, sample, first)
             empty = {
                 place
                 for place, part in enumerate(halves)
@@ -470,6 +471,12 @@ class TrialLosses:
             first += 1 if empty == {0} else -1
             if len(empty) != 1 or first in tried or not least <= first <= sample.samples - least:
                 return halves
+
+    def _of_pairs(self, source: _Pass, sample: Window, first: int) -> list[dict[str, Run]]:
+        """Return the losses of parts for a loss that takes not every odd number of samples, as one of pairs does."""
+        with suppress(InvalidInputError):  # what it does not take is an error in training too
+            return [self._part(source, sample, *ends) for ends in pairwise((0, first, 2 * first, sample.samples))]
+        return [self._part(source, sample, *ends) for ends in ((0, first - 1), (first - 1, sample.samples))]
 
     def _part(self, source: _Pass, sample: Window, start: int, stop: int) -> dict[str, Run]:
         try:

@@ -101,13 +101,13 @@ def quiet_training(modules: Sequence[nn.Module]) -> Iterator[None]:
         bare = [part for part in parts if isinstance(part, _BatchNorm) and part.running_mean is None]
         bare = [part for part in bare if type(part).forward in _OF_TORCH and "forward" not in vars(part)]
         for part in bare:
-            part.forward = functools.partial(_scaled_alone, part)
+            vars(part)["forward"] = functools.partial(_scaled_alone, part)
         try:
             with _Quiet():
                 yield
         finally:
             for part in bare:
-                del part.forward
+                del vars(part)["forward"]
 
 
 def _scaled_alone(norm: _BatchNorm, inputs: Tensor) -> Tensor:

@@ -125,3 +125,31 @@ def test_hard_samples_are_seen_beside_spectral_norm(mine):
 
     with pytest.raises(autoaccum.InvalidInputError, match="neither a mean nor a sum"):
         train(model, lambda outputs, targets: mine((outputs - targets).square().mean(1)), pair())
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_interleaved_pairs_that_odd_micro_batches_would_mix_are_refused(size):
+    """The last window of a loader may be odd."""
+    options = {"forward": lambda model, batch: model(batch["x"])}
+
+    with pytest.raises(autoaccum.InvalidInputError, match="neither a mean nor a sum"):
+        train(
+            nn.Linear(6, 1).double(),
+            lambda outputs, _: -functional.logsigmoid(outputs[0::2] - outputs[1::2]).mean(),
+            {"x": pair()[0]},
+            (size,) * (12 // size),
+            **options,
+        )
+
+
+def test_pairs_that_odd_micro_batches_do_not_hold_are_trained_in_even_ones():
+    distance, report = train(
+        nn.Linear(6, 1).double(),
+        lambda outputs, _: -functional.logsigmoid(outputs.view(-1, 2).diff(dim=1)).mean(),
+        {"x": pair()[0]},
+        (4, 2, 6),
+        forward=lambda model, batch: model(batch["x"]),
+    )
+
+    assert distance < 1e-12
+    assert not report.warnings

@@ -95,7 +95,11 @@ def _inputs():
 @pytest.mark.parametrize("is_torchs", [True, False])
 def test_smoothing_of_classes_of_weight_0_is_refused_where_they_are_alone_and_exact_elsewhere(is_torchs):
     of_torch = torch.nn.CrossEntropyLoss(weight=OF_CLASSES, label_smoothing=0.1)
-    loss = of_torch if is_torchs else lambda outputs, targets: of_torch(outputs, targets)
+
+    def by_hand(outputs, targets):
+        return of_torch(outputs, targets)
+
+    loss = of_torch if is_torchs else by_hand
     difference, warned = _stepped(loss, (_inputs(), CLASSES), (4, 4, 4))
     with pytest.raises(autoaccum.InvalidInputError, match="divides by 0 in a micro-batch in which something counts"):
         _stepped(loss, (_inputs(), CLASSES), (3, 3, 3, 3))
