@@ -83,7 +83,7 @@ def assemble_without_optimizer(
 
 
 def _objective(model: nn.Module, options: Options, notices: Notices, further: Sequence[nn.Module] = ()) -> Objective:
-    return Objective(
+    objective = Objective(
         model,
         options.loss,
         forward=options.forward,
@@ -92,6 +92,14 @@ def _objective(model: nn.Module, options: Options, notices: Notices, further: Se
         split=options.split,
         further=further,
     )
+    for module in objective.modules:
+        for name, parameter in module.named_parameters():
+            if parameter.is_inference():
+                raise InvalidInputError(
+                    f"model: {name} of {type(module).__name__} was made in torch.inference_mode(), and cannot be "
+                    "trained; make the model outside of it, or copy.deepcopy(model) there"
+                )
+    return objective
 
 
 def _checked(scale: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -36,7 +36,7 @@ _UNSUPPORTED = "could not create a primitive descriptor"
 ONE_SAMPLE = "one sample"
 
 _NAMES = {
-    Phase.SAVE: "a copy of what a window that fails is put back to",
+    Phase.SAVE: "the copy of buffers and random state that a retry needs",
     Phase.WEIGH: "trying the loss on a few samples",
     Phase.TRANSFER: "the transfer to the device",
     Phase.FORWARD: "the forward pass",

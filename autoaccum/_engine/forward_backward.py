@@ -111,11 +111,9 @@ class GradientStep:
         own = (parameter for module in self.objective.modules for parameter in module.parameters())
         return list(dict.fromkeys(own))
 
-    def savepoint(self, *, of_parameters: bool = False) -> Savepoint:
-        """Return a savepoint of all that a pass may change, with parameters as far as the model writes them."""
-        parameters = (lambda: self.parameters) if of_parameters and not self.is_sharded else None
-        objective = self.objective
-        return Savepoint(objective.modules, self.memory.device, objective.functions, parameters=parameters)
+    def savepoint(self) -> Savepoint:
+        """Return a savepoint of all that a pass may change."""
+        return Savepoint(self.objective.modules, self.memory.device, self.objective.functions)
 
     def check_losses(self, samples: Window, mark: Savepoint) -> None:
         """Try the losses on a few samples; `mark` is taken and restored."""

@@ -129,6 +129,7 @@ class PartsThatFit:
             done = function()
             if is_first:
                 self._savepoint.learn_moved()
+                self._savepoint.forget()  # the training needs their memory
                 self._knows_what_moves = True
         except Exception as error:
             has_moved = _versions_in(window) != versions

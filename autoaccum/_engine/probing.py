@@ -67,7 +67,8 @@ def find_micro_batch(
 
     Each size is tried with a real step: forward, backward and optimizer, with gradients and optimizer state in place.
     Afterwards parameters, buffers, gradients, optimizer state, random state and modes are bit for bit what they were;
-    only the model's device may have changed.
+    only the model's device may have changed. Not put back are frozen parameters that the model's own code writes, if
+    all frozen ones together are larger than 64 MiB and than the trained ones.
 
     Args:
         model: The model. It is moved to the device and stays there.
@@ -137,7 +138,7 @@ def probe(
     if begins_with is None or begins_with > max_micro_batch:
         frontier.forget()
         begins_with = None
-    search = Search(frontier, begins_with=begins_with, is_soft=memory.is_soft)
+    search = Search(frontier, begins_with=begins_with, fails_cleanly=memory.fails_cleanly, is_soft=memory.is_soft)
     with devices.oom_explained(memory, "the search for a micro-batch"):
         try:
             with memory.limited(limit_bytes):
@@ -200,7 +201,7 @@ class Trials:
     def __init__(self, step: TrainingStep, batch: Any, samples: int | None = None) -> None:
         self._step = step
         self._batch = batch
-        self._savepoint, self._is_saved = step.savepoint(of_parameters=True), False
+        self._savepoint, self._is_saved = step.savepoint(), False
         self._samples = samples
         self._whole = None if samples is None else WholeWindow(step, self._savepoint)
         # On the host, and before a limit begins, since they are no part of a step.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autoaccum._data.random_state import RandomState
+from autoaccum._engine.dtensor import is_spread
 from autoaccum._loss.closures import used_by
 from autoaccum._oom import is_oom, let_go
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
 _VERSION = attrgetter("_version")
+_VALUES = methodcaller("values")
 # Kernels like BatchNorm's write their statistics without changing the version counter, so small buffers are copied
 # every time. Larger ones (masks, position tables) are seldom statistics.
 _SMALL_ELEMENTS = 65_536
@@ -56,32 +58,25 @@ class Savepoint:
         modules: The model, and losses that are modules.
         device: Its random generator is saved beside the CPU's.
         functions: Losses, closures and splits: modules, metrics and generators that they reach are saved as well.
-        parameters: Returns the parameters, which are saved as far as the model writes them; None for none.
     """
 
     random: RandomState
 
-    def __init__(
-        self,
-        modules: Iterable[nn.Module],
-        device: torch.device,
-        functions: Iterable[Any] = (),
-        *,
-        parameters: Callable[[], Iterable[nn.Parameter]] | None = None,
-    ) -> None:
+    def __init__(self, modules: Iterable[nn.Module], device: torch.device, functions: Iterable[Any] = ()) -> None:
         self._modules = list(modules)
         self._device = device
         self._functions = list(functions)
-        self._parameters = parameters
         self._moving: set[Any] = set()  # keys
         self._tables: list[dict[str, Tensor | None]] = []
+        self._small: list[_Small] = []
+        self._single: list[_Saved] = []
         self._has_looked = False
         self._arranged: bool | None = None  # for which `copies_all`; None for neither
         self._host_moves = False
 
     def like_it(self) -> Savepoint:
         """Return another savepoint of the same, which knows what this one learns."""
-        made = Savepoint(self._modules, self._device, self._functions, parameters=self._parameters)
+        made = Savepoint(self._modules, self._device, self._functions)
         made._moving = self._moving
         return made
 
@@ -93,6 +88,11 @@ class Savepoint:
         self.random = RandomState(self._device, modules, found)
         self._metrics = MetricStates(parts)
         self._tables = [part._buffers for part in parts]
+        own = chain.from_iterable(part._parameters.values() for part in parts)
+        there = (parameter for parameter in own if not (parameter is None or parameter.is_meta))
+        self._parameters = list({id(parameter): parameter for parameter in there}.values())
+        if any(map(is_spread, self._parameters)):  # `fully_shard` swaps them during a pass, which is not a change
+            self._parameters = []
         self._has_looked, self._arranged = True, None
 
     def take(self, *, copies_all: bool = True, is_thorough: bool = False, with_host_random: bool = True) -> None:
@@ -130,11 +130,14 @@ class Savepoint:
         with torch.no_grad():
             self._made = set()
             for table, kept in zip(self._tables, self._kept, strict=True):
-                self._made |= {(id(table), name) for name in table.keys() - kept.keys()}
-                table.clear()
-                table.update(kept)
+                self._made |= {(id(table), name) for name in set(table.keys()).difference(kept)}
+                if list(table.keys()) != list(kept):
+                    table.clear()
+                for name, tensor in kept.items():  # one by one, as the table of a scripted module takes them
+                    table[name] = tensor
             for _, tensor, copy in self._copies():
-                _write(tensor, copy)
+                with torch.inference_mode(tensor.is_inference()):  # where alone such a tensor can be written
+                    _write(tensor, copy)
         self._metrics.put_back()
         self.random.put_back()
 
@@ -150,12 +153,17 @@ class Savepoint:
             moved |= self._moved_of_watched()
         empty = {key for key, _, copy in self._copies() if not copy.numel()}
         for table, kept in zip(self._tables, self._kept, strict=True):
-            moved |= {(id(table), name) for name in {**kept, **table} if table.get(name) is not kept.get(name)}
+            held = dict(table)
+            moved |= {(id(table), name) for name in {**kept, **held} if held.get(name) is not kept.get(name)}
         if self._arranged or not moved <= self._moving:
             self._arranged = None  # copies of what does not move are not needed any more
         self._moving |= moved
         self._host_moves = self._host_moves or self.random.host_has_moved()
         return self._names(moved - empty)
+
+    def forget(self) -> None:
+        """Free the copies, until the next `take`."""
+        self._small, self._single, self._arranged = [], [], None
 
     def damage(self) -> list[str]:
         """Return the names of what cannot be restored, once all else is: what was not copied, or made meanwhile."""
@@ -180,17 +188,16 @@ class Savepoint:
     def _arrange(self, *, copies_all: bool) -> None:
         """Choose what to copy, and allocate the copies."""
         self._arranged = None
-        self._small: list[_Small] = []
-        self._single: list[_Saved] = []
+        self._small, self._single = [], []
         self._watched: list[tuple[Any, Tensor]] = []
         self._kept = [dict(table) for table in self._tables]
         self._filled = [table for table in self._tables if table]
         self._entries = sum(map(len, self._tables))
-        self._in_tables = list(chain.from_iterable(map(dict.values, self._filled)))
+        self._in_tables = list(chain.from_iterable(map(_VALUES, self._filled)))
         small: dict[Any, list[tuple[Any, Tensor]]] = defaultdict(list)
         for table in self._tables:
             for name, tensor in table.items():
-                if tensor is None:
+                if tensor is None or tensor.is_meta:
                     continue
                 key = id(table), name
                 if tensor.numel() > _SMALL_ELEMENTS:
@@ -208,22 +215,21 @@ class Savepoint:
             ]
             self._small.append(_Small(saved, views, copy))
         self._small_tensors = [saved.tensor for small in self._small for saved in small.saved]
-        if self._parameters is not None:
-            self._sort_parameters(list(self._parameters()), copies_all=copies_all)
+        self._sort_parameters(copies_all=copies_all)
         self._single_tensors = [saved.tensor for saved in self._single]
         self._small_at = self._now_at()
         self._watched_tensors = [tensor for _, tensor in self._watched]
         self._address = Tensor.data_ptr if all(map(_is_plain, self._watched_tensors)) else _address
         self._arranged = copies_all
 
-    def _sort_parameters(self, parameters: Sequence[nn.Parameter], *, copies_all: bool) -> None:
+    def _sort_parameters(self, *, copies_all: bool) -> None:
         frozen, trained = (
-            sum(parameter.nbytes for parameter in parameters if parameter.requires_grad is is_trained)
+            sum(parameter.nbytes for parameter in self._parameters if parameter.requires_grad is is_trained)
             for is_trained in (False, True)
         )
         # A momentum encoder is as large as what it follows; the frozen base of an adapter may not fit twice.
         copies_all = copies_all and frozen <= max(trained, _FEW_BYTES)
-        for parameter in parameters:
+        for parameter in self._parameters:
             if parameter._post_accumulate_grad_hooks:  # of an optimizer that steps there, whose state is not saved
                 self._watched.append((id(parameter), parameter))
                 continue
@@ -233,14 +239,14 @@ class Savepoint:
         is_quantised = not (tensor.is_floating_point() or tensor.is_complex())
         if key in self._moving or (copies and not is_quantised):
             self._single.append(_Saved(key, tensor, tensor.detach().clone()))
-        else:
+        elif not tensor.is_inference():  # whose writes are not counted
             self._watched.append((key, tensor))
 
     def _are_in_place(self) -> bool:
         """Whether the tables hold the tensors that copies were allocated for, as they were then."""
         if sum(map(len, self._tables)) != self._entries:
             return False  # also where a table was empty
-        now = list(chain.from_iterable(map(dict.values, self._filled)))
+        now = list(chain.from_iterable(map(_VALUES, self._filled)))
         are_same = len(now) == len(self._in_tables) and all(map(is_, now, self._in_tables))
         return are_same and self._now_at() == self._small_at
 
@@ -294,9 +300,15 @@ def _are_same(one: Tensor, other: Tensor) -> bool:
         return False
     if hasattr(one, "__tensor_flatten__"):  # what quantises weights need not tell whether they are equal
         return all(_are_same(getattr(one, name), getattr(other, name)) for name in one.__tensor_flatten__()[0])
+    one, other = _readable(one), _readable(other)
     if torch.equal(one, other):
         return True
     return one.is_floating_point() and bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """Return a tensor that torch compares and sums: floating-point numbers of eight bits as the bytes that they are."""
+    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
 def _write(tensor: Tensor, copy: Tensor) -> None:
@@ -321,6 +333,7 @@ def _sum(tensor: Tensor) -> Tensor:
         return torch.stack([_sum(getattr(tensor, name)).double().cpu() for name in names]).sum(0)
     if tensor.layout is not torch.strided:
         return torch.tensor(float(tensor._version))
+    tensor = _readable(tensor)
     if not tensor.is_floating_point():
         return torch.stack([tensor.sum(), tensor.flatten()[::3].sum()])
     # On the CPU, summing in another type first makes a copy in that type; MPS has no double precision.

@@ -34,8 +34,7 @@ class StepLimit:
         if not self.enforces:
             return
         counting = ExitStack()
-        # Without atexit: at the end of the process there is nothing to give back.
-        weakref.finalize(self, counting.close).atexit = False
+        weakref.finalize(self, counting.close)
         with devices.oom_explained(memory, "what training needs in addition to the model"):
             counting.enter_context(memory.counted(limit_bytes))
 

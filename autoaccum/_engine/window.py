@@ -37,12 +37,13 @@ from autoaccum._engine.window_checks import (
     warn_of_moving_layers,
 )
 from autoaccum._loss.loss_weights import NotCheckedError
-from autoaccum._oom import is_device_lost
+from autoaccum._loss.modes import quiet_training
+from autoaccum._oom import first_line, is_device_lost, is_oom, is_too_large
 from autoaccum._records import DeviceScalar
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.planner import format_cut
 from autoaccum._system import signals
-from autoaccum.errors import DoesNotFitError, StateDamagedError
+from autoaccum.errors import AutoaccumError, DoesNotFitError, InvalidInputError, StateDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -105,7 +106,7 @@ class Engine:
         self._room = Headroom(step.memory)
         self._norms = BatchNorms(step.objective.modules, step.options.batchnorm, notices)
         self._time_first = TimeFirst(step.objective, notices)
-        self._savepoint = step.savepoint(of_parameters=True)
+        self._savepoint = step.savepoint()
         self.steady = SteadyPath(step, sizing, is_part=peers.is_part)
         self._careful = CarefulPath(
             step,
@@ -423,7 +424,7 @@ class Engine:
         if is_device_lost(error):
             raise devices.lost(self._step.memory, error) from error
         torch.set_grad_enabled(self._has_grad_mode)  # which an interrupt within torch's own no_grad can leave off
-        size, sizes = self.at.size, self.at.sizes
+        size, sizes, phase = self.at.size, self.at.sizes, self._step.stage.phase
         self._restore()
         if isinstance(error, StateDamagedError):
             return
@@ -433,6 +434,35 @@ class Engine:
             error.add_note(f"autoaccum: it came after {damage}")
         if isinstance(error, ValueError):
             self._explain_refused_sample(error, size, sizes)
+        if phase in (Phase.FORWARD, Phase.BACKWARD) and size is not None and isinstance(error, Exception):
+            self._refuse_size(error, size, goes_backward=phase is Phase.BACKWARD)
+
+    def _refuse_size(self, error: Exception, size: int, *, goes_backward: bool) -> None:
+        """Raise InvalidInputError if the model and the loss fail for a micro-batch, and not for twice its samples."""
+        step, more = self._step, min(2 * size, self._window.samples)
+        is_apart = self._peers.is_part or step.passes is not None or self._takes_whole
+        is_other = isinstance(error, AutoaccumError) or is_oom(error) or is_too_large(error)
+        is_other |= _REFUSES_ONE in str(error)
+        if more <= size or is_apart or is_other or not self._is_saved:
+            return
+        try:
+            with torch.set_grad_enabled(goes_backward), quiet_training(step.objective.modules):
+                for source in step.objective.sources:
+                    with step.precision.autocast():
+                        terms, _ = step.objective.terms(source, step.transfer.place(self._window.cut(0, more)), more)
+                    if goes_backward:
+                        trained = [parameter for parameter in step.parameters if parameter.requires_grad]
+                        losses = [term.value for term in terms if term.value.requires_grad]
+                        torch.autograd.grad(losses, trained, allow_unused=True)
+        except Exception:  # noqa: BLE001 - it is not the size
+            return
+        finally:
+            self._savepoint.restore()
+        raise InvalidInputError(
+            f"the model and the loss work for {more} samples, and not for a micro-batch of {size} "
+            f"({first_line(error)}); write them for any number of samples (squeeze(-1) for squeeze(), which takes away "
+            "the dimension of a single sample), or pass a micro_batch= that divides the batch into sizes that work"
+        ) from error
 
     def _explain_refused_sample(self, error: ValueError, size: int | None, sizes: tuple[int, ...]) -> None:
         """Explain that a layer, mostly BatchNorm, refuses a single sample.

@@ -26,12 +26,12 @@ from autoaccum._loss.graph_reader import (
     stopped,
     weight_at_once,
 )
-from autoaccum._loss.loss_forms import Common, LossForms
+from autoaccum._loss.loss_forms import Common, LossForms, share_a_divisor
 from autoaccum._loss.terms import Form, TermForm, in_full
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from autoaccum._data.batches import Window
     from autoaccum._loss.batch_counts import Count
@@ -265,7 +265,7 @@ class LossWeights(LossForms):
             total = window.weight(0, window.samples) if is_by_split else float(window.samples)
             return total, total
         if loss is not None and loss.requires_grad:
-            weight = self.weight_of(name, loss, window.samples, trains=False)
+            weight = self.weight_of(name, loss, window.samples, of=window)
             return weight, weight
         if form is not None and form.counts:
             counted = _count(form, window)
@@ -326,10 +326,16 @@ class LossWeights(LossForms):
         is_there = isinstance(term.weight, Tensor) or term.weight or _refuse_lost(name, value, [])
         return value * (term.weight / self.provisional_total(name)) if is_there else None
 
-    def weight_of(self, name: str, loss: Tensor, samples: int, *, trains: bool = True) -> float | Tensor:
-        """Return what a loss is divided by, as its graph says.
+    def weight_of(self, name: str, loss: Tensor, samples: int, *, of: Window | None = None) -> float | Tensor:
+        """Return what a loss is divided by, as its graph says, or the batch where compiled code has no readable graph.
 
         It is on the device if only the device knows it and nothing has to be compared with it: of cross entropy alone.
+
+        Args:
+            name: Its name.
+            loss: The loss.
+            samples: How many samples it is of.
+            of: All of them, where they are not trained on.
 
         Raises:
             NotCheckedError: It has another form than when it was checked.
@@ -339,13 +345,17 @@ class LossWeights(LossForms):
         if forms is not None and len(forms) == 1 and (weight := weight_at_once(loss)) is not None:
             return weight or _refuse_lost(name, loss, [])
         found = read(loss)
-        first = found[0]
-        if forms is None or first.weight is None or (len(forms) != len(found) and not self.is_trusted):
+        first, window = found[0], of or self.window
+        if _is_unread(found) and forms is not None and window is not None and not self.is_trusted and _counted(forms):
+            start = 0 if of else self.start
+            counted = counts_of(window, start, start + samples, frozenset(forms[0].counts))
+            return _agreed({count: counted[count] * each for count, each in forms[0].counts.items()})
+        if forms is None or _is_unread(found) or (len(forms) != len(found) and not self.is_trusted):
             raise _changed(name, forms, found)
         # The gradient of a division by 0 is NaN, even times 0.
         if len(forms) > 1 or any(one.divisor is not None for one in found):
             _wait(found)
-        if trains and not self.is_trusted:
+        if of is None and not self.is_trusted:
             self._see(name, found)
         if len(forms) > 1:
             own, unit = forms[0].per_sample or 1.0, first.weight
@@ -353,7 +363,7 @@ class LossWeights(LossForms):
                 self._compare_with(name, one.weight, unit * ((form.per_sample or 1.0) / own))
         if isinstance(first.weight, Tensor):
             return first.weight
-        weight = self._unclamped(name, loss, first, samples, window=self.window if trains else None)
+        weight = self._unclamped(name, loss, first, samples, window=self.window if of is None else None)
         if math.isnan(weight):
             raise InvalidInputError(f"loss {name!r} divides by NaN; look for NaN among the weights")
         if not weight:
@@ -397,7 +407,11 @@ class LossWeights(LossForms):
         self._see(term.name, found)
         for number, (one, form) in enumerate(zip(found, forms, strict=True)):
             if form.form is Form.MEAN and form.is_read:
-                self._compare((term.name, number), one, factors.expected[term.name, number])
+                expected = factors.expected[term.name, number]
+                if one.weight is None:  # compiled, and checked as it is written
+                    _agreed(expected)
+                else:
+                    self._compare((term.name, number), one, expected)
         if not all(own):
             _refuse_lost(term.name, term.value, found)
         if len(own) == 1:
@@ -505,16 +519,37 @@ def _count(form: TermForm, window: Window) -> float:
     return counts_of(window, 0, window.samples, frozenset([count]))[count]
 
 
+def _is_unread(terms: Sequence[ReadTerm]) -> bool:
+    return any(term.weight is None for term in terms)
+
+
+def _counted(forms: Sequence[TermForm]) -> bool:
+    """Whether a check has read what a loss is divided by, all terms by the same, and it was a count of the batch."""
+    return all(form.form is Form.MEAN and form.is_read and form.counts for form in forms) and share_a_divisor(forms)
+
+
+def _agreed(numbers: Mapping[Count, float]) -> float:
+    """Return what a loss is divided by as all counts of the batch that were found to fit say."""
+    first = numbers[min(numbers)]
+    if not all(_is_same(number, first) for number in numbers.values()):
+        raise _ambiguous(numbers)
+    return first
+
+
 def _refuse_ambiguous(counted: Sequence[Mapping[Count, float]]) -> None:
     """Reject counts of micro-batches which weighed all samples so far alike, and do not weigh these alike."""
     totals = {count: sum(one[count] for one in counted) or 1.0 for count in counted[0]}
     first = min(totals)
     pairs = [(one[count] / totals[count], one[first] / totals[first]) for one in counted for count in totals]
     if any(abs(share - its) > _SAME_COUNT for share, its in pairs):
-        raise InvalidInputError(
-            f"what the loss is divided by could be {' or '.join(sorted(map(in_words, totals)))}, which differ in this "
-            "window; return a (sum, weight) pair, or pass loss_reduction="
-        )
+        raise _ambiguous(totals)
+
+
+def _ambiguous(counts: Iterable[Count]) -> InvalidInputError:
+    return InvalidInputError(
+        f"what the loss is divided by could be {' or '.join(sorted(map(in_words, counts)))}, which differ in this "
+        "window; return a (sum, weight) pair, or pass loss_reduction="
+    )
 
 
 def _expected(form: TermForm, window: Window, *, rounds: bool = False) -> float:
@@ -586,10 +621,11 @@ def _changed(
 ) -> NotCheckedError:
     """Return the error for a loss that has another form than it had when it was checked."""
     before = "was not there" if forms is None else f"had {len(forms)} terms"
-    unread = sum(one.weight is None for one in found)
-    now = f"has {len(found)}" + (f", of which {unread} cannot be read" if unread else "")
+    now, remedy = f"has {len(found)}", "the same form in every micro-batch (a term of 0 where nothing counts), "
+    if _is_unread(found):
+        now, remedy = "has a graph that cannot be read, as compiled code has none", ""
     error = InvalidInputError(
-        f"loss {name!r} {before} when it was checked, and now {now}; return the same form in every micro-batch (a term "
-        "of 0 where nothing counts), a (sum, weight) pair, or pass loss_reduction="
+        f"loss {name!r} {before} when it was checked, and now {now}; return {remedy}a (sum, weight) pair, or pass "
+        "loss_reduction="
     )
     return NotCheckedError(error, is_known=is_known)

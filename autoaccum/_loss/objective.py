@@ -110,6 +110,7 @@ class Objective:
         self.casts_itself = False
         self.gave_number = False
         self.samples = 0
+        self._chosen_in: bool | None = None  # the mode of the model when a loss was chosen by its outputs
         self.weights = LossWeights(_stated_by(loss_reduction, split), repr(split))
         self._most = MOST_SAMPLES  # samples of the next check
         self._losses: Sequence[Any] = loss if isinstance(loss, list | tuple) else [loss]
@@ -145,10 +146,10 @@ class Objective:
         """
         self.samples = samples
         raw, outputs = source.run(self, batch)
+        value: Any
         name, value = next(iter(raw.items())) if len(raw) == 1 else ("", None)
         self.gave_number = isinstance(value, Tensor) and value.dim() == 0
-        if self.gave_number:  # the usual case
-            assert isinstance(value, Tensor)
+        if self.gave_number and not value.dtype.is_complex:  # the usual case
             return [Term(name, value)], outputs
         if self.may_repeat_pass and self._entries.needs_graphs(raw, source.total):
             with torch.enable_grad():
@@ -322,6 +323,12 @@ class Objective:
         own = _own_loss(outputs)
         if own is not None:
             if self.weights.is_trusted:
+                is_one = isinstance(own, Tensor) and is_pair(batch) and getattr(batch[1], "shape", ())[:1] == (1,)
+                if is_one and self._chosen_in is self.model.training:
+                    raise InvalidInputError(
+                        "the model returned outputs for several samples, and a single number for a micro-batch of 1, "
+                        "which would be its own loss; use squeeze(-1) for squeeze(), or pass loss= or micro_batch=2"
+                    )
                 self.weights.trust(TOTAL, None)
             return own
         if not is_pair(batch):
@@ -336,6 +343,7 @@ class Objective:
         loss, value = _by_default(outputs, batch[1])
         if not self.weights.knows_all:
             self.weights.trust(TOTAL, of_torch(loss))
+            self._chosen_in = self.model.training
         self._notices.say(f"loss: {loss.__name__} for {batch[1].dtype} targets (loss=None)", key="default loss")
         return value
 
@@ -472,6 +480,8 @@ def _check_same_shape(outputs: Any, targets: Any, what: str) -> None:
 
 def _accepted_names(model: nn.Module) -> set[str] | None:
     """Return the keyword arguments that the model accepts; None if it accepts any."""
+    if isinstance(model, torch.jit.ScriptModule):  # which has no signature
+        return {argument.name for argument in model.forward.schema.arguments}  # type: ignore[attr-defined]
     parameters = inspect.signature(model.forward).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None

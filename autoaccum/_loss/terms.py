@@ -97,25 +97,31 @@ def term_of(name: str, raw: Any, samples: int, *, summed: bool) -> Term:
         samples: Samples in the micro-batch.
         summed: Whether a vector is summed instead of averaged.
     """
-    if isinstance(raw, Tensor):
-        if raw.dim() == 0:
-            return Term(name, raw)
-        if raw.dim() == 1 and raw.shape[0] == samples:
-            if not (raw.is_floating_point() or raw.is_complex()):
-                raise InvalidInputError(
-                    f"loss {name!r} is {describe(raw)} and type {raw.dtype}, which has no gradient, as counts and "
-                    "comparisons have none; return a differentiable loss, and this one by name beside it to report it"
-                )
-            return Term(name, raw.sum()) if summed else Term(name, raw.mean(), Form.VECTOR)
+    value = raw if isinstance(raw, Tensor) else raw[0] if is_pair(raw) else None
+    if not isinstance(value, Tensor):
         raise InvalidInputError(
-            f"loss {name!r} has shape {tuple(raw.shape)} for {samples} samples; return a scalar, a vector of {samples} "
-            "per-sample losses, or a (sum, weight) pair, such as ((loss * mask).sum(), mask.sum())"
+            f"loss {name!r} is {describe(raw)}; return a scalar tensor, a vector of per-sample losses, or a (sum, "
+            "weight) pair, with its graph (no .item(), .detach() or float())"
         )
-    if is_pair(raw) and isinstance(raw[0], Tensor):
-        return Term(name, raw[0].sum(), Form.PAIR, weight_of_pair(name, raw[1]))
+    if value.dtype.is_complex:
+        raise InvalidInputError(
+            f"loss {name!r} is a complex number (type {value.dtype}), which cannot be minimised; return a real one, "
+            "such as loss.real or loss.abs()"
+        )
+    if value is not raw:
+        return Term(name, value.sum(), Form.PAIR, weight_of_pair(name, raw[1]))
+    if value.dim() == 0:
+        return Term(name, value)
+    if value.dim() == 1 and value.shape[0] == samples:
+        if not value.is_floating_point():
+            raise InvalidInputError(
+                f"loss {name!r} is {describe(value)} and type {value.dtype}, which has no gradient, as counts and "
+                "comparisons have none; return a differentiable loss, and this one by name beside it to report it"
+            )
+        return Term(name, value.sum()) if summed else Term(name, value.mean(), Form.VECTOR)
     raise InvalidInputError(
-        f"loss {name!r} is {describe(raw)}; return a scalar tensor, a vector of per-sample losses, or a (sum, weight) "
-        "pair, with its graph (no .item(), .detach() or float())"
+        f"loss {name!r} has shape {tuple(value.shape)} for {samples} samples; return a scalar, a vector of {samples} "
+        "per-sample losses, or a (sum, weight) pair, such as ((loss * mask).sum(), mask.sum())"
     )
 
 
@@ -181,6 +187,8 @@ def kind_of(loss: object) -> Any:
     kind = type(loss) if isinstance(loss, nn.Module) else loss
     if isinstance(loss, nn.Module) and (loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)):
         return None  # it may compute anything
+    if getattr(loss, "_compiled_call_impl", None) is not None:
+        return None  # its graph says nothing
     return kind if getattr(kind, "__hash__", None) is not None and kind in _OF_TORCH else None
 
 

@@ -44,10 +44,11 @@ if TYPE_CHECKING:
     import contextlib
     from collections.abc import Callable, Iterator
 
-# How long a reading of the machine's free memory is reused: one takes 0.2 ms, which matters for short micro-batchs.
+# How long a reading of the machine's free memory is reused: one takes 0.2 ms, which matters for short micro-batches.
 _FREE_BELIEVED_S = 0.1
-# Several times the memory needed for checking oneDNN.
-_CONVOLUTION_ROOM_BYTES = 16 * 1024 * 1024
+# Several times the memory needed for checking oneDNN. Not more: it keeps its kernels, megabytes for each size that was
+# tried, so little is left where it matters.
+_CONVOLUTION_ROOM_BYTES = 2 * 1024 * 1024
 # Widths of images to check it with: of one that it knows it has the kernel already.
 _PIXELS = itertools.cycle(range(33, 161))
 # With less, there is nothing to train: a first convolution alone takes a megabyte.
@@ -396,7 +397,8 @@ class Host(MemoryBackend):
 
     def _check_onednn(self) -> None:
         try:
-            _convolve(next(_PIXELS))
+            with _plain_mode(), torch.no_grad():
+                _convolved(8, next(_PIXELS))
         except RuntimeError as error:
             if not is_oom(error):
                 raise
@@ -491,18 +493,22 @@ def _warm_up() -> None:
 
     Each thread's stack counts towards the limit, and libgomp ends the process if it cannot start a thread.
     """
-    _convolve()
-    with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    with _plain_mode():
         square = torch.ones(512, 512, dtype=torch.float32, device="cpu", requires_grad=True)
-        torch.autograd.backward((square @ square).sum())
+        torch.autograd.backward(_convolved(32, 32).exp().sum() + (square @ square).sum())
 
 
-def _convolve(pixels: int = 32) -> None:
-    """Run a convolution forward and backward, with a oneDNN scratchpad; takes some milliseconds."""
-    ones = functools.partial(torch.ones, dtype=torch.float32, device="cpu", requires_grad=True)
+@contextmanager
+def _plain_mode() -> Iterator[None]:
     with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        images, kernels = ones(2 * torch.get_num_threads(), 8, 32, pixels), ones(16, 8, 3, 3)
-        torch.autograd.backward(torch.nn.functional.conv2d(images, kernels).exp().sum())
+        yield
+
+
+def _convolved(rows: int, columns: int) -> torch.Tensor:
+    """Return a convolution of images of a size; takes some milliseconds, forward 0.5 MiB for a oneDNN kernel."""
+    ones = functools.partial(torch.ones, dtype=torch.float32, device="cpu", requires_grad=True)
+    images, kernels = ones(2 * torch.get_num_threads(), 8, rows, columns), ones(16, 8, 3, 3)
+    return torch.nn.functional.conv2d(images, kernels)
 
 
 @functools.cache

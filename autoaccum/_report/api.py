@@ -425,9 +425,7 @@ def _remedies(
         warnings.append(f"what would help on {name}: the model fails with {', '.join(tried.failed)}")
     if further:
         others = " and ".join(one.name for one in further)
-        warnings.append(
-            f"remedies are listed only for {name}, the first that needs them; for {others} run a report without it"
-        )
+        warnings.append(f"remedies are listed only for {name}; for {others} run a report without it")
     return name, remedies, tuple(warnings)
 
 

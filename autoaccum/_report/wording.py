@@ -130,7 +130,8 @@ def headline_of(report: ReportContents) -> tuple[str, str, str]:
     size = report.counts(found) or found.micro_batch
     more = " or more" if found.is_capped and size == found.micro_batch else ""
     least_of = f" on {least.place}, which holds least" if len(worst) > 1 else ""
-    return answer, headline, f"Largest micro-batch {size}{more}{least_of}."
+    safe = "" if size == found.micro_batch else "safe "
+    return answer, headline, f"Largest {safe}micro-batch {size}{more}{least_of}."
 
 
 def _equation(plan: Plan) -> str:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# After a failure the number of micro-batchs grows by at least this factor, so even on a device that is suddenly almost
+# After a failure the number of micro-batches grows by at least this factor, so even on a device that is suddenly almost
 # full a fitting size is found in a logarithmic number of attempts. At small counts the next cut is simply one step
 # longer (100 becomes 2 x 50, 3 x 34, 4 x 25), which loses less than halving.
 GROWTH_AFTER_FAILURE = 1.25
-# Equal sizes may take at most this many times the fewest micro-batchs; 101 with at most 50 would be 101 x 1.
+# Equal sizes may take at most this many times the fewest micro-batches; 101 with at most 50 would be 101 x 1.
 MOST_STEPS_FOR_EQUAL_SIZES = 2
 # A longer cut is a mistake, and its tuple would take gigabytes.
 MOST_STEPS = 100_000_000

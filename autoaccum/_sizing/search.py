@@ -40,9 +40,10 @@ _MUCH_LESS = 0.5
 # Windows and failures after which the search ends with its current result.
 _MOST_WINDOWS = 8
 _MOST_FAILURES = 3
-# Sizes are tried up to this factor above the memory that is free, if failures are clean or the limit is soft. Otherwise
-# one sample in so many is left out: a peak of resident memory is a little less than what was allocated.
-_TOLERANCE = 1.03
+# If failures are clean, sizes are tried up to this factor above the memory that is free. Under a soft limit, plans of
+# fewer micro-batches are tried that are predicted to be further above it, from sizes that may be much smaller.
+_TOLERANCE, _SOFT_TOLERANCE = 1.03, 1.08
+# If they are not, one sample in so many is left out, since peaks of resident memory are less than what was allocated.
 _MARGIN = 34
 
 
@@ -106,26 +107,32 @@ class Search:
             return None
         sizes = frontier.sizes(widths)
         is_known = free_bytes is not None and bool(sizes) and sure >= _MOST_FIRST
-        size = frontier.largest(widths, free_bytes or 0, most) if is_known else sure
+        size = self._less(frontier.largest(widths, free_bytes or 0, most), widths, most) if is_known else sure
         if too_many in sizes and not self._is_uneven:
             # It ran above a soft limit: between two sizes that were measured, predictions are exact if memory is even.
             self._check = int(_CHECKED * sure) + 1
             return size if sure < _PRECISION * size else self._check if self._check < too_many else None
         if too_many is not None:
-            return self._between(sure, too_many, size)
-        if not is_known:
+            size = self._between(sure, too_many, size)
+        elif not is_known:
             size = max(_GROWTH * sure, _MOST_FIRST)
-        elif self._is_soft and size <= _GROWTH * sure:
-            size = int(_ABOVE * size) + 1  # what is above the limit is measured too
-        elif size > sure:
-            size = _closing(size) if size <= _GROWTH * sure else size
         else:
-            size = _closing(sure)
-            line = frontier.line(widths)
-            if line is None or line.largest_within(free_bytes or 0) < sure:
-                # More fits than the memory seems to have: twice the last step further.
-                size = max(size, sure + 2 * (sure - (sizes[-2] if len(sizes) > 1 else 0)))
-        return min(most, size)
+            size = self._above(sure, size, widths, free_bytes or 0)
+        return min(most, size) or None
+
+    def _above(self, sure: int, predicted: int, widths: Widths, free_bytes: int) -> int:
+        """Return a size above the largest that fits, where none is known not to fit; 0 for none."""
+        if self._is_soft and predicted <= _GROWTH * sure:
+            return int(_ABOVE * predicted) + 1  # what is above the limit is measured too
+        if predicted > sure:
+            return _closing(predicted) if predicted <= _GROWTH * sure and not self._leaves_margin else predicted
+        if self._leaves_margin:
+            return 0
+        sizes, line = self.frontier.sizes(widths), self.frontier.line(widths)
+        if line is not None and line.largest_within(free_bytes) >= sure:
+            return _closing(sure)
+        # More fits than the memory seems to have: twice the last step further.
+        return max(_closing(sure), sure + 2 * (sure - (sizes[-2] if len(sizes) > 1 else 0)))
 
     def tried(self, size: int, widths: Widths, extra_bytes: int | None, *, fits: bool) -> None:
         """Record a trial, which may have been measured also where it ran above a soft limit."""
@@ -259,16 +266,23 @@ class Search:
     def _is_sure(self, wanted: tuple[Point, int]) -> bool:
         return self.frontier.surely(wanted[0].widths) > 0
 
+    def _less(self, size: int, widths: Widths, most: int) -> int:
+        """Return a predicted size, less the margin where there is one."""
+        if not self._leaves_margin or size >= most:
+            return size
+        return max(self.frontier.surely(widths), size - size // _MARGIN)
+
     def _largest(
         self, widths: Widths, most: int, free_bytes: int, *, is_beside: bool = False, first: int = _FIRST
     ) -> int:
         """Return the largest size that may fit beside the gradients, which exist already if `is_beside`."""
         free: float = free_bytes if is_beside else free_bytes - self._gradient_bytes
-        if self._is_soft or (self._fails_cleanly and not is_beside):  # within a window a failure costs what it computed
+        if self._is_soft and self._windows:
+            free *= _SOFT_TOLERANCE
+        elif self._fails_cleanly and not is_beside:  # within a window a failure costs what it computed
             free *= _TOLERANCE
         size = self.frontier.largest(widths, max(0.0, free), most, first=first)
-        if self._leaves_margin and size < most:
-            size = max(self.frontier.surely(widths), size - size // _MARGIN)
+        size = self._less(size, widths, most)
         sizes = self.frontier.sizes(widths)
         one_more = sizes[0] + 1 if len(sizes) == 1 and sizes[0] <= _MOST_FIRST else 0
         if size < one_more <= most and one_more < (self.frontier.too_many(widths) or most + 1):

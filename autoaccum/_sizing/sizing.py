@@ -242,7 +242,8 @@ class Sizing:
             self._memory.reset_peak()
             self._held_bytes = self._memory.peak_bytes()
             self._entered = time.perf_counter()
-        self._memory.ensure(max(0, int(expected)))
+        if size > 1:  # of a single sample only trying tells, since a prediction may be far too high
+            self._memory.ensure(max(0, int(expected)))
 
     def leave(self, size: int) -> None:
         """Record that the micro-batch has completed; needed if `measures` is set.

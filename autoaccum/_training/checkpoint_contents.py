@@ -110,6 +110,8 @@ class Contents:
     def __init__(self, call: Call) -> None:
         self._call, self._step, self._schedule = call, call.step, call.schedule
         self._random, self._noise = call.random, call.noise
+        self._began = [_forms_of_buffers(module) for module in self._step.objective.modules]
+        self._changing: list[set[str]] = [set() for _ in self._began]  # buffers that have changed their shape since
 
     @property
     def is_sharded(self) -> bool:
@@ -139,7 +141,7 @@ class Contents:
         return {
             "target_batch": self._call.target_batch,
             "counts": self._call.counts,
-            "modules": [_module_state(module) for module in self._step.objective.modules],
+            "modules": list(map(self._module_state, self._step.objective.modules, self._began, self._changing)),
             "optimizer": {"type": _type_name(optimizer), "state": state, "parameters": self._parameter_names()},
             "scheduler": None
             if scheduler is None
@@ -149,6 +151,12 @@ class Contents:
             "device": self._step.memory.device.type,
             "noise_scale": None if self._noise is None else self._noise.state_dict(),
         }
+
+    def _module_state(self, module: nn.Module, began: Mapping[str, str], changing: set[str]) -> dict[str, Any]:
+        """Return a module's state, with the buffers that `state_dict` leaves out: training moves those too."""
+        forms = _forms_of_buffers(module)
+        changing |= {name for name in began.keys() & forms.keys() if began[name] != forms[name]}
+        return {"state": module.state_dict(), "buffers": _other_buffers(module), "changing": sorted(changing)}
 
     def part(self, state: LoopState, kept: Kept) -> dict[str, Any]:
         """Return what each of several ranks has for itself."""
@@ -227,7 +235,9 @@ class Contents:
         if content["scaler"] is not None:
             assert scaler is not None
             _offer(scaler, lambda: scaler.load_state_dict(content["scaler"]))
-        for module, saved in zip(self._step.objective.modules, content["modules"], strict=True):
+        modules = zip(self._step.objective.modules, content["modules"], self._changing, strict=True)
+        for module, saved, changing in modules:
+            changing.update(saved.get("changing", ()))
             _offer(module, lambda: _put_module_back(module, saved, self._step.memory.device))  # noqa: B023 - at once
         _offer(optimizer, lambda: _put_optimizer_back(optimizer, content["optimizer"]["state"]))
         if self._noise is not None and content["noise_scale"] is not None:  # a run may begin to measure it
@@ -250,6 +260,7 @@ def _description(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     parts: dict[str, Any] = {}
     for number, saved in enumerate(modules):
         forms = {**dict.fromkeys(saved["buffers"]), **{name: _form(value) for name, value in saved["state"].items()}}
+        forms |= dict.fromkeys(forms.keys() & saved.get("changing", ()))
         parts |= {f"{name} " if len(modules) == 1 else f"{number}.{name} ": form for name, form in forms.items()}
     names = {
         f"parameter {place} of group {number}, ": name
@@ -304,9 +315,8 @@ def _plan(sizes: Sequence[int]) -> Plan:
 # --- modules ----------------------------------------------------------------------------------------------------------
 
 
-def _module_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state, with the buffers that `state_dict` leaves out: training moves those too."""
-    return {"state": module.state_dict(), "buffers": _other_buffers(module)}
+def _forms_of_buffers(module: nn.Module) -> dict[str, str]:
+    return {name: _form(buffer) for name, buffer in module.named_buffers(remove_duplicate=False)}
 
 
 def _other_buffers(module: nn.Module) -> dict[str, Tensor | None]:
@@ -337,7 +347,7 @@ def _put_module_back(module: nn.Module, saved: Mapping[str, Any], device: torch.
     module.load_state_dict({name: as_spread(value, own.get(name)) for name, value in saved["state"].items()})
 
 
-def _form(value: Any) -> Any:
+def _form(value: Any) -> str:
     return f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else "no tensor"
 
 

@@ -8,12 +8,12 @@ from autoaccum._data.loaders import can_be_looked_at, generators_of, left_as_it_
 from autoaccum._data.random_state import set_states, states_of
 from autoaccum._engine import devices
 from autoaccum._engine.evaluation import Evaluator
-from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.step_limit import drawn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from autoaccum._engine.savepoint import Savepoint
     from autoaccum._records import Evaluation, MemoryEvent
     from autoaccum._training.one_call import Call
 
@@ -39,7 +39,7 @@ class Validation:
         self._is_kept = call.saving is not None  # a checkpoint of the state before may follow a failing evaluation
 
     def _marked(self) -> Savepoint:
-        mark = Savepoint(self._step.objective.modules, self._step.memory.device, self._step.objective.functions)
+        mark = self._step.savepoint()
         mark.take()
         return mark
 

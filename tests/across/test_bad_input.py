@@ -130,6 +130,22 @@ def test_bad_batch_in_the_middle_leaves_what_was_done(model):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("where", ["the model", "the loss"])
+def test_parameters_that_were_made_in_inference_mode_are_refused(model, loader, where):
+    class Scaled(nn.CrossEntropyLoss):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+    with torch.inference_mode():
+        made = classifier() if where == "the model" else Scaled()
+
+    said = refused(made, loader) if where == "the model" else refused(model, loader, loss=made)
+
+    assert "was made in torch.inference_mode(), and cannot be trained" in said
+    assert loader.drawn == 0
+
+
 # --- what the loss returns -------------------------------------------------------------------------------------------
 
 
@@ -161,6 +177,18 @@ def too_short(outputs, targets):
     return outputs.square().mean(1)[1:]
 
 
+def complex_number(outputs, targets):
+    return torch.fft.fft(outputs).mean()
+
+
+def complex_of_each(outputs, targets):
+    return torch.fft.fft(outputs).mean(1)
+
+
+def complex_pair(outputs, targets):
+    return torch.fft.fft(outputs).sum(), outputs.numel()
+
+
 def of_nothing(outputs, targets):
     return outputs.sum(), torch.zeros(())
 
@@ -176,6 +204,9 @@ def of_nothing(outputs, targets):
         (matrix, ["shape (", ", 3)", "per-sample losses, or a (sum, weight) pair"]),
         (too_short, ["shape (", "samples; return a scalar"]),
         (of_nothing, ["does not exist; leave such samples out"]),
+        (complex_number, ["'loss' is a complex number", "loss.abs()"]),
+        (complex_of_each, ["'loss' is a complex number", "loss.abs()"]),
+        (complex_pair, ["'loss' is a complex number", "loss.abs()"]),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

@@ -163,4 +163,4 @@ def test_checks_that_did_not_end_in_time_are_counted_by_themselves(root, folder)
 
     gpu_results.main([folder(run=other(parts={"lost": late}))], root)
 
-    assert "[1 checks: none failed, 1 did not end in time]" in (root / "README.md").read_text()
+    assert "[1 checks: none failed, 1 did not end]" in (root / "README.md").read_text()

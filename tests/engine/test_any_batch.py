@@ -75,6 +75,51 @@ def test_random_state_is_that_of_parts_that_did_not_fail():
     assert torch.equal(found, torch.cat([torch.rand(2), torch.rand(2)]))
 
 
+class Counting(nn.Module):
+    """Counts the samples that it has seen, and takes no more than 4 at once."""
+
+    def __init__(self, place):
+        super().__init__()
+        if place == "a buffer":
+            self.register_buffer("seen", torch.zeros(()))
+        else:
+            self.seen = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    @torch.no_grad()
+    def forward(self, inputs):
+        self.seen += len(inputs)
+        if len(inputs) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return inputs
+
+
+@pytest.mark.parametrize("place", ["a buffer", "a frozen parameter"])
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_what_a_part_that_failed_wrote_is_put_back(place, is_inference):
+    with torch.inference_mode(is_inference):  # whose tensors can be written there alone
+        model = Counting(place)
+
+    batched(torch.inference_mode(is_inference)(model))(torch.zeros(10))
+
+    assert model.seen == 10
+
+
+def test_weights_that_are_kept_elsewhere_between_passes_are_left_alone():
+    class Offloaded(nn.Linear):
+        def forward(self, inputs):
+            there, self.weight = self.weight, nn.Parameter(torch.ones(2, 3))
+            try:
+                if len(inputs) > 4:
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
+                return super().forward(inputs)
+            finally:
+                self.weight = there
+
+    model = Offloaded(3, 2, bias=False, device="meta")
+
+    assert batched(model)(torch.ones(10, 3)).tolist() == [[3.0, 3.0]] * 10
+
+
 def test_micro_batch_is_the_most_at_once():
     of, sizes = limited(9, lambda batch: batch)
 

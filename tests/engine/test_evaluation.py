@@ -1,6 +1,7 @@
 """Evaluation counts every sample once, in micro-batches of its own size, and leaves training as it is."""
 
 import contextlib
+import gc
 import random
 
 import numpy as np
@@ -203,17 +204,23 @@ def test_metrics_run_over_all_samples_in_each_evaluation_anew(device, model, dat
 
 
 class Wide(nn.Module):
-    """Takes about 8 kB a sample while it evaluates, and next to nothing otherwise; counts the samples it evaluates."""
+    """Takes about 8 kB a sample while it evaluates, and next to nothing otherwise.
+
+    Counts the samples that it evaluates in a buffer, and in a frozen parameter.
+    """
 
     def __init__(self):
         super().__init__()
         self.head = nn.Linear(4, 3)
         self.register_buffer("seen", torch.zeros(()))
+        self.also_seen = nn.Parameter(torch.zeros(()), requires_grad=False)
 
     def forward(self, inputs):
         if self.training:
             return self.head(inputs)
         self.seen += len(inputs)
+        with torch.no_grad():
+            self.also_seen += len(inputs)
         wide = inputs.repeat(1, WIDTH // 4)
         return self.head(inputs) + 0 * (wide + wide).sum(1, keepdim=True)
 
@@ -274,9 +281,22 @@ def test_what_a_failed_micro_batch_wrote_is_put_back_and_the_plan_is_not_touched
 
     found = runner.evaluate([data])
 
-    assert wide.seen == SAMPLES
+    assert wide.seen == wide.also_seen == SAMPLES
     assert (runner.plan, runner._runner.events.oom_events) == (plan, 0)
     assert found == pytest.approx(exact(wide, data), rel=1e-12)
+
+
+def test_copies_of_frozen_parameters_do_not_stay_into_the_training(wide, data):
+    class Alive(autoaccum.Callback):
+        def on_evaluation(self, evaluation, *, epoch, step):
+            gc.collect()
+            found.append(sum(isinstance(one, torch.Tensor) and one.shape == (97, 7) for one in gc.get_objects()))
+
+    wide.slow, found = nn.Linear(7, 97).requires_grad_(requires_grad=False), []
+
+    evaluated(wide, [data], callbacks=[Alive()], epochs=3)
+
+    assert found[-1] == 1
 
 
 def test_one_sample_that_does_not_fit_is_an_error_that_leaves_the_model(wide, data):

@@ -1,7 +1,9 @@
 """The runner: one window in, one update out; what its report says; what it refuses."""
 
+import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import autoaccum
 from autoaccum._data.transfer import Transfer
@@ -62,3 +64,61 @@ def test_memory_that_runs_out_for_the_first_transfer_of_a_steady_window_makes_it
 
     assert runner._runner.engine._is_steady
     assert report.micro_batches == (3, 3, 3, 3)
+
+
+class Scripted(nn.Module):
+    """Has parts that were compiled by TorchScript, whose tables of buffers and parameters are no dictionaries."""
+
+    def __init__(self, fails_at):
+        super().__init__()
+        self.body = torch.jit.script(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))
+        self.left = fails_at
+
+    def forward(self, inputs):
+        found = self.body(inputs)
+        self.left -= 1
+        if not self.left:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("fails_at", [2, 7])
+def test_what_a_failed_window_wrote_is_put_back_in_scripted_modules(fails_at):
+    model, data = Scripted(fails_at), [(torch.randn(12, 6), torch.randn(12, 4))] * 4
+
+    result = autoaccum.fit(model, data, 12, loss=functional.mse_loss, micro_batch=6, device="cpu", progress=False)
+
+    assert result.oom_events == 1
+    made = sum(len(report.micro_batches) for report in result.history)
+    assert model.body[1].num_batches_tracked == made
+
+
+def test_frozen_weights_of_eight_bits_are_watched():
+    class Quantised(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 4)
+            weight = torch.randn(6, 4).to(torch.float8_e4m3fn)
+            self.frozen = nn.Parameter(weight, requires_grad=False)
+
+        def forward(self, inputs):
+            return super().forward(inputs) + inputs @ self.frozen.float()
+
+    data = [(torch.randn(12, 6), torch.randn(12, 4))] * 4
+
+    result = autoaccum.fit(Quantised(), data, 12, loss=functional.mse_loss, micro_batch=6, device="cpu", progress=False)
+
+    assert result.steps == 4
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("kind", ["pair", "mapping"])
+def test_scripted_model_is_called_as_any_other(kind):
+    model = torch.jit.script(nn.Linear(6, 4))
+    inputs, targets = torch.randn(12, 6), torch.randn(12, 4)
+    batch = (inputs, targets) if kind == "pair" else {"input": inputs, "targets": targets}
+    loss = functional.mse_loss if kind == "pair" else lambda outputs, batch: (outputs - batch["targets"]).abs().mean()
+
+    result = autoaccum.fit(model, [batch], 12, loss=loss, micro_batch=6, device="cpu", progress=False)
+
+    assert result.steps == 1

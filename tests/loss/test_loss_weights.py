@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional
 
 import autoaccum
 
@@ -158,3 +159,85 @@ def test_no_clamp_is_told_where_a_count_fits_by_accident(by_hand, seed):
 
     assert difference < 1e-12
     assert not warned
+
+
+# --- compiled losses: checked as they are written, and not to be read when they train ---------------------------------
+
+
+class OwnLoss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 20)
+
+    def forward(self, inputs, labels):
+        logits = self.layer(inputs).view(-1, 5, 4)
+        return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Logits(OwnLoss):
+    def forward(self, inputs):
+        return self.layer(inputs).view(-1, 5, 4)
+
+
+def mean_of_tokens(logits, labels):
+    return functional.cross_entropy(logits.transpose(1, 2), labels)
+
+
+def beside_another(logits, labels):
+    return mean_of_tokens(logits, labels) + 0.3 * logits.square().mean()
+
+
+def compiled_in_place():
+    loss = torch.nn.CrossEntropyLoss()
+    loss.compile(backend="aot_eager")
+    return lambda logits, labels: loss(logits.transpose(1, 2), labels)
+
+
+def with_a_compiled_term():
+    term = compiled(mean_of_tokens)
+    return lambda logits, labels: term(logits, labels) + 0.3 * mean_of_tokens(logits, labels)
+
+
+def compiled(what):
+    return torch.compile(what, backend="aot_eager")
+
+
+def trained(model, loss, size):
+    torch.manual_seed(0)
+    model = model()
+    labels = torch.randint(4, (12, 5))
+    labels[0], labels[1:3, 2:], labels[7, 1:] = -100, -100, -100
+    inputs = torch.randn(12, 6)
+    batch = {"inputs": inputs, "labels": labels} if loss is None else (inputs, labels)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = {"micro_batch": size, "optimizer": optimizer, "progress": False}
+    result = autoaccum.fit(model, [batch] * 5, 12, loss=loss, val_loader=[batch], **options)  # some windows are steady
+    return [*model.parameters(), *result.history[-1].losses.values()], result
+
+
+OF_THE_COMPILER = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@OF_THE_COMPILER
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [
+        (lambda: compiled(OwnLoss()), lambda: None),
+        (Logits, lambda: compiled(mean_of_tokens)),
+        (Logits, compiled_in_place),
+        (Logits, with_a_compiled_term),
+    ],
+    ids=["model with its own loss", "function", "in place", "a compiled term"],
+)
+def test_compiled_mean_trains_as_the_whole_batch(model, loss):
+    (*parts, logged), _ = trained(model, loss(), 5)
+    (*whole, expected), _ = trained(model, loss(), 12)
+
+    torch.testing.assert_close(parts, whole)
+    assert logged == pytest.approx(expected)
+
+
+@OF_THE_COMPILER
+def test_compiled_loss_of_two_means_is_refused_in_words():
+    with pytest.raises(autoaccum.InvalidInputError, match="had 2 terms when it was checked, and now has a graph"):
+        trained(Logits, compiled(beside_another), 3)

@@ -143,6 +143,35 @@ def _refuse(*arguments):
     raise RuntimeError("could not create a primitive")
 
 
+def check_onednn_that_is_lost_is_told_where_little_is_free(host, torch):
+    """Let oneDNN run out of memory for a kernel, and leave a few MiB free then."""
+    from autoaccum._memory.host import _warm_up
+
+    _warm_up()
+
+    def convolve(width):
+        try:
+            torch.nn.functional.conv2d(torch.ones(4, 8, 8, width), torch.ones(16, 8, 3, 3))
+        except RuntimeError as error:
+            return str(error)
+        return "worked"
+
+    old = resource.getrlimit(resource.RLIMIT_DATA)
+    try:
+        resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + 8 * _MIB, old[1]))
+        host.release()
+        resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes(), old[1]))
+        tried = [convolve(width) for width in range(200, 210)]
+        resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + 4 * _MIB, old[1]))
+        host.release()
+        said = "nothing"
+    except Exception as exception:
+        said = f"{type(exception).__name__}: {exception}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, old)
+    return {"tried": tried, "said": said}
+
+
 def check_second_thread_is_refused(host, torch):
     import threading
 
@@ -364,11 +393,10 @@ def check_limit_of_the_process(host, torch):
     from autoaccum._memory.host import _warm_up
     from autoaccum._oom import is_oom
 
-    how, name, size = os.environ["HOW"], os.environ["MODEL"], int(os.environ["SIZE"])
-    make, shape, outputs = {"wide": (_wide, (16,), 16), "conv": (_convolutional, (1, 16, 16), 10)}[name]
-    model, loss = make(torch), torch.nn.CrossEntropyLoss()
+    how, size = os.environ["HOW"], int(os.environ["SIZE"])
+    model, loss = _wide(torch), torch.nn.CrossEntropyLoss()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    batch = torch.randn(size, *shape), torch.randint(outputs, (size,))
+    batch = torch.randn(size, 16), torch.randint(16, (size,))
     _warm_up()
     resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + int(os.environ["MIB"]) * _MIB, resource.RLIM_INFINITY))
     trials = []

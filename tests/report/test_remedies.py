@@ -162,7 +162,7 @@ def test_what_would_help_is_told_for_the_first_that_needs_it_and_that_is_said():
     )  # fmt: skip
 
     assert report.remedies_on == "t4"
-    assert any("only for t4, the first that needs them; for l4 run a report" in warning for warning in report.warnings)
+    assert any("only for t4; for l4 run a report" in warning for warning in report.warnings)
 
 
 @pytest.mark.slow  # goes through the training of a large model for each of its remedies

@@ -1,4 +1,4 @@
-"""Limits of micro-batches of unlike width: few failures, few micro-batchs, whatever comes first."""
+"""Limits of micro-batches of unlike width: few failures, few micro-batches, whatever comes first."""
 
 import json
 import math
@@ -25,7 +25,7 @@ def of_elements(samples, width):
 
 
 def simulated(widths, window, memory, capacity):
-    """Train windows of these widths; return the failures, the micro-batchs, and how few would have done."""
+    """Train windows of these widths; return the failures, the micro-batches, and how few would have done."""
     frontier, failures, steps, least = Frontier(), 0, 0, 0
     for width in widths:
         best = max((size for size in range(1, window + 1) if memory(size, width) <= capacity), default=1)

@@ -201,3 +201,10 @@ def test_cost_of_a_split_replaces_the_widths():
     costly, cheap = result.history[3:5], result.history[5:]
     assert all(max(report.micro_batches) <= 2 for report in costly)
     assert all(report.micro_batches == (16,) for report in cheap)
+
+
+def test_width_whose_prediction_is_far_too_high_is_tried_with_one_sample():
+    result = cut([16] * 5 + [200], 32, device="300KiB")
+
+    assert result.steps == 6
+    assert result.oom_events == 0

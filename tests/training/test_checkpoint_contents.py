@@ -531,6 +531,57 @@ def test_checkpoint_of_another_run_is_refused_and_nothing_is_changed(folder, nam
     assert checkpoints(folder) == ["step-00000003"]
 
 
+class Queued(Model):
+    """Collects what its last layer saw in a buffer, which `Emptying` empties once an optimizer step."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(20, 3))
+        self.register_buffer("pending", torch.empty(0, 3))
+
+    def forward(self, inputs):
+        found = super().forward(inputs)
+        self.pending = torch.cat([self.pending, found.detach()])
+        return found + self.queue.mean(0)
+
+
+class Emptying(autoaccum.Callback):
+    def __init__(self, run):
+        self.model = run.model
+
+    def on_step(self, report, *, epoch):
+        self.model.queue = torch.cat([self.model.queue, self.model.pending])[-20:]
+        self.model.pending = self.model.pending[:0].clone()
+
+
+def test_run_whose_buffers_change_their_shape_is_gone_on_with(tmp_path):
+    def run(folder, epochs, before=None):  # an evaluation at the end of each epoch leaves rows in `pending`
+        it = before or Run(model=Queued, checkpoint=folder)
+        it.fit(Emptying(it), epochs=epochs)
+        return it
+
+    undisturbed = run(None, 4)
+    first = run(tmp_path, 1)
+    assert len(first.model.pending)
+    run(tmp_path, 2, first)  # with what the first call has left
+    run(tmp_path, 3)
+
+    assert run(tmp_path, 4).end["model"] == undisturbed.end["model"]
+
+
+def test_buffer_of_another_shape_from_the_start_is_of_another_model(tmp_path):
+    class Longer(Queued):
+        def __init__(self):
+            super().__init__()
+            self.queue = torch.zeros(30, 3)
+
+    first = Run(model=Queued, checkpoint=tmp_path)
+    first.fit(Emptying(first), epochs=1)
+
+    with pytest.raises(CheckpointError, match=r"another model: it was made with queue \(20, 3\) .* has \(30, 3\)"):
+        Run(model=Longer, checkpoint=tmp_path).fit()
+
+
 def test_module_that_refuses_its_state_is_told_before_the_optimizer_is_given_any(tmp_path):
     def numbered(number):
         class Numbered(Model):

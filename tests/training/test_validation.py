@@ -3,12 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 import autoaccum
 from autoaccum.errors import InvalidInputError
-from long_runs import EPOCHS, STEPS_PER_EPOCH, Noisy, Run, StopAt, StoppedError, bits
+from long_runs import EPOCHS, STEPS_PER_EPOCH, Model, Noisy, Run, StopAt, StoppedError, bits
 
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
@@ -62,6 +63,51 @@ def test_loader_that_shares_a_generator_with_the_training_is_left_as_it_is():
         return [run.samples.windows[step] for step in range(1, STEPS_PER_EPOCH + 1)]
 
     assert trained(val_every=2) == trained(val_every=100)
+
+
+class Averaging(Model):
+    """Follows its first layer, in each pass, with a target network: frozen parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.target = nn.Linear(6, 8).requires_grad_(requires_grad=False)
+        self.passes = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    @torch.no_grad()
+    def follow(self):
+        self.passes += 1
+        for own, followed in zip(self.target.parameters(), self.first.parameters(), strict=True):
+            own.lerp_(followed, 0.1)
+
+    def forward(self, inputs):
+        self.follow()
+        return super().forward(inputs) + self.target(inputs).mean(1, keepdim=True)
+
+
+LOSSES = {"of torch": functional.mse_loss, "own": lambda outputs, targets: (outputs - targets).square().mean()}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_frozen_parameters_move_in_an_evaluation_as_often_as_in_a_plain_loop(loss):
+    model, data = Averaging(), [(torch.randn(6, 6), torch.randn(6, 3))] * 4
+
+    autoaccum.fit(model, data, 6, loss=LOSSES[loss], micro_batch=6, val_loader=data[:2], device="cpu", progress=False)
+
+    assert model.passes == 4 + 2
+
+
+@pytest.mark.parametrize("stop", [2, 6, 10])
+def test_resumed_run_ends_alike_where_passes_move_frozen_parameters(tmp_path, stop):
+    options = {"model": Averaging, "loss_reduction": None}
+    undisturbed = Run(**options)
+    undisturbed.fit()
+
+    with pytest.raises(StoppedError):
+        Run(checkpoint=tmp_path, **options).fit(StopAt(stop))
+    run = Run(checkpoint=tmp_path, **options)
+    run.fit()
+
+    assert run.end == undisturbed.end
 
 
 @pytest.fixture(scope="module")
