@@ -18,7 +18,6 @@ from autoaccum._engine.forward_backward import check_weight
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.noise_scale import spread_of, squared_norm
 from autoaccum._engine.out_of_memory import Phase
-from autoaccum._engine.steady import is_number_due
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._loss.loss_forms import Common
 
@@ -55,7 +54,6 @@ class CarefulPath:
         self._norms = norms
         self.peers = peers
         self._noise = noise
-        self._windows_due = 0  # with a loss of torch
         # Of the state before losses are tried on a few samples.
         self._before_trying = savepoint.like_it()
         self._whole = WholeWindow(step, savepoint) if takes_whole else None
@@ -147,9 +145,6 @@ class CarefulPath:
         step, is_part, common = self._step, self.peers.is_part, self.peers.samples_to_try
         # Parts of windows are tried in the same windows on all ranks.
         is_due = common is not None if is_part else is_first
-        if is_due and step.objective.weights.is_trusted:  # whatever the structure of windows
-            self._windows_due += 1
-            is_due = is_number_due(self._windows_due)
         if step.passes is not None or not step.objective.needs_check(window, sizes, is_part=is_part, is_due=is_due):
             return  # or determined together with the others
         weights = step.objective.weights

@@ -84,10 +84,6 @@ class Run:
         terms = [replace(self.terms[0], weight=None)]
         return replace(self, terms=terms, gradients=self.gradients.sum(0, keepdim=True))
 
-    def as_one(self) -> Run:
-        """Return the same as a loss of a single term, divided by what its first one is."""
-        return replace(self, terms=self.terms[:1], gradients=self.gradients.sum(0, keepdim=True))
-
 
 # --- samples ----------------------------------------------------------------------------------------------------------
 
@@ -403,12 +399,14 @@ class TrialLosses:
     def _try(self, source: _Pass, sample: Window, first: int, found: dict[str, list[TermForm]]) -> None:
         """Add the terms of one source's losses."""
         whole = self._runs(source, sample, 0, sample.samples)
+        if self.weights.is_trusted:
+            return  # as `loss=None` shows only now
         halves = self._halves(source, whole, sample, first)
         again: Mapping[str, Run] | None = None
         for name, run in whole.items():
             if any(term.weight == 0.0 for term in run.terms):  # nothing counts in it
                 self.is_complete = False
-                if not (run.is_stated or self.weights.is_trusted):
+                if not run.is_stated:
                     found[name] = [_by_graph_alone(term) for term in run.terms]
                 continue
             if not math.isfinite(run.value):
@@ -416,15 +414,11 @@ class TrialLosses:
                     raise not_finite({name: run.value})
                 continue  # it may result from the training itself
             parts = [_part_of(name, run, of_part, sample.samples) for of_part in halves]
-            known = self.weights.is_trusted  # as `loss=None` shows only now; the model may still compare samples
-            runs = [one.as_one() if known else one for one in (run, *parts)]
-            forms = forms_of(runs[0], runs[1:], None, self.tolerance)
+            forms = forms_of(run, parts, None, self.tolerance)
             if any(form.form is Form.UNCONFIRMED for form in forms):
                 again = self._runs(source, sample, 0, sample.samples, seed=1) if again is None else again
-                forms = forms_of(runs[0], runs[1:], again.get(name), self.tolerance)
-            if self.weights.is_trusted:
-                self.weights.confirm(name, forms[0])
-            elif not run.is_stated:
+                forms = forms_of(run, parts, again.get(name), self.tolerance)
+            if not run.is_stated:
                 found[name] = forms
             else:
                 self._confirm_stated(name, [run, *parts], forms[0])

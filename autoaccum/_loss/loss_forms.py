@@ -51,7 +51,7 @@ class LossForms:
         stated: The same; None for a loss of torch, which says it better.
         forms: The terms of each loss, by name; of those that are numbers only if it is not said.
         is_checked: Whether losses were tried on several samples, or on one where no two can be.
-        is_trusted: Whether the loss is one of torch, so that only the model needs a check.
+        is_trusted: Whether the loss is one of torch, which needs no check.
         is_checked_now: Whether losses were checked for this window, so that what is read in it is known.
         have_diverged: Whether divisors that were proportional turned out not to be.
         warnings: Warnings of gradients that may be wrong.
@@ -88,13 +88,8 @@ class LossForms:
 
     @property
     def knows_all(self) -> bool:
-        """Whether it is known how every loss weighs micro-batches."""
+        """Whether no loss needs a check, as far as is known."""
         return self.stated is not None or self.is_trusted
-
-    @property
-    def needs_no_check(self) -> bool:
-        """Whether the arguments say how micro-batches are put together, whatever a check would show."""
-        return self.stated is not None or (self.is_trusted and self._asked in (Common.SUM, Common.SAMPLES))
 
     def is_vector(self, name: str) -> bool:
         """Whether a loss is one for each sample."""
@@ -139,23 +134,12 @@ class LossForms:
                 self.forms[term.name] = (TermForm(term.over),)
 
     def trust(self, name: str, form: TermForm | None) -> None:
-        """Take the form of a loss of torch; None if it is no such loss."""
+        """Take the form of a loss of torch, which needs no check; None if it is no such loss."""
         self.forms.pop(name, None)
         self.is_trusted = form is not None
         self.stated = self._asked if form is None else None
         if form is not None:
             self.forms[name] = (form,)
-
-    def confirm(self, name: str, found: TermForm) -> None:
-        """Reject a model with which a loss of torch is put together otherwise than it says."""
-        meant = self.forms[name][0].form
-        if found.form not in (meant, Form.CONSTANT if meant is Form.MEAN else meant):
-            raise InvalidInputError(
-                f"loss {name!r} is {meant.value}, but the model gives samples other outputs together than in two "
-                "parts, as mixup or x - x.mean(0) in forward() do: micro-batches do not give the gradient of the whole "
-                "batch. Let forward() treat each sample by itself (torch's BatchNorm modules are left out of this "
-                "check), or pass loss_reduction='mean' or 'sum' to put micro-batches together all the same"
-            )
 
     def learn(self, found: Mapping[str, Sequence[TermForm]], *, is_checked: bool = True) -> None:
         """Take what a check has shown.

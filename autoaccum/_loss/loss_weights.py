@@ -366,8 +366,7 @@ class LossWeights(LossForms):
         weight = self._unclamped(name, loss, first, samples, window=self.window if of is None else None)
         if math.isnan(weight):
             raise InvalidInputError(f"loss {name!r} divides by NaN; look for NaN among the weights")
-        if not weight:
-            _refuse_lost(name, loss, found)
+        weight = weight or _refuse_lost(name, loss, found)
         return 0.0 if math.isinf(weight) else weight  # what is multiplied by 0 is not there
 
     def _unclamped(self, name: str, loss: Tensor, term: ReadTerm, samples: int, *, window: Window | None) -> float:

@@ -198,7 +198,7 @@ class Objective:
             is_due: Whether the window is due for all checks.
         """
         weights = self.weights
-        if weights.needs_no_check or (len(sizes) == 1 and not is_part and not window.carries_numbers()):
+        if weights.knows_all or (len(sizes) == 1 and not is_part and not window.carries_numbers()):
             return False
         return is_due or not weights.is_checked
 

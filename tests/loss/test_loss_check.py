@@ -47,47 +47,6 @@ def info_nce(outputs, targets):
     return functional.cross_entropy(outputs @ targets.T, torch.arange(len(outputs)))
 
 
-MIXES = {
-    "mixup": lambda x: 0.5 * x + 0.5 * x.flip(0),
-    "centred": lambda x: x - x.mean(0),
-    "scaled": lambda x: x / x.std(0),
-    "batch_norm": lambda x: functional.batch_norm(x, None, None, training=True),
-}
-TRUSTED = {"none": None, "function": functional.mse_loss, "module": nn.MSELoss(), "summed": nn.MSELoss(reduction="sum")}
-
-
-@pytest.mark.parametrize("loss", TRUSTED)
-@pytest.mark.parametrize("mix", MIXES)
-def test_a_model_that_compares_samples_is_refused_also_with_a_loss_of_torch(mix, loss):
-    with pytest.raises(autoaccum.InvalidInputError, match="other outputs together than in two parts"):
-        train(Between(MIXES[mix]).double(), TRUSTED[loss], pair())
-
-
-def test_a_hook_that_compares_samples_is_refused():
-    model = Between(lambda x: x).double()
-    model.linear.register_forward_hook(lambda _, __, outputs: outputs / outputs.norm(dim=0))
-
-    with pytest.raises(autoaccum.InvalidInputError, match="other outputs together than in two parts"):
-        train(model, nn.MSELoss(), pair())
-
-
-def test_a_model_that_compares_samples_in_training_alone_is_refused_after_an_evaluation():
-    model, batch = Between(lambda x: x).double(), pair()
-    model.mix = lambda x: x - x.mean(0) if model.training else x
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(12, 3), device="cpu", precision="fp32")
-    runner.evaluate([batch])
-
-    with pytest.raises(autoaccum.InvalidInputError, match="other outputs together"):
-        runner.step(batch)
-
-
-def test_loss_reduction_leaves_the_check_of_a_model_out():
-    distance, _ = train(Between(MIXES["centred"]).double(), nn.MSELoss(), pair(), loss_reduction="mean")
-
-    assert distance > 1e-3
-
-
 @pytest.mark.parametrize("loss", [None, nn.MSELoss(), lambda outputs, targets: (outputs - targets).square().mean()])
 @pytest.mark.parametrize(
     "between",
