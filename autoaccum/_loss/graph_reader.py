@@ -81,11 +81,26 @@ def read(loss: Tensor) -> list[ReadTerm]:
 def weight_at_once(loss: Tensor) -> float | None:
     """Return what cross entropy on the host is divided by, by a look at the only node that says it; None otherwise."""
     node: Any = loss.grad_fn
-    if node is None or node.name() not in _OF_CLASSES or node._saved_reduction != _MEAN:
+    if not is_mean_over_classes(node):
         return None
     total = node._saved_total_weight
     is_plain = total.is_cpu and total.dtype in _FULL
     return total.tolist() if is_plain else None
+
+
+def is_mean_over_classes(node: Any) -> bool:
+    """Whether a node is the mean of torch's negative log-likelihood."""
+    return node is not None and node.name() in _OF_CLASSES and node._saved_reduction == _MEAN
+
+
+def has_only_weights_of_0(node: Any) -> bool:
+    """Whether a node is that mean, of targets that count but for their classes' weights of 0."""
+    try:
+        if not is_mean_over_classes(node) or node._raw_saved_weight is None or _saved(node, "_saved_weight") is None:
+            return False
+        return bool((_saved(node, "_saved_target") != node._saved_ignore_index).any())
+    except _UnreadError:
+        return False
 
 
 def _merged(terms: list[ReadTerm]) -> list[ReadTerm]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 # The most samples of a check, and the number below which its two parts are alike.
 MOST_SAMPLES = 8
-_TO_HALVE = 6
+_TO_HALVE = 7
 _FOUR_BYTES = 4
 # The most samples that are looked at to choose these.
 _LOOKED_AT = 64
@@ -100,8 +101,8 @@ def choose(window: Window, most: int) -> tuple[Window, int] | None:
         return None
     evenly = [start + place * (samples - 1) // (number - 1) for place in range(number)]
     rows = list(dict.fromkeys([*_unusual(window, start, samples, number // 2), *evenly]))[:number]
-    # A third in the first part: losses may need two samples.
-    first = number // 3 if number >= _TO_HALVE else number // 2
+    # About a third in the first part, since losses may need two samples; one part is odd, since they may take pairs.
+    first = (number + 1) // 3 if number >= _TO_HALVE else number // 2
     return window.chosen([rows[0], *rows[:0:-1]]), first
 
 
@@ -215,9 +216,7 @@ def tolerance_of(loss: Tensor, *, casts: bool, dtypes: Iterator[torch.dtype]) ->
 # --- what runs show ---------------------------------------------------------------------------------------------------
 
 
-def forms_of(
-    whole: Run, parts: Sequence[Run], again: Run | None, tolerance: float, *, moves: bool = False
-) -> list[TermForm]:
+def forms_of(whole: Run, parts: Sequence[Run], again: Run | None, tolerance: float) -> list[TermForm]:
     """Return how each term of a loss is put together.
 
     Args:
@@ -225,9 +224,8 @@ def forms_of(
         parts: The runs of two parts of them.
         again: One more run of all samples, with other random numbers; None if nothing is random.
         tolerance: The relative difference that rounding may cause.
-        moves: Whether passes move buffers, so that a pass of a part is another one.
     """
-    is_random = moves or (again is not None and _differ(whole, again, tolerance))
+    is_random = again is not None and _differ(whole, again, tolerance)
     if len({len(run.terms) for run in (whole, *parts)}) > 1:
         whole, parts = whole.unread(), [part.unread() for part in parts]
     runs = [whole, *parts]
@@ -319,6 +317,7 @@ class _Compared:
             per_sample=abs(weights[0]) / self._runs[0].samples,
             shares=tuple(one / weights[0] for one in weights[1:]),
             counts=found,
+            least=min((one for one in weights[1:] if one > 0), default=math.inf),
             may_be_clamped=may_be or is_clamped,
             is_clamped=is_clamped,
         )
@@ -402,7 +401,6 @@ class TrialLosses:
         whole = self._runs(source, sample, 0, sample.samples)
         if self.weights.is_trusted:
             return  # as `loss=None` shows only now
-        moves = bool(self.mark.learn_moved())
         halves = self._halves(source, whole, sample, first)
         again: Mapping[str, Run] | None = None
         for name, run in whole.items():
@@ -416,10 +414,10 @@ class TrialLosses:
                     raise not_finite({name: run.value})
                 continue  # it may result from the training itself
             parts = [_part_of(name, run, of_part, sample.samples) for of_part in halves]
-            forms = forms_of(run, parts, None, self.tolerance, moves=moves)
+            forms = forms_of(run, parts, None, self.tolerance)
             if any(form.form is Form.UNCONFIRMED for form in forms):
                 again = self._runs(source, sample, 0, sample.samples, seed=1) if again is None else again
-                forms = forms_of(run, parts, again.get(name), self.tolerance, moves=moves)
+                forms = forms_of(run, parts, again.get(name), self.tolerance)
             if not run.is_stated:
                 found[name] = forms
             else:
@@ -452,10 +450,10 @@ class TrialLosses:
             tried.add(first)
             try:
                 halves = [self._part(source, sample, *ends) for ends in ((0, first), (first, sample.samples))]
-            except InvalidInputError:
-                if not halves:
+            except InvalidInputError:  # the loss takes no parts of these sizes
+                if not halves and first <= least:
                     raise
-                return halves  # the loss takes no parts of these sizes
+                return halves or self._of_pairs(source, sample, first)
             empty = {
                 place
                 for place, part in enumerate(halves)
@@ -467,6 +465,12 @@ class TrialLosses:
             first += 1 if empty == {0} else -1
             if len(empty) != 1 or first in tried or not least <= first <= sample.samples - least:
                 return halves
+
+    def _of_pairs(self, source: _Pass, sample: Window, first: int) -> list[dict[str, Run]]:
+        """Return the losses of parts for a loss that takes not every odd number of samples, as one of pairs does."""
+        with suppress(InvalidInputError):  # what it does not take is an error in training too
+            return [self._part(source, sample, *ends) for ends in pairwise((0, first, 2 * first, sample.samples))]
+        return [self._part(source, sample, *ends) for ends in ((0, first - 1), (first - 1, sample.samples))]
 
     def _part(self, source: _Pass, sample: Window, start: int, stop: int) -> dict[str, Run]:
         try:

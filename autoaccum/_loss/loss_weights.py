@@ -18,7 +18,14 @@ from torch._subclasses import FakeTensor
 
 from autoaccum._data.nesting import numbers_in
 from autoaccum._loss.batch_counts import ELEMENTS, SAMPLES, TARGETS, counts_of, in_words
-from autoaccum._loss.graph_reader import ReadTerm, read, stopped, weight_at_once
+from autoaccum._loss.graph_reader import (
+    ReadTerm,
+    has_only_weights_of_0,
+    is_mean_over_classes,
+    read,
+    stopped,
+    weight_at_once,
+)
 from autoaccum._loss.loss_forms import Common, LossForms, share_a_divisor
 from autoaccum._loss.terms import Form, TermForm, in_full
 from autoaccum.errors import InvalidInputError
@@ -317,7 +324,7 @@ class LossWeights(LossForms):
             factors.units = term.weight / each if factors.units is None else factors.units
             self._compare_with(name, term.weight, factors.units * each)
         # The steady path divides first, too: the last bit is the same.
-        is_there = isinstance(term.weight, Tensor) or term.weight
+        is_there = isinstance(term.weight, Tensor) or term.weight or _refuse_lost(name, value, [])
         return value * (term.weight / self.provisional_total(name)) if is_there else None
 
     def weight_of(self, name: str, loss: Tensor, samples: int, *, of: Window | None = None) -> float | Tensor:
@@ -337,7 +344,7 @@ class LossWeights(LossForms):
         """
         forms = self.forms.get(name)
         if forms is not None and len(forms) == 1 and (weight := weight_at_once(loss)) is not None:
-            return weight
+            return weight or _refuse_lost(name, loss, [])
         found = read(loss)
         first, window = found[0], of or self.window
         if forms is not None and _is_compiled(found) and window is not None and not self.is_trusted and _counted(forms):
@@ -360,11 +367,14 @@ class LossWeights(LossForms):
         weight = self._unclamped(name, loss, first, samples, window=self.window if of is None else None)
         if math.isnan(weight):
             raise InvalidInputError(f"loss {name!r} divides by NaN; look for NaN among the weights")
+        weight = weight or _refuse_lost(name, loss, found)
         return 0.0 if math.isinf(weight) else weight  # what is multiplied by 0 is not there
 
     def _unclamped(self, name: str, loss: Tensor, term: ReadTerm, samples: int, *, window: Window | None) -> float:
         """Return what a loss is divided by: 0 in place of max(1, 0); warn where it is more than what is counted."""
         form, weight = self.forms[name][0], float(term.weight)
+        if term.divisor is None and is_mean_over_classes(term.end):  # which torch counts, and nothing else divides
+            return weight
         of_samples = samples * form.counts.get(SAMPLES, 0.0)
         is_one = form.may_be_clamped and term.divisor == 1.0 and not _is_same(weight, of_samples)
         if not is_one and (window is None or not self.is_checked_now or self.is_trusted or not form.counts):
@@ -378,7 +388,9 @@ class LossWeights(LossForms):
         if is_one:
             is_clamped = not numbers or not all(_is_same(weight, number) for number in numbers)
         else:
-            is_clamped = bool(numbers) and all(weight > number * (1 + _SAME_WEIGHT) > 0 for number in numbers)
+            # What clamps was not above any divisor of the check; otherwise the count fitted by accident.
+            is_clamped = bool(numbers) and weight <= form.least * (1 + _SAME_WEIGHT)
+            is_clamped = is_clamped and all(weight > number * (1 + _SAME_WEIGHT) > 0 for number in numbers)
         if is_clamped:
             self.warn_of_clamp(name)
         return weight
@@ -402,6 +414,8 @@ class LossWeights(LossForms):
                     raise _changed(term.name, forms, found)
                 else:
                     self._compare((term.name, number), one, expected)
+        if not all(own):
+            _refuse_lost(term.name, term.value, found)
         if len(own) == 1:
             return term.value * own[0] if own[0] else None
         for one, factor in zip(found, own, strict=True):
@@ -595,6 +609,19 @@ def nothing_counts(why: str, micro_batches: int) -> InvalidInputError:
         f"no target of this window counts ({why} in its {micro_batches} micro-batches), so the mean loss over it does "
         "not exist; leave such samples out"
     )
+
+
+def _refuse_lost(name: str, loss: Tensor, terms: Sequence[ReadTerm]) -> float:
+    """Reject a micro-batch that is divided by 0 although something in it counts; return 0 where nothing does."""
+    lacking = [term for term in terms if not term.weight]
+    is_smoothed = len(lacking) > 1 and any(has_only_weights_of_0(term.end) for term in lacking)
+    if is_smoothed or (not isinstance(loss, FakeTensor) and bool(loss.detach().isinf())):
+        raise InvalidInputError(
+            f"loss {name!r} divides by 0 in a micro-batch in which something counts: weights that cancel out there, or "
+            "classes of weight 0 with label_smoothing, so what these samples add to the whole batch is lost; return "
+            "the (sum, weight) pair"
+        )
+    return 0.0
 
 
 def _changed(

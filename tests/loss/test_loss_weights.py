@@ -58,6 +58,109 @@ def test_a_loss_of_each_sample_counts_by_samples_whatever_the_split_weighs(loss)
     assert found[1] == pytest.approx(found[0], rel=1e-12)
 
 
+# --- divisors of 0, and clamped ones ----------------------------------------------------------------------------------
+
+
+def _stepped(loss, last, cut, *, before=()):
+    """Make a step of SGD from each batch; return how far the last is from that of the whole batch, and warnings."""
+    torch.manual_seed(7)
+    model = torch.nn.Linear(6, 4).double()
+    runner = autoaccum.Runner(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        autoaccum.Plan(sum(cut), cut),
+        loss=loss,
+        device="cpu",
+        precision="fp32",
+    )
+    warned = []
+    for batch in (*before, last):
+        weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
+        expected = torch.nn.Linear(6, 4).double()
+        expected.load_state_dict({"weight": weight, "bias": bias})
+        raw = loss(expected(batch[0]), batch[1])
+        (raw[0] / raw[1] if isinstance(raw, tuple) else raw).backward()
+        warned += runner.step(batch).warnings
+        difference = float((weight - expected.weight.grad - model.weight.detach()).abs().max())
+    return difference, warned
+
+
+CLASSES = torch.tensor([0, 0, 0, 2, 3, 1, 2, 3, 1, 2, 3, 1])
+OF_CLASSES = torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=torch.float64)
+
+
+def _inputs():
+    return torch.randn(12, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("is_torchs", [True, False])
+def test_smoothing_of_classes_of_weight_0_is_refused_where_they_are_alone_and_exact_elsewhere(is_torchs):
+    of_torch = torch.nn.CrossEntropyLoss(weight=OF_CLASSES, label_smoothing=0.1)
+
+    def by_hand(outputs, targets):
+        return of_torch(outputs, targets)
+
+    loss = of_torch if is_torchs else by_hand
+    difference, warned = _stepped(loss, (_inputs(), CLASSES), (4, 4, 4))
+    with pytest.raises(autoaccum.InvalidInputError, match="divides by 0 in a micro-batch in which something counts"):
+        _stepped(loss, (_inputs(), CLASSES), (3, 3, 3, 3))
+
+    assert difference < 1e-12
+    assert not warned
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_micro_batch_of_ignored_targets_or_of_weight_0_alone_adds_nothing(smoothing):
+    ignored = torch.nn.CrossEntropyLoss(weight=OF_CLASSES + 1, label_smoothing=smoothing, ignore_index=0)
+    lightless = torch.nn.CrossEntropyLoss(weight=OF_CLASSES)
+
+    for loss in (ignored, lightless):
+        difference, _ = _stepped(loss, (_inputs(), CLASSES), (3, 3, 3, 3))
+        assert difference < 1e-12
+
+
+SIGNED = torch.tensor([1.0, -1.0, 2.0] * 4, dtype=torch.float64)
+
+
+def _signed(outputs, weights):
+    return (outputs.square().mean(1) * weights).sum() / weights.sum()
+
+
+@pytest.mark.parametrize("checked", [0, 1, 2])  # the third window is not
+def test_weights_that_cancel_in_a_micro_batch_are_refused(checked):
+    before = [(_inputs(), SIGNED.abs())] * checked
+    with pytest.raises(autoaccum.InvalidInputError, match="divides by 0 in a micro-batch in which something counts"):
+        _stepped(_signed, (_inputs(), SIGNED), (2,) * 6, before=before)
+
+
+def test_weights_that_cancel_are_exact_as_a_pair():
+    def pair(outputs, weights):
+        return (outputs.square().mean(1) * weights).sum(), weights.sum()
+
+    difference, _ = _stepped(pair, (_inputs(), SIGNED), (2,) * 6)
+
+    assert difference < 1e-12
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 5, 7])  # in others a micro-batch has exactly one, which may be a clamp
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_no_clamp_is_told_where_a_count_fits_by_accident(by_hand, seed):
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.randint(4, (12,), generator=generator)
+
+    def loss(outputs, targets):
+        if by_hand:
+            kept = (targets != 1).double()
+            each = torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+            return (each * kept).sum() / kept.sum()
+        return torch.nn.functional.cross_entropy(outputs, targets, label_smoothing=0.2, ignore_index=1)
+
+    difference, warned = _stepped(loss, (_inputs(), targets), (3, 3, 3, 3), before=[(_inputs(), targets)] * 3)
+
+    assert difference < 1e-12
+    assert not warned
+
+
 # --- compiled losses: checked as they are written, and not to be read when they train ---------------------------------
 
 

@@ -1,0 +1,114 @@
+"""What a check on a few samples finds of models, and that it finds nothing where there is nothing."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import autoaccum
+
+
+class Between(nn.Module):
+    """A linear layer with something between the samples."""
+
+    def __init__(self, mix, between=None, width=4):
+        super().__init__()
+        self.between = nn.Identity() if between is None else between
+        self.linear, self.mix = nn.Linear(6, width), mix
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.calls += 1
+        return self.linear(self.mix(self.between(inputs)))
+
+
+def train(model, loss, batch, cut=(3, 3, 3, 3), **options):
+    """Make a step of SGD in micro-batches; return how far it is from that of the whole batch, and the report."""
+    names = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer, plan = torch.optim.SGD(model.parameters(), lr=1.0), autoaccum.Plan(sum(cut), cut)
+    runner = autoaccum.Runner(model, optimizer, plan, loss=loss, device="cpu", precision="fp32", **options)
+    report = runner.step(batch)
+    found = {name: names[name] - parameter.detach() for name, parameter in model.named_parameters()}
+    model.load_state_dict(state)
+    model.zero_grad()
+    outputs = options["forward"](model, batch) if "forward" in options else model(batch[0])
+    whole = (loss or functional.mse_loss)(outputs, batch if "forward" in options else batch[1])
+    whole.backward()
+    return max(float((found[name] - one.grad).abs().max()) for name, one in model.named_parameters()), report
+
+
+def pair():
+    torch.manual_seed(1)
+    return torch.randn(12, 6).double(), torch.randn(12, 4).double()
+
+
+def info_nce(outputs, targets):
+    return functional.cross_entropy(outputs @ targets.T, torch.arange(len(outputs)))
+
+
+@pytest.mark.parametrize("loss", [None, nn.MSELoss(), lambda outputs, targets: (outputs - targets).square().mean()])
+@pytest.mark.parametrize(
+    "between",
+    [
+        nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
+        nn.utils.spectral_norm(nn.Linear(6, 6)),
+        nn.Dropout(0.3),
+        nn.BatchNorm1d(6),
+        nn.BatchNorm1d(6, track_running_stats=False),
+        nn.BatchNorm1d(6, affine=False, track_running_stats=False),
+        nn.LayerNorm(6),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_layers_of_torch_are_trained(between, loss):
+    train(Between(lambda x: x, between).double(), loss, pair())
+
+    assert "forward" not in vars(between)
+
+
+@pytest.mark.parametrize("loss", [None, lambda outputs, targets: (outputs - targets).square().mean()])
+def test_random_augmentation_in_forward_is_trained(loss):
+    train(Between(lambda x: x + torch.randn_like(x)).double(), loss, pair())
+
+
+def test_buffer_that_moves_leaves_the_loss_checked():
+    """Every model here counts its passes."""
+    with pytest.raises(autoaccum.InvalidInputError, match="neither a mean nor a sum"):
+        train(Between(lambda x: x).double(), info_nce, pair())
+
+
+@pytest.mark.parametrize("mine", [lambda each: each.topk(len(each) // 2).values.mean(), lambda each: each.std()])
+def test_hard_samples_are_seen_beside_spectral_norm(mine):
+    model = Between(lambda x: x, nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))).double()
+
+    with pytest.raises(autoaccum.InvalidInputError, match="neither a mean nor a sum"):
+        train(model, lambda outputs, targets: mine((outputs - targets).square().mean(1)), pair())
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_interleaved_pairs_that_odd_micro_batches_would_mix_are_refused(size):
+    """The last window of a loader may be odd."""
+    options = {"forward": lambda model, batch: model(batch["x"])}
+
+    with pytest.raises(autoaccum.InvalidInputError, match="neither a mean nor a sum"):
+        train(
+            nn.Linear(6, 1).double(),
+            lambda outputs, _: -functional.logsigmoid(outputs[0::2] - outputs[1::2]).mean(),
+            {"x": pair()[0]},
+            (size,) * (12 // size),
+            **options,
+        )
+
+
+def test_pairs_that_odd_micro_batches_do_not_hold_are_trained_in_even_ones():
+    distance, report = train(
+        nn.Linear(6, 1).double(),
+        lambda outputs, _: -functional.logsigmoid(outputs.view(-1, 2).diff(dim=1)).mean(),
+        {"x": pair()[0]},
+        (4, 2, 6),
+        forward=lambda model, batch: model(batch["x"]),
+    )
+
+    assert distance < 1e-12
+    assert not report.warnings
