@@ -190,8 +190,10 @@ class DataParallel(Peers):
         """
         sources = min(self.ranks.size, MOST_SAMPLES)
         own: list[Any] = []
+        weights = self._step.objective.weights
+        knows = weights.needs_no_check or (weights.is_trusted and weights.is_checked)
         with self._step.memory.lifted():  # samples are few, and on the host
-            if self.ranks.rank < sources and (needs_some or not self._step.objective.weights.knows_all):
+            if self.ranks.rank < sources and (needs_some or not knows):
                 own = _sendable(window, -(-MOST_SAMPLES // sources))
             said = self.ranks.exchange_tensors("samples", (window.samples, own))
         found = [piece for _, pieces in said for piece in pieces]

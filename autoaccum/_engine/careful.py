@@ -18,8 +18,11 @@ from autoaccum._engine.forward_backward import check_weight
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.noise_scale import spread_of, squared_norm
 from autoaccum._engine.out_of_memory import Phase
+from autoaccum._engine.steady import is_number_due
 from autoaccum._engine.window_loss import WholeWindow
+from autoaccum._loss.loss_check import MOST_SAMPLES
 from autoaccum._loss.loss_forms import Common
+from autoaccum._oom import is_oom, let_go
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -54,6 +57,7 @@ class CarefulPath:
         self._norms = norms
         self.peers = peers
         self._noise = noise
+        self._windows_due = 0  # with a loss of torch
         # Of the state before losses are tried on a few samples.
         self._before_trying = savepoint.like_it()
         self._whole = WholeWindow(step, savepoint) if takes_whole else None
@@ -145,14 +149,31 @@ class CarefulPath:
         step, is_part, common = self._step, self.peers.is_part, self.peers.samples_to_try
         # Parts of windows are tried in the same windows on all ranks.
         is_due = common is not None if is_part else is_first
+        if is_due and step.objective.weights.is_trusted:  # whatever the structure of windows
+            self._windows_due += 1
+            is_due = is_number_due(self._windows_due)
         if step.passes is not None or not step.objective.needs_check(window, sizes, is_part=is_part, is_due=is_due):
             return  # or determined together with the others
         weights = step.objective.weights
         if weights.is_checked and (weights.is_checked_now or (is_part and not is_due)):
             return
         at.size = None if step.objective.tries_several else 1  # if that does not fit, nothing does
-        step.check_losses(common or window, self._before_trying)
+        self._try_losses(common or window, sizes)
+        self._before_trying.forget()
         at.size = None
+
+    def _try_losses(self, window: Window, sizes: Sequence[int]) -> None:
+        step, weights = self._step, self._step.objective.weights
+        # With a loss of torch, the training does not need the check, which takes no memory that is not there.
+        at_most = max(4, *sizes) if weights.is_trusted else MOST_SAMPLES
+        try:
+            step.check_losses(window, self._before_trying, at_most=at_most)
+        except Exception as error:
+            if not (weights.is_trusted and is_oom(error)):
+                raise
+            let_go(error)
+            weights.is_checked = True  # it is tried again when the next check is due
+            step.memory.release()
 
     def _weigh(self, window: Window, sizes: tuple[int, ...], totals: Mapping[Slot, float] | None) -> list[Factors]:
         objective, is_part = self._step.objective, self.peers.is_part

@@ -285,7 +285,7 @@ def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
         InvalidInputError: A loss cannot be put together from micro-batches.
     """
     objective, halves = step.objective, balanced(window.samples, math.ceil(window.samples / 2))
-    if not objective.needs_check(window, halves, is_part=False, is_due=False):
+    if objective.weights.knows_all or not objective.needs_check(window, halves, is_part=False, is_due=False):
         return
     said = ""
     for _ in range(_TRIES_TO_WEIGH):
@@ -298,6 +298,8 @@ def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
             if event is None:
                 raise
         else:
+            # A loss of torch is known by now; the model is tried when it trains.
+            objective.weights.is_checked &= not objective.weights.is_trusted
             return
         said = event.message
         step.memory.release()

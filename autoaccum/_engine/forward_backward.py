@@ -20,6 +20,7 @@ from autoaccum._engine.optimizer_step import OptimizerSteps
 from autoaccum._engine.out_of_memory import Phase, Stage
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss import reported
+from autoaccum._loss.loss_check import MOST_SAMPLES
 from autoaccum._loss.objective import no_gradient
 from autoaccum.errors import InvalidInputError
 
@@ -115,9 +116,10 @@ class GradientStep:
         """Return a savepoint of all that a pass may change."""
         return Savepoint(self.objective.modules, self.memory.device, self.objective.functions)
 
-    def check_losses(self, samples: Window, mark: Savepoint) -> None:
+    def check_losses(self, samples: Window, mark: Savepoint, *, at_most: int = MOST_SAMPLES) -> None:
         """Try the losses on a few samples; `mark` is taken and restored."""
-        self.objective.check(samples, self.transfer.place, mark, self.precision.autocast, self.parameters)
+        place, autocast = self.transfer.place, self.precision.autocast
+        self.objective.check(samples, place, mark, autocast, self.parameters, at_most=at_most)
 
     def clear_gradients(self) -> None:
         """Release every gradient, including those of parameters that the optimizer does not hold."""

@@ -132,7 +132,7 @@ class SteadyPath:
         self._state, self._hooked, self._handles = self._now_in_force(), self._are_hooked(), RemovableHandle.next_id
         if may:
             known.name = next(iter(given.losses))
-            known.common, known.may_cut = weights.common, weights.is_checked or weights.knows_all
+            known.common, known.may_cut = weights.common, weights.is_checked or weights.needs_no_check
             batch = window.plain_batch()
             tensors = batch.values() if type(batch) is dict else batch
             if batch is not None and all(type(tensor) is Tensor for tensor in tensors):

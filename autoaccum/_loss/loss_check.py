@@ -84,6 +84,10 @@ class Run:
         terms = [replace(self.terms[0], weight=None)]
         return replace(self, terms=terms, gradients=self.gradients.sum(0, keepdim=True))
 
+    def as_one(self) -> Run:
+        """Return the same as a loss of a single term, divided by what its first one is."""
+        return replace(self, terms=self.terms[:1], gradients=self.gradients.sum(0, keepdim=True))
+
 
 # --- samples ----------------------------------------------------------------------------------------------------------
 
@@ -399,8 +403,9 @@ class TrialLosses:
     def _try(self, source: _Pass, sample: Window, first: int, found: dict[str, list[TermForm]]) -> None:
         """Add the terms of one source's losses."""
         whole = self._runs(source, sample, 0, sample.samples)
-        if self.weights.is_trusted:
-            return  # as `loss=None` shows only now
+        if self.weights.is_trusted:  # as `loss=None` shows only now
+            self._try_model(source, whole, sample, first)
+            return
         halves = self._halves(source, whole, sample, first)
         again: Mapping[str, Run] | None = None
         for name, run in whole.items():
@@ -422,6 +427,25 @@ class TrialLosses:
                 found[name] = forms
             else:
                 self._confirm_stated(name, [run, *parts], forms[0])
+
+    def _try_model(self, source: _Pass, whole: Mapping[str, Run], sample: Window, first: int) -> None:
+        """Look whether a model compares samples, whose loss is one of torch."""
+        try:
+            halves = self._halves(source, whole, sample, first)
+        except InvalidInputError:
+            return  # micro-batches may have other sizes
+        for name, run in whole.items():
+            runs = [run, *(_part_of(name, run, of_part, sample.samples) for of_part in halves)]
+            if not all(math.isfinite(one.value) and one.terms[0].weight for one in runs):
+                continue  # nothing counts, or it cannot be read
+            if not all(bool(one.gradients.isfinite().all()) for one in runs):
+                continue  # of which half precision is the reason
+            runs = [one.as_one() for one in runs]
+            (form,) = forms_of(runs[0], runs[1:], None, self.tolerance)
+            if form.form is Form.UNCONFIRMED:
+                again = self._runs(source, sample, 0, sample.samples, seed=1)
+                (form,) = forms_of(runs[0], runs[1:], again[name].as_one(), self.tolerance)
+            self.weights.warn_if_compared(name, form)
 
     def _confirm_stated(self, name: str, runs: Sequence[Run], form: TermForm) -> None:
         """Reject a pair or a vector that is not what it says."""

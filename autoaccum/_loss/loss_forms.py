@@ -51,7 +51,7 @@ class LossForms:
         stated: The same; None for a loss of torch, which says it better.
         forms: The terms of each loss, by name; of those that are numbers only if it is not said.
         is_checked: Whether losses were tried on several samples, or on one where no two can be.
-        is_trusted: Whether the loss is one of torch, which needs no check.
+        is_trusted: Whether the loss is one of torch, so that only the model needs a check.
         is_checked_now: Whether losses were checked for this window, so that what is read in it is known.
         have_diverged: Whether divisors that were proportional turned out not to be.
         warnings: Warnings of gradients that may be wrong.
@@ -88,8 +88,13 @@ class LossForms:
 
     @property
     def knows_all(self) -> bool:
-        """Whether no loss needs a check, as far as is known."""
+        """Whether it is known how every loss weighs micro-batches."""
         return self.stated is not None or self.is_trusted
+
+    @property
+    def needs_no_check(self) -> bool:
+        """Whether the arguments say how micro-batches are put together, whatever a check would show."""
+        return self.stated is not None or (self.is_trusted and self._asked in (Common.SUM, Common.SAMPLES))
 
     def is_vector(self, name: str) -> bool:
         """Whether a loss is one for each sample."""
@@ -134,12 +139,22 @@ class LossForms:
                 self.forms[term.name] = (TermForm(term.over),)
 
     def trust(self, name: str, form: TermForm | None) -> None:
-        """Take the form of a loss of torch, which needs no check; None if it is no such loss."""
+        """Take the form of a loss of torch; None if it is no such loss."""
         self.forms.pop(name, None)
         self.is_trusted = form is not None
         self.stated = self._asked if form is None else None
         if form is not None:
             self.forms[name] = (form,)
+
+    def warn_if_compared(self, name: str, found: TermForm) -> None:
+        """Warn of a model with which a loss of torch is put together otherwise than it says."""
+        meant = self.forms[name][0].form
+        if found.form not in (meant, Form.CONSTANT if meant is Form.MEAN else meant):
+            self.warn(
+                "the model's outputs for a sample depend on the others of its micro-batch, as x - x.mean(0) in "
+                "forward() makes them, so the gradient is not that of the whole batch (torch's BatchNorm modules are "
+                "left out of this check)"
+            )
 
     def learn(self, found: Mapping[str, Sequence[TermForm]], *, is_checked: bool = True) -> None:
         """Take what a check has shown.

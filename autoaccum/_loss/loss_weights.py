@@ -407,13 +407,9 @@ class LossWeights(LossForms):
         self._see(term.name, found)
         for number, (one, form) in enumerate(zip(found, forms, strict=True)):
             if form.form is Form.MEAN and form.is_read:
-                expected = factors.expected[term.name, number]
-                if _is_compiled([one]):  # and checked as it is written
-                    _agreed(expected)
-                elif one.weight is None:
+                if one.weight is None and not _is_compiled([one]):
                     raise _changed(term.name, forms, found)
-                else:
-                    self._compare((term.name, number), one, expected)
+                self._compare((term.name, number), one, factors.expected[term.name, number])
         if not all(own):
             _refuse_lost(term.name, term.value, found)
         if len(own) == 1:
@@ -433,6 +429,9 @@ class LossWeights(LossForms):
             NotCheckedError: Another count than the one that was taken is meant.
             InvalidInputError: None is.
         """
+        if term.weight is None:  # of compiled code, which was checked as it is written
+            _agreed(expected)
+            return
         (name, number), taken, forms = slot, min(expected), list(self.forms[slot[0]])
         meant = [count for count, counted in expected.items() if _is_same(term.weight, counted)]
         if taken not in meant and term.divisor == 1.0 and forms[number].may_be_clamped:

@@ -198,7 +198,7 @@ class Objective:
             is_due: Whether the window is due for all checks.
         """
         weights = self.weights
-        if weights.knows_all or (len(sizes) == 1 and not is_part and not window.carries_numbers()):
+        if weights.needs_no_check or (len(sizes) == 1 and not is_part and not window.carries_numbers()):
             return False
         return is_due or not weights.is_checked
 
@@ -209,6 +209,8 @@ class Objective:
         mark: Mark,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         parameters: Sequence[nn.Parameter] = (),
+        *,
+        at_most: int = MOST_SAMPLES,
     ) -> None:
         """Try the losses on a few samples of a window, and learn how they weigh samples.
 
@@ -220,6 +222,7 @@ class Objective:
             mark: Taken and restored here.
             autocast: Returns the context that the model runs in.
             parameters: The parameters whose gradients are compared.
+            at_most: The most samples to try.
         """
         most, self._most = self._most, self._most // 2
         weights, modules = self.weights, self.modules
@@ -231,7 +234,7 @@ class Objective:
         mark.take()
         try:
             with run_eagerly(), torch.enable_grad(), quiet_training(modules):
-                forms = trial.forms(window, most)
+                forms = trial.forms(window, min(most, at_most))
                 found = trial.unchecked(window) if forms is None else forms
         finally:
             mark.restore()

@@ -121,7 +121,7 @@ def test_every_window_is_bitwise_what_its_cut_makes_of_it(capacity):
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_no_sample_is_computed_twice_unless_it_failed(capacity):
-    model, told, _ = fit(capacity)
+    model, told, _ = fit(capacity, loss_reduction="mean")  # without the check on a few samples
 
     failed = sum(trial.size for trial in told.trials if not trial.fits)
     assert sum(report.recomputed_samples for report in told.reports) <= failed

@@ -43,6 +43,7 @@ def test_sizes_in_the_picture_are_those_of_a_window_that_fails_in_its_third_back
         [(torch.randn(SAMPLES, 4), torch.randn(SAMPLES, 1))],
         SAMPLES,
         loss=torch.nn.MSELoss(),
+        loss_reduction="mean",  # without a check before
         forward=forward,
         micro_batch=max(CUT),
     )

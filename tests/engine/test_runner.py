@@ -87,7 +87,8 @@ class Scripted(nn.Module):
 def test_what_a_failed_window_wrote_is_put_back_in_scripted_modules(fails_at):
     model, data = Scripted(fails_at), [(torch.randn(12, 6), torch.randn(12, 4))] * 4
 
-    result = autoaccum.fit(model, data, 12, loss=functional.mse_loss, micro_batch=6, device="cpu", progress=False)
+    options = {"loss": functional.mse_loss, "loss_reduction": "mean", "micro_batch": 6, "progress": False}
+    result = autoaccum.fit(model, data, 12, device="cpu", **options)
 
     assert result.oom_events == 1
     made = sum(len(report.micro_batches) for report in result.history)

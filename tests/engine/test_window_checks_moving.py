@@ -97,6 +97,7 @@ class Counted(nn.Module):
     ],
     ids=["codebook", "momentum encoder and queue", "spectral norm"],
 )
+@pytest.mark.filterwarnings("ignore:autoaccum. the model.s outputs for a sample depend on the others")
 @pytest.mark.parametrize("options", [{}, {"loss": nn.MSELoss(), "loss_scope": "window"}], ids=["usual", "window loss"])
 def test_what_forward_moves_is_named_once(layer, names, options):
     (text,) = said_of(layer(), **options)

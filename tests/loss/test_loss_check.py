@@ -47,6 +47,69 @@ def info_nce(outputs, targets):
     return functional.cross_entropy(outputs @ targets.T, torch.arange(len(outputs)))
 
 
+MIXES = {
+    "mixup": lambda x: 0.5 * x + 0.5 * x.flip(0),
+    "centred": lambda x: x - x.mean(0),
+    "scaled": lambda x: x / x.std(0),
+    "batch_norm": lambda x: functional.batch_norm(x, None, None, training=True),
+}
+TRUSTED = {"none": None, "function": functional.mse_loss, "module": nn.MSELoss(), "summed": nn.MSELoss(reduction="sum")}
+
+
+COMPARED = "a sample depend on the others of its micro-batch"
+
+
+@pytest.mark.parametrize("loss", TRUSTED)
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_model_that_compares_samples_is_warned_of_also_with_a_loss_of_torch(mix, loss):
+    with pytest.warns(autoaccum.LossWarning, match=COMPARED):
+        _, report = train(Between(MIXES[mix]).double(), TRUSTED[loss], pair())
+
+    assert any(COMPARED in text for text in report.warnings)
+
+
+def test_a_hook_that_compares_samples_is_warned_of():
+    model = Between(lambda x: x).double()
+    model.linear.register_forward_hook(lambda _, __, outputs: outputs / outputs.norm(dim=0))
+
+    with pytest.warns(autoaccum.LossWarning, match=COMPARED):
+        train(model, nn.MSELoss(), pair())
+
+
+def test_a_model_that_compares_samples_in_training_alone_is_warned_of_after_an_evaluation():
+    model, batch = Between(lambda x: x).double(), pair()
+    model.mix = lambda x: x - x.mean(0) if model.training else x
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    runner = autoaccum.Runner(model, optimizer, autoaccum.plan(12, 3), device="cpu", precision="fp32")
+    runner.evaluate([batch])
+
+    with pytest.warns(autoaccum.LossWarning, match=COMPARED):
+        runner.step(batch)
+
+
+def test_a_model_that_takes_no_parts_of_a_check_is_trained_with_a_loss_of_torch():
+    model = Between(lambda x: x.view(-1, 6, 6).flatten(0, 1)).double()
+
+    distance, report = train(model, nn.MSELoss(), pair(), (6, 6))
+
+    assert distance < 1e-12
+    assert not report.warnings
+
+
+def test_a_check_that_does_not_fit_is_left_out_with_a_loss_of_torch():
+    class Full(Between):
+        def forward(self, inputs):
+            if 3 < len(inputs) < 12:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().forward(inputs)
+
+    distance, report = train(Full(lambda x: x).double(), nn.MSELoss(), pair())
+
+    assert distance < 1e-12
+    assert (report.oom_events, report.recomputed_samples) == (0, 0)
+    assert report.micro_batches == (3, 3, 3, 3)
+
+
 @pytest.mark.parametrize("loss", [None, nn.MSELoss(), lambda outputs, targets: (outputs - targets).square().mean()])
 @pytest.mark.parametrize(
     "between",
@@ -62,14 +125,17 @@ def info_nce(outputs, targets):
     ids=lambda one: type(one).__name__,
 )
 def test_layers_of_torch_are_trained(between, loss):
-    train(Between(lambda x: x, between).double(), loss, pair())
+    _, report = train(Between(lambda x: x, between).double(), loss, pair())
 
+    assert not any(COMPARED in text for text in report.warnings)
     assert "forward" not in vars(between)
 
 
 @pytest.mark.parametrize("loss", [None, lambda outputs, targets: (outputs - targets).square().mean()])
 def test_random_augmentation_in_forward_is_trained(loss):
-    train(Between(lambda x: x + torch.randn_like(x)).double(), loss, pair())
+    _, report = train(Between(lambda x: x + torch.randn_like(x)).double(), loss, pair())
+
+    assert not report.warnings
 
 
 def test_buffer_that_moves_leaves_the_loss_checked():
