@@ -2,8 +2,8 @@
 
 A plain loop, Transformers' `Trainer`, Lightning's `Trainer` and a loop by Accelerate train the same network on the same
 samples, once with their own accumulation (a loader of micro-batches) and once by autoaccum (a loader of whole batches,
-and `micro_batch=`), in blocks of updates in turn in one process, so that a slow moment of the machine affects both. An
-update's time is that from the end of the one before, its loading included; the first updates of each block, in which
+and `micro_batch=`), in blocks of steps in turn in one process, so that a slow moment of the machine affects both. A
+step's time is that from the end of the one before, its loading included; the first steps of each block, in which
 autoaccum checks what it read of the loss, are left out. Times are the process's CPU time: it has one thread and waits
 for nothing, and what else runs on the machine disturbs this less than the clock.
 
@@ -36,12 +36,12 @@ from autoaccum.integrations import accelerate as for_accelerate
 from autoaccum.integrations import lightning as for_lightning
 from autoaccum.integrations import transformers as for_transformers
 
-MICRO_BATCHES, MICRO_BATCH = 4, 8  # of an update; samples of each
+MICRO_BATCHES, MICRO_BATCH = 4, 8  # of a step; samples of each
 BATCH = MICRO_BATCHES * MICRO_BATCH
-# Chosen so that a micro-step takes 1 to 2 ms on one core.
+# Chosen so that a micro-batch takes 1 to 2 ms on one core.
 VECTORS, FEATURES, WIDTH, CLASSES = 16, 64, 256, 10
-WARM_UP, UPDATES = 4, 16  # of each block; the latter count
-SAMPLES = (WARM_UP + UPDATES) * BATCH
+WARM_UP, STEPS = 4, 16  # of each block; the latter count
+SAMPLES = (WARM_UP + STEPS) * BATCH
 OPTIONS = {"micro_batch": MICRO_BATCH, "notices": Notices(silent=True)}
 
 
@@ -83,7 +83,7 @@ def optimizer_of(module):
     return torch.optim.SGD(module.parameters(), lr=1e-3)
 
 
-# --- a training by each: calls `ended` after each update --------------------------------------------------------------
+# --- a training by each: calls `ended` after each step --------------------------------------------------------------
 
 
 def loop(is_ours, ended):
@@ -113,7 +113,7 @@ def by_transformers(is_ours, ended):
             folder,
             per_device_train_batch_size=BATCH if is_ours else MICRO_BATCH,
             gradient_accumulation_steps=1 if is_ours else MICRO_BATCHES,
-            max_steps=WARM_UP + UPDATES,
+            max_steps=WARM_UP + STEPS,
             learning_rate=1e-3,
             lr_scheduler_type="constant",
             optim="sgd",
@@ -148,7 +148,7 @@ def by_lightning(is_ours, ended):
                 ended()
 
     pl.Trainer(
-        max_steps=WARM_UP + UPDATES,
+        max_steps=WARM_UP + STEPS,
         accumulate_grad_batches=1 if is_ours else MICRO_BATCHES,
         accelerator="cpu",
         logger=False,
@@ -190,7 +190,7 @@ TRAININGS = {
 
 
 def seconds_of(training, is_ours):
-    """Return the median seconds of an update."""
+    """Return the median seconds of a step."""
     ended = []
     training(is_ours, lambda: ended.append(time.process_time()))
     return statistics.median(after - before for before, after in pairwise(ended[WARM_UP - 1 :]))
@@ -211,7 +211,7 @@ def row(name, pairs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=tuple(TRAININGS), default=tuple(TRAININGS))
-    parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks in which updates are timed")
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks in which steps are timed")
     parser.add_argument("--page", type=Path, help="a page that gets the table between its markers")
     options = parser.parse_args()
     torch.set_num_threads(1)  # small operators on several threads measure the threads
@@ -219,7 +219,7 @@ def main():
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
     about, versions = machine(), ("torch", "transformers", "lightning", "accelerate")
-    lines = ["| adapter | alone, µs a micro-step | with autoaccum, µs | ratio |", "|---|---|---|---|"]
+    lines = ["| adapter | alone, µs a micro-batch | with autoaccum, µs | ratio |", "|---|---|---|---|"]
     lines += [row(name, options.pairs) for name in options.only]
     where = (
         f"({about['cpu']}, 1 thread, {about['cores']} cores shared with other work, load at the start "

@@ -1,8 +1,8 @@
-"""Compares autoaccum with its peers in one run: answers of finders, speed of training, time to the first update.
+"""Compares autoaccum with its peers in one run: answers of finders, speed of training, time to the first step.
 
-    python benchmarks/bench.py [--quick] [--only finders throughput first-update] [--workloads gpt mlp]
+    python benchmarks/bench.py [--quick] [--only finders throughput first-step] [--workloads gpt mlp]
 
-`finders.py` and `throughput.py` describe what is measured; the first update is that of `fit` with its search, over the
+`finders.py` and `throughput.py` describe what is measured; the first step is that of `fit` with its search, over the
 same call given the size that was found. Results go to one JSON file, in which a repeated part replaces its old results;
 the tables between the markers of docs/benchmarks.md and README.md are made from it. `--quick` runs less of everything,
 and writes nothing without `--out`.
@@ -26,7 +26,7 @@ from throughput import COMPARED
 from workloads import MIB, WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("finders", "throughput", "first-update")
+PARTS = ("finders", "throughput", "first-step")
 ACCELERATE = "Accelerate `find_executable_batch_size`"
 TRANSFORMERS = "Transformers `auto_find_batch_size`"
 
@@ -70,7 +70,7 @@ def run(options, results, say, out):
             [name for name in timed if name in throughput.SMALLER],
             lambda name: throughput.measure(name, rounds=rounds, say=say),
         ),
-        "first-update": (chosen, lambda name: to_first_update(name, repeats, say)),
+        "first-step": (chosen, lambda name: to_first_step(name, repeats, say)),
     }
     for part in options.only:
         names, measure = parts[part]
@@ -81,8 +81,8 @@ def run(options, results, say, out):
             keep(out, results)
 
 
-def first_update(_connection, name, micro_batch):
-    """Return the seconds of `fit` to the end of its first update, and the size."""
+def first_step(_connection, name, micro_batch):
+    """Return the seconds of `fit` to the end of its first step, and the size."""
     workload, ended_s = WORKLOADS[name], []
     model, optimizer = workload.made()
     windows, size = [workload.batch(workload.target)], micro_batch or "auto"
@@ -93,9 +93,9 @@ def first_update(_connection, name, micro_batch):
     return {"seconds": ended_s[0] - began_s, "micro_batch": found["micro_batch"]}
 
 
-def to_first_update(name, repeats, say):
+def to_first_step(name, repeats, say):
     def ask(micro_batch):
-        return isolated.call(first_update, name, micro_batch, timeout_s=300)[1:]
+        return isolated.call(first_step, name, micro_batch, timeout_s=300)[1:]
 
     value, ended = ask(None)
     size, ratios = value["micro_batch"] if value else None, []
@@ -216,9 +216,9 @@ def markdown(results):
     if "throughput" in results:
         texts += ["### Speed", "Optimizer steps a second of `fit`, over those of the other."]
         texts.append(throughput_table(results["throughput"]))
-    if "first-update" in results:
+    if "first-step" in results:
         texts += ["### Time to the first optimizer step", "With the search, over that with the size given."]
-        lines = [(row["workload"], row["micro_batch"], ratio_of(row, "auto")) for row in results["first-update"]]
+        lines = [(row["workload"], row["micro_batch"], ratio_of(row, "auto")) for row in results["first-step"]]
         texts.append(table(["model", "size found", "`micro_batch='auto'`"], lines))
     return "\n\n".join(texts)
 

@@ -2,7 +2,7 @@
 
 Every finder runs on every workload in its own process, under the same limit, measured in the same way: see `Meter`; on
 a GPU it is a share of its memory. Its answer is compared with the truth: a bracket in which each size trains in a
-process of its own under that limit, two updates of which the second has two micro-batches, so that gradients and
+process of its own under that limit, two steps of which the second has two micro-batches, so that gradients and
 optimizer state exist when the last begins.
 """
 
@@ -276,7 +276,7 @@ def by_accelerate(workload, model, optimizer, watched, _finder):
         watched.look()
         with watched.trial(batch_size):
             for step, batch in enumerate(loader_of(samples, batch_size), 1):
-                workload.update(model, optimizer, [batch])
+                workload.step(model, optimizer, [batch])
                 if step == STEPS:
                     break
         return batch_size
@@ -327,8 +327,8 @@ def fits(_connection, name, size):
     try:
         with limited(workload, model):
             batch = each(pool, lambda part: part[chosen])
-            workload.update(model, optimizer, [batch])
-            workload.update(model, optimizer, [batch, batch])
+            workload.step(model, optimizer, [batch])
+            workload.step(model, optimizer, [batch, batch])
     except Exception as error:
         if not is_oom(error):
             raise

@@ -439,8 +439,8 @@ def _measure(_connection, name, tiny, device, expandable):
     optimizer = job.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     batch = job.batch(job.target)
     scaler = torch.amp.GradScaler(device, enabled=job.precision == "fp16")
-    update = functools.partial(job.update, model, optimizer, [batch, batch], scaler)
-    losses = [float(update()) for _ in range(2)]
+    step = functools.partial(job.step, model, optimizer, [batch, batch], scaler)
+    losses = [float(step()) for _ in range(2)]
     assert all(map(math.isfinite, losses)), losses
     found = {"losses": losses}
     if not on_gpu:
@@ -453,7 +453,7 @@ def _measure(_connection, name, tiny, device, expandable):
     )
     found |= _peaks() | {"nvml_process_bytes": process_bytes}
     if not expandable:
-        del update, optimizer
+        del step, optimizer
         model.zero_grad()
         settle()
         found |= _with_runner(model, job, batch, device)
@@ -586,9 +586,9 @@ def throughput(findings):
     by_hand = copy.deepcopy(model)
     optimizer, rates = job.optimizer(by_hand.parameters()), {}
 
-    def update(samples):
+    def step(samples):
         sizes = (samples,) * (target // samples) + ((target % samples,) if target % samples else ())
-        return functools.partial(job.update, by_hand, optimizer, cut(window, sizes))
+        return functools.partial(job.step, by_hand, optimizer, cut(window, sizes))
 
     for samples in sorted({chosen, *((1, 2, 4) if findings.tiny else (8, 16, 32, 48))}):
         if findings.left_s() < 18:
@@ -596,7 +596,7 @@ def throughput(findings):
         settle()
         try:
             with limited(job) if findings.on_gpu else contextlib.nullcontext():
-                rates[samples] = target * length / min(in_turn({"": update(samples)}, 2, device=device, warm_up=1)[""])
+                rates[samples] = target * length / min(in_turn({"": step(samples)}, 2, device=device, warm_up=1)[""])
         except torch.OutOfMemoryError:
             break
     by_hand.zero_grad()
@@ -609,7 +609,7 @@ def throughput(findings):
     settle()
     for _ in range(8):  # the eighth makes checks
         runner.step(window)
-    functions = {"Runner, as fit chose": lambda: runner.step(window), f"by hand, {best}": update(best)}
+    functions = {"Runner, as fit chose": lambda: runner.step(window), f"by hand, {best}": step(best)}
     times = in_turn(functions, 5, device=device, has_time=lambda: findings.left_s() > 3)
     for name, took in times.items():
         rate = [target * length / one for one in took]

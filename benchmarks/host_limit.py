@@ -2,7 +2,7 @@
 
 For the tutorial's model, a convolutional net and a small GPT:
 
-* The CPU time of an update under `memory_limit` over that of the same update without: the median of pairs. Each kind
+* The CPU time of a step under `memory_limit` over that of the same step without: the median of pairs. Each kind
   has a process of its own; the two answer in turn, in changing order, so that the machine's drift affects both.
 * The micro-batches that `fit` finds under a limit, the memory in use with them, and the most resident memory of later
   windows, in which the heap keeps freed blocks.
@@ -58,7 +58,7 @@ def model_and_batch(name: str, samples: int) -> tuple[nn.Module, tuple[torch.Ten
 
 
 def time_child(name: str, limit: str) -> None:
-    """Answer each line on stdin with the seconds of CPU time of one update."""
+    """Answer each line on stdin with the seconds of CPU time of one step."""
     size = TASKS[name][0]
     model, batch = model_and_batch(name, 2 * size)
     runner = autoaccum.Runner(
@@ -166,7 +166,7 @@ def run_training(name: str, limit_mib: int) -> dict:
 
 
 def table(results: dict) -> str:
-    lines = ["| model | CPU time of an update under a limit / without | quartiles |", "|---|---|---|"]
+    lines = ["| model | CPU time of a step under a limit / without | quartiles |", "|---|---|---|"]
     for row in results["cost"]:
         low, high = row["ratio_quartiles"]
         lines.append(f"| {row['task']} | {row['ratio']:.3f} | {low:.3f} to {high:.3f} |")

@@ -152,7 +152,7 @@ def _images(model, optimizer, batch, _first_tokens):
         outputs = outputs.detach()
         loss.backward()
         del images, labels  # the loop rebinds these names before the next batch is on the GPU
-        update(optimizer)
+        step(optimizer)
 
 
 def _text(model, optimizer, batch, first_tokens):
@@ -166,7 +166,7 @@ def _text(model, optimizer, batch, first_tokens):
         loss = loosened(outputs.loss)
         del outputs
         loss.backward()
-        update(optimizer)
+        step(optimizer)
 
 
 def _optimizer(name, parameters):
@@ -238,7 +238,7 @@ def on_fake_gpu(model, batch):
             yield fake, ledger.timeline
 
 
-def update(optimizer):
+def step(optimizer):
     with ValuesAssumed():
         optimizer.step()
 

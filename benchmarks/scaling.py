@@ -1,9 +1,9 @@
-"""Times updates of `fit` on several ranks against DistributedDataParallel in a loop by hand.
+"""Times steps of `fit` on several ranks against DistributedDataParallel in a loop by hand.
 
     python benchmarks/scaling.py [--models gpt conv] [--windows 24] [--sizes 1 2 4] [--out FILE]
 
-Each row is a torchrun job of this file with gloo on this machine, a thread a rank. The updates take turns window by
-window in the same processes: after each of `fit`, a callback makes one by hand, with `no_sync` in all micro-steps but
+Each row is a torchrun job of this file with gloo on this machine, a thread a rank. The steps take turns window by
+window in the same processes: after each of `fit`, a callback makes one by hand, with `no_sync` in all micro-batches but
 the last, a DistributedSampler and the same micro-batches; with one rank, the loop alone.
 """
 
@@ -66,7 +66,7 @@ def sgd(parameters):
 
 
 class ByHand(autoaccum.Callback):
-    """After each update of `fit`, makes and times one with DistributedDataParallel."""
+    """After each step of `fit`, makes and times one with DistributedDataParallel."""
 
     def __init__(self, model, data, target, micro_batch):
         self.took = []
@@ -80,11 +80,11 @@ class ByHand(autoaccum.Callback):
         self._began = None
 
     def on_step(self, report, *, epoch):  # noqa: ARG002 - as the base has it
-        """Make one more update by hand."""
+        """Make one more step by hand."""
         ended = time.perf_counter()
         distributed.barrier()
         began = time.perf_counter()
-        self._update()
+        self._step()
         by_hand = time.perf_counter() - began
         if self._began is not None:
             self.took.append((by_hand, ended - self._began))
@@ -98,7 +98,7 @@ class ByHand(autoaccum.Callback):
             batch = next(self._batches)
         return batch
 
-    def _update(self):
+    def _step(self):
         self._optimizer.zero_grad()
         for number in range(1, self._steps + 1):
             inputs, targets = self._next()
@@ -114,7 +114,7 @@ class ByHand(autoaccum.Callback):
 
 
 def measure(name, windows):
-    """Return the times of updates of one model on this rank's job."""
+    """Return the times of steps of one model on this rank's job."""
     title, make, make_data, target, micro_batch = MODELS[name]
     torch.manual_seed(0)
     model, data = make().train(), make_data(target * 4)

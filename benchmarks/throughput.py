@@ -1,11 +1,11 @@
-"""Seconds of an update of `autoaccum.fit`, compared with loops written by hand and two other libraries.
+"""Seconds of a step of `autoaccum.fit`, compared with loops written by hand and two other libraries.
 
 All train the same model on the same window, each in its own process. They take turns, in changing order, so that a slow
-moment of the machine affects all; a turn is the median of its last `UPDATES` updates, and earlier ones warm up. `fit`
+moment of the machine affects all; a turn is the median of its last `STEPS` steps, and earlier ones warm up. `fit`
 runs as a user calls it and chooses its own sizes. The others have its limit and its heap: `finders.Meter` measures the
-first updates, and then freed blocks stay with the heap. Were they given back after each step, as while something is
+first steps, and then freed blocks stay with the heap. Were they given back after each step, as while something is
 measured, the kernel would clear each block anew: ten times as many page faults, and half as much time again. One loop
-by hand has no limit, and the heap as glibc has it. CPU time and page faults of an update are kept with the results.
+by hand has no limit, and the heap as glibc has it. CPU time and page faults of a step are kept with the results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from workloads import MIB, WORKLOADS, cut
 
 from autoaccum._sizing.planner import balanced
 
-# Smaller than for the finders, because many updates are made; windows only have to be cut.
+# Smaller than for the finders, because many steps are made; windows only have to be cut.
 SMALLER = {"resnet18": (140, 96), "gpt": (50, 24), "encoder": (40, 16)}
 COMPARED = {
     "no-limit": "by hand, the same sizes, no limit",
@@ -35,7 +35,7 @@ COMPARED = {
     "lightning": "Lightning, the same sizes",
     "accelerate": "Accelerate, the same sizes",
 }
-UPDATES, WARM_UP, SETTLE = 8, 3, 32  # `fit` searches in some 8 windows and compares 3 plans in 12
+STEPS, WARM_UP, SETTLE = 8, 3, 32  # `fit` searches in some 8 windows and compares 3 plans in 12
 MOST_CUTS = 4
 
 
@@ -54,7 +54,7 @@ def train(_connection, name, how, sizes=None):
     window = workload.batch(workload.target)
     ended = []
 
-    def update_ends(meter=None):
+    def step_ends(meter=None):
         used = resource.getrusage(resource.RUSAGE_SELF)
         ended.append((time.perf_counter(), used.ru_utime + used.ru_stime, used.ru_minflt))
         if meter is not None and len(ended) == WARM_UP:
@@ -62,20 +62,20 @@ def train(_connection, name, how, sizes=None):
 
     ways = {"no-limit": without_limit, "lightning": by_lightning, "accelerate": by_accelerate}
     if how == "fit":
-        found = by_fit(workload, model, optimizer, [window] * (SETTLE + UPDATES), update_ends)
+        found = by_fit(workload, model, optimizer, [window] * (SETTLE + STEPS), step_ends)
     else:
-        found = ways.get(how, by_hand)(workload, model, optimizer, cut(window, sizes), update_ends)
-    last = list(zip(*ended[-UPDATES - 1 :], strict=True))
+        found = ways.get(how, by_hand)(workload, model, optimizer, cut(window, sizes), step_ends)
+    last = list(zip(*ended[-STEPS - 1 :], strict=True))
     medians = [statistics.median(after - before for before, after in itertools.pairwise(at)) for at in last]
     return dict(zip(("seconds", "cpu_seconds", "page_faults"), medians, strict=True)) | (found or {})
 
 
-def by_fit(workload, model, optimizer, windows, update_ends, **options):
+def by_fit(workload, model, optimizer, windows, step_ends, **options):
     import autoaccum  # noqa: PLC0415 - each process needs its own library only
 
     class Ends(autoaccum.Callback):
         def on_step(self, report, *, epoch):  # noqa: ARG002 - as the base has it
-            update_ends()
+            step_ends()
 
     os.environ["AUTOACCUM_CACHE_DIR"] = ""  # nothing is remembered
     result = autoaccum.fit(
@@ -94,25 +94,25 @@ def by_fit(workload, model, optimizer, windows, update_ends, **options):
     return {"cut": result.plan.micro_batches, "micro_batch": result.plan.micro_batch, "oom_events": result.oom_events}
 
 
-def by_hand(workload, model, optimizer, parts, update_ends):
+def by_hand(workload, model, optimizer, parts, step_ends):
     with limited(workload, model) as meter:
-        for _ in range(WARM_UP + UPDATES):
-            workload.update(model, optimizer, parts)
-            update_ends(meter)
+        for _ in range(WARM_UP + STEPS):
+            workload.step(model, optimizer, parts)
+            step_ends(meter)
 
 
-def without_limit(workload, model, optimizer, parts, update_ends):
-    for _ in range(WARM_UP + UPDATES):
-        workload.update(model, optimizer, parts)
-        update_ends()
+def without_limit(workload, model, optimizer, parts, step_ends):
+    for _ in range(WARM_UP + STEPS):
+        workload.step(model, optimizer, parts)
+        step_ends()
 
 
 def loader_of(parts):
-    repeated = [part for _ in range(WARM_UP + UPDATES) for part in parts]
+    repeated = [part for _ in range(WARM_UP + STEPS) for part in parts]
     return torch.utils.data.DataLoader(repeated, batch_size=None)
 
 
-def by_accelerate(workload, model, optimizer, parts, update_ends):
+def by_accelerate(workload, model, optimizer, parts, step_ends):
     from accelerate import Accelerator  # noqa: PLC0415 - as above
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(parts))
@@ -124,10 +124,10 @@ def by_accelerate(workload, model, optimizer, parts, update_ends):
                 optimizer.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
-                update_ends(meter)
+                step_ends(meter)
 
 
-def by_lightning(workload, model, optimizer, parts, update_ends):
+def by_lightning(workload, model, optimizer, parts, step_ends):
     import lightning.pytorch as lightning  # noqa: PLC0415 - as above
 
     class Module(lightning.LightningModule):
@@ -144,7 +144,7 @@ def by_lightning(workload, model, optimizer, parts, update_ends):
     class Ends(lightning.Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):  # noqa: ARG002 - as the base has it
             if (batch_idx + 1) % len(parts) == 0:
-                update_ends(meter)
+                step_ends(meter)
 
     with tempfile.TemporaryDirectory() as folder:
         quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")

@@ -1,13 +1,13 @@
 """Measures what lists of samples save on texts of unlike length, beside the loops that people have.
 
-The lengths are log-normal, as in common instruction data. Three loops make the same number of updates of so many
+The lengths are log-normal, as in common instruction data. Three loops make the same number of steps of so many
 samples each, with as many rows on the device at once: one that pads each batch as it comes, one whose batches are drawn
 by Transformers' `group_by_length`, and lists of samples, which each micro-batch pads. They run in turn. Prints and
 writes the texts' tokens per second against the loop that pads as it comes, by the median of the turns with its
-quartiles, and how many tokens each computes for one of a text. The first eight updates, in some of which autoaccum
+quartiles, and how many tokens each computes for one of a text. The first eight steps, in some of which autoaccum
 checks what it read of the loss, are left out.
 
-    python benchmarks/tokens.py [--updates 7] [--out benchmarks/results/tokens.json]
+    python benchmarks/tokens.py [--steps 7] [--out benchmarks/results/tokens.json]
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class Counted:
 
 
 class ByHand(Counted):
-    """The loop that people write: batches of so many rows, and the mean over the tokens of the update."""
+    """The loop that people write: batches of so many rows, and the mean over the tokens of the step."""
 
-    def update(self, batches):
-        """Make one update."""
+    def step(self, batches):
+        """Make one step."""
         counted = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
         for batch in batches:
             here = {name: tensor.to(self.device) for name, tensor in batch.items()}
@@ -101,8 +101,8 @@ class ByList(Counted):
             notices=Notices(silent=True),
         )
 
-    def update(self, window):
-        """Make one update."""
+    def step(self, window):
+        """Make one step."""
         self.runner.step(window)
 
 
@@ -127,13 +127,13 @@ def grouped(every):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     device = torch.device(options.device)
-    updates = options.updates + WARM_UP
-    every = texts(SAMPLES * (updates + 1))
+    steps = options.steps + WARM_UP
+    every = texts(SAMPLES * (steps + 1))
     in_turn = [every[at : at + SAMPLES] for at in range(0, len(every), SAMPLES)]
     by_group = grouped(every)
     loops = {
@@ -147,12 +147,12 @@ def main():
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     speeds = {name: [] for name in loops}
     counted = {name: [0, 0] for name in loops}
-    for number in range(updates):
+    for number in range(steps):
         for name, (loop, windows) in loops.items():
             real = real_tokens(windows[number])
             loop.computed = 0
             started = time.perf_counter()
-            loop.update(windows[number])
+            loop.step(windows[number])
             wait()
             if number >= WARM_UP:
                 speeds[name].append(real / (time.perf_counter() - started))
@@ -167,9 +167,9 @@ def main():
         results[name] = {"ratio": quartiles(ratios), "computed_per_token": computed / real}
         print(f"| {name} | {spread(ratios)} | {computed / real:.2f} |", flush=True)
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
-    print(f"\n{machine}, torch {torch.__version__}, Python {platform.python_version()}, {options.updates} updates")
+    print(f"\n{machine}, torch {torch.__version__}, Python {platform.python_version()}, {options.steps} steps")
     if options.out is not None:
-        record = {"machine": machine, "torch": torch.__version__, "updates": options.updates, "results": results}
+        record = {"machine": machine, "torch": torch.__version__, "steps": options.steps, "results": results}
         options.out.write_text(json.dumps(record, indent=2) + "\n")
 
 

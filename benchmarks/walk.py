@@ -1,10 +1,10 @@
-"""Count what one steady update walks through: calls of the package's functions, modules, classes, changes of module.
+"""Count what one steady step walks through: calls of the package's functions, modules, classes, changes of module.
 
     python benchmarks/walk.py [--list]
 
-The update has 3 micro-batches of a small network on the CPU, in `Runner.step` and in `fit`, after the windows in which
+The step has 3 micro-batches of a small network on the CPU, in `Runner.step` and in `fit`, after the windows in which
 sizes and losses are checked. A change of module is a call whose nearest caller in the package is in another module. Of
-several successive updates the shortest walk counts, because some also read the device's memory. No time is measured.
+several successive steps the shortest walk counts, because some also read the device's memory. No time is measured.
 """
 
 import argparse
@@ -25,7 +25,7 @@ STEADY, FOLLOWED = 5, 5
 
 
 class Walk(NamedTuple):
-    """The counts of one update."""
+    """The counts of one step."""
 
     calls: int
     modules: int

@@ -78,7 +78,7 @@ class Workload:
     Attributes:
         title: The title in tables.
         limit_bytes: The limit, in addition to the memory held when the search starts; on a GPU all of its memory.
-        target: Samples per update, and the largest size of interest to finders that accept one.
+        target: Samples per step, and the largest size of interest to finders that accept one.
         model: Makes the model.
         batch: Makes inputs and targets of a number of samples, or the named inputs of a model with a loss of its own.
         optimizer: Makes the optimizer.
@@ -120,14 +120,14 @@ class Workload:
             model = self.model().train()
         return model, self.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
 
-    def update(
+    def step(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         micro_batches: list[Any],
         scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:
-        """Make one update by hand, the mean corrected for unequal micro-batches; the next is on its way meanwhile."""
+        """Make one step by hand, the mean corrected for unequal micro-batches; the next is on its way meanwhile."""
         sizes = [len(tensors_of(batch)[0]) for batch in micro_batches]
         coming, total = placed(micro_batches[0], self.device), torch.zeros((), device=self.device)
         for number, size in enumerate(sizes):

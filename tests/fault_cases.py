@@ -197,17 +197,22 @@ class Model:
         return not isinstance(self.loss, nn.Module) and self.loss is not pair
 
 
+# Without a check, in which lack of memory is no event where the loss is one of torch.
+MEAN = {"loss_reduction": "mean"}
 SMALL = {
-    "mlp": Model(mlp, vectors, nn.CrossEntropyLoss()),
+    "mlp": Model(mlp, vectors, nn.CrossEntropyLoss(), MEAN),
     "convolutional": Model(convolutional, images, plain),
     "tied weights": Model(Tied, sentences),
     "frozen layers": Model(frozen, vectors, nn.CrossEntropyLoss(reduction="none")),
     "reentrant checkpoint": Model(
-        lambda: Checkpointed(use_reentrant=True), vectors, nn.CrossEntropyLoss(reduction="sum")
+        lambda: Checkpointed(use_reentrant=True),
+        vectors,
+        nn.CrossEntropyLoss(reduction="sum"),
+        {"loss_reduction": "sum"},
     ),
     "checkpoint": Model(lambda: Checkpointed(use_reentrant=False), vectors, pair),
     "own buffers": Model(Moody, vectors, plain),
-    "own weights": Model(Renormed, words, nn.CrossEntropyLoss(), writes_parameters=True),
+    "own weights": Model(Renormed, words, nn.CrossEntropyLoss(), MEAN, writes_parameters=True),
     "several losses": Model(mlp, vectors, [entropy, energy], forwards=2),
     "named losses": Model(mlp, vectors, named),
     "window loss": Model(mlp, views, contrast, {"loss_scope": "window"}),

@@ -110,7 +110,7 @@ def whole_does_not_fit(
         unit = "batch" if phase == Phase.EVALUATE else "window"
         remedies = [f"fewer samples in a {unit}", *limit, *_precision(step, said)]
     else:
-        remedies = [*limit, "a smaller model"]
+        remedies = [*limit, *["smaller buffers"] * (phase == Phase.SAVE), "a smaller model"]
     if what is None:
         what = "the loss over the whole window" if phase in _OVER_THE_WINDOW else _NAMES[Phase(phase)]
     times = "even with no activations alive" if phase in _OF_THE_OPTIMIZER else f"in {tries} attempts"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _VERSION = attrgetter("_version")
 _VALUES = methodcaller("values")
+_NUMBERS = (bool, int, float, complex, str, type(None))
 # Kernels like BatchNorm's write their statistics without changing the version counter, so small buffers are copied
 # every time. Larger ones (masks, position tables) are seldom statistics.
 _SMALL_ELEMENTS = 65_536
@@ -70,6 +71,7 @@ class Savepoint:
         self._tables: list[dict[str, Tensor | None]] = []
         self._small: list[_Small] = []
         self._single: list[_Saved] = []
+        self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []  # attributes, and what they were
         self._has_looked = False
         self._arranged: bool | None = None  # for which `copies_all`; None for neither
         self._host_moves = False
@@ -88,6 +90,7 @@ class Savepoint:
         self.random = RandomState(self._device, modules, found)
         self._metrics = MetricStates(parts)
         self._tables = [part._buffers for part in parts]
+        self._attributes = list(map(vars, parts))
         own = chain.from_iterable(part._parameters.values() for part in parts)
         there = (parameter for parameter in own if not (parameter is None or parameter.is_meta))
         self._parameters = list({id(parameter): parameter for parameter in there}.values())
@@ -95,7 +98,14 @@ class Savepoint:
             self._parameters = []
         self._has_looked, self._arranged = True, None
 
-    def take(self, *, copies_all: bool = True, is_thorough: bool = False, with_host_random: bool = True) -> None:
+    def take(
+        self,
+        *,
+        copies_all: bool = True,
+        is_thorough: bool = False,
+        with_host_random: bool = True,
+        with_numbers: bool = False,
+    ) -> None:
         """Save the current state.
 
         Args:
@@ -105,9 +115,11 @@ class Savepoint:
                 `learn_moved` and `damage` find what changes without a trace.
             with_host_random: Whether to save the random state of Python and NumPy also where it has not been seen to
                 move.
+            with_numbers: Whether to save also numbers, flags and texts that modules have as plain attributes.
         """
         if is_thorough or not self._has_looked:
             self.refresh()
+        self._numbers = [(table, _numbers_in(table)) for table in self._attributes] if with_numbers else []
         self.random.take(of_host=with_host_random or is_thorough or self._host_moves)
         if self._metrics.are_there:
             self._metrics.take()
@@ -127,6 +139,10 @@ class Savepoint:
 
     def restore(self) -> None:
         """Restore the state; `damage` tells what could not be."""
+        for attributes, numbers in self._numbers:
+            for name in _numbers_in(attributes).keys() - numbers.keys():
+                del attributes[name]
+            attributes.update(numbers)
         with torch.no_grad():
             self._made = set()
             for table, kept in zip(self._tables, self._kept, strict=True):
@@ -293,6 +309,11 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _address(tensor: Tensor) -> int:
     return tensor.data_ptr() if _is_plain(tensor) else id(tensor)
+
+
+def _numbers_in(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers, flags and texts among a module's attributes, without its mode."""
+    return {name: value for name, value in attributes.items() if type(value) in _NUMBERS and name != "training"}
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:

@@ -440,12 +440,12 @@ class TrialLosses:
                 continue  # nothing counts, or it cannot be read
             if not all(bool(one.gradients.isfinite().all()) for one in runs):
                 continue  # of which half precision is the reason
-            runs = [one.as_one() for one in runs]
-            (form,) = forms_of(runs[0], runs[1:], None, self.tolerance)
-            if form.form is Form.UNCONFIRMED:
+            whole_run, *parts = (one.as_one() for one in runs)
+            (form,) = forms_of(whole_run, parts, None, self.tolerance)
+            if not self.weights.is_as_stated(name, form):
                 again = self._runs(source, sample, 0, sample.samples, seed=1)
-                (form,) = forms_of(runs[0], runs[1:], again[name].as_one(), self.tolerance)
-            self.weights.warn_if_compared(name, form)
+                if not _differ(whole_run, again[name].as_one(), self.tolerance):  # otherwise it is random
+                    self.weights.warn_of_compared_samples()
 
     def _confirm_stated(self, name: str, runs: Sequence[Run], form: TermForm) -> None:
         """Reject a pair or a vector that is not what it says."""

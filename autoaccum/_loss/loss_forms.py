@@ -146,15 +146,18 @@ class LossForms:
         if form is not None:
             self.forms[name] = (form,)
 
-    def warn_if_compared(self, name: str, found: TermForm) -> None:
-        """Warn of a model with which a loss of torch is put together otherwise than it says."""
+    def is_as_stated(self, name: str, found: TermForm) -> bool:
+        """Whether a loss of torch is put together as it says, which it is unless the model compares samples."""
         meant = self.forms[name][0].form
-        if found.form not in (meant, Form.CONSTANT if meant is Form.MEAN else meant):
-            self.warn(
-                "the model's outputs for a sample depend on the others of its micro-batch, as x - x.mean(0) in "
-                "forward() makes them, so the gradient is not that of the whole batch (torch's BatchNorm modules are "
-                "left out of this check)"
-            )
+        return found.form in (meant, Form.CONSTANT if meant is Form.MEAN else meant)
+
+    def warn_of_compared_samples(self) -> None:
+        """Warn of a model that compares samples, under a loss of torch."""
+        self.warn(
+            "the model's outputs for a sample depend on the others of its micro-batch, as x - x.mean(0) in forward() "
+            "makes them, so the gradient is not that of the whole batch (torch's BatchNorm modules are left out of "
+            "this check)"
+        )
 
     def learn(self, found: Mapping[str, Sequence[TermForm]], *, is_checked: bool = True) -> None:
         """Take what a check has shown.

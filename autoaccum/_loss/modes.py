@@ -30,8 +30,8 @@ class Mark(Protocol):
 
     random: RandomState
 
-    def take(self) -> None:
-        """Save the state."""
+    def take(self, *, with_numbers: bool = False) -> None:
+        """Save the state, also numbers, flags and texts that modules have as plain attributes if asked to."""
 
     def restore(self) -> None:
         """Restore it."""

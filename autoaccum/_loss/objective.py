@@ -231,7 +231,7 @@ class Objective:
         passes = [functools.partial(self.terms, source) for source in self.sources]
         parameters = [one for one in parameters if one.requires_grad]
         trial = TrialLosses(passes, weights, place, mark, autocast, casts=casts, parameters=parameters)
-        mark.take()
+        mark.take(with_numbers=True)
         try:
             with run_eagerly(), torch.enable_grad(), quiet_training(modules):
                 forms = trial.forms(window, min(most, at_most))

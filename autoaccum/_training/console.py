@@ -451,9 +451,11 @@ def _summary_text(result: FitResult) -> str:
     facts += [] if result.checkpoint is None else [f"checkpoint {result.checkpoint}"]
     facts += [] if result.stopped is None else [f"stopped: {result.stopped}"]
     done = f"done: {_counted(result.steps, 'step')}, {_counted(result.samples, 'sample')}"
+    took = f" in {result.elapsed_s:.1f} s"
     if result.resumed_from is not None:
-        done += f"; the last {_counted(result.steps - result.resumed_from, 'step')}"
-    return f"{done} in {result.elapsed_s:.1f} s, {', '.join(facts)}"
+        steps = result.steps - result.resumed_from
+        took = f"; the last {_counted(steps, 'step')}{took}" if steps else " before this call"
+    return f"{done}{took}, {', '.join(facts)}"
 
 
 def _shares(result: FitResult) -> str:

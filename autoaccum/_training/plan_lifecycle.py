@@ -312,8 +312,8 @@ class PlanLifecycle:
         )
 
     def tell_beginning(self, plan: Plan, probed: ProbeResult | None) -> None:
-        """Notify callbacks of the initial plan, unless the first windows are to find a better one."""
-        if self.current.sizing.is_learning:
+        """Notify callbacks of the initial plan, unless the first windows are to find a better one, or none comes."""
+        if self.current.sizing.is_learning or (self._progress.is_over and self._record.plans):
             return
         known, since = list(self._record.plans), self._progress.state.windows + 1
         self.observers.on_plan(plan, step=since, probe=probed)

@@ -60,7 +60,7 @@ def run() -> None:
         page = Path(folder) / "report.html"
         *shown, _ = report.to_html().split("<figure>", 3)
         page.write_text("<figure>".join(shown), encoding="utf-8")
-        browse(page.as_uri(), IMAGES / "report.png", "900,1020", Path(folder) / "home")
+        browse(page.as_uri(), IMAGES / "report.png", "560,1120", Path(folder) / "home")
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def browse(page: str, picture: Path, size: str, home: Path) -> None:
         return
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--timeout=8000"]
     command += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={home}"]
-    command += ["--blink-settings=preferredColorScheme=1", f"--window-size={size}"]
+    command += ["--blink-settings=preferredColorScheme=1", f"--window-size={size}", "--force-device-scale-factor=1.6"]
     command += [f"--screenshot={picture}", page]
     subprocess.run(  # noqa: S603
         command, capture_output=True, check=True, timeout=120, env=os.environ | {"HOME": str(home)}

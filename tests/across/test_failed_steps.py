@@ -131,7 +131,7 @@ def test_error_of_a_callback_arrives_unchanged_and_leaves_the_state_before_the_w
         def on_oom(self, event, *, step):
             raise mine
 
-    runner = runner_of(model, samples=12, micro_batch=6, callbacks=[Careless()])
+    runner = runner_of(model, samples=12, micro_batch=6, loss_reduction="mean", callbacks=[Careless()])
     window = torch.rand(12, 6), torch.randint(0, 3, (12,))
     runner.step(window)
     before = state_of(model, runner.optimizer)

@@ -88,7 +88,7 @@ def two_windows(leave, *, point=None):
     torch.manual_seed(0)
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    runner = runner_of(model, optimizer, 12, 6)
+    runner = runner_of(model, optimizer, 12, 6, loss_reduction="mean")
     for number, window in enumerate((labelled(12), labelled(12))):
         if number == 1:
             leave(model, runner)

@@ -59,6 +59,7 @@ def made(plan=None, **options):
         torch.optim.Adam(model.parameters(), lr=0.01),
         plan or autoaccum.plan(SAMPLES, 6),
         loss=nn.CrossEntropyLoss(),
+        loss_reduction="mean",  # no sample runs twice for a check
         device="cpu",
         **options,
     )
@@ -274,7 +275,7 @@ def test_momentum_encoder_moves_once_a_micro_batch_also_where_the_loss_is_over_t
 def test_expanded_buffers_go_back_too():
     model = Failing()
     model.register_buffer("shape", torch.ones(1, 4).expand(3, 4))
-    runner = runner_of(model, samples=SAMPLES, micro_batch=6)
+    runner = runner_of(model, samples=SAMPLES, micro_batch=6, loss_reduction="mean")
     model.arm(forward=2)
 
     assert runner.step(window(0)).oom_events == 1
@@ -283,7 +284,8 @@ def test_expanded_buffers_go_back_too():
 def test_leftover_sample_that_fails_once_does_not_end_a_run_in_which_more_have_fitted():
     torch.manual_seed(0)
     model = Failing()
-    runner = autoaccum.Runner(model, None, autoaccum.Plan(SAMPLES, (SAMPLES - 1, 1)), loss=nn.CrossEntropyLoss())
+    loss = {"loss": nn.CrossEntropyLoss(), "loss_reduction": "mean"}
+    runner = autoaccum.Runner(model, None, autoaccum.Plan(SAMPLES, (SAMPLES - 1, 1)), **loss)
     model.arm(forward=2)
 
     report = runner.step(window(0))

@@ -640,7 +640,10 @@ def test_finished_run_is_loaded_and_nothing_more_is_done(tmp_path, capsys):
     assert (result.steps, result.samples, result.history) == (STEPS, EPOCHS * SAMPLES, ())
     assert result.resumed_from == STEPS
     assert checkpoints(tmp_path) == files
-    assert "is finished: 15 steps are done" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "is finished: 15 steps are done" in said
+    assert "before this call" in said
+    assert "plan from step" not in said
 
 
 def test_finished_run_goes_on_when_more_epochs_are_asked_for(tmp_path):

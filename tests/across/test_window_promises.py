@@ -196,6 +196,7 @@ class Lazy(nn.Module):
         return self.head(inputs - self.codes)
 
 
+@pytest.mark.filterwarnings("ignore:autoaccum. the model.s outputs for a sample depend on the others")
 @pytest.mark.parametrize("how", ["None", "registered, and noted in an attribute"])
 def test_buffer_that_is_made_in_the_failing_pass_is_made_again_or_told_of(how, lack):
     model = Lazy(how, lack)

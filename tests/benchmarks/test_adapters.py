@@ -1,4 +1,4 @@
-"""benchmarks/adapters.py compares like with like: with an adapter and without, the same updates in the same cut."""
+"""benchmarks/adapters.py compares like with like: with an adapter and without, the same steps in the same cut."""
 
 import importlib.util
 import sys
@@ -35,7 +35,7 @@ def adapters(monkeypatch):
 @pytest.mark.parametrize("name", ["loop", "transformers", "lightning", "accelerate"])
 def test_adapter_and_framework_make_the_same_updates_in_micro_batches_of_the_same_size(adapters, name, monkeypatch):
     made, sizes, parameters = [], [], {}
-    monkeypatch.setattr(adapters, "UPDATES", 2)
+    monkeypatch.setattr(adapters, "STEPS", 2)
     monkeypatch.setattr(adapters, "SAMPLES", (adapters.WARM_UP + 2) * adapters.BATCH)
 
     class Watched(adapters.Network):

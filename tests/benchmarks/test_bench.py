@@ -57,24 +57,24 @@ def test_what_takes_more_than_the_limit_is_refused_and_does_not_count_towards_th
     workload, model, optimizer = wide
 
     with bench.finders.limited(workload, model):
-        workload.update(model, optimizer, [workload.batch(2)])
+        workload.step(model, optimizer, [workload.batch(2)])
         for _ in range(2):
             with pytest.raises(torch.OutOfMemoryError, match=r"of 64\.0 MiB"):
-                workload.update(model, optimizer, [workload.batch(40)])
+                workload.step(model, optimizer, [workload.batch(40)])
             optimizer.zero_grad()
             optimizer.step(lambda: workload.loss(model, workload.batch(4)).backward())  # as Lightning calls it
-            workload.update(model, optimizer, [workload.batch(4)] * 2)
+            workload.step(model, optimizer, [workload.batch(4)] * 2)
 
 
 def test_loop_by_hand_keeps_its_blocks_once_nothing_is_measured(bench, wide):
     workload, model, optimizer = wide
 
     def page_faults():
-        """Return those of the update with the fewest of ten: the heap grows in some of the first."""
+        """Return those of the step with the fewest of ten: the heap grows in some of the first."""
         counts = []
         for _ in range(11):
             counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-            workload.update(model, optimizer, [workload.batch(4)])
+            workload.step(model, optimizer, [workload.batch(4)])
         return min(after - before for before, after in itertools.pairwise(counts))
 
     with bench.finders.limited(workload, model) as meter:

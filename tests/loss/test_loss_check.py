@@ -6,6 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
+from faults import FailAt, differences, state_of
+from helpers import runner_of
 
 
 class Between(nn.Module):
@@ -108,6 +110,44 @@ def test_a_check_that_does_not_fit_is_left_out_with_a_loss_of_torch():
     assert distance < 1e-12
     assert (report.oom_events, report.recomputed_samples) == (0, 0)
     assert report.micro_batches == (3, 3, 3, 3)
+
+
+def test_a_check_in_which_memory_runs_out_anywhere_changes_nothing():
+    def trained(point=None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 4)).double()
+        runner = runner_of(model, samples=12, micro_batch=3, loss=nn.MSELoss(), precision="fp32")
+        with FailAt(*[] if point is None else [point]) as fault:
+            report = runner.step(pair())
+        return fault.hits, report.oom_events, report.micro_batches, state_of(model, runner.optimizer)
+
+    _, *expected = trained()
+    told = []
+    for point in range(20, 200, 4):
+        hits, events, sizes, state = trained(point)
+        assert hits == 1
+        told.append(events)
+        if not events:
+            assert [events, sizes] == expected[:2]
+            assert differences(state, expected[2]) == []
+    assert 0 in told
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), lambda outputs, targets: (outputs - targets).square().mean()])
+def test_numbers_that_a_model_notes_in_attributes_are_those_of_its_micro_batches(loss):
+    class Noting(nn.Linear):
+        first, passes = None, 0
+
+        def forward(self, inputs):
+            self.first = len(inputs) if self.first is None else self.first
+            self.passes += 1
+            return super().forward(inputs)
+
+    model = Noting(6, 4).double()
+
+    runner_of(model, samples=12, micro_batch=3, loss=loss, precision="fp32").step(pair())
+
+    assert (model.first, model.passes) == (3, 4)
 
 
 @pytest.mark.parametrize("loss", [None, nn.MSELoss(), lambda outputs, targets: (outputs - targets).square().mean()])

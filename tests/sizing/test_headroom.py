@@ -138,8 +138,7 @@ def test_allocator_that_keeps_giving_back_its_cache_makes_sizes_smaller_once(mon
     monkeypatch.setattr(headroom, "_LOOK_INTERVAL_S", 0.0)
     device = Retrying(40)
     windows = [(torch.randn(96, 4), torch.randint(3, (96,)))] * 6
-    result = autoaccum.fit(
-        Net(device, fails), windows, 96, loss=nn.CrossEntropyLoss(), device=device, micro_batch=48, progress=False
-    )
+    options = {"loss": nn.CrossEntropyLoss(), "loss_reduction": "mean", "micro_batch": 48, "progress": False}
+    result = autoaccum.fit(Net(device, fails), windows, 96, device=device, **options)
 
     assert [report.micro_batches[0] for report in result.history] == sizes
