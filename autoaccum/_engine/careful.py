@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from autoaccum._loss.loss_weights import Factors, Slot
     from autoaccum._sizing.sizing import Sizing
 
+# Samples of a check of a model: two odd parts, since a model may take pairs.
+_OF_A_MODEL = 6
+
 
 class CarefulPath:
     """Runs the micro-batches of windows, and leaves their gradient in `.grad`. Catches nothing."""
@@ -158,14 +161,13 @@ class CarefulPath:
         if weights.is_checked and (weights.is_checked_now or (is_part and not is_due)):
             return
         at.size = None if step.objective.tries_several else 1  # if that does not fit, nothing does
-        self._try_losses(common or window, sizes)
-        self._before_trying.forget()
+        self._try_losses(common or window)
         at.size = None
 
-    def _try_losses(self, window: Window, sizes: Sequence[int]) -> None:
+    def _try_losses(self, window: Window) -> None:
         step, weights = self._step, self._step.objective.weights
         # With a loss of torch, the training does not need the check, which takes no memory that is not there.
-        at_most = max(4, *sizes) if weights.is_trusted else MOST_SAMPLES
+        at_most = _OF_A_MODEL if weights.is_trusted else MOST_SAMPLES
         try:
             step.check_losses(window, self._before_trying, at_most=at_most)
         except Exception as error:
@@ -174,6 +176,8 @@ class CarefulPath:
             let_go(error)
             weights.is_checked = True  # it is tried again when the next check is due
             step.memory.release()
+        self._before_trying.forget()
+        step.memory.trim()  # the window needs it
 
     def _weigh(self, window: Window, sizes: tuple[int, ...], totals: Mapping[Slot, float] | None) -> list[Factors]:
         objective, is_part = self._step.objective, self.peers.is_part

@@ -70,6 +70,17 @@ def run_eagerly() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Leave oneDNN out in the block: it keeps memory for each size that it has met, on the CPU."""
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = before
+
+
 # --- training mode without dropout and BatchNorm's statistics ---------------------------------------------------------
 
 # Layers of torch whose training mode draws numbers or takes a batch's statistics, and has no term of a loss.

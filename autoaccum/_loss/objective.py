@@ -25,7 +25,7 @@ from autoaccum._loss.loss_check import MOST_SAMPLES, TrialLosses
 from autoaccum._loss.loss_entries import TOTAL, Entries
 from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.loss_weights import LossWeights
-from autoaccum._loss.modes import quiet_training, run_eagerly
+from autoaccum._loss.modes import quiet_training, run_eagerly, without_onednn
 from autoaccum._loss.terms import ELEMENTWISE, Form, Term, describe, is_pair, kind_of, of_torch, reported_term, term_of
 from autoaccum.errors import InvalidInputError
 
@@ -233,7 +233,7 @@ class Objective:
         trial = TrialLosses(passes, weights, place, mark, autocast, casts=casts, parameters=parameters)
         mark.take(with_numbers=True)
         try:
-            with run_eagerly(), torch.enable_grad(), quiet_training(modules):
+            with run_eagerly(), without_onednn(), torch.enable_grad(), quiet_training(modules):
                 forms = trial.forms(window, min(most, at_most))
                 found = trial.unchecked(window) if forms is None else forms
         finally:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from autoaccum._estimate.trace import Footprint
     from autoaccum._records import Neighbour, Plan, Trial
 
-
+# A search by trials ends within this of the largest size that fits.
+_NEAR = 0.97
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 
 
@@ -220,8 +221,12 @@ class Measured:
 
     @property
     def is_capped(self) -> bool:
-        """Whether larger micro-batches may fit, because none was tried that did not."""
-        return self.micro_batch > 0 and self.smallest_failed is None
+        """Whether larger micro-batches may fit: none was tried that did not, and room is left for some."""
+        if self.micro_batch == 0 or self.smallest_failed is not None:
+            return False
+        if self.fixed_bytes is None or self.bytes_per_sample is None:
+            return True
+        return self.fixed_bytes + self.micro_batch * self.bytes_per_sample / _NEAR <= self.room_bytes
 
     @property
     def smallest_failed(self) -> int | None:

@@ -91,11 +91,11 @@ def memory_by_size(report: dict[str, Any], target_batch: int) -> str:
     plot.marks(failing, "cross")
     for size, peak, below in [*((*one, 18) for one in fitting[-2:]), *((*one, 9) for one in failing)]:
         plot.words(size, peak, str(size), "quiet", dx=10, dy=below)
-    plot.legend([("dot", "trial that fits"), ("cross", "trial that does not fit")])
+    plot.legend([("dot", "trial that fits"), *[("cross", "trial that does not fit")] * bool(failing)])
     sizes = [str(size) for size, _ in fitting]
     told = (
         f"Peak memory of a training step against the micro-batch's samples. Trials of {', '.join(sizes[:-1])} and "
-        f"{sizes[-1]} samples fit under the limit of {limit:.0f} MiB and lie on a line; larger ones do not. The plan "
+        f"{sizes[-1]} samples fit under the limit of {limit:.0f} MiB and lie on a line. The plan "
         f"takes {target_batch} in micro-batches of {cut}."
     )
     return framed(WIDTH, HEIGHT, "Memory over the micro-batch", told, plot.parts)

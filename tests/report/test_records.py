@@ -37,3 +37,4 @@ def test_a_prediction_that_does_not_fit_has_less_than_no_headroom():
 def test_a_larger_size_that_failed_is_the_cap_itself():
     assert not MEASURED.is_capped
     assert replace(MEASURED, trials=MEASURED.trials[:3], micro_batch=128).is_capped
+    assert not replace(MEASURED, trials=MEASURED.trials[:3]).is_capped  # 145, of the 148 that the room is for
