@@ -21,6 +21,11 @@ _MOST_COUNTED = 2**53
 _SHOWN = 100
 
 
+def counted(number: int, what: str) -> str:
+    """Return such as "1 sample" and "2 samples"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def shown(value: object) -> str:
     """Return the repr of a value for a message: on one line, truncated, and never raising."""
     try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._arguments import check_positive_int, shown
+from autoaccum._arguments import check_positive_int, counted, shown
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -391,8 +391,8 @@ class FitResult:
             last = self.evaluations[-1]
             values = ", ".join(f"{name} {value:.4g}" for name, value in {"loss": last.loss, **last.metrics}.items())
             lines.append(f"last of {len(self.evaluations)} evaluations: {values} ({last.samples:,} samples)")
-        lines.append(f"micro-batches: {self.plan.accum_steps} of at most {self.plan.micro_batch} samples")
-        lines.append(f"ran out of memory: {self.oom_events} times")
+        lines.append(f"micro-batches: {self.plan.accum_steps} of at most {counted(self.plan.micro_batch, 'sample')}")
+        lines.append(f"ran out of memory: {counted(self.oom_events, 'time')}")
         if self.skipped_samples:
             lines.append(f"samples left out, since they do not fit alone: {self.skipped_samples:,}")
         if self.memory:

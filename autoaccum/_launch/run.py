@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoaccum._arguments import check_positive_int
+from autoaccum._arguments import check_positive_int, counted
 from autoaccum._launch.diagnosis import DOES_NOT_FIT, Diagnosis, diagnose
 from autoaccum._launch.supervisor import GRACE_S, Ended, Supervisor
 from autoaccum._memory import _linux
@@ -79,9 +79,8 @@ class Sizes:
 
     def __str__(self) -> str:
         ranks = "" if self.world_size == 1 else f" on each of {self.world_size} ranks"
-        samples = "1 sample" if self.micro_batch == 1 else f"{self.micro_batch} samples"
         steps = f"{self.accum_steps} per optimizer step{ranks}"
-        return f"target batch {self.target_batch}: micro-batches of {samples}, {steps}"
+        return f"target batch {self.target_batch}: micro-batches of {counted(self.micro_batch, 'sample')}, {steps}"
 
 
 def sizes_within(target_batch: int, world_size: int, most: int | None = None) -> Sizes:
@@ -144,7 +143,9 @@ class _Run:
                 if self._sizes is not None:
                     self._notices.say(str(self._sizes))
                 elif self._most is not None:
-                    self._notices.say(f"micro-batches of at most {self._most} samples ({launched.MAX_MICRO_BATCH})")
+                    self._notices.say(
+                        f"micro-batches of at most {counted(self._most, 'sample')} ({launched.MAX_MICRO_BATCH})"
+                    )
                 ended, diagnosis = self._attempt(supervisor, attempt, Path(folder) / f"reason-{attempt}.json")
                 if supervisor.ended_by is not None:
                     return ended.code

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._arguments import counted
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -11,6 +13,12 @@ if TYPE_CHECKING:
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import MemoryEvent, Plan, ProbeResult, Trial
     from autoaccum._system.notices import Notices
+
+
+def oom_text(event: MemoryEvent, step: int) -> str:
+    """Return how memory ran out in an optimizer step, in words."""
+    size = "" if event.size is None else f" of {counted(event.size, 'sample')}"
+    return f"out of memory in step {step}, {event.phase}{size}: {event.message}"
 
 
 class Events:
@@ -48,8 +56,7 @@ class Events:
     def ran_out(self, event: MemoryEvent) -> None:
         """Report that memory ran out in the current window."""
         self.oom_events += 1
-        what = "" if event.size is None else f" of {event.size} samples"
-        self._say(f"out of memory in step {self.windows + 1}, {event.phase}{what}: {event.message}")
+        self._say(oom_text(event, self.windows + 1))
         self._call("on_oom", event, step=self.windows + 1)
 
     def _call(self, name: str, *arguments: Any, **keywords: Any) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from autoaccum._arguments import check_bool, check_positive_int
+from autoaccum._arguments import check_bool, check_positive_int, counted
 from autoaccum._callbacks import EarlyStopping
 from autoaccum._data.loaders import can_be_read_once, check_loader
 from autoaccum._data.random_state import RandomState
@@ -248,7 +248,7 @@ def fit(
     rank, cap, counts = own_rank(), max_micro_batch(), TOKENS if in_tokens else SAMPLES
     notices = Notices(silent=progress is False or rank > 0)
     if cap is not None and cap < (micro_batch if isinstance(micro_batch, int) else target):
-        notices.say(f"micro-batches of at most {cap} samples ({MAX_MICRO_BATCH}={cap})")
+        notices.say(f"micro-batches of at most {counted(cap, 'sample')} ({MAX_MICRO_BATCH}={cap})")
     backend = devices.resolve(device, model, notices)
     limit_bytes = options.limit_bytes(backend)
     shown = progress_for(progress if rank == 0 else False, backend, limit_bytes, counts)
@@ -410,7 +410,7 @@ def _steps_per_epoch(loader: Iterable[Any], target_batch: int, *, drop_last: boo
         return None
     if samples < target_batch and not drop_last:
         notices.say(
-            f"an epoch of {samples} samples is less than the target of {target_batch}: 1 optimizer step per epoch of "
-            f"{samples} samples"
+            f"an epoch of {counted(samples, 'sample')} is less than the target of {target_batch}: 1 optimizer step per "
+            f"epoch of {counted(samples, 'sample')}"
         )
     return samples // target_batch if drop_last else math.ceil(samples / target_batch)

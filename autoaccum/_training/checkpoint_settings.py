@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autoaccum._arguments import check_path, check_positive_int, is_one_of, shown
+from autoaccum._arguments import check_path, check_positive_int, counted, is_one_of, shown
 from autoaccum._system import files
 from autoaccum.errors import InvalidInputError
 
@@ -69,7 +69,9 @@ class Saving:
         ):  # or nothing that `note_out_of_memory` has written
             return None
         cap = max(1, int(size * _LESS))
-        notices.say(f"micro-batches of at most {cap} samples in this call, since {size} ran out of memory before")
+        notices.say(
+            f"micro-batches of at most {counted(cap, 'sample')} in this call, since {size} ran out of memory before"
+        )
         return cap
 
 

@@ -16,11 +16,12 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from autoaccum._arguments import is_one_of, shown
+from autoaccum._arguments import counted, is_one_of, shown
 from autoaccum._callbacks import Callback
 from autoaccum._engine.noise_scale import rounded
 from autoaccum._memory.limits import format_bytes
 from autoaccum._records import SAMPLES, TOKENS
+from autoaccum._sizing.events import oom_text
 from autoaccum._sizing.planner import format_cut
 from autoaccum._system.output import Dropping, is_terminal, log, write_line
 from autoaccum.errors import InvalidInputError
@@ -81,7 +82,7 @@ class OtherRank(Callback):
 
     def on_oom(self, event: MemoryEvent, *, step: int) -> None:
         """Say where memory ran out."""
-        log(f"rank {self._rank}: {_oom_text(event, step)}")
+        log(f"rank {self._rank}: {oom_text(event, step)}")
 
 
 class _Progress(Callback):
@@ -164,7 +165,7 @@ class _Progress(Callback):
     def on_oom(self, event: MemoryEvent, *, step: int) -> None:
         """Show where memory ran out."""
         self._oom_events += 1
-        self._say(_oom_text(event, step), "yellow")
+        self._say(oom_text(event, step), "yellow")
 
     def on_epoch_end(self, epoch: int) -> None:
         """Count the epoch."""
@@ -414,15 +415,6 @@ def _rounded_time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"  # noqa: PLR2004 - 90 minutes
 
 
-def _oom_text(event: MemoryEvent, step: int) -> str:
-    size = "" if event.size is None else f" of {event.size} samples"
-    return f"out of memory in step {step}, {event.phase}{size}: {event.message}"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
 def _of_capacity(used_bytes: int, capacity_bytes: int | None) -> str:
     """Return such as "512.0 MiB of 600.0 MiB"."""
     return format_bytes(used_bytes) + ("" if capacity_bytes is None else f" of {format_bytes(capacity_bytes)}")
@@ -450,11 +442,11 @@ def _summary_text(result: FitResult) -> str:
     facts += [f"{name} {value:.4g}" for name, value in metrics.items()]
     facts += [] if result.checkpoint is None else [f"checkpoint {result.checkpoint}"]
     facts += [] if result.stopped is None else [f"stopped: {result.stopped}"]
-    done = f"done: {_counted(result.steps, 'step')}, {_counted(result.samples, 'sample')}"
+    done = f"done: {counted(result.steps, 'step')}, {counted(result.samples, 'sample')}"
     took = f" in {result.elapsed_s:.1f} s"
     if result.resumed_from is not None:
         steps = result.steps - result.resumed_from
-        took = f"; the last {_counted(steps, 'step')}{took}" if steps else " before this call"
+        took = f"; the last {counted(steps, 'step')}{took}" if steps else " before this call"
     return f"{done}{took}, {', '.join(facts)}"
 
 

@@ -48,7 +48,7 @@ def test_sizes_in_the_picture_are_those_of_a_window_that_fails_in_its_third_back
         micro_batch=max(CUT),
     )
 
-    shown = [int(samples) for samples in re.findall(rf">(\d+)/{SAMPLES}<", PICTURE)]
+    shown = [int(samples) for samples in re.findall(rf">(\d+) of {SAMPLES}<", PICTURE)]
     assert shown == [*CUT[:FAILED], *CUT_AGAIN]
     assert FailsOnce.passes == [*CUT[: FAILED + 1], *CUT_AGAIN]
     assert result.plans[0][1].micro_batches == CUT
