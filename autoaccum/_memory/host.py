@@ -53,10 +53,10 @@ _CONVOLUTION_ROOM_BYTES = 2 * 1024 * 1024
 _PIXELS = itertools.cycle(range(33, 161))
 # With less, there is nothing to train: a first convolution alone takes a megabyte.
 _LEAST_LIMIT_BYTES = 4 * 1024 * 1024
-# The hard limit is so many times the soft one, at least 256 MiB more: a trial is at most twice as large as one that was
-# measured, a first one is small, and freed blocks that the heap keeps made 2.7 times the memory in use at most.
+# A heap that keeps freed blocks takes at most so many times the memory in use (2.7 were seen), or so many bytes more.
+# The hard limit is twice that: where oneDNN cannot allocate a kernel, it may end the process with a null pointer.
 # One part in `_RESERVE` of what the machine and its control groups leave stays free.
-_HARD = 3
+_KEPT = 4
 _LEAST_BEYOND_BYTES = 256 * 1024 * 1024
 _RESERVE = 20
 # A measured peak may be above the limit by one part in so many: two windows of the same sizes differ by less.
@@ -231,7 +231,7 @@ class Host(MemoryBackend):
         if limit_bytes is not None:
             free = _machine_free()
             room = free - free // _RESERVE
-            self._hard_bytes = _data_bytes() + min(_heap_of(limit_bytes), room)
+            self._hard_bytes = _data_bytes() + min(2 * _heap_of(limit_bytes), room)
             self._may_keep = _heap_of(limit_bytes) <= min([room, *rooms])
         elif rooms:
             self._room_bytes = min(rooms)
@@ -438,7 +438,7 @@ class Host(MemoryBackend):
 
 def _heap_of(used_bytes: int) -> int:
     """Return how much the heap may take for memory in use if it keeps freed blocks."""
-    return max(_HARD * used_bytes, used_bytes + _LEAST_BEYOND_BYTES)
+    return max(_KEPT * used_bytes, used_bytes + _LEAST_BEYOND_BYTES)
 
 
 def _set_thresholds(mapped_bytes: int, trimmed_bytes: int) -> None:

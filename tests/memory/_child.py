@@ -268,7 +268,7 @@ def check_batches_of_the_loader_are_exempt(host, torch):
     with host.limited(16 * _MIB):
         host.exempt(4 * _MIB)
         with host.lifted():
-            batch = torch.empty(500 * _MIB, dtype=torch.uint8)
+            batch = torch.empty(600 * _MIB, dtype=torch.uint8)
         before = allocates()
         host.exempt(batch.nbytes)
         batch[: 64 * _MIB] = 1

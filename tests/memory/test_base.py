@@ -23,7 +23,7 @@ from folders import ROOT, TESTS
 MIB = 2**20
 LIMIT = 96 * MIB
 # Of the host, beyond a limit of 96 MiB: allocations fail only there, since its limit is soft.
-HARD = max(3 * LIMIT, LIMIT + 256 * MIB)
+HARD = 2 * max(4 * LIMIT, LIMIT + 256 * MIB)
 
 
 def make(kind):
