@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 _LOOK_INTERVAL_S = 0.25
 # One retry may be due to the first window; new ones in consecutive readings show that memory keeps running short.
 _LOOKS = 2
+# Under a soft limit, a peak helped that is this part of the one before.
+_LESS = 0.98
 
 
 class Headroom:
@@ -39,6 +41,7 @@ class Headroom:
         self._kind: Hashable = ()
         self._extra_bytes: dict[Hashable, int] = {}  # the least that windows of a kind and sizes took beside that
         self._thrashing = 0
+        self._excess_bytes: int | None = None  # the peak for which sizes were made smaller, if it is still too high
 
     def follow(self, plan: Plan) -> None:
         """Begin anew if the plan has changed."""
@@ -76,7 +79,12 @@ class Headroom:
                 peak = self._held_bytes + extra
             self._recent = max(self._recent or 0, peak)
             self.peak_bytes = max(self.peak_bytes or 0, peak)
-            if (excess := memory.excess(peak)) is not None:
+            excess = memory.excess(peak)
+            if excess is None:
+                self._excess_bytes = None
+            # Smaller sizes need not take less: oneDNN keeps memory for each size that it has met.
+            elif self._excess_bytes is None or peak < _LESS * self._excess_bytes:
+                self._excess_bytes = peak
                 return f"a window is above the limit ({excess})"
         retries = memory.alloc_retries()
         risen = self._retries is not None and retries > self._retries

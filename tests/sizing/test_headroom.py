@@ -85,6 +85,22 @@ GROWS_BACK = """
 import torch, autoaccum
 from torch import nn
 
+def test_sizes_are_made_smaller_for_a_peak_above_the_limit_as_long_as_that_helps(device):
+    device.excess = lambda peak: "too much" if peak > 50 else None
+    room = Headroom(device)
+
+    def told(size, needs):
+        room.follow(autoaccum.plan(8, size))
+        device.window(needs)
+        return room.shortage(reads_peak=True) is not None
+
+    assert told(8, 70)
+    assert told(6, 60)
+    assert not told(4, 60)  # as native code that keeps memory for each size makes it
+    assert not told(4, 40)
+    assert told(6, 60)
+
+
 class Neighbour(autoaccum.Callback):
     def on_step(self, report, *, epoch):
         self.held = torch.zeros(160 * 2**18) if 5 <= report.step < 10 else None
