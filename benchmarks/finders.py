@@ -68,11 +68,11 @@ class Meter:
         """Raise if more than the limit was in use since the pass began; once, as the attempt ends with it."""
         if self._over:
             return
-        excess = self._host.excess(self._host.peak_bytes())
-        if excess is not None:
+        peak, limit = self._host.peak_bytes(), self._host.limit_bytes
+        if peak > limit:
             self._over = True
             # All finders recognize PyTorch's message of the CPU.
-            raise torch.OutOfMemoryError(f"DefaultCPUAllocator: can't allocate memory: {excess}")
+            raise torch.OutOfMemoryError(f"DefaultCPUAllocator: can't allocate memory: {peak:,} bytes of {limit:,}")
 
     def stop(self):
         """Measure no longer, and let the heap keep freed blocks, as `fit` does after its first windows."""
