@@ -152,7 +152,7 @@ def test_checksums_of_frozen_parameters_take_no_memory_from_a_window_that_failed
                     inputs = torch.tanh(inputs)
                 return self.frozen[0](inputs).mean(1, keepdim=True)
         result = autoaccum.fit(
-            Model(), [(torch.randn(64, 1024), torch.randn(64, 1))], 64, micro_batch=64, memory_limit="200MiB",
+            Model(), [(torch.randn(64, 1024), torch.randn(64, 1))], 64, micro_batch=64, memory_limit="64MiB",
             loss=nn.MSELoss(), max_steps=1, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), progress=False,
             precision="fp32", device="cpu",
         )
