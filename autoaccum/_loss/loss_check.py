@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 # The most samples of a check, and the number below which its two parts are alike.
 MOST_SAMPLES = 8
 _TO_HALVE = 7
-_FOUR_BYTES = 4
+FOUR_BYTES = 4
 # The most samples that are looked at to choose these.
 _LOOKED_AT = 64
 # The relative difference that rounding may cause, by the lowest precision of the passes.
@@ -210,7 +210,7 @@ def tolerance_of(loss: Tensor, *, casts: bool, dtypes: Iterator[torch.dtype]) ->
     used = {loss.dtype, *(dtype for dtype in dtypes if dtype.is_floating_point)}
     # Also where a model or a closure enters autocast by itself.
     made = (one.dtype for node in nodes_of(loss) for one in node._input_metadata)
-    if casts or any(dtype.itemsize < _FOUR_BYTES for dtype in used) or not _HALVES.isdisjoint(made):
+    if casts or any(dtype.itemsize < FOUR_BYTES for dtype in used) or not _HALVES.isdisjoint(made):
         return _OF_HALF
     if loss.device.type != "cpu" and torch.float32 in used:
         return _OF_GPU

@@ -21,7 +21,7 @@ from autoaccum._data.nesting import as_leaf, map_tensors
 from autoaccum._data.splits import ByDefault, check_split
 from autoaccum._loss import calling_conventions
 from autoaccum._loss.closures import Closure
-from autoaccum._loss.loss_check import MOST_SAMPLES, TrialLosses
+from autoaccum._loss.loss_check import FOUR_BYTES, MOST_SAMPLES, TrialLosses
 from autoaccum._loss.loss_entries import TOTAL, Entries
 from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.loss_weights import LossWeights
@@ -230,10 +230,13 @@ class Objective:
         casts = self.casts_itself or not isinstance(autocast(), nullcontext) or torch.is_autocast_enabled(kind)
         passes = [functools.partial(self.terms, source) for source in self.sources]
         parameters = [one for one in parameters if one.requires_grad]
+        is_in_full = not casts and all(one.itemsize >= FOUR_BYTES for one in parameters)
+        # In half precision, PyTorch's own convolutions take nine times as long.
+        kernels = without_onednn() if is_in_full else nullcontext()
         trial = TrialLosses(passes, weights, place, mark, autocast, casts=casts, parameters=parameters)
         mark.take(with_numbers=True)
         try:
-            with run_eagerly(), without_onednn(), torch.enable_grad(), quiet_training(modules):
+            with run_eagerly(), kernels, torch.enable_grad(), quiet_training(modules):
                 forms = trial.forms(window, min(most, at_most))
                 found = trial.unchecked(window) if forms is None else forms
         finally:
