@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,7 +111,9 @@ class Contents:
     def __init__(self, call: Call) -> None:
         self._call, self._step, self._schedule = call, call.step, call.schedule
         self._random, self._noise = call.random, call.noise
-        self._began = [_forms_of_buffers(module) for module in self._step.objective.modules]
+        # A loss without state, as torch's usually are, may become a function and the reverse.
+        self._modules = [module for module in self._step.objective.modules if _has_state(module)]
+        self._began = list(map(_forms_of_buffers, self._modules))
         self._changing: list[set[str]] = [set() for _ in self._began]  # buffers that have changed their shape since
 
     @property
@@ -141,7 +144,7 @@ class Contents:
         return {
             "target_batch": self._call.target_batch,
             "counts": self._call.counts,
-            "modules": list(map(self._module_state, self._step.objective.modules, self._began, self._changing)),
+            "modules": list(map(self._module_state, self._modules, self._began, self._changing)),
             "optimizer": {"type": _type_name(optimizer), "state": state, "parameters": self._parameter_names()},
             "scheduler": None
             if scheduler is None
@@ -235,7 +238,7 @@ class Contents:
         if content["scaler"] is not None:
             assert scaler is not None
             _offer(scaler, lambda: scaler.load_state_dict(content["scaler"]))
-        modules = zip(self._step.objective.modules, content["modules"], self._changing, strict=True)
+        modules = zip(self._modules, content["modules"], self._changing, strict=True)
         for module, saved, changing in modules:
             changing.update(saved.get("changing", ()))
             _offer(module, lambda: _put_module_back(module, saved, self._step.memory.device))  # noqa: B023 - at once
@@ -247,7 +250,7 @@ class Contents:
         """Return for each group of the optimizer what its parameters are called, with the number of their module."""
         names = {
             parameter: f"{number}.{name}"
-            for number, module in enumerate(self._step.objective.modules)
+            for number, module in enumerate(self._modules)
             for name, parameter in module.named_parameters()
         }
         groups = self._step.optimizer.param_groups
@@ -313,6 +316,10 @@ def _plan(sizes: Sequence[int]) -> Plan:
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------
+
+
+def _has_state(module: nn.Module) -> bool:
+    return any(True for _ in chain(module.parameters(), module.buffers())) or bool(module.state_dict())
 
 
 def _forms_of_buffers(module: nn.Module) -> dict[str, str]:

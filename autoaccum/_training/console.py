@@ -194,7 +194,7 @@ class _Progress(Callback):
         """Show the summary; nothing where `fit` raised, the error speaks for itself."""
         if result is not None:
             self._say(_summary_text(result), "bold")
-            if shares := _shares(result):
+            if result.steps != result.resumed_from and (shares := _shares(result)):
                 self._say(f"time besides steps: {shares}", "dim")
 
     # --- figures ------------------------------------------------------------------------------------------------------

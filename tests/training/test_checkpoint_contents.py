@@ -10,6 +10,7 @@ import textwrap
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
@@ -858,3 +859,14 @@ def test_batch_of_the_loader_larger_than_a_real_limit_trains_also_after_a_kill(
     undisturbed = lines("undisturbed", 0)
 
     assert [*lines("killed", killed_at), *lines("killed", 0)] == undisturbed
+
+
+@pytest.mark.parametrize("losses", [(functional.cross_entropy, nn.CrossEntropyLoss()), (nn.CrossEntropyLoss(), None)])
+def test_loss_without_state_may_become_a_function_and_the_reverse(tmp_path, losses):
+    data = [(torch.randn(8, 4), torch.randint(3, (8,)))]
+    for epochs, loss in enumerate(losses, start=1):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        result = fit_quietly(model, data, 8, loss=loss, epochs=epochs, checkpoint=tmp_path, checkpoint_every=1)
+
+    assert result.resumed_from == 1
