@@ -89,9 +89,9 @@ def parts_of(recipe: str) -> tuple[Path, str]:
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
         remedy = "pass the path of a Python file that calls fit, or has a job()"
-        raise InvalidInputError(f"the script {str(path)!r} {found}; {remedy}")
+        raise InvalidInputError(f"the recipe {str(path)!r} {found}; {remedy}")
     if path.suffix != ".py":
-        raise InvalidInputError(f"the script {str(path)!r} is not a Python file; its name must end in .py")
+        raise InvalidInputError(f"the recipe {str(path)!r} is not a Python file; its name must end in .py")
     return path.resolve(), name
 
 
