@@ -231,7 +231,7 @@ class Objective:
         passes = [functools.partial(self.terms, source) for source in self.sources]
         parameters = [one for one in parameters if one.requires_grad]
         is_in_full = not casts and all(one.itemsize >= FOUR_BYTES for one in parameters)
-        # In half precision, PyTorch's own convolutions take nine times as long.
+        # In half precision, PyTorch's own convolutions are far slower.
         kernels = without_onednn() if is_in_full else nullcontext()
         trial = TrialLosses(passes, weights, place, mark, autocast, casts=casts, parameters=parameters)
         mark.take(with_numbers=True)
