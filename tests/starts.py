@@ -15,7 +15,7 @@ import autoaccum
 from autoaccum._memory.available_devices import backend_for
 from autoaccum._system.notices import Notices
 
-LIMIT, LAYERS = 96 << 20, 32
+LIMIT, LAYERS = 48 << 20, 56
 
 
 class Wide(nn.Module):
