@@ -29,6 +29,8 @@ _GROWTH = 4
 _CAREFUL_GROWTH = 2
 # Trials end when the result is at least this fraction of the largest size that could fit.
 _PRECISION = 0.97
+# The same after the most failures: each trial of a convolutional net leaves memory in oneDNN, so less may fit by now.
+_ENOUGH = 0.9
 # The factor to a prediction that is tried under a soft limit, to have measured sizes on both sides of it.
 _ABOVE = 1.2
 # The factor to the predicted answer under a soft limit that must not fit; the limit tolerates half of that.
@@ -103,7 +105,7 @@ class Search:
             return self._begins_with
         if not sure:
             return min(_FIRST, most) if too_many is None else too_many // 2 or None
-        if self.is_done or sure >= most or (too_many is not None and sure >= _PRECISION * (too_many - 1)):
+        if self.is_done or sure >= most or (too_many is not None and sure >= self._precision * (too_many - 1)):
             return None
         sizes = frontier.sizes(widths)
         is_known = free_bytes is not None and bool(sizes) and sure >= _MOST_FIRST
@@ -119,6 +121,10 @@ class Search:
         else:
             size = self._above(sure, size, widths, free_bytes or 0)
         return min(most, size) or None
+
+    @property
+    def _precision(self) -> float:
+        return _PRECISION if self.frontier.failures < _MOST_FAILURES else _ENOUGH
 
     def _above(self, sure: int, predicted: int, widths: Widths, free_bytes: int) -> int:
         """Return a size above the largest that fits, where none is known not to fit; 0 for none."""
