@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
 
 from autoaccum import _oom
+from autoaccum._arguments import shown
 from autoaccum._data.loader_state import Position
 from autoaccum._distributed.whole_state import as_spread
 from autoaccum._engine.dtensor import is_sharded
@@ -246,6 +248,23 @@ class Contents:
         if self._noise is not None and content["noise_scale"] is not None:  # a run may begin to measure it
             self._noise.load_state_dict(content["noise_scale"])
 
+    def overridden(self, content: Mapping[str, Any]) -> list[str]:
+        """Return the settings of the optimizer and of torch's losses that differ in a checkpoint that was checked."""
+        # Schedulers move some of what they find, and keep where it began.
+        moved = set() if self._schedule.scheduler is None else {"lr", "momentum", "betas"}
+        found: dict[str, None] = {}
+        groups = content["optimizer"]["state"]["param_groups"]
+        for own, kept in zip(self._step.optimizer.param_groups, groups, strict=True):
+            for name in (name for name in own.keys() & kept.keys() if name not in {"params", *moved}):
+                here, there = _plain(own[name]), _plain(kept[name])
+                if here != there:
+                    found[f"{name.removeprefix('initial_')}={shown(there)} ({shown(here)} in this call)"] = None
+        for module, saved in zip(self._modules, content["modules"], strict=True):
+            for name, buffer in module.named_buffers() if isinstance(module, _Loss) else ():
+                if _plain(buffer) != _plain(saved["state"].get(name)):
+                    found[f"{name} of {type(module).__name__}"] = None
+        return sorted(found)
+
     def _parameter_names(self) -> list[list[str]]:
         """Return for each group of the optimizer what its parameters are called, with the number of their module."""
         names = {
@@ -386,6 +405,11 @@ def _put_optimizer_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any])
             now = optimizer.state[parameter].get(name)
             if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
                 optimizer.state[parameter][name] = value.to(now.device)
+
+
+def _plain(value: object) -> object:
+    value = value.tolist() if isinstance(value, Tensor) else value
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _listed(names: set[str]) -> str:

@@ -232,8 +232,10 @@ class Checkpoints:
 
     # --- resuming -----------------------------------------------------------------------------------------------------
 
-    def take_up(self, path: Path, content: dict[str, Any]) -> Kept | None:
+    def take_up(self, path: Path, content: dict[str, Any], *, is_of_this_call: bool = False) -> Kept | None:
         """Restore a checkpoint; return its cut and plans, or None if other processes wrote it.
+
+        Of an earlier call's it is printed which settings it overrides; of this call's, callbacks may have set them.
 
         Raises:
             CheckpointError: It belongs to another run, or cannot be resumed.
@@ -245,6 +247,7 @@ class Checkpoints:
             kept = None if part is None else self._contents.kept(part)
             _check_counts(state, kept)
             check_memory([] if kept is None else kept.memory)
+            overridden = [] if is_of_this_call else self._contents.overridden(content)
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise CheckpointError(
                 f"{path} is not a checkpoint of autoaccum's fit, or its content was edited ({type(error).__name__}: "
@@ -263,6 +266,8 @@ class Checkpoints:
         self._notices.say(
             f"resuming from the checkpoint {path}: {state.windows} steps are done", key=f"{path} {state.windows}"
         )
+        if overridden:
+            self._notices.say(f"the checkpoint's settings override this call's: {', '.join(overridden)}")
         self._lifecycle.observers.on_resume(path, step=state.windows, epoch=state.position.epoch)
         return kept
 
@@ -281,7 +286,7 @@ class Checkpoints:
         windows = self._progress.state.windows
         self._notices.say(f"step {windows + 1}: {damage}", key=f"damage {windows}")
         try:
-            self.take_up(*found)
+            self.take_up(*found, is_of_this_call=True)
         except CheckpointError as error:
             raise error from damage
 
