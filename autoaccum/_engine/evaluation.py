@@ -223,7 +223,7 @@ class Evaluator:
                 kept = copied(outputs)  # outputs may be views of a whole layer and keep it alive
         targets = batch[1] if is_pair(batch) else batch
         for name, metric in self._callables.items():
-            sums.add(_METRIC, name, mean_of(name, metric(outputs, targets)) * size, size)
+            sums.add(_METRIC, name, mean_of(name, metric(outputs, targets), size) * size, size)
         return sums, outputs, targets, kept
 
     def _passes(self, batch: Any, size: int) -> tuple[list[list[Term]], Any]:

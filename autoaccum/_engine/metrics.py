@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
@@ -116,8 +117,14 @@ def keeps_count(metric: Any) -> bool:
     return not isinstance(metric, type) and all(hasattr(metric, name) for name in ("update", "compute", "reset"))
 
 
-def mean_of(name: str, value: Any) -> Any:
-    """Return as one number what a callable metric has returned for a micro-batch."""
+def mean_of(name: str, value: Any, samples: int) -> Any:
+    """Return as one number what a callable metric has returned for a micro-batch of so many samples."""
+    if _is_count(value) and samples > 1:
+        warnings.warn(
+            f"autoaccum: metrics: metric {name!r} returned the whole number {int(value)} for {samples} samples, as a "
+            "count does; metrics are averaged over samples, so return a mean, or a tensor with a value for each sample",
+            stacklevel=2,
+        )
     if isinstance(value, Tensor):
         return in_full(value).mean()
     if isinstance(value, np.ndarray | np.generic):  # in double precision, as sums over many samples need it
@@ -128,6 +135,13 @@ def mean_of(name: str, value: Any) -> Any:
             "value for each sample"
         )
     return value
+
+
+def _is_count(value: Any) -> bool:
+    is_whole = isinstance(value, int | np.integer) or (
+        isinstance(value, Tensor) and value.ndim == 0 and not (value.is_floating_point() or value.is_complex())
+    )
+    return is_whole and int(value) > 1  # and not that of a single sample
 
 
 def metrics_by_name(metrics: Metric | Sequence[Metric] | Mapping[str, Metric] | None) -> dict[str, Any]:

@@ -423,6 +423,8 @@ class TrialLosses:
             if any(form.form is Form.UNCONFIRMED for form in forms):
                 again = self._runs(source, sample, 0, sample.samples, seed=1) if again is None else again
                 forms = forms_of(run, parts, again.get(name), self.tolerance)
+                each = " and ".join(f"{part.value:.4g} for {part.samples}" for part in parts)
+                self.weights.tried[name] = f" (it is {run.value:.4g} for {run.samples} samples, and {each} of them)"
             if not run.is_stated:
                 found[name] = forms
             else:

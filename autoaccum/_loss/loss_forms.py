@@ -55,6 +55,7 @@ class LossForms:
         is_checked_now: Whether losses were checked for this window, so that what is read in it is known.
         have_diverged: Whether divisors that were proportional turned out not to be.
         warnings: Warnings of gradients that may be wrong.
+        tried: The values that a check has compared, by name of the loss, to be shown.
     """
 
     def __init__(self, asked: Common | None) -> None:
@@ -62,6 +63,7 @@ class LossForms:
         self.forms: dict[str, tuple[TermForm, ...]] = {}
         self.is_checked = self.is_trusted = self.is_checked_now = self.have_diverged = False
         self.warnings: list[str] = []
+        self.tried: dict[str, str] = {}
         self._is_unchecked = False
 
     @property
@@ -190,10 +192,10 @@ class LossForms:
         if doubtful and all(form.form in (Form.UNCONFIRMED, Form.CONSTANT) for form in forms):
             what = "is" if forms[0].is_read else "cannot be read from its graph, and is"
             raise InvalidInputError(
-                f"loss {name!r} {what} neither a mean nor a sum over samples: micro-batches do not give the gradient "
-                "of the whole batch. Return a (sum, weight) pair; pass loss_scope='window' to fit, Runner or "
-                "Accumulator if the loss compares samples; or loss_reduction='mean' to average micro-batches all the "
-                "same"
+                f"loss {name!r} {what} neither a mean nor a sum over samples{self.tried.get(name, '')}: micro-batches "
+                "do not give the gradient of the whole batch. Pass loss_scope='window' to fit, Runner or Accumulator "
+                "if the loss compares samples; return a (sum, weight) pair otherwise; or pass loss_reduction='mean' to "
+                "average micro-batches all the same"
             )
         for number in doubtful:
             self.warn(

@@ -200,6 +200,19 @@ def test_metrics_run_over_all_samples_in_each_evaluation_anew(device, model, dat
         assert (one.loss, one.samples) == (pytest.approx(exact(model, data), rel=1e-12), SAMPLES)
 
 
+def test_metric_that_counts_is_warned_of_and_a_value_for_each_sample_is_not(model, data):
+    def correct(outputs, targets):
+        return (outputs.argmax(1) == targets[0]).sum() + 2
+
+    def each(outputs, targets):
+        return outputs.argmax(1)
+
+    with pytest.warns(UserWarning, match="metric 'correct' returned the whole number .* for .* samples") as told:
+        evaluations_of(model, batches_of(data, *SIZES), [correct, each])
+
+    assert len({str(one.message) for one in told if "'each'" in str(one.message)}) == 0
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
