@@ -325,7 +325,7 @@ class TimeSpent:
     def by_name(self) -> dict[str, float]:
         """Return the seconds by what they were spent on, in words."""
         return {
-            "start": self.start_s,
+            "starting up": self.start_s,
             "search": self.search_s,
             "computing again": self.recomputation_s,
             "waiting for data": self.data_s,

@@ -285,7 +285,17 @@ class Objective:
         elif isinstance(batch, _PAIRS) and len(batch) == _PAIR:
             if self._kind in ELEMENTWISE:
                 _check_same_shape(outputs, batch[1], self._kind.__name__)
-            raw = self._called(outputs, batch[1])
+            try:
+                raw = self._called(outputs, batch[1])
+            except (ValueError, RuntimeError) as error:
+                if self._kind is nn.CrossEntropyLoss and _has_classes_last(outputs, batch[1]):
+                    raise InvalidInputError(
+                        f"CrossEntropyLoss takes outputs of shape (N, C, ...), and got {tuple(outputs.shape)} for "
+                        f"targets of shape {tuple(batch[1].shape)}: the classes seem to be last. Move them, "
+                        "forward=lambda model, batch: model(batch[0]).movedim(-1, 1), or pass no loss=, which takes "
+                        "both"
+                    ) from error
+                raise
         elif self._kind is not None:
             raise InvalidInputError(
                 f"{self._kind.__name__} needs targets, but a batch of type {type(batch).__name__} is not an "
@@ -463,8 +473,9 @@ def _by_default(outputs: Any, targets: Any) -> tuple[Loss, Tensor]:
         _check_same_shape(outputs, targets, "mean squared error")
         return functional.mse_loss, functional.mse_loss(outputs, targets)
     classes_second = outputs.dim() > 1 and (outputs.shape[0], *outputs.shape[2:]) == tuple(targets.shape)
-    classes_last = outputs.dim() > 1 and tuple(outputs.shape[:-1]) == tuple(targets.shape)
-    if (not classes_second and not classes_last) or outputs.shape[1 if classes_second else -1] == 1:
+    if (not classes_second and not _has_classes_last(outputs, targets)) or outputs.shape[
+        1 if classes_second else -1
+    ] == 1:
         raise InvalidInputError(
             f"no loss can be chosen for outputs of shape {tuple(outputs.shape)} and whole-number targets of shape "
             f"{tuple(targets.shape)}: cross entropy needs (N, C, ...) against (N, ...), with C classes of at least 2; "
@@ -473,6 +484,12 @@ def _by_default(outputs: Any, targets: Any) -> tuple[Loss, Tensor]:
     if not classes_second:
         outputs, targets = outputs.flatten(0, -2), targets.flatten()
     return functional.cross_entropy, functional.cross_entropy(outputs, targets.long())
+
+
+def _has_classes_last(outputs: Any, targets: Any) -> bool:
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        return False
+    return outputs.dim() > 1 and outputs.shape[:-1] == targets.shape
 
 
 def _check_same_shape(outputs: Any, targets: Any, what: str) -> None:

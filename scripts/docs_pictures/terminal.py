@@ -49,7 +49,7 @@ def _screen() -> str:
             time.sleep(0.2)
         taken = subprocess.run([*tmux, "capture-pane", "-e", "-p"], check=True, capture_output=True, text=True)  # noqa: S603
         subprocess.run([*tmux, "kill-server"], check=True)  # noqa: S603
-    shown = taken.stdout.partition("done: ")[0].rpartition("\n")[0]  # a summary follows
+    shown = taken.stdout.partition("time besides")[0].rpartition("\n")[0]  # a summary follows
     return f"$ python trains.py\n{shown}"
 
 

@@ -295,6 +295,15 @@ def test_loss_of_elements_is_not_broadcast(loss):
     assert "(4, 1) and the targets (4,)" in said
 
 
+def test_cross_entropy_of_classes_in_the_last_dimension_names_the_remedy():
+    batch = (torch.randn(4, 5, 4), torch.randint(3, (4, 5)))
+
+    said = refused(nn.Linear(4, 3), [batch], loss=nn.CrossEntropyLoss(), micro_batch=2)
+
+    assert "takes outputs of shape (N, C, ...)" in said
+    assert "movedim(-1, 1)" in said
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
