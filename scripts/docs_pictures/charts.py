@@ -86,11 +86,12 @@ def memory_by_size(report: dict[str, Any], target_batch: int) -> str:
     plot.line([(0, limit), (140, limit)], "back")
     plot.line([(max(cut), 0), (max(cut), HIGHEST)], "green-line dashed")
     plot.words(2, limit, f"limit {limit:.0f} MiB", "alarm", dy=-8)
-    plot.words(max(cut), 8, f"plan: {target_batch} = {'+'.join(map(str, cut))}", "good middle", dy=-2)
+    plot.words(max(cut), 8, f"plan: {target_batch} = {'+'.join(map(str, cut))}", "good end", dx=-6)
     plot.words(64, fixed + 64 * per_sample, "line through the trials", "quiet end", dx=-10)
     plot.marks(fitting, "dot")
     plot.marks(failing, "cross")
-    for size, peak, below in [*((*one, 18) for one in fitting), *((*one, 9) for one in failing)]:
+    beside = [*((*one, 8) for one in (*fitting[:-2], *failing)), *((*one, 18) for one in fitting[-2:])]
+    for size, peak, below in beside:
         plot.words(size, peak, str(size), "quiet", dx=10, dy=below)
     plot.legend([("dot", "trial that fits"), *[("cross", "trial that does not fit")] * bool(failing)])
     sizes = [str(size) for size, _ in fitting]
