@@ -121,8 +121,8 @@ def _uniform(samples: int, most: int) -> tuple[int, ...]:
 
 
 def format_cut(micro_batches: Sequence[int]) -> str:
-    """Return a cut in readable form: "34+33+33", or "4x256+1x10" if it is long."""
+    """Return a cut in readable form: "34+33+33", or "4 x 256 + 1 x 10" if it is long."""
     if len(micro_batches) <= _CUT_SPELLED_OUT:
         return "+".join(str(size) for size in micro_batches)
     runs = ((len(list(run)), size) for size, run in itertools.groupby(micro_batches))
-    return "+".join(f"{count}x{size}" for count, size in runs)
+    return " + ".join(f"{count} x {size}" for count, size in runs)

@@ -82,7 +82,7 @@ def test_unknown_progress_is_refused_by_its_value(asked):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "text"), [((34, 33, 33), "34+33+33"), ((26, 26, 25, 25, 25), "2x26+3x25"), ((1,) * 100, "100x1")]
+    ("sizes", "text"), [((34, 33, 33), "34+33+33"), ((26, 26, 25, 25, 25), "2 x 26 + 3 x 25"), ((1,) * 100, "100 x 1")]
 )
 def test_a_cut_is_spelled_out_while_short_and_told_in_runs_when_long(sizes, text):
     assert format_cut(sizes) == text
