@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from autoaccum._arguments import counted
 from autoaccum._data.loaders import keeps_order, unlike_batch_size
 from autoaccum._engine import devices
 from autoaccum._engine.finiteness import Finiteness
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from autoaccum._data.batches import Window
     from autoaccum._records import Evaluation, ProbeResult, StepReport
     from autoaccum._sizing.sizing import Cutting
+    from autoaccum._training.checkpoint_contents import LoopState
     from autoaccum._training.one_call import Call
 
 # Unread losses stay on the device. Reading them at this interval, in windows, takes a single wait.
@@ -287,8 +289,19 @@ class Training:
                     "left out (on_too_large='skip'); see what else takes the memory"
                 )
             self._end_epoch()
+            self._say_if_epochs_are_small(begun)
             self._stop_if_asked()
         self._finiteness.finish()
+
+    def _say_if_epochs_are_small(self, begun: LoopState) -> None:
+        """Print once that an optimizer step never has the samples asked for, given the state before an epoch."""
+        now, target = self._progress.state, self._call.target_batch
+        samples, is_whole = now.samples - begun.samples, not begun.position.batches
+        if is_whole and now.windows == begun.windows + 1 and samples < target and self._call.counts == SAMPLES:
+            self._notices.say(
+                f"an epoch has {counted(samples, 'sample')}, fewer than target_batch={target}: an optimizer step takes "
+                "the samples of one epoch"
+            )
 
     def _next_window(self) -> Window | None:
         with self._timed("_data_s"):

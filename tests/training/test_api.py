@@ -297,3 +297,13 @@ def test_windows_that_ran_out_of_memory_count_by_what_was_computed_again():
     (report,) = [report for report in result.history if report.oom_events]
     share = report.recomputed_samples / (8 + report.recomputed_samples)
     assert result.time_spent.recomputation_s == pytest.approx(report.elapsed_s * share)
+
+
+@pytest.mark.parametrize(("target", "is_said"), [(100, True), (30, False), (20, False)])
+def test_target_of_more_samples_than_an_epoch_has_is_said(target, is_said, capsys):
+    data = [(torch.randn(10, 4), torch.randn(10, 1)) for _ in range(3)]
+
+    autoaccum.fit(nn.Linear(4, 1), data, target, epochs=2, micro_batch=10, device="cpu")
+
+    said = f"an epoch has 30 samples, fewer than target_batch={target}"
+    assert capsys.readouterr().err.count(said) == is_said
