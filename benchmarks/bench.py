@@ -173,7 +173,8 @@ def readme_table(found):
         return answers, f"{min(row['steps'] for row in rows)} to {max(row['steps'] for row in rows)}"
 
     (ours, _), (binary, steps), (accelerate, restarts) = map(of, ("autoaccum", "lightning-binsearch", "accelerate"))
-    head = ("", "autoaccum", "Lightning `BatchSizeFinder`", f"{ACCELERATE}, {TRANSFORMERS}", "accumulation by hand")
+    lightning = "Lightning `BatchSizeFinder`, binsearch"
+    head = ("", "autoaccum", lightning, f"{ACCELERATE}, {TRANSFORMERS}", "accumulation by hand")
     rows = (
         ("size found, of the largest that fits", ours, binary, accelerate, "a guess"),
         ("steps thrown away", "0", steps, f"{restarts}, training restarts", "0"),
@@ -181,8 +182,9 @@ def readme_table(found):
         ("gradient of the whole batch", "exact", "of another batch", "of another batch", "if parts are equal"),
         ("survives running out of memory later", "yes", "no", "restarts", "no"),
     )
+    where = f"On a CPU under memory limits, {len(found)} models ([method](docs/benchmarks.md))."
     notes = "`fit` wastes no steps: its trials train. A size above 100% may fail later."
-    return f"{table(head, rows)}\n\nMeasured with {len(found)} models ([method](docs/benchmarks.md)). {notes}"
+    return f"{table(head, rows)}\n\n{where} {notes}"
 
 
 def throughput_table(rows):

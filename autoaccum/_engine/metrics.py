@@ -121,8 +121,8 @@ def mean_of(name: str, value: Any, samples: int) -> Any:
     """Return as one number what a callable metric has returned for a micro-batch of so many samples."""
     if _is_count(value) and samples > 1:
         warnings.warn(
-            f"autoaccum: metrics: metric {name!r} returned the whole number {int(value)} for {samples} samples, as a "
-            "count does; metrics are averaged over samples, so return a mean, or a tensor with a value for each sample",
+            f"autoaccum: metric {name!r} looks like a count: it returned a whole number above 1 for a micro-batch. "
+            "Metrics are averaged over samples: return .float().mean(), or a tensor with a value for each sample",
             stacklevel=2,
         )
     if isinstance(value, Tensor):

@@ -83,6 +83,12 @@ def explain_model(
     takes = f"{name}.forward takes ({', '.join(_parameters_of(model))})"
     if isinstance(batch, Mapping):
         names = [repr(name) for name in batch]
+        if len(names) == 1:
+            raise InvalidInputError(
+                f"a batch is a mapping of {names[0]} alone, whose entries go to the model by name, and {takes}; add "
+                f"the targets to the batch, or pass forward=lambda model, batch: model(batch[{names[0]}]) and a loss "
+                "that needs none"
+            ) from error
         shown = ", ".join(names[:_MOST_ENTRIES]) + (", …" if len(names) > _MOST_ENTRIES else "")
         raise InvalidInputError(
             f"a batch is a mapping of {shown}, whose entries go to the model by name, and {takes}; pass "

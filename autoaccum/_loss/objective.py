@@ -473,17 +473,24 @@ def _by_default(outputs: Any, targets: Any) -> tuple[Loss, Tensor]:
         _check_same_shape(outputs, targets, "mean squared error")
         return functional.mse_loss, functional.mse_loss(outputs, targets)
     classes_second = outputs.dim() > 1 and (outputs.shape[0], *outputs.shape[2:]) == tuple(targets.shape)
-    if (not classes_second and not _has_classes_last(outputs, targets)) or outputs.shape[
-        1 if classes_second else -1
-    ] == 1:
+    classes = outputs.shape[1 if classes_second else -1]
+    if not (classes_second or _has_classes_last(outputs, targets)) or classes == 1:
         raise InvalidInputError(
             f"no loss can be chosen for outputs of shape {tuple(outputs.shape)} and whole-number targets of shape "
             f"{tuple(targets.shape)}: cross entropy needs (N, C, ...) against (N, ...), with C classes of at least 2; "
-            "pass loss= (for one logit a sample, torch.nn.BCEWithLogitsLoss() and floating targets)"
+            f"{_remedy(outputs, targets)}"
         )
     if not classes_second:
         outputs, targets = outputs.flatten(0, -2), targets.flatten()
     return functional.cross_entropy, functional.cross_entropy(outputs, targets.long())
+
+
+def _remedy(outputs: Tensor, targets: Tensor) -> str:
+    if targets.dim() == outputs.dim() and targets.shape[1:2] == (1,) and outputs.shape[1] > 1:
+        return "pass targets.squeeze(1)"
+    if targets.shape == outputs.shape and outputs.dim() > 1 and outputs.shape[1] > 1:
+        return "pass targets.argmax(1) of one-hot targets, or loss=torch.nn.CrossEntropyLoss() and targets.float()"
+    return "pass loss= (for one logit a sample, torch.nn.BCEWithLogitsLoss() and floating targets)"
 
 
 def _has_classes_last(outputs: Any, targets: Any) -> bool:

@@ -100,8 +100,8 @@ class PlanCache:
     def announce(self, remembered: Remembered) -> None:
         """Say that a search begins with the result of an earlier one."""
         self._notices.say(
-            f"plan cache: a micro-batch of {remembered.micro_batch} fitted in an earlier run of this job, so the "
-            "search begins there (with an empty AUTOACCUM_CACHE_DIR: anew)",
+            f"plan cache: the search begins with a micro-batch of {remembered.micro_batch}, which fitted in an "
+            "earlier run of this job (to search anew, set AUTOACCUM_CACHE_DIR= )",
             key="plan cache found",
         )
 

@@ -110,7 +110,7 @@ def test_pages_name_the_gpu_and_the_date_or_say_that_there_was_no_run(root, fold
 
     gpu_results.main([folder()], root)
 
-    said = "Run on an NVIDIA H200 (2026-11-26, driver 580.1, CUDA 13.0, PyTorch 2.11.0); [5 checks: 1 failed]"
+    said = "Tested on an NVIDIA H200 (2026-11-26, driver 580.1, CUDA 13.0, PyTorch 2.11.0): [4 of 5 tests and checks passed]"
     assert all(said in (root / page).read_text() for page in gpu_results.STATUS)
     assert "failed](docs/dev/gpu.md)" in (root / "README.md").read_text()
     assert "failed](dev/gpu.md)" in (root / "docs" / "benchmarks.md").read_text()
@@ -158,9 +158,12 @@ def test_pages_here_say_what_the_results_here_say():
     assert gpu_results.main(["--check"]) == 0
 
 
-def test_checks_that_did_not_end_in_time_are_counted_by_themselves(root, folder):
-    late = part("Device lost", row_of("fit", "no answer within 5 s", ok=False))
+def test_tests_are_counted_one_by_one(root, folder):
+    tests = part(
+        "Survival", row_of("tests", "70 passed, 1 not ended, 70 on the GPU", ok=False), row_of("one", ok=False)
+    )
 
-    gpu_results.main([folder(run=other(parts={"lost": late}))], root)
+    gpu_results.main([folder(run=other(parts={"survival": tests}))], root)
 
-    assert "[1 checks: none failed, 1 did not end]" in (root / "README.md").read_text()
+    assert "[70 of 71 tests and checks passed]" in (root / "README.md").read_text()
+    assert "| Survival | 70 of 71 |" in (root / gpu_results.TABLES).read_text()
