@@ -381,8 +381,9 @@ class FitResult:
 
     def __str__(self) -> str:
         """Return a summary of about a dozen lines."""
-        resumed = "" if self.resumed_from is None else f", resumed after step {self.resumed_from:,}"
-        lines = [f"{self.steps:,} optimizer steps, {self.samples:,} samples in {self.elapsed_s:.1f} s{resumed}"]
+        done = f"{counted(self.steps, 'optimizer step')}, {counted(self.samples, 'sample')}"
+        resumed = "" if self.resumed_from is None else f"; steps up to {self.resumed_from} were made before this call"
+        lines = [f"{done} in {self.elapsed_s:.1f} s{resumed}"]
         if self.stopped is not None:
             lines.append(f"stopped early: {self.stopped}")
         if self.last_loss is not None:

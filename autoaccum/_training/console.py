@@ -6,17 +6,17 @@ minute in lines. Neither callback starts a thread, since the host backend limits
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
-from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, TextIO, cast
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from autoaccum._arguments import counted, is_one_of, shown
+from autoaccum._arguments import is_one_of, shown
 from autoaccum._callbacks import Callback
 from autoaccum._engine.noise_scale import rounded
 from autoaccum._memory.limits import format_bytes
@@ -85,176 +85,7 @@ class OtherRank(Callback):
         log(f"rank {self._rank}: {oom_text(event, step)}")
 
 
-class _Progress(Callback):
-    """Counts where in the run training is, how fast it goes and what memory it takes.
-
-    Args:
-        capacity_bytes: What the training may take on its device; None if unknown.
-        counts: What the target is counted in: "samples" or "tokens".
-    """
-
-    def __init__(self, capacity_bytes: int | None, counts: str) -> None:
-        self._capacity_bytes = capacity_bytes
-        self._in_tokens = counts == TOKENS
-        self._begin(None, None)
-
-    def _begin(self, epochs: int | None, total_steps: int | None) -> None:
-        self._epochs, self._total_steps = epochs, total_steps
-        self._epoch, self._ended_epoch, self._resumed_step = 1, 0, 0
-        self._report: StepReport | None = None
-        self._saved_step: int | None = None
-        self._noise_scale: float | None = None
-        self._oom_events = 0
-        self._peak_bytes: int | None = None
-        self._first_rates: tuple[float | None, ...] | None = None
-        self._rates_change = False
-        self._cut: tuple[int, ...] = ()  # of the largest window: a short last one says nothing about the plan
-        self._fitted = 0
-        self._last_facts: tuple[str, ...] = ()  # by the last line
-        self._is_searching = False
-        # Samples; of windows of as many tokens, which hold unlike numbers of them, optimizer steps.
-        self._speed, self._done, self._since = 0.0, 0, time.monotonic()
-
-    def _say(self, text: str, style: str) -> None:
-        raise NotImplementedError
-
-    # --- events -------------------------------------------------------------------------------------------------------
-
-    def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
-        """Begin to count."""
-        by_epochs = None if epochs is None or steps_per_epoch is None else epochs * steps_per_epoch
-        self._begin(epochs, min((steps for steps in (by_epochs, max_steps) if steps is not None), default=None))
-
-    def on_trial(self, trial: Trial) -> None:
-        """Show such as "trial of 50: fits, peak 512 MiB, 0.12 s"."""
-        self._is_searching = True
-        # What fitted in the first window may not fit once the optimizer has made its state.
-        verdict = "fits" if trial.fits else "fits no longer" if trial.size <= self._fitted else "does not fit"
-        self._fitted = max(self._fitted, trial.size) if trial.fits else self._fitted
-        peak = "" if trial.peak_bytes is None else f", peak {format_bytes(trial.peak_bytes)}"
-        took = f"{_three_digits(trial.elapsed_s)} s"
-        self._say(f"trial of {trial.size}: {verdict}{peak}, {took}", "green" if trial.fits else "yellow")
-
-    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
-        """Show the sizes."""
-        self._is_searching = False
-        target = "samples of the first window" if self._in_tokens else "target batch"
-        self._say(
-            f"plan from step {step}: {target} {plan.target_batch}; micro-batches {format_cut(plan.micro_batches)}",
-            "bold",
-        )
-        if probe is not None:
-            self._restart_clock()
-
-    def on_step(self, report: StepReport, *, epoch: int) -> None:
-        """Count the window."""
-        self._report, self._epoch = report, epoch
-        done = 1 if self._in_tokens else report.samples
-        if self._in_tokens or report.samples >= sum(self._cut):
-            self._cut = report.micro_batches
-        if report.elapsed_s <= time.monotonic() - self._since:
-            self._done += done
-        elif not self._speed:
-            # The window that ended the search for the cut began before the clock was restarted.
-            self._speed = done / report.elapsed_s
-        if report.noise_scale is not None:
-            self._noise_scale = report.noise_scale
-        if report.peak_bytes is not None:
-            self._peak_bytes = max(report.peak_bytes, self._peak_bytes or 0)
-
-    def on_oom(self, event: MemoryEvent, *, step: int) -> None:
-        """Show where memory ran out."""
-        self._oom_events += 1
-        self._say(oom_text(event, step), "yellow")
-
-    def on_epoch_end(self, epoch: int) -> None:
-        """Count the epoch."""
-        self._ended_epoch = epoch
-        self._restart_clock()
-
-    def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:
-        """Show the loss and the metrics."""
-        after = f"epoch {epoch}" if epoch == self._ended_epoch else f"step {step}"
-        values = "".join(f", {name} {value:.4g}" for name, value in evaluation.metrics.items())
-        took = f"({evaluation.samples} samples, {evaluation.elapsed_s:.1f} s)"
-        self._say(f"evaluation after {after}: loss {evaluation.loss:.4g}{values} {took}", "bold")
-        self._restart_clock()
-
-    def on_checkpoint(self, path: Path, *, step: int) -> None:  # noqa: ARG002 - the protocol's
-        """Have the figures name the step that is saved."""
-        self._saved_step = step
-
-    def on_resume(self, path: Path, *, step: int, epoch: int) -> None:  # noqa: ARG002 - the protocol's
-        """Count on from there, which may be before the last report."""
-        self._epoch, self._report = epoch, None
-        self._resumed_step = self._saved_step = step
-        self._restart_clock()
-
-    def on_fit_end(self, result: FitResult | None) -> None:
-        """Show the summary; nothing where `fit` raised, the error speaks for itself."""
-        if result is not None:
-            self._say(_summary_text(result), "bold")
-            if result.steps != result.resumed_from and (shares := _shares(result)):
-                self._say(f"time besides steps: {shares}", "dim")
-
-    # --- figures ------------------------------------------------------------------------------------------------------
-
-    def _restart_clock(self) -> None:
-        """Restart the speed count, so that neither a probe nor an evaluation counts as slow training."""
-        self._speed, self._done, self._since = self._per_s(), 0, time.monotonic()
-
-    def _per_s(self) -> float:
-        """Since the clock was restarted; right after that, as it was before."""
-        return self._done / max(time.monotonic() - self._since, 1e-9) if self._done else self._speed
-
-    @property
-    def _steps(self) -> int:
-        return self._resumed_step if self._report is None else self._report.step
-
-    @property
-    def _position(self) -> tuple[str, str]:
-        """Such as "epoch 2/3" and "step 23/45"; what is not known is left out."""
-        epochs = "" if self._epochs is None else f"/{self._epochs}"
-        steps = "" if self._total_steps is None else f"/{self._total_steps}"
-        return f"epoch {self._epoch}{epochs}", f"step {self._steps}{steps}"
-
-    def _figures(self, *, in_bar: bool = False) -> str:
-        """Such as "loss 0.412, 141 samples/s, 12 min left, micro-batches 34+33+33, peak 512 MiB of 600 MiB, 1 oom".
-
-        With a target in tokens: "3.1 steps/s", and "in 7 micro-batches of 1 to 9 samples" of the last window.
-
-        Waits for the device. The bar shows the time left by itself (`in_bar`), and all else always; lines name cut,
-        peak and failures only where they have changed since the last one. The learning rate, of the first group,
-        stands behind the loss once any has changed.
-        """
-        assert self._report is not None, "figures are drawn after a step"
-        facts = [_cut_by_length(self._cut) if self._in_tokens else f"micro-batches {format_cut(self._cut)}"]
-        if self._peak_bytes is not None:
-            facts.append(f"peak {_of_capacity(self._peak_bytes, self._capacity_bytes)}")
-        if self._oom_events or in_bar:
-            facts.append(f"{self._oom_events} oom")
-        if not in_bar:
-            facts, self._last_facts = [fact for fact in facts if fact not in self._last_facts], tuple(facts)
-        rates = self._report.learning_rates
-        self._first_rates = self._first_rates or rates
-        self._rates_change = self._rates_change or rates != self._first_rates
-        parts = [f"loss {self._report.loss:.4g}" + (" (step skipped)" if self._report.skipped else "")]
-        if self._rates_change and rates and rates[0] is not None:
-            parts.append(f"lr {rates[0]:.3g}")
-        speed, target = self._per_s(), 1 if self._in_tokens else sum(self._cut)
-        parts.append(f"{_three_digits(speed)} {'steps' if self._in_tokens else 'samples'}/s")
-        left = 0 if self._total_steps is None else self._total_steps - self._steps
-        if not in_bar and not self._is_searching and speed and left > 0:
-            parts.append(f"{_rounded_time(left * target / speed)} left")
-        parts += facts
-        if self._noise_scale is not None:
-            parts.append(f"noise scale {rounded(self._noise_scale)}")
-        if self._saved_step is not None:
-            parts.append(f"saved at step {self._saved_step}")
-        return ", ".join(parts)
-
-
-class LineProgress(_Progress):
+class LineProgress(Callback):
     """Progress as plain lines, logged under "autoaccum": for log files, pipes and notebooks.
 
     One line for each trial, plan, epoch, evaluation and for memory that ran out; between them a step line now
@@ -275,97 +106,213 @@ class LineProgress(_Progress):
         capacity_bytes: int | None = None,
         counts: str = SAMPLES,
     ) -> None:
-        super().__init__(capacity_bytes, counts)
         self._every_s = every_s
         self._file = file
-        self._last_line = time.monotonic()
+        self._capacity_bytes = capacity_bytes
+        self._in_tokens = counts == TOKENS
+        self._epochs: int | None = None
+        self._total_steps: int | None = None
+        self._epoch, self._ended_epoch, self._resumed_step = 1, 0, 0
+        self._report: StepReport | None = None
+        self._saved_step: int | None = None
+        self._noise_scale: float | None = None
+        self._oom_events = 0
+        self._peak_bytes = 0
+        self._rates: set[tuple[float | None, ...]] = set()  # all learning rates so far
+        self._cut: tuple[int, ...] = ()  # of the largest window: a short last one says nothing about the plan
+        self._last_facts: tuple[str, ...] = ()  # by the last line
+        self._is_searching = False
+        # Samples; of windows of as many tokens, which hold unlike numbers of them, optimizer steps.
+        self._speed, self._done, self._since = 0.0, 0, time.monotonic()
+        self._last_shown = time.monotonic()
+
+    # --- events -------------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
         """Begin to count."""
-        super().on_fit_start(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
-        self._last_line = time.monotonic()
+        by_epochs = None if epochs is None or steps_per_epoch is None else epochs * steps_per_epoch
+        self._epochs = epochs
+        self._total_steps = min((steps for steps in (by_epochs, max_steps) if steps is not None), default=None)
+        self._since = self._last_shown = time.monotonic()
+
+    def on_trial(self, trial: Trial) -> None:
+        """Show such as "trial of 50: fits, peak 512 MiB, 0.12 s"."""
+        self._is_searching = True
+        peak = "" if trial.peak_bytes is None else f", peak {format_bytes(trial.peak_bytes)}"
+        verdict = f"{'fits' if trial.fits else 'does not fit'}{peak}, {_three_digits(trial.elapsed_s)} s"
+        self._say(f"trial of {trial.size}: {verdict}", "green" if trial.fits else "yellow")
+
+    def on_plan(self, plan: Plan, *, step: int, probe: ProbeResult | None) -> None:
+        """Show the sizes."""
+        self._is_searching = False
+        target = "samples of the first window" if self._in_tokens else "target batch"
+        self._say(
+            f"plan from step {step}: {target} {plan.target_batch}; micro-batches {format_cut(plan.micro_batches)}",
+            "bold",
+        )
+        if probe is not None:
+            self._restart_clock()
 
     def on_step(self, report: StepReport, *, epoch: int) -> None:
-        """Write a line if the last one is long enough ago."""
-        super().on_step(report, epoch=epoch)
-        if time.monotonic() - self._last_line >= self._every_s:
-            self._say(f"{', '.join(self._position)}: {self._figures()}")
-            self._last_line = time.monotonic()
+        """Count the window, and show figures if the last ones are long enough ago."""
+        self._report, self._epoch = report, epoch
+        done = 1 if self._in_tokens else report.samples
+        if self._in_tokens or report.samples >= sum(self._cut):
+            self._cut = report.micro_batches
+        if report.elapsed_s <= time.monotonic() - self._since:
+            self._done += done
+        elif not self._speed:
+            # The window that ended the search for the cut began before the clock was restarted.
+            self._speed = done / report.elapsed_s
+        if report.noise_scale is not None:
+            self._noise_scale = report.noise_scale
+        self._peak_bytes = max(report.peak_bytes or 0, self._peak_bytes)
+        if time.monotonic() - self._last_shown >= self._every_s:
+            self._show("")
+
+    def on_oom(self, event: MemoryEvent, *, step: int) -> None:
+        """Show where memory ran out."""
+        self._oom_events += 1
+        self._say(oom_text(event, step), "yellow")
 
     def on_epoch_end(self, epoch: int) -> None:
-        """Write a line: how the epoch ended."""
+        """Show figures: how the epoch ended."""
         if self._report is not None:
-            self._say(f"epoch {epoch} done, {self._position[1]}: {self._figures()}")
-        super().on_epoch_end(epoch)
-        self._last_line = time.monotonic()
+            self._show(f"epoch {epoch} done")
+        self._ended_epoch = epoch
+        self._restart_clock()
 
-    def _say(self, text: str, style: str = "") -> None:  # noqa: ARG002 - a line has none
+    def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:
+        """Show the loss and the metrics."""
+        after = f"epoch {epoch}" if epoch == self._ended_epoch else f"step {step}"
+        values = "".join(f", {name} {value:.4g}" for name, value in evaluation.metrics.items())
+        took = f"({evaluation.samples} samples, {evaluation.elapsed_s:.1f} s)"
+        self._say(f"evaluation after {after}: loss {evaluation.loss:.4g}{values} {took}", "bold")
+        self._restart_clock()
+
+    def on_checkpoint(self, path: Path, *, step: int) -> None:  # noqa: ARG002 - the protocol's
+        """Have the figures name the step that is saved."""
+        self._saved_step = step
+
+    def on_resume(self, path: Path, *, step: int, epoch: int) -> None:  # noqa: ARG002 - the protocol's
+        """Count on from there."""
+        self._epoch = epoch
+        self._resumed_step = self._saved_step = step
+        self._restart_clock()
+
+    def on_fit_end(self, result: FitResult | None) -> None:
+        """Show the summary; nothing where `fit` raised, the error speaks for itself. Warnings were shown as such."""
+        if result is not None:
+            lines = [line for line in str(result).splitlines() if not line.startswith("warning: ")]
+            self._say(f"done: {'; '.join(lines)}", "bold")
+
+    # --- figures ------------------------------------------------------------------------------------------------------
+
+    def _say(self, text: str, style: str) -> None:  # noqa: ARG002 - a line has none
         if self._file is None:
             log(text)
         else:
             write_line(f"autoaccum: {text}", self._file)
 
+    def _show(self, event: str) -> None:
+        """Show the figures of now, and the event that they are of; "" if they are of a step."""
+        self._say(f"{event or self._position[0]}, {self._position[1]}: {self._figures()}", "")
+        self._last_shown = time.monotonic()
 
-class RichProgress(_Progress):
+    def _restart_clock(self) -> None:
+        """Restart the speed count, so that neither a probe nor an evaluation counts as slow training."""
+        self._speed, self._done, self._since = self._per_s(), 0, time.monotonic()
+
+    def _per_s(self) -> float:
+        """Since the clock was restarted; right after that, as it was before."""
+        return self._done / max(time.monotonic() - self._since, 1e-9) if self._done else self._speed
+
+    @property
+    def _steps(self) -> int:
+        return self._resumed_step if self._report is None else self._report.step
+
+    @property
+    def _position(self) -> tuple[str, str]:
+        """Such as "epoch 2/3" and "step 23/45"; what is not known is left out."""
+        epochs = "" if self._epochs is None else f"/{self._epochs}"
+        steps = "" if self._total_steps is None else f"/{self._total_steps}"
+        return f"epoch {self._epoch}{epochs}", f"step {self._steps}{steps}"
+
+    def _figures(self) -> str:
+        """Such as "loss 0.412, 141 samples/s, 12 min left, micro-batches 34+33+33, peak 512 MiB of 600 MiB, 1 oom".
+
+        Waits for the device. What follows the time left is named only where it has changed since the last line.
+        """
+        speed, target = self._per_s(), 1 if self._in_tokens else sum(self._cut)
+        left = 0 if self._total_steps is None else self._total_steps - self._steps
+        parts = self._loss_and_speed()
+        if not self._is_searching and speed and left > 0:
+            parts.append(f"{_rounded_time(left * target / speed)} left")
+        facts, before = self._facts(), self._last_facts
+        self._last_facts = tuple(facts)
+        return ", ".join([*parts, *(fact for fact in facts if fact not in before)])
+
+    def _loss_and_speed(self) -> list[str]:
+        """Return also the learning rate, of the first group, once any has changed."""
+        assert self._report is not None, "figures are drawn after a step"
+        parts = [f"loss {self._report.loss:.4g}" + (" (step skipped)" if self._report.skipped else "")]
+        self._rates.add(rates := self._report.learning_rates)
+        if len(self._rates) > 1 and rates and rates[0] is not None:
+            parts.append(f"lr {rates[0]:.3g}")
+        return [*parts, f"{_three_digits(self._per_s())} {'steps' if self._in_tokens else 'samples'}/s"]
+
+    def _facts(self) -> list[str]:
+        facts = [_cut_by_length(self._cut) if self._in_tokens else f"micro-batches {format_cut(self._cut)}"]
+        if self._peak_bytes:
+            of = "" if self._capacity_bytes is None else f" of {format_bytes(self._capacity_bytes)}"
+            facts.append(f"peak {format_bytes(self._peak_bytes)}{of}")
+        facts += [f"{self._oom_events} oom"] if self._oom_events else []
+        facts += [] if self._noise_scale is None else [f"noise scale {rounded(self._noise_scale)}"]
+        return facts if self._saved_step is None else [*facts, f"saved at step {self._saved_step}"]
+
+
+class RichProgress(LineProgress):
     """Progress as a live bar and a line of figures on stderr, with trials, plans and evaluations above them.
 
     Args:
         console: The rich console to draw on; None: one for stderr.
-        capacity_bytes: What the training may take on its device; None if unknown.
-        counts: What the target is counted in: "samples" or "tokens".
+        options: As for `LineProgress`.
     """
 
-    def __init__(
-        self, console: Console | None = None, *, capacity_bytes: int | None = None, counts: str = SAMPLES
-    ) -> None:
-        super().__init__(capacity_bytes, counts)
+    def __init__(self, console: Console | None = None, **options: Any) -> None:
+        super().__init__(every_s=_BAR_EVERY_S, **options)
         self._console = console
         self._bar: _Bar | None = None
-        self._last_draw = float("-inf")
 
     def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:
         """Begin to draw."""
         super().on_fit_start(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
         # Made here rather than in __init__, so that it draws on the stderr of the call.
         self._bar = _Bar(self._console or Console(file=cast("IO[str]", Dropping(sys.stderr))), self._total_steps)
-        with _dropped():
-            self._bar.start()
-
-    def on_step(self, report: StepReport, *, epoch: int) -> None:
-        """Move the bar if the last picture is long enough ago."""
-        super().on_step(report, epoch=epoch)
-        if time.monotonic() - self._last_draw >= _BAR_EVERY_S:
-            self._draw()
-
-    def on_epoch_end(self, epoch: int) -> None:
-        """Bring the bar up to date."""
-        if self._report is not None:
-            self._draw()
-        super().on_epoch_end(epoch)
+        self._last_shown = -math.inf  # the first figures at once
+        self._bar.start()
 
     def on_fit_end(self, result: FitResult | None) -> None:
         """Stop drawing, and print the summary below the bar."""
         if self._bar is None:
             return
         if result is not None and self._report is not None:
-            self._draw()
-        with _dropped():
-            self._bar.stop()
+            self._show("")
+        self._bar.stop()
         super().on_fit_end(result)
         self._bar = None
 
-    def _draw(self) -> None:
+    def _show(self, event: str) -> None:  # noqa: ARG002 - the bar moves whatever it was
         assert self._bar is not None, "on_fit_start comes first"
         self._bar.update(self._bar.task_ids[0], completed=self._steps, description=self._position[0])
-        self._bar.figures = self._figures(in_bar=True)
-        with _dropped():
-            self._bar.refresh()
-        self._last_draw = time.monotonic()
+        # The bar shows the time left by itself.
+        self._bar.figures = ", ".join([*self._loss_and_speed(), *self._facts()])
+        self._bar.refresh()
+        self._last_shown = time.monotonic()
 
     def _say(self, text: str, style: str) -> None:
         assert self._bar is not None, "on_fit_start comes first"
-        with _dropped():
-            self._bar.console.print(Text(text, style=style))
+        self._bar.console.print(Text(text, style=style))
 
 
 class _Bar(Progress):
@@ -395,15 +342,6 @@ class _Bar(Progress):
         yield Text(self.figures, style="dim")
 
 
-@contextmanager
-def _dropped() -> Iterator[None]:
-    """Drop what cannot be drawn; of a pipe that nobody reads, rich makes SystemExit."""
-    try:
-        yield
-    except (OSError, ValueError, SystemExit):
-        return
-
-
 def _three_digits(number: float) -> str:
     return f"{number:.3g}" if number < 100 else f"{number:.0f}"  # noqa: PLR2004 - .3g would turn to 1.23e+03
 
@@ -415,45 +353,9 @@ def _rounded_time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"  # noqa: PLR2004 - 90 minutes
 
 
-def _of_capacity(used_bytes: int, capacity_bytes: int | None) -> str:
-    """Return such as "512.0 MiB of 600.0 MiB"."""
-    return format_bytes(used_bytes) + ("" if capacity_bytes is None else f" of {format_bytes(capacity_bytes)}")
-
-
 def _cut_by_length(sizes: Sequence[int]) -> str:
     if len(sizes) <= 1:
         return f"{sum(sizes):,} samples at once"
     least, most = min(sizes), max(sizes)
     each = f"{most:,}" if least == most else f"{least:,} to {most:,}"
     return f"in {len(sizes):,} micro-batches of {each} {'sample' if most == 1 else 'samples'}"
-
-
-def _cut_at_end(result: FitResult) -> str:
-    """Return how the last windows were cut: as planned, unless that plan was found for windows that did not come."""
-    since, _ = result.plans[-1]
-    is_planned = since <= result.steps or not result.history
-    return format_cut(result.plan.micro_batches if is_planned else result.history[-1].micro_batches)
-
-
-def _summary_text(result: FitResult) -> str:
-    metrics = result.evaluations[-1].metrics if result.evaluations else {}
-    facts = [f"micro-batches {_cut_at_end(result)}", f"{result.oom_events} oom"]
-    facts += [f"last loss {result.history[-1].loss:.4g}"] if result.history else []
-    facts += [f"{name} {value:.4g}" for name, value in metrics.items()]
-    facts += [] if result.checkpoint is None else [f"checkpoint {result.checkpoint}"]
-    facts += [] if result.stopped is None else [f"stopped: {result.stopped}"]
-    done = f"done: {counted(result.steps, 'step')}, {counted(result.samples, 'sample')}"
-    took = f" in {result.elapsed_s:.1f} s"
-    if result.resumed_from is not None:
-        steps = result.steps - result.resumed_from
-        took = f"; the last {counted(steps, 'step')}{took}" if steps else " before this call"
-    return f"{done}{took}, {', '.join(facts)}"
-
-
-def _shares(result: FitResult) -> str:
-    """Return where a call's time went besides its optimizer steps, as far as it shows; else nothing."""
-    return ", ".join(
-        f"{what} {seconds:.1f} s ({min(1.0, seconds / result.elapsed_s):.0%})"
-        for what, seconds in result.time_spent.by_name().items()
-        if seconds >= 0.05 and result.elapsed_s > 0  # noqa: PLR2004 - it would be printed as 0.0 s
-    )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import autoaccum
 from autoaccum._records import Plan, Trial
-from autoaccum._sizing.planner import balanced, cut, plan, planned, shrink
+from autoaccum._sizing.planner import balanced, cut, format_cut, plan, planned, shrink
 
 SIZES = st.integers(min_value=1, max_value=5000)
 SMALL = st.integers(min_value=1, max_value=18)  # for brute force
@@ -140,3 +140,10 @@ def test_uniform_cut_with_a_shorter_last_one_leaves_it_as_long_as_can_be(samples
 
     alike = [other for other in cuts_of(samples, most, len(found)) if len(set(other[:-1])) <= 1]
     assert found[-1] == max(other[-1] for other in alike)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"), [((34, 33, 33), "34+33+33"), ((26, 26, 25, 25, 25), "2 x 26 + 3 x 25"), ((1,) * 100, "100 x 1")]
+)
+def test_a_cut_is_spelled_out_while_short_and_told_in_runs_when_long(sizes, text):
+    assert format_cut(sizes) == text

@@ -44,7 +44,7 @@ def test_nan_is_a_warning_for_whoever_handles_the_lines(caplog):
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
-        ("", ["epoch 1 done", "done: 3 steps", "LossWarning"]),
+        ("", ["epoch 1 done", "done: 3 optimizer steps", "LossWarning"]),
         ("logging.getLogger('autoaccum').setLevel('ERROR'); warnings.simplefilter('ignore')", []),
         ("progress = False", ["LossWarning"]),
     ],
@@ -63,5 +63,5 @@ print(len(result.warnings))
 """
     done = subprocess.run([*warm.python(), "-c", code], capture_output=True, text=True, check=True)
 
-    found = [text for text in ("epoch 1 done", "done: 3 steps", "LossWarning") if text in done.stderr]
+    found = [text for text in ("epoch 1 done", "done: 3 optimizer steps", "LossWarning") if text in done.stderr]
     assert (done.stdout.strip(), found) == ("1", expected)

@@ -138,4 +138,4 @@ def test_lines_go_where_logging_sends_them_and_are_silenced_by_it(set_up, on_std
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
 
     assert done.stderr == ""
-    assert ("INFO:autoaccum:done: 1 step" in done.stdout) is on_stdout
+    assert ("INFO:autoaccum:done: 1 optimizer step" in done.stdout) is on_stdout

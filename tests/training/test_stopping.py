@@ -106,7 +106,7 @@ def test_progress_and_logs_say_why(tmp_path):
 
     Run(progress=LineProgress(file=out)).fit(Asks("on_step", raised, at=2), autoaccum.JSONLinesLog(log))
 
-    assert any(line.endswith(", stopped: good enough") for line in out.getvalue().splitlines())
+    assert "; stopped early: good enough; " in out.getvalue()
     assert json.loads(log.read_text().splitlines()[-1])["stopped"] == "good enough"
 
 
