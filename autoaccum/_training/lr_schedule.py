@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 _INTERVALS = ("step", "epoch")
 _EXAMPLE = "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)"
-_NEEDS_VALIDATION = "scheduler: ReduceLROnPlateau moves with the validation loss; pass val_loader="
 
 
 class Schedule:
@@ -48,9 +46,10 @@ class Schedule:
         Raises:
             InvalidInputError: It cannot be used.
         """
-        if _is_maker(self.scheduler):
-            self.scheduler = _made(self.scheduler, self._optimizer)
-        if self.scheduler is not None:
+        is_made = _is_maker(self.scheduler)
+        if is_made:
+            self.scheduler = self.scheduler(self._optimizer)
+        if is_made or self.scheduler is not None:
             _check(self.scheduler, self._optimizer, is_evaluated=self._is_evaluated)
         self._on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
 
@@ -98,10 +97,8 @@ def check_scheduler(scheduler: Any, interval: str, val_loader: Iterable[Any] | N
         raise InvalidInputError(
             f"scheduler_interval={interval!r} needs a scheduler, and there is none; pass scheduler="
         )
-    if isinstance(scheduler, Optimizer) or not (scheduler is None or hasattr(scheduler, "step") or callable(scheduler)):
-        raise InvalidInputError(
-            f"scheduler={shown(scheduler)} has no step(), nor is it a function that makes one; pass {_EXAMPLE}"
-        )
+    if isinstance(scheduler, Optimizer | type):
+        raise InvalidInputError(f"scheduler={shown(scheduler)} is no scheduler, nor a function; pass {_EXAMPLE}")
     if _is_maker(scheduler):
         check_call("scheduler", scheduler, "optimizer")
     elif scheduler is not None:
@@ -111,7 +108,10 @@ def check_scheduler(scheduler: Any, interval: str, val_loader: Iterable[Any] | N
 
 def _check(scheduler: Any, optimizer: Optimizer | None, *, is_evaluated: bool) -> None:
     """Refuse a scheduler that cannot be moved, or is of another optimizer, if it has an attribute `optimizer`."""
-    _check_steps(scheduler, is_evaluated=is_evaluated)
+    if not callable(getattr(scheduler, "step", None)):
+        raise InvalidInputError(f"scheduler={shown(scheduler)} has no step() that can be called; pass {_EXAMPLE}")
+    if isinstance(scheduler, ReduceLROnPlateau) and not is_evaluated:
+        raise InvalidInputError("scheduler: ReduceLROnPlateau moves with the validation loss; pass val_loader=")
     if optimizer is None:
         return
     used = {id(group) for group in optimizer.param_groups}
@@ -129,41 +129,5 @@ def _check(scheduler: Any, optimizer: Optimizer | None, *, is_evaluated: bool) -
 
 
 def _is_maker(scheduler: Any) -> bool:
-    """Whether this makes a scheduler from an optimizer: a function, or a class, which has a step() too."""
-    return isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step"))
-
-
-def _made(maker: Any, optimizer: Optimizer) -> Any:
-    try:
-        made = maker(optimizer)
-    except TypeError as error:
-        if not isinstance(maker, type):
-            raise
-        raise InvalidInputError(
-            f"scheduler={maker.__name__} is a class that cannot be made from the optimizer alone ({error}); pass one "
-            f"that is made, or a function: scheduler=lambda optimizer: {maker.__name__}(optimizer, ...)"
-        ) from error
-    if isinstance(made, type) or not callable(getattr(made, "step", None)):
-        raise InvalidInputError(
-            f"scheduler={shown(maker)} returned {shown(made)}, which has no step(); return the scheduler: {_EXAMPLE}"
-        )
-    return made
-
-
-def _check_steps(scheduler: Any, *, is_evaluated: bool) -> None:
-    if isinstance(scheduler, ReduceLROnPlateau):
-        if not is_evaluated:
-            raise InvalidInputError(_NEEDS_VALIDATION)
-        return
-    step = getattr(scheduler, "step", None)
-    if not callable(step):
-        raise InvalidInputError(f"scheduler={shown(scheduler)} has no step() that can be called; pass {_EXAMPLE}")
-    try:
-        inspect.signature(step).bind()
-    except ValueError:  # it has no signature
-        return
-    except TypeError as error:
-        raise InvalidInputError(
-            f"scheduler=, a {type(scheduler).__name__}, cannot be moved by step() alone ({error}); wrap it in an "
-            "object whose step() takes no argument"
-        ) from error
+    """Whether this is a function that makes a scheduler from an optimizer."""
+    return callable(scheduler) and not hasattr(scheduler, "step")

@@ -7,23 +7,23 @@ gradients and optimizer state.
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from autoaccum._data.loaders import generators_of
-from autoaccum._data.random_state import RandomState
+from autoaccum._data.random_state import RandomState, set_states, states_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
-    from types import TracebackType
 
     from autoaccum._training.loop import Training
 
 
 class Untouched:
-    """A context manager that restores the state at its entry if it exits with an error before a window is done.
+    """A context manager that restores the state at its making if it exits with an error before a window is done.
 
     Args:
         device: The device whose random state is restored, as is the host's.
@@ -36,30 +36,23 @@ class Untouched:
 
     def __init__(self, device: torch.device, folders: Iterable[Path | None], loaders: Iterable[Any]) -> None:
         self.training: Training | None = None
-        self._random = RandomState(device)
+        random = RandomState(device)
+        random.take()
+        generators = [generator for loader in loaders for generator in generators_of(loader)]
+        self._undo: list[Callable[[], object]] = [
+            random.put_back,
+            partial(set_states, generators, states_of(generators)),
+        ]
         self._folders = [one for folder in folders if folder is not None for one in _missing(folder)]
-        self._generators = [generator for loader in loaders for generator in generators_of(loader)]
-        self._states: list[torch.Tensor] = []
-        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._base_rates: list[tuple[Any, list[Any]]] = []
 
     def __enter__(self) -> Self:
-        self._random.take()
-        self._states = [generator.get_state() for generator in self._generators]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or (self.training is not None and self.training.windows):
             return
-        self._random.put_back()
-        for generator, state in zip(self._generators, self._states, strict=True):
-            generator.set_state(state)
-        for group, before in self._groups:
-            _put_back_settings(group, before)
-        for scheduler, rates in self._base_rates:
-            scheduler.base_lrs = rates
+        for undo in self._undo:
+            undo()
         for folder in self._folders:
             with contextlib.suppress(OSError):  # the folder was not made, or is not empty
                 folder.rmdir()
@@ -71,9 +64,11 @@ class Untouched:
             optimizer: The optimizer whose parameter groups are read.
             scheduler: A scheduler, a function that makes one, or None.
         """
-        self._groups = [(group, _settings(group)) for group in optimizer.param_groups]
-        parts = (scheduler, *getattr(scheduler, "_schedulers", ()))
-        self._base_rates = [(part, part.base_lrs) for part in parts if hasattr(part, "base_lrs")]
+        for group in optimizer.param_groups:
+            self._undo.append(partial(_put_back_settings, group, _settings(group)))
+        for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
+            if hasattr(part, "base_lrs"):
+                self._undo.append(partial(setattr, part, "base_lrs", part.base_lrs))
 
 
 def _missing(folder: Path) -> list[Path]:
