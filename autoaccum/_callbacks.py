@@ -74,8 +74,7 @@ class Callback:
     def on_resume(self, path: Path, *, step: int, epoch: int) -> None:
         """Called when training resumes in epoch `epoch` from the checkpoint of window `step`.
 
-        Earlier reports on later windows are void. This happens at the start of a call that resumes, and when a call
-        goes back to its last checkpoint.
+        Earlier reports on later windows, of the call before, are void.
         """
 
     def on_fit_end(self, result: FitResult | None) -> None:

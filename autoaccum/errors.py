@@ -50,8 +50,8 @@ class DeviceLostError(AutoaccumError):
 class StateDamagedError(AutoaccumError):
     """The optimizer, or a hook on its step, failed after it had begun to write: parameters are part old, part new.
 
-    Training must not continue from this state; load a checkpoint. With `checkpoint=`, `fit` goes back to its last
-    checkpoint by itself.
+    Training must not continue from this state; load a checkpoint. With `checkpoint=`, the same call of `fit` resumes
+    from its last one.
     """
 
 

@@ -99,18 +99,6 @@ class Counting(torch.optim.SGD):
             self.fault.arm()
 
 
-class Back(autoaccum.Callback):
-    """Notes whether training goes on from a checkpoint after it has begun."""
-
-    has_begun = went_back = False
-
-    def on_resume(self, path, *, step, epoch):
-        self.went_back |= self.has_begun
-
-    def on_step(self, report, *, epoch):
-        self.has_begun = True
-
-
 class Drawing(torch.optim.lr_scheduler.StepLR):
     """Draws what it multiplies the rate by, so that each of its moves counts."""
 
@@ -143,7 +131,6 @@ class Played:
     told: int  # steps that `fit` told of; -1 where it raised
     parameters: list  # in the end
     rate: float  # of learning, in the end
-    went_back: bool  # whether `fit` went back to a checkpoint, since the optimizer may have been half-way
     fault: dict  # what failed
 
 
@@ -158,7 +145,6 @@ def play(window=0, point=None, kind="call", *, lasts=False, model=None, draws=Tr
     dataset = torch.utils.data.TensorDataset(torch.randn(WINDOWS * TARGET, 3), torch.arange(WINDOWS * TARGET) % 2)
     loader = torch.utils.data.DataLoader(dataset, batch_size=TARGET, shuffle=True)
     arguments = {"loss": nn.CrossEntropyLoss(), "device": "cpu", "progress": False} | options
-    arguments["callbacks"] = [back := Back(), *arguments.get("callbacks", ())]
     error, told = None, -1
     model.register_forward_pre_hook(lambda *_: fault.disarm())
     with (
@@ -185,7 +171,6 @@ def play(window=0, point=None, kind="call", *, lasts=False, model=None, draws=Tr
         told=told,
         parameters=[parameter.detach().clone() for parameter in model.parameters()],
         rate=optimizer.param_groups[0]["lr"],
-        went_back=back.went_back,
         fault={name: getattr(fault, name) for name in ("count", "hits", "where", "in_step")},
     )
 
@@ -233,15 +218,17 @@ def judged(folder, window, point, kind, expected, *, lasts=False, checkpoint_eve
         losses.append(f"{where}: no fault")
     if found.error is None:
         # The first step of all works on parameters of which there is a copy, and may be taken back and made again.
-        may_be_more = window == 1 or found.went_back
-        if not same(found.parameters, end.parameters) or (found.steps != WINDOWS and not may_be_more):
+        if not same(found.parameters, end.parameters) or (found.steps != WINDOWS and window != 1):
             losses.append(f"{where}: {found.steps} steps, told {found.told}, not the parameters of {WINDOWS} windows")
         return losses, ""
     if not same(found.parameters, after[window - 1]):
         losses.append(f"{where}: {found.steps} steps, not the parameters of {window} windows ({found.error})")
     if found.steps != window and window > 1:
         losses.append(f"{where}: {found.steps} steps for {window} windows ({found.error})")
-    if found.fault["in_step"] and not lasts and (found.kind, found.named) != ("StepCompleteError", window):
+    # Within the optimizer's own method, behind its last write, it may have been half-way for all that can be seen.
+    if found.kind != "StateDamagedError" and (
+        found.fault["in_step"] and not lasts and (found.kind, found.named) != ("StepCompleteError", window)
+    ):
         losses.append(f"{where}: does not name the update ({found.error})")
     more = play(0, checkpoint=folder, checkpoint_every=1)
     if more.error is not None or not same(more.parameters, end.parameters) or more.rate != end.rate:

@@ -85,11 +85,6 @@ class Finiteness:
         """Check all remaining windows, which waits for the device."""
         self._read(at_most=0)
 
-    def begin_anew(self) -> None:
-        """Forget windows that will be repeated."""
-        self._coming.clear()
-        self._skipped = 0
-
     def _read(self, *, at_most: float) -> None:
         """Check the windows that have arrived; all, with a wait, if so many are on their way."""
         waits = len(self._coming) >= at_most

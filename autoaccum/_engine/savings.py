@@ -44,7 +44,7 @@ Rung = tuple[str, ...]
 
 
 class Savings:
-    """Saves memory in steps, between `apply` and `remove`. Ranks climb each by itself.
+    """Saves memory in steps. Ranks climb each by itself.
 
     Attributes:
         is_auto: Whether to climb.
@@ -62,7 +62,6 @@ class Savings:
         for name in self.names:
             check_place(name, modules)
         self._left: list[str] = []
-        self._in_force = ExitStack()
         self._ways: Rung = ()  # in words
         self._reason = ""  # why something else is in force from the next step on
         if self.is_auto:
@@ -75,32 +74,20 @@ class Savings:
         if self.names:
             del self._left[: self._left.index(self.names[-1]) + 1]
 
-    def apply(self) -> None:
-        """Put in force what saves memory."""
-        with ExitStack() as changed:
-            adapted = [saving(name, self._modules, self._memory) for name in self.names]
-            self._ways = tuple(map(changed.enter_context, adapted))
-            self._in_force = changed.pop_all()
-        if self._reason:
-            said = "; ".join(self._ways) or "nothing saves memory"
-            self._notices.say(f"{self._reason}; from now on {said} (memory='auto')")
-            self._reason = ""
-        elif not self.is_auto:
-            for name, way in zip(self.names, self._ways, strict=True):
-                self._notices.say(f"{way} (memory={name!r})", key=f"memory={name!r}")
-
-    def remove(self) -> None:
-        """Give the modules back as they were."""
-        self._in_force.close()
-
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """Save memory in this block; the modules are then as before."""
-        self.apply()
-        try:
+        with ExitStack() as changed:
+            adapted = [saving(name, self._modules, self._memory) for name in self.names]
+            self._ways = tuple(map(changed.enter_context, adapted))
+            if self._reason:
+                said = "; ".join(self._ways) or "nothing saves memory"
+                self._notices.say(f"{self._reason}; from now on {said} (memory='auto')")
+                self._reason = ""
+            elif not self.is_auto:
+                for name, way in zip(self.names, self._ways, strict=True):
+                    self._notices.say(f"{way} (memory={name!r})", key=f"memory={name!r}")
             yield
-        finally:
-            self.remove()
 
     def run(
         self,
@@ -121,15 +108,15 @@ class Savings:
                 with self.in_force() if self.names or self._reason else nullcontext():
                     return work()
             except AVOIDABLE as error:
-                if is_final() or not self.climb(error):
+                if is_final() or not self._climbs(error):
                     raise
                 let_go(error)
             # After the handler: inside it the traceback still pins the activations.
             self._memory.release()
             on_climb()
 
-    def climb(self, error: Exception) -> bool:
-        """Save memory in another way from the next `apply` on; return whether one may avoid an error of `AVOIDABLE`.
+    def _climbs(self, error: Exception) -> bool:
+        """Save memory in another way from the next step on; return whether one may avoid an error of `AVOIDABLE`.
 
         What the model or its loss refuses is left out from then on.
         """

@@ -174,11 +174,6 @@ class Frontier:
         """Return the fewest samples of these widths that are known not to fit; None if none are."""
         return min((one.samples for one in self.fails if are_within(one.widths, widths)), default=None)
 
-    @property
-    def widths(self) -> set[Widths]:
-        """The widths of all micro-batches of which anything is known."""
-        return {one.widths for one in (*self.fits, *self.fails)} | self._of_widths.keys()
-
     def sizes(self, widths: Widths) -> list[int]:
         """Return of how many samples of these widths the memory was measured, in order."""
         return sorted(self._of_widths.get(widths, ()))

@@ -29,13 +29,13 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from autoaccum._system import launched, signals
 from autoaccum.errors import CheckpointError, CheckpointInUseError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
 # Many times as long as a holder may be blocked, by other threads or its file server.
 _LEASE_S = 60.0
@@ -91,14 +91,6 @@ class ProcessIdentity:
         """Return the identity of this process."""
         found = _state_and_start(os.getpid())
         return cls(platform.node(), os.getpid(), _where(), 0 if found is None else found[1])
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Self | None:
-        """Return the identity with fields from `asdict`; None if they are not valid."""
-        host, pid, where, start = (fields.get(name) for name in cls.__slots__)
-        if not (isinstance(host, str) and isinstance(where, str) and type(pid) is type(start) is int):
-            return None
-        return cls(host, pid, where, start) if 0 < pid < 1 << 31 else None
 
     def is_this_process(self) -> bool:
         """Whether this is certainly the current process."""
@@ -204,28 +196,28 @@ class Lease:
         self._ages = {one: self._ages[one] + passed_s if one in self._ages else 0.0 for one in others.items()}
         silent = []
         for (_, content), age_s in self._ages.items():
-            holder, lease_s = _read(content)
-            if (os.getpid(), _token_of(content)) in _held:
+            holder = _Holder.of(content)
+            if (os.getpid(), holder.token) in _held:
                 raise CheckpointInUseError(
                     f"the checkpoint folder {self._folder} is in use by another call of fit in this process; give "
                     "each call its own folder"
                 )
-            if holder is not None and (holder.is_gone() or holder.is_this_process()):
+            if holder.identity is not None and (holder.identity.is_gone() or holder.identity.is_this_process()):
                 continue  # the second: an earlier call could not remove its file
-            if age_s < (lease_s or self._seconds):
+            if age_s < (holder.seconds or self._seconds):
                 if 0.0 in self._ages.values() and self._waited_s >= _PATIENCE * self._seconds:
                     raise CheckpointInUseError(
-                        f"the checkpoint folder {self._folder} is in use by {_who(holder)}, which still renews its "
+                        f"the checkpoint folder {self._folder} is in use by {holder}, which still renews its "
                         f"lease after {self._waited_s:.0f} s of waiting; wait until that process has ended, or end "
                         "it, or pass another folder as checkpoint="
                     )
-                return _who(holder)
+                return str(holder)
             silent.append(holder)
         if not self._created(others):
             return ""
         for holder in silent:
             say(
-                f"the checkpoint folder {self._folder} is taken over from {_who(holder)}, which has not renewed its "
+                f"the checkpoint folder {self._folder} is taken over from {holder}, which has not renewed its "
                 f"lease for {self._seconds:g} s"
             )
         return None
@@ -314,7 +306,7 @@ class Lease:
         with contextlib.suppress(OSError):
             for content in self._files().values():
                 raise CheckpointInUseError(
-                    f"the checkpoint folder {self._folder} is in use by {_who(_read(content)[0])}, which has taken it "
+                    f"the checkpoint folder {self._folder} is in use by {_Holder.of(content)}, which has taken it "
                     f"over because this process had not renewed its lease for {self._seconds:g} s (was it "
                     "suspended?); nothing more is written, and the other process continues from the last checkpoint"
                 )
@@ -345,7 +337,7 @@ class Lease:
     def _is_there(self) -> bool:
         assert self._path is not None
         content = _bytes_of(self._path)
-        return content is not None and _token_of(content) == self._token
+        return content is not None and _Holder.of(content).token == self._token
 
     def _begin_to_renew(self) -> None:
         # A daemon, so that it keeps no process alive. Forked processes do not have it.
@@ -367,7 +359,7 @@ class Lease:
         except FileNotFoundError:
             return False
         try:
-            if _token_of(os.read(file, _MOST_BYTES)) != self._token:
+            if _Holder.of(os.read(file, _MOST_BYTES)).token != self._token:
                 return False
             self._renewals += 1
             os.lseek(file, 0, os.SEEK_SET)
@@ -404,26 +396,22 @@ def _bytes_of(path: Path) -> bytes | None:
         os.close(file)
 
 
-def _fields(content: bytes) -> dict[str, object]:
-    """Return the fields of a lease file; empty if it is truncated or something else."""
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """What a lease file says of who has written it; nothing if it is truncated or something else."""
 
+    token: str = ""
+    identity: ProcessIdentity | None = None
+    seconds: float = 0.0
 
-def _read(content: bytes) -> tuple[ProcessIdentity | None, float | None]:
-    """Return the writer of a file and the duration of its lease, each None if unknown."""
-    fields = _fields(content)
-    seconds = fields.get("lease_s")
-    is_right = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0.0 < seconds <= _MOST_S
-    return ProcessIdentity.of(fields), float(seconds) if is_right else None  # type: ignore[arg-type]
+    @classmethod
+    def of(cls, content: bytes) -> Self:
+        try:
+            fields = json.loads(content)
+            identity = ProcessIdentity(fields["host"], int(fields["pid"]), str(fields["where"]), int(fields["start"]))
+            return cls(str(fields["token"]), identity, min(float(fields["lease_s"]), _MOST_S))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return cls()
 
-
-def _token_of(content: bytes) -> str:
-    return str(_fields(content).get("token"))
-
-
-def _who(holder: ProcessIdentity | None) -> str:
-    return "another process" if holder is None else str(holder)
+    def __str__(self) -> str:
+        return "another process" if self.identity is None else str(self.identity)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from autoaccum._system import files
 from autoaccum._system.launched import REASON_FILE
-from autoaccum.errors import DoesNotFitError, StartAgainError
+from autoaccum.errors import DoesNotFitError, StartAgainError, StateDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,8 +94,10 @@ def writes_reason(function: Callable[_P, _T]) -> Callable[_P, _T]:
                 _write_out_of_memory(error, error.micro_batch)
             elif isinstance(error, DoesNotFitError):
                 _write_out_of_memory(error, 1)  # nothing smaller would help
-            elif isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-                _write_out_of_memory(error, None)
+            else:
+                why = error.__cause__ if isinstance(error, StateDamagedError) else error
+                if isinstance(why, MemoryError) or type(why).__name__ == "OutOfMemoryError":
+                    _write_out_of_memory(error, None)
             raise
 
     return called

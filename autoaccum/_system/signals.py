@@ -142,25 +142,25 @@ class Terminated(BaseException):
 
 
 class Watch:
-    """Converts SIGTERM to `Terminated` and SIGUSR1 to a request, for the duration of a block.
+    """Handles SIGTERM and SIGUSR1 for the duration of a block, so that work can be saved before they take effect.
 
-    Ignored signals stay ignored. When the block ends, the former handlers are restored, and a SIGTERM that ended it is
-    delivered to them.
+    SIGTERM raises `Terminated`. It only sets `is_ending` where it waits for others, or may be survived: if there was a
+    handler before, which may return. Further ones are ignored, so as not to disturb the handling of the first. SIGUSR1
+    sets `is_save_requested`. Ignored signals stay ignored. When the block ends, the former handlers are restored, and a
+    SIGTERM that has had no effect yet is delivered to them.
+
+    Args:
+        waits: Whether SIGTERM waits, so that other processes can be consulted first.
 
     Attributes:
-        raises: Whether SIGTERM raises `Terminated`; otherwise it has its former effect. A second one is ignored, so as
-            not to disturb the handling of the first.
-        is_save_requested: Whether SIGUSR1 has arrived since this was last set to False.
-        defers: Whether SIGTERM only sets `is_ending`, so that other processes can be consulted first; a second one
-            takes effect at once.
-        is_ending: Whether such a SIGTERM has arrived.
+        is_active: Whether SIGTERM is handled so; otherwise it has its former effect.
+        is_save_requested: Whether SIGUSR1 has arrived.
+        is_ending: Whether a SIGTERM waits for `end`.
     """
 
-    def __init__(self) -> None:
-        self.raises = False
-        self.is_save_requested = False
-        self.defers = False
-        self.is_ending = False
+    def __init__(self, *, waits: bool = False) -> None:
+        self.is_active = self.is_save_requested = self.is_ending = False
+        self._waits = waits
         self._terminated = False
         self._former: dict[int, Any] = {}
         self._process = os.getpid()
@@ -175,7 +175,7 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         for number, former in self._former.items():
             signal.signal(number, former)
-        if self._terminated:
+        if self._terminated or self.is_ending:
             signal.raise_signal(signal.SIGTERM)
 
     def raise_if_terminated(self) -> None:
@@ -184,17 +184,13 @@ class Watch:
             raise Terminated
 
     def end(self) -> None:
-        """Raise `Terminated` for a SIGTERM that was deferred."""
-        self._terminated = True
-        raise Terminated
-
-    def terminate(self) -> bool:
-        """Pass SIGTERM to the former handler; return False if there is none, and the process must end."""
-        if not callable(self._former[signal.SIGTERM]):
-            return False
-        self._terminated = False
-        self._pass_on(signal.SIGTERM)
-        return True
+        """Pass a SIGTERM that waits to the former handler, which may return; if there is none, raise `Terminated`."""
+        self.is_ending = False
+        if callable(self._former[signal.SIGTERM]):
+            self._pass_on(signal.SIGTERM)
+        else:
+            self._terminated = True
+            raise Terminated
 
     def note_saved(self) -> None:
         """Record that the request was fulfilled, and pass SIGUSR1 to the former handler, if there is one."""
@@ -211,15 +207,14 @@ class Watch:
     def _on_terminate(self, number: int, _frame: FrameType | None) -> None:
         if self._terminated:
             return
-        if self.defers and not self.is_ending and os.getpid() == self._process:
-            self.is_ending = True
-            return
         # Forked processes (a loader's workers) have this handler too, but nothing to save.
-        if not self.raises or os.getpid() != self._process:
+        if not self.is_active or os.getpid() != self._process:
             self._pass_on(number)
-            return
-        self._terminated = True
-        raise Terminated
+        elif self._waits or callable(self._former[number]):
+            self.is_ending = True
+        else:
+            self._terminated = True
+            raise Terminated
 
     def _on_save_request(self, _number: int, _frame: FrameType | None) -> None:
         self.is_save_requested = True

@@ -10,7 +10,6 @@ import torch
 
 from autoaccum._arguments import check_choice, check_function, check_one_batch
 from autoaccum._data.batches import as_window
-from autoaccum._distributed.consistency import broadcast_weights, check_alike, refuse_unsupported_layers
 from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._distributed.process_group import Ranks, join_ranks
 from autoaccum._engine import devices
@@ -26,6 +25,7 @@ from autoaccum._sizing.events import Events
 from autoaccum._sizing.job_key import key_of
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
+from autoaccum._training.rank_coordination import agree
 from autoaccum.errors import InvalidInputError, RankFailedError
 
 if TYPE_CHECKING:
@@ -343,20 +343,13 @@ def _ranks(step: GradientStep) -> Ranks | None:
         return None
     if torch.distributed.get_world_size() == 1:
         return None
-    refuse_unsupported_layers(step.objective.modules)
     if any(map(_sums_in_backward, step.objective.modules)):
         raise InvalidInputError(
             "the closure or the loss calls a model in DistributedDataParallel, which would sum gradients over ranks in "
             "every backward pass, of which ranks make different numbers; call what is inside (model.module)"
         )
-    if step.options.loss_scope != "micro_batch":
-        raise InvalidInputError(
-            f"loss_scope={step.options.loss_scope!r} computes the loss of a whole batch at once, but each of "
-            f"{torch.distributed.get_world_size()} ranks holds only a part of it; train in one process"
-        )
     ranks = Ranks(memory)
-    check_alike(ranks, step, {"batchnorm": step.options.batchnorm})
-    broadcast_weights(ranks, step)
+    agree(ranks, step, {"batchnorm": step.options.batchnorm})
     return ranks
 
 

@@ -14,7 +14,6 @@ from autoaccum._callbacks import EarlyStopping
 from autoaccum._data.loaders import can_be_read_once, check_loader
 from autoaccum._data.random_state import RandomState
 from autoaccum._data.regrouping import check_target
-from autoaccum._distributed.consistency import broadcast_weights, check_alike, refuse_unsupported_layers
 from autoaccum._distributed.process_group import joined
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble
@@ -32,7 +31,7 @@ from autoaccum._training.console import OtherRank, progress_for
 from autoaccum._training.loop import Training
 from autoaccum._training.lr_schedule import Schedule, check_scheduler
 from autoaccum._training.one_call import Call
-from autoaccum._training.rank_coordination import Coordinator
+from autoaccum._training.rank_coordination import Coordinator, agree
 from autoaccum._training.restore_on_failure import Untouched
 from autoaccum.errors import InvalidInputError
 
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
 
     from autoaccum._callbacks import Callback
     from autoaccum._data.pieces import Split
-    from autoaccum._distributed.process_group import Ranks
-    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.metrics import Metric
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._loss.objective import Loss
@@ -217,8 +214,7 @@ def fit(
         InvalidInputError: An argument, a batch or a loss cannot be used.
         DoesNotFitError: Not even one sample at a time fits.
         DeviceLostError: This process can no longer use the device.
-        StateDamagedError: The optimizer, or a hook on its step, failed after it had begun to write, and there is no
-            checkpoint to go back to, or it failed again after going back.
+        StateDamagedError: The optimizer, or a hook on its step, failed after it had begun to write.
         StepCompleteError: The scheduler failed, or memory ran out, after an optimizer step, which
             is made. If the scheduler has not stepped, no checkpoint of that state is written.
         StartAgainError: Memory ran out in a model that is sharded across ranks (docs/several-gpus.md), or on one rank
@@ -280,7 +276,7 @@ def fit(
                 f"target_tokens={target_tokens}": in_tokens,
             }
             grows_from = check_sharded(step.objective.modules, ranks.size, asked)
-            _broadcast_weights(ranks, step, alike)
+            agree(ranks, step, alike)
         world = Coordinator(
             ranks,
             loader,
@@ -333,22 +329,6 @@ def fit(
         return training.run(started)
 
 
-def _broadcast_weights(ranks: Ranks, step: TrainingStep, arguments: dict[str, Any]) -> None:
-    """Check that ranks agree, and broadcast the weights.
-
-    Raises:
-        InvalidInputError: The ranks differ, or the training needs something that ranks cannot do together.
-    """
-    refuse_unsupported_layers(step.objective.modules)
-    if (scope := step.options.loss_scope) != "micro_batch":
-        raise InvalidInputError(
-            f"loss_scope={scope!r} computes the loss of a whole window at once, but each of {ranks.size} "
-            "ranks holds only a part of it; train in one process"
-        )
-    check_alike(ranks, step, arguments)
-    broadcast_weights(ranks, step)
-
-
 def _check_length(epochs: int | None, max_steps: int | None) -> tuple[int | None, int | None]:
     if epochs is not None:
         check_positive_int("epochs", epochs)
@@ -378,20 +358,11 @@ def _check_data(
             raise InvalidInputError(f"{name} needs a val_loader= to evaluate, and there is none; pass both")
         return
     check_loader("val_loader", val_loader, split)
-    others = None
-    if can_be_read_once(val_loader):
-        if val_loader is loader:
-            others = "the training reads it too"
-        elif val_every is not None or (epochs or 1) > 1:
-            others = (
-                f"epochs={epochs} evaluate {epochs} times"
-                if val_every is None
-                else f"{val_every=} evaluates several times"
-            )
-    if others is not None:
+    is_read_again = val_loader is loader or val_every is not None or (epochs or 1) > 1
+    if is_read_again and can_be_read_once(val_loader):
         raise InvalidInputError(
-            f"val_loader, a {type(val_loader).__name__}, can be read only once, and {others}; pass a DataLoader or a "
-            "list, which can be read every time"
+            f"val_loader, a {type(val_loader).__name__}, can be read only once, and would be read several times; pass "
+            "a DataLoader or a list, which can be read every time"
         )
     if val_every is not None and val_loader is loader and not isinstance(loader, list | tuple):
         raise InvalidInputError(

@@ -7,7 +7,6 @@ same step is moved aside before and removed after that.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
@@ -139,13 +138,6 @@ class Storage:
             )
         return None
 
-    def read_back(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return the newest checkpoint of this run, wherever it came from; None where there is none that is whole."""
-        for path in self._whole:
-            with contextlib.suppress(_DamagedError, CheckpointError):
-                return path, _read(path)
-        return None
-
     def _look_at_loss(self, path: Path, notices: Notices) -> None:
         try:
             loss = manifest_of(path)["val_loss"]
@@ -245,18 +237,10 @@ class Storage:
         try:
             yield
         except OSError as error:
-            why, kept = f" ({error.strerror or error})", "and those before it are as they were; make room on that disk"
-            if not self.folder.is_dir():
-                why, kept = (
-                    ", since its folder is gone",
-                    "and with it those before; leave it alone while training goes on",
-                )
-            else:
-                self.guard()  # another process that has taken the folder over removes what is half written
-                if isinstance(error, FileNotFoundError):
-                    why = ", since a part of it was removed meanwhile"
+            self.guard()  # the folder may be gone, or of another process by now, which removes what is half written
             raise CheckpointError(
-                f"the checkpoint {path} could not be written{why}, {kept}, or pass another folder as checkpoint="
+                f"the checkpoint {path} could not be written ({error.strerror or error}), and those before it are as "
+                "they were; make room on that disk, or pass another folder as checkpoint="
             ) from error
 
 

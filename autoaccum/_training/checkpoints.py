@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._distributed.whole_state import gathered
-from autoaccum._engine.savings import check_memory
 from autoaccum._oom import first_line
 from autoaccum._system import signals
 from autoaccum._system.lease import Lease
 from autoaccum._training.checkpoint_contents import Contents
 from autoaccum._training.checkpoint_files import Storage, check_that_it_can_be_kept
-from autoaccum.errors import CheckpointError, StateDamagedError
+from autoaccum.errors import CheckpointError
 
 if TYPE_CHECKING:
     from autoaccum._data.loader_state import Position
@@ -65,11 +64,6 @@ class Checkpoints:
         self._lease = Lease(saving.folder)
         self._saved: tuple[Position, Stopped | None] | None = None
         self._saved_at = time.monotonic()
-
-    @property
-    def newest(self) -> Path | None:
-        """The newest checkpoint of this run; None before the first."""
-        return self.storage.newest
 
     # --- the folder ---------------------------------------------------------------------------------------------------
 
@@ -204,7 +198,7 @@ class Checkpoints:
             return False
         self.storage.guard()  # as writing would: a process that has lost the lease must not continue
         state = self._progress.state
-        self._finiteness.tell_refusal(damage, state.windows, self.newest)
+        self._finiteness.tell_refusal(damage, state.windows, self.storage.newest)
         self._note(state)  # so that the next checkpoint is due after a full interval
         return True
 
@@ -232,10 +226,10 @@ class Checkpoints:
 
     # --- resuming -----------------------------------------------------------------------------------------------------
 
-    def take_up(self, path: Path, content: dict[str, Any], *, is_of_this_call: bool = False) -> Kept | None:
-        """Restore a checkpoint; return its cut and plans, or None if other processes wrote it.
+    def take_up(self, path: Path, content: dict[str, Any]) -> Kept | None:
+        """Restore a checkpoint, and say which settings it overrides; return its cut and plans.
 
-        Of an earlier call's it is printed which settings it overrides; of this call's, callbacks may have set them.
+        The cut and plans of other processes are None.
 
         Raises:
             CheckpointError: It belongs to another run, or cannot be resumed.
@@ -245,9 +239,7 @@ class Checkpoints:
             part = self._world.part_of(content, path)
             state = self._contents.loop_state(content, part)
             kept = None if part is None else self._contents.kept(part)
-            _check_counts(state, kept)
-            check_memory([] if kept is None else kept.memory)
-            overridden = [] if is_of_this_call else self._contents.overridden(content)
+            overridden = self._contents.overridden(content)
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise CheckpointError(
                 f"{path} is not a checkpoint of autoaccum's fit, or its content was edited ({type(error).__name__}: "
@@ -270,30 +262,3 @@ class Checkpoints:
             self._notices.say(f"the checkpoint's settings override this call's: {', '.join(overridden)}")
         self._lifecycle.observers.on_resume(path, step=state.windows, epoch=state.position.epoch)
         return kept
-
-    def go_back(self, damage: StateDamagedError) -> None:
-        """Go back to the last checkpoint of this run after the damage.
-
-        Raises:
-            StateDamagedError: No checkpoint is intact.
-            CheckpointError: The checkpoint cannot be resumed.
-        """
-        self._memory.release()
-        with self._memory.lifted():
-            found = self.storage.read_back()
-        if found is None:
-            raise damage
-        windows = self._progress.state.windows
-        self._notices.say(f"step {windows + 1}: {damage}", key=f"damage {windows}")
-        try:
-            self.take_up(*found, is_of_this_call=True)
-        except CheckpointError as error:
-            raise error from damage
-
-
-def _check_counts(state: LoopState, kept: Kept | None) -> None:
-    position = state.position
-    counts = [state.windows, state.samples, position.epoch, position.batches, position.used]
-    counts += [] if kept is None else [kept.oom_events, kept.skipped_samples, kept.cap or 0]
-    if not all(type(count) is int and count >= 0 for count in counts):
-        raise ValueError(f"counts are {counts}")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from autoaccum import _oom
-from autoaccum._engine import step_complete
 from autoaccum._system import signals
 from autoaccum._training.rank_coordination import END, SAVE, STOP
 from autoaccum.errors import (
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     from autoaccum._training.progress import TrainingProgress
 
 
-_E = TypeVar("_E", bound=BaseException)
-
-
 class Interrupts:
     """Runs a training to its end, or saves its progress in a checkpoint if something interrupts it.
 
@@ -47,8 +43,7 @@ class Interrupts:
     ) -> None:
         self._progress, self._lifecycle, self._checkpoints = progress, lifecycle, checkpoints
         self._world, self._notices = call.world, call.notices
-        self._watch = signals.Watch()
-        self._has_gone_back = False
+        self._watch = signals.Watch(waits=not call.world.is_alone)
 
     def watching(self) -> AbstractContextManager[object]:
         """Return a context that handles signals; a signal that ends the process takes effect when the context ends."""
@@ -60,44 +55,6 @@ class Interrupts:
                 "Python handles no signals (as in a worker of Ray Train); those at intervals and at the end are written"
             )
         return self._watch
-
-    def run(self, train: Callable[[], None], on_back: Callable[[], None]) -> None:
-        """Train to the end, going back to the last checkpoint if the optimizer damages the parameters.
-
-        Args:
-            train: Trains from the present state to the end.
-            on_back: Called after training has gone back to an earlier state.
-        """
-        while True:
-            damage: StateDamagedError | None = None
-            try:
-                self._train_or_leave_a_checkpoint(train)
-            except signals.Terminated as error:
-                damage = _damage_behind(error)
-                self._leave_a_checkpoint(error)
-                if not self._watch.terminate():
-                    raise
-                if damage is None and not self._is_whole():
-                    # The interrupt waited for the optimizer step to end, so what failed after it is in the interrupt's
-                    # context. No whole state in memory is left to continue from.
-                    behind = _behind(error, Exception) or MemoryError("the random state could not be read")
-                    raise step_complete.wrapped(
-                        behind, self._lifecycle.current.events.windows, has_moved=False
-                    ) from behind
-            except StateDamagedError as error:
-                if not self._can_go_back(error):
-                    raise
-                damage = error
-                _oom.let_go(error)
-            else:
-                return
-            # The handlers have ended, so their tracebacks no longer pin memory.
-            if damage is None:
-                self._progress.go_to(self._progress.state)
-            else:
-                assert self._checkpoints is not None
-                self._checkpoints.go_back(damage)
-                on_back()
 
     # --- between two windows ------------------------------------------------------------------------------------------
 
@@ -124,7 +81,7 @@ class Interrupts:
         if requests & SAVE:
             self._save()
         if requests & END:
-            self._end_for_others()
+            self._end()
         self._watch.raise_if_terminated()
         return bool(requests & STOP)
 
@@ -135,13 +92,15 @@ class Interrupts:
             if any(self._world.of_all("best", is_best)):
                 self._save()
 
-    def _end_for_others(self) -> None:
-        """End because SIGTERM has reached this process or another one."""
+    def _end(self) -> None:
+        """End because SIGTERM has reached this process or another one; a single one may have a handler that returns."""
         if self._watch.is_ending:
             self._watch.end()
+            if self._world.is_alone:
+                return
         raise RankFailedError(
-            f"another process of this training was asked to end (SIGTERM) after step {self._progress.state.windows}; "
-            "the same call resumes from its checkpoint"
+            f"a process of this training was asked to end (SIGTERM) after step {self._progress.state.windows}; the "
+            "same call resumes from its checkpoint"
         )
 
     def _save(self) -> bool:
@@ -157,16 +116,18 @@ class Interrupts:
 
     # --- at the end ---------------------------------------------------------------------------------------------------
 
-    def _train_or_leave_a_checkpoint(self, train: Callable[[], None]) -> None:
+    def run(self, train: Callable[[], None]) -> None:
+        """Train to the end; if anything interrupts that, leave a checkpoint of the last whole state.
+
+        Args:
+            train: Trains from the present state to the end.
+        """
         try:
-            self._watch.raises = self._world.is_alone
-            self._watch.defers = not self._world.is_alone and self._checkpoints is not None
+            self._watch.is_active = True
             train()
             self._world.check_others_at_end()
             if self._checkpoints is not None and not self._checkpoints.has_this_state:
                 self._save()
-        except (signals.Terminated, StateDamagedError):
-            raise
         except StartAgainError as error:
             if self._checkpoints is not None and error.micro_batch is not None:
                 try:
@@ -177,27 +138,29 @@ class Interrupts:
                     error.add_note(f"autoaccum: that size could not be noted for the next start ({failure.strerror})")
             raise
         except DeviceLostError as error:
-            if self._checkpoints is None or self._checkpoints.newest is None:
+            if self._checkpoints is None or self._checkpoints.storage.newest is None:
                 raise
-            raise DeviceLostError(f"{error}, and go on from the checkpoint {self._checkpoints.newest}") from error
+            raise DeviceLostError(
+                f"{error}, and go on from the checkpoint {self._checkpoints.storage.newest}"
+            ) from error
         except BaseException as error:
             self._leave_a_checkpoint(error)
             raise
         finally:
-            self._watch.raises = self._watch.defers = False
+            self._watch.is_active = False
 
     def _leave_a_checkpoint(self, error: BaseException) -> None:
         """Write a checkpoint of the last whole state before `error` propagates; a failure to do so becomes a note."""
-        self._watch.raises = self._watch.defers = False
+        self._watch.is_active = False
         if self._checkpoints is None:
             return
         cannot = isinstance(error, CheckpointError) or _oom.is_device_lost(error)
         is_whole = not cannot and not self._is_damaged(error)
         is_whole = self._world.can_save_together(error, is_whole=is_whole) and is_whole
         # Before the first window there is no progress to save.
-        step, newest = self._progress.state.windows, self._checkpoints.newest
+        step, newest = self._progress.state.windows, self._checkpoints.storage.newest
         is_worth_it = step > 0 and not self._checkpoints.has_this_state
-        if isinstance(error, StepCompleteError) and not is_whole and newest is not None:
+        if isinstance(error, StepCompleteError | StateDamagedError) and not is_whole and newest is not None:
             error.add_note(f"autoaccum: no checkpoint of that moment is written; the last one is {newest}")
         if not is_whole or not is_worth_it:
             return
@@ -210,46 +173,19 @@ class Interrupts:
         else:
             why = "SIGTERM" if isinstance(error, signals.Terminated) else type(error).__name__
             if is_saved:
-                self._notices.say(
-                    f"after {why}, step {step} is saved in {self._checkpoints.newest}; the same call resumes there"
-                )
+                where = self._checkpoints.storage.newest
+                self._notices.say(f"after {why}, step {step} is saved in {where}; the same call resumes there")
 
     def _is_damaged(self, error: BaseException) -> bool:
         """Whether the state in memory is not the last whole state: no checkpoint may hold half an optimizer step."""
         has_lost = self._lifecycle.current.engine.has_lost_parameters
-        return not self._is_whole() or has_lost or _damage_behind(error) is not None
+        return not self._is_whole() or has_lost or _is_of_damage(error)
 
     def _is_whole(self) -> bool:
         """Whether everything that moves with an optimizer step is at the same step as the optimizer."""
         return self._progress.is_whole and self._progress.state.windows == self._lifecycle.current.events.windows
 
-    def _can_go_back(self, damage: StateDamagedError) -> bool:
-        if not self._world.is_alone:
-            return False  # the other ranks have already made the optimizer step
-        if self._checkpoints is None:
-            damage.add_note("autoaccum: with checkpoint=FOLDER, fit goes back to its last checkpoint by itself")
-            return False
-        newest = self._checkpoints.newest
-        if newest is None:
-            damage.add_note(
-                "autoaccum: there is no checkpoint to go back to yet; checkpoint_every=1 writes one earlier"
-            )
-            return False
-        if self._has_gone_back:
-            damage.add_note(f"autoaccum: it happened a second time; the last checkpoint is {newest}")
-            return False
-        self._has_gone_back = True
-        return True
 
-
-def _damage_behind(error: BaseException) -> StateDamagedError | None:
-    """Return the damage in an interrupt's context: it waited for the optimizer step to end, and so may hide it."""
-    return _behind(error, StateDamagedError)
-
-
-def _behind(error: BaseException, kind: type[_E]) -> _E | None:
-    """Return the first error of a type along the chain of `__context__`, beginning with `error` itself."""
-    behind: BaseException | None = error
-    while behind is not None and not isinstance(behind, kind):
-        behind = behind.__context__
-    return behind
+def _is_of_damage(error: BaseException | None) -> bool:
+    """Whether an error is of damage, or is an interrupt that waited for the optimizer step to end, and so hides it."""
+    return error is not None and (isinstance(error, StateDamagedError) or _is_of_damage(error.__context__))

@@ -73,7 +73,7 @@ class Training:
         self._holds_data = False  # whether that limit was counted with a window in memory
         self._history: deque[StepReport] = deque(maxlen=_HISTORY)
         self._unread: list[StepReport] = []
-        self._evaluations: list[tuple[int, Evaluation]] = []  # with their steps
+        self._evaluations: list[Evaluation] = []
         self._resumed_from: int | None = None
         # Seconds of this call, also of windows that were trained again.
         self._start_s = self._search_s = self._recomputation_s = self._data_s = self._evaluation_s = 0.0
@@ -102,7 +102,6 @@ class Training:
                 )
                 with devices.oom_explained(memory, "what ranks send each other"):
                     self._world.begin(self._step, self._interrupts.requests, self._lifecycle.grows_to)
-                self._lifecycle.save_memory()
                 begins_with, probed = self._begin()
                 with self._limit:
                     self._limit_memory()
@@ -112,7 +111,7 @@ class Training:
                         self._finiteness.note()
                     self._lifecycle.tell_beginning(begins_with.plan, probed)
                     self._start_s = time.perf_counter() - started - self._search_s - self._data_s
-                    self._interrupts.run(self._train, self._went_back)
+                    self._interrupts.run(self._train)
                 if self._call.noise is not None and self._resumed_from != self._progress.state.windows:
                     own, in_tokens = name_of(self._step.optimizer), call.counts != SAMPLES
                     self._notices.say(self._call.noise.summary(self._samples_of_a_window, own, in_tokens=in_tokens))
@@ -157,7 +156,7 @@ class Training:
             started: Start of the call.
         """
         # A traceback may keep this training alive; the loader's workers must end all the same.
-        ends = [self._progress.close, self._lifecycle.end]
+        ends = [self._progress.close]
         ends += self._observers.each("on_fit_end", result)
         if self._checkpoints is not None:
             ends.append(self._checkpoints.release_folder)
@@ -186,10 +185,10 @@ class Training:
             plan=self._lifecycle.plan,
             plans=self._lifecycle.plans,
             oom_events=self._lifecycle.oom_events,
-            evaluations=tuple(evaluation for _, evaluation in self._evaluations),
+            evaluations=tuple(self._evaluations),
             elapsed_s=time.perf_counter() - started,
             resumed_from=self._resumed_from,
-            checkpoint=None if self._checkpoints is None else self._checkpoints.newest,
+            checkpoint=None if self._checkpoints is None else self._checkpoints.storage.newest,
             best_checkpoint=None if self._checkpoints is None else self._checkpoints.storage.best,
             stopped=self._progress.stopped,
             noise_scale=None if self._call.noise is None else self._call.noise.samples,
@@ -387,24 +386,9 @@ class Training:
             return False
         evaluation = self._validation.run(self._lifecycle.current.sizing.plan.micro_batch)
         self._evaluation_s += evaluation.elapsed_s
-        windows = self._progress.state.windows
-        self._observers.on_evaluation(evaluation, epoch=epoch, step=windows)
+        self._observers.on_evaluation(evaluation, epoch=epoch, step=self._progress.state.windows)
         with signals.held():
-            self._evaluations.append((windows, evaluation))
+            self._evaluations.append(evaluation)
             self._progress.move_on(evaluation, ends_epoch=ends_epoch)
         self._interrupts.after_evaluation(evaluation)
         return True
-
-    def _went_back(self) -> None:
-        """Discard reports on windows that will be trained again, and continue with the present cut."""
-        state = self._progress.state
-        while self._history and self._history[-1].step > state.windows:
-            self._history.pop()
-        self._evaluations = [
-            (step, evaluation)
-            for step, evaluation in self._evaluations
-            if step < state.windows or (step == state.windows and state.evaluated == step)
-        ]
-        self._finiteness.begin_anew()
-        self._observers.reason = None
-        self._lifecycle.begin_anew()

@@ -1,7 +1,7 @@
 """Decides how the windows of a call of `fit` are cut, and makes its runner.
 
 The first plan is set by the user, remembered from an earlier run, resumed, tried before training, or learned in the
-first windows. The runner is made anew after more saves memory, a sample is left out, or training goes back.
+first windows. The runner is made anew after more saves memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from autoaccum._engine.does_not_fit import sample_of
 from autoaccum._engine.probing import probe
 from autoaccum._engine.replaced_forward import are_compiled
 from autoaccum._engine.runner import WindowRunner
-from autoaccum._engine.savings import AVOIDABLE
 from autoaccum._records import TOKENS
 from autoaccum._sizing.cache import CacheEntry, PlanCache
 from autoaccum._sizing.events import Events
@@ -27,10 +26,10 @@ from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system.reason_file import RUNNING, Reason, write
 from autoaccum._training.checkpoint_contents import Kept
 from autoaccum._training.stopping import Observers
+from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
     from autoaccum._records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
-    from autoaccum._sizing.frontier import Widths
     from autoaccum._training.one_call import Call
     from autoaccum._training.progress import TrainingProgress
 
@@ -69,7 +68,7 @@ class _Record(Callback):
 
 
 class PlanLifecycle:
-    """Makes the first runner, and a new one after more saves memory or when training goes back to an earlier state.
+    """Makes the first runner, and a new one after more saves memory.
 
     Args:
         call: The call of `fit`.
@@ -98,7 +97,6 @@ class PlanLifecycle:
         self._earlier_oom_events = 0
         self._fastest: Plan | None = None  # once it has been recorded
         self.skipped_samples = 0
-        self._resumed_widths: Widths | None = None  # of the checkpoint's samples, if all of them had the same
 
     @property
     def has_begun(self) -> bool:
@@ -139,10 +137,6 @@ class PlanLifecycle:
 
     # --- the plan to begin with ---------------------------------------------------------------------------------------
 
-    def save_memory(self) -> None:
-        """Activate what saves memory from the start."""
-        self._savings.apply()
-
     def find(self, first: Window) -> tuple[Cutting, ProbeResult | None]:
         """Return the initial cut, and the probe's result if there was a probe before training.
 
@@ -172,8 +166,6 @@ class PlanLifecycle:
             return Cutting.of(self._first_plan())
         self._record.plans, self._earlier_oom_events = list(kept.plans), kept.oom_events
         self.skipped_samples = kept.skipped_samples
-        widths = set() if kept.cutting.frontier is None else kept.cutting.frontier.widths
-        self._resumed_widths = widths.pop() if len(widths) == 1 else None
         cutting = kept.cutting
         if self._asked not in ("auto", kept.asked):
             plan = self._first_plan()
@@ -218,9 +210,10 @@ class PlanLifecycle:
 
     def _probe(self, first: Window) -> ProbeResult:
         """Search before training, since the loss runs over a whole window."""
-        entry = self._record.entry
-        try:
-            found = probe(
+
+        def search() -> ProbeResult:
+            entry = self._record.entry
+            return probe(
                 self._step,
                 self._largest_of(first),
                 first.samples if self._cap is None else min(first.samples, self._cap),
@@ -229,14 +222,10 @@ class PlanLifecycle:
                 begins_with=None if entry.found is None else entry.found.micro_batch,
                 frontier=entry.frontier,
             )
-        except AVOIDABLE as error:
-            if not self._climbs(error):
-                raise
-            _oom.let_go(error)
-        else:
-            entry.keep(found)
-            return found
-        return self._probe(first)
+
+        found = self._savings.run(search, on_climb=self._note_rung)
+        self._record.entry.keep(found)
+        return found
 
     def _first_plan(self, probed: ProbeResult | None = None) -> Plan:
         """Return the initial plan; a single micro-batch per window if the first windows are to find a better plan."""
@@ -254,19 +243,10 @@ class PlanLifecycle:
         if not self._savings.is_auto:
             return False
         self._savings.begin(known)
-        self._use_rung()
+        self._note_rung()
         return self._savings.names == known
 
-    def _climbs(self, error: Exception) -> bool:
-        """Save memory in another way, if one may avoid an error; return whether there was one."""
-        if not self._savings.climb(error):
-            return False
-        self._use_rung()
-        return True
-
-    def _use_rung(self) -> None:
-        self._savings.remove()
-        self._savings.apply()
+    def _note_rung(self) -> None:
         self._record.entry.use(self._savings.names)
 
     # --- the runner ---------------------------------------------------------------------------------------------------
@@ -328,56 +308,40 @@ class PlanLifecycle:
         Returns:
             The window's report; None if no process has any of its samples, or none is left.
         """
-        rest: Window | None = None
-        if self._resumed_widths is not None and part.samples:
-            self._compare_widths(part)
         try:
-            report = self.current.step(part)
-        except AVOIDABLE as error:
-            # Once the optimizer step is made, here or on other ranks, nothing can help.
-            if self.current.is_past_return:
+            report = self._savings.run(
+                lambda: self.current.step(part),
+                on_climb=self._begin_again,
+                # Once the optimizer step is made, here or on other ranks, nothing can help.
+                is_final=lambda: self.current.is_past_return,
+            )
+        except DoesNotFitError as error:
+            rest = None if self.current.is_past_return else self._rest(error)
+            if rest is None:
                 raise
-            if not self._climbs(error):
-                rest = self._rest(error)
-                if rest is None:
-                    raise
             _oom.let_go(error)
         else:
             self._note_fastest()
             return report
         # After the handler: inside it, the traceback still pins the activations.
         self._step.memory.release()
-        if rest is not None:
-            return self.step(rest) if rest.samples else None
-        self._search_anew()
-        return self.step(part)
+        return self.step(rest) if rest.samples else None
 
-    def _compare_widths(self, first: Window) -> None:
-        """Search for sizes anew, and say so, if samples have another size than those of the checkpoint."""
-        before, self._resumed_widths = self._resumed_widths, None
-        found = {widths for runs in first.widths() for _, widths in runs}
-        if before in found or before is None:
-            return
-        self._notices.say(
-            f"samples have {sum(max(found, key=sum)):,} elements now, and had {sum(before):,} when the checkpoint was "
-            "written; micro-batch sizes are searched for anew"
-        )
-        self._search_anew()
-
-    def _search_anew(self) -> None:
+    def _begin_again(self) -> None:
+        """Search for sizes anew, since other ones fit where more saves memory."""
+        self._note_rung()
         self._earlier_oom_events += self.current.events.oom_events
         plan = self._first_plan()
         self.begin(Cutting(plan, plan, is_timed=self.current.sizing.cutting.is_timed))
 
-    def _rest(self, error: Exception) -> Window | None:
+    def _rest(self, error: DoesNotFitError) -> Window | None:
         """Return a window without the sample that does not fit alone; None if that is not to be left out.
 
         It is not where nothing was trained yet and nothing would be left: then nothing may ever fit.
         """
-        where = getattr(error, "where", None)
-        if where is None or self._step.options.on_too_large != "skip":
+        if error.where is None or self._step.options.on_too_large != "skip":
             return None
-        window, place = where
+        window, place = error.where
         spans = (*window.part(0, place).spans, *window.part(place + 1, window.samples).spans)
         if not spans and not self._progress.state.windows:
             return None
@@ -401,20 +365,6 @@ class PlanLifecycle:
         plans = tuple(self._record.plans)
         oom_events, skipped = self.oom_events, self.skipped_samples
         return Kept(self.current.sizing.cutting, plans, self._asked, oom_events, skipped, chosen, self._cap)
-
-    def begin_anew(self) -> None:
-        """Make a new runner with the present cut, after training has gone back to an earlier state."""
-        former = self.current.sizing.cutting
-        self._earlier_oom_events += self.current.events.oom_events
-        next_step = self._progress.state.windows + 1
-        self._record.plans = [(since, earlier) for since, earlier in self._record.plans if since <= next_step]
-        if not self._record.plans or self._record.plans[-1][1] != former.plan:
-            self._note(former.plan)
-        self.begin(former)
-
-    def end(self) -> None:
-        """Give the model back as the user wrote it."""
-        self._savings.remove()
 
     def _note(self, plan: Plan) -> None:
         """Record a plan that takes effect with the next window."""

@@ -257,10 +257,6 @@ class TrainingProgress:
             if position.start is not None:  # of several ranks, one may have drawn nothing in an epoch that has begun
                 self._has_begun = True
                 self._windows = self._world.windows(batches, skip=position.used)
-        self.put_random_state_back()
-
-    def put_random_state_back(self) -> None:
-        """Restore the random state that belongs to `state`."""
         self._set_random(self.state.random)
 
     def taken_over(self, state: LoopState) -> LoopState:

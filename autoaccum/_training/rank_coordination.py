@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.batches import Window
 from autoaccum._data.regrouping import stream
-from autoaccum._distributed.consistency import warn_of_same_samples
+from autoaccum._distributed.consistency import (
+    broadcast_weights,
+    check_alike,
+    refuse_unsupported_layers,
+    warn_of_same_samples,
+)
 from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._distributed.fsdp import ShardedDataParallel
 from autoaccum._distributed.loader import DealtLoader, ShardedLoader, equal_shares
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
     from autoaccum._data.loader_state import Track
     from autoaccum._data.pieces import Split
     from autoaccum._distributed.process_group import Ranks
-    from autoaccum._engine.forward_backward import TrainingStep
+    from autoaccum._engine.forward_backward import GradientStep, TrainingStep
     from autoaccum._system.notices import Notices
 
 # What a process may request after a window, as bits.
@@ -224,3 +229,19 @@ def _these(size: int, loader: str) -> str:
     if size == 1:
         return "one process"
     return f"{size} processes " + ("with loaders of their own (shard=False)" if loader == _OWN else "(shard=True)")
+
+
+def agree(ranks: Ranks, step: GradientStep, arguments: dict[str, Any]) -> None:
+    """Check that ranks can train together and that their arguments are the same; give all the weights of the first.
+
+    Raises:
+        InvalidInputError: The ranks differ, or the training needs something that ranks cannot do together.
+    """
+    refuse_unsupported_layers(step.objective.modules)
+    if (scope := step.options.loss_scope) != "micro_batch":
+        raise InvalidInputError(
+            f"loss_scope={scope!r} computes the loss of a whole window at once, but each of {ranks.size} "
+            "ranks holds only a part of it; train in one process"
+        )
+    check_alike(ranks, step, arguments)
+    broadcast_weights(ranks, step)

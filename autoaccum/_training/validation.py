@@ -32,6 +32,7 @@ class Validation:
 
     def __init__(self, call: Call, val_loader: Iterable[Any], on_oom: Callable[[MemoryEvent], None]) -> None:
         self._step, self._random, self._val_loader = call.step, call.random, val_loader
+        self._savings = call.savings
         self._part = call.world.part_of_validation(val_loader)  # of this process
         self._evaluator = Evaluator(call.step, call.metrics, on_oom, ranks=call.world.ranks)
         # Between windows, in an epoch whose loader may share generators.
@@ -67,6 +68,7 @@ class Validation:
             with (
                 left_as_it_was(self._val_loader),
                 devices.oom_explained(self._step.memory, "an evaluation"),
+                self._savings.in_force(),
             ):
                 self._evaluator.try_out(drawn(self._val_loader, self._step.memory), most)
         finally:
@@ -84,7 +86,8 @@ class Validation:
         own = states_of(self._generators)
         mark = self._marked() if self._is_kept else None
         try:
-            evaluation = self._evaluator.run(drawn(self._part, self._step.memory), trained_size=trained_size)
+            with self._savings.in_force():
+                evaluation = self._evaluator.run(drawn(self._part, self._step.memory), trained_size=trained_size)
         except BaseException:
             if mark is not None:
                 mark.restore()

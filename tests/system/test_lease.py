@@ -16,6 +16,7 @@ import pytest
 import autoaccum
 from autoaccum._system import lease as lease_module
 from autoaccum._system.lease import Lease, ProcessIdentity
+from autoaccum._system.notices import Notices
 from autoaccum._training.checkpoint_files import Storage
 from autoaccum.errors import CheckpointInUseError, InvalidInputError
 from interleaving import Interleaving
@@ -264,7 +265,7 @@ def test_holder_suspended_between_its_last_look_and_the_rename_renames_nothing(o
         storage.write({"by": "node1"}, 4)
 
     (path,) = other.found()
-    assert other.read_back() == (path, {"by": "node2"})
+    assert Storage(tmp_path).read_newest(Notices(silent=True)) == (path, {"by": "node2"})
 
 
 def test_lease_that_somebody_has_removed_is_not_taken_again(tmp_path, clock):
@@ -424,7 +425,7 @@ def test_run_that_has_lost_its_folder_ends_at_the_next_window_and_writes_nothing
 def test_process_of_elsewhere_is_never_known_to_be_gone(other):
     fields = fields_of(ProcessIdentity.own()) | {"pid": 2**31 - 1} | other
 
-    assert not ProcessIdentity.of(fields).is_gone()
+    assert not ProcessIdentity(**fields).is_gone()
 
 
 def test_holder_that_wakes_does_not_mistake_another_file_of_its_number_for_its_own(of_host, clock, tmp_path):

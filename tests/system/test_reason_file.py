@@ -5,6 +5,7 @@ import pytest
 from autoaccum._system import reason_file
 from autoaccum._system.launched import REASON_FILE
 from autoaccum._system.reason_file import OUT_OF_MEMORY, RUNNING, Reason
+from autoaccum.errors import StateDamagedError
 
 
 @pytest.fixture
@@ -33,6 +34,17 @@ def test_without_a_wrapper_or_a_place_nothing_is_written(tmp_path, monkeypatch):
         reason_file.write(Reason(OUT_OF_MEMORY))
 
     assert list(tmp_path.iterdir()) == []
+
+
+def test_optimizer_that_was_half_way_when_memory_ran_out_lacked_memory(path):
+    @reason_file.writes_reason
+    def fails():
+        raise StateDamagedError("part old, part new") from MemoryError()
+
+    with pytest.raises(StateDamagedError):
+        fails()
+
+    assert reason_file.read(path) == Reason(OUT_OF_MEMORY, message="part old, part new")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"reason": 3}', '{"message": "x"}', "[" * 100_000])

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -135,20 +136,29 @@ def test_whatever_handler_raises_waits_for_the_end_of_the_block(number):
 # --- for the length of a training -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def arrived():
-    """What reaches handlers of the user's for SIGTERM and SIGUSR1."""
-    seen = []
-    numbers = (signal.SIGTERM, signal.SIGUSR1)
-    before = [signal.signal(number, lambda number, _: seen.append(number)) for number in numbers]
-    yield seen
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
+def test_sigterm_that_came_while_an_object_was_finalized_is_not_lost():
+    class Finalized:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    process = os.fork()
+    if process == 0:
+        try:
+            sys.unraisablehook = lambda _: None
+            with Watch() as watch:
+                watch.is_active = True
+                Finalized()
+                watch.raise_if_terminated()
+        finally:
+            os._exit(3)
+    _, status = os.waitpid(process, 0)
+
+    assert os.WTERMSIG(status) == signal.SIGTERM
 
 
 def test_process_that_was_forked_meanwhile_is_ended_by_sigterm_as_ever():
     with Watch() as watch:
-        watch.raises = True
+        watch.is_active = True
         process = os.fork()
         if process == 0:
             try:

@@ -100,16 +100,6 @@ def test_other_files_in_the_folder_are_left_alone(storage):
     assert names(storage) == ["notes.txt", "step-00000002", "step-00000003", "step-1"]
 
 
-def test_folder_that_somebody_removes_while_it_is_written_is_not_told_as_a_full_disk(storage):
-    storage.write(content_of(1), 1)
-    storage.guard = lambda: [shutil.rmtree(path) for path in storage.folder.glob(".*.unfinished")]
-
-    with pytest.raises(CheckpointError, match="a part of it was removed meanwhile"):
-        storage.write(content_of(2), 2)
-
-    assert names(storage) == ["step-00000001"]
-
-
 # --- damage -----------------------------------------------------------------------------------------------------------
 
 

@@ -160,7 +160,7 @@ def test_run_that_failed_in_an_evaluation_repeats_it(tmp_path):
         ({"val_every": 2, "val_loader": None}, "val_every=2 needs a val_loader="),
         (
             {"epochs": 1, "val_every": 2, "val_loader": iter([])},
-            "can be read only once, and val_every=2 evaluates several times",
+            "can be read only once, and would be read several times",
         ),
     ],
 )
