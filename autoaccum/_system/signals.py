@@ -1,6 +1,6 @@
 """Delays signals while they would do harm: inside an optimizer step, or before a checkpoint is written.
 
-`held` is for short blocks, `wrapped` and `Watch` for a whole training. Python runs handlers in the main thread only, so
+`held` is for short blocks, `Watch` for a whole training. Python runs handlers in the main thread only, so
 in other threads they do nothing.
 """
 
@@ -51,59 +51,17 @@ class _Wrapper:
             self.handler(number, frame)
 
 
-def _forget_holding() -> None:
-    """In a forked process nothing is held back: the blocks are its parent's."""
-    global _depth  # noqa: PLW0603 - as the handlers themselves
-    _depth = 0
-    _arrived.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_holding)
-
-
-class wrapped:  # noqa: N801 - used like a function
-    """Wrap the handlers for the length of a call, so that each `held` in it only counts.
+class held:  # noqa: N801 - it is used like a function: `with held():`
+    """Hold back signals until the block has ended, then deliver them to their handlers, in order.
 
     A signal without a Python handler (with the default action, which ends the process) cannot be held back and is left
     alone.
     """
 
-    __slots__ = ("_wrappers",)
+    __slots__ = ("_counts", "_wrappers")
 
     def __init__(self) -> None:
         self._wrappers: list[tuple[int, _Wrapper]] = []
-
-    def __enter__(self) -> None:
-        if can_be_handled():
-            self._wrap()
-
-    def _wrap(self) -> None:
-        try:
-            for number in _HELD:
-                handler = _signal.getsignal(number)
-                if type(handler) is not _Wrapper and callable(handler):
-                    wrapper = _Wrapper(handler)
-                    self._wrappers.append((number, wrapper))
-                    _signal.signal(number, wrapper)
-        except BaseException:  # the handler of one that is not held yet
-            self._unwrap()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self._unwrap()
-
-    def _unwrap(self) -> None:
-        for number, wrapper in self._wrappers:
-            now = _signal.signal(number, wrapper.handler)
-            if now is not wrapper:  # the block has set another, which stays
-                _signal.signal(number, now)
-
-
-class held(wrapped):  # noqa: N801 - it is used like a function: `with held():`
-    """Hold back signals until the block has ended, then deliver them to their handlers, in order."""
-
-    __slots__ = ("_counts",)
 
     def __enter__(self) -> None:
         global _depth  # noqa: PLW0603 - as the handlers themselves
@@ -112,7 +70,8 @@ class held(wrapped):  # noqa: N801 - it is used like a function: `with held():`
             _depth += 1
             try:
                 self._wrap()
-            except BaseException:
+            except BaseException:  # the handler of one that is not held yet
+                self._unwrap()
                 _depth -= 1
                 raise
 
@@ -126,6 +85,20 @@ class held(wrapped):  # noqa: N801 - it is used like a function: `with held():`
             _depth -= 1
             if _arrived and not _depth:
                 _deliver()
+
+    def _wrap(self) -> None:
+        for number in _HELD:
+            handler = _signal.getsignal(number)
+            if type(handler) is not _Wrapper and callable(handler):
+                wrapper = _Wrapper(handler)
+                self._wrappers.append((number, wrapper))
+                _signal.signal(number, wrapper)
+
+    def _unwrap(self) -> None:
+        for number, wrapper in self._wrappers:
+            now = _signal.signal(number, wrapper.handler)
+            if now is not wrapper:  # the block has set another, which stays
+                _signal.signal(number, now)
 
 
 def _deliver() -> None:

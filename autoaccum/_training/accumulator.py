@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -189,17 +189,6 @@ class Accumulator:
             entry_of=_entries(step, limit_bytes, names, closure, notices) if measures else None,
         )
         self._at_work = threading.Lock()
-
-    def __reduce_ex__(self, _protocol: object) -> NoReturn:
-        """Refuse to be copied or pickled.
-
-        Raises:
-            InvalidInputError: Always.
-        """
-        raise InvalidInputError(
-            "an Accumulator cannot be copied or pickled, since it belongs to this process, its model and its device; "
-            "copy or pickle the model, and make an Accumulator for it"
-        )
 
     @property
     def plan(self) -> Plan | None:

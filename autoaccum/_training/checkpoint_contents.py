@@ -63,7 +63,7 @@ class LoopState:
         windows: Windows done.
         samples: Samples used.
         position: Where the loader stands.
-        random: The state of the random generators; None where no checkpoints are asked for.
+        random: The state of the random generators; None: as they are now.
         stopped: Set if a callback has ended the run here.
         evaluated: Windows that were done at the last evaluation; None before the first.
         last_val_loss: The loss of that evaluation.
@@ -72,7 +72,7 @@ class LoopState:
     windows: int
     samples: int
     position: Position
-    random: RandomStates | None
+    random: RandomStates | None = None
     stopped: Stopped | None = None
     evaluated: int | None = None
     last_val_loss: float | None = None
@@ -115,8 +115,6 @@ class Contents:
         self._random, self._noise = call.random, call.noise
         # A loss without state, as torch's usually are, may become a function and the reverse.
         self._modules = [module for module in self._step.objective.modules if _has_state(module)]
-        self._began = list(map(_forms_of_buffers, self._modules))
-        self._changing: list[set[str]] = [set() for _ in self._began]  # buffers that have changed their shape since
 
     @property
     def is_sharded(self) -> bool:
@@ -146,7 +144,8 @@ class Contents:
         return {
             "target_batch": self._call.target_batch,
             "counts": self._call.counts,
-            "modules": list(map(self._module_state, self._modules, self._began, self._changing)),
+            # With the buffers that `state_dict` leaves out: training moves those too.
+            "modules": [{"state": one.state_dict(), "buffers": _buffers_of(one)} for one in self._modules],
             "optimizer": {"type": _type_name(optimizer), "state": state, "parameters": self._parameter_names()},
             "scheduler": None
             if scheduler is None
@@ -157,17 +156,11 @@ class Contents:
             "noise_scale": None if self._noise is None else self._noise.state_dict(),
         }
 
-    def _module_state(self, module: nn.Module, began: Mapping[str, str], changing: set[str]) -> dict[str, Any]:
-        """Return a module's state, with the buffers that `state_dict` leaves out: training moves those too."""
-        forms = _forms_of_buffers(module)
-        changing |= {name for name in began.keys() & forms.keys() if began[name] != forms[name]}
-        return {"state": module.state_dict(), "buffers": _other_buffers(module), "changing": sorted(changing)}
-
     def part(self, state: LoopState, kept: Kept) -> dict[str, Any]:
         """Return what each of several ranks has for itself."""
         now = kept.cutting
         return {
-            "random": state.random,
+            "random": state.random or self._random.take(),
             "position": {field.name: getattr(state.position, field.name) for field in fields(Position)},
             "cutting": {
                 **{field.name: getattr(kept, field.name) for field in fields(Kept)},
@@ -240,9 +233,7 @@ class Contents:
         if content["scaler"] is not None:
             assert scaler is not None
             _offer(scaler, lambda: scaler.load_state_dict(content["scaler"]))
-        modules = zip(self._modules, content["modules"], self._changing, strict=True)
-        for module, saved, changing in modules:
-            changing.update(saved.get("changing", ()))
+        for module, saved in zip(self._modules, content["modules"], strict=True):
             _offer(module, lambda: _put_module_back(module, saved, self._step.memory.device))  # noqa: B023 - at once
         _offer(optimizer, lambda: _put_optimizer_back(optimizer, content["optimizer"]["state"]))
         if self._noise is not None and content["noise_scale"] is not None:  # a run may begin to measure it
@@ -277,12 +268,11 @@ class Contents:
 
 
 def _description(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return by what a run is known: names, shapes and types; None for a buffer that may come, go and grow."""
+    """Return by what a run is known: names, shapes and types; None for a buffer, which may come, go and grow."""
     optimizer, modules = content["optimizer"], content["modules"]
     parts: dict[str, Any] = {}
     for number, saved in enumerate(modules):
-        forms = {**dict.fromkeys(saved["buffers"]), **{name: _form(value) for name, value in saved["state"].items()}}
-        forms |= dict.fromkeys(forms.keys() & saved.get("changing", ()))
+        forms = {**{name: _form(value) for name, value in saved["state"].items()}, **dict.fromkeys(saved["buffers"])}
         parts |= {f"{name} " if len(modules) == 1 else f"{number}.{name} ": form for name, form in forms.items()}
     names = {
         f"parameter {place} of group {number}, ": name
@@ -341,17 +331,12 @@ def _has_state(module: nn.Module) -> bool:
     return any(True for _ in chain(module.parameters(), module.buffers())) or bool(module.state_dict())
 
 
-def _forms_of_buffers(module: nn.Module) -> dict[str, str]:
-    return {name: _form(buffer) for name, buffer in module.named_buffers(remove_duplicate=False)}
-
-
-def _other_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the buffers that `state_dict` leaves out: those that are not persistent, and those that are None."""
+def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return all buffers, also those that are not persistent, and those that are None."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, part in module.named_modules()
         for name, buffer in part._buffers.items()
-        if buffer is None or name in part._non_persistent_buffers_set
     }
 
 

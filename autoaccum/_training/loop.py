@@ -95,7 +95,7 @@ class Training:
         """
         call, memory = self._call, self._step.memory
         # Outermost, so that a SIGTERM ends the process only after the callbacks were notified.
-        with self._interrupts.watching(), signals.wrapped():
+        with self._interrupts.watching():
             try:
                 self._observers.on_fit_start(
                     epochs=call.epochs, max_steps=call.max_steps, steps_per_epoch=call.steps_per_epoch
@@ -334,7 +334,6 @@ class Training:
         self._history.append(report)
         self._read_now_and_then(report)
         self._observers.on_step(report, epoch=self._progress.state.position.epoch)
-        self._progress.after_callbacks()
         self._finiteness.see(report)
         if self._checkpoints is not None:
             self._finiteness.note()

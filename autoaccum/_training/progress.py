@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autoaccum import _oom
 from autoaccum._arguments import shown
 from autoaccum._data.loader_state import Track
 from autoaccum._data.splits import is_default
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from autoaccum._data.batches import Window
-    from autoaccum._data.loader_state import Position, RandomStates
+    from autoaccum._data.loader_state import Position
     from autoaccum._records import Evaluation
     from autoaccum._training.one_call import Call
 
@@ -39,9 +38,9 @@ class TrainingProgress:
     def __init__(self, call: Call) -> None:
         self._call = call
         self._schedule, self._memory, self._world = call.schedule, call.step.memory, call.world
-        self._random = None if call.saving is None else call.random  # else training cannot go back to a state
+        self._random = None if call.saving is None else call.random  # else no state is kept
         self._track = Track(call.world.loader, self._random, call.world.split)
-        self.state = LoopState(0, 0, self._track.at_start(1), self._random_states())
+        self.state = LoopState(0, 0, self._track.at_start(1))
         self.is_whole = True
         self._windows: Iterator[Window] | None = None
         self._first: Window | None = None
@@ -102,8 +101,12 @@ class TrainingProgress:
     def next_window(self) -> Window | None:
         """Return the next window; None at the end of the epoch or of the training.
 
+        The random state is read first: if the window comes to nothing, it is that of the last whole one.
+
         Errors of the loader propagate unchanged; they are never treated as failures of a step.
         """
+        if self._random is not None:
+            self.state = replace(self.state, random=self._random.take())
         windows = self._begin_epoch() if self._windows is None else self._windows
         if self._ends_here:
             return None
@@ -164,15 +167,13 @@ class TrainingProgress:
             samples: Number of samples in the window, over all processes.
         """
         now = self.state
-        self._next = replace(
-            now, windows=now.windows + 1, samples=now.samples + samples, position=self._coming, stopped=None
-        )
+        windows, samples = now.windows + 1, now.samples + samples
+        self._next = replace(now, windows=windows, samples=samples, position=self._coming, random=None, stopped=None)
 
     def step_made(self, *, skipped: bool) -> None:
         """Advance everything that moves with an optimizer step, while interrupts are held back.
 
-        Only the user's scheduler can fail here. The random state is read last, since an optimizer or a scheduler may
-        draw from it; if no memory is left for that, the state is not whole until `after_callbacks` has read it.
+        Only the user's scheduler can fail here.
 
         Args:
             skipped: Whether the gradient scaler skipped the optimizer step.
@@ -181,30 +182,7 @@ class TrainingProgress:
         self._schedule.after_step(skipped=skipped)
         self.state = self._next
         self._world.note_step(self._next.windows)
-        self.is_whole = self._has_noted_random_state()
-
-    def after_callbacks(self) -> None:
-        """Read the random state after callbacks, which may draw from it, so that the next window resumes from there."""
-        if not self._has_noted_random_state():
-            # Once more, after the handler: inside it, the traceback still pins the optimizer step's memory.
-            self._memory.release()
-            self._note_random_state()
         self.is_whole = True
-
-    def _has_noted_random_state(self) -> bool:
-        """Read the random state; return False if no memory is left for that."""
-        try:
-            self._note_random_state()
-        except Exception as error:
-            if not _oom.is_oom(error):
-                raise
-            _oom.let_go(error)
-            return False
-        return True
-
-    def _note_random_state(self) -> None:
-        if self._random is not None:
-            self.state = replace(self.state, random=self._random_states())
 
     @property
     def ends_training(self) -> bool:
@@ -236,7 +214,7 @@ class TrainingProgress:
             position = replace(position, closed=True)
         elif ends_epoch:
             position, self._windows = self._track.at_start(position.epoch + 1), None
-        self.state = replace(state, position=position, random=self._random_states())
+        self.state = replace(state, position=position, random=None)
         self.is_whole = True
 
     def go_to(self, state: LoopState) -> None:
@@ -245,30 +223,25 @@ class TrainingProgress:
         Raises:
             CheckpointError: The loader is not the one of that state.
         """
+        assert self._random is not None
         self.state, self._windows, self._first = state, None, None
-        position, before = state.position, self._random_states()
+        position, before = state.position, self._random.take()
         if not self.is_over:
             try:
                 with self._memory.lifted():
                     batches = self._track.go_to(position)
             except BaseException:
-                self._set_random(before)
+                self._random.put_back(before)
                 raise
             if position.start is not None:  # of several ranks, one may have drawn nothing in an epoch that has begun
                 self._has_begun = True
                 self._windows = self._world.windows(batches, skip=position.used)
-        self._set_random(self.state.random)
+        self._random.put_back(state.random)
 
     def taken_over(self, state: LoopState) -> LoopState:
         """Return the state from which this training resumes, given that of other processes."""
         position = state.position if state.position.batches else replace(state.position, loader_state=None)
         # Only rank 0 keeps the random state: it draws the order of the coming epochs.
-        return replace(state, position=position, random=state.random if self._world.decides else self._random_states())
-
-    def _random_states(self) -> RandomStates | None:
-        return None if self._random is None else self._random.take()
-
-    def _set_random(self, states: RandomStates | None) -> None:
-        assert self._random is not None
-        assert states is not None
-        self._random.put_back(states)
+        return replace(
+            state, position=position, random=state.random if self._world.decides else self._call.random.take()
+        )

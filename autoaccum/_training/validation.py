@@ -76,7 +76,7 @@ class Validation:
             self._random.put_back(before)
 
     def run(self, trained_size: int) -> Evaluation:
-        """Evaluate and restore the random state; on failure, also restore buffers if checkpoints are written.
+        """Evaluate, and restore the random state; on failure, also restore buffers if checkpoints are written.
 
         Args:
             trained_size: The micro-batch of the training, with which the evaluation begins.
@@ -87,11 +87,11 @@ class Validation:
         mark = self._marked() if self._is_kept else None
         try:
             with self._savings.in_force():
-                evaluation = self._evaluator.run(drawn(self._part, self._step.memory), trained_size=trained_size)
+                return self._evaluator.run(drawn(self._part, self._step.memory), trained_size=trained_size)
         except BaseException:
             if mark is not None:
                 mark.restore()
             raise
-        set_states(self._generators, own)
-        self._random.put_back(before)
-        return evaluation
+        finally:
+            set_states(self._generators, own)
+            self._random.put_back(before)

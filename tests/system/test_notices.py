@@ -41,17 +41,25 @@ def test_nan_is_a_warning_for_whoever_handles_the_lines(caplog):
     assert [record.levelno for record in caplog.records if "not finite" in record.getMessage()] == [logging.WARNING]
 
 
+LINES = ["epoch 1 done", "done: 3 optimizer steps"]
+
+
 @pytest.mark.parametrize(
-    ("setting", "expected"),
+    ("setting", "on_stdout", "on_stderr"),
     [
-        ("", ["epoch 1 done", "done: 3 optimizer steps", "LossWarning"]),
-        ("logging.getLogger('autoaccum').setLevel('ERROR'); warnings.simplefilter('ignore')", []),
-        ("progress = False", ["LossWarning"]),
+        ("", [], [*LINES, "LossWarning"]),
+        ("progress = False", [], ["LossWarning"]),
+        ("logging.basicConfig(level='INFO', stream=sys.stdout)", LINES, ["LossWarning"]),
+        ("logging.basicConfig()", [], ["LossWarning"]),  # which handles warnings and more
+        ("logging.disable()", [], ["LossWarning"]),
+        ("logging.getLogger('autoaccum').setLevel('ERROR'); warnings.simplefilter('ignore')", [], []),
     ],
 )
-def test_lines_of_fit_are_silenced_by_logging_and_warnings_of_a_loss_by_warnings(setting, expected):
+def test_lines_of_fit_go_where_logging_sends_them_and_warnings_of_a_loss_where_warnings_do(
+    setting, on_stdout, on_stderr
+):
     code = f"""
-import logging, warnings, torch, autoaccum
+import logging, sys, warnings, torch, autoaccum
 progress = "lines"
 {setting}
 def loss(model, batch):
@@ -59,9 +67,10 @@ def loss(model, batch):
     return torch.nn.functional.mse_loss(outputs, batch[1]) + outputs.mean(0).square().sum()
 batches = [(torch.randn(8, 3), torch.randn(8, 2))] * 3
 result = autoaccum.fit(torch.nn.Linear(3, 2), batches, 8, loss=[loss], device="cpu", micro_batch=4, progress=progress)
-print(len(result.warnings))
+print("warnings:", len(result.warnings))
 """
     done = subprocess.run([*warm.python(), "-c", code], capture_output=True, text=True, check=True)
 
-    found = [text for text in ("epoch 1 done", "done: 3 optimizer steps", "LossWarning") if text in done.stderr]
-    assert (done.stdout.strip(), found) == ("1", expected)
+    for stream, expected in [(done.stdout, on_stdout), (done.stderr, on_stderr)]:
+        assert [text for text in (*LINES, "LossWarning") if text in stream] == expected
+    assert done.stdout.splitlines()[-1] == "warnings: 1"

@@ -3,9 +3,7 @@
 import json
 import logging
 import os
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from torch import nn
 
 import autoaccum
-import warm
 from autoaccum._training.console import LineProgress
 from autoaccum._training.loggers import JSONLinesLog, TensorBoardLog
 
@@ -117,25 +114,3 @@ def test_handler_that_fails_ends_no_training():
         logging.getLogger("autoaccum").removeHandler(handler)
 
     assert result.steps == 2
-
-
-@pytest.mark.parametrize(
-    ("set_up", "on_stdout"),
-    [
-        ("logging.basicConfig(level='INFO', stream=sys.stdout)", True),
-        ("logging.basicConfig()", False),  # which handles warnings and more
-        ("logging.getLogger('autoaccum').setLevel('WARNING')", False),
-        ("logging.disable()", False),
-    ],
-)
-def test_lines_go_where_logging_sends_them_and_are_silenced_by_it(set_up, on_stdout):
-    script = f"""
-        import logging, sys, torch, autoaccum
-        {set_up}
-        autoaccum.fit(torch.nn.Linear(3, 2), [(torch.ones(4, 3), torch.ones(4, 2))], 4, device="cpu")
-    """
-    arguments = [*warm.python(), "-c", textwrap.dedent(script)]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
-
-    assert done.stderr == ""
-    assert ("INFO:autoaccum:done: 1 optimizer step" in done.stdout) is on_stdout

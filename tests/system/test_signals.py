@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from autoaccum._system.signals import Watch, held, wrapped
+from autoaccum._system.signals import Watch, held
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
@@ -16,33 +16,27 @@ class Stop(BaseException):
     """What a handler of the user's raises."""
 
 
-@pytest.fixture
-def sigterm_raises():
-    def stop(number, frame):
-        raise Stop
-
-    before = signal.signal(signal.SIGTERM, stop)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.parametrize("order", [SIGNALS, SIGNALS[::-1]], ids=["SIGINT first", "SIGTERM first"])
-def test_both_signals_arrive_in_order_although_the_first_raises(order, monkeypatch):
-    arrived = []
+@pytest.mark.parametrize(
+    "order", [SIGNALS, SIGNALS[::-1], [signal.SIGHUP], [signal.SIGALRM]], ids=lambda order: order[0].name
+)
+def test_signals_wait_for_the_end_of_the_block_and_arrive_in_order_although_the_first_raises(order):
+    arrived, done = [], []
 
     def note(number, frame):
         arrived.append(number)
         raise Stop
 
-    before = [signal.signal(number, note) for number in SIGNALS]
+    before = [signal.signal(number, note) for number in order]
     try:
-        with pytest.raises(Stop), held():  # noqa: PT012 - as above
+        with pytest.raises(Stop), held():  # noqa: PT012 - what is held back arrives at its end
             for number in order:
                 signal.raise_signal(number)
+            done.append(list(arrived))
     finally:
-        for number, handler in zip(SIGNALS, before, strict=True):
+        for number, handler in zip(order, before, strict=True):
             signal.signal(number, handler)
 
+    assert done == [[]]
     assert arrived == order
 
 
@@ -53,41 +47,6 @@ def test_signal_that_would_end_the_process_is_left_alone():
         inside = signal.getsignal(signal.SIGTERM)
 
     assert inside is signal.SIG_DFL
-
-
-def test_wrapped_handlers_are_called_at_once_outside_of_a_block_and_after_it(sigterm_raises):
-    done = []
-
-    with wrapped():
-        with pytest.raises(Stop):
-            signal.raise_signal(signal.SIGTERM)
-        for _ in range(2):
-            with pytest.raises(Stop), held():  # noqa: PT012 - as above
-                signal.raise_signal(signal.SIGTERM)
-                done.append("the rest of the block")
-
-    assert done == ["the rest of the block"] * 2
-
-
-def test_handler_that_passes_signals_on_to_the_one_before_it_is_called_once(sigterm_raises):
-    # As torch's DataLoader sets one for SIGCHLD.
-    seen = []
-    own = signal.getsignal(signal.SIGTERM)
-
-    with wrapped():
-        former = signal.getsignal(signal.SIGTERM)
-
-        def chained(number, frame):
-            seen.append(number)
-            former(number, frame)
-
-        signal.signal(signal.SIGTERM, chained)
-        with pytest.raises(Stop), held():  # noqa: PT012 - as above
-            signal.raise_signal(signal.SIGTERM)
-            assert seen == []
-        signal.signal(signal.SIGTERM, own)
-
-    assert seen == [signal.SIGTERM]
 
 
 def test_inner_block_hands_its_interrupt_to_the_outer_one():
@@ -113,24 +72,6 @@ def test_thread_that_is_not_the_main_one_holds_nothing_and_does_not_fail():
     thread.join()
 
     assert seen == [signal.getsignal(signal.SIGINT)]
-
-
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGALRM])
-def test_whatever_handler_raises_waits_for_the_end_of_the_block(number):
-    done = []
-
-    def stop(number, frame):
-        raise Stop
-
-    before = signal.signal(number, stop)
-    try:
-        with pytest.raises(Stop), held():  # noqa: PT012 - as above
-            signal.raise_signal(number)
-            done.append("the rest of the block")
-    finally:
-        signal.signal(number, before)
-
-    assert done == ["the rest of the block"]
 
 
 # --- for the length of a training -------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """When checkpoints are written, what is done at signals and damage, and which checkpoints are refused."""
 
 import contextlib
-import functools
 import os
 import signal
 import subprocess
@@ -20,7 +19,6 @@ from autoaccum._training.checkpoint_files import Storage
 from autoaccum.errors import (
     CheckpointError,
     DeviceLostError,
-    InvalidInputError,
     StateDamagedError,
     StepCompleteError,
 )
@@ -153,29 +151,6 @@ def test_resume_false_starts_anew_and_moves_the_old_ones_aside_with_its_first(tm
     assert found == ["step-00000009", "step-00000003"]
     assert checkpoints(tmp_path / "earlier-1")[-1] == "step-00000009"
     assert "starts from scratch (resume=False)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"resume": True}, "resume= needs a folder"),
-        ({"checkpoint_every": 5}, "checkpoint_every= needs a folder"),
-        ({"checkpoint": "~nosuchuserx/x"}, "checkpoint='~nosuchuserx/x' is not a path"),
-        ({"checkpoint": "a\0b"}, r"checkpoint='a\\x00b' names no folder"),
-        ({"checkpoint": "unused", "checkpoint_every": 1.5}, "checkpoint_every must be a whole number"),
-        (
-            {"checkpoint": "unused", "checkpoint_every": "5"},
-            "checkpoint_every='5' is neither a number of optimizer steps",
-        ),
-    ],
-)
-def test_arguments_that_cannot_be_used_are_refused_with_their_value(tmp_path, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-
-    with pytest.raises(InvalidInputError, match=message):
-        Run(**arguments).fit()
-
-    assert checkpoints(tmp_path) == []
 
 
 def test_state_that_cannot_be_loaded_safely_is_refused_before_training(tmp_path):
@@ -524,19 +499,6 @@ def test_run_whose_buffers_change_their_shape_is_gone_on_with(tmp_path):
     assert run(tmp_path, 4).end["model"] == undisturbed.end["model"]
 
 
-def test_buffer_of_another_shape_from_the_start_is_of_another_model(tmp_path):
-    class Longer(Queued):
-        def __init__(self):
-            super().__init__()
-            self.queue = torch.zeros(30, 3)
-
-    first = Run(model=Queued, checkpoint=tmp_path)
-    first.fit(Emptying(first), epochs=1)
-
-    with pytest.raises(CheckpointError, match=r"another model: it was made with queue \(20, 3\) .* has \(30, 3\)"):
-        Run(model=Longer, checkpoint=tmp_path).fit()
-
-
 def test_module_that_refuses_its_state_is_told_before_the_optimizer_is_given_any(tmp_path):
     def numbered(number):
         class Numbered(Model):
@@ -570,31 +532,24 @@ def edited(folder, change):
 
 
 EDITS = {
-    **{key: lambda content, key=key: content.pop(key) for key in ("windows", "cutting", "random", "modules")},
+    **{f"'{key}'": lambda content, key=key: content.pop(key) for key in ("windows", "cutting", "random", "modules")},
+    "another device: it was made with cuda, and this call has cpu": lambda content: content.update(device="cuda"),
     "must be at least 1": lambda content: content["cutting"].update(plan=[0]),
     "int.* and 'str'": lambda content: content["cutting"].update(largest=["4"]),
 }
 
 
 @pytest.mark.parametrize("said", EDITS)
-def test_edited_checkpoint_with_right_checksums_is_refused_in_words_and_nothing_is_changed(tmp_path, said):
+def test_edited_checkpoint_with_right_checksums_is_refused_and_nothing_is_changed(tmp_path, said):
     stopped_at(4, tmp_path)
     edited(tmp_path, EDITS[said])
     run = Run(checkpoint=tmp_path)
     before = run.state()
 
-    with pytest.raises(CheckpointError, match=f"its content was edited .*{said}"):
+    with pytest.raises(CheckpointError, match=said):
         run.fit()
 
     assert run.state() == before
-
-
-def test_checkpoint_of_another_kind_of_device_is_refused(tmp_path):
-    stopped_at(4, tmp_path)
-    edited(tmp_path, lambda content: content.update(device="cuda"))
-
-    with pytest.raises(CheckpointError, match="another device: it was made with cuda, and this call has cpu"):
-        Run(checkpoint=tmp_path).fit()
 
 
 def test_cap_after_lack_of_memory_is_forgotten_once_it_has_helped(tmp_path):
@@ -613,20 +568,6 @@ def test_cap_after_lack_of_memory_is_forgotten_once_it_has_helped(tmp_path):
     assert later == [(64,)] * 3
 
 
-def test_dataset_of_another_length_is_refused_in_the_middle_of_an_epoch(tmp_path):
-    def loader_of(samples):  # with as many batches
-        return DataLoader(TensorDataset(torch.ones(samples, 3), torch.zeros(samples, dtype=torch.int64)), 8)
-
-    for samples in (31, 32):
-        model = nn.Linear(3, 2)
-        fit = functools.partial(autoaccum.fit, model, loader_of(samples), 8, checkpoint=tmp_path, progress=False)
-        if samples == 31:
-            fit(max_steps=2)
-
-    with pytest.raises(CheckpointError, match="31 samples in its dataset, and this one has 32"):
-        fit(max_steps=3)
-
-
 @pytest.mark.parametrize("capacity", [138_000, 142_000, 146_000, 150_000])
 def test_resume_on_a_tight_device_trains_where_the_first_call_did(tmp_path, capacity):
     def fit(steps):
@@ -641,27 +582,6 @@ def test_resume_on_a_tight_device_trains_where_the_first_call_did(tmp_path, capa
     first = fit(6)
 
     assert fit(12).plan.micro_batch >= first.plan.micro_batch
-
-
-def test_resume_under_a_real_limit_trains_where_the_first_call_did(tmp_path):
-    script = """
-        import torch, autoaccum
-        from torch import nn
-        for steps in (2, 4):
-            model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 8))
-            loader = torch.utils.data.DataLoader([(torch.randn(512, 1024), torch.randn(512, 8))] * 32, 16)
-            result = autoaccum.fit(
-                model, loader, 16, max_steps=steps, device="cpu", memory_limit="90MiB", checkpoint="run", progress=False
-            )
-            print(result.resumed_from, result.plan.micro_batch)
-    """
-    arguments = [*warm.python(), "-c", textwrap.dedent(script)]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=tmp_path)
-
-    assert done.returncode == 0, done.stderr
-    (_, first), (resumed_from, second) = map(str.split, done.stdout.splitlines())
-    assert resumed_from == "2"
-    assert 1 <= int(second) <= int(first) < 16
 
 
 def test_damaged_newest_is_said_and_the_one_before_is_gone_on_from(tmp_path, undisturbed, capsys):
