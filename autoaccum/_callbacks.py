@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class StopTraining(Exception):  # noqa: N818 - a request, not an error
-    """Raised or returned by a method of a callback to end a call of `fit` early.
+    """Raised by a method of a callback to end a call of `fit` early.
 
     Training stops after the current window, or after the epoch's evaluation if that is under way. On several ranks it
     is enough that one asks, and all stop after the same window, which is the next one if `on_step` asks: ranks tell
@@ -44,7 +44,7 @@ class StopTraining(Exception):  # noqa: N818 - a request, not an error
 class Callback:
     """Base class of callbacks. Every method does nothing by default; override the ones you need.
 
-    Any of them may raise or return `StopTraining` to end the training early.
+    Any of them may raise `StopTraining` to end the training early.
     """
 
     def on_fit_start(self, *, epochs: int | None, max_steps: int | None, steps_per_epoch: int | None) -> None:

@@ -303,38 +303,6 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class TimeSpent:
-    """What one call of `fit` did besides computing its optimizer steps once, in seconds.
-
-    Attributes:
-        search_s: Trials before training, and windows whose micro-batches were trials; these made optimizer steps too.
-        recomputation_s: Micro-batches that were computed again because memory ran out.
-        data_s: Waiting for the loader.
-        evaluation_s: Evaluations.
-        checkpoint_s: Writing checkpoints.
-        start_s: From the call to the first window, without search and data.
-    """
-
-    search_s: float = 0.0
-    recomputation_s: float = 0.0
-    data_s: float = 0.0
-    evaluation_s: float = 0.0
-    checkpoint_s: float = 0.0
-    start_s: float = 0.0
-
-    def by_name(self) -> dict[str, float]:
-        """Return the seconds by what they were spent on, in words."""
-        return {
-            "starting up": self.start_s,
-            "search": self.search_s,
-            "computing again": self.recomputation_s,
-            "waiting for data": self.data_s,
-            "evaluations": self.evaluation_s,
-            "checkpoints": self.checkpoint_s,
-        }
-
-
-@dataclass(frozen=True, slots=True)
 class FitResult:
     """Result of `fit`. After a resume, counts cover the whole run; `history` and `evaluations` cover this call.
 
@@ -355,7 +323,10 @@ class FitResult:
             that ended the call, its type ("KeyboardInterrupt"). None if it ran to its end.
         noise_scale: With `noise_scale`, the gradient noise scale in samples over the whole run; None if it was not, or
             could not be, measured (docs/batch-size.md).
-        time_spent: What the call did besides computing its optimizer steps once.
+        time_spent: Seconds that the call spent besides computing its optimizer steps once, by what it did: "starting
+            up" (until the first window, without the next two), "search" (trials before training, and windows whose
+            micro-batches were trials; these made optimizer steps too), "waiting for data", "computing again" (because
+            memory ran out), "evaluations", "checkpoints".
         memory: What saved memory in the last window, as the argument `memory` names it; empty for nothing.
         warnings: What was said of gradients that may differ from those of whole windows (`LossWarning`).
         skipped_samples: Number of samples of the whole run that did not fit even alone (on_too_large="skip").
@@ -374,7 +345,7 @@ class FitResult:
     best_checkpoint: Path | None = None
     stopped: str | None = None
     noise_scale: float | None = None
-    time_spent: TimeSpent = TimeSpent()
+    time_spent: Mapping[str, float] = field(default_factory=dict)
     memory: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     skipped_samples: int = 0
@@ -400,8 +371,7 @@ class FitResult:
             lines.append(f"memory saved by: {', '.join(self.memory)}")
         if self.noise_scale is not None:
             lines.append(f"gradient noise scale: {self.noise_scale:,.0f} samples")
-        spent = self.time_spent.by_name().items()
-        besides = [f"{name} {seconds:.1f} s" for name, seconds in spent if seconds >= _SHOWN_S]
+        besides = [f"{name} {seconds:.1f} s" for name, seconds in self.time_spent.items() if seconds >= _SHOWN_S]
         lines += [f"time besides steps: {', '.join(besides)}"] if besides else []
         lines += [] if self.checkpoint is None else [f"checkpoint: {self.checkpoint}"]
         lines += [] if self.best_checkpoint is None else [f"lowest validation loss: {self.best_checkpoint}"]

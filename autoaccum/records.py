@@ -12,7 +12,6 @@ from autoaccum._records import (
     MemoryReading,
     ProbeResult,
     StepReport,
-    TimeSpent,
     Trial,
 )
 
@@ -28,7 +27,6 @@ __all__ = [
     "ProbeResult",
     "Report",
     "StepReport",
-    "TimeSpent",
     "Trial",
 ]
 

@@ -84,7 +84,7 @@ class PlanCache:
         try:
             path = _path(self._folder, key)
             remembered = _understood(json.loads(files.read(path, _MOST_BYTES))["found"], key.target_batch)
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError, files.NotRegularError) as error:
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             self._notices.say(
                 f"plan cache: {self._folder} holds what cannot be used for this job ({type(error).__name__}: "
                 f"{first_line(error)}), so sizes are searched for anew",

@@ -1,7 +1,7 @@
 """Reads and writes files in folders that other programs can write to.
 
 A file is written under another, unpredictable name and then renamed: it is there as a whole or not at all, and no link
-or pipe of its name is written through. Only regular files are read: a pipe would be waited for.
+or pipe of its name is written through.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import contextlib
 import errno
 import os
 import secrets
-import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from autoaccum._arguments import check_path
 from autoaccum.errors import InvalidInputError
@@ -24,50 +23,20 @@ if TYPE_CHECKING:
 # The suffix of a file that is being written, which a killed writer leaves behind.
 UNFINISHED = ".unfinished"
 
-# O_BINARY exists only on Windows, the others only elsewhere.
-_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
-_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
-_COMMON = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
-class NotRegularError(OSError):
-    """The file is not a regular one, or larger than any that could have been written here."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.strerror = reason
-
-
-def open_regular(path: Path, *, follows: bool = False) -> BinaryIO:
-    """Open a regular file for reading.
-
-    Args:
-        path: The file.
-        follows: Whether to follow a link of that name.
+def read(path: Path, most_bytes: int) -> bytes:
+    """Return the content of a file.
 
     Raises:
-        NotRegularError: It is a folder, a pipe or a device.
-        OSError: It cannot be opened, or is a link and `follows` is False.
+        ValueError: It holds more than `most_bytes`, so nothing here has written it.
+        OSError: It cannot be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | _NONBLOCK | _COMMON | (0 if follows else _NOFOLLOW))
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise NotRegularError("it is a folder, a pipe or a device, not a file")
-    return os.fdopen(descriptor, "rb")
-
-
-def read(path: Path, most_bytes: int, *, follows: bool = False) -> bytes:
-    """Return the content of a regular file, also by a link to it if `follows`.
-
-    Raises:
-        NotRegularError: It is not a regular file, or holds more than `most_bytes`.
-        OSError: The file cannot be read.
-    """
-    with open_regular(path, follows=follows) as file:
+    with path.open("rb") as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
-        raise NotRegularError(f"it holds more than {most_bytes} bytes")
+        raise ValueError(f"it holds more than {most_bytes} bytes")
     return data
 
 
@@ -91,7 +60,7 @@ def replacing(
         OSError: The file cannot be written.
     """
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}{ending}")
-    os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _COMMON, mode))
+    os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
     try:
         yield unfinished
         if before_rename is not None:

@@ -58,11 +58,6 @@ _PROC = Path("/proc")
 _STATE, _START = 0, 19
 _ENDED = (b"Z", b"X")
 
-
-# Windows has none of these.
-_CLOSED_FOR_CHILDREN = getattr(os, "O_CLOEXEC", 0)
-_NOT_THROUGH_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | _CLOSED_FOR_CHILDREN
-
 # The leases held by this process, by pid (to exclude forks) and token.
 _held: set[tuple[int, str]] = set()
 
@@ -231,7 +226,7 @@ class Lease:
         number = 1 + max((_number(path) for path in judged), default=0)
         path = self._folder / f".lease-{number:08d}"
         try:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CLOSED_FOR_CHILDREN, 0o644)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
             return False
         try:
@@ -355,7 +350,7 @@ class Lease:
         """Rewrite this process's file in place; a file that another process has replaced or removed is not touched."""
         assert self._path is not None
         try:
-            file = os.open(self._path, os.O_RDWR | _NOT_THROUGH_LINKS)
+            file = os.open(self._path, os.O_RDWR)
         except FileNotFoundError:
             return False
         try:
@@ -386,8 +381,7 @@ def _number(path: Path) -> int:
 def _bytes_of(path: Path) -> bytes | None:
     """Return a file's current content on the file server; None if it does not exist."""
     try:
-        # Without following a link or waiting for the other end of a pipe.
-        file = os.open(path, os.O_RDONLY | _NOT_THROUGH_LINKS)
+        file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:

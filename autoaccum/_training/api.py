@@ -290,7 +290,7 @@ def fit(
         per_epoch = None
         if not in_tokens:
             of_window = target if shard else world.target_batch
-            per_epoch = _steps_per_epoch(loader, of_window, drop_last=drop_last, notices=notices)
+            per_epoch = _steps_per_epoch(loader, of_window, drop_last=drop_last)
         call = Call(
             step,
             world,
@@ -371,17 +371,12 @@ def _check_data(
         )
 
 
-def _steps_per_epoch(loader: Iterable[Any], target_batch: int, *, drop_last: bool, notices: Notices) -> int | None:
-    """Return the number of windows per epoch, which is reported if there is only one; None if it is not known."""
+def _steps_per_epoch(loader: Iterable[Any], target_batch: int, *, drop_last: bool) -> int | None:
+    """Return the number of windows per epoch; None if it is not known."""
     if not isinstance(loader, torch.utils.data.DataLoader) or loader.batch_size is None:
         return None
     try:
         samples = len(loader) * loader.batch_size if loader.drop_last else len(loader.sampler)  # type: ignore[arg-type]
     except TypeError:  # an iterable dataset without a length
         return None
-    if samples < target_batch and not drop_last:
-        notices.say(
-            f"an epoch of {counted(samples, 'sample')} is less than the target of {target_batch}: 1 optimizer step per "
-            f"epoch of {counted(samples, 'sample')}"
-        )
     return samples // target_batch if drop_last else math.ceil(samples / target_batch)

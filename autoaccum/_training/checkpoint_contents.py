@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -35,24 +35,9 @@ if TYPE_CHECKING:
     from autoaccum._training.one_call import Call
 
 # Of a `LoopState`.
-_COUNTS = ("windows", "samples", "evaluated", "last_val_loss")
+_COUNTS = ("windows", "samples", "stopped", "evaluated", "last_val_loss")
 # Keys named in an error: enough to see what is the matter.
 _NAMED = 3
-
-
-@dataclass(frozen=True)
-class Stopped:
-    """A run that a callback has ended early, which is complete for calls of the same length.
-
-    Attributes:
-        reason: The reason that the callback gave.
-        epochs: The length of the call that was stopped.
-        max_steps: As `epochs`.
-    """
-
-    reason: str
-    epochs: int | None
-    max_steps: int | None
 
 
 @dataclass(frozen=True)
@@ -64,7 +49,8 @@ class LoopState:
         samples: Samples used.
         position: Where the loader stands.
         random: The state of the random generators; None: as they are now.
-        stopped: Set if a callback has ended the run here.
+        stopped: Set if a callback has ended the run here, which is then complete for calls of the same length:
+            "reason", and "epochs" and "max_steps" of the call.
         evaluated: Windows that were done at the last evaluation; None before the first.
         last_val_loss: The loss of that evaluation.
     """
@@ -73,7 +59,7 @@ class LoopState:
     samples: int
     position: Position
     random: RandomStates | None = None
-    stopped: Stopped | None = None
+    stopped: dict[str, Any] | None = None
     evaluated: int | None = None
     last_val_loss: float | None = None
 
@@ -132,7 +118,6 @@ class Contents:
         return {
             "ranks": None if ranks is None else list(ranks),
             **{name: getattr(state, name) for name in _COUNTS},
-            "stopped": None if state.stopped is None else asdict(state.stopped),
             **self._own(),
             **self.part(state, kept),
         }
@@ -197,13 +182,8 @@ class Contents:
             part: What it holds of this rank, where there were several.
         """
         part = content if part is None else part
-        stopped = content["stopped"]
-        return LoopState(
-            position=Position(**part["position"]),
-            random=part["random"],
-            stopped=None if stopped is None else Stopped(**stopped),
-            **{name: content[name] for name in _COUNTS},
-        )
+        rest = {name: content[name] for name in _COUNTS}
+        return LoopState(position=Position(**part["position"]), random=part["random"], **rest)
 
     def kept(self, content: Mapping[str, Any]) -> Kept:
         """Return how windows were cut; `content` as for `loop_state`, or its part."""

@@ -250,8 +250,8 @@ def sha256_of(path: Path) -> str:
     Raises:
         OSError: It cannot be read.
     """
-    with files.open_regular(path, follows=True) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
@@ -260,7 +260,7 @@ def _reading(path: Path, name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, FileNotFoundError | NotADirectoryError | files.NotRegularError):
+        if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
             raise _DamagedError(f"{name} is missing, or no file") from error
         raise CheckpointError(
             f"the checkpoint {path} cannot be read ({error.strerror or error}); see to that, or pass another folder as "
@@ -277,7 +277,7 @@ def manifest_of(path: Path) -> dict[str, Any]:
     """
     try:
         with _reading(path, MANIFEST):
-            manifest = json.loads(files.read(path / MANIFEST, _MOST_MANIFEST_BYTES, follows=True))
+            manifest = json.loads(files.read(path / MANIFEST, _MOST_MANIFEST_BYTES))
         form, sums, loss = manifest["format"], manifest["sha256"], manifest["val_loss"]
         if form > FORMAT:
             raise CheckpointError(

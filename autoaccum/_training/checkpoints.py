@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from autoaccum.errors import CheckpointError
 if TYPE_CHECKING:
     from autoaccum._data.loader_state import Position
     from autoaccum._engine.finiteness import Finiteness
-    from autoaccum._training.checkpoint_contents import Kept, LoopState, Stopped
+    from autoaccum._training.checkpoint_contents import Kept, LoopState
     from autoaccum._training.checkpoint_settings import Saving
     from autoaccum._training.one_call import Call
     from autoaccum._training.plan_lifecycle import PlanLifecycle
@@ -44,6 +43,7 @@ class Checkpoints:
     Attributes:
         saving: As above.
         storage: The files.
+        lease: The right to write them.
         spent_s: Seconds spent on writing.
     """
 
@@ -61,8 +61,8 @@ class Checkpoints:
         self._world, self._memory, self._notices = call.world, call.step.memory, call.notices
         self._contents, self._progress, self._lifecycle = Contents(call), progress, lifecycle
         self._finiteness = finiteness
-        self._lease = Lease(saving.folder)
-        self._saved: tuple[Position, Stopped | None] | None = None
+        self.lease = Lease(saving.folder)
+        self._saved: tuple[Position, dict[str, Any] | None] | None = None
         self._saved_at = time.monotonic()
 
     # --- the folder ---------------------------------------------------------------------------------------------------
@@ -82,18 +82,14 @@ class Checkpoints:
                 raise said
             return
         try:
-            for pause_s in self._lease.taking(self._notices.say):
+            for pause_s in self.lease.taking(self._notices.say):
                 tell("folder", None)  # so that the wait for the lease does not run into the exchange's timeout
                 time.sleep(pause_s)
         except CheckpointError as error:
             tell("folder", error)
             raise
-        self.storage.guard = self._lease.check
+        self.storage.guard = self.lease.check
         tell("folder", "taken")
-
-    def release_folder(self) -> None:
-        """Release the lease on the folder."""
-        self._lease.release()
 
     def find(self) -> tuple[Path, dict[str, Any]] | None:
         """Take the folder and return the checkpoint to resume from; None for a fresh start, which is reported.
@@ -145,12 +141,13 @@ class Checkpoints:
         every = self.saving.every
         by_steps = isinstance(every, int) and windows % every == 0
         by_time = isinstance(every, float) and time.monotonic() - self._saved_at >= every
-        return by_steps or by_time or self._lease.is_lost
+        return by_steps or by_time or self.lease.is_lost
 
-    def is_best(self, loss: float) -> bool:
-        """Whether a validation loss is lower than that of every checkpoint."""
-        best = self.storage.best_loss
-        return math.isfinite(loss) and (best is None or loss < best)
+    @property
+    def has_best_state(self) -> bool:
+        """Whether the validation loss of the present state is lower than that of every checkpoint."""
+        loss, best = self._progress.state.val_loss, self.storage.best_loss
+        return loss is not None and (best is None or loss < best)
 
     @property
     def has_this_state(self) -> bool:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from autoaccum._records import Evaluation
     from autoaccum._training.checkpoints import Checkpoints
     from autoaccum._training.one_call import Call
     from autoaccum._training.plan_lifecycle import PlanLifecycle
@@ -85,10 +84,10 @@ class Interrupts:
         self._watch.raise_if_terminated()
         return bool(requests & STOP)
 
-    def after_evaluation(self, evaluation: Evaluation) -> None:
+    def after_evaluation(self) -> None:
         """Save after an evaluation with the lowest loss so far."""
         if self._checkpoints is not None:
-            is_best = self._world.decides and self._checkpoints.is_best(evaluation.loss)
+            is_best = self._world.decides and self._checkpoints.has_best_state
             if any(self._world.of_all("best", is_best)):
                 self._save()
 
@@ -125,7 +124,7 @@ class Interrupts:
         try:
             self._watch.is_active = True
             train()
-            self._world.check_others_at_end()
+            self._world.of_all("end", None)  # whether another rank has failed after its last optimizer step
             if self._checkpoints is not None and not self._checkpoints.has_this_state:
                 self._save()
         except StartAgainError as error:

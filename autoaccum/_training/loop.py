@@ -16,7 +16,7 @@ from autoaccum._engine.finiteness import Finiteness
 from autoaccum._engine.forward_backward import drop_old_gradients
 from autoaccum._engine.optimizers import name_of
 from autoaccum._oom import first_line
-from autoaccum._records import SAMPLES, FitResult, TimeSpent
+from autoaccum._records import SAMPLES, FitResult
 from autoaccum._system import signals
 from autoaccum._training.checkpoints import Checkpoints
 from autoaccum._training.interrupts import Interrupts
@@ -75,8 +75,9 @@ class Training:
         self._unread: list[StepReport] = []
         self._evaluations: list[Evaluation] = []
         self._resumed_from: int | None = None
-        # Seconds of this call, also of windows that were trained again.
-        self._start_s = self._search_s = self._recomputation_s = self._data_s = self._evaluation_s = 0.0
+        # Seconds of this call, as in its result.
+        doing = ("starting up", "search", "computing again", "waiting for data", "evaluations")
+        self._spent = dict.fromkeys(doing, 0.0)
 
     @property
     def windows(self) -> int:
@@ -110,7 +111,7 @@ class Training:
                         self._checkpoints.check()
                         self._finiteness.note()
                     self._lifecycle.tell_beginning(begins_with.plan, probed)
-                    self._start_s = time.perf_counter() - started - self._search_s - self._data_s
+                    self._spent["starting up"] = time.perf_counter() - started - sum(self._spent.values())
                     self._interrupts.run(self._train)
                 if self._call.noise is not None and self._resumed_from != self._progress.state.windows:
                     own, in_tokens = name_of(self._step.optimizer), call.counts != SAMPLES
@@ -159,7 +160,7 @@ class Training:
         ends = [self._progress.close]
         ends += self._observers.each("on_fit_end", result)
         if self._checkpoints is not None:
-            ends.append(self._checkpoints.release_folder)
+            ends.append(self._checkpoints.lease.release)
         first = error
         for end in ends:
             try:
@@ -178,6 +179,7 @@ class Training:
             del first  # the traceback has this frame
 
     def _result(self, started: float) -> FitResult:
+        checkpoints = self._checkpoints
         return FitResult(
             steps=self._progress.state.windows,
             samples=self._progress.state.samples,
@@ -188,21 +190,14 @@ class Training:
             evaluations=tuple(self._evaluations),
             elapsed_s=time.perf_counter() - started,
             resumed_from=self._resumed_from,
-            checkpoint=None if self._checkpoints is None else self._checkpoints.storage.newest,
-            best_checkpoint=None if self._checkpoints is None else self._checkpoints.storage.best,
+            checkpoint=None if checkpoints is None else checkpoints.storage.newest,
+            best_checkpoint=None if checkpoints is None else checkpoints.storage.best,
             stopped=self._progress.stopped,
             noise_scale=None if self._call.noise is None else self._call.noise.samples,
             memory=self._lifecycle.memory,
             warnings=tuple(self._step.objective.weights.warnings),
             skipped_samples=self._lifecycle.skipped_samples,
-            time_spent=TimeSpent(
-                self._search_s,
-                self._recomputation_s,
-                self._data_s,
-                self._evaluation_s,
-                0.0 if self._checkpoints is None else self._checkpoints.spent_s,
-                self._start_s,
-            ),
+            time_spent=self._spent | ({} if checkpoints is None else {"checkpoints": checkpoints.spent_s}),
         )
 
     # --- the beginning ------------------------------------------------------------------------------------------------
@@ -221,7 +216,7 @@ class Training:
         if found is None:
             if self._validation is not None:  # before drawing from the training loader, which may be the same one
                 self._validation.try_out(self._lifecycle.most_asked)
-            with self._timed("_data_s"):
+            with self._timed("waiting for data"):
                 first, self._holds_data = self._progress.first_part(), True
             drop_old_gradients(self._step, self._notices)
             unlike = None
@@ -231,19 +226,17 @@ class Training:
                 self._notices.say(unlike)
             if self._call.noise is not None and keeps_order(self._world.loader):
                 self._call.noise.say(_NOT_SHUFFLED)
-            with self._timed("_search_s"):
+            with self._timed("search"):
                 begins_with = self._lifecycle.find(first)
-        self._call.schedule.begin()
-        if self._checkpoints is not None:
-            self._call.schedule.check_that_it_can_be_kept()
+        self._call.schedule.begin(is_kept=self._checkpoints is not None)
         return begins_with if found is None else (self._resume(*found), None)
 
     @contextmanager
-    def _timed(self, where: str) -> Iterator[None]:
-        """Add the seconds of a block to an attribute."""
+    def _timed(self, doing: str) -> Iterator[None]:
+        """Add the seconds of a block to those that were spent."""
         began = time.perf_counter()
         yield
-        setattr(self, where, getattr(self, where) + time.perf_counter() - began)
+        self._spent[doing] += time.perf_counter() - began
 
     def _resume(self, path: Path, content: dict[str, Any]) -> Cutting:
         """Resume from a checkpoint of an earlier call of `fit`; return how windows are cut."""
@@ -303,7 +296,7 @@ class Training:
             )
 
     def _next_window(self) -> Window | None:
-        with self._timed("_data_s"):
+        with self._timed("waiting for data"):
             window = self._progress.next_window()
         if window is not None and window.samples and not self._holds_data:  # the first after a resume
             self._holds_data = True
@@ -327,10 +320,10 @@ class Training:
         if report is None:
             return skipped < self._lifecycle.skipped_samples  # nothing was left, so there is no step
         if is_trial:
-            self._search_s += report.elapsed_s
+            self._spent["search"] += report.elapsed_s
         else:
             again = report.recomputed_samples
-            self._recomputation_s += report.elapsed_s * again / (report.samples + again)
+            self._spent["computing again"] += report.elapsed_s * again / (report.samples + again)
         self._history.append(report)
         self._read_now_and_then(report)
         self._observers.on_step(report, epoch=self._progress.state.position.epoch)
@@ -384,10 +377,10 @@ class Training:
         if self._validation is None:
             return False
         evaluation = self._validation.run(self._lifecycle.current.sizing.plan.micro_batch)
-        self._evaluation_s += evaluation.elapsed_s
+        self._spent["evaluations"] += evaluation.elapsed_s
         self._observers.on_evaluation(evaluation, epoch=epoch, step=self._progress.state.windows)
         with signals.held():
             self._evaluations.append(evaluation)
             self._progress.move_on(evaluation, ends_epoch=ends_epoch)
-        self._interrupts.after_evaluation(evaluation)
+        self._interrupts.after_evaluation()
         return True

@@ -40,8 +40,11 @@ class Schedule:
         self._is_evaluated = is_evaluated
         self._on_plateau = False
 
-    def begin(self) -> None:
+    def begin(self, *, is_kept: bool) -> None:
         """Make the scheduler, where a function was given that makes it, and check it.
+
+        Args:
+            is_kept: Whether checkpoints hold its state.
 
         Raises:
             InvalidInputError: It cannot be used.
@@ -52,6 +55,12 @@ class Schedule:
         if is_made or self.scheduler is not None:
             _check(self.scheduler, self._optimizer, is_evaluated=self._is_evaluated)
         self._on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
+        missing = [name for name in ("state_dict", "load_state_dict") if not hasattr(self.scheduler, name)]
+        if is_kept and self.scheduler is not None and missing:
+            raise InvalidInputError(
+                f"checkpoint= needs the scheduler's state, and {type(self.scheduler).__name__} has no "
+                f"{' and no '.join(f'{name}()' for name in missing)}; give it both, as torch's schedulers have them"
+            )
 
     def after_step(self, *, skipped: bool) -> None:
         """Move if this is the interval; a window that the scaler skipped does not count."""
@@ -67,19 +76,6 @@ class Schedule:
         """Let a ReduceLROnPlateau see the loss."""
         if self._on_plateau:
             self.scheduler.step(evaluation.loss)
-
-    def check_that_it_can_be_kept(self) -> None:
-        """Refuse a scheduler of which no checkpoint can be made.
-
-        Raises:
-            InvalidInputError: It has no state_dict() or load_state_dict().
-        """
-        missing = [name for name in ("state_dict", "load_state_dict") if not hasattr(self.scheduler, name)]
-        if self.scheduler is not None and missing:
-            raise InvalidInputError(
-                f"checkpoint= needs the scheduler's state, and {type(self.scheduler).__name__} has no "
-                f"{' and no '.join(f'{name}()' for name in missing)}; give it both, as torch's schedulers have them"
-            )
 
     def _move(self) -> None:
         if self.scheduler is not None and not self._on_plateau:

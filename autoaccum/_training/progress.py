@@ -8,14 +8,14 @@ at its end. A checkpoint holds this state, and a resumed run begins from it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autoaccum._arguments import shown
 from autoaccum._data.loader_state import Track
 from autoaccum._data.splits import is_default
 from autoaccum._engine import step_complete
 from autoaccum._records import SAMPLES
-from autoaccum._training.checkpoint_contents import LoopState, Stopped
+from autoaccum._training.checkpoint_contents import LoopState
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -52,18 +52,19 @@ class TrainingProgress:
     def stopped(self) -> str | None:
         """Why a callback has ended the run early; None if none has, or if this call's length is another one."""
         stopped = self.state.stopped
-        if stopped is None or (stopped.epochs, stopped.max_steps) != (self._call.epochs, self._call.max_steps):
-            return None
-        return stopped.reason
+        return None if stopped is None or stopped != self._stopped(stopped["reason"]) else str(stopped["reason"])
 
     def stop(self, reason: str) -> None:
         """End the training in this state, for a reason."""
-        self.state = replace(self.state, stopped=Stopped(reason, self._call.epochs, self._call.max_steps))
+        self.state = replace(self.state, stopped=self._stopped(reason))
+
+    def _stopped(self, reason: str) -> dict[str, Any]:
+        return {"reason": reason, "epochs": self._call.epochs, "max_steps": self._call.max_steps}
 
     @property
     def is_over(self) -> bool:
         """Whether training has reached its end."""
-        if self.state.stopped is not None and self.stopped is not None:
+        if self.stopped is not None:
             return True
         windows, position = self.state.windows, self.state.position
         if self._call.epochs is not None and position.epoch > self._call.epochs:
@@ -94,7 +95,23 @@ class TrainingProgress:
         Raises:
             InvalidInputError: The loader is empty.
         """
-        self._first = first = self._first_window()
+        windows = self._begin_epoch()
+        with self._memory.lifted():
+            first = next(windows, self._world.at_end)
+        if first is None or not self._world.has_anything(first):
+            dropped = ""
+            if self._call.drop_last:
+                dropped = (
+                    f" or less than target_{'batch' if self._call.counts == SAMPLES else 'tokens'}="
+                    f"{self._call.target_batch} {self._call.counts}, which drop_last=True leaves out"
+                )
+            split = self._world.split
+            counted = "" if is_default(split) else f" with a sample, as split={shown(split)} counts them"
+            raise InvalidInputError(
+                f"the loader gave no batch{counted}{dropped}, so there is nothing to train on; check the length of its "
+                "dataset, and the DataLoader's own drop_last=True, which leaves out fewer samples than a batch"
+            )
+        self._first = first
         self._world.check_samples_differ(first)
         return first
 
@@ -130,25 +147,6 @@ class TrainingProgress:
     @property
     def _ends_here(self) -> bool:
         return self.state.windows == self._call.max_steps or self.stopped is not None
-
-    def _first_window(self) -> Window:
-        windows = self._begin_epoch()
-        with self._memory.lifted():
-            first = next(windows, self._world.at_end)
-        if first is None or not self._world.has_anything(first):
-            dropped = ""
-            if self._call.drop_last:
-                dropped = (
-                    f" or less than target_{'batch' if self._call.counts == SAMPLES else 'tokens'}="
-                    f"{self._call.target_batch} {self._call.counts}, which drop_last=True leaves out"
-                )
-            split = self._world.split
-            counted = "" if is_default(split) else f" with a sample, as split={shown(split)} counts them"
-            raise InvalidInputError(
-                f"the loader gave no batch{counted}{dropped}, so there is nothing to train on; check the length of its "
-                "dataset, and the DataLoader's own drop_last=True, which leaves out fewer samples than a batch"
-            )
-        return first
 
     def _begin_epoch(self) -> Iterator[Window]:
         # Worker processes start here and would inherit the limit.

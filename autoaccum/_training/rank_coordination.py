@@ -184,10 +184,6 @@ class Coordinator:
         """Return the value of each process."""
         return [own] if self.ranks is None else self.ranks.exchange(what, own)
 
-    def check_others_at_end(self) -> None:
-        """Check that no other rank failed after its last optimizer step, which only an exchange reveals."""
-        self.of_all("end", None)
-
     def can_save_together(self, error: BaseException, *, is_whole: bool) -> bool:
         """Tell other processes of an error; return whether all are at the same moment and can save it together."""
         if self.ranks is None:

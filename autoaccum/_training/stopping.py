@@ -1,4 +1,4 @@
-"""Calls all callbacks of a training, and notes whether one has asked to stop: `StopTraining`, returned or raised."""
+"""Calls all callbacks of a training, and notes whether one has asked to stop by `StopTraining`."""
 
 from __future__ import annotations
 
@@ -38,13 +38,9 @@ class Observers(Callback):
     def _call(self, callback: Callback, event: str, *arguments: Any, **keywords: Any) -> None:
         try:
             with self._memory.lifted():
-                asked = getattr(callback, event)(*arguments, **keywords)
-        except StopTraining as raised:
-            asked = raised
-        if isinstance(asked, type) and issubclass(asked, StopTraining):
-            asked = asked()
-        if isinstance(asked, StopTraining) and self.reason is None:
-            self.reason = asked.reason
+                getattr(callback, event)(*arguments, **keywords)
+        except StopTraining as asked:
+            self.reason = self.reason or asked.reason
 
 
 def _passing(event: str) -> Callable[..., None]:

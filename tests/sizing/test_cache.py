@@ -213,16 +213,6 @@ def test_link_in_place_of_a_file_is_not_written_through(cache, folder, tmp_path)
     assert cache.find(KEY) == FOUND
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
-def test_pipe_in_place_of_a_file_is_not_waited_for(cache, folder):
-    cache.keep(KEY, FOUND)
-    [path] = files(folder)
-    path.unlink()
-    os.mkfifo(path)
-
-    assert cache.find(KEY) is None
-
-
 # --- folders that cannot be used --------------------------------------------------------------------------------------
 
 

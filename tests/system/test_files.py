@@ -9,7 +9,6 @@ from autoaccum._system import files
 from autoaccum._system.files import beside, check_place
 from autoaccum._system.notices import Notices
 from autoaccum._training.checkpoint_files import Storage
-from autoaccum._training.checkpoint_settings import Saving
 from autoaccum.errors import InvalidInputError
 
 
@@ -30,45 +29,20 @@ def test_link_in_the_place_of_a_checkpoint_is_replaced_and_not_written_through(t
     assert precious.read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("pipe", ""),
-        ("pipe", "manifest.json"),
-        ("folder", "state.pt"),
-        ("device", "state.pt"),
-        ("sparse", "manifest.json"),
-    ],
-)
-def test_what_is_no_file_is_no_checkpoint_and_the_one_before_is_taken(tmp_path, kind, name):
+@pytest.mark.parametrize("name", ["", "manifest.json", "state.pt"])
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_has_the_name_of_a_checkpoint_and_is_none_is_passed_over(tmp_path, kind, name):
     storage = Storage(tmp_path)
     storage.write({"x": 1}, 1)
     place = storage.write({"x": 2}, 2) / name
     shutil.rmtree(place) if place.is_dir() else place.unlink()
-    if kind == "pipe":
-        os.mkfifo(place)
-    elif kind == "folder":
-        place.mkdir()
-    elif kind == "device":
-        place.symlink_to("/dev/zero")
-    else:
-        with place.open("wb") as file:
-            file.truncate(1 << 40)
+    _ = place.mkdir() if kind == "folder" else place.write_bytes(b"\0" * 100)
 
     path, content = Storage(tmp_path).read_newest(Notices(silent=True))
     storage.write({"x": 3}, 3)
 
     assert (path.name, content) == ("step-00000001", {"x": 1})
     assert Storage(tmp_path).read_newest(Notices(silent=True))[1] == {"x": 3}
-
-
-def test_note_of_lack_of_memory_that_is_a_pipe_is_passed_over_and_replaced(tmp_path):
-    checkpoints = Saving(tmp_path, None, "auto")
-    os.mkfifo(tmp_path / "out-of-memory.json")
-
-    assert checkpoints.cap(Notices(silent=True)) is None
-    checkpoints.note_out_of_memory(10, "too large")
-    assert checkpoints.cap(Notices(silent=True)) == 7
 
 
 def test_report_is_written_beside_its_place_under_a_name_that_nobody_can_guess(tmp_path, precious):

@@ -116,16 +116,6 @@ def test_two_that_wait_for_a_holder_look_again_at_unlike_times(of_host, clock):
     assert len({*pauses[0], *pauses[1]}) == 10
 
 
-def test_holder_on_another_host_that_has_died_is_waited_out(of_host, clock, said):
-    take(of_host("node1"), clock)
-    started = clock.now
-
-    take(of_host("node2"), clock, said).check()
-
-    assert clock.now - started == pytest.approx(SECONDS, abs=3)
-    assert "is taken over from process 7 on node1, which has not renewed its lease for 60 s" in said[-1]
-
-
 def test_contender_that_was_suspended_itself_does_not_take_a_holder_for_dead(of_host, clock):
     owner = take(of_host("node1"), clock)
     looks = itertools.count(1)
@@ -165,14 +155,19 @@ def identity_of(pid):
     return replace(ProcessIdentity.own(), pid=pid, start=lease_module._state_and_start(pid)[1])
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"pid": 1, "host": 3}', b"\xff\x00"])
-def test_file_that_says_nothing_is_waited_out(tmp_path, clock, content):
-    (tmp_path / ".lease-00000041").write_bytes(content)
+@pytest.mark.parametrize("content", [None, b"", b"[]", b'{"pid": 1, "host": 3}', b"\xff\x00"])
+def test_holder_that_renews_nothing_is_waited_out(tmp_path, of_host, clock, said, content):
+    if content is None:
+        take(of_host("node1"), clock)
+    else:
+        (tmp_path / ".lease-00000041").write_bytes(content)
     started = clock.now
 
-    take(Lease(tmp_path), clock).release()
+    take(of_host("node2"), clock, said).check()
 
     assert clock.now - started == pytest.approx(SECONDS, abs=3)
+    who = "another process" if content is not None else "process 7 on node1"
+    assert f"is taken over from {who}, which has not renewed its lease for 60 s" in said[-1]
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "nan", "1e9"])

@@ -1,7 +1,6 @@
 """`fit` from end to end: what a user may pass, and what comes of it."""
 
 import copy
-import dataclasses
 import itertools
 import time
 
@@ -208,16 +207,6 @@ def test_loaders_own_error_is_the_loaders_whatever_it_says():
     assert ("step", 1, 1) in recorder.events
 
 
-def test_target_larger_than_the_data_is_said(capfd):
-    loader = loader_of(*classification())
-    samples = len(loader.dataset)
-
-    for target in (samples, samples + 1):
-        autoaccum.fit(classifier(), loader, target, progress="lines", device="cpu")
-
-    assert capfd.readouterr().err.count(f"1 optimizer step per epoch of {samples} samples") == 1
-
-
 def test_history_holds_the_last_updates(monkeypatch):
     monkeypatch.setattr("autoaccum._training.loop._HISTORY", 3)
 
@@ -272,13 +261,10 @@ def test_fit_tells_what_it_waited_for(tmp_path):
     )
 
     found = result.time_spent
-    assert found.data_s >= 24 * 0.005
-    assert found.evaluation_s >= 24 * 0.005
-    assert found.checkpoint_s > 0
-    assert found.search_s > 0
-    assert found.start_s > 0
-    assert found.recomputation_s == 0
-    assert sum(dataclasses.astuple(found)) <= result.elapsed_s
+    assert min(found["waiting for data"], found["evaluations"]) >= 24 * 0.005
+    assert min(found["checkpoints"], found["search"], found["starting up"]) > 0
+    assert found["computing again"] == 0
+    assert sum(found.values()) <= result.elapsed_s
 
 
 def test_windows_that_ran_out_of_memory_count_by_what_was_computed_again():
@@ -296,7 +282,7 @@ def test_windows_that_ran_out_of_memory_count_by_what_was_computed_again():
 
     (report,) = [report for report in result.history if report.oom_events]
     share = report.recomputed_samples / (8 + report.recomputed_samples)
-    assert result.time_spent.recomputation_s == pytest.approx(report.elapsed_s * share)
+    assert result.time_spent["computing again"] == pytest.approx(report.elapsed_s * share)
 
 
 @pytest.mark.parametrize(("target", "is_said"), [(100, True), (30, False), (20, False)])

@@ -596,15 +596,6 @@ def test_damaged_newest_is_said_and_the_one_before_is_gone_on_from(tmp_path, und
     assert "step-00000006 is cut short or damaged" in capsys.readouterr().err
 
 
-def test_damaged_ones_alone_are_an_error_and_never_a_fresh_start(tmp_path):
-    stopped_at(6, tmp_path, checkpoint_every=4)
-    for path in tmp_path.iterdir():
-        damage(path)
-
-    with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
-        Run(checkpoint=tmp_path).fit()
-
-
 def test_checkpoint_can_be_read_without_autoaccum(tmp_path):
     run = Run(checkpoint=tmp_path)
     result = run.fit()

@@ -34,16 +34,8 @@ def raised():
     raise autoaccum.StopTraining("good enough")
 
 
-WAYS = {
-    "raised": raised,
-    "returned": lambda: autoaccum.StopTraining("good enough"),
-    "class": lambda: autoaccum.StopTraining,
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_stop_after_a_window_ends_like_max_steps_there_and_says_why(way):
-    asks, other = Asks("on_step", WAYS[way], at=7), Asks(None, None)
+def test_stop_after_a_window_ends_like_max_steps_there_and_says_why():
+    asks, other = Asks("on_step", raised, at=7), Asks(None, None)
     run = Run()
 
     result = run.fit(asks, other)
@@ -51,7 +43,7 @@ def test_stop_after_a_window_ends_like_max_steps_there_and_says_why(way):
     expected.fit()
 
     assert result.steps == len(result.history) == 7
-    assert result.stopped == ("a callback asked for it" if way == "class" else "good enough")
+    assert result.stopped == "good enough"
     assert run.end == expected.end
     assert len(result.evaluations) == len(expected.result.evaluations) == 2
     assert other.told == asks.told
