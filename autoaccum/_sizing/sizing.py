@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +25,7 @@ from autoaccum._sizing.frontier import Frontier, joined_widths, widths_between
 from autoaccum._sizing.search import Search
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -88,6 +88,22 @@ class Cutting:
     def of(cls, plan: Plan) -> Cutting:
         """Return how windows are cut by a plan alone."""
         return cls(plan, plan)
+
+    def state(self) -> dict[str, Any]:
+        """Return it as plain values, for `of_state`."""
+        return {
+            "plan": list(self.plan.micro_batches),
+            "largest": list(self.grows_to.micro_batches),
+            "frontier": None if self.frontier is None else self.frontier.state(),
+            "is_found": self.is_found,
+            "is_timed": self.is_timed,
+        }
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> Cutting:
+        """Return what `state` has returned."""
+        plan, largest = (Plan(sum(sizes), tuple(sizes)) for sizes in (state["plan"], state["largest"]))
+        return cls(plan, largest, Frontier.of_state(state["frontier"]), state["is_found"], state["is_timed"])
 
 
 class Sizing:

@@ -22,9 +22,7 @@ from autoaccum._data.loader_state import Position
 from autoaccum._distributed.whole_state import as_spread
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum._engine.optimizers import OptimizerList
-from autoaccum._records import SAMPLES, Plan
-from autoaccum._sizing.frontier import Frontier
-from autoaccum._sizing.sizing import Cutting
+from autoaccum._records import SAMPLES
 from autoaccum.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -70,29 +68,6 @@ class LoopState:
         return loss if self.evaluated == self.windows and loss is not None and math.isfinite(loss) else None
 
 
-@dataclass(frozen=True)
-class Kept:
-    """What a checkpoint keeps of how windows are cut.
-
-    Attributes:
-        cutting: How they are cut now.
-        plans: Every plan so far, each with the step from which it held.
-        asked: The user's `micro_batch`.
-        oom_events: How often memory has run out.
-        skipped_samples: Number of samples left out.
-        memory: What memory="auto" has chosen to save memory by; None without it, or while it is still measuring.
-        cap: The most samples at once that the call allowed, whatever fits; None for no bound.
-    """
-
-    cutting: Cutting
-    plans: tuple[tuple[int, Plan], ...]
-    asked: int | str
-    oom_events: int
-    skipped_samples: int
-    memory: tuple[str, ...] | None = None
-    cap: int | None = None
-
-
 class Contents:
     """What a checkpoint holds of one call of `fit`."""
 
@@ -107,12 +82,14 @@ class Contents:
         """Whether there are tensors of which this rank holds a part only."""
         return is_sharded(self._step.objective.modules)
 
-    def take(self, state: LoopState, kept: Kept, ranks: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    def take(
+        self, state: LoopState, kept: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]] | None = None
+    ) -> dict[str, Any]:
         """Return everything, tensors not copied: it is to be written before training goes on.
 
         Args:
             state: The state of the loop.
-            kept: How windows are cut.
+            kept: How windows are cut, as plain values.
             ranks: `part` of each rank, where there are several.
         """
         return {
@@ -141,22 +118,12 @@ class Contents:
             "noise_scale": None if self._noise is None else self._noise.state_dict(),
         }
 
-    def part(self, state: LoopState, kept: Kept) -> dict[str, Any]:
+    def part(self, state: LoopState, kept: Mapping[str, Any]) -> dict[str, Any]:
         """Return what each of several ranks has for itself."""
-        now = kept.cutting
         return {
             "random": state.random or self._random.take(),
             "position": {field.name: getattr(state.position, field.name) for field in fields(Position)},
-            "cutting": {
-                **{field.name: getattr(kept, field.name) for field in fields(Kept)},
-                "cutting": None,
-                "plan": list(now.plan.micro_batches),
-                "largest": list(now.grows_to.micro_batches),
-                "plans": [[since, list(plan.micro_batches)] for since, plan in kept.plans],
-                "frontier": None if now.frontier is None else now.frontier.state(),
-                "is_found": now.is_found,
-                "is_timed": now.is_timed,
-            },
+            "cutting": kept,
         }
 
     def check(self, content: Mapping[str, Any], path: Path) -> None:
@@ -184,19 +151,6 @@ class Contents:
         part = content if part is None else part
         rest = {name: content[name] for name in _COUNTS}
         return LoopState(position=Position(**part["position"]), random=part["random"], **rest)
-
-    def kept(self, content: Mapping[str, Any]) -> Kept:
-        """Return how windows were cut; `content` as for `loop_state`, or its part."""
-        saved = dict(content["cutting"])
-        saved["cutting"] = Cutting(
-            _plan(saved.pop("plan")),
-            _plan(saved.pop("largest")),
-            Frontier.of_state(saved.pop("frontier")),
-            saved.pop("is_found"),
-            saved.pop("is_timed"),
-        )
-        saved["plans"] = tuple((since, _plan(sizes)) for since, sizes in saved["plans"])
-        return Kept(**saved)
 
     def put_back(self, content: dict[str, Any]) -> None:
         """Set model, optimizer, scheduler and scaler to what a checkpoint holds that was checked, in place.
@@ -298,10 +252,6 @@ def _offer(owner: Any, load: Callable[[], object]) -> None:
             f"{_oom.first_line(error)}), and may hold a part of it now; make it anew as it was for that run, or pass "
             "resume=False to start from scratch"
         ) from error
-
-
-def _plan(sizes: Sequence[int]) -> Plan:
-    return Plan(sum(sizes), tuple(sizes))
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._distributed.whole_state import gathered
 from autoaccum._oom import first_line
+from autoaccum._sizing.sizing import Cutting
 from autoaccum._system import signals
 from autoaccum._system.lease import Lease
 from autoaccum._training.checkpoint_contents import Contents
@@ -18,9 +19,11 @@ from autoaccum._training.checkpoint_files import Storage, check_that_it_can_be_k
 from autoaccum.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from autoaccum._data.loader_state import Position
     from autoaccum._engine.finiteness import Finiteness
-    from autoaccum._training.checkpoint_contents import Kept, LoopState
+    from autoaccum._training.checkpoint_contents import LoopState
     from autoaccum._training.checkpoint_settings import Saving
     from autoaccum._training.one_call import Call
     from autoaccum._training.plan_lifecycle import PlanLifecycle
@@ -223,7 +226,7 @@ class Checkpoints:
 
     # --- resuming -----------------------------------------------------------------------------------------------------
 
-    def take_up(self, path: Path, content: dict[str, Any]) -> Kept | None:
+    def take_up(self, path: Path, content: dict[str, Any]) -> Mapping[str, Any] | None:
         """Restore a checkpoint, and say which settings it overrides; return its cut and plans.
 
         The cut and plans of other processes are None.
@@ -235,7 +238,8 @@ class Checkpoints:
             self._contents.check(content, path)
             part = self._world.part_of(content, path)
             state = self._contents.loop_state(content, part)
-            kept = None if part is None else self._contents.kept(part)
+            kept = None if part is None else part["cutting"]
+            _ = None if kept is None else Cutting.of_state(kept)  # before anything is changed
             overridden = self._contents.overridden(content)
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise CheckpointError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autoaccum import _oom
 from autoaccum._callbacks import Callback
@@ -17,19 +17,20 @@ from autoaccum._engine.does_not_fit import sample_of
 from autoaccum._engine.probing import probe
 from autoaccum._engine.replaced_forward import are_compiled
 from autoaccum._engine.runner import WindowRunner
-from autoaccum._records import TOKENS
+from autoaccum._records import TOKENS, Plan
 from autoaccum._sizing.cache import CacheEntry, PlanCache
 from autoaccum._sizing.events import Events
 from autoaccum._sizing.job_key import key_of
 from autoaccum._sizing.planner import planned
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system.reason_file import RUNNING, Reason, write
-from autoaccum._training.checkpoint_contents import Kept
 from autoaccum._training.stopping import Observers
 from autoaccum.errors import DoesNotFitError
 
 if TYPE_CHECKING:
-    from autoaccum._records import MemoryEvent, Plan, ProbeResult, StepReport, Trial
+    from collections.abc import Mapping
+
+    from autoaccum._records import MemoryEvent, ProbeResult, StepReport, Trial
     from autoaccum._training.one_call import Call
     from autoaccum._training.progress import TrainingProgress
 
@@ -153,30 +154,30 @@ class PlanLifecycle:
         probed = self._probe(first) if first.samples and self._tries_before else None
         return Cutting.of(self._first_plan(probed)), probed
 
-    def take_up(self, kept: Kept | None) -> Cutting:
+    def take_up(self, kept: Mapping[str, Any] | None) -> Cutting:
         """Return how windows are cut after a resume.
 
         Args:
-            kept: The cut and plans stored in the checkpoint; None if other processes wrote it.
+            kept: What `kept` was in the run of the checkpoint; None if other processes wrote it.
         """
         state = self._progress.state
         self._see(round(state.samples / max(state.windows, 1)))
-        has_chosen = self._begin_rungs(None if kept is None else kept.memory)
+        has_chosen = self._begin_rungs(None if kept is None else kept["memory"])
         if kept is None:
             return Cutting.of(self._first_plan())
-        self._record.plans, self._earlier_oom_events = list(kept.plans), kept.oom_events
-        self.skipped_samples = kept.skipped_samples
-        cutting = kept.cutting
-        if self._asked not in ("auto", kept.asked):
+        self._record.plans = [(since, Plan(sum(sizes), tuple(sizes))) for since, sizes in kept["plans"]]
+        self._earlier_oom_events, self.skipped_samples = kept["oom_events"], kept["skipped_samples"]
+        cutting = before = Cutting.of_state(kept)
+        if self._asked not in ("auto", kept["asked"]):
             plan = self._first_plan()
             cutting = replace(cutting, plan=plan, grows_to=plan)
-        elif (self._savings.is_auto and not has_chosen) or (kept.cap or math.inf) < (self._cap or math.inf):
+        elif (self._savings.is_auto and not has_chosen) or (kept["cap"] or math.inf) < (self._cap or math.inf):
             # Not known is what fits with what saves memory now, or beyond the cap of the call before.
             cutting = Cutting.of(self._first_plan())
         else:
             within = [self._within_cap(one) for one in (cutting.plan, cutting.grows_to)]
             cutting = replace(cutting, plan=within[0], grows_to=within[1])
-        if cutting.plan != kept.cutting.plan:
+        if cutting.plan != before.plan:
             self._note(cutting.plan)
         return cutting
 
@@ -359,12 +360,17 @@ class PlanLifecycle:
             self._notices.say(f"micro-batches of {fastest.micro_batch} samples are fastest by the clock")
 
     @property
-    def kept(self) -> Kept:
+    def kept(self) -> dict[str, Any]:
         """The present cut and all plans, as a checkpoint stores them."""
-        chosen = self._savings.names if self._savings.is_auto else None
-        plans = tuple(self._record.plans)
-        oom_events, skipped = self.oom_events, self.skipped_samples
-        return Kept(self.current.sizing.cutting, plans, self._asked, oom_events, skipped, chosen, self._cap)
+        return {
+            **self.current.sizing.cutting.state(),
+            "plans": [[since, list(plan.micro_batches)] for since, plan in self._record.plans],
+            "asked": self._asked,
+            "oom_events": self.oom_events,
+            "skipped_samples": self.skipped_samples,
+            "memory": self._savings.names if self._savings.is_auto else None,
+            "cap": self._cap,
+        }
 
     def _note(self, plan: Plan) -> None:
         """Record a plan that takes effect with the next window."""

@@ -115,42 +115,33 @@ def test_what_cannot_be_moved_is_refused_before_training(scheduler, text, model,
     assert_bitwise(state_of(model), before)
 
 
-def constant(optimizer):
-    return lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-
-
 def in_turn(optimizer):
-    return lr_scheduler.SequentialLR(optimizer, [lr_scheduler.ConstantLR(optimizer, 1.0), constant(optimizer)], [2])
+    parts = [lr_scheduler.ConstantLR(optimizer, 1.0), lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [2])
 
 
-KEPT = {
-    "LambdaLR": constant,
-    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=100),
-    "SequentialLR": in_turn,
-}
-# These keep rates of their own, and are at the highest after one step.
-OF_THEIR_OWN = {
-    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4, pct_start=0.5),
-    "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.05, 0.1, step_size_up=1, cycle_momentum=False),
-    "nested": lambda optimizer: lr_scheduler.ChainedScheduler([in_turn(optimizer)]),
+# The latter keep rates of their own, and are at the highest after one step.
+SCALED = {
+    "StepLR": (lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=100), 3),
+    "SequentialLR": (in_turn, 3),
+    "OneCycleLR": (lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4, pct_start=0.5), 1),
+    "CyclicLR": (lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.05, 0.1, step_size_up=1), 1),
+    "nested": (lambda optimizer: lr_scheduler.ChainedScheduler([in_turn(optimizer)]), 1),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "made_before", "windows"),
-    [(name, before, 3) for name in KEPT for before in (True, False)] + [(name, True, 1) for name in OF_THEIR_OWN],
-)
-def test_scaled_rate_survives_the_scheduler_and_rates_that_it_has_kept_are_scaled(name, made_before, windows, model):
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_rate_survives_the_scheduler_and_rates_that_it_has_kept_are_scaled(name, model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    make = (KEPT | OF_THEIR_OWN)[name]
+    make, windows = SCALED[name]
+    batches = batches_of(labelled(4 * windows), *[4] * windows)
 
-    fit(
-        model,
-        optimizer,
-        make(optimizer) if made_before else make,
-        loader=batches_of(labelled(4 * windows), *[4] * windows),
-        lr_scaling="linear",
-        base_batch=2,
-    )
+    fit(model, optimizer, make(optimizer), loader=batches, lr_scaling="linear", base_batch=2)
+
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
+
+
+def test_scaled_rate_is_that_of_a_scheduler_which_a_function_makes(model, optimizer):
+    fit(model, optimizer, in_turn, lr_scaling="linear", base_batch=2)
 
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
