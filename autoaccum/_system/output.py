@@ -23,23 +23,16 @@ def log(text: str, level: int = logging.INFO) -> None:
         write_line(f"autoaccum: {text}")
 
 
-def write_line(text: str, file: TextIO | None = None) -> bool:
-    """Write a line; return False if that fails.
+def write_line(text: str, file: TextIO | None = None) -> None:
+    """Write a line, or drop it.
 
     Args:
         text: The line.
         file: The stream; None for the current `sys.stderr`, which can itself be None.
     """
-    stream = sys.stderr if file is None else file
-    if stream is None:
-        return False
-    try:
-        stream.write(f"{text}\n")
-        stream.flush()
-    except (OSError, ValueError):  # ValueError: a closed file, or a character missing in its encoding
-        drop_pending(stream)
-        return False
-    return True
+    stream = Dropping(sys.stderr if file is None else file)
+    stream.write(f"{text}\n")
+    stream.flush()
 
 
 def drop_pending(stream: Any) -> None:

@@ -23,6 +23,7 @@ from autoaccum._oom import is_oom, let_go
 from autoaccum._sizing.cache import CacheEntry, PlanCache
 from autoaccum._sizing.events import Events
 from autoaccum._sizing.job_key import key_of
+from autoaccum._system import launched
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
 from autoaccum._training.rank_coordination import agree
@@ -326,18 +327,15 @@ def _ranks(step: GradientStep) -> Ranks | None:
     Raises:
         InvalidInputError: The processes differ, or the loss needs all samples in one of them.
     """
-    memory = step.memory
-    join_ranks(memory.device)
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    if torch.distributed.get_world_size() == 1:
+    join_ranks(step.memory.device)
+    if launched.world_size() == 1:
         return None
     if any(map(_sums_in_backward, step.objective.modules)):
         raise InvalidInputError(
             "the closure or the loss calls a model in DistributedDataParallel, which would sum gradients over ranks in "
             "every backward pass, of which ranks make different numbers; call what is inside (model.module)"
         )
-    ranks = Ranks(memory)
+    ranks = Ranks(step.memory)
     agree(ranks, step, {"batchnorm": step.options.batchnorm})
     return ranks
 

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from typing import IO, TYPE_CHECKING, Any, TextIO, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -23,7 +23,7 @@ from autoaccum._memory.limits import format_bytes
 from autoaccum._records import SAMPLES, TOKENS
 from autoaccum._sizing.events import oom_text
 from autoaccum._sizing.planner import format_cut
-from autoaccum._system.output import Dropping, is_terminal, log, write_line
+from autoaccum._system.output import Dropping, is_terminal, log
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -93,7 +93,6 @@ class LineProgress(Callback):
 
     Args:
         every_s: At most one step line in so many seconds.
-        file: Where to write instead; None: to the log.
         capacity_bytes: What the training may take on its device; None if unknown.
         counts: What the target is counted in: "samples" or "tokens".
     """
@@ -102,12 +101,10 @@ class LineProgress(Callback):
         self,
         *,
         every_s: float = _LINE_EVERY_S,
-        file: TextIO | None = None,
         capacity_bytes: int | None = None,
         counts: str = SAMPLES,
     ) -> None:
         self._every_s = every_s
-        self._file = file
         self._capacity_bytes = capacity_bytes
         self._in_tokens = counts == TOKENS
         self._epochs: int | None = None
@@ -209,10 +206,7 @@ class LineProgress(Callback):
     # --- figures ------------------------------------------------------------------------------------------------------
 
     def _say(self, text: str, style: str) -> None:  # noqa: ARG002 - a line has none
-        if self._file is None:
-            log(text)
-        else:
-            write_line(f"autoaccum: {text}", self._file)
+        log(text)
 
     def _show(self, event: str) -> None:
         """Show the figures of now, and the event that they are of; "" if they are of a step."""

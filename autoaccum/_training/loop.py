@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections import deque
@@ -72,7 +73,6 @@ class Training:
         self._limit = ExitStack()  # holds the memory limit while training runs
         self._holds_data = False  # whether that limit was counted with a window in memory
         self._history: deque[StepReport] = deque(maxlen=_HISTORY)
-        self._unread: list[StepReport] = []
         self._evaluations: list[Evaluation] = []
         self._resumed_from: int | None = None
         # Seconds of this call, as in its result.
@@ -325,7 +325,9 @@ class Training:
             again = report.recomputed_samples
             self._spent["computing again"] += report.elapsed_s * again / (report.samples + again)
         self._history.append(report)
-        self._read_now_and_then(report)
+        if not report.step % _READ_EVERY:
+            for earlier in itertools.islice(reversed(self._history), _READ_EVERY):
+                _ = earlier.loss, earlier.grad_norm
         self._observers.on_step(report, epoch=self._progress.state.position.epoch)
         self._finiteness.see(report)
         if self._checkpoints is not None:
@@ -335,14 +337,6 @@ class Training:
         if self._interrupts.after_window():
             self._stop_if_asked()
         return True
-
-    def _read_now_and_then(self, report: StepReport) -> None:
-        """Read losses, which otherwise stay on the device, a few hundred with one wait."""
-        self._unread.append(report)
-        if len(self._unread) == _READ_EVERY:
-            for earlier in self._unread:
-                _ = earlier.loss, earlier.grad_norm
-            self._unread.clear()
 
     def _end_epoch(self) -> None:
         """Evaluate and notify callbacks after an epoch's last window; also runs after the last window of all."""

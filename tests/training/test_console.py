@@ -33,7 +33,8 @@ def clock(monkeypatch):
 def in_lines(every_s=0.0, epochs=1, max_steps=None, steps_per_epoch=None, **options):
     """A LineProgress at the start of a run, and what it wrote."""
     file = io.StringIO()
-    shown = LineProgress(every_s=every_s, file=file, **options)
+    shown = LineProgress(every_s=every_s, **options)
+    shown._say = lambda text, _: file.write(f"autoaccum: {text}\n")
     shown.on_fit_start(epochs=epochs, max_steps=max_steps, steps_per_epoch=steps_per_epoch)
     return shown, file
 

@@ -1,13 +1,11 @@
 """A callback ends a training early: the run is complete, says why, and goes on only if another length is asked for."""
 
-import io
 import json
 
 import pytest
 import torch
 
 import autoaccum
-from autoaccum._training.console import LineProgress
 from autoaccum.errors import InvalidInputError
 from long_runs import EPOCHS, STEPS_PER_EPOCH, Run
 
@@ -93,12 +91,12 @@ def test_call_of_another_length_goes_on_where_the_run_was_stopped(tmp_path, even
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 
-def test_progress_and_logs_say_why(tmp_path):
-    out, log = io.StringIO(), tmp_path / "log.jsonl"
+def test_progress_and_logs_say_why(tmp_path, capsys):
+    log = tmp_path / "log.jsonl"
 
-    Run(progress=LineProgress(file=out)).fit(Asks("on_step", raised, at=2), autoaccum.JSONLinesLog(log))
+    Run(progress="lines").fit(Asks("on_step", raised, at=2), autoaccum.JSONLinesLog(log))
 
-    assert "; stopped early: good enough; " in out.getvalue()
+    assert "; stopped early: good enough; " in capsys.readouterr().err
     assert json.loads(log.read_text().splitlines()[-1])["stopped"] == "good enough"
 
 
