@@ -60,13 +60,7 @@ class Saving:
             return None
         try:
             size = check_positive_int("", json.loads(files.read(self.note, _MOST_NOTED_BYTES))["micro_batch"])
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            RecursionError,
-        ):  # or nothing that `note_out_of_memory` has written
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # or nothing that was written here
             return None
         cap = max(1, int(size * _LESS))
         notices.say(

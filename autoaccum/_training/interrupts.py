@@ -177,12 +177,9 @@ class Interrupts:
 
     def _is_damaged(self, error: BaseException) -> bool:
         """Whether the state in memory is not the last whole state: no checkpoint may hold half an optimizer step."""
-        has_lost = self._lifecycle.current.engine.has_lost_parameters
-        return not self._is_whole() or has_lost or _is_of_damage(error)
-
-    def _is_whole(self) -> bool:
-        """Whether everything that moves with an optimizer step is at the same step as the optimizer."""
-        return self._progress.is_whole and self._progress.state.windows == self._lifecycle.current.events.windows
+        runner = self._lifecycle.current
+        is_behind = self._progress.state.windows != runner.events.windows  # of the optimizer, or before it
+        return not self._progress.is_whole or is_behind or runner.engine.has_lost_parameters or _is_of_damage(error)
 
 
 def _is_of_damage(error: BaseException | None) -> bool:

@@ -194,7 +194,7 @@ class Training:
             best_checkpoint=None if checkpoints is None else checkpoints.storage.best,
             stopped=self._progress.stopped,
             noise_scale=None if self._call.noise is None else self._call.noise.samples,
-            memory=self._lifecycle.memory,
+            memory=self._call.savings.names,
             warnings=tuple(self._step.objective.weights.warnings),
             skipped_samples=self._lifecycle.skipped_samples,
             time_spent=self._spent | ({} if checkpoints is None else {"checkpoints": checkpoints.spent_s}),
@@ -313,7 +313,6 @@ class Training:
 
     def _step_with(self, window: Window) -> bool:
         """Make the optimizer step of a window and do what follows it; return False if the window is left out."""
-        self._progress.will_make(window)
         is_trial = self._lifecycle.current.sizing.is_learning
         skipped = self._lifecycle.skipped_samples
         report = self._lifecycle.step(window)

@@ -120,11 +120,6 @@ class PlanLifecycle:
         return self._earlier_oom_events + (self.current.events.oom_events if self.has_begun else 0)
 
     @property
-    def memory(self) -> tuple[str, ...]:
-        """What saves memory, by names of `memory`."""
-        return self._savings.names
-
-    @property
     def most_asked(self) -> int | None:
         """The largest micro-batch that the user allows; None for no bound."""
         return min((most for most in (self._asked, self._cap) if isinstance(most, int)), default=None)

@@ -131,7 +131,10 @@ class TrainingProgress:
         if first is None:
             with self._memory.lifted():  # a data set may start processes to load a sample
                 first = next(windows, None)
-        return self._world.at_end if first is None else first
+        window = self._world.at_end if first is None else first
+        if window is not None:
+            self._coming = self._track.after(window)
+        return window
 
     def has_nothing(self, window: Window | None) -> bool:
         """Whether the epoch has no windows at all, given its first one; asked once per epoch."""
@@ -139,10 +142,6 @@ class TrainingProgress:
             return False
         self._has_begun = True
         return not self._world.has_anything(window)
-
-    def will_make(self, window: Window) -> None:
-        """Note the position after a window that is made next."""
-        self._coming = self._track.after(window)
 
     @property
     def _ends_here(self) -> bool:
