@@ -496,7 +496,7 @@ def _remedy(outputs: Tensor, targets: Tensor) -> str:
 def _has_classes_last(outputs: Any, targets: Any) -> bool:
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return False
-    return outputs.dim() > 1 and outputs.shape[:-1] == targets.shape
+    return targets.dim() > 1 and outputs.shape[:-1] == targets.shape  # (N, C) for (N,) is right
 
 
 def _check_same_shape(outputs: Any, targets: Any, what: str) -> None:
