@@ -94,13 +94,18 @@ def writes_reason(function: Callable[_P, _T]) -> Callable[_P, _T]:
                 _write_out_of_memory(error, error.micro_batch)
             elif isinstance(error, DoesNotFitError):
                 _write_out_of_memory(error, 1)  # nothing smaller would help
-            else:
-                why = error.__cause__ if isinstance(error, StateDamagedError) else error
-                if isinstance(why, MemoryError) or type(why).__name__ == "OutOfMemoryError":
-                    _write_out_of_memory(error, None)
+            elif _is_lack_of_memory(error):
+                _write_out_of_memory(error, None)
             raise
 
     return called
+
+
+def _is_lack_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out, also within an optimizer that was half-way."""
+    if isinstance(error, StateDamagedError):
+        return _is_lack_of_memory(error.__cause__)
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 def _write_out_of_memory(error: Exception, micro_batch: int | None) -> None:
