@@ -173,18 +173,23 @@ class Storage:
         path = self.folder / f"step-{step:08d}"
         unfinished = self.folder / f".{path.name}.{secrets.token_hex(8)}{files.UNFINISHED}"
         try:
-            with self._explained(path):
-                unfinished.mkdir()
-                with (unfinished / STATE).open("wb") as file:
-                    checksum = _save(content, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                _check_that_it_loads(unfinished / STATE)
-                _write_manifest(unfinished, step, val_loss, checksum)
-                self._rename(unfinished, path)
-        except BaseException:
+            unfinished.mkdir()
+            with (unfinished / STATE).open("wb") as file:
+                checksum = _save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            _check_that_it_loads(unfinished / STATE)
+            _write_manifest(unfinished, step, val_loss, checksum)
+            self._rename(unfinished, path)
+        except BaseException as error:
             shutil.rmtree(unfinished, ignore_errors=True)
-            raise
+            if not isinstance(error, OSError):
+                raise
+            self.guard()  # the folder may be gone, or of another process by now, which removes what is half written
+            raise CheckpointError(
+                f"the checkpoint {path} could not be written ({error.strerror or error}), and those before it are as "
+                "they were; make room on that disk, or pass another folder as checkpoint="
+            ) from error
         self.took(path, val_loss)
         for other in self.found():
             if other not in (*self._whole, self.best):
@@ -230,18 +235,6 @@ class Storage:
             for path in earlier:
                 path.rename(place / path.name)
         self._replaces = False
-
-    @contextmanager
-    def _explained(self, path: Path) -> Iterator[None]:
-        """Turn an error of the file system into one that names the checkpoint and what is left."""
-        try:
-            yield
-        except OSError as error:
-            self.guard()  # the folder may be gone, or of another process by now, which removes what is half written
-            raise CheckpointError(
-                f"the checkpoint {path} could not be written ({error.strerror or error}), and those before it are as "
-                "they were; make room on that disk, or pass another folder as checkpoint="
-            ) from error
 
 
 def sha256_of(path: Path) -> str:

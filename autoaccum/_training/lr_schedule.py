@@ -62,24 +62,15 @@ class Schedule:
                 f"{' and no '.join(f'{name}()' for name in missing)}; give it both, as torch's schedulers have them"
             )
 
-    def after_step(self, *, skipped: bool) -> None:
-        """Move if this is the interval; a window that the scaler skipped does not count."""
-        if self._interval == "step" and not skipped:
-            self._move()
-
-    def after_epoch(self) -> None:
-        """Move if this is the interval."""
-        if self._interval == "epoch":
-            self._move()
+    def after(self, interval: str) -> None:
+        """Move after a step or an epoch, if this is the interval."""
+        if interval == self._interval and self.scheduler is not None and not self._on_plateau:
+            self.scheduler.step()
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
         """Let a ReduceLROnPlateau see the loss."""
         if self._on_plateau:
             self.scheduler.step(evaluation.loss)
-
-    def _move(self) -> None:
-        if self.scheduler is not None and not self._on_plateau:
-            self.scheduler.step()
 
 
 def check_scheduler(scheduler: Any, interval: str, val_loader: Iterable[Any] | None, optimizer: Any = None) -> None:

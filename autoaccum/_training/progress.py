@@ -176,7 +176,8 @@ class TrainingProgress:
             skipped: Whether the gradient scaler skipped the optimizer step.
         """
         self.is_whole = False
-        self._schedule.after_step(skipped=skipped)
+        if not skipped:  # a skipped window does not count for the scheduler
+            self._schedule.after("step")
         self.state = self._next
         self._world.note_step(self._next.windows)
         self.is_whole = True
@@ -204,7 +205,7 @@ class TrainingProgress:
                 self._schedule.after_evaluation(evaluation)
                 state = replace(state, evaluated=state.windows, last_val_loss=evaluation.loss)
             if ends_epoch and not position.closed:
-                self._schedule.after_epoch()
+                self._schedule.after("epoch")
         except Exception as error:
             raise step_complete.wrapped(error, state.windows, has_moved=False) from error
         if ends_epoch and self._ends_here:  # the epoch may have more windows
