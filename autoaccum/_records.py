@@ -5,7 +5,6 @@ Nothing here computes on a device. `StepReport` may hold numbers that are still 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ _SHOWN_S, _SHOWN_WARNINGS = 0.1, 3
 SAMPLES, TOKENS = "samples", "tokens"
 
 
-class DeviceScalar:  # noqa: PLW1641 - a hash would wait for the device
+class DeviceScalar:
     """A number that may still be on the device; the first `read()` waits for it and keeps the float.
 
     Args:
@@ -47,13 +46,6 @@ class DeviceScalar:  # noqa: PLW1641 - a hash would wait for the device
         if not isinstance(value, float) and hasattr(value, "total"):
             value = self._value = value.total()
         return value
-
-    def __eq__(self, other: object) -> bool:
-        """Whether both are the same number, read from the device; NaN equals NaN, as in a pickled copy."""
-        if not isinstance(other, DeviceScalar):
-            return NotImplemented
-        mine, theirs = self.read(), other.read()
-        return mine == theirs or (math.isnan(mine) and math.isnan(theirs))
 
     def __repr__(self) -> str:
         return repr(self._value) if isinstance(self._value, float) else "<on the device>"

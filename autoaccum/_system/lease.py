@@ -226,16 +226,13 @@ class Lease:
         number = 1 + max((_number(path) for path in judged), default=0)
         path = self._folder / f".lease-{number:08d}"
         try:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            with path.open("xb") as file:
+                file.write(self._content())
         except FileExistsError:
             return False
-        try:
-            _write_all(file, self._content())
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        finally:
-            os.close(file)
         self._path, self._process = path, os.getpid()
         is_holder = False
         try:
@@ -350,28 +347,20 @@ class Lease:
         """Rewrite this process's file in place; a file that another process has replaced or removed is not touched."""
         assert self._path is not None
         try:
-            file = os.open(self._path, os.O_RDWR)
+            with self._path.open("r+b", buffering=0) as file:
+                if _Holder.of(file.read(_MOST_BYTES) or b"").token != self._token:
+                    return False
+                self._renewals += 1
+                file.seek(0)
+                file.write(self._content())
         except FileNotFoundError:
             return False
-        try:
-            if _Holder.of(os.read(file, _MOST_BYTES)).token != self._token:
-                return False
-            self._renewals += 1
-            os.lseek(file, 0, os.SEEK_SET)
-            _write_all(file, self._content())
-        finally:
-            os.close(file)
         return True
 
     def _content(self) -> bytes:
         # Constant length, so that rewriting needs no space on a full disk.
         fields = {"token": self._token, "renewals": f"{self._renewals:012d}", "lease_s": self._seconds}
         return (json.dumps(asdict(self._identity) | fields) + "\n").encode()
-
-
-def _write_all(file: int, content: bytes) -> None:
-    if os.write(file, content) < len(content):  # a regular file takes all, unless the disk is full
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _number(path: Path) -> int:
@@ -381,13 +370,10 @@ def _number(path: Path) -> int:
 def _bytes_of(path: Path) -> bytes | None:
     """Return a file's current content on the file server; None if it does not exist."""
     try:
-        file = os.open(path, os.O_RDONLY)
+        with path.open("rb") as file:
+            return file.read(_MOST_BYTES)
     except FileNotFoundError:
         return None
-    try:
-        return os.read(file, _MOST_BYTES)
-    finally:
-        os.close(file)
 
 
 @dataclass(frozen=True, slots=True)

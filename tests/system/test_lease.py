@@ -267,16 +267,17 @@ def test_lease_that_somebody_has_removed_is_not_taken_again(tmp_path, clock):
 
 def test_renewing_goes_on_after_an_error_that_passes(tmp_path, monkeypatch):
     monkeypatch.setenv("AUTOACCUM_LEASE_S", "0.06")
-    went_well, calls, written = threading.Event(), itertools.count(), lease_module._write_all
+    went_well, calls, content = threading.Event(), itertools.count(), Lease._content
 
-    def write(file, content):
-        if next(calls) in (1, 2):
+    def fails_twice(lease):
+        call = next(calls)
+        if call in (1, 2):
             raise OSError(5, "Input/output error")
-        written(file, content)
-        if next(calls) > 4:
+        if call > 4:
             went_well.set()
+        return content(lease)
 
-    monkeypatch.setattr(lease_module, "_write_all", write)
+    monkeypatch.setattr(Lease, "_content", fails_twice)
     lease = Lease(tmp_path)
     assert list(lease.taking(lambda _: None)) == []
     try:
@@ -350,8 +351,7 @@ def test_of_several_at_once_one_holds_the_folder_however_their_steps_fall(
     monkeypatch.setattr(lease_module, "_LOOKS", 4 if is_held else 1000)  # the former for time's sake
     monkeypatch.setattr(lease_module, "_PATIENCE", 1000.0)  # all are to have their turn
     monkeypatch.setattr(Lease, "_begin_to_renew", lambda _: None)
-    monkeypatch.setattr(lease_module.os, "open", at_a_point(os.open))
-    for name in ("iterdir", "unlink"):
+    for name in ("open", "iterdir", "unlink"):
         monkeypatch.setattr(Path, name, at_a_point(getattr(Path, name)))
     for seed in range(60):
         folder = tmp_path / str(seed)
