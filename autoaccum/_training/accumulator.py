@@ -330,7 +330,8 @@ def _ranks(step: GradientStep) -> Ranks | None:
     join_ranks(step.memory.device)
     if launched.world_size() == 1:
         return None
-    if any(map(_sums_in_backward, step.objective.modules)):
+    kind = torch.nn.parallel.DistributedDataParallel
+    if any(isinstance(one, kind) and "forward" not in vars(one) for one in step.objective.modules):  # in force
         raise InvalidInputError(
             "the closure or the loss calls a model in DistributedDataParallel, which would sum gradients over ranks in "
             "every backward pass, of which ranks make different numbers; call what is inside (model.module)"
@@ -338,11 +339,6 @@ def _ranks(step: GradientStep) -> Ranks | None:
     ranks = Ranks(step.memory)
     agree(ranks, step, {"batchnorm": step.options.batchnorm})
     return ranks
-
-
-def _sums_in_backward(module: nn.Module) -> bool:
-    """Whether a module is in DistributedDataParallel, whose forward is in force."""
-    return isinstance(module, torch.nn.parallel.DistributedDataParallel) and "forward" not in vars(module)
 
 
 def _check_functions(options: Options, closure: object) -> None:

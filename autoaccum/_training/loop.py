@@ -113,9 +113,11 @@ class Training:
                     self._lifecycle.tell_beginning(begins_with.plan, probed)
                     self._spent["starting up"] = time.perf_counter() - started - sum(self._spent.values())
                     self._interrupts.run(self._train)
-                if self._call.noise is not None and self._resumed_from != self._progress.state.windows:
-                    own, in_tokens = name_of(self._step.optimizer), call.counts != SAMPLES
-                    self._notices.say(self._call.noise.summary(self._samples_of_a_window, own, in_tokens=in_tokens))
+                if call.noise is not None and self._progress.state.windows not in (0, self._resumed_from):
+                    own, in_tokens, state = name_of(self._step.optimizer), call.counts != SAMPLES, self._progress.state
+                    # Where the target is in tokens, what windows have had on average.
+                    samples = max(1, round(state.samples / state.windows)) if in_tokens else call.target_batch
+                    self._notices.say(call.noise.summary(samples, own, in_tokens=in_tokens))
                 result = self._result(started)
             except BaseException as error:
                 self._leave_result(error, started)
@@ -201,14 +203,6 @@ class Training:
         )
 
     # --- the beginning ------------------------------------------------------------------------------------------------
-
-    @property
-    def _samples_of_a_window(self) -> int:
-        """The target batch in samples; where it is in tokens, what windows have had on average."""
-        state = self._progress.state
-        if self._call.counts == SAMPLES or not state.windows:
-            return self._call.target_batch
-        return max(1, round(state.samples / state.windows))
 
     def _begin(self) -> tuple[Cutting, ProbeResult | None]:
         """Find the initial cut in a checkpoint or with the first window; then make the scheduler."""

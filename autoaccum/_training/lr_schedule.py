@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from autoaccum._records import Evaluation
 
-_INTERVALS = ("step", "epoch")
 _EXAMPLE = "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)"
 
 
@@ -79,7 +78,7 @@ def check_scheduler(scheduler: Any, interval: str, val_loader: Iterable[Any] | N
     Raises:
         InvalidInputError: One of them cannot be used.
     """
-    check_choice("scheduler_interval", interval, _INTERVALS)
+    check_choice("scheduler_interval", interval, ("step", "epoch"))
     if scheduler is None and interval != "step":
         raise InvalidInputError(
             f"scheduler_interval={interval!r} needs a scheduler, and there is none; pass scheduler="

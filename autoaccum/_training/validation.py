@@ -13,7 +13,6 @@ from autoaccum._engine.step_limit import drawn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from autoaccum._engine.savepoint import Savepoint
     from autoaccum._records import Evaluation, MemoryEvent
     from autoaccum._training.one_call import Call
 
@@ -39,11 +38,6 @@ class Validation:
         self._generators = [] if call.val_every is None else generators_of(self._part)
         self._is_kept = call.saving is not None  # a checkpoint of the state before may follow a failing evaluation
 
-    def _marked(self) -> Savepoint:
-        mark = self._step.savepoint()
-        mark.take()
-        return mark
-
     def try_out(self, most: int | None) -> None:
         """Evaluate a few samples to detect a failing evaluation before the first optimizer step.
 
@@ -63,7 +57,8 @@ class Validation:
         if not can_be_looked_at(self._val_loader):
             return
         before = self._random.take()
-        mark = self._marked()
+        mark = self._step.savepoint()
+        mark.take()
         try:
             with (
                 left_as_it_was(self._val_loader),
@@ -84,7 +79,9 @@ class Validation:
         # A loader draws a seed for its workers, and a model may draw random numbers in evaluation mode too.
         before = self._random.take()
         own = states_of(self._generators)
-        mark = self._marked() if self._is_kept else None
+        mark = self._step.savepoint() if self._is_kept else None
+        if mark is not None:
+            mark.take()
         try:
             with self._savings.in_force():
                 return self._evaluator.run(drawn(self._part, self._step.memory), trained_size=trained_size)
