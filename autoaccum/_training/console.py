@@ -115,7 +115,8 @@ class LineProgress(Callback):
         self._noise_scale: float | None = None
         self._oom_events = 0
         self._peak_bytes = 0
-        self._rates: set[tuple[float | None, ...]] = set()  # all learning rates so far
+        self._first_rates: tuple[float | None, ...] | None = None
+        self._rates_change = False
         self._cut: tuple[int, ...] = ()  # of the largest window: a short last one says nothing about the plan
         self._last_facts: tuple[str, ...] = ()  # by the last line
         self._is_searching = False
@@ -250,8 +251,10 @@ class LineProgress(Callback):
         """Return also the learning rate, of the first group, once any has changed."""
         assert self._report is not None, "figures are drawn after a step"
         parts = [f"loss {self._report.loss:.4g}" + (" (step skipped)" if self._report.skipped else "")]
-        self._rates.add(rates := self._report.learning_rates)
-        if len(self._rates) > 1 and rates and rates[0] is not None:
+        rates = self._report.learning_rates
+        self._first_rates = self._first_rates or rates
+        self._rates_change = self._rates_change or rates != self._first_rates
+        if self._rates_change and rates and rates[0] is not None:
             parts.append(f"lr {rates[0]:.3g}")
         return [*parts, f"{_three_digits(self._per_s())} {'steps' if self._in_tokens else 'samples'}/s"]
 
