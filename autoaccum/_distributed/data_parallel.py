@@ -195,7 +195,7 @@ class DataParallel(Peers):
         with self._step.memory.lifted():  # samples are few, and on the host
             if self.ranks.rank < sources and (needs_some or not knows):
                 own = _sendable(window, -(-MOST_SAMPLES // sources))
-            said = self.ranks.exchange_tensors("samples", (window.samples, own))
+            said = self.ranks.exchange("samples", (window.samples, own))
         found = [piece for _, pieces in said for piece in pieces]
         if needs_some and not found and any(samples for samples, _ in said):
             raise InvalidInputError(
@@ -352,14 +352,13 @@ class DataParallel(Peers):
         outcome.run(lambda: self._buffers.make_plain(written))
         of_buffers = self._buffers.factors(samples[rank] / sum(samples), is_source=rank == source)
         with self._step.memory.lifted():  # also for the network's threads, while buckets are filled
-            wait = self.ranks.begin_all_reduce(self._values)
+            self.ranks.all_reduce(self._values)
             failure = self._buckets.add_up(
                 [*gradients, *self._buffers.now()],
                 self.ranks.all_reduce,
                 factors=[*[factor] * len(gradients), *of_buffers],
                 wanted=[*wanted, *written],
             )
-            wait()
         outcome.failure = outcome.failure or failure
 
     def _spread(self) -> Spread | None:

@@ -9,13 +9,14 @@ middle of theirs and cannot be reached any more: all have to end, and start agai
 from __future__ import annotations
 
 import math
+import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autoaccum._distributed.data_parallel import DataParallel, Outcome, nothing_counts, sums
-from autoaccum._distributed.process_group import gone, is_of_the_network
+from autoaccum._distributed.process_group import could_not_exchange
 from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, sample_of
 from autoaccum._engine.dtensor import least_size
 from autoaccum._engine.gradients import PartResult
@@ -42,6 +43,8 @@ _LEAST = 2
 # A failure would end the process, so sizes grow by steps and never near the limit, as a prediction says little about
 # rounding and fragmentation: the fraction of memory to fill, and the factor from one window to the next.
 _FILLED, _AT_MOST = 0.85, 2
+# What errors of a collective within a pass say.
+_OF_THE_NETWORK = re.compile("gloo|nccl|process group|connection|timed out", re.IGNORECASE)
 # The size that did not fit, if a micro-batch was being processed, and the reason.
 _RanOut = tuple[int | None, str]
 
@@ -168,8 +171,8 @@ class ShardedDataParallel(DataParallel):
                 "torchrun does with --max-restarts, and goes on with smaller micro-batches if fit has a checkpoint="
             )
             raise StartAgainError(text, size) from error
-        if is_of_the_network(error):
-            raise gone(error) from error
+        if isinstance(error, torch.distributed.DistError) or _OF_THE_NETWORK.search(str(error)):
+            raise could_not_exchange(self.ranks.rank, error) from error
 
     # --- passes -------------------------------------------------------------------------------------------------------
 

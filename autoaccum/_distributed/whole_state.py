@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from autoaccum._distributed.process_group import gone, is_of_the_network
 from autoaccum._engine.dtensor import is_spread
 
 if TYPE_CHECKING:
@@ -28,10 +27,8 @@ def gathered(ranks: Ranks, state: Any) -> Any:
     def whole(value: Any) -> Any:
         if not is_spread(value):
             return value
-        try:
+        with ranks.errors_in_words():
             found = value.full_tensor()
-        except RuntimeError as error:
-            raise (gone(error) if is_of_the_network(error) else error) from error
         if ranks.rank or failures:
             return None
         try:

@@ -48,8 +48,6 @@ class Talk(Protocol):
 
     def exchange(self, what: str, value: Any) -> list[Any]: ...
 
-    def exchange_tensors(self, what: str, value: Any) -> list[Any]: ...
-
 
 class Peers:
     """The processes that make windows together: their gradients, and optimizer steps from them. Here there is one."""

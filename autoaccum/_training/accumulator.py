@@ -12,7 +12,7 @@ from autoaccum._arguments import check_choice, check_function, check_one_batch
 from autoaccum._data.batches import as_window
 from autoaccum._distributed.consistency import broadcast_weights, check_alike, refuse_unsupported_layers
 from autoaccum._distributed.data_parallel import DataParallel
-from autoaccum._distributed.process_group import Ranks, join_ranks
+from autoaccum._distributed.process_group import all_ranks
 from autoaccum._engine import devices
 from autoaccum._engine.accumulator import GradientAccumulator
 from autoaccum._engine.assembly import assemble_without_optimizer
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from autoaccum._callbacks import Callback
     from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
+    from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
@@ -337,11 +338,8 @@ def _ranks(step: GradientStep) -> Ranks | None:
     Raises:
         InvalidInputError: The processes differ, or the loss needs all samples in one of them.
     """
-    memory = step.memory
-    join_ranks(memory.device)
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    if torch.distributed.get_world_size() == 1:
+    ranks = all_ranks(step.memory)
+    if ranks is None:
         return None
     refuse_unsupported_layers(step.objective.modules)
     if any(map(_sums_in_backward, step.objective.modules)):
@@ -352,9 +350,8 @@ def _ranks(step: GradientStep) -> Ranks | None:
     if step.options.loss_scope != "micro_batch":
         raise InvalidInputError(
             f"loss_scope={step.options.loss_scope!r} computes the loss of a whole batch at once, but each of "
-            f"{torch.distributed.get_world_size()} ranks holds only a part of it; train in one process"
+            f"{ranks.size} ranks holds only a part of it; train in one process"
         )
-    ranks = Ranks(memory)
     check_alike(ranks, step, {"batchnorm": step.options.batchnorm})
     broadcast_weights(ranks, step)
     return ranks
