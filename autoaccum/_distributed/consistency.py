@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autoaccum._data.nesting import tensors_in
-from autoaccum._distributed.buckets import Buckets, as_plain
+from autoaccum._distributed.buckets import Buckets, Outcome, as_plain
 from autoaccum._engine.dtensor import is_spread
 from autoaccum._engine.forward_backward import TrainingStep
 from autoaccum._engine.optimizers import name_of
@@ -91,15 +91,11 @@ def broadcast_weights(ranks: Ranks, step: GradientStep) -> None:
                     "view of another of its tensors, and several ranks write to each by itself; compute it in forward()"
                 )
             tensor.data = plain
-    factors = [float(ranks.rank == 0)] * len(tensors)
-    buckets = Buckets(tensors, step.memory.device, range(len(tensors)))
+    outcome, buckets = Outcome(), Buckets(tensors, step.memory.device, range(len(tensors)))
     ranks.exchange("weights")  # no rank has failed yet
-    failure = buckets.add_up(tensors, ranks.all_reduce, factors=factors)
-    failed = ranks.exchange("weights alike", failure is not None)
-    if failure is not None:
-        raise failure
-    if any(failed):
-        raise InvalidInputError("the weights of rank 0 could not be copied to every rank")
+    buckets.add_up(outcome, tensors, ranks.all_reduce, factors=[float(ranks.rank == 0)] * len(tensors))
+    if outcome.failure is not None:
+        raise outcome.failure
 
 
 def warn_of_same_samples(ranks: Ranks, first: Window, notices: Notices) -> None:

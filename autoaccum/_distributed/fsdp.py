@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._distributed.data_parallel import DataParallel, Outcome, nothing_counts, sums
+from autoaccum._distributed.data_parallel import DataParallel, nothing_counts, sums
 from autoaccum._distributed.process_group import could_not_exchange
 from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, sample_of
 from autoaccum._engine.dtensor import least_size
@@ -31,9 +31,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from autoaccum._data.batches import Window
+    from autoaccum._distributed.buckets import Outcome
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._engine.peers import Work
+    from autoaccum._engine.gradients import WindowResult
+    from autoaccum._engine.peers import BeforeStep, Work
     from autoaccum._loss.loss_weights import Slot
 
 # A rank with no samples left makes its passes with these factors, so that they contribute nothing.
@@ -75,7 +77,6 @@ class ShardedDataParallel(DataParallel):
         self._passes = 0  # of the current attempt, on the rank with the most
         self._sample: Window | None = None
         self._ran_out: dict[int, _RanOut] = {}
-        self._is_announced = False  # whether the others know of the failure being handled
         self._held_bytes: int | None = None
         step.passes = self
         step.objective.may_repeat_pass = False  # a pass by this rank alone would wait for the others
@@ -98,7 +99,6 @@ class ShardedDataParallel(DataParallel):
             self._pass_with_nothing()
         self._slots = sorted({*self._slots, *given.slots})
         self._exchange_oom(None)
-        given.weight = None if given.weight is None else float(given.weight)
         larger = self._larger_size() if self._window.samples else None
         self._exchange_parts(given, repr(self._slots).encode(), larger=larger)
         self._larger = min((part.larger for part in self.parts if part.larger is not None), default=None)
@@ -107,34 +107,33 @@ class ShardedDataParallel(DataParallel):
             self._slots = sorted({slot for slots in said for slot in slots})
         return True
 
-    def add_up(self, given: PartResult) -> Outcome:
+    def add_up(self, given: PartResult, outcome: Outcome, result: WindowResult) -> None:
         """Sum losses and buffers; gradients have already been reduced, pass by pass."""
-        self._step.stage.phase = Phase.REDUCE
-        outcome = Outcome()
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         correction = self._correction()
-        outcome.run(lambda: self._fill_losses(given, correction / self.ranks.size))
-        self._exchange_sums(outcome)
+        self._exchange_sums(given, outcome, result, [], correction / self.ranks.size)
         if correction != 1.0:
             gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
             outcome.run(lambda: torch._foreach_mul_(gradients, correction))
-        outcome.run(lambda: self._read_values(outcome.result))
-        return outcome
 
     def all_ready(self, outcome: Outcome) -> bool:
-        """Whether every rank holds its shard of the gradients; if so, unscale and clip them."""
-        are_ready = super().all_ready(outcome)
-        self._is_announced = not are_ready and outcome.failure is not None  # and it is on its way to `failed` now
-        if are_ready and self._training.optimizer_steps.clip_grad_norm is not None:
-            # All ranks compute the norm over all shards together.
-            self._exchange_oom(None)
-            with self._in_pass(self._sizing.plan.micro_batch):
-                norm = self._training.optimizer_steps.norm()
-                self._training.optimizer_steps.clip(norm)
-                outcome.result.grad_norm = norm.full_tensor()  # type: ignore[attr-defined]
-        return are_ready
+        """Raise the failure of any rank, of which `failed` tells the others."""
+        if outcome.failure is not None:
+            raise outcome.failure
+        self._exchange_oom(None)
+        return True
 
-    def failed(self, error: Exception, work: Work, number: int) -> None:
+    def reduce(self, given: PartResult, work: Work, before_step: BeforeStep) -> WindowResult | None:
+        """As for `DataParallel`; the norm is then computed over all shards, by all ranks together."""
+        result, steps = super().reduce(given, work, before_step), self._training.optimizer_steps
+        if result is not None and result.samples and steps.clip_grad_norm is not None:
+            with self._in_pass(self._sizing.plan.micro_batch):
+                norm = steps.norm()
+                steps.clip(norm)
+                result.grad_norm = norm.full_tensor()  # type: ignore[attr-defined]
+        return result
+
+    def failed(self, error: Exception, work: Work) -> None:
         """Decide what a failure means: all restart the window, or all end.
 
         Raises:
@@ -142,14 +141,10 @@ class ShardedDataParallel(DataParallel):
             DoesNotFitError: Memory ran out within a pass with the smallest micro-batch.
             RankFailedError: Another rank has gone within a pass.
         """
-        super().failed(error, work, number)
         if self.ranks.is_in_pass:
             self._end(error, work.at.size or self._sizing.plan.micro_batch, self._window)
-            return
-        if not (is_oom(error) or is_too_large(error)):
-            return
-        if self._is_announced:
-            self._is_announced = False
+        super().failed(error, work)
+        if self.ranks.is_in_pass or not (is_oom(error) or is_too_large(error)):
             return
         if not isinstance(error, OutOfMemoryElsewhereError):
             self._exchange_oom((work.at.size, first_line(error)))
@@ -250,8 +245,13 @@ class ShardedDataParallel(DataParallel):
         knows = self._step.objective.weights
         if self._sample is not None and (knows.is_checked or knows.knows_all):
             return
-        asked = self._samples_to_try(window, needs_some=self._sample is None)
+        asked = self._samples_to_try(window, sends=True)
         if asked is None:
+            if window.samples:
+                raise InvalidInputError(
+                    "ranks that hold shards of a model send each other samples, and those of this loader cannot be "
+                    "pickled"
+                )
             return
         self._sample = self._sample or asked.part(0, min(asked.samples, _LEAST))
         asked = asked.part(0, max(_LEAST, self._sizing.plan.micro_batch))  # no more than a pass of the training

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from autoaccum._memory.base import MemoryBackend
 
-# The most that is said at once, which messages of a window stay below: two bits for every 8,000 tensors of a model.
+# The longest message that goes by itself, which those of windows do for models of up to 15,000 tensors.
 _MESSAGE_BYTES = 2048
 # What a message is about that stands in place of any other.
 _FAILURE = "failure"

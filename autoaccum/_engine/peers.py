@@ -97,8 +97,8 @@ class Peers:
             torch._foreach_mul_([p.grad for p in self._step.parameters if p.grad is not None], factor)
         return WindowResult(losses, means(given.slots) if given.reported else {}, given.samples, norm, given.spread)
 
-    def failed(self, error: Exception, work: Work, number: int) -> None:
-        """Tell the others of a failure in optimizer step `number`, and raise if it ends the training."""
+    def failed(self, error: Exception, work: Work) -> None:
+        """Tell the others of a failure, and raise if it ends the training."""
 
     def expected_gradients(self) -> Sequence[nn.Parameter]:
         """Return parameters that will have a gradient, of which some have one now."""

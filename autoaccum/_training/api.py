@@ -221,8 +221,7 @@ def fit(
             checkpoint to go back to, or it failed again after going back.
         StepCompleteError: The scheduler failed, or memory ran out, after an optimizer step, which
             is made. If the scheduler has not stepped, no checkpoint of that state is written.
-        StartAgainError: Memory ran out in a model that is sharded across ranks (docs/several-gpus.md), or on one rank
-            while the others made an optimizer step.
+        StartAgainError: Memory ran out in a model that is sharded across ranks (docs/several-gpus.md).
         CheckpointError: A checkpoint cannot be written or read, or belongs to another run. The model is unchanged
             unless the error says that code of your own refused its state half-way.
         CheckpointInUseError: Another process trains with the checkpoint folder, or took it over while this one was
