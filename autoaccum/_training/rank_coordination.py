@@ -12,7 +12,7 @@ from autoaccum._data.regrouping import stream
 from autoaccum._distributed.consistency import warn_of_same_samples
 from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._distributed.fsdp import ShardedDataParallel
-from autoaccum._distributed.loader import DealtLoader, ShardedLoader, equal_shares
+from autoaccum._distributed.loader import DealtLoader, equal_shares
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
 
@@ -87,10 +87,8 @@ class Coordinator:
         if not self._shards:
             return
         loader: Any = self.loader
-        if self._in_tokens:  # which only samples that were loaded have
-            self.loader = DealtLoader("loader", loader, ranks)
-        else:
-            self.loader = ShardedLoader(loader, ranks, target, drop_last=self._drop_last)
+        of_windows = None if self._in_tokens else target  # tokens are counted in samples that are loaded
+        self.loader = DealtLoader("loader", loader, ranks, of_windows, drop_last=self._drop_last)
 
     @property
     def is_alone(self) -> bool:
@@ -137,8 +135,9 @@ class Coordinator:
 
     def windows(self, batches: Track, skip: int) -> Iterator[Window]:
         """Return this process's parts of an epoch's windows."""
-        if isinstance(self.loader, ShardedLoader):
-            return stream(batches, self.loader.shares_left(), skip=skip, split=self.split)
+        if isinstance(self.loader, DealtLoader) and not self._in_tokens:
+            dealt = self.loader
+            return stream(batches, iter(lambda: dealt.share, None), skip=skip, split=self.split)
         # Ranks see only together whether a window of samples is too short.
         target, drops = self.target_batch, self._drop_last and (self._in_tokens or self.is_alone)
         return stream(batches, target, in_tokens=self._in_tokens, drop_last=drops, skip=skip, split=self.split)
