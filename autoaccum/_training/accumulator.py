@@ -10,7 +10,7 @@ import torch
 
 from autoaccum._arguments import check_choice, check_function, check_one_batch
 from autoaccum._data.batches import as_window
-from autoaccum._distributed.consistency import broadcast_weights, check_alike, refuse_unsupported_layers
+from autoaccum._distributed.consistency import make_alike
 from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._distributed.process_group import all_ranks
 from autoaccum._engine import devices
@@ -341,19 +341,12 @@ def _ranks(step: GradientStep) -> Ranks | None:
     ranks = all_ranks(step.memory)
     if ranks is None:
         return None
-    refuse_unsupported_layers(step.objective.modules)
     if any(map(_sums_in_backward, step.objective.modules)):
         raise InvalidInputError(
             "the closure or the loss calls a model in DistributedDataParallel, which would sum gradients over ranks in "
             "every backward pass, of which ranks make different numbers; call what is inside (model.module)"
         )
-    if step.options.loss_scope != "micro_batch":
-        raise InvalidInputError(
-            f"loss_scope={step.options.loss_scope!r} computes the loss of a whole batch at once, but each of "
-            f"{ranks.size} ranks holds only a part of it; train in one process"
-        )
-    check_alike(ranks, step, {"batchnorm": step.options.batchnorm})
-    broadcast_weights(ranks, step)
+    make_alike(ranks, step, {"batchnorm": step.options.batchnorm})
     return ranks
 
 

@@ -14,7 +14,7 @@ from autoaccum._callbacks import EarlyStopping
 from autoaccum._data.loaders import can_be_read_once, check_loader
 from autoaccum._data.random_state import RandomState
 from autoaccum._data.regrouping import check_target
-from autoaccum._distributed.consistency import broadcast_weights, check_alike, refuse_unsupported_layers
+from autoaccum._distributed.consistency import make_alike
 from autoaccum._distributed.process_group import joined
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
     from autoaccum._callbacks import Callback
     from autoaccum._data.pieces import Split
-    from autoaccum._distributed.process_group import Ranks
-    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.metrics import Metric
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._loss.objective import Loss
@@ -279,7 +277,7 @@ def fit(
                 f"target_tokens={target_tokens}": in_tokens,
             }
             grows_from = check_sharded(step.objective.modules, ranks.size, asked)
-            _broadcast_weights(ranks, step, alike)
+            make_alike(ranks, step, alike)
         world = Coordinator(
             ranks,
             loader,
@@ -330,22 +328,6 @@ def fit(
                 scheduler=scheduler,
             )
         return training.run(started)
-
-
-def _broadcast_weights(ranks: Ranks, step: TrainingStep, arguments: dict[str, Any]) -> None:
-    """Check that ranks agree, and broadcast the weights.
-
-    Raises:
-        InvalidInputError: The ranks differ, or the training needs something that ranks cannot do together.
-    """
-    refuse_unsupported_layers(step.objective.modules)
-    if (scope := step.options.loss_scope) != "micro_batch":
-        raise InvalidInputError(
-            f"loss_scope={scope!r} computes the loss of a whole window at once, but each of {ranks.size} "
-            "ranks holds only a part of it; train in one process"
-        )
-    check_alike(ranks, step, arguments)
-    broadcast_weights(ranks, step)
 
 
 def _check_length(epochs: int | None, max_steps: int | None) -> tuple[int | None, int | None]:
