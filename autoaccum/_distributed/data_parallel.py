@@ -4,7 +4,7 @@ Processes do not communicate while they work on their micro-batches, so one that
 others only by the time of its second attempt. Then they agree in two steps, like a distributed commit. In the first,
 they exchange the weights of their parts and confirm that all are done; gradients are then summed in flat buckets. In
 the second, they confirm that all hold the sum; each then steps its own optimizer. Until then every process can still go
-back to the start of the window, and if one has to, all do.
+back to the start of the window, and if one has to, it says so in place of its next message, and all do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from autoaccum._data.batches import Window
 from autoaccum._data.nesting import copied
 from autoaccum._distributed.buckets import Buckets, Outcome, as_plain
-from autoaccum._engine.does_not_fit import whole_does_not_fit
+from autoaccum._distributed.process_group import OutOfMemoryElsewhereError
 from autoaccum._engine.gradients import LossSum, WindowResult
 from autoaccum._engine.noise_scale import Spread, squared_norm
 from autoaccum._engine.out_of_memory import Phase
@@ -32,7 +32,7 @@ from autoaccum._loss.loss_check import MOST_SAMPLES
 from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.reported import LOSS, WEIGHT, means
 from autoaccum._loss.terms import in_full
-from autoaccum._oom import first_line, is_device_lost, is_oom, let_go
+from autoaccum._oom import is_device_lost, is_oom, is_too_large, let_go
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from autoaccum._sizing.sizing import Sizing
 
 
-# Attempts at determining the weights of parts.
-_TRIES = 4
 _STATISTICS = ("running_mean", "running_var")
 
 
@@ -59,7 +57,7 @@ class Part(NamedTuple):
     Attributes:
         samples: Samples in the part.
         weight: What the part's loss is divided by; None if it makes no difference.
-        known: Digest of what is known about the losses and of their names.
+        known: What is known about the losses and of their names, in short.
         flags: Which parameters have a gradient and which buffers were written, packed.
         requests: Actions that the rank requests after this window, as bits.
         failed: What ran out of memory on it since its last message: samples and widths.
@@ -70,7 +68,7 @@ class Part(NamedTuple):
 
     samples: int
     weight: float | None
-    known: bytes
+    known: Any
     flags: bytes
     requests: int
     failed: tuple[tuple[int, Widths], ...]
@@ -126,6 +124,7 @@ class DataParallel(Peers):
         self._known_before = b""
         self._begun: Window | None = None
         self._windows = 0
+        self._is_awaited = False  # whether the others would wait for this rank if it began its part again
         own = (step.memory.name, step.memory.reading().total_bytes, step.options.memory_limit)
         self._are_like = [one == own for one in ranks.exchange("devices", own)]
         # The first collective allocates GPU memory for all later ones: better now than next to a window's activations.
@@ -172,10 +171,26 @@ class DataParallel(Peers):
         self._begun = window.origin
         return self.totals
 
-    def failed(self, error: Exception, work: Work) -> None:  # noqa: ARG002 - as Peers has it
-        """Raise a failure of this rank while the others make the optimizer step, so that it repeats nothing."""
+    def begin_attempt(self) -> None:
+        """As for `Peers`."""
+        self._is_awaited = False
+
+    def failed(self, error: Exception, work: Work) -> None:
+        """Let all begin the window again if the others wait for this rank, which lacks memory.
+
+        Raises:
+            Exception: The error itself, if the others make the optimizer step.
+        """
         if self.is_decided:
             raise error
+        if not self._is_awaited or not (is_oom(error) or is_too_large(error)):
+            return
+        if isinstance(error, OutOfMemoryElsewhereError):
+            size, self._step.stage.phase = error.size, Phase.ELSEWHERE
+        else:
+            size = self.ranks.lack(work.at.size, error)
+        work.start_over(self.totals)
+        work.at.size = size
 
     def reduce(self, given: PartResult, work: Work, before_step: BeforeStep) -> WindowResult | None:
         """Agree with the other ranks and sum the gradients; return None if the attempt must be repeated."""
@@ -188,33 +203,25 @@ class DataParallel(Peers):
         outcome, result = Outcome(), WindowResult(samples=self.samples)
         self.add_up(given, outcome, result)
         outcome.run(lambda: before_step(result.losses, result.samples))
-        if not self.all_ready(outcome):
-            work.start_over(self.totals)
-            return None
+        if outcome.failure is not None:
+            raise outcome.failure  # of which the others hear in place of the next message
+        self.ranks.exchange("ready")
         self._begun, self.is_decided = None, True
         return result
 
     def commit(self) -> bool:
-        """Step the optimizer, as all others do now; if memory runs out, retry once after releasing the caches.
-
-        Raises:
-            DoesNotFitError: Memory ran out again. The others have made the optimizer step, so the window cannot be
-            repeated.
-        """
-        steps, memory = self._optimizer_steps, self._step.memory
+        """Step the optimizer, as all others do now; if memory runs out, retry once after releasing the caches."""
+        steps = self._optimizer_steps
         assert steps is not None
-        before, has_failed = steps.made, False
-        while True:
-            try:
-                return steps.commit()
-            except Exception as error:
-                if steps.made != before or not is_oom(error) or is_device_lost(error):
-                    raise
-                if has_failed:
-                    raise whole_does_not_fit(self._step, first_line(error), Phase.OPTIMIZER, tries=2) from error
-                let_go(error)
-            has_failed = True
-            memory.release()
+        before = steps.made
+        try:
+            return steps.commit()
+        except Exception as error:
+            if steps.made != before or not is_oom(error) or is_device_lost(error):
+                raise
+            let_go(error)
+        self._step.memory.release()
+        return steps.commit()
 
     def agree(self, given: PartResult, work: Work) -> bool:
         """Confirm that all ranks have completed their parts; return False if some have to repeat theirs.
@@ -239,7 +246,7 @@ class DataParallel(Peers):
         return False
 
     def _exchange_parts(
-        self, given: PartResult, known: bytes, *, is_stale: bool = False, larger: int | None = None
+        self, given: PartResult, known: Any, *, is_stale: bool = False, larger: int | None = None
     ) -> None:
         """Exchange the messages about parts."""
         if self._window.samples:
@@ -258,6 +265,7 @@ class DataParallel(Peers):
         )
         self._sizing.failed.clear()
         self.parts = self.ranks.exchange("window", mine)
+        self._is_awaited = True
         flags_of_all = np.array([np.frombuffer(part.flags, dtype=np.uint8) for part in self.parts])
         self._wanted = np.unpackbits(np.bitwise_or.reduce(flags_of_all))[: len(self._trained)].tolist()
 
@@ -330,13 +338,6 @@ class DataParallel(Peers):
             outcome.run(lambda: steps.clip(norm.copy_(self._norm)))
         result.grad_norm = norm
 
-    def all_ready(self, outcome: Outcome) -> bool:
-        """Whether every rank holds the same gradients, unscaled and clipped; raise this rank's own failure."""
-        are_ready = not any(self.ranks.exchange("ready", outcome.failure is not None))
-        if outcome.failure is not None:
-            raise outcome.failure
-        return are_ready
-
     # --- what is known of losses, and what parts weigh ----------------------------------------------------------------
 
     def _prepare(self, window: Window) -> None:
@@ -360,7 +361,7 @@ class DataParallel(Peers):
         self._pairs = None
         if self._step.objective.weights.common is not Common.OWN_DIVISORS:
             return None
-        totals = sums(self._weights_of_all(window))
+        totals = sums(self.ranks.exchange("weights", self._step.objective.weights.totals(window)))
         if not window.samples and self._step.objective.weights.mixes_pairs:
             self.of_pairs({})  # the others exchange this too, and wait for this rank
         return totals
@@ -372,21 +373,6 @@ class DataParallel(Peers):
             if not all(self._pairs.values()):
                 raise nothing_counts()
         return {name: self._pairs[name] for name in weights}
-
-    def _weights_of_all(self, window: Window) -> list[dict[Slot, float]]:
-        """Return the weights of each part; if one rank runs out of memory computing them, all retry."""
-        for _ in range(_TRIES):
-            outcome = Outcome()
-            own = outcome.run(lambda: self._step.objective.weights.totals(window))
-            said = self.ranks.exchange("weights", own)
-            if None not in said:
-                return said
-            if outcome.failure is not None and not is_oom(outcome.failure):
-                raise outcome.failure
-            del outcome
-            self._step.memory.release()
-        lacking = ", ".join(str(rank) for rank, own in enumerate(said) if own is None)
-        raise whole_does_not_fit(self._step, f"memory runs out on rank {lacking}", Phase.WEIGH, _TRIES)
 
     def _factor(self, given: PartResult) -> float:
         """Return the factor for this rank's gradients and losses before they are summed over ranks."""

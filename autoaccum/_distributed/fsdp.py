@@ -23,7 +23,7 @@ from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._loss.loss_weights import OF_SAMPLES, Factors
 from autoaccum._loss.terms import in_full
-from autoaccum._oom import first_line, is_oom, is_too_large
+from autoaccum._oom import first_line, is_oom
 from autoaccum._sizing.planner import balanced
 from autoaccum.errors import InvalidInputError, StartAgainError
 
@@ -47,12 +47,6 @@ _LEAST = 2
 _FILLED, _AT_MOST = 0.85, 2
 # What errors of a collective within a pass say.
 _OF_THE_NETWORK = re.compile("gloo|nccl|process group|connection|timed out", re.IGNORECASE)
-# The size that did not fit, if a micro-batch was being processed, and the reason.
-_RanOut = tuple[int | None, str]
-
-
-class OutOfMemoryElsewhereError(torch.OutOfMemoryError):
-    """A rank has reported, before a pass, that it lacks memory for it."""
 
 
 class ShardedDataParallel(DataParallel):
@@ -76,13 +70,13 @@ class ShardedDataParallel(DataParallel):
         self._least = least_size(step.objective.modules)
         self._passes = 0  # of the current attempt, on the rank with the most
         self._sample: Window | None = None
-        self._ran_out: dict[int, _RanOut] = {}
         self._held_bytes: int | None = None
         step.passes = self
         step.objective.may_repeat_pass = False  # a pass by this rank alone would wait for the others
 
     def begin_attempt(self) -> None:
         """Agree on the number of passes in this attempt."""
+        self._is_awaited = True
         sizing = self._sizing
         if self._larger is not None and self._larger > sizing.plan.micro_batch:
             sizing.grow_to(self._larger)
@@ -97,14 +91,11 @@ class ShardedDataParallel(DataParallel):
         """Make the passes that others still have to make, and confirm that all have finished."""
         for _ in range(self._passes - len(work.at.sizes)):
             self._pass_with_nothing()
-        self._slots = sorted({*self._slots, *given.slots})
-        self._exchange_oom(None)
+        self._slots = [*{*self._slots, *given.slots}]
         larger = self._larger_size() if self._window.samples else None
-        self._exchange_parts(given, repr(self._slots).encode(), larger=larger)
+        self._exchange_parts(given, self._slots, larger=larger)
         self._larger = min((part.larger for part in self.parts if part.larger is not None), default=None)
-        if len({part.known for part in self.parts}) > 1:  # a rank that had no samples knows no losses
-            said = self.ranks.exchange("losses", self._slots)
-            self._slots = sorted({slot for slots in said for slot in slots})
+        self._slots = sorted({slot for part in self.parts for slot in part.known})  # without samples, a rank knows none
         return True
 
     def add_up(self, given: PartResult, outcome: Outcome, result: WindowResult) -> None:
@@ -115,13 +106,6 @@ class ShardedDataParallel(DataParallel):
         if correction != 1.0:
             gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
             outcome.run(lambda: torch._foreach_mul_(gradients, correction))
-
-    def all_ready(self, outcome: Outcome) -> bool:
-        """Raise the failure of any rank, of which `failed` tells the others."""
-        if outcome.failure is not None:
-            raise outcome.failure
-        self._exchange_oom(None)
-        return True
 
     def reduce(self, given: PartResult, work: Work, before_step: BeforeStep) -> WindowResult | None:
         """As for `DataParallel`; the norm is then computed over all shards, by all ranks together."""
@@ -143,13 +127,8 @@ class ShardedDataParallel(DataParallel):
         """
         if self.ranks.is_in_pass:
             self._end(error, work.at.size or self._sizing.plan.micro_batch, self._window)
-        super().failed(error, work)
-        if self.ranks.is_in_pass or not (is_oom(error) or is_too_large(error)):
-            return
-        if not isinstance(error, OutOfMemoryElsewhereError):
-            self._exchange_oom((work.at.size, first_line(error)))
-        work.start_over(self.totals)
-        work.at.size = max((size for size, _ in self._ran_out.values() if size is not None), default=None)
+        else:
+            super().failed(error, work)
 
     def _end(self, error: Exception, size: int, window: Window | None = None) -> None:
         if is_oom(error):
@@ -172,12 +151,8 @@ class ShardedDataParallel(DataParallel):
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """Wait until all ranks are ready for the next pass.
-
-        Raises:
-            torch.OutOfMemoryError: One of them lacks memory for it.
-        """
-        self._exchange_oom(None)
+        """Wait until all ranks are ready for the next pass."""
+        self.ranks.exchange("pass")
         self.ranks.is_in_pass = True
 
     def end_pass(self) -> None:
@@ -217,15 +192,6 @@ class ShardedDataParallel(DataParallel):
             with self._in_pass(_LEAST):
                 make_passes(*self._nothing())
 
-    def _exchange_oom(self, mine: _RanOut | None) -> None:
-        """Report whether this rank lacks memory, and receive the others' reports."""
-        said: list[_RanOut | None] = self.ranks.exchange("pass", mine)
-        self._ran_out = {rank: one for rank, one in enumerate(said) if one is not None}
-        if self._ran_out and mine is None:
-            who = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in self._ran_out.items())
-            self._step.stage.phase = Phase.ELSEWHERE
-            raise OutOfMemoryElsewhereError(who)
-
     def _pass_with_nothing(self) -> None:
         """Make a pass that contributes nothing, since others have samples left."""
         self._mark.take()
@@ -258,7 +224,7 @@ class ShardedDataParallel(DataParallel):
         step, objective = self._step, self._step.objective
         sizes = balanced(asked.samples, math.ceil(asked.samples / 2))
         if objective.needs_check(asked, sizes, is_part=True, is_due=False):
-            self._exchange_oom(None)
+            self.ranks.exchange("pass")
             with self._in_pass(self._sizing.plan.micro_batch):
                 step.stage.phase = Phase.WEIGH
                 # Backward passes of shards would reduce gradients: the values and weights of the samples have to do.
@@ -270,7 +236,7 @@ class ShardedDataParallel(DataParallel):
                 "several losses, some of them (sum, weight) pairs, cannot be weighted in a model that fully_shard has "
                 "sharded; return one loss, or means"
             )
-        totals = sums(self._weights_of_all(window))
+        totals = sums(self.ranks.exchange("weights", self._step.objective.weights.totals(window)))
         # The reduction of gradients takes their mean over the ranks.
         self.multiplier = float(self.ranks.size) if totals[OF_SAMPLES] else 1.0
         if totals[OF_SAMPLES] and not all(totals.values()):

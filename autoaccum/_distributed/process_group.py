@@ -1,7 +1,8 @@
 """The processes of one training: setup, and the messages that they exchange.
 
 Every rank sends the same messages in the same order. In place of any message, a rank may report that it has failed:
-then every other rank raises RankFailedError at that point, and none is left waiting. Messages are small and are
+then every other rank raises RankFailedError at that point, and none is left waiting. Likewise, while a window is made
+together, it may report that it lacks memory, at which all begin the window again. Messages are small and are
 exchanged between hosts (gloo), whatever the device; tensors go through the device's group.
 """
 
@@ -33,12 +34,24 @@ if TYPE_CHECKING:
 
 # The longest message that goes by itself, which those of windows do for models of up to 15,000 tensors.
 _MESSAGE_BYTES = 2048
-# What a message is about that stands in place of any other.
-_FAILURE = "failure"
+# What messages are about that stand in place of any other.
+_FAILURE, _LACK = "failure", "lack of memory"
 # Signals are handled so often while this rank waits.
 _SIGNALS_EVERY = timedelta(seconds=0.1)
 # Errors that have ended a training of several ranks in this process.
 _failures: list[str] = []
+
+
+class OutOfMemoryElsewhereError(torch.OutOfMemoryError):
+    """Ranks have reported, in place of a message, that they lack memory.
+
+    Attributes:
+        size: The size of the largest micro-batch that did not fit; None if none was being processed.
+    """
+
+    def __init__(self, text: str, size: int | None) -> None:
+        super().__init__(text)
+        self.size = size
 
 
 class Ranks:
@@ -78,6 +91,7 @@ class Ranks:
 
         Raises:
             RankFailedError: Another rank has failed, is gone or sends another topic.
+            OutOfMemoryElsewhereError: A rank lacks memory.
         """
         said = pickle.dumps((topic, self.moment, value), pickle.HIGHEST_PROTOCOL)
         heard = self._gathered(said if len(said) <= _MESSAGE_BYTES else pickle.dumps(len(said)), _MESSAGE_BYTES)
@@ -89,6 +103,11 @@ class Ranks:
             self.are_at_same_moment = len(set(moments)) == 1 and -1 not in moments
             who = "; ".join(f"rank {rank}: {values[rank]}" for rank in range(self.size) if topics[rank] == _FAILURE)
             raise RankFailedError(f"this training cannot continue, since another of its processes has failed ({who})")
+        if _LACK in topics:
+            lacking = {rank: value for rank, value in enumerate(values) if topics[rank] == _LACK}
+            sizes = [size for size, _ in lacking.values() if size is not None]
+            who = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in lacking.items())
+            raise OutOfMemoryElsewhereError(who, max(sizes, default=None))
         if len(set(topics)) > 1:
             who = ", ".join(f"rank {rank} at {name!r}" for rank, name in enumerate(topics))
             raise RankFailedError(
@@ -111,6 +130,22 @@ class Ranks:
         self._has_failed = True
         with suppress(RankFailedError):
             self.exchange(_FAILURE, f"{type(error).__name__}: {first_line(error)}")
+
+    def lack(self, size: int | None, error: Exception) -> int | None:
+        """Report lack of memory in place of the next message.
+
+        Args:
+            size: The size of the micro-batch that did not fit; None if none was being processed.
+            error: The error for lack of memory.
+
+        Returns:
+            The largest such size of all ranks that report it now.
+        """
+        try:
+            self.exchange(_LACK, (size, first_line(error)))
+        except OutOfMemoryElsewhereError as said:
+            size = said.size
+        return size
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace a tensor on the device by the sum over all ranks, bit-identical on each.
