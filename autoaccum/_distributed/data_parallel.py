@@ -148,13 +148,10 @@ class DataParallel(Peers):
         known = set(self._trained)
         come = [parameter for parameter in trained(self._step) if parameter not in known]
         if come and (self._optimizer_steps is not None or self._begun is not None):
-            remedy = "end this call of fit, and go on with the changed model in another"
-            if self._optimizer_steps is None:
-                remedy = "make another Accumulator for the changed model"
             raise InvalidInputError(
-                f"{len(come)} parameters are trained now that were not when training began (shapes "
-                f"{', '.join(str(tuple(parameter.shape)) for parameter in come[:3])}), and several ranks add up the "
-                f"gradients of those they began with; {remedy}"
+                f"{len(come)} parameters are trained now that were not when training began, the first of shape "
+                f"{tuple(come[0].shape)}, and several ranks add up the gradients of those they began with; go on with "
+                "the changed model in another call of fit, or with another Accumulator"
             )
 
     # --- a window -----------------------------------------------------------------------------------------------------
@@ -227,9 +224,11 @@ class DataParallel(Peers):
         """Confirm that all ranks have completed their parts; return False if some have to repeat theirs.
 
         Raises:
+            InvalidInputError: Ranks know different things of the losses. Raised on every rank.
             RankFailedError: Another rank cannot continue.
         """
-        known, shares = self._known(given.slots), self._step.objective.weights.common is Common.OWN_DIVISORS
+        weights = self._step.objective.weights
+        known, shares = self._known(given.slots), weights.common is Common.OWN_DIVISORS
         # New for every window, since the last one's values are read later; and allocated before the others wait for it.
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         is_stale = shares != (self.totals is not None) or (shares and known != self._known_before)
@@ -239,7 +238,9 @@ class DataParallel(Peers):
                 work.adopt(part.failed)
         if len({part.known for part in self.parts}) == 1 and not any(part.is_stale for part in self.parts):
             return True
-        self._adopt_knowledge()
+        said = self.ranks.exchange("losses", (weights.knowledge, self._slots))
+        self._slots = sorted({slot for _, slots in said for slot in slots})
+        weights.adopt([knowledge for knowledge, _ in said])
         self._known_before = self._known()
         self.totals = self._totals_of(self._window)
         work.start_over(self.totals)
@@ -389,16 +390,6 @@ class DataParallel(Peers):
         text = repr((self._step.objective.weights.in_short(), self._slots))
         return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
-    def _adopt_knowledge(self) -> None:
-        """Adopt what other ranks know of losses that this one has not seen.
-
-        Raises:
-            InvalidInputError: They know something else. Raised on every rank.
-        """
-        said = self.ranks.exchange("losses", (self._step.objective.weights.knowledge, self._slots))
-        self._slots = sorted({slot for _, slots in said for slot in slots})
-        self._step.objective.weights.adopt([known for known, _ in said])
-
     # --- adding up ----------------------------------------------------------------------------------------------------
 
     def _make_gradients(self) -> None:
@@ -413,19 +404,16 @@ class DataParallel(Peers):
                 if is_wanted:
                     parameter.grad = torch.zeros_like(parameter, dtype=form.dtype)
             elif not _has_form(gradient, form):
-                raise self._unlike(parameter, gradient, form)
+                named = (pair for module in self._step.objective.modules for pair in module.named_parameters())
+                name = next((repr(name) for name, one in named if one is parameter), "a parameter")
+                raise InvalidInputError(
+                    f"the gradient of {name} is {tuple(gradient.shape)} of {gradient.dtype} ({gradient.layout}), and "
+                    "several ranks add up dense gradients as they were expected when training began, here "
+                    f"{tuple(form.shape)} of {form.dtype}; pass sparse=False to layers that have sparse gradients, and "
+                    "keep the shapes and types of parameters"
+                )
             elif (plain := as_plain(gradient)) is not gradient:
                 parameter.grad = plain
-
-    def _unlike(self, parameter: nn.Parameter, gradient: Tensor, form: Tensor) -> InvalidInputError:
-        named = (pair for module in self._step.objective.modules for pair in module.named_parameters())
-        name = next((repr(name) for name, one in named if one is parameter), "a parameter")
-        layout = "" if gradient.layout is form.layout else f" and {gradient.layout}"
-        return InvalidInputError(
-            f"the gradient of {name} is {tuple(gradient.shape)} of {gradient.dtype}{layout}, and several ranks add up "
-            f"dense gradients as they were expected when training began, here {tuple(form.shape)} of {form.dtype}; "
-            "pass sparse=False to layers that have sparse gradients, and keep the shapes and types of parameters"
-        )
 
     def _fill_losses(self, given: PartResult, factor: float) -> None:
         found = given.slots

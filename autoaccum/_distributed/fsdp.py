@@ -117,67 +117,53 @@ class ShardedDataParallel(DataParallel):
                 result.grad_norm = norm.full_tensor()  # type: ignore[attr-defined]
         return result
 
-    def failed(self, error: Exception, work: Work) -> None:
-        """Decide what a failure means: all restart the window, or all end.
-
-        Raises:
-            StartAgainError: Memory ran out within a pass.
-            DoesNotFitError: Memory ran out within a pass with the smallest micro-batch.
-            RankFailedError: Another rank has gone within a pass.
-        """
-        if self.ranks.is_in_pass:
-            self._end(error, work.at.size or self._sizing.plan.micro_batch, self._window)
-        else:
-            super().failed(error, work)
-
-    def _end(self, error: Exception, size: int, window: Window | None = None) -> None:
-        if is_oom(error):
-            if size <= self._least:
-                sample = ONE_SAMPLE if window is None else sample_of(window, self._sizing.start)
-                if size > 1:
-                    sample = f"a micro-batch of {size} samples, the least for BatchNorm,"
-                raise sample_does_not_fit(
-                    self._step, first_line(error), sample=sample, phase=self._step.stage.phase
-                ) from error
-            text = (
-                f"rank {self.ranks.rank} ran out of memory with {size} samples ({self._step.stage.phase}: "
-                f"{first_line(error)}) while the others wait for it; every process has to be started again, as "
-                "torchrun does with --max-restarts, and goes on with smaller micro-batches if fit has a checkpoint="
-            )
-            raise StartAgainError(text, size) from error
-        if isinstance(error, torch.distributed.DistError) or _OF_THE_NETWORK.search(str(error)):
-            raise could_not_exchange(self.ranks.rank, error) from error
-
     # --- passes -------------------------------------------------------------------------------------------------------
 
-    def begin_pass(self) -> None:
-        """Wait until all ranks are ready for the next pass."""
-        self.ranks.exchange("pass")
-        self.ranks.is_in_pass = True
-
-    def end_pass(self) -> None:
-        """Record that this rank has completed the pass."""
-        self.ranks.is_in_pass = False
-
     @contextmanager
-    def _in_pass(self, size: int) -> Iterator[None]:
+    def _in_pass(self, size: int, window: Window | None = None) -> Iterator[None]:
+        """Run what all ranks run together; one that fails there can reach the others no more, and all have to end.
+
+        Args:
+            size: The samples of this rank.
+            window: The window that they are from, if any.
+
+        Raises:
+            StartAgainError: Memory ran out.
+            DoesNotFitError: Memory ran out with the smallest micro-batch.
+            RankFailedError: Another rank is gone.
+        """
         self.ranks.is_in_pass = True
         try:
             yield
         except Exception as error:
-            self._end(error, size)
-            raise
+            if not is_oom(error):
+                if isinstance(error, torch.distributed.DistError) or _OF_THE_NETWORK.search(str(error)):
+                    raise could_not_exchange(self.ranks.rank, error) from error
+                raise
+            said, phase = first_line(error), self._step.stage.phase
+            if size <= self._least:
+                sample = ONE_SAMPLE if window is None else sample_of(window, self._sizing.start)
+                if size > 1:
+                    sample = f"a micro-batch of {size} samples, the least for BatchNorm,"
+                raise sample_does_not_fit(self._step, said, sample=sample, phase=phase) from error
+            text = (
+                f"rank {self.ranks.rank} ran out of memory with {size} samples ({phase}: {said}) while the others wait "
+                "for it; every process has to be started again, as torchrun does with --max-restarts, and goes on with "
+                "smaller micro-batches if fit has a checkpoint="
+            )
+            raise StartAgainError(text, size) from error
         self.ranks.is_in_pass = False
 
     @contextmanager
+    def training_pass(self, size: int) -> Iterator[None]:
+        """As for `Passes`."""
+        self.ranks.exchange("pass")
+        with self._in_pass(size, self._window):
+            yield
+
+    @contextmanager
     def evaluation_pass(self, size: int) -> Iterator[None]:
-        """Wait until all ranks are ready for the next forward pass of an evaluation.
-
-        Outside of a pass no rank waits for this one, which can try a smaller cut.
-
-        Raises:
-            StartAgainError: As for `failed`.
-        """
+        """As for `Passes`; outside of a pass no rank waits for this one, which can try a smaller cut."""
         self.ranks.exchange("evaluation pass", value=True)
         with self._in_pass(size):
             yield
