@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader
 
 import autoaccum
 import rank_training
+from autoaccum._distributed.process_group import OutOfMemoryElsewhereError, Ranks
+from autoaccum._memory.available_devices import backend_for
 
 KINDS = ("all_gather", "all_reduce", "broadcast")
 
@@ -150,3 +152,16 @@ def lacking_once(rank, size, sizes):
         progress=False,
     )
     return [report.micro_batches for report in result.history]
+
+
+def exchanged(rank, size):
+    """Return what messages of unlike length bring, and what lack of memory is told as on each rank."""
+    ranks = Ranks(backend_for(torch.device("cpu")))
+    texts = ranks.exchange("texts", "x" * (5000 if rank == 1 else rank))
+    tensors = ranks.exchange("tensors", torch.full((2,), rank, dtype=torch.uint8))
+    order = ranks.from_rank_0("order", list(range(3000)) if rank == 0 else None)
+    try:
+        size_elsewhere = ranks.exchange("pass") if rank == 0 else ranks.lack(rank, MemoryError("for this test"))
+    except OutOfMemoryElsewhereError as error:
+        size_elsewhere = error.size
+    return [len(text) for text in texts], torch.stack(tensors).tolist(), len(order), size_elsewhere

@@ -7,17 +7,39 @@ one rank, its old contents are sent nevertheless, and no other rank is left wait
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
+_T = TypeVar("_T")
 # The default of DistributedDataParallel (bucket_cap_mb=25): large enough for the bandwidth of a network.
 BUCKET_BYTES = 25 * 2**20
+
+
+class Outcome:
+    """A rank's own work while others wait for what it sends. After a failure, no more work is done.
+
+    Attributes:
+        failure: The first failure, of which the others have yet to be informed.
+    """
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+
+    def run(self, work: Callable[[], _T]) -> _T | None:
+        """Do some work and return its result; None if it, or anything before it, has failed."""
+        if self.failure is None:
+            try:
+                return work()
+            except Exception as error:  # noqa: BLE001 - the others are informed first
+                self.failure = error
+        return None
 
 
 class _Piece(NamedTuple):
@@ -26,10 +48,6 @@ class _Piece(NamedTuple):
     tensor: int
     rows: slice | None
     size: int
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return these elements of a tensor."""
-        return tensor if self.rows is None else tensor[self.rows]
 
 
 class Buckets:
@@ -49,85 +67,96 @@ class Buckets:
         copied: Collection[int] = (),
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        groups: dict[tuple[torch.dtype, bool], list[tuple[int, Tensor]]] = defaultdict(list)
+        groups: dict[tuple[torch.dtype, bool], list[_Piece]] = defaultdict(list)
         for number, tensor in enumerate(like):
-            groups[tensor.dtype, number in copied].append((number, tensor))
+            groups[tensor.dtype, number in copied] += _pieces(number, tensor, bucket_bytes // tensor.dtype.itemsize)
         self._buckets: list[tuple[Tensor, list[_Piece], bool]] = []
-        for (dtype, is_copied), tensors in groups.items():
-            chunks = _chunks(tensors, max(1, bucket_bytes // dtype.itemsize))
-            largest = max((sum(piece.size for piece in chunk) for chunk in chunks), default=0)
+        for (dtype, is_copied), pieces in groups.items():
+            buckets = _packed(pieces, bucket_bytes // dtype.itemsize)
+            largest = max((sum(piece.size for piece in bucket) for bucket in buckets), default=0)
             buffer = torch.zeros(largest, dtype=dtype, device=device)
-            self._buckets += [(buffer, chunk, is_copied) for chunk in chunks]
+            self._buckets += [(buffer, bucket, is_copied) for bucket in buckets]
 
     @torch.no_grad()
     def add_up(
         self,
+        outcome: Outcome,
         tensors: Sequence[Tensor | None],
         all_reduce: Callable[[Tensor], None],
         *,
         factors: Sequence[float | Tensor],
         wanted: Sequence[bool] | None = None,
-    ) -> Exception | None:
-        """Replace tensors, in place, by their sums over all ranks.
+    ) -> None:
+        """Replace tensors, in place, by their sums over all ranks; after a failure, their contents are undefined.
 
         Args:
+            outcome: Of this rank's own work.
             tensors: In the order of `like`, as `as_plain` returns them. None counts as zeros.
             all_reduce: Replaces a bucket by its sum.
-            factors: What each is multiplied by before; 1.0 or 0.0 for those that are copied.
+            factors: What each is multiplied by before; for those that are copied, whether this rank has them.
             wanted: Which of them are exchanged, the same on every rank; None for all.
-
-        Returns:
-            The first failure on this rank, after which the contents of the tensors are undefined; None on success.
         """
-        failure = None
         for buffer, all_pieces, is_copied in self._buckets:
             pieces = [piece for piece in all_pieces if wanted is None or wanted[piece.tensor]]
             if not pieces:
                 continue
-            sizes = [piece.size for piece in pieces]
-            bucket, rooms, parts = buffer[: sum(sizes)], [], []
-            try:
-                for piece, room in zip(pieces, torch.split(bucket, sizes), strict=True):
-                    tensor, factor = tensors[piece.tensor], factors[piece.tensor]
-                    if tensor is not None:
-                        parts.append(piece.of(tensor))
-                        rooms.append(room.view(parts[-1].shape))
-                    if tensor is None or (isinstance(factor, float) and factor == 0.0):
-                        room.zero_()
-                    elif isinstance(factor, float) and factor == 1.0:
-                        rooms[-1].copy_(parts[-1])
-                    else:
-                        torch.mul(parts[-1], factor, out=rooms[-1])
-            except Exception as error:  # noqa: BLE001 - the others wait for this bucket, whatever its contents
-                failure = failure or error
+            bucket = buffer[: sum(piece.size for piece in pieces)]
+            filled = outcome.run(partial(_filled, bucket, pieces, tensors, factors, is_copied=is_copied))
             # Where all ranks but one have zeros, a sum of bytes is a copy. Not every network adds up every type.
             all_reduce(bucket.view(torch.uint8) if is_copied else bucket)
-            if failure is None and parts:
-                try:
-                    torch._foreach_copy_(parts, rooms)
-                except Exception as error:  # noqa: BLE001 - the others also wait for the next bucket
-                    failure = error
-        return failure
+            if filled is not None and filled[0]:
+                outcome.run(partial(torch._foreach_copy_, *filled))
 
 
-def _chunks(tensors: Sequence[tuple[int, Tensor]], most: int) -> list[list[_Piece]]:
-    """Return the pieces in each bucket: whole tensors as long as they fit, rows of larger ones; with their numbers."""
-    chunks: list[list[_Piece]] = []
+def _filled(
+    bucket: Tensor,
+    pieces: Sequence[_Piece],
+    tensors: Sequence[Tensor | None],
+    factors: Sequence[float | Tensor],
+    *,
+    is_copied: bool,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Fill a bucket; return the parts of tensors that are in it, and where they are."""
+    parts, rooms = [], []
+    for piece, room in zip(pieces, torch.split(bucket, [piece.size for piece in pieces]), strict=True):
+        tensor, factor = tensors[piece.tensor], factors[piece.tensor]
+        if tensor is None:
+            room.zero_()
+            continue
+        parts.append(tensor if piece.rows is None else tensor[piece.rows])
+        rooms.append(room.view(parts[-1].shape))
+        if not is_copied:
+            torch.mul(parts[-1], factor, out=rooms[-1])
+        elif factor:
+            rooms[-1].copy_(parts[-1])
+        else:
+            room.zero_()
+    return parts, rooms
+
+
+def _pieces(number: int, tensor: Tensor, most: int) -> Iterator[_Piece]:
+    """Yield a tensor as a whole if it has no more elements than that, else some of its rows at a time."""
+    size = tensor.numel()
+    if size and (size <= most or not tensor.dim()):
+        yield _Piece(number, None, size)
+    elif size:
+        row = size // len(tensor)
+        step = max(1, most // row)
+        for at in range(0, len(tensor), step):
+            yield _Piece(number, slice(at, at + step), row * min(step, len(tensor) - at))
+
+
+def _packed(pieces: Iterable[_Piece], most: int) -> list[list[_Piece]]:
+    """Return pieces in buckets of at most so many elements, or of a single piece."""
+    buckets: list[list[_Piece]] = []
     room = 0
-    for number, tensor in tensors:
-        size = tensor.numel()
-        if size > most and tensor.dim():
-            row = size // len(tensor)
-            parts = [slice(at, at + max(1, most // row)) for at in range(0, len(tensor), max(1, most // row))]
-            chunks += [[_Piece(number, rows, row * len(tensor[rows]))] for rows in parts]
-            room = 0
-        elif size:
-            if size > room:
-                chunks.append([])
-                room = most
-            chunks[-1].append(_Piece(number, None, size))
-            room -= size
-    return chunks
+    for piece in pieces:
+        if piece.size > room:
+            buckets.append([])
+            room = most
+        buckets[-1].append(piece)
+        room -= piece.size
+    return buckets
 
 
 def as_plain(tensor: Tensor) -> Tensor:

@@ -4,15 +4,15 @@ Processes do not communicate while they work on their micro-batches, so one that
 others only by the time of its second attempt. Then they agree in two steps, like a distributed commit. In the first,
 they exchange the weights of their parts and confirm that all are done; gradients are then summed in flat buckets. In
 the second, they confirm that all hold the sum; each then steps its own optimizer. Until then every process can still go
-back to the start of the window, and if one has to, all do.
+back to the start of the window, and if one has to, it says so in place of its next message, and all do.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
+import pickle
 from itertools import compress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum._data.batches import Window
 from autoaccum._data.nesting import copied
-from autoaccum._distributed.buckets import Buckets, as_plain
-from autoaccum._engine.does_not_fit import whole_does_not_fit
+from autoaccum._distributed.buckets import Buckets, Outcome, as_plain
+from autoaccum._distributed.process_group import OutOfMemoryElsewhereError
 from autoaccum._engine.gradients import LossSum, WindowResult
 from autoaccum._engine.noise_scale import Spread, squared_norm
 from autoaccum._engine.out_of_memory import Phase
@@ -32,8 +32,8 @@ from autoaccum._loss.loss_check import MOST_SAMPLES
 from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.reported import LOSS, WEIGHT, means
 from autoaccum._loss.terms import in_full
-from autoaccum._oom import first_line, is_device_lost, is_oom, let_go
-from autoaccum.errors import InvalidInputError, StartAgainError
+from autoaccum._oom import is_device_lost, is_oom, is_too_large, let_go
+from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -44,12 +44,10 @@ if TYPE_CHECKING:
     from autoaccum._engine.peers import BeforeStep, Work
     from autoaccum._loss import reported
     from autoaccum._loss.loss_weights import Slot
+    from autoaccum._sizing.frontier import Widths
     from autoaccum._sizing.sizing import Sizing
 
 
-_T = TypeVar("_T")
-# Attempts at determining the weights of parts.
-_TRIES = 4
 _STATISTICS = ("running_mean", "running_var")
 
 
@@ -58,26 +56,25 @@ class Part(NamedTuple):
 
     Attributes:
         samples: Samples in the part.
-        weight: What the part's loss is divided by; None if it is on the device, or makes no difference.
-        known: Digest of what is known about the losses and of their names.
-        flags: Which parameters have a gradient and which buffers were written, packed; None for those of its last
-            message, so that messages stay short.
+        weight: What the part's loss is divided by; None if it makes no difference.
+        known: What is known about the losses and of their names, in short.
+        flags: Which parameters have a gradient and which buffers were written, packed.
         requests: Actions that the rank requests after this window, as bits.
-        larger: Micro-batch size that it requests from the next window on, if ranks agree on sizes; None for no request.
-        is_stale: Whether the weights that parts were given beforehand do not hold by what it knows of the losses now.
-        variance: The variance of its gradients, if noise was measured.
         failed: What ran out of memory on it since its last message: samples and widths.
+        variance: The variance of its gradients, if noise was measured.
+        is_stale: Whether the weights that parts were given beforehand do not hold by what it knows of the losses now.
+        larger: Micro-batch size that it requests from the next window on, if ranks agree on sizes; None for no request.
     """
 
     samples: int
     weight: float | None
-    known: bytes
-    flags: bytes | None
+    known: Any
+    flags: bytes
     requests: int
-    larger: int | None = None
-    variance: float | None = None
-    is_stale: bool = False
-    failed: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    failed: tuple[tuple[int, Widths], ...]
+    variance: float | None
+    is_stale: bool
+    larger: int | None
 
 
 class DataParallel(Peers):
@@ -114,19 +111,20 @@ class DataParallel(Peers):
         self._requests = requests
         self._drops = drops
         self._trained = trained(step)
-        self._flags = [np.zeros(0, dtype=bool)] * ranks.size  # of each rank's last message
+        self._wanted: list[bool] = []  # which parameters have a gradient on any rank
         self._buffers = _SharedBuffers(step)
         self._forms = [_form_of_gradient(parameter) for parameter in self._trained if self.adds_up_gradients]
-        copied = {len(self._forms) + index for index in self._buffers.copied}
-        self._buckets = Buckets([*self._forms, *self._buffers.at_first], step.memory.device, copied)
+        copied = {len(self._forms) + index for index, averaged in enumerate(self._buffers.averaged) if not averaged}
+        self._buckets = Buckets([*self._forms, *self._buffers.forms], step.memory.device, copied)
         self._slots: list[reported.Slot] = []  # the losses, and values reported in addition
-        self._norm, self._weight = (in_full(torch.zeros((), device=step.memory.device)) for _ in range(2))
+        self._norm = in_full(torch.zeros((), device=step.memory.device))
         self._values = self._norm
         self.totals: dict[Slot, float] | None = None
         self._pairs: dict[str, float] | None = None
         self._known_before = b""
         self._begun: Window | None = None
         self._windows = 0
+        self._is_awaited = False  # whether the others would wait for this rank if it began its part again
         own = (step.memory.name, step.memory.reading().total_bytes, step.options.memory_limit)
         self._are_like = [one == own for one in ranks.exchange("devices", own)]
         # The first collective allocates GPU memory for all later ones: better now than next to a window's activations.
@@ -139,7 +137,7 @@ class DataParallel(Peers):
 
     def expected_gradients(self) -> list[nn.Parameter]:
         """Return the parameters that have a gradient on other ranks, as far as this rank knows."""
-        return list(compress(self._trained, self._wanted()))
+        return list(compress(self._trained, self._wanted))
 
     def check_parameters(self) -> None:
         """Check that all parameters trained now were trained from the start.
@@ -150,14 +148,13 @@ class DataParallel(Peers):
         known = set(self._trained)
         come = [parameter for parameter in trained(self._step) if parameter not in known]
         if come and (self._optimizer_steps is not None or self._begun is not None):
-            remedy = "end this call of fit, and go on with the changed model in another"
-            if self._optimizer_steps is None:
-                remedy = "make another Accumulator for the changed model"
             raise InvalidInputError(
-                f"{len(come)} parameters are trained now that were not when training began (shapes "
-                f"{', '.join(str(tuple(parameter.shape)) for parameter in come[:3])}), and several ranks add up the "
-                f"gradients of those they began with; {remedy}"
+                f"{len(come)} parameters are trained now that were not when training began, the first of shape "
+                f"{tuple(come[0].shape)}, and several ranks add up the gradients of those they began with; go on with "
+                "the changed model in another call of fit, or with another Accumulator"
             )
+
+    # --- a window -----------------------------------------------------------------------------------------------------
 
     def begin(self, window: Window, sizing: Sizing) -> dict[Slot, float] | None:
         """Begin a window; return the combined weights of its parts if they are needed before the parts are computed."""
@@ -171,46 +168,26 @@ class DataParallel(Peers):
         self._begun = window.origin
         return self.totals
 
-    def _prepare(self, window: Window) -> None:
-        """Choose the samples on which losses are tried before this window, if they are to be."""
-        self._windows += 1
-        self.samples_to_try = None
-        if is_number_due(self._windows):
-            self.samples_to_try = self._samples_to_try(window)
+    def begin_attempt(self) -> None:
+        """As for `Peers`."""
+        self._is_awaited = False
 
-    def _samples_to_try(self, window: Window, *, needs_some: bool = False) -> Window | None:
-        """Return samples of several ranks, the same on each, so that all learn the same of the losses.
-
-        Args:
-            window: This rank's part of the window.
-            needs_some: Whether to return some also where losses need no check.
+    def failed(self, error: Exception, work: Work) -> None:
+        """Let all begin the window again if the others wait for this rank, which lacks memory.
 
         Raises:
-            InvalidInputError: Some are needed, and cannot be pickled. Raised on every rank.
+            Exception: The error itself, if the others make the optimizer step.
         """
-        sources = min(self.ranks.size, MOST_SAMPLES)
-        own: list[Any] = []
-        weights = self._step.objective.weights
-        knows = weights.needs_no_check or (weights.is_trusted and weights.is_checked)
-        with self._step.memory.lifted():  # samples are few, and on the host
-            if self.ranks.rank < sources and (needs_some or not knows):
-                own = _sendable(window, -(-MOST_SAMPLES // sources))
-            said = self.ranks.exchange_tensors("samples", (window.samples, own))
-        found = [piece for _, pieces in said for piece in pieces]
-        if needs_some and not found and any(samples for samples, _ in said):
-            raise InvalidInputError(
-                "ranks that hold shards of a model send each other samples, and those of this loader cannot be pickled"
-            )
-        return Window(found, self._step.objective.split) if found else None
-
-    def failed(self, error: Exception, work: Work, number: int) -> None:  # noqa: ARG002 - as Peers has it
-        """Handle the consequences of this rank's failure for the others.
-
-        Raises:
-            StartAgainError: This rank lacks memory while the others make the optimizer step.
-        """
-        if self.is_decided and is_oom(error) and not self.ranks.is_in_pass:
-            raise _left_behind(error, self.ranks.rank, number) from error
+        if self.is_decided:
+            raise error
+        if not self._is_awaited or not (is_oom(error) or is_too_large(error)):
+            return
+        if isinstance(error, OutOfMemoryElsewhereError):
+            size, self._step.stage.phase = error.size, Phase.ELSEWHERE
+        else:
+            size = self.ranks.lack(work.at.size, error)
+        work.start_over(self.totals)
+        work.at.size = size
 
     def reduce(self, given: PartResult, work: Work, before_step: BeforeStep) -> WindowResult | None:
         """Agree with the other ranks and sum the gradients; return None if the attempt must be repeated."""
@@ -219,51 +196,39 @@ class DataParallel(Peers):
         if not self.samples or self._drops([part.samples for part in self.parts]):
             work.start_over()
             return WindowResult()
-        outcome = self.add_up(given)
-        result = outcome.result
-        result.samples = self.samples
+        self._step.stage.phase = Phase.REDUCE
+        outcome, result = Outcome(), WindowResult(samples=self.samples)
+        self.add_up(given, outcome, result)
         outcome.run(lambda: before_step(result.losses, result.samples))
-        # From here on, this rank cannot know whether the others have received its message and make the optimizer step.
-        # If the model sums gradients itself, they all meet once more.
-        self.is_decided = self.adds_up_gradients
-        if not self.all_ready(outcome):
-            self.is_decided = False
-            if outcome.failure is not None:
-                raise outcome.failure
-            work.start_over(self.totals)
-            return None
-        self.is_decided = True
+        if outcome.failure is not None:
+            raise outcome.failure  # of which the others hear in place of the next message
+        self.ranks.exchange("ready")
+        self._begun, self.is_decided = None, True
         return result
 
     def commit(self) -> bool:
-        """Step the optimizer, as all others do now; if memory runs out, retry once after releasing the caches.
-
-        Raises:
-            DoesNotFitError: Memory ran out again. The others have made the optimizer step, so the window cannot be
-            repeated.
-        """
-        steps, memory = self._optimizer_steps, self._step.memory
+        """Step the optimizer, as all others do now; if memory runs out, retry once after releasing the caches."""
+        steps = self._optimizer_steps
         assert steps is not None
-        before, has_failed = steps.made, False
-        while True:
-            try:
-                return steps.commit()
-            except Exception as error:
-                if steps.made != before or not is_oom(error) or is_device_lost(error):
-                    raise
-                if has_failed:
-                    raise whole_does_not_fit(self._step, first_line(error), Phase.OPTIMIZER, tries=2) from error
-                let_go(error)
-            has_failed = True
-            memory.release()
+        before = steps.made
+        try:
+            return steps.commit()
+        except Exception as error:
+            if steps.made != before or not is_oom(error) or is_device_lost(error):
+                raise
+            let_go(error)
+        self._step.memory.release()
+        return steps.commit()
 
     def agree(self, given: PartResult, work: Work) -> bool:
         """Confirm that all ranks have completed their parts; return False if some have to repeat theirs.
 
         Raises:
+            InvalidInputError: Ranks know different things of the losses. Raised on every rank.
             RankFailedError: Another rank cannot continue.
         """
-        known, shares = self._known(given.slots), self._step.objective.weights.common is Common.OWN_DIVISORS
+        weights = self._step.objective.weights
+        known, shares = self._known(given.slots), weights.common is Common.OWN_DIVISORS
         # New for every window, since the last one's values are read later; and allocated before the others wait for it.
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         is_stale = shares != (self.totals is not None) or (shares and known != self._known_before)
@@ -273,94 +238,82 @@ class DataParallel(Peers):
                 work.adopt(part.failed)
         if len({part.known for part in self.parts}) == 1 and not any(part.is_stale for part in self.parts):
             return True
-        self._adopt_knowledge()
+        said = self.ranks.exchange("losses", (weights.knowledge, self._slots))
+        self._slots = sorted({slot for _, slots in said for slot in slots})
+        weights.adopt([knowledge for knowledge, _ in said])
         self._known_before = self._known()
         self.totals = self._totals_of(self._window)
         work.start_over(self.totals)
         return False
 
     def _exchange_parts(
-        self, given: PartResult, known: bytes, *, is_stale: bool = False, larger: int | None = None
+        self, given: PartResult, known: Any, *, is_stale: bool = False, larger: int | None = None
     ) -> None:
         """Exchange the messages about parts."""
         if self._window.samples:
             self._sizing.wait()
+        flags = [parameter.grad is not None for parameter in self._trained] + self._buffers.written()
         mine = Part(
             samples=self._window.samples,
-            weight=given.weight if isinstance(given.weight, float) else None,
+            weight=None if given.weight is None else float(given.weight),
             known=known,
-            flags=self._own_flags(),
+            flags=np.packbits(np.array(flags, dtype=bool)).tobytes(),
             requests=self._requests(),
-            larger=larger,
+            failed=tuple(self._sizing.failed),
             variance=None if given.spread is None else given.spread.variance,
             is_stale=is_stale,
-            failed=tuple(self._sizing.failed),
+            larger=larger,
         )
         self._sizing.failed.clear()
-        self.parts = [Part(*each) for each in self.ranks.exchange("window", tuple(mine))]
-        for rank, part in enumerate(self.parts):
-            if part.flags is not None:
-                self._flags[rank] = np.unpackbits(np.frombuffer(part.flags, dtype=np.uint8)).astype(bool)
+        self.parts = self.ranks.exchange("window", mine)
+        self._is_awaited = True
+        flags_of_all = np.array([np.frombuffer(part.flags, dtype=np.uint8) for part in self.parts])
+        self._wanted = np.unpackbits(np.bitwise_or.reduce(flags_of_all))[: len(self._trained)].tolist()
 
-    def _own_flags(self) -> bytes | None:
-        own = [parameter.grad is not None for parameter in self._trained] + self._buffers.written()
-        flags = np.array(own, dtype=bool)
-        is_known = np.array_equal(flags, self._flags[self.ranks.rank][: len(flags)])
-        return None if is_known else np.packbits(flags).tobytes()
-
-    def _wanted(self) -> list[bool]:
-        """Return which parameters have a gradient on any rank."""
-        wanted: list[bool] = np.any([flags[: len(self._trained)] for flags in self._flags], axis=0).tolist()
-        return wanted
-
-    def add_up(self, given: PartResult) -> Outcome:
+    def add_up(self, given: PartResult, outcome: Outcome, result: WindowResult) -> None:
         """Replace gradients, losses and buffers by those of the whole window, and unscale and clip the gradients.
 
         If anything fails on this rank alone, it still sends everything that the others wait for; what it holds
         afterwards is undefined. Everything that is sent was allocated before, so it cannot be missing.
 
-        Returns:
-            The outcome, which the others have yet to be informed of.
-
         Raises:
             InvalidInputError: Nothing counts in the whole window. Raised on every rank.
             RankFailedError: Another rank is gone.
         """
-        self._step.stage.phase = Phase.REDUCE
-        outcome = Outcome()
-        factor = self._factor(given, outcome)
-        wanted = self._wanted()
-        outcome.run(lambda: self._make_gradients(wanted))
-        outcome.run(lambda: self._fill_losses(given, factor))
-        self._exchange_sums(outcome, [parameter.grad for parameter in self._trained], wanted, factor)
-        outcome.run(lambda: self._read_values(outcome.result))
-        outcome.result.spread = outcome.run(self._spread)
-        self._unscale_and_clip(outcome)
-        return outcome
+        factor = self._factor(given)
+        outcome.run(self._make_gradients)
+        self._exchange_sums(given, outcome, result, self._trained, factor)
+        result.spread = outcome.run(self._spread)
+        self._unscale_and_clip(outcome, result)
 
     def _exchange_sums(
         self,
+        given: PartResult,
         outcome: Outcome,
-        gradients: Sequence[Tensor | None] = (),
-        wanted: Sequence[bool] = (),
-        factor: float | Tensor = 1.0,
+        result: WindowResult,
+        parameters: Sequence[nn.Parameter],
+        factor: float,
     ) -> None:
-        """Replace losses, gradients and buffers by those of the whole window."""
-        samples, rank = [part.samples for part in self.parts], self.ranks.rank
+        """Replace losses, gradients of parameters, and buffers by those of the whole window."""
+        samples, rank, buffers = [part.samples for part in self.parts], self.ranks.rank, self._buffers
         source = next(rank for rank, own in enumerate(samples) if own)
-        written = self._flags[source][len(self._trained) :].tolist()  # and some bits more
-        outcome.run(lambda: self._buffers.make_plain(written))
-        of_buffers = self._buffers.factors(samples[rank] / sum(samples), is_source=rank == source)
+        flags = np.unpackbits(np.frombuffer(self.parts[source].flags, dtype=np.uint8))
+        written = flags[len(self._trained) :].tolist()  # and some bits more
+        outcome.run(lambda: self._fill_losses(given, factor))
+        outcome.run(lambda: buffers.make_plain(written))
+        share, is_source = samples[rank] / sum(samples), float(rank == source)
         with self._step.memory.lifted():  # also for the network's threads, while buckets are filled
-            wait = self.ranks.begin_all_reduce(self._values)
-            failure = self._buckets.add_up(
-                [*gradients, *self._buffers.now()],
+            self.ranks.all_reduce(self._values)
+            self._buckets.add_up(
+                outcome,
+                [*(parameter.grad for parameter in parameters), *buffers.now()],
                 self.ranks.all_reduce,
-                factors=[*[factor] * len(gradients), *of_buffers],
-                wanted=[*wanted, *written],
+                factors=[factor] * len(parameters) + [share if one else is_source for one in buffers.averaged],
+                wanted=self._wanted[: len(parameters)] + written,
             )
-            wait()
-        outcome.failure = outcome.failure or failure
+        found = dict(zip(self._slots, self._values.unbind(), strict=True))
+        result.losses = {name: LossSum([value]) for (kind, name), value in found.items() if kind == LOSS}
+        result.reported = outcome.run(lambda: means(found)) or {}
 
     def _spread(self) -> Spread | None:
         """Return how far the gradients of parts are from the window's, if noise was measured: the ranks' mean."""
@@ -373,36 +326,43 @@ class DataParallel(Peers):
         whole = float(squared_norm(gradients, self._step.memory.device)) / unit**2
         return Spread(sum(found) / len(found), whole)
 
-    def _unscale_and_clip(self, outcome: Outcome) -> None:
+    def _unscale_and_clip(self, outcome: Outcome, result: WindowResult) -> None:
         """Unscale and clip the gradients for the optimizers, with the same norm on every rank."""
         steps = self._optimizer_steps
         if steps is None or steps.clip_grad_norm is None:
             return
         norm = outcome.run(steps.norm)
-        if norm is not None:
-            outcome.run(lambda: self._norm.fill_(norm))
         # Other kinds of devices, or other numbers of threads, may sum in another order: rank 0's counts.
-        if self.ranks.rank:
-            self._norm.zero_()
+        outcome.run(lambda: self._norm.zero_() if self.ranks.rank or norm is None else self._norm.copy_(norm))
         self.ranks.all_reduce(self._norm)
         if norm is not None:
             outcome.run(lambda: steps.clip(norm.copy_(self._norm)))
-        outcome.result.grad_norm = norm
+        result.grad_norm = norm
 
-    def all_ready(self, outcome: Outcome) -> bool:
-        """Whether every rank holds the same gradients, unscaled and clipped."""
-        are_ready = not any(self.ranks.exchange("ready", outcome.failure is not None))
-        if are_ready:
-            self._begun = None
-        return are_ready
+    # --- what is known of losses, and what parts weigh ----------------------------------------------------------------
 
-    # --- what parts weigh ---------------------------------------------------------------------------------------------
+    def _prepare(self, window: Window) -> None:
+        """Choose the samples on which losses are tried before this window, if they are to be."""
+        self._windows += 1
+        weights = self._step.objective.weights
+        self.samples_to_try = None
+        if is_number_due(self._windows):
+            knows = weights.needs_no_check or (weights.is_trusted and weights.is_checked)
+            self.samples_to_try = self._samples_to_try(window, sends=not knows)
+
+    def _samples_to_try(self, window: Window, *, sends: bool) -> Window | None:
+        """Return samples of several ranks, the same on each, so that all learn the same of the losses."""
+        with self._step.memory.lifted():  # samples are few, and on the host
+            sends &= bool(window.samples) and self.ranks.rank < MOST_SAMPLES
+            own = _sendable(window, -(-MOST_SAMPLES // self.ranks.size)) if sends else []
+            found = [piece for pieces in self.ranks.exchange("samples", own) for piece in pieces]
+        return Window(found, self._step.objective.split) if found else None
 
     def _totals_of(self, window: Window) -> dict[Slot, float] | None:
         self._pairs = None
         if self._step.objective.weights.common is not Common.OWN_DIVISORS:
             return None
-        totals = sums(self._weights_of_all(window))
+        totals = sums(self.ranks.exchange("weights", self._step.objective.weights.totals(window)))
         if not window.samples and self._step.objective.weights.mixes_pairs:
             self.of_pairs({})  # the others exchange this too, and wait for this rank
         return totals
@@ -415,40 +375,14 @@ class DataParallel(Peers):
                 raise nothing_counts()
         return {name: self._pairs[name] for name in weights}
 
-    def _weights_of_all(self, window: Window) -> list[dict[Slot, float]]:
-        """Return the weights of each part; if one rank runs out of memory computing them, all retry."""
-        for _ in range(_TRIES):
-            outcome = Outcome()
-            own = outcome.run(lambda: self._step.objective.weights.totals(window))
-            said = self.ranks.exchange("weights", own)
-            if None not in said:
-                return said
-            if outcome.failure is not None and not is_oom(outcome.failure):
-                raise outcome.failure
-            outcome.failure = None
-            self._step.memory.release()
-        lacking = ", ".join(str(rank) for rank, own in enumerate(said) if own is None)
-        raise whole_does_not_fit(self._step, f"memory runs out on rank {lacking}", Phase.WEIGH, _TRIES)
-
-    def _factor(self, given: PartResult, outcome: Outcome) -> float | Tensor:
+    def _factor(self, given: PartResult) -> float:
         """Return the factor for this rank's gradients and losses before they are summed over ranks."""
-        common = self._step.objective.weights.common
-        if self.totals is not None or common is Common.SUM:
+        if self.totals is not None or self._step.objective.weights.common is Common.SUM:
             return 1.0
-        if any(part.samples and part.weight is None for part in self.parts):
-            outcome.run(lambda: self._weight.fill_(given.weight or 0.0))
-            self.ranks.all_reduce(self._weight)
-            factor = outcome.run(lambda: self._provisional_part(given))
-            return 1.0 if factor is None else factor
         total = sum(part.weight or 0.0 for part in self.parts)
         if total == 0.0:
             raise nothing_counts()
         return given.provisional / total
-
-    def _provisional_part(self, given: PartResult) -> Tensor:
-        if self._weight.device.type == "cpu" and not float(self._weight):
-            raise nothing_counts()
-        return given.provisional / self._weight
 
     def _known(self, slots: Mapping[reported.Slot, Any] | None = None) -> bytes:
         """Return a digest of everything known about the losses, equal wherever that is equal."""
@@ -456,46 +390,32 @@ class DataParallel(Peers):
         text = repr((self._step.objective.weights.in_short(), self._slots))
         return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
-    def _adopt_knowledge(self) -> None:
-        """Adopt what other ranks know of losses that this one has not seen.
-
-        Raises:
-            InvalidInputError: They know something else. Raised on every rank.
-        """
-        said = self.ranks.exchange("losses", (self._step.objective.weights.knowledge, self._slots))
-        self._slots = sorted({slot for _, slots in said for slot in slots})
-        self._step.objective.weights.adopt([known for known, _ in said])
-
     # --- adding up ----------------------------------------------------------------------------------------------------
 
-    def _make_gradients(self, wanted: Sequence[bool]) -> None:
+    def _make_gradients(self) -> None:
         """Ensure that every gradient that any rank has exists here, and can be added up in place.
 
         Raises:
             InvalidInputError: One is not dense, or not of its parameter's shape and type when training began.
         """
-        for parameter, form, is_wanted in zip(self._trained, self._forms, wanted, strict=True):
+        for parameter, form, is_wanted in zip(self._trained, self._forms, self._wanted, strict=True):
             gradient = parameter.grad
             if gradient is None:
                 if is_wanted:
                     parameter.grad = torch.zeros_like(parameter, dtype=form.dtype)
-                continue
-            if gradient.layout != form.layout or gradient.dtype != form.dtype or gradient.shape != form.shape:
-                raise self._unlike(parameter, gradient, form)
-            if (plain := as_plain(gradient)) is not gradient:
+            elif not _has_form(gradient, form):
+                named = (pair for module in self._step.objective.modules for pair in module.named_parameters())
+                name = next((repr(name) for name, one in named if one is parameter), "a parameter")
+                raise InvalidInputError(
+                    f"the gradient of {name} is {tuple(gradient.shape)} of {gradient.dtype} ({gradient.layout}), and "
+                    "several ranks add up dense gradients as they were expected when training began, here "
+                    f"{tuple(form.shape)} of {form.dtype}; pass sparse=False to layers that have sparse gradients, and "
+                    "keep the shapes and types of parameters"
+                )
+            elif (plain := as_plain(gradient)) is not gradient:
                 parameter.grad = plain
 
-    def _unlike(self, parameter: nn.Parameter, gradient: Tensor, form: Tensor) -> InvalidInputError:
-        named = (pair for module in self._step.objective.modules for pair in module.named_parameters())
-        name = next((repr(name) for name, one in named if one is parameter), "a parameter")
-        layout = "" if gradient.layout is form.layout else f" and {gradient.layout}"
-        return InvalidInputError(
-            f"the gradient of {name} is {tuple(gradient.shape)} of {gradient.dtype}{layout}, and several ranks add up "
-            f"dense gradients as they were expected when training began, here {tuple(form.shape)} of {form.dtype}; "
-            "pass sparse=False to layers that have sparse gradients, and keep the shapes and types of parameters"
-        )
-
-    def _fill_losses(self, given: PartResult, factor: float | Tensor) -> None:
+    def _fill_losses(self, given: PartResult, factor: float) -> None:
         found = given.slots
         for value, slot in zip(self._values.unbind(), self._slots, strict=True):
             if slot in found:
@@ -503,19 +423,12 @@ class DataParallel(Peers):
         # The rest has its own weights.
         self._values[: sum(kind <= WEIGHT for kind, _ in self._slots)].mul_(factor)
 
-    def _read_values(self, result: WindowResult) -> None:
-        found = dict(zip(self._slots, self._values.unbind(), strict=True))
-        result.losses = {name: LossSum([value]) for (kind, name), value in found.items() if kind == LOSS}
-        result.reported = means(found)
-
 
 def _sendable(window: Window, most: int) -> list[Any]:
     """Return the first samples of a window, as the loader would yield them; nothing if they cannot be pickled."""
-    if not window.samples:
-        return []
     try:
         found = copied(window.part(0, min(most, window.groups()[0])).raw())
-        torch.save(found, io.BytesIO())
+        pickle.dumps(found)
     except Exception:  # noqa: BLE001 - of the user's own types; other ranks wait for what is sent
         return []
     return list(found)
@@ -527,18 +440,13 @@ def _form_of_gradient(parameter: nn.Parameter) -> Tensor:
     return torch.empty(parameter.shape, dtype=dtype, device="meta")
 
 
+def _has_form(tensor: Tensor, form: Tensor) -> bool:
+    return tensor.shape == form.shape and tensor.dtype == form.dtype and tensor.layout == form.layout
+
+
 def trained(step: GradientStep) -> list[nn.Parameter]:
     """Return the parameters that get gradients, in the order that all ranks use."""
     return [parameter for parameter in step.parameters if parameter.requires_grad]
-
-
-def _left_behind(error: Exception, rank: int, number: int) -> StartAgainError:
-    """Return the error for a rank that lacks memory when the others have begun to make an optimizer step."""
-    return StartAgainError(
-        f"rank {rank} ran out of memory ({first_line(error)}) while the others make optimizer step {number}, and it "
-        "cannot make it after them; every process has to be started again, as torchrun does with --max-restarts, and "
-        "goes on from the last checkpoint if fit has a checkpoint="
-    )
 
 
 def sums(said: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
@@ -554,33 +462,15 @@ def nothing_counts() -> InvalidInputError:
     )
 
 
-class Outcome:
-    """Results of one rank's own work while others wait for what it sends. After a failure, no more work is done.
-
-    Attributes:
-        failure: The first failure.
-        result: What has come of it so far.
-    """
-
-    def __init__(self) -> None:
-        self.failure: Exception | None = None
-        self.result = WindowResult()
-
-    def run(self, work: Callable[[], _T]) -> _T | None:
-        """Do some work and return its result; None if it, or anything before it, has failed."""
-        if self.failure is None:
-            try:
-                return work()
-            except Exception as error:  # noqa: BLE001 - the others are informed first
-                self.failure = error
-        return None
-
-
 class _SharedBuffers:
     """The buffers that training updates, made equal on every rank after each window.
 
     BatchNorm's running statistics become their means over the ranks, weighted by samples. Every other buffer that was
     written is copied from the first rank that had samples.
+
+    Attributes:
+        forms: Tensors of their shapes and types when training began.
+        averaged: Which are running statistics.
     """
 
     def __init__(self, step: GradientStep) -> None:
@@ -592,15 +482,10 @@ class _SharedBuffers:
             for name, buffer in part._buffers.items()
             if buffer is not None and buffer.device.type == device
         ]
-        self.at_first: list[Any] = [part._buffers[name] for part, name in self._owners]
-        self._forms = [_form(buffer) for buffer in self.at_first]
-        self._averaged = [isinstance(part, _BatchNorm) and name in _STATISTICS for part, name in self._owners]
+        at_first: list[Any] = [part._buffers[name] for part, name in self._owners]
+        self.forms = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in at_first]
+        self.averaged = [isinstance(part, _BatchNorm) and name in _STATISTICS for part, name in self._owners]
         self._before: list[tuple[Tensor | None, int]] = []
-
-    @property
-    def copied(self) -> list[int]:
-        """Return which are not averaged."""
-        return [index for index, averaged in enumerate(self._averaged) if not averaged]
 
     def begin(self) -> None:
         """Record the buffers before a window."""
@@ -612,33 +497,18 @@ class _SharedBuffers:
         return [
             now is not None and ((averaged and part.training) or now is not before or now._version != version)
             for now, (before, version), averaged, (part, _) in zip(
-                self.now(), self._before, self._averaged, self._owners, strict=True
+                self.now(), self._before, self.averaged, self._owners, strict=True
             )
         ]
 
     def now(self) -> list[Tensor | None]:
         """Return the buffers; None for one whose shape or type has changed, so that it cannot be sent."""
         found = (part._buffers.get(name) for part, name in self._owners)
-        return [
-            buffer if buffer is not None and _form(buffer) == form else None
-            for buffer, form in zip(found, self._forms, strict=True)
-        ]
+        pairs = zip(found, self.forms, strict=True)
+        return [buffer if buffer is not None and _has_form(buffer, form) else None for buffer, form in pairs]
 
     def make_plain(self, wanted: Sequence[bool]) -> None:
         """Let buffers be written to in place."""
         for buffer in compress(self.now(), wanted):
             if buffer is not None and (plain := as_plain(buffer)) is not buffer:
                 buffer.data = plain
-
-    def factors(self, share: float, *, is_source: bool) -> list[float]:
-        """Return what each is multiplied by for the sum over ranks.
-
-        Args:
-            share: This rank's share of the running statistics.
-            is_source: Whether all ranks get this one's other buffers.
-        """
-        return [share if averaged else float(is_source) for averaged in self._averaged]
-
-
-def _form(buffer: Tensor) -> tuple[torch.Size, torch.dtype, torch.layout]:
-    return buffer.shape, buffer.dtype, buffer.layout

@@ -9,20 +9,21 @@ middle of theirs and cannot be reached any more: all have to end, and start agai
 from __future__ import annotations
 
 import math
+import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._distributed.data_parallel import DataParallel, Outcome, nothing_counts, sums
-from autoaccum._distributed.process_group import gone, is_of_the_network
+from autoaccum._distributed.data_parallel import DataParallel, nothing_counts, sums
+from autoaccum._distributed.process_group import could_not_exchange
 from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, sample_of
 from autoaccum._engine.dtensor import least_size
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._loss.loss_weights import OF_SAMPLES, Factors
 from autoaccum._loss.terms import in_full
-from autoaccum._oom import first_line, is_oom, is_too_large
+from autoaccum._oom import first_line, is_oom
 from autoaccum._sizing.planner import balanced
 from autoaccum.errors import InvalidInputError, StartAgainError
 
@@ -30,9 +31,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from autoaccum._data.batches import Window
+    from autoaccum._distributed.buckets import Outcome
     from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import TrainingStep
-    from autoaccum._engine.peers import Work
+    from autoaccum._engine.gradients import WindowResult
+    from autoaccum._engine.peers import BeforeStep, Work
     from autoaccum._loss.loss_weights import Slot
 
 # A rank with no samples left makes its passes with these factors, so that they contribute nothing.
@@ -42,12 +45,8 @@ _LEAST = 2
 # A failure would end the process, so sizes grow by steps and never near the limit, as a prediction says little about
 # rounding and fragmentation: the fraction of memory to fill, and the factor from one window to the next.
 _FILLED, _AT_MOST = 0.85, 2
-# The size that did not fit, if a micro-batch was being processed, and the reason.
-_RanOut = tuple[int | None, str]
-
-
-class OutOfMemoryElsewhereError(torch.OutOfMemoryError):
-    """A rank has reported, before a pass, that it lacks memory for it."""
+# What errors of a collective within a pass say.
+_OF_THE_NETWORK = re.compile("gloo|nccl|process group|connection|timed out", re.IGNORECASE)
 
 
 class ShardedDataParallel(DataParallel):
@@ -71,14 +70,13 @@ class ShardedDataParallel(DataParallel):
         self._least = least_size(step.objective.modules)
         self._passes = 0  # of the current attempt, on the rank with the most
         self._sample: Window | None = None
-        self._ran_out: dict[int, _RanOut] = {}
-        self._is_announced = False  # whether the others know of the failure being handled
         self._held_bytes: int | None = None
         step.passes = self
         step.objective.may_repeat_pass = False  # a pass by this rank alone would wait for the others
 
     def begin_attempt(self) -> None:
         """Agree on the number of passes in this attempt."""
+        self._is_awaited = True
         sizing = self._sizing
         if self._larger is not None and self._larger > sizing.plan.micro_batch:
             sizing.grow_to(self._larger)
@@ -93,118 +91,79 @@ class ShardedDataParallel(DataParallel):
         """Make the passes that others still have to make, and confirm that all have finished."""
         for _ in range(self._passes - len(work.at.sizes)):
             self._pass_with_nothing()
-        self._slots = sorted({*self._slots, *given.slots})
-        self._exchange_oom(None)
-        given.weight = None if given.weight is None else float(given.weight)
+        self._slots = [*{*self._slots, *given.slots}]
         larger = self._larger_size() if self._window.samples else None
-        self._exchange_parts(given, repr(self._slots).encode(), larger=larger)
+        self._exchange_parts(given, self._slots, larger=larger)
         self._larger = min((part.larger for part in self.parts if part.larger is not None), default=None)
-        if len({part.known for part in self.parts}) > 1:  # a rank that had no samples knows no losses
-            said = self.ranks.exchange("losses", self._slots)
-            self._slots = sorted({slot for slots in said for slot in slots})
+        self._slots = sorted({slot for part in self.parts for slot in part.known})  # without samples, a rank knows none
         return True
 
-    def add_up(self, given: PartResult) -> Outcome:
+    def add_up(self, given: PartResult, outcome: Outcome, result: WindowResult) -> None:
         """Sum losses and buffers; gradients have already been reduced, pass by pass."""
-        self._step.stage.phase = Phase.REDUCE
-        outcome = Outcome()
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         correction = self._correction()
-        outcome.run(lambda: self._fill_losses(given, correction / self.ranks.size))
-        self._exchange_sums(outcome)
+        self._exchange_sums(given, outcome, result, [], correction / self.ranks.size)
         if correction != 1.0:
             gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
             outcome.run(lambda: torch._foreach_mul_(gradients, correction))
-        outcome.run(lambda: self._read_values(outcome.result))
-        return outcome
 
-    def all_ready(self, outcome: Outcome) -> bool:
-        """Whether every rank holds its shard of the gradients; if so, unscale and clip them."""
-        are_ready = super().all_ready(outcome)
-        self._is_announced = not are_ready and outcome.failure is not None  # and it is on its way to `failed` now
-        if are_ready and self._training.optimizer_steps.clip_grad_norm is not None:
-            # All ranks compute the norm over all shards together.
-            self._exchange_oom(None)
+    def reduce(self, given: PartResult, work: Work, before_step: BeforeStep) -> WindowResult | None:
+        """As for `DataParallel`; the norm is then computed over all shards, by all ranks together."""
+        result, steps = super().reduce(given, work, before_step), self._training.optimizer_steps
+        if result is not None and result.samples and steps.clip_grad_norm is not None:
             with self._in_pass(self._sizing.plan.micro_batch):
-                norm = self._training.optimizer_steps.norm()
-                self._training.optimizer_steps.clip(norm)
-                outcome.result.grad_norm = norm.full_tensor()  # type: ignore[attr-defined]
-        return are_ready
-
-    def failed(self, error: Exception, work: Work, number: int) -> None:
-        """Decide what a failure means: all restart the window, or all end.
-
-        Raises:
-            StartAgainError: Memory ran out within a pass.
-            DoesNotFitError: Memory ran out within a pass with the smallest micro-batch.
-            RankFailedError: Another rank has gone within a pass.
-        """
-        super().failed(error, work, number)
-        if self.ranks.is_in_pass:
-            self._end(error, work.at.size or self._sizing.plan.micro_batch, self._window)
-            return
-        if not (is_oom(error) or is_too_large(error)):
-            return
-        if self._is_announced:
-            self._is_announced = False
-            return
-        if not isinstance(error, OutOfMemoryElsewhereError):
-            self._exchange_oom((work.at.size, first_line(error)))
-        work.start_over(self.totals)
-        work.at.size = max((size for size, _ in self._ran_out.values() if size is not None), default=None)
-
-    def _end(self, error: Exception, size: int, window: Window | None = None) -> None:
-        if is_oom(error):
-            if size <= self._least:
-                sample = ONE_SAMPLE if window is None else sample_of(window, self._sizing.start)
-                if size > 1:
-                    sample = f"a micro-batch of {size} samples, the least for BatchNorm,"
-                raise sample_does_not_fit(
-                    self._step, first_line(error), sample=sample, phase=self._step.stage.phase
-                ) from error
-            text = (
-                f"rank {self.ranks.rank} ran out of memory with {size} samples ({self._step.stage.phase}: "
-                f"{first_line(error)}) while the others wait for it; every process has to be started again, as "
-                "torchrun does with --max-restarts, and goes on with smaller micro-batches if fit has a checkpoint="
-            )
-            raise StartAgainError(text, size) from error
-        if is_of_the_network(error):
-            raise gone(error) from error
+                norm = steps.norm()
+                steps.clip(norm)
+                result.grad_norm = norm.full_tensor()  # type: ignore[attr-defined]
+        return result
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
-    def begin_pass(self) -> None:
-        """Wait until all ranks are ready for the next pass.
+    @contextmanager
+    def _in_pass(self, size: int, window: Window | None = None) -> Iterator[None]:
+        """Run what all ranks run together; one that fails there can reach the others no more, and all have to end.
+
+        Args:
+            size: The samples of this rank.
+            window: The window that they are from, if any.
 
         Raises:
-            torch.OutOfMemoryError: One of them lacks memory for it.
+            StartAgainError: Memory ran out.
+            DoesNotFitError: Memory ran out with the smallest micro-batch.
+            RankFailedError: Another rank is gone.
         """
-        self._exchange_oom(None)
-        self.ranks.is_in_pass = True
-
-    def end_pass(self) -> None:
-        """Record that this rank has completed the pass."""
-        self.ranks.is_in_pass = False
-
-    @contextmanager
-    def _in_pass(self, size: int) -> Iterator[None]:
         self.ranks.is_in_pass = True
         try:
             yield
         except Exception as error:
-            self._end(error, size)
-            raise
+            if not is_oom(error):
+                if isinstance(error, torch.distributed.DistError) or _OF_THE_NETWORK.search(str(error)):
+                    raise could_not_exchange(self.ranks.rank, error) from error
+                raise
+            said, phase = first_line(error), self._step.stage.phase
+            if size <= self._least:
+                sample = ONE_SAMPLE if window is None else sample_of(window, self._sizing.start)
+                if size > 1:
+                    sample = f"a micro-batch of {size} samples, the least for BatchNorm,"
+                raise sample_does_not_fit(self._step, said, sample=sample, phase=phase) from error
+            text = (
+                f"rank {self.ranks.rank} ran out of memory with {size} samples ({phase}: {said}) while the others wait "
+                "for it; every process has to be started again, as torchrun does with --max-restarts, and goes on with "
+                "smaller micro-batches if fit has a checkpoint="
+            )
+            raise StartAgainError(text, size) from error
         self.ranks.is_in_pass = False
 
     @contextmanager
+    def training_pass(self, size: int) -> Iterator[None]:
+        """As for `Passes`."""
+        self.ranks.exchange("pass")
+        with self._in_pass(size, self._window):
+            yield
+
+    @contextmanager
     def evaluation_pass(self, size: int) -> Iterator[None]:
-        """Wait until all ranks are ready for the next forward pass of an evaluation.
-
-        Outside of a pass no rank waits for this one, which can try a smaller cut.
-
-        Raises:
-            StartAgainError: As for `failed`.
-        """
+        """As for `Passes`; outside of a pass no rank waits for this one, which can try a smaller cut."""
         self.ranks.exchange("evaluation pass", value=True)
         with self._in_pass(size):
             yield
@@ -218,15 +177,6 @@ class ShardedDataParallel(DataParallel):
         while any(self.ranks.exchange("evaluation pass", value=False)):
             with self._in_pass(_LEAST):
                 make_passes(*self._nothing())
-
-    def _exchange_oom(self, mine: _RanOut | None) -> None:
-        """Report whether this rank lacks memory, and receive the others' reports."""
-        said: list[_RanOut | None] = self.ranks.exchange("pass", mine)
-        self._ran_out = {rank: one for rank, one in enumerate(said) if one is not None}
-        if self._ran_out and mine is None:
-            who = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in self._ran_out.items())
-            self._step.stage.phase = Phase.ELSEWHERE
-            raise OutOfMemoryElsewhereError(who)
 
     def _pass_with_nothing(self) -> None:
         """Make a pass that contributes nothing, since others have samples left."""
@@ -247,15 +197,20 @@ class ShardedDataParallel(DataParallel):
         knows = self._step.objective.weights
         if self._sample is not None and (knows.is_checked or knows.knows_all):
             return
-        asked = self._samples_to_try(window, needs_some=self._sample is None)
+        asked = self._samples_to_try(window, sends=True)
         if asked is None:
+            if window.samples:
+                raise InvalidInputError(
+                    "ranks that hold shards of a model send each other samples, and those of this loader cannot be "
+                    "pickled"
+                )
             return
         self._sample = self._sample or asked.part(0, min(asked.samples, _LEAST))
         asked = asked.part(0, max(_LEAST, self._sizing.plan.micro_batch))  # no more than a pass of the training
         step, objective = self._step, self._step.objective
         sizes = balanced(asked.samples, math.ceil(asked.samples / 2))
         if objective.needs_check(asked, sizes, is_part=True, is_due=False):
-            self._exchange_oom(None)
+            self.ranks.exchange("pass")
             with self._in_pass(self._sizing.plan.micro_batch):
                 step.stage.phase = Phase.WEIGH
                 # Backward passes of shards would reduce gradients: the values and weights of the samples have to do.
@@ -267,7 +222,7 @@ class ShardedDataParallel(DataParallel):
                 "several losses, some of them (sum, weight) pairs, cannot be weighted in a model that fully_shard has "
                 "sharded; return one loss, or means"
             )
-        totals = sums(self._weights_of_all(window))
+        totals = sums(self.ranks.exchange("weights", self._step.objective.weights.totals(window)))
         # The reduction of gradients takes their mean over the ranks.
         self.multiplier = float(self.ranks.size) if totals[OF_SAMPLES] else 1.0
         if totals[OF_SAMPLES] and not all(totals.values()):

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from autoaccum._data.random_state import RandomState
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from autoaccum._distributed.process_group import Ranks
 
@@ -43,22 +42,41 @@ def equal_shares(samples: int, ranks: int) -> list[int]:
 
 
 class DealtLoader:
-    """Deals out the batches of a loader: of n ranks, each gets every n-th batch.
+    """Deals out a loader: of n ranks, each gets its part of every window, or every n-th batch.
+
+    Args:
+        name: What the user calls the loader.
+        loader: The loader, of all samples.
+        ranks: All ranks.
+        target_batch: Number of samples of a window, of which each rank loads its part in batches that never span two
+            windows; None for every n-th batch.
+        drop_last: Whether a window of fewer samples is left out.
 
     Attributes:
         generator: The generator of `loader`. Its state, and those of the samplers' generators, belong to a position.
         sampler: The sampler of `loader`, which is notified of epochs.
         batch_sampler: The batch sampler of `loader`, which is notified of epochs.
+        share: The samples of this rank in the window that the last batch belongs to; without windows, in that batch.
 
     Raises:
         InvalidInputError: The loader gives no indices, ranks have divided it already, or the ranks' loaders differ in
             length, which is raised on every rank.
     """
 
-    def __init__(self, name: str, loader: DataLoader[Any], ranks: Ranks) -> None:
+    def __init__(
+        self,
+        name: str,
+        loader: DataLoader[Any],
+        ranks: Ranks,
+        target_batch: int | None = None,
+        *,
+        drop_last: bool = False,
+    ) -> None:
         _check_can_be_sharded(name, loader)
         self.generator, self.sampler, self.batch_sampler = loader.generator, loader.sampler, loader.batch_sampler
-        self._name, self._loader, self._ranks, self._is_compared = name, loader, ranks, False
+        self.share = 0
+        self._name, self._loader, self._ranks = name, loader, ranks
+        self._target_batch, self._drop_last = target_batch, drop_last
         self._own: list[list[Any]] = []  # the indices of this rank's batches, in this epoch
         arguments = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
         self._part: DataLoader[Any] = DataLoader(loader.dataset, batch_sampler=self._own, **arguments)
@@ -78,88 +96,48 @@ class DealtLoader:
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch, on all ranks together."""
         assert self.batch_sampler is not None
-        generator, order = self.generator or torch.default_generator, None
+        generator = self.generator or torch.default_generator
         # A DataLoader also draws a seed for its workers before it asks its sampler.
         torch.empty((), dtype=torch.int64).random_(generator=generator)
-        if self._ranks.rank == 0:
-            order = [list(batch) for batch in self.batch_sampler]
-        order = self._ranks.from_rank_0("order", order)
-        if not self._is_compared:
-            self._check_is_whole(order)
-        self._own[:] = self._dealt(order)
+        mine = [list(batch) for batch in self.batch_sampler]
+        order = self._ranks.from_rank_0("order", mine)
+        self._check_is_whole(chain.from_iterable(mine), chain.from_iterable(order))
+        dealt = self._dealt(order)
+        self._own[:] = [indices for indices, _ in dealt]
         state = generator.get_state()
         batches = iter(self._part)  # which draws a seed once more
         generator.set_state(state)
-        return batches
+        return self._noting_shares(batches, [share for _, share in dealt])
 
-    def _check_is_whole(self, order: list[list[Any]]) -> None:
-        """Refuse a sampler that gives each rank samples of its own, by what it gives this rank in the first epoch."""
-        self._is_compared = True
+    def _noting_shares(self, batches: Iterator[Any], shares: list[int]) -> Iterator[Any]:
+        for batch, self.share in zip(batches, shares, strict=True):
+            yield batch
+
+    def _check_is_whole(self, mine: Iterable[Any], order: Iterable[Any]) -> None:
+        """Refuse a sampler that gives each rank samples of its own, by what it gives this rank and rank 0."""
         if self._ranks.rank == 0:
             return
-        assert self.batch_sampler is not None
-        samplers = [one for one in (self.sampler, self.batch_sampler) if hasattr(one, "__dict__")]
-        drawn_from = [self.generator, *chain.from_iterable(vars(one).values() for one in samplers)]
-        state = RandomState(torch.device("cpu"), further=drawn_from)
-        state.take()
-        try:
-            mine = set(map(_spelled, chain.from_iterable(self.batch_sampler)))
-        finally:
-            state.put_back()
-        data: Any = self._loader.dataset
-        expected = len(mine) ** 2 / (len(data) if hasattr(data, "__len__") else len(mine) or 1)
-        if expected >= _MANY and mine.isdisjoint(map(_spelled, chain.from_iterable(order))):
+        own, data = set(map(_spelled, mine)), self._loader.dataset
+        expected = len(own) ** 2 / (len(data) if hasattr(data, "__len__") else len(own) or 1)
+        if expected >= _MANY and own.isdisjoint(map(_spelled, order)):
             raise InvalidInputError(
                 f"shard=True splits the samples of every rank's {self._name}, but the sampler gives rank "
                 f"{self._ranks.rank} no sample that rank 0 has, so it already does; use only one of them"
             )
 
-    def _dealt(self, order: list[list[Any]]) -> list[list[Any]]:
-        """Return this rank's batches of an epoch's batches of indices."""
-        return order[self._ranks.rank :: self._ranks.size]
-
-
-class ShardedLoader(DealtLoader):
-    """Loads this rank's part of every window, in batches that never span two windows."""
-
-    def __init__(self, loader: DataLoader[Any], ranks: Ranks, target_batch: int, *, drop_last: bool) -> None:
-        super().__init__("loader", loader, ranks)
-        self._target_batch = target_batch
-        self._drop_last = drop_last
-        self._most = loader.batch_size or max(1, target_batch // ranks.size)
-        self._windows: list[list[list[Any]]] = []
-        self._drawn_batches = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        """As for `DealtLoader`."""
-        batches = super().__iter__()
-        self._drawn_batches = 0
-        return self._counted(batches)
-
-    def shares_left(self) -> list[int]:
-        """Return how many samples this rank has of each of this epoch's windows that nothing was drawn of yet."""
-        drawn, left = self._drawn_batches, []
-        for window in self._windows:
-            if drawn <= 0:
-                left.append(sum(map(len, window)))
-            drawn -= len(window)
-        return left
-
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self._drawn_batches += 1
-            yield batch
-
-    def _dealt(self, order: list[list[Any]]) -> list[list[Any]]:
-        indices, target, most = list(chain.from_iterable(order)), self._target_batch, self._most
-        self._windows = []
+    def _dealt(self, order: list[list[Any]]) -> list[tuple[list[Any], int]]:
+        """Return this rank's batches of an epoch's batches of indices, each with its share."""
+        rank, size, target = self._ranks.rank, self._ranks.size, self._target_batch
+        if target is None:
+            return [(batch, len(batch)) for batch in order[rank::size]]
+        indices, most = list(chain.from_iterable(order)), self._loader.batch_size or max(1, target // size)
+        dealt = []
         for start in range(0, len(indices), target):
             window = indices[start : start + target]
             if len(window) == target or not self._drop_last:
-                bounds = equal_shares(len(window), self._ranks.size)
-                own = window[bounds[self._ranks.rank] : bounds[self._ranks.rank + 1]]
-                self._windows.append([own[at : at + most] for at in range(0, len(own), most)])
-        return list(chain.from_iterable(self._windows))
+                first, end = equal_shares(len(window), size)[rank : rank + 2]
+                dealt += [(window[at : min(at + most, end)], end - first) for at in range(first, end, most)]
+        return dealt
 
 
 def _spelled(index: Any) -> str:

@@ -1,17 +1,17 @@
 """The processes of one training: setup, and the messages that they exchange.
 
 Every rank sends the same messages in the same order. In place of any message, a rank may report that it has failed:
-then every other rank raises RankFailedError at that point, and none is left waiting. Messages are small and are
+then every other rank raises RankFailedError at that point, and none is left waiting. Likewise, while a window is made
+together, it may report that it lacks memory, at which all begin the window again. Messages are small and are
 exchanged between hosts (gloo), whatever the device; tensors go through the device's group.
 """
 
 from __future__ import annotations
 
 import atexit
-import io
+import functools
 import os
 import pickle
-import struct
 import sys
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -22,38 +22,36 @@ from torch import distributed
 
 from autoaccum._memory.available_devices import existing
 from autoaccum._oom import first_line
-from autoaccum._system.launched import (
-    is_to_be_set_up,
-    local_rank,
-    timeout_s,
-)
+from autoaccum._system.launched import is_to_be_set_up, local_rank, timeout_s, world_size
 from autoaccum.errors import RankFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from torch import Tensor
 
     from autoaccum._memory.base import MemoryBackend
 
-# The length of what is said, and what is said if it is short enough, as in every window; else that follows by itself.
-_LENGTH = struct.Struct("=I")
-_MESSAGE_BYTES = 512
-_INLINE_BYTES = _MESSAGE_BYTES - _LENGTH.size
-# What a message is about that stands in place of any other.
-_FAILURE = "failure"
+# The longest message that goes by itself, which those of windows do for models of up to 15,000 tensors.
+_MESSAGE_BYTES = 2048
+# What messages are about that stand in place of any other.
+_FAILURE, _LACK = "failure", "lack of memory"
 # Signals are handled so often while this rank waits.
 _SIGNALS_EVERY = timedelta(seconds=0.1)
-
-# What gloo and NCCL say of a rank that is gone, or that did not answer in time.
-_OF_THE_NETWORK = (
-    *("connection closed", "connection reset", "connection refused", "timed out", "timeout", "socket", "broken pipe"),
-    *("pair closure", "read error", "write error", "nccl", "process group"),
-)
 # Errors that have ended a training of several ranks in this process.
 _failures: list[str] = []
-# The default group of processes, and one for messages between hosts beside it.
-_hosts: list[Any] = []
+
+
+class OutOfMemoryElsewhereError(torch.OutOfMemoryError):
+    """Ranks have reported, in place of a message, that they lack memory.
+
+    Attributes:
+        size: The size of the largest micro-batch that did not fit; None if none was being processed.
+    """
+
+    def __init__(self, text: str, size: int | None) -> None:
+        super().__init__(text)
+        self.size = size
 
 
 class Ranks:
@@ -62,7 +60,6 @@ class Ranks:
     Attributes:
         rank: Number of this process, from 0.
         size: Number of processes.
-        hosts: The group through which hosts communicate.
         moment: Number of windows done, to be kept up to date; -1 while this rank's state is not consistent.
         are_at_same_moment: Whether all ranks were alive and at the same moment when one failed.
         is_in_pass: Whether the others wait for this rank inside an operation that cannot be interrupted, so that no
@@ -77,36 +74,40 @@ class Ranks:
         self.is_in_pass = False
         self._memory = memory
         self._has_failed = False
-        backends = distributed.get_backend_config()
-        self.hosts: Any = distributed.group.WORLD
+        kind, backends = memory.device.type, distributed.get_backend_config()
+        self._hosts: Any = distributed.group.WORLD
         if "cpu:gloo" not in backends:
-            # Only if the user's own group cannot exchange messages between hosts: a second attempt under torchrun may
-            # find the addresses that an additional group had in the first.
             with memory.lifted():  # starts threads, whose memory is not part of a training
-                self.hosts = _group_of_hosts(timeout_s())
-        self._tensors: Any = self.hosts if memory.device.type == "cpu" else distributed.group.WORLD
-        self._is_gloo = memory.device.type == "cpu" or f"{memory.device.type}:gloo" in backends
-        self._sent = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
-        self._received = [torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8) for _ in range(self.size)]
+                self._hosts = _group_of_hosts(self._hosts)
+        self._tensors: Any = self._hosts if kind == "cpu" else distributed.group.WORLD
+        self._is_gloo = kind == "cpu" or f"{kind}:gloo" in backends
 
     def exchange(self, topic: str, value: Any = None) -> list[Any]:
         """Send a value, and return every rank's value, in rank order.
 
         Args:
             topic: What the message is about; must be the same on every rank.
-            value: Anything that can be pickled.
+            value: Anything that can be pickled, with tensors on the host.
 
         Raises:
             RankFailedError: Another rank has failed, is gone or sends another topic.
+            OutOfMemoryElsewhereError: A rank lacks memory.
         """
         said = pickle.dumps((topic, self.moment, value), pickle.HIGHEST_PROTOCOL)
-        with self._errors_in_words():
-            heard = [pickle.loads(one) for one in self._gathered(said)]  # noqa: S301 - of this training's own processes
+        heard = self._gathered(said if len(said) <= _MESSAGE_BYTES else pickle.dumps(len(said)), _MESSAGE_BYTES)
+        lengths = [one for one in heard if isinstance(one, int)]
+        if lengths:  # what some have to say takes more than one message
+            heard = self._gathered(said, max(_MESSAGE_BYTES, *lengths))
         topics, moments, values = zip(*heard, strict=True)
         if _FAILURE in topics:
             self.are_at_same_moment = len(set(moments)) == 1 and -1 not in moments
             who = "; ".join(f"rank {rank}: {values[rank]}" for rank in range(self.size) if topics[rank] == _FAILURE)
             raise RankFailedError(f"this training cannot continue, since another of its processes has failed ({who})")
+        if _LACK in topics:
+            lacking = {rank: value for rank, value in enumerate(values) if topics[rank] == _LACK}
+            sizes = [size for size, _ in lacking.values() if size is not None]
+            who = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in lacking.items())
+            raise OutOfMemoryElsewhereError(who, max(sizes, default=None))
         if len(set(topics)) > 1:
             who = ", ".join(f"rank {rank} at {name!r}" for rank, name in enumerate(topics))
             raise RankFailedError(
@@ -114,20 +115,13 @@ class Ranks:
             )
         return list(values)
 
-    def exchange_tensors(self, topic: str, value: Any) -> list[Any]:
-        """Like `exchange`, for values that contain tensors on the host."""
-        kept = io.BytesIO()
-        torch.save(value, kept)  # pickle alone cannot load a tensor of bytes
-        return [torch.load(io.BytesIO(one), weights_only=False) for one in self.exchange(topic, kept.getvalue())]
-
     def from_rank_0(self, topic: str, value: Any = None) -> Any:
         """Return rank 0's value, which may be large; the value on other ranks is not used."""
-        said = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if self.rank == 0 else b""
-        length = self.exchange(topic, len(said))[0]
-        message = torch.frombuffer(bytearray(said or length), dtype=torch.uint8)
-        with self._errors_in_words():
-            self._wait(distributed.broadcast(message, 0, group=self.hosts, async_op=True))
-        return pickle.loads(message.numpy().tobytes())  # noqa: S301 - of this training's own processes
+        self.exchange(topic)  # so that a failure of rank 0 reaches those that wait for it
+        box = [value]
+        with self.errors_in_words():
+            distributed.broadcast_object_list(box, 0, group=self._hosts)
+        return box[0]
 
     def fail(self, error: BaseException) -> None:
         """Report this rank's failure in place of the next message; at most once, and not if the others are gone."""
@@ -137,38 +131,38 @@ class Ranks:
         with suppress(RankFailedError):
             self.exchange(_FAILURE, f"{type(error).__name__}: {first_line(error)}")
 
+    def lack(self, size: int | None, error: Exception) -> int | None:
+        """Report lack of memory in place of the next message.
+
+        Args:
+            size: The size of the micro-batch that did not fit; None if none was being processed.
+            error: The error for lack of memory.
+
+        Returns:
+            The largest such size of all ranks that report it now.
+        """
+        try:
+            self.exchange(_LACK, (size, first_line(error)))
+        except OutOfMemoryElsewhereError as said:
+            size = said.size
+        return size
+
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace a tensor on the device by the sum over all ranks, bit-identical on each.
 
         Raises:
             RankFailedError: Another rank is gone.
         """
-        self.begin_all_reduce(tensor)()
+        with self.errors_in_words():
+            self._wait(distributed.all_reduce(tensor, group=self._tensors, async_op=True))
 
-    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
-        """Begin what `all_reduce` does; return what waits for it."""
-        with self._errors_in_words():
-            work = distributed.all_reduce(tensor, group=self._tensors, async_op=True)
-
-        def wait() -> None:
-            with self._errors_in_words():
-                self._wait(work)
-
-        return wait
-
-    def _gathered(self, said: bytes) -> list[bytes]:
-        """Return what every rank says."""
-        message = _LENGTH.pack(len(said)) + said[:_INLINE_BYTES]
-        self._sent[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        received, start = self._received, _LENGTH.size
-        self._wait(distributed.all_gather(received, self._sent, group=self.hosts, async_op=True))
-        lengths = [_LENGTH.unpack(one[: _LENGTH.size].numpy().tobytes())[0] for one in received]
-        if (longest := max(lengths)) > _INLINE_BYTES:
-            sent, start = torch.zeros(longest, dtype=torch.uint8), 0
-            sent[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-            received = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-            self._wait(distributed.all_gather(received, sent, group=self.hosts, async_op=True))
-        return [one[start : start + length].numpy().tobytes() for one, length in zip(received, lengths, strict=True)]
+    def _gathered(self, said: bytes, size: int) -> list[Any]:
+        """Return what every rank says, in messages of so many bytes."""
+        with self.errors_in_words(), self._memory.elsewhere():
+            sent = torch.frombuffer(bytearray(said.ljust(size)), dtype=torch.uint8)
+            received = [torch.empty_like(sent) for _ in range(self.size)]
+            self._wait(distributed.all_gather(received, sent, group=self._hosts, async_op=True))
+            return [pickle.loads(one.numpy().data) for one in received]  # noqa: S301 - of this training's own processes
 
     def _wait(self, work: Any) -> None:
         """Wait so that signals are handled; work on a GPU waits in its own stream instead."""
@@ -178,18 +172,17 @@ class Ranks:
         work.wait()
 
     @contextmanager
-    def _errors_in_words(self) -> Iterator[None]:
-        """Run network operations outside of a memory limit that their native threads could not run under."""
+    def errors_in_words(self) -> Iterator[None]:
+        """Run network operations outside of a memory limit that their native threads could not run under.
+
+        Raises:
+            RankFailedError: They failed. Others may have received what was sent, so it is never sent again.
+        """
         try:
             with self._memory.lifted():
                 yield
         except (RuntimeError, ValueError, MemoryError) as error:  # the second if the group is gone
-            if not isinstance(error, MemoryError) and is_of_the_network(error):
-                raise gone(error) from error
-            # Others may have received the message, so it is never sent again.
-            raise RankFailedError(
-                f"rank {self.rank} could not exchange data with the others ({first_line(error) or 'out of memory'})"
-            ) from error
+            raise could_not_exchange(self.rank, error) from error
 
 
 @contextmanager
@@ -204,24 +197,24 @@ def joined(memory: MemoryBackend) -> Iterator[Ranks | None]:
         RankFailedError: Another process has not joined.
     """
     makes_group = is_to_be_set_up()
-    if makes_group:
-        _set_up(memory.device)
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
-        if makes_group:
-            distributed.destroy_process_group()
-        yield None
-        return
-    ranks = Ranks(memory)
+    ranks = all_ranks(memory)
     try:
         yield ranks
     except BaseException as error:
-        _failures.append(type(error).__name__)
-        if not isinstance(error, RankFailedError):
-            ranks.fail(error)
+        if ranks is not None:
+            _failures.append(type(error).__name__)
+            if not isinstance(error, RankFailedError):
+                ranks.fail(error)
         raise
     finally:
         if makes_group:
             distributed.destroy_process_group()
+
+
+def all_ranks(memory: MemoryBackend) -> Ranks | None:
+    """Join the other processes of this training as `join_ranks` does; return None if this is the only one."""
+    join_ranks(memory.device)
+    return None if world_size() == 1 else Ranks(memory)
 
 
 def join_ranks(device: str | torch.device | None = None) -> None:
@@ -248,26 +241,21 @@ def join_ranks(device: str | torch.device | None = None) -> None:
     atexit.register(_destroy_at_exit)
 
 
-def is_of_the_network(error: Exception) -> bool:
-    """Whether an error of a collective means that another process is gone, or did not answer in time."""
-    said = str(error).lower()
-    return isinstance(error, distributed.DistError) or any(words in said for words in _OF_THE_NETWORK)
-
-
-def gone(error: Exception) -> RankFailedError:
-    """Return the error for such an error."""
+def could_not_exchange(rank: int, error: Exception) -> RankFailedError:
+    """Return the error of a rank on which the network failed, for a reason of its own or since another is gone."""
     return RankFailedError(
-        f"another process of this training is gone, or did not answer in time ({first_line(error)}); its own output "
-        "says why"
+        f"rank {rank} could not exchange data with the others ({first_line(error) or 'out of memory'}); if one of "
+        "them is gone, or did not answer in time, its own output says why"
     )
 
 
-def _group_of_hosts(limit_s: float) -> Any:
-    """Return a group for messages between hosts, one for each default group; it ends with that."""
-    world = distributed.group.WORLD
-    if not _hosts or _hosts[0] is not world:
-        _hosts[:] = [world, distributed.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))]
-    return _hosts[1]
+@functools.lru_cache(maxsize=1)
+def _group_of_hosts(world: Any) -> Any:  # noqa: ARG001 - there is one for each
+    """Return a group for messages between hosts, beside a default group that has none.
+
+    Only there, since a second attempt under torchrun may find the addresses that a further group had in the first.
+    """
+    return distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s()))
 
 
 def _destroy_at_exit() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from autoaccum._distributed.process_group import gone, is_of_the_network
+from autoaccum._distributed.buckets import Outcome
 from autoaccum._engine.dtensor import is_spread
 
 if TYPE_CHECKING:
@@ -23,26 +23,18 @@ def gathered(ranks: Ranks, state: Any) -> Any:
         RankFailedError: Another rank is gone.
         Exception: The host of rank 0 has no room for them; raised there once no other rank waits any more.
     """
-    failures: list[Exception] = []
+    outcome = Outcome()
 
     def whole(value: Any) -> Any:
         if not is_spread(value):
             return value
-        try:
+        with ranks.errors_in_words():
             found = value.full_tensor()
-        except RuntimeError as error:
-            raise (gone(error) if is_of_the_network(error) else error) from error
-        if ranks.rank or failures:
-            return None
-        try:
-            return found.cpu()
-        except Exception as error:  # noqa: BLE001 - the others wait for the next tensor
-            failures.append(error)
-        return None
+        return None if ranks.rank else outcome.run(found.cpu)
 
     found = tree_map(whole, state)
-    if failures:
-        raise failures[0]
+    if outcome.failure is not None:
+        raise outcome.failure
     return found
 
 

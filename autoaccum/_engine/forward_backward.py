@@ -5,6 +5,7 @@ Nothing is caught here. `stage` records what was being done when something faile
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import repeat
 from operator import attrgetter, is_, is_not
 from typing import TYPE_CHECKING, Any, Protocol
@@ -46,24 +47,18 @@ _GRADIENT = attrgetter("grad")
 class Passes(Protocol):
     """Notified of each pass through a model that communicates in it, so that all processes begin passes together."""
 
-    def begin_pass(self) -> None:
-        """Wait until all are ready for the next pass, forward and backward.
+    def training_pass(self, size: int) -> AbstractContextManager[None]:
+        """Wait until all are ready for a pass, forward and backward; its size is for the error if it fails.
 
         Raises:
             torch.OutOfMemoryError: One of them lacks memory for the pass.
         """
 
-    def end_pass(self) -> None:
-        """Record that this process has completed the pass."""
+    def evaluation_pass(self, size: int) -> AbstractContextManager[None]:
+        """Wait until all are ready for a forward pass of an evaluation, which ranks without data join too."""
 
     def evaluate_with_others(self, make_passes: Callable[[Any, int], object]) -> None:
         """Run the forward passes that others still have to make, in evaluation mode and without gradients."""
-
-    def evaluation_pass(self, size: int) -> AbstractContextManager[None]:
-        """Wait until all are ready for a forward pass of an evaluation, which ranks without data join too.
-
-        The number of samples is for the error if the pass fails while others wait for it.
-        """
 
 
 class GradientStep:
@@ -154,12 +149,9 @@ class GradientStep:
 
         Several losses with their own forward passes run one after the other, so that only one graph is alive at a time.
         """
-        if self.passes is not None:
-            self.passes.begin_pass()
-        for source in self.objective.sources:
-            self._run(source, batch, samples, factors, into)
-        if self.passes is not None:
-            self.passes.end_pass()
+        with nullcontext() if self.passes is None else self.passes.training_pass(samples):
+            for source in self.objective.sources:
+                self._run(source, batch, samples, factors, into)
 
     def _run(self, source: Source, batch: Any, samples: int, factors: Factors, into: PartResult) -> None:
         """Run one forward pass and the backward pass of its result."""

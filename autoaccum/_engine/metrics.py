@@ -98,7 +98,7 @@ class CountingMetric:
                 part.values(copy_state=False)  # only one of several alike counts: share its state
         metrics = filter(is_metric, _modules(self._metric))
         own = [(metric._update_count, map_tensors(Tensor.cpu, metric.metric_state)) for metric in metrics]
-        said = ranks.exchange_tensors("metric states", own)
+        said = ranks.exchange("metric states", own)
         together = copy.deepcopy(self._metric)
         for part, *counted in zip(filter(is_metric, _modules(together)), *said, strict=True):
             _put_together(part, counted)
@@ -107,7 +107,7 @@ class CountingMetric:
     def _merged(self, ranks: Talk) -> Any:
         """Return a copy on the host that has counted what all ranks' metrics have."""
         own = copy.deepcopy(self._metric)
-        first, *others = ranks.exchange_tensors("metrics", own.to("cpu") if hasattr(own, "to") else own)
+        first, *others = ranks.exchange("metrics", own.to("cpu") if hasattr(own, "to") else own)
         first.merge_state(others)
         return first
 

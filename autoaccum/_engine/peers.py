@@ -48,8 +48,6 @@ class Talk(Protocol):
 
     def exchange(self, what: str, value: Any) -> list[Any]: ...
 
-    def exchange_tensors(self, what: str, value: Any) -> list[Any]: ...
-
 
 class Peers:
     """The processes that make windows together: their gradients, and optimizer steps from them. Here there is one."""
@@ -99,8 +97,8 @@ class Peers:
             torch._foreach_mul_([p.grad for p in self._step.parameters if p.grad is not None], factor)
         return WindowResult(losses, means(given.slots) if given.reported else {}, given.samples, norm, given.spread)
 
-    def failed(self, error: Exception, work: Work, number: int) -> None:
-        """Tell the others of a failure in optimizer step `number`, and raise if it ends the training."""
+    def failed(self, error: Exception, work: Work) -> None:
+        """Tell the others of a failure, and raise if it ends the training."""
 
     def expected_gradients(self) -> Sequence[nn.Parameter]:
         """Return parameters that will have a gradient, of which some have one now."""

@@ -227,7 +227,7 @@ class Engine:
         except Exception as error:
             if is_final():
                 raise
-            self._peers.failed(error, self, self._events.windows + 1)
+            self._peers.failed(error, self)
             event = self._undo(error)
         # After the handlers: inside them the traceback still pins the activations.
         self._step.memory.release()

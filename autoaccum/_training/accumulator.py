@@ -10,8 +10,9 @@ import torch
 
 from autoaccum._arguments import check_choice, check_function, check_one_batch
 from autoaccum._data.batches import as_window
+from autoaccum._distributed.consistency import make_alike
 from autoaccum._distributed.data_parallel import DataParallel
-from autoaccum._distributed.process_group import Ranks, join_ranks
+from autoaccum._distributed.process_group import all_ranks
 from autoaccum._engine import devices
 from autoaccum._engine.accumulator import GradientAccumulator
 from autoaccum._engine.assembly import assemble_without_optimizer
@@ -23,10 +24,8 @@ from autoaccum._oom import is_oom, let_go
 from autoaccum._sizing.cache import CacheEntry, PlanCache
 from autoaccum._sizing.events import Events
 from autoaccum._sizing.job_key import key_of
-from autoaccum._system import launched
 from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
-from autoaccum._training.rank_coordination import agree
 from autoaccum.errors import InvalidInputError, RankFailedError
 
 if TYPE_CHECKING:
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from autoaccum._callbacks import Callback
     from autoaccum._data.batches import Window
     from autoaccum._data.pieces import Split
+    from autoaccum._distributed.process_group import Ranks
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
@@ -327,8 +327,8 @@ def _ranks(step: GradientStep) -> Ranks | None:
     Raises:
         InvalidInputError: The processes differ, or the loss needs all samples in one of them.
     """
-    join_ranks(step.memory.device)
-    if launched.world_size() == 1:
+    ranks = all_ranks(step.memory)
+    if ranks is None:
         return None
     kind = torch.nn.parallel.DistributedDataParallel
     if any(isinstance(one, kind) and "forward" not in vars(one) for one in step.objective.modules):  # in force
@@ -336,8 +336,7 @@ def _ranks(step: GradientStep) -> Ranks | None:
             "the closure or the loss calls a model in DistributedDataParallel, which would sum gradients over ranks in "
             "every backward pass, of which ranks make different numbers; call what is inside (model.module)"
         )
-    ranks = Ranks(step.memory)
-    agree(ranks, step, {"batchnorm": step.options.batchnorm})
+    make_alike(ranks, step, {"batchnorm": step.options.batchnorm})
     return ranks
 
 

@@ -14,6 +14,7 @@ from autoaccum._callbacks import EarlyStopping
 from autoaccum._data.loaders import can_be_read_once, check_loader
 from autoaccum._data.random_state import RandomState
 from autoaccum._data.regrouping import check_target
+from autoaccum._distributed.consistency import make_alike
 from autoaccum._distributed.process_group import joined
 from autoaccum._engine import devices, optimizers
 from autoaccum._engine.assembly import assemble
@@ -31,7 +32,7 @@ from autoaccum._training.console import OtherRank, progress_for
 from autoaccum._training.loop import Training
 from autoaccum._training.lr_schedule import Schedule, check_scheduler
 from autoaccum._training.one_call import Call
-from autoaccum._training.rank_coordination import Coordinator, agree
+from autoaccum._training.rank_coordination import Coordinator
 from autoaccum._training.restore_on_failure import Untouched
 from autoaccum.errors import InvalidInputError
 
@@ -217,8 +218,7 @@ def fit(
         StateDamagedError: The optimizer, or a hook on its step, failed after it had begun to write.
         StepCompleteError: The scheduler failed, or memory ran out, after an optimizer step, which
             is made. If the scheduler has not stepped, no checkpoint of that state is written.
-        StartAgainError: Memory ran out in a model that is sharded across ranks (docs/several-gpus.md), or on one rank
-            while the others made an optimizer step.
+        StartAgainError: Memory ran out in a model that is sharded across ranks (docs/several-gpus.md).
         CheckpointError: A checkpoint cannot be written or read, or belongs to another run. The model is unchanged
             unless the error says that code of your own refused its state half-way.
         CheckpointInUseError: Another process trains with the checkpoint folder, or took it over while this one was
@@ -276,7 +276,7 @@ def fit(
                 f"target_tokens={target_tokens}": in_tokens,
             }
             grows_from = check_sharded(step.objective.modules, ranks.size, asked)
-            agree(ranks, step, alike)
+            make_alike(ranks, step, alike)
         world = Coordinator(
             ranks,
             loader,

@@ -210,7 +210,7 @@ class Checkpoints:
             content = contents.take(state, kept)
         else:
             own = {**contents.part(state, kept), "loader": world.gives}
-            parts = world.ranks.exchange_tensors("state", own)
+            parts = world.ranks.exchange("state", own)
             if world.decides or contents.is_sharded:
                 content = contents.take(state, kept, parts)
             if contents.is_sharded:

@@ -9,15 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum._data.batches import Window
 from autoaccum._data.regrouping import stream
-from autoaccum._distributed.consistency import (
-    broadcast_weights,
-    check_alike,
-    refuse_unsupported_layers,
-    warn_of_same_samples,
-)
+from autoaccum._distributed.consistency import warn_of_same_samples
 from autoaccum._distributed.data_parallel import DataParallel
 from autoaccum._distributed.fsdp import ShardedDataParallel
-from autoaccum._distributed.loader import DealtLoader, ShardedLoader, equal_shares
+from autoaccum._distributed.loader import DealtLoader, equal_shares
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
 
@@ -28,7 +23,7 @@ if TYPE_CHECKING:
     from autoaccum._data.loader_state import Track
     from autoaccum._data.pieces import Split
     from autoaccum._distributed.process_group import Ranks
-    from autoaccum._engine.forward_backward import GradientStep, TrainingStep
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._system.notices import Notices
 
 # What a process may request after a window, as bits.
@@ -92,10 +87,8 @@ class Coordinator:
         if not self._shards:
             return
         loader: Any = self.loader
-        if self._in_tokens:  # which only samples that were loaded have
-            self.loader = DealtLoader("loader", loader, ranks)
-        else:
-            self.loader = ShardedLoader(loader, ranks, target, drop_last=self._drop_last)
+        of_windows = None if self._in_tokens else target  # tokens are counted in samples that are loaded
+        self.loader = DealtLoader("loader", loader, ranks, of_windows, drop_last=self._drop_last)
 
     @property
     def is_alone(self) -> bool:
@@ -142,8 +135,9 @@ class Coordinator:
 
     def windows(self, batches: Track, skip: int) -> Iterator[Window]:
         """Return this process's parts of an epoch's windows."""
-        if isinstance(self.loader, ShardedLoader):
-            return stream(batches, self.loader.shares_left(), skip=skip, split=self.split)
+        if isinstance(self.loader, DealtLoader) and not self._in_tokens:
+            dealt = self.loader
+            return stream(batches, iter(lambda: dealt.share, None), skip=skip, split=self.split)
         # Ranks see only together whether a window of samples is too short.
         target, drops = self.target_batch, self._drop_last and (self._in_tokens or self.is_alone)
         return stream(batches, target, in_tokens=self._in_tokens, drop_last=drops, skip=skip, split=self.split)
@@ -225,19 +219,3 @@ def _these(size: int, loader: str) -> str:
     if size == 1:
         return "one process"
     return f"{size} processes " + ("with loaders of their own (shard=False)" if loader == _OWN else "(shard=True)")
-
-
-def agree(ranks: Ranks, step: GradientStep, arguments: dict[str, Any]) -> None:
-    """Check that ranks can train together and that their arguments are the same; give all the weights of the first.
-
-    Raises:
-        InvalidInputError: The ranks differ, or the training needs something that ranks cannot do together.
-    """
-    refuse_unsupported_layers(step.objective.modules)
-    if (scope := step.options.loss_scope) != "micro_batch":
-        raise InvalidInputError(
-            f"loss_scope={scope!r} computes the loss of a whole window at once, but each of {ranks.size} "
-            "ranks holds only a part of it; train in one process"
-        )
-    check_alike(ranks, step, arguments)
-    broadcast_weights(ranks, step)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autoaccum._distributed.buckets import Buckets
+from autoaccum._distributed.buckets import Buckets, Outcome
 
 
 def double(bucket):
@@ -12,12 +12,12 @@ def double(bucket):
 
 def add_up(given, *, like=None, bucket_bytes=2**20, wanted=None, copied=()):
     """Send buckets to nobody; return what was sent, and the failure."""
-    sent = []
+    sent, outcome = [], Outcome()
     buckets = Buckets(given if like is None else like, torch.device("cpu"), copied, bucket_bytes)
-    failure = buckets.add_up(
-        given, lambda bucket: sent.append(bucket.clone()), factors=[1.0] * len(given), wanted=wanted
+    buckets.add_up(
+        outcome, given, lambda bucket: sent.append(bucket.clone()), factors=[1.0] * len(given), wanted=wanted
     )
-    return sent, failure
+    return sent, outcome.failure
 
 
 def tensors():
@@ -35,11 +35,12 @@ def tensors():
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 200, 2**20])
 def test_what_comes_of_each_tensor_is_taken_over_in_place(bucket_bytes):
     given = tensors()
-    before = [tensor.clone() for tensor in given]
+    before, outcome = [tensor.clone() for tensor in given], Outcome()
 
-    failure = Buckets(given, torch.device("cpu"), (), bucket_bytes).add_up(given, double, factors=[1.0] * len(given))
+    buckets = Buckets(given, torch.device("cpu"), [4], bucket_bytes)
+    buckets.add_up(outcome, given, double, factors=[1.0] * len(given))
 
-    assert failure is None
+    assert outcome.failure is None
     assert all(torch.equal(now, 2 * then) for now, then in zip(given, before, strict=True))
 
 

@@ -45,6 +45,11 @@ for name, end in ENDINGS.items():
 """
 
 
+def test_message_of_any_length_arrives_and_lack_of_memory_stands_in_place_of_any(crew):
+    for found in crew.run("rank_messages:exchanged", size=3):
+        assert found == ([0, 5000, 2], [[0, 0], [1, 1], [2, 2]], 3000, 2)
+
+
 def test_group_of_join_ranks_is_destroyed_at_exit_unless_an_error_ends_the_process(tmp_path):
     log = tmp_path / "log"
     subprocess.run([*warm.python(), "-c", SCRIPT, str(log)], capture_output=True, text=True, timeout=300, check=True)
