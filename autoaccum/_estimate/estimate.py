@@ -13,9 +13,9 @@ from torch import nn
 from autoaccum._arguments import check_positive_int
 from autoaccum._data.batches import count
 from autoaccum._data.nesting import tensors_in
-from autoaccum._engine.precision import PRECISIONS, own_half_type
+from autoaccum._engine.precision import own_half_type
 from autoaccum._estimate import cudnn_recurrent
-from autoaccum._estimate.fake import built_on_meta, drops_layers, why_stuck
+from autoaccum._estimate.fake import built_on_meta, why_stuck
 from autoaccum._estimate.fake_step import FakeJob, FakeStep, take_lists
 from autoaccum._estimate.gpu_properties import GPUAnswers
 from autoaccum._estimate.trace import Traced, TracedSizes
@@ -42,7 +42,6 @@ __all__ = ["NotTracedError", "Traced", "estimate_step", "take_lists", "trace_ste
 # Dimensions of token tensors: samples and tokens.
 _WITH_LENGTH = 2
 _OF_LENGTHS = "; varying lengths fragment the cache (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help)"
-_OF_LAYERS = "layers that training drops at random (layerdrop) are counted as kept; a step that drops some needs less"
 # From the runs in docs/dev/estimates.md, "Against real GPUs".
 _OF_CUDNN = (
     "cuDNN chooses its convolutions' workspace at run time; only Winograd's, in float32 without Tensor Cores, is "
@@ -100,12 +99,6 @@ def trace_step(
         NotTracedError: The step cannot be traced without values.
     """
     largest = count(batch, split) if most is None else check_positive_int("most", most)
-    if kind not in ("cpu", "cuda"):
-        raise InvalidInputError(f"kind={kind!r} is unknown; choose 'cpu' or 'cuda'")
-    if precision not in PRECISIONS:
-        raise InvalidInputError(f"precision={precision!r} is unknown; choose one of {', '.join(map(repr, PRECISIONS))}")
-    for size in sizes or ():
-        check_positive_int("each of sizes", size)
     asked = sorted(set(sizes)) if sizes else sorted({1, min(2, largest), -(-largest // 2), largest})
     notices = Notices(silent=True)
     if precision == "auto":
@@ -138,7 +131,7 @@ def trace_step(
             return step(size, adapts)
 
         step_of = TracedSizes(run, min(2, asked[-1]) if len(asked) > 1 else asked[0], asked[-1])
-        return Traced(step_of, tuple(sizes), kind, tuple(notes), share, job.answers.answered, changed_by)
+        return Traced(step_of, tuple(sizes), tuple(notes), share, job.answers.answered, changed_by)
 
     def changed_by(more: Sequence[Adapt]) -> Traced:
         return traced(asked[-1:], [*adapts, *more])
@@ -192,8 +185,6 @@ def _notes(job: FakeJob) -> Iterator[str]:
     if lengths:
         text = f"sequences have the length of the batch passed: {', '.join(map(str, sorted(lengths)))}"
         yield text + _OF_LENGTHS if is_cuda else text
-    if drops_layers(job.model):
-        yield _OF_LAYERS
     if is_cuda and any(isinstance(part, nn.modules.conv._ConvNd) for part in modules):
         yield _OF_CUDNN
     if is_cuda and any(isinstance(part, nn.RNNBase) for part in modules):

@@ -128,7 +128,7 @@ def test_quiet_shows_no_trials_on_the_way(invoke, recipe):
 def test_json_is_one_document(invoke, recipe):
     document = json.loads(invoke(recipe, "--json").stdout)
 
-    assert document["version"] == 2
+    assert document["version"] == 3
     assert document["subject"]["recipe"] == recipe
     assert document["measured"]["trials"][0]["fits"] is True
 
@@ -405,7 +405,7 @@ def test_error_of_the_loader_is_the_loaders_whatever_it_says(recipe, invoke):
         (["{recipe}:without_loader"], "has no loader"),
         (["{recipe}:empty"], "has no batch"),
         (["{recipe}", "--gpu", "h100-80tb"], "h100-80gb"),
-        (["{recipe}", "--device-memory", "lots"], "--device-memory='lots'"),
+        (["{recipe}", "--device-memory", "lots"], "--device-memory 'lots' cannot be read"),
         (["{recipe}", "--require-micro-batch", "9", "--max-micro-batch", "8"], "exceeds --max-micro-batch 8"),
         (["{recipe}", "--snapshot", "step.pickle"], "--snapshot is of a prediction; name a GPU"),
         (["{recipe}", "--device-memory", "1MiB"], "--device-memory '1MiB' is too small"),
@@ -497,9 +497,8 @@ def test_a_limit_of_the_cpu_is_not_that_of_the_gpu(invoke, recipe):
 
 
 def test_ranks_and_shards_can_be_asked_for(invoke, recipe):
-    result = invoke(recipe, "--gpu", "l4", "--no-measure", "--ranks", "4", "--fsdp", "--display", "1GiB", "--json")
+    result = invoke(recipe, "--gpu", "l4", "--no-measure", "--ranks", "4", "--fsdp", "--json")
 
     found = json.loads(result.stdout)
     assert (found["subject"]["ranks"], found["subject"]["is_sharded"]) == (4, True)
     assert found["predicted"][0]["plan"]["target_batch"] == -(-found["subject"]["target_batch"] // 4)
-    assert found["predicted"][0]["gpu"]["display_bytes"] == GIB

@@ -4,16 +4,18 @@ import pytest
 
 from autoaccum._records import Plan
 from autoaccum._report.wording import (
+    BESIDE,
     are_numbers,
     format_count,
     format_seconds,
     format_speed,
     headline_of,
     notes_of,
+    parts_of,
     sections_of,
     verdicts_of,
 )
-from report_examples import DEVICE, GIB, LOADER, MANY_GPUS, MEASURED, NOTHING_FITS, PREDICTED_ONLY, REPORT, predicted
+from report_examples import DEVICE, GIB, MANY_GPUS, MEASURED, MIB, NOTHING_FITS, PREDICTED_ONLY, REPORT, predicted
 
 
 def section(report, title):
@@ -161,21 +163,6 @@ def test_on_the_host_it_is_told_what_counts_beside_the_model():
     assert rows["excluding model"] == "5.2 GiB"
 
 
-@pytest.mark.parametrize(
-    ("feeds", "told"), [(True, "keeps up"), (False, "the training waits for it"), (None, "812 samples/s (first")]
-)
-def test_the_loader_is_held_against_the_training(feeds, told):
-    report = replace(REPORT, loader=replace(LOADER, feeds=feeds))
-
-    assert told in facts(report, "Time")["loader"]
-
-
-def test_a_loader_of_one_batch_has_no_speed():
-    report = replace(REPORT, loader=replace(LOADER, samples_per_s=None, workers=0))
-
-    assert facts(report, "Time")["loader"] == "its only batch took 0.25 s, loads in the training process"
-
-
 def test_an_update_of_one_micro_batch_is_no_plural():
     report = replace(REPORT, measured=replace(MEASURED, plan=Plan(256, (256,))))
 
@@ -186,26 +173,6 @@ def test_without_times_there_is_no_table_of_times():
     assert "Time" not in [one.title for one in sections_of(PREDICTED_ONLY)]
 
 
-def test_remedies_stand_in_a_table_where_there_are_any_with_cost_and_way_below():
-    table = section(REPORT, "What would help")
-
-    assert table.header == ("", "largest", "safe", "its peak")
-    assert table.rows[0] == ("checkpointing", "128", "-", "6.0 GiB")
-    assert len(table.rows) == 2
-    assert table.below[0] == (("cost", "a third more time"), ("how", "torch.utils.checkpoint on layer1 to layer4"))
-    assert "What would help" not in [one.title for one in sections_of(PREDICTED_ONLY)]
-
-
-@pytest.mark.parametrize(("size", "most"), [(256, None), (128, 128)])
-def test_a_remedy_that_takes_the_largest_size_of_interest_may_take_more(size, most):
-    remedies = (replace(REPORT.remedies[0], micro_batch=size),)
-    subject = replace(REPORT.subject, max_micro_batch=most)
-
-    rows = section(replace(REPORT, subject=subject, remedies=remedies), "What would help").rows
-
-    assert rows[0][1] == f"{size} or more"
-
-
 @pytest.mark.parametrize(
     ("texts", "numbers"), [(["1", "-"], True), (["fits"], False), (["-1 B", "2 B"], True), (["-"], False), ([], False)]
 )
@@ -213,28 +180,67 @@ def test_columns_of_numbers_are_told_from_columns_of_words(texts, numbers):
     assert are_numbers(texts) is numbers
 
 
-def test_a_memory_limit_is_told_once_and_that_it_holds_for_gpus_too():
-    subject = replace(REPORT.subject, memory_limit="6GiB")
+def test_remedies_tell_what_fits_then_what_it_costs_and_how():
+    told = facts(REPORT, "What would help on l4")
 
-    assert facts(replace(REPORT, subject=subject), "Job")["memory limit"] == "6GiB, on the GPUs below too"
-    assert facts(replace(REPORT, subject=subject, predicted=()), "Job")["memory limit"] == "6GiB"
-    assert "memory limit" not in facts(REPORT, "Job")
+    assert told["checkpointing"].startswith(
+        "micro-batches of 128 (120 safely), 6.0 GiB. Cost: a third more time. How: "
+    )
+    assert not any(one.title.startswith("What would help") for one in sections_of(PREDICTED_ONLY))
+
+
+@pytest.mark.parametrize(("size", "most"), [(256, None), (128, 128)])
+def test_a_remedy_that_takes_the_largest_size_of_interest_may_take_more(size, most):
+    remedies = (replace(REPORT.remedies[0], micro_batch=size),)
+    subject = replace(REPORT.subject, max_micro_batch=most)
+
+    told = facts(replace(REPORT, subject=subject, remedies=remedies), "What would help on l4")
+
+    assert f"micro-batches of {size} or more" in told["checkpointing"]
+
+
+def test_parts_add_up_to_the_peak_in_all():
+    (*_, beside), whole = parts_of(MEASURED.footprint).items(), MEASURED.footprint.reserved_bytes
+
+    assert beside == (BESIDE, 20 * MIB)
+    assert sum(parts_of(MEASURED.footprint).values()) == whole
+    rows = {name: first for name, first, *_ in section(REPORT, "Memory of a step").rows}
+    assert (rows[BESIDE], rows["peak in all"]) == ("20.0 MiB", "5.2 GiB")
+
+
+def test_a_verdict_tells_the_limit_that_it_is_within():
+    limited = replace(PREDICTED_ONLY, predicted=(replace(predicted(), room_bytes=12 * GIB),))
+    report = replace(limited, subject=replace(REPORT.subject, memory_limit="12GiB"))
+
+    assert verdicts_of(report)[0].text.endswith("predicted, within memory_limit=12GiB")
+    assert headline_of(report)[2].endswith("predicted, within memory_limit=12GiB.")
+
+
+def test_a_peak_above_the_limit_that_counts_as_fitting_is_explained():
+    device = replace(DEVICE, room_bytes=5300 * MIB, limit_bytes=5300 * MIB)
+    report = replace(REPORT, measured=replace(MEASURED, device=device), predicted=())
+
+    assert verdicts_of(report)[0].text.endswith(
+        "; its peak is 40.0 MiB (0.8%) above the limit, and on the CPU up to 3 % above it count as fitting"
+    )
 
 
 @pytest.mark.parametrize(
-    ("sizes", "told"),
+    ("report", "told"),
     [
-        ((256,), "Fits on l4: 256 at once, 11.3 GiB left."),
-        ((64,) * 4, "Fits on l4: 256 = 4 x 64, 18.8 GiB left."),
-        ((86, 85, 85), "Fits on l4: 256 = 1 x 86 + 2 x 85, 18.0 GiB left."),
+        (replace(PREDICTED_ONLY, predicted=(predicted(),)), "Fits on l4. 256 or more at once, predicted."),
+        (
+            PREDICTED_ONLY,
+            "Fits on all 2 devices. rtx-3070, which holds least: 256 in 2 micro-batches, 128+128, predicted.",
+        ),
+        (
+            replace(REPORT, predicted=NOTHING_FITS.predicted),
+            "Does not fit on tiny. tiny: a micro-batch of 1 is predicted",
+        ),
     ],
+    ids=["one", "all", "the worst"],
 )
-def test_the_headline_is_a_sentence_for_a_stranger(sizes, told):
-    report = replace(PREDICTED_ONLY, predicted=(predicted(sizes=sizes),))
+def test_the_headline_is_a_sentence_for_a_stranger(report, told):
+    _, headline, verdict = headline_of(report)
 
-    assert headline_of(report)[1] == told
-
-
-def test_the_headline_is_that_of_the_worst_place():
-    assert headline_of(REPORT)[1].startswith("Fits on all 3 devices: 256 = 2 x 128, ")
-    assert headline_of(replace(REPORT, predicted=NOTHING_FITS.predicted))[1] == "Does not fit on tiny."
+    assert f"{headline} {verdict}".startswith(told)
