@@ -1,6 +1,6 @@
-"""`autoaccum report`: calls `preflight` for a recipe, prints the report, and exits with a code for job scripts.
+"""`autoaccum report`: calls `preflight` for a script, prints the report, and exits with a code for job scripts.
 
-The table, or with --json the document, goes to stdout; everything else, including the recipe's output, to stderr.
+The table, or with --json the document, goes to stdout; everything else, including the script's output, to stderr.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 
 
 @click.command("report", context_settings={"max_content_width": 100})
-@click.argument("recipe", metavar="FILE.py[:FUNCTION]")
+@click.argument("script", metavar="FILE.py[:FUNCTION]")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGUMENTS]")
 @click.option("--target-batch", **_NUMBER, help="Samples per optimizer step.")
 @click.option("--target-tokens", **_NUMBER, help="Tokens per optimizer step, in place of samples.")
@@ -78,7 +78,7 @@ _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 def report_command(
     context: click.Context,
     /,
-    recipe: str,
+    script: str,
     arguments: tuple[str, ...],
     *,
     gpus: tuple[str, ...],
@@ -116,7 +116,7 @@ def report_command(
         if snapshot is not None and not gpus and device_memory is None:
             raise InvalidInputError("--snapshot is of a prediction; name a GPU (--gpu h100-80gb), or --device-memory")
         with contextlib.redirect_stdout(sys.stderr):
-            job = load_job(recipe, arguments).with_arguments(given)
+            job = load_job(script, arguments).with_arguments(given)
             most = _most(job, max_micro_batch, require_micro_batch)
             with _in_words_of_options([*given, "max_micro_batch", "ranks", "fsdp"]), _progress(quiet=quiet):
                 made = _report_of(
@@ -130,7 +130,7 @@ def report_command(
                 )
         made = dataclasses.replace(
             made,
-            subject=dataclasses.replace(made.subject, recipe=recipe),
+            subject=dataclasses.replace(made.subject, script=script),
             required_micro_batch=require_micro_batch,
             is_optimistic=optimistic,
         )
@@ -189,7 +189,7 @@ def _report_of(job: Job, **asked: Any) -> Report:
 
 @contextlib.contextmanager
 def _errors_of(job: Job, batch: Any) -> Iterator[None]:
-    """Turn an error in the recipe's model, loss or optimizer into one that describes the batch.
+    """Turn an error in the script's model, loss or optimizer into one that describes the batch.
 
     Raises:
         RecipeError: There was such an error.
@@ -202,8 +202,8 @@ def _errors_of(job: Job, batch: Any) -> Iterator[None]:
         model = job.get("model")
         name = type(model).__name__ if isinstance(model, nn.Module) else f"{getattr(model, '__name__', model)}()"
         raise RecipeError(
-            f"the recipe's model ({name}) or its step raised {type(error).__name__}: {first_line(error)}; its first "
-            f"batch holds {shapes_of(batch)}; correct the recipe"
+            f"the script's model ({name}) or its step raised {type(error).__name__}: {first_line(error)}; its first "
+            f"batch holds {shapes_of(batch)}; correct the script"
         ) from error
 
 
@@ -224,7 +224,7 @@ def _in_words_of_options(given: Sequence[str]) -> Iterator[None]:
 def _is_to_measure(device: str | None, gpus: Sequence[str], device_memory: str | None) -> bool:
     """Whether to measure here: not if --gpu or --device-memory is given on a machine without an accelerator.
 
-    The recipe's device does not matter, because most recipes name one.
+    The script's device does not matter, because most scripts name one.
     """
     return device is not None or not (gpus or device_memory) or torch.accelerator.is_available()
 
@@ -242,14 +242,14 @@ def _first_batch(job: Job) -> Any:
         batches = iter(job.get("loader"))
     except TypeError:
         raise InvalidInputError(
-            f"the recipe's job has no loader (loader={job.get('loader')!r}), and a report needs its first batch; pass "
+            f"the script's job has no loader (loader={job.get('loader')!r}), and a report needs its first batch; pass "
             "autoaccum.Job(model, loader, target_batch) with a DataLoader, or a list of one batch"
         ) from None
-    with errors_explained("the recipe's loader"):  # even if its text is that of a busy device
+    with errors_explained("the script's loader"):  # even if its text is that of a busy device
         for batch in batches:
             return batch
     raise InvalidInputError(
-        f"the recipe's loader ({type(job.get('loader')).__name__}) has no batch, and a report needs the first one"
+        f"the script's loader ({type(job.get('loader')).__name__}) has no batch, and a report needs the first one"
     )
 
 

@@ -51,7 +51,7 @@ class Subject:
         trainable: The number of trainable ones.
         optimizer: The optimizer's class.
         target_batch: Samples per optimizer step.
-        recipe: The script that `autoaccum report` was given; None for Python objects.
+        script: The script that `autoaccum report` was given; None for Python objects.
         max_micro_batch: The largest micro-batch of interest; None means the target batch.
         memory_limit: The memory limit as the user wrote it; None if there is none.
         limits_gpus: Whether that also holds for the GPUs that are predicted; not if it is of the host.
@@ -64,7 +64,7 @@ class Subject:
     trainable: int
     optimizer: str
     target_batch: int
-    recipe: str | None = None
+    script: str | None = None
     max_micro_batch: int | None = None
     memory_limit: str | None = None
     limits_gpus: bool = True

@@ -222,8 +222,8 @@ def _memory_of(one: Predicted) -> str:
 
 def _job(report: ReportContents) -> Iterator[tuple[str, str]]:
     subject = report.subject
-    if subject.recipe is not None:
-        yield "script", subject.recipe
+    if subject.script is not None:
+        yield "script", subject.script
     trained = "all" if subject.trainable == subject.parameters else format_count(subject.trainable)
     yield "model", f"{subject.model}, {format_count(subject.parameters)} parameters, {trained} of them trained"
     yield "optimizer", subject.optimizer

@@ -129,7 +129,7 @@ def test_json_is_one_document(invoke, recipe):
     document = json.loads(invoke(recipe, "--json").stdout)
 
     assert document["version"] == 3
-    assert document["subject"]["recipe"] == recipe
+    assert document["subject"]["script"] == recipe
     assert document["measured"]["trials"][0]["fits"] is True
 
 
@@ -396,7 +396,7 @@ def test_error_of_the_loader_is_the_loaders_whatever_it_says(recipe, invoke):
     done = invoke(f"{recipe}:busy")
 
     assert done.exit_code == ExitCode.BAD_INPUT
-    assert "the recipe's loader raised RuntimeError: the disk is busy or unavailable" in done.stderr
+    assert "the script's loader raised RuntimeError: the disk is busy or unavailable" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_the_page_fetches_nothing_and_runs_nothing():
 
 def test_what_comes_from_the_user_is_escaped():
     device = replace(DEVICE, name=NASTY)
-    report = replace(REPORT, subject=replace(SUBJECT, model=NASTY, recipe=NASTY), warnings=(NASTY,))
+    report = replace(REPORT, subject=replace(SUBJECT, model=NASTY, script=NASTY), warnings=(NASTY,))
 
     page = replace(report, measured=replace(MEASURED, device=device)).to_html()
 
