@@ -6,6 +6,7 @@ Nothing here knows colours or markup.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from autoaccum._memory.limits import format_bytes
@@ -25,7 +26,6 @@ NONE = "-"
 # Rows of bytes fit in 80 characters: 2 of indentation, the longest name, then columns 3 apart that are as wide as
 # "1023.9 MiB" or their own name.
 _WIDTH, _NAMES, _NUMBER, _APART = 78, len("per extra sample"), 10, 3
-_MINUTE_S, _HOUR_S = 60, 3600
 
 # What a device holds at the peak beside tensors: the allocator's cache on a GPU, the heap on the CPU.
 BESIDE = "beside tensors"
@@ -65,11 +65,6 @@ class Verdict:
     def place(self) -> str:
         """The name of the place."""
         return self.found.name
-
-    @property
-    def fits(self) -> bool:
-        """Whether it fits, or is predicted to."""
-        return self.answer != DOES_NOT_FIT
 
 
 def title_of(report: ReportContents) -> str:
@@ -167,32 +162,10 @@ def notes_of(report: ReportContents) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a time as text such as "12 ms", "0.82 s" or "2 h 5 min"."""
-    if seconds < 0.001:  # noqa: PLR2004 - below a millisecond
-        return f"{seconds * 1_000_000:.0f} µs"
-    if seconds < 0.1:  # noqa: PLR2004 - from here on two digits of seconds are enough
-        return f"{seconds * 1000:.3g} ms"
-    if seconds < _MINUTE_S - 0.5:
-        return f"{seconds:.{2 if seconds < 1 else seconds < 10:d}f} s"  # noqa: PLR2004 - two digits
-    whole = round(seconds)
-    if whole < _HOUR_S:
-        return f"{whole // _MINUTE_S} min {whole % _MINUTE_S} s"
-    minutes = round(whole / _MINUTE_S)
-    return f"{minutes // _MINUTE_S} h {minutes % _MINUTE_S} min"
-
-
-def format_count(number: int) -> str:
-    """Return a large count as text such as "11.2 M"."""
-    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return str(number)
-
-
-def format_speed(samples_per_s: float) -> str:
-    """Return a speed as text such as "812 samples/s"."""
-    number = f"{samples_per_s:.3g}" if samples_per_s < 100 else f"{samples_per_s:,.0f}"  # noqa: PLR2004 - as above
-    return f"{number} samples/s"
+    """Return a time as text such as "12.3 ms", "0.82 s" or "2:05:30"."""
+    if seconds < 0.1:  # noqa: PLR2004 - from here on seconds are easier to read
+        return f"{1000 * seconds:.3g} ms"
+    return f"{seconds:.2g} s" if seconds < 10 else str(timedelta(seconds=round(seconds)))  # noqa: PLR2004 - as above
 
 
 def are_numbers(texts: Sequence[str]) -> bool:
@@ -224,8 +197,8 @@ def _job(report: ReportContents) -> Iterator[tuple[str, str]]:
     subject = report.subject
     if subject.script is not None:
         yield "script", subject.script
-    trained = "all" if subject.trainable == subject.parameters else format_count(subject.trainable)
-    yield "model", f"{subject.model}, {format_count(subject.parameters)} parameters, {trained} of them trained"
+    trained = "all" if subject.trainable == subject.parameters else f"{subject.trainable:,}"
+    yield "model", f"{subject.model}, {subject.parameters:,} parameters, {trained} of them trained"
     yield "optimizer", subject.optimizer
     sharded = ", which share the model" if subject.is_sharded else ""
     each = "" if subject.ranks == 1 else f", {subject.share} on each of {subject.ranks} ranks{sharded}"
@@ -324,7 +297,7 @@ def _times(report: ReportContents) -> Iterator[tuple[str, str]]:
         largest = f"{steps} micro-batch{'es' if steps > 1 else ''}, {format_seconds(pace.micro_batch_s)} the largest"
         optimizer = format_seconds(pace.optimizer_s)
         yield "optimizer step", f"{format_seconds(pace.step_s)}: {largest}; optimizer {optimizer}"
-        yield "training", format_speed(pace.samples_per_s)
+        yield "training", f"{pace.samples_per_s:,.1f} samples/s"
         if pace.epoch_s is not None and pace.epoch_samples is not None:
             yield "an epoch", f"{format_seconds(pace.epoch_s)} for {pace.epoch_samples:,} samples, without the loader"
 
