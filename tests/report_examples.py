@@ -42,7 +42,7 @@ SIZES = (1, 2, 128, 256)
 
 
 def gpu(name="l4", total=22 * GIB):
-    return GPU(name, total, 448 * MIB, bf16=True, source="https://example.org/gpu")
+    return GPU(name, total, 448 * MIB, (8, 0), source="https://example.org/gpu")
 
 
 def predicted(name="l4", total=22 * GIB, micro_batch=256, sizes=(256,)):

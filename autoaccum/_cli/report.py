@@ -49,7 +49,7 @@ _BUSY = "busy or unavailable"
 
 
 _SIZE: dict[str, Any] = {"metavar": "SIZE"}
-_NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
+_NUMBER: dict[str, Any] = {"type": click.IntRange(min=1), "metavar": "N"}
 
 
 @click.command("report", context_settings={"max_content_width": 100})
@@ -108,7 +108,6 @@ def report_command(
     with _missing_as_exit_code(context):
         measures = not no_measure and _is_to_measure(given.get("device"), gpus, device_memory)
         free_bytes = None if require_free is None else parse_size(require_free, name="--require-free")
-        _check_required(require_micro_batch, max_micro_batch)
         _check_gpus(gpus, device_memory, no_measure=no_measure)
         for path, option in ((html, "--html"), (snapshot, "--snapshot")):
             if path is not None:
@@ -231,10 +230,9 @@ def _is_to_measure(device: str | None, gpus: Sequence[str], device_memory: str |
 
 def _most(job: Job, asked: int | None, required: int | None) -> int | None:
     """Return the largest size to search; a required size may exceed the target batch."""
-    if asked is not None or required is None:
-        own = job.get("micro_batch")
-        return asked if asked is not None or not isinstance(own, int) else own
-    return max(required, job.samples_of_target(_first_batch(job)))
+    own = job.get("micro_batch")
+    most = own if asked is None and isinstance(own, int) else asked
+    return most if required is None else max(required, most or job.samples_of_target(_first_batch(job)))
 
 
 def _first_batch(job: Job) -> Any:
@@ -264,18 +262,6 @@ def _check_gpus(names: Sequence[str], device_memory: str | None, *, no_measure: 
         raise InvalidInputError(
             "--no-measure without a GPU leaves nothing to report; name GPUs (--gpu h100-80gb), pass a GPU's memory "
             "(--device-memory 24GiB), or omit --no-measure"
-        )
-
-
-def _check_required(required: int | None, most: int | None) -> None:
-    """Raise if a required micro-batch is below 1 or above --max-micro-batch."""
-    if required is None:
-        return
-    if required < 1:
-        raise InvalidInputError(f"--require-micro-batch {required} must be 1 or more")
-    if most is not None and 1 <= most < required:
-        raise InvalidInputError(
-            f"--require-micro-batch {required} exceeds --max-micro-batch {most}, so it is never tried; omit one of them"
         )
 
 

@@ -171,7 +171,7 @@ def estimate_step(
         options["precision"] = "bf16" if gpu.bf16 else "fp16"
     if gpu is None:
         return trace_step(model, batch, kind="cpu", **options).estimate()
-    return trace_step(model, batch, kind="cuda", tensor_float=gpu.tensor_float, gpu=gpu, **options).estimate(gpu)
+    return trace_step(model, batch, kind="cuda", tensor_float=gpu.bf16, gpu=gpu, **options).estimate(gpu)
 
 
 def _notes(job: FakeJob) -> Iterator[str]:

@@ -42,27 +42,20 @@ class GPU:
         name: Its name in the table, such as "h100-80gb".
         total_bytes: Its memory, as `torch.cuda.get_device_properties` reports it.
         context_bytes: The part that CUDA itself uses for each process.
-        bf16: Whether it supports bfloat16.
+        capability: Its compute capability; for a GPU that is not in the table, the lowest with bfloat16.
         source: The origin of its memory.
-        capability: Its compute capability; for a GPU that is not in the table, the lowest with its types.
     """
 
     name: str
     total_bytes: int
     context_bytes: int
-    bf16: bool
+    capability: tuple[int, int]
     source: str
-    capability: tuple[int, int] = (0, 0)
-
-    def __post_init__(self) -> None:
-        """Fill in the capability where it is unknown."""
-        if self.capability == (0, 0):
-            object.__setattr__(self, "capability", _AMPERE if self.bf16 else (7, 0))
 
     @property
-    def tensor_float(self) -> bool:
-        """Whether it computes float32 with Tensor Cores (TF32), introduced together with bfloat16."""
-        return self.bf16
+    def bf16(self) -> bool:
+        """Whether it supports bfloat16, and computes float32 with Tensor Cores (TF32)."""
+        return self.capability >= _AMPERE
 
     @property
     def free_bytes(self) -> int:
@@ -111,7 +104,7 @@ def custom_gpu(device_memory: str) -> GPU:
         raise InvalidInputError(
             f"device_memory={device_memory!r} is too small: CUDA itself uses up to {context // _MIB} MiB; pass more"
         )
-    return GPU(f"device of {device_memory.strip()}", total, context, bf16=True, source="--device-memory")
+    return GPU(f"device of {device_memory.strip()}", total, context, _AMPERE, "--device-memory")
 
 
 def _plain(name: str) -> str:
@@ -126,15 +119,8 @@ def _read() -> tuple[dict[str, GPU], dict[str, GPU]]:
     text = resources.files("autoaccum._estimate").joinpath("gpus.csv").read_text(encoding="utf-8")
     for row in csv.DictReader(line for line in text.splitlines() if not line.startswith("#")):
         major, _, minor = row["capability"].partition(".")
-        capability = int(major), int(minor)
-        gpu = GPU(
-            row["name"],
-            int(row["total_bytes"]),
-            int(row["context_mib"]) * _MIB,
-            bf16=capability >= _AMPERE,
-            source=row["source"],
-            capability=capability,
-        )
+        total, context = int(row["total_bytes"]), int(row["context_mib"]) * _MIB
+        gpu = GPU(row["name"], total, context, (int(major), int(minor)), row["source"])
         gpus[_plain(gpu.name)] = gpu
         others |= {_plain(name): gpu for name in row["other_names"].split()}
     return gpus, others

@@ -112,10 +112,6 @@ class Estimate:
         below, above = self.footprints[-2:]
         return max(0, above.peak_bytes - below.peak_bytes) // (above.size - below.size)
 
-    def reserved_bytes(self, size: int) -> int:
-        """Predict the bytes that the allocator reserves on the device for a step of this size."""
-        return self.at(size).reserved_bytes
-
     def timeline(self, size: int) -> Timeline:
         """Return the step of this size, with the workspaces of cuBLAS."""
         timeline = self.traced.step_of(size)

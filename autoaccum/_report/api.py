@@ -354,12 +354,12 @@ def _predicted(
     for gpu in gpus:
         name = _precision_on(gpu, model, precision)
         _LOG.info("predicting for %s in %s", gpu.name, name)
-        known = traced.setdefault((name, gpu.tensor_float), [])
+        known = traced.setdefault((name, gpu.bf16), [])
         fitting = next((one for one in known if one.holds_for(gpu)), None)
         if fitting is None:
             options: dict[str, Any] = {
                 "precision": name,
-                "tensor_float": gpu.tensor_float,
+                "tensor_float": gpu.bf16,
                 "gpu": gpu,
                 "most": asked.most,
             }

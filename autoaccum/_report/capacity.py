@@ -173,7 +173,7 @@ def predict(asked: Asked, gpu: GPU, precision: str, estimate: Estimate) -> Predi
         footprint,
         curve=tuple(sorted({one.size: one.reserved_bytes for one in known}.items())),
         bytes_per_sample=estimate.bytes_per_sample,
-        is_capped=0 < largest == asked.most and estimate.reserved_bytes(largest) + estimate.bytes_per_sample <= room,
+        is_capped=0 < largest == asked.most and estimate.at(largest).reserved_bytes + estimate.bytes_per_sample <= room,
         notes=estimate.notes,
     )
 

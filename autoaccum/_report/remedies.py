@@ -173,7 +173,7 @@ def _room_of(found: Measured | Predicted, unchanged: Estimate) -> int:
         of_model = unchanged.footprints[0].parameters_bytes + unchanged.footprints[0].buffers_bytes
     failed = 1 if found.micro_batch == 0 else found.smallest_failed
     room_bytes = found.room_bytes + of_model
-    return room_bytes if failed is None else min(room_bytes, unchanged.reserved_bytes(failed) - 1)
+    return room_bytes if failed is None else min(room_bytes, unchanged.at(failed).reserved_bytes - 1)
 
 
 def _all_of(changes: Sequence[_Change]) -> _Change:

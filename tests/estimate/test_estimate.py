@@ -15,8 +15,8 @@ from autoaccum._memory.simulated import Simulated
 from autoaccum.errors import InvalidInputError
 from helpers import a_few_of
 
-SMALL_GPU = GPU("some-24gb", 24 * 2**30, 400 * 2**20, bf16=True, source="made up for tests")
-VOLTA = GPU("some-16gb", 16 * 2**30, 320 * 2**20, bf16=False, source="made up for tests")
+SMALL_GPU = GPU("some-24gb", 24 * 2**30, 400 * 2**20, (8, 0), source="made up for tests")
+VOLTA = GPU("some-16gb", 16 * 2**30, 320 * 2**20, (7, 0), source="made up for tests")
 
 
 def mlp(width=2048):

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import zlib
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import combinations
@@ -224,24 +223,6 @@ def test_nothing_is_wider_than_a_phone_or_a_sheet_of_paper(tmp_path, report, wid
     wide, are_cut = re.search(r"<title>wide (\d+) (\w+)", seen).groups()
     assert int(wide) <= width
     assert are_cut == "true"
-
-
-@needs_browser
-def test_a_page_that_is_dark_on_the_screen_is_printed_on_white_with_its_colours(tmp_path):
-    REPORT.save_html(tmp_path / "page.html")
-    paper = tmp_path / "page.pdf"
-
-    browsed(tmp_path, f"--print-to-pdf={paper}", "--blink-settings=preferredColorScheme=0")
-
-    streams = re.findall(rb"stream\r?\n(x.*?)endstream", paper.read_bytes(), flags=re.DOTALL)
-    drawn = b"\n".join(map(zlib.decompress, streams))
-    used = {
-        tuple(round(255 * float(part)) for part in one) for one in re.findall(rb"([\d.]+) ([\d.]+) ([\d.]+) rg", drawn)
-    }
-    dark, ink, *kinds = (rgb(colour) for colour in ("#15181c", "#1c1e21", *COLOURS.values()))
-    assert dark not in used
-    assert {ink, rgb("#ffffff")} <= used
-    assert len(used & set(kinds)) > 5
 
 
 def rgb(colour):
