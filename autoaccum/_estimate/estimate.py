@@ -80,7 +80,7 @@ def trace_step(
         batch: A batch as the loader yields it; other sizes are made of its samples, with their lengths.
         loss: As for `fit`.
         optimizer: As for `fit`; an instance is copied without its state.
-        precision: As for `fit`.
+        precision: As for `fit`, but for "auto".
         forward: As for `fit`.
         loss_reduction: As for `fit`.
         clip_grad_norm: As for `fit`.
@@ -101,8 +101,6 @@ def trace_step(
     largest = count(batch, split) if most is None else check_positive_int("most", most)
     asked = sorted(set(sizes)) if sizes else sorted({1, min(2, largest), -(-largest // 2), largest})
     notices = Notices(silent=True)
-    if precision == "auto":
-        precision = "bf16" if kind == "cuda" else "fp32"
     job = FakeJob(
         model=model if isinstance(model, nn.Module) else built_on_meta(model, notices),
         batch=batch,
@@ -167,8 +165,6 @@ def estimate_step(
     Raises:
         InvalidInputError: As for `trace_step`.
     """
-    if gpu is not None and options.get("precision") == "auto":
-        options["precision"] = "bf16" if gpu.bf16 else "fp16"
     if gpu is None:
         return trace_step(model, batch, kind="cpu", **options).estimate()
     return trace_step(model, batch, kind="cuda", tensor_float=gpu.bf16, gpu=gpu, **options).estimate(gpu)

@@ -180,7 +180,6 @@ def preflight(
             target_batch=target_batch,
             max_micro_batch=most,
             memory_limit=None if memory_limit is None else str(memory_limit),
-            limits_gpus=limits_gpus,
             ranks=ranks,
             is_sharded=fsdp,
         ),

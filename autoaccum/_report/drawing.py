@@ -26,8 +26,8 @@ _CLASSES = {BESIDE: "k-beside", "peak": "k-beside", "optimizer state": "k-optimi
 # A smaller share of a bar has no room for a label.
 _NAMED = 0.05
 _COLOURS = 8  # of lines, in html_page.css
-# Numbers below a picture of sizes, at most.
-_TICKS = 5
+# Numbers below a picture of sizes, beside 0.
+_TICKS = 4
 
 
 def pictures_of(report: ReportContents) -> Iterator[str]:
@@ -117,7 +117,8 @@ def _over_the_size(places: Sequence[Measured | Predicted]) -> str:
             caption += f"; the plan's {size} take {format_bytes(peak)}"
             marks.append(f'<i class="{style}" style="{point}" title="{escape(caption)}"></i>')
         legend.append((style, caption))
-    ticks = "".join(f'<b style="left:{size / most:.2%}">{size}</b>' for size in _ticks(most))
+    sizes = sorted({most * tick // _TICKS for tick in range(_TICKS + 1)})
+    ticks = "".join(f'<b style="left:{size / most:.2%}">{size}</b>' for size in sizes)
     scale = f"<small>{format_bytes(top)}</small>"
     caption = (
         "From left to right, samples in a micro-batch. Dots are the plans, dotted lines what may be used, dashed lines "
@@ -126,17 +127,6 @@ def _over_the_size(places: Sequence[Measured | Predicted]) -> str:
     svg = f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" aria-hidden="true">{"".join(shapes)}</svg>'
     body = f'<div class="plot">{svg}{"".join(marks)}{scale}{ticks}</div>'
     return _figure("Memory over the micro-batch", body, caption, legend)
-
-
-def _ticks(most: int) -> list[int]:
-    """Return round sizes up to the largest."""
-    step = next(
-        factor * 10**power
-        for power in range(len(str(most)))
-        for factor in (1, 2, 5)
-        if factor * 10**power * _TICKS >= most
-    )
-    return list(range(0, most + 1, step))
 
 
 def _points(points: Iterable[tuple[float, float]], width: float, height: float) -> str:

@@ -54,7 +54,6 @@ class Subject:
         script: The script that `autoaccum report` was given; None for Python objects.
         max_micro_batch: The largest micro-batch of interest; None means the target batch.
         memory_limit: The memory limit as the user wrote it; None if there is none.
-        limits_gpus: Whether that also holds for the GPUs that are predicted; not if it is of the host.
         ranks: The processes that train together; the report is on one of them.
         is_sharded: Whether the model is sharded over them.
     """
@@ -67,7 +66,6 @@ class Subject:
     script: str | None = None
     max_micro_batch: int | None = None
     memory_limit: str | None = None
-    limits_gpus: bool = True
     ranks: int = 1
     is_sharded: bool = False
 

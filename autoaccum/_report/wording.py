@@ -146,7 +146,6 @@ def sections_of(report: ReportContents) -> list[Section]:
         Section("GPUs", (), gpus),
         _plans(report),
         *_memory_sections(report),
-        _trials(report.measured),
         Section("Time", (), tuple(_times(report))),
         _remedies(report),
     ]
@@ -275,19 +274,6 @@ def _memory_table(places: Sequence[Measured | Predicted]) -> Section:
     rows += known("excluding model", [None if one.is_gpu else one.peak_bytes for one in places])
     rows += known("per extra sample", [one.bytes_per_sample for one in places])
     return Section("Memory of a step", ("", *map(_title, places)), tuple(rows))
-
-
-def _trials(measured: Measured | None) -> Section:
-    rows = tuple(
-        (
-            str(trial.size),
-            "fits" if trial.fits else "does not fit",
-            _bytes(trial.peak_bytes),
-            format_seconds(trial.elapsed_s),
-        )
-        for trial in (() if measured is None else measured.trials)
-    )
-    return Section("Trials", ("samples", "", "peak", "time"), rows)
 
 
 def _times(report: ReportContents) -> Iterator[tuple[str, str]]:

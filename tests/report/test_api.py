@@ -101,12 +101,6 @@ def test_where_not_even_one_sample_fits_that_is_the_answer():
     assert "fails" in str(report)
 
 
-def test_a_memory_limit_is_the_room_there_is():
-    device = report_on("64MiB", memory_limit="1MiB").measured.device
-
-    assert (device.limit_bytes, device.room_bytes) == (MIB, MIB)
-
-
 def test_on_the_host_it_is_measured_for_real():
     measured = report_on(device="cpu", memory_limit="64MiB", target=16).measured
 
@@ -352,7 +346,6 @@ def test_a_limit_of_the_cpu_does_not_limit_a_gpu():
 
     assert limited.measured.device.limit_bytes == 64 * MIB
     assert limited.predicted[0].room_bytes == free.predicted[0].room_bytes
-    assert not limited.subject.limits_gpus
     assert "within memory_limit" not in str(limited).partition("l4: ")[2].partition("Job")[0]
     assert any("the CPU's, on which is measured" in note for note in limited.notes)
 

@@ -125,7 +125,7 @@ def test_the_dot_of_a_plan_lies_on_its_line_and_sizes_have_ticks(report):
         left, bottom = map(float, re.findall(r"([\d.]+)%", dots[style]))
         assert min(math.dist((10 * left, 1000 - 10 * bottom), point) for point in curve) < 1
     ticks = re.findall(r'<b style="left:[\d.]+%">(\d+)</b>', page)
-    assert ticks == ["0", "100", "200"]
+    assert ticks == ["0", "64", "128", "192", "256"]
 
 
 def test_what_is_alive_at_the_peak_is_listed():
@@ -133,10 +133,6 @@ def test_what_is_alive_at_the_peak_is_listed():
 
     assert "<h2>Tensors alive at the peak on NVIDIA GeForce RTX 3060: 5.2 GiB, in backward</h2>" in page
     assert "<td>convolution</td>" in page
-
-
-def test_the_page_is_light_or_dark():
-    assert "prefers-color-scheme: dark" in REPORT.to_html()
 
 
 def test_a_notebook_shows_the_same_without_a_document_around_it():
@@ -161,7 +157,7 @@ def test_a_browser_shows_the_tables_and_the_picture(tmp_path):
     seen = browsed(tmp_path, "--dump-dom").stdout
 
     assert re.search(r"<title>(.*?)</title>", seen)[1].startswith("Pre-flight report: ")
-    assert seen.count("<table") == 9
+    assert seen.count("<table") == 8
     assert seen.count("<figure") == 2
     assert "256 in 2 micro-batches, 128+128, measured" in seen
 
@@ -176,15 +172,6 @@ def complaints(tmp_path, page):
 @needs_browser
 def test_a_browser_shows_the_pictures_asks_for_nothing_and_complains_of_nothing(tmp_path):
     assert complaints(tmp_path, REPORT.to_html()) == (2, [])
-
-
-@needs_browser
-@pytest.mark.slow
-@pytest.mark.parametrize("wrong", ['<img src="https://example.org/a.png">', "<script>boom()</script>"])
-def test_a_request_or_another_script_would_be_complained_of(tmp_path, wrong):
-    _, (told,) = complaints(tmp_path, PREDICTED_ONLY.to_html().replace("</body>", f"{wrong}</body>"))
-
-    assert "Content Security Policy" in told
 
 
 @needs_browser

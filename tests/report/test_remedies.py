@@ -135,12 +135,6 @@ def test_the_one_that_helps_most_comes_first(small):
     assert sizes[0] > small.predicted[0].micro_batch
 
 
-def test_remedies_are_shown_and_written(small):
-    assert "What would help on" in str(small)
-    assert [one["name"] for one in small.to_dict()["remedies"]] == [one.name for one in small.remedies]
-    assert small.to_dict()["remedies_on"] == small.remedies_on
-
-
 @pytest.mark.gpu_fakes
 def test_where_no_change_helps_it_is_said():
     report = autoaccum.preflight(

@@ -2,7 +2,6 @@ from dataclasses import replace
 
 import pytest
 
-from autoaccum._records import Plan
 from autoaccum._report.wording import (
     BESIDE,
     are_numbers,
@@ -67,12 +66,6 @@ def test_a_verdict_tells_why_nothing_fits():
     assert "a micro-batch of 1 is predicted to take 260.0 MiB" in foreseen.text
 
 
-def test_where_more_may_fit_than_was_asked_for_it_is_said():
-    largest = [row[1] for row in section(REPORT, "Largest micro-batch and plan").rows]
-
-    assert largest == ["145", "256 or more", "180 or more"]
-
-
 def test_a_gpu_tells_what_cuda_takes_of_it():
     told = facts(replace(PREDICTED_ONLY, predicted=(predicted(total=GIB),)), "GPUs")
 
@@ -83,10 +76,6 @@ def test_a_gpu_tells_the_limit_that_it_is_held_to():
     limited = replace(PREDICTED_ONLY, predicted=(replace(predicted(), room_bytes=2 * GIB),))
 
     assert facts(limited, "GPUs")["l4"].endswith("; limit 2.0 GiB")
-
-
-def test_where_nothing_was_measured_it_is_said():
-    assert facts(PREDICTED_ONLY, "Device") == {"measured": "nothing; all numbers are predicted"}
 
 
 def test_notes_on_predictions_are_no_choices():
@@ -137,16 +126,6 @@ def test_on_the_host_it_is_told_what_counts_beside_the_model():
     rows = {name: first for name, first, *_ in section(on_host, "Memory of a step").rows}
 
     assert rows["excluding model"] == "5.2 GiB"
-
-
-def test_an_update_of_one_micro_batch_is_no_plural():
-    report = replace(REPORT, measured=replace(MEASURED, plan=Plan(256, (256,))))
-
-    assert "1 micro-batch, " in facts(report, "Time")["optimizer step"]
-
-
-def test_without_times_there_is_no_table_of_times():
-    assert "Time" not in [one.title for one in sections_of(PREDICTED_ONLY)]
 
 
 @pytest.mark.parametrize(
