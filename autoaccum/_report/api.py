@@ -140,12 +140,13 @@ def preflight(
     batch = by_size(_largest_of(batch, loader, notices), split)
     among = _chosen(gpus, device_memory)
     measures = _measures(measure, among, device)
-    limits_gpus = not (measures and _is_host(device))
-    if memory_limit is not None and among and not limits_gpus:
-        notices.say(f"memory_limit={memory_limit!r}: the CPU's, on which is measured; the GPUs are not limited")
     _say_of_ranks(notices, ranks, share, fsdp)
     adapts = saving(names_in(memory, notices))
     made = _made(model, notices, on_meta=not measures)
+    backend = devices.resolve(device, made, notices) if measures else None
+    limits_gpus = backend is None or backend.device.type != "cpu"
+    if memory_limit is not None and among and not limits_gpus:
+        notices.say(f"memory_limit={memory_limit!r}: the CPU's, on which is measured; the GPUs are not limited")
     asked = Asked(batch, share, most, memory_limit, loss_scope)
     on_rank = _rank_of(made, ranks, fsdp)
     way: dict[str, Any] = {"loss": loss, "forward": forward, "loss_reduction": loss_reduction, "split": split}
@@ -159,11 +160,10 @@ def preflight(
             of_gpus = asked if limits_gpus else replace(asked, memory_limit=None)
             found = [*_predicted(of_gpus, among, made, precision, on_rank, way)]
     except NotTracedError as error:
-        if not measures:
+        if backend is None:
             raise
         warnings.append(f"not predicted for {', '.join(gpu.name for gpu in among)}: {error}")
-    if measures:
-        backend = devices.resolve(device, made, notices)
+    if backend is not None:
         put_together = partial(assemble, made, replace(options, optimizer=chosen), memory=backend, notices=notices)
         measured, further = _measured(asked, backend, put_together, memory, notices)
         warnings += further
@@ -295,14 +295,6 @@ def _with_epoch(measured: Measured, loader: Iterable[Any] | None, batch: Any, sp
         return measured
     epoch_s = samples / measured.pace.samples_per_s
     return replace(measured, pace=replace(measured.pace, epoch_samples=samples, epoch_s=epoch_s))
-
-
-def _is_host(device: object) -> bool:
-    """Whether `device`, as passed to `preflight`, is the CPU."""
-    if device is None:
-        return not torch.accelerator.is_available()
-    own = getattr(device, "device", device)  # a memory backend's
-    return own.partition(":")[0] == "cpu" if isinstance(own, str) else getattr(own, "type", None) == "cpu"
 
 
 def _chosen(gpus: str | Sequence[str], device_memory: str | None) -> list[GPU]:

@@ -55,19 +55,17 @@ class _Change:
         name: Its name.
         how: How to make it.
         cost: Its disadvantage.
-        precision: The precision of the step; empty if it does not change it.
-        adapts: What it changes in the model.
-        of_timeline: What it changes in a traced step; None if nothing.
         memory: What `fit` takes as `memory` for it; empty if it is another change.
+        precision: The precision of the step; empty if it does not change it.
+        of_timeline: What it changes in a traced step; None if nothing.
     """
 
     name: str
     how: str
     cost: str
-    precision: str = ""
-    adapts: tuple[Adapt, ...] = ()
-    of_timeline: Callable[[Timeline], Timeline] | None = None
     memory: tuple[str, ...] = ()
+    precision: str = ""
+    of_timeline: Callable[[Timeline], Timeline] | None = None
 
 
 class Remedies:
@@ -125,23 +123,23 @@ class Remedies:
                 pass
             if way:
                 how = f"memory={memory!r}" + (f", or torch.utils.checkpoint: {way}" if memory == CHECKPOINT else "")
-                yield _Change(name, how, cost, adapts=(saves(memory),), memory=(memory,))
+                yield _Change(name, how, cost, (memory,))
         if kernels_of(self._found) == "cuda":
             how, cost = f"memory={OFFLOAD!r}, or torch.autograd.graph.save_on_cpu", "copies to the host and back"
-            yield _Change(_OFFLOADED, how, cost, adapts=(saves(OFFLOAD),), memory=(OFFLOAD,))
+            yield _Change(_OFFLOADED, how, cost, (OFFLOAD,))
             if isinstance(self._optimizer, _TWO_NUMBERS):
                 how = "torchao.optim.AdamW8bit or bitsandbytes.optim.AdamW8bit"
                 in_8_bits = partial(_in_8_bits, next(self._model.parameters()).dtype.itemsize)
                 yield _Change("8-bit optimizer", how, "its state is rounded to 8 bits", of_timeline=in_8_bits)
         if computes_bf16(self._found) and self._found.precision == "fp32":
             cost = "activations have 8 significant bits"
-            yield _Change("bf16", "precision='bf16'", cost, "bf16")
+            yield _Change("bf16", "precision='bf16'", cost, precision="bf16")
 
     def _tried(self, change: _Change) -> Remedy | None:
         """Trace the changed step; None if it does not help, or the user's model fails with it."""
         try:
             traced = self._trace(change.precision) if change.precision else self._unchanged.traced
-            traced = traced.adapted(change.adapts) if change.adapts else traced
+            traced = traced.adapted([saves(name) for name in change.memory]) if change.memory else traced
             traced = traced.changed(change.of_timeline) if change.of_timeline else traced
             return self._remedy(change, traced.estimate(self._unchanged.gpu))
         except Exception as error:
@@ -161,7 +159,8 @@ class Remedies:
         if largest < self._before or (largest == self._before and takes_no_less):
             return None
         safe = min(largest, estimate.largest(estimate.safe_bytes(self._room_bytes), self._most))
-        return Remedy(change.name, change.how, peak, largest, change.cost, safe, change.memory)
+        by_fit_alone = () if change.precision or change.of_timeline else change.memory
+        return Remedy(change.name, change.how, peak, largest, change.cost, safe, by_fit_alone)
 
 
 def _room_of(found: Measured | Predicted, unchanged: Estimate) -> int:
@@ -182,10 +181,9 @@ def _all_of(changes: Sequence[_Change]) -> _Change:
         " + ".join(one.name for one in changes),
         "; ".join(one.how for one in changes),
         "; ".join(one.cost for one in changes),
+        tuple(name for one in changes for name in one.memory),
         "".join(one.precision for one in changes),
-        tuple(adapt for one in changes for adapt in one.adapts),
         next((one.of_timeline for one in changes if one.of_timeline), None),
-        tuple(name for one in changes for name in one.memory) if all(one.memory for one in changes) else (),
     )
 
 
