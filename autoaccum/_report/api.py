@@ -32,7 +32,7 @@ from autoaccum._estimate.fake_step import undisturbed
 from autoaccum._estimate.gpus import custom_gpu, gpu_named
 from autoaccum._estimate.ranks import in_buckets, sharding
 from autoaccum._loss.objective import Objective
-from autoaccum._oom import let_go
+from autoaccum._oom import first_line, let_go
 from autoaccum._report import Report
 from autoaccum._report.capacity import Asked, measure_on, predict
 from autoaccum._report.loaders import first_batches, samples_of
@@ -168,7 +168,8 @@ def preflight(
         measured, further = _measured(asked, backend, put_together, memory, notices)
         warnings += further
         with undisturbed():
-            found.insert(0, _with_footprint(asked, made, way, _with_epoch(measured, loader, batch, split)))
+            measured = _with_epoch(measured, loader, batch, split)
+            found.insert(0, _with_footprint(asked, made, way, measured, notices))
     with undisturbed():
         remedies_on, remedies, of_remedies = _remedies(asked, found, made, way, on_rank, notices)
     places = [one for one, _ in found]
@@ -264,7 +265,7 @@ def _measured(
 
 
 def _with_footprint(
-    asked: Asked, model: nn.Module, way: Mapping[str, Any], measured: Measured
+    asked: Asked, model: nn.Module, way: Mapping[str, Any], measured: Measured, notices: Notices
 ) -> tuple[Measured, Estimate | None]:
     """Trace the step that was measured, to see what holds its memory; not if that cannot be done on fake tensors."""
     kind = kernels_of(measured)
@@ -280,6 +281,7 @@ def _with_footprint(
         # It ran for real, and the report does not fail for lack of a picture.
         if raised_here(error) and not isinstance(error, InvalidInputError):
             raise
+        notices.say(f"what takes the memory on {measured.name}: {first_line(error)}")
         let_go(error)
         return measured, None
     if measured.peak_bytes is not None:

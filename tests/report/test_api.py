@@ -236,6 +236,7 @@ def test_a_step_that_runs_only_for_real_is_reported_without_a_trace():
 
     assert report.measured.plan is not None
     assert report.measured.footprint is None
+    assert any(note.startswith("what takes the memory on ") and "branches on values" in note for note in report.notes)
     assert report.predicted == ()
     assert report.warnings[0].startswith("not predicted for l4: the model cannot be traced without values: it branches")
     with pytest.raises(InvalidInputError, match="branches on values"):
