@@ -106,7 +106,8 @@ def report_command(
         name: list(value) if name == "memory" else value for name, value in options.items() if value not in (None, ())
     }
     with _missing_as_exit_code(context):
-        measures = not no_measure and _is_to_measure(given.get("device"), gpus, device_memory)
+        # A device that the script names does not matter, because most name one.
+        is_of_gpus_alone = not given.get("device") and (gpus or device_memory) and not torch.accelerator.is_available()
         free_bytes = None if require_free is None else parse_size(require_free, name="--require-free")
         _check_gpus(gpus, device_memory, no_measure=no_measure)
         for path, option in ((html, "--html"), (snapshot, "--snapshot")):
@@ -125,7 +126,7 @@ def report_command(
                     ranks=ranks,
                     fsdp=fsdp,
                     max_micro_batch=most,
-                    measure=None if measures else False,
+                    measure=False if no_measure or is_of_gpus_alone else None,
                 )
         made = dataclasses.replace(
             made,
@@ -218,14 +219,6 @@ def _in_words_of_options(given: Sequence[str]) -> Iterator[None]:
             text = re.sub(rf"^{name}(?= )", option, re.sub(rf"(?<![\w-]){name}=", f"{option} ", text))
         error.args = (text,)
         raise
-
-
-def _is_to_measure(device: str | None, gpus: Sequence[str], device_memory: str | None) -> bool:
-    """Whether to measure here: not if --gpu or --device-memory is given on a machine without an accelerator.
-
-    The script's device does not matter, because most scripts name one.
-    """
-    return device is not None or not (gpus or device_memory) or torch.accelerator.is_available()
 
 
 def _most(job: Job, asked: int | None, required: int | None) -> int | None:

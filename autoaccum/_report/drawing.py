@@ -68,7 +68,7 @@ def _name_of(verdict: Verdict, text: str) -> str:
     found, room = verdict.found, format_bytes(verdict.found.room_bytes)
     taken = room if found.peak_bytes is None else f"{format_bytes(found.peak_bytes)} of {room}"
     limited = " (the memory limit)" if found.is_limited else ""
-    name = f"<b>{escape(verdict.place)} {escape(verdict.answer)}</b>"
+    name = f"<b>{escape(found.name)} {escape(verdict.answer)}</b>"
     return f'<p class="name {ANSWERS[verdict.answer]}">{name}{text} {taken}{limited}</p>'
 
 

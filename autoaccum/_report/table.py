@@ -54,7 +54,7 @@ def _parts(report: ReportContents) -> Iterator[RenderableType]:
     answers = Table.grid(padding=(0, 1))
     for verdict in verdicts_of(report):
         mark = Text(*_MARKS[verdict.answer])
-        answers.add_row(mark, Text(f"{verdict.place}: {verdict.text}"))
+        answers.add_row(mark, Text(f"{verdict.found.name}: {verdict.text}"))
     yield answers
     for section in sections_of(report):
         yield Text()

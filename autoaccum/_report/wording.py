@@ -61,11 +61,6 @@ class Verdict:
     found: Measured | Predicted
     text: str
 
-    @property
-    def place(self) -> str:
-        """The name of the place."""
-        return self.found.name
-
 
 def title_of(report: ReportContents) -> str:
     """Return the report's title, such as "ResNet, target batch 256"."""
@@ -78,7 +73,8 @@ def verdicts_of(report: ReportContents) -> list[Verdict]:
     required = f"; {report.required_micro_batch} at once are required"
     verdicts = [Verdict(one.verdict, one, _verdict_text(one, report.subject)) for one in report.places]
     return [
-        replace(one, answer=DOES_NOT_FIT, text=one.text + required) if one.place in short else one for one in verdicts
+        replace(one, answer=DOES_NOT_FIT, text=one.text + required) if one.found.name in short else one
+        for one in verdicts
     ]
 
 
@@ -106,11 +102,11 @@ def headline_of(report: ReportContents) -> tuple[str, str, str]:
     answer = max((one.answer for one in places), key=[FITS, TIGHT, DOES_NOT_FIT].index)
     worst = [one for one in places if one.answer == answer]
     least = min(worst, key=lambda one: report.counts(one.found) or one.found.micro_batch)
-    names = ", ".join(one.place for one in worst)
+    names = ", ".join(one.found.name for one in worst)
     if len(worst) == len(places) > 1:
         names = f"{'any of' if answer == DOES_NOT_FIT else 'all'} {len(places)} devices"
     on = "on" if least.found.is_gpu or len(worst) > 1 else "in"  # host memory
-    place = f"{least.place}{', which holds least' if len(worst) > 1 else ''}: " if len(places) > 1 else ""
+    place = f"{least.found.name}{', which holds least' if len(worst) > 1 else ''}: " if len(places) > 1 else ""
     return answer, f"{answer[0].upper()}{answer[1:]} {on} {names}.", f"{place}{least.text}."
 
 

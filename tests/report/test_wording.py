@@ -32,7 +32,7 @@ def test_times_are_told_as_people_tell_them(seconds, text):
 
 
 def test_each_place_has_its_verdict_measured_ones_first():
-    assert [(one.answer, one.place) for one in verdicts_of(REPORT)] == [
+    assert [(one.answer, one.found.name) for one in verdicts_of(REPORT)] == [
         ("fits", "NVIDIA GeForce RTX 3060"),
         ("fits", "l4"),
         ("fits", "rtx-3070"),
