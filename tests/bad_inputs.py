@@ -586,7 +586,6 @@ CALLS = {
         {
             "gpus": lambda value: value in ([], ()),
             "device_memory": or_none(size),
-            "display": or_none(lambda value: size(value) or whole(0)(value)),
             "ranks": whole(1, 4),
             "fsdp": lambda value: value is False,
             "loader": or_none(iterable),
@@ -597,7 +596,6 @@ CALLS = {
             "memory": [],
             "gpus": [lambda _: "no such GPU", lambda _: ["h100-80gb", "nope"], lambda _: [3]],
             "device_memory": [lambda _: "50%", lambda _: "1MiB", lambda _: "9" * 400],
-            "display": [lambda _: "50%", lambda _: "much", lambda _: "9" * 400],
         },
         [lambda _: {"measure": False}],
     ),

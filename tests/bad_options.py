@@ -14,12 +14,11 @@ BELOW_A_FILE = ["a file/below"]
 # By command and option; a text stands for one use of the option.
 BAD = {
     "report": {
-        "recipe": ["missing.py", "a file", "recipe.py:nothing", "."],
+        "script": ["missing.py", "a file", "recipe.py:nothing", "."],
         "target_batch": COUNTS,
         "target_tokens": COUNTS,
         "gpus": ["no such GPU", "", "a"],
         "device_memory": [*LIMITS[:4], "50%", "1MiB"],
-        "display": ["much", "50%", "-1MiB"],
         "ranks": COUNTS[:4],
         "memory_limit": LIMITS,
         "memory": ["nope", "", "chunked_loss:head", "chunked_loss", "checkpoint:", "checkpoint:Blok", "auto:2"],
@@ -103,8 +102,8 @@ def judge(case, folder):
     (folder / "a file").touch()
     (folder / "recipe.py").write_text(textwrap.dedent(RECIPE))
     before = sorted(folder.rglob("*"))
-    given = [value] if name == "recipe" else [f"{option}={value}"]
-    recipe = [] if name == "recipe" or command != "report" else ["recipe.py"]
+    given = [value] if name == "script" else [f"{option}={value}"]
+    recipe = [] if name == "script" or command != "report" else ["recipe.py"]
     ending = {"run": ["--no-cache", "--", "touch", "trained"], "slurm": ["--dry-run", "--", "true"]}.get(command, [])
     answer = CliRunner().invoke(cli, [command, *recipe, *given, *ending])
     line = f"autoaccum {command} {' '.join(given)}"[:80]

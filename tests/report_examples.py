@@ -2,21 +2,18 @@
 
 from dataclasses import replace
 
+from autoaccum._estimate.footprint import AliveMemory, Footprint
 from autoaccum._estimate.gpus import GPU
-from autoaccum._estimate.step_memory import AliveMemory, ModuleMemory, StepMemory, TimelinePoint
-from autoaccum._estimate.trace import Footprint
 from autoaccum._records import Neighbour, Plan, Trial
 from autoaccum._report import Remedy, Report
-from autoaccum._report.records import DeviceFacts, HostFacts, LoaderFacts, Measured, Pace, Predicted, Subject
+from autoaccum._report.records import DeviceFacts, Measured, Pace, Predicted, Subject
 
 MIB, GIB = 1 << 20, 1 << 30
 
 SUBJECT = Subject("ResNet", 11_181_642, 11_181_642, "Adam", 256, "train.py:job")
-HOST = HostFacts(64 * GIB, 40 * GIB)
-LOADER = LoaderFacts(batches=9, samples=288, first_batch_s=0.25, samples_per_s=812.0, workers=4, feeds=True)
 REMEDIES = (
-    Remedy("checkpointing", "torch.utils.checkpoint on layer1 to layer4", 6 * GIB, 128, "a third more time"),
-    Remedy("Adafactor", "in place of Adam", None, None, "other updates"),
+    Remedy("checkpointing", "torch.utils.checkpoint on layer1 to layer4", 6 * GIB, 128, "a third more time", 120),
+    Remedy("Adafactor", "in place of Adam", 5 * GIB, 64, "other updates", 60),
 )
 
 
@@ -29,17 +26,23 @@ def footprint(size, *, fixed=200 * MIB, each=40 * MIB, phase="backward"):
         "optimizer_bytes": 86 * MIB,
         "inputs_bytes": size * MIB,
         "activations_bytes": size * (each - MIB),
+        "loss_bytes": 0,
+        "workspace_bytes": 0,
         "temporary_bytes": fixed - 173 * MIB,
     }
     peak = sum(parts.values())
-    return Footprint(size=size, phase=phase, peak_bytes=peak, reserved_bytes=peak + 20 * MIB, **parts)
+    alive = (
+        AliveMemory("activations", "layer1.conv", "aten.convolution.default", 2, parts["activations_bytes"] // 2),
+        AliveMemory("parameters", "head", "", 1, 40 * MIB),
+    )
+    return Footprint(size=size, phase=phase, peak_bytes=peak, reserved_bytes=peak + 20 * MIB, **parts, alive=alive)
 
 
 SIZES = (1, 2, 128, 256)
 
 
 def gpu(name="l4", total=22 * GIB):
-    return GPU(name, total, 448 * MIB, bf16=True, source="https://example.org/gpu")
+    return GPU(name, total, 448 * MIB, (8, 0), source="https://example.org/gpu")
 
 
 def predicted(name="l4", total=22 * GIB, micro_batch=256, sizes=(256,)):
@@ -67,7 +70,7 @@ DEVICE = DeviceFacts(
     total_bytes=12 * GIB,
     free_bytes=7 * GIB,
     room_bytes=6 * GIB,
-    limit_bytes=6 * GIB,
+    limit_bytes=None,
     holds_model=True,
     others_bytes=5 * GIB,
     neighbours=(Neighbour(4242, "python3", 5 * GIB), Neighbour(7, "Xorg", None)),
@@ -94,34 +97,12 @@ REPORT = Report(
     subject=SUBJECT,
     measured=MEASURED,
     predicted=(predicted(), predicted("rtx-3070", 8 * GIB, 180, (128, 128))),
-    host=HOST,
-    loader=LOADER,
     warnings=("BatchNorm: 20 layers in training mode normalise by each micro-batch's own mean and variance.",),
     notes=("optimizer: AdamW(lr=1e-3) (optimizer=None)",),
     remedies=REMEDIES,
+    remedies_on="l4",
 )
-STEP = StepMemory(
-    128,
-    (
-        TimelinePoint(0, "before", {"parameters": 43 * MIB}),
-        TimelinePoint(4, "forward", {"parameters": 43 * MIB, "activations": 200 * MIB}),
-        TimelinePoint(8, "backward", {"parameters": 43 * MIB, "activations": 200 * MIB, "loss": 30 * MIB}),
-        TimelinePoint(20, "optimizer", {"parameters": 43 * MIB}),
-    ),
-    2,
-    (
-        ModuleMemory("layer1.conv", {"parameters": 40 * MIB, "activations": 150 * MIB}),
-        ModuleMemory("layer1.norm", {"parameters": 3 * MIB}),
-        ModuleMemory("head", {"activations": 50 * MIB}),
-        ModuleMemory("(loss)", {"loss": 30 * MIB}),
-    ),
-    (
-        AliveMemory("activations", "layer1.conv", "aten.convolution.default", 2, 150 * MIB),
-        AliveMemory("activations", "head", "aten.relu.default", 1, 50 * MIB),
-    ),
-)
-TRACED = replace(REPORT, measured=replace(MEASURED, step_memory=STEP))
-PREDICTED_ONLY = replace(REPORT, measured=None, loader=None, warnings=(), remedies=())
+PREDICTED_ONLY = replace(REPORT, measured=None, warnings=(), remedies=())
 NOTHING_FITS = replace(
     REPORT,
     measured=Measured(

@@ -80,7 +80,7 @@ def run_command(
 @click.option(
     "--max-restarts", "restarts", **_NUMBER, default=RESTARTS, show_default=True, help="Most returns to the queue."
 )
-@click.option("--preflight", metavar="RECIPE.py", help="Run autoaccum report on this recipe first; end if it fails.")
+@click.option("--preflight", metavar="SCRIPT.py", help="Run autoaccum report on this script first; end if it fails.")
 @click.option("--dry-run", is_flag=True, help="Print the batch script and submit nothing; needs no Slurm.")
 def slurm_command(
     command: tuple[str, ...], cpus: int | None, others: tuple[str, ...], dry_run: bool, **given: Any

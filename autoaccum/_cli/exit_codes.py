@@ -40,7 +40,7 @@ MEANINGS = {
     ExitCode.DONE: "done; report: it fits",
     ExitCode.UNEXPECTED: "an unexpected error, with its traceback",
     ExitCode.USAGE: "the command line cannot be parsed",
-    ExitCode.BAD_INPUT: "bad input: an option, a recipe, or a job that Slurm refuses",
+    ExitCode.BAD_INPUT: "bad input: an option, a script, or a job that Slurm refuses",
     ExitCode.DOES_NOT_FIT: "it does not fit in memory, at any size that was allowed",
     ExitCode.DAMAGED: "the device was lost: start a new process",
     ExitCode.SMALLER: "report: it fits, but only in smaller micro-batches than required",

@@ -1,6 +1,6 @@
-"""`autoaccum report`: calls `preflight` for a recipe, prints the report, and exits with a code for job scripts.
+"""`autoaccum report`: calls `preflight` for a script, prints the report, and exits with a code for job scripts.
 
-The table, or with --json the document, goes to stdout; everything else, including the recipe's output, to stderr.
+The table, or with --json the document, goes to stdout; everything else, including the script's output, to stderr.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 
 from autoaccum._cli.exit_codes import ExitCode, complain, print_result
 from autoaccum._data.nesting import shapes_of
-from autoaccum._estimate.gpus import custom_gpu, gpu_named, with_display
+from autoaccum._estimate.gpus import custom_gpu, gpu_named
 from autoaccum._launch.recipe import RecipeError, errors_explained
 from autoaccum._launch.script import load_job
 from autoaccum._memory.limits import format_bytes, parse_size
@@ -49,11 +49,11 @@ _BUSY = "busy or unavailable"
 
 
 _SIZE: dict[str, Any] = {"metavar": "SIZE"}
-_NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
+_NUMBER: dict[str, Any] = {"type": click.IntRange(min=1), "metavar": "N"}
 
 
 @click.command("report", context_settings={"max_content_width": 100})
-@click.argument("recipe", metavar="FILE.py[:FUNCTION]")
+@click.argument("script", metavar="FILE.py[:FUNCTION]")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGUMENTS]")
 @click.option("--target-batch", **_NUMBER, help="Samples per optimizer step.")
 @click.option("--target-tokens", **_NUMBER, help="Tokens per optimizer step, in place of samples.")
@@ -63,7 +63,6 @@ _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 @click.option("--precision", metavar="NAME", help="auto, fp32, bf16 or fp16.")
 @click.option("--gpu", "gpus", multiple=True, metavar="NAME", help="Predict for this GPU (h100-80gb); repeatable.")
 @click.option("--device-memory", **_SIZE, help="Predict for a GPU with this memory, such as 24GiB.")
-@click.option("--display", **_SIZE, help="Memory of each GPU that a display uses, such as 600MiB.")
 @click.option("--ranks", **_NUMBER, default=1, help="Processes that train together, each with its share of the batch.")
 @click.option("--fsdp", is_flag=True, help="Predict for a model that is sharded over the ranks.")
 @click.option("--max-micro-batch", **_NUMBER, help="The largest micro-batch of interest.")
@@ -79,12 +78,11 @@ _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 def report_command(
     context: click.Context,
     /,
-    recipe: str,
+    script: str,
     arguments: tuple[str, ...],
     *,
     gpus: tuple[str, ...],
     device_memory: str | None,
-    display: str | None,
     ranks: int,
     fsdp: bool,
     max_micro_batch: int | None,
@@ -108,32 +106,31 @@ def report_command(
         name: list(value) if name == "memory" else value for name, value in options.items() if value not in (None, ())
     }
     with _missing_as_exit_code(context):
-        measures = not no_measure and _is_to_measure(given.get("device"), gpus, device_memory)
+        # A device that the script names does not matter, because most name one.
+        is_of_gpus_alone = not given.get("device") and (gpus or device_memory) and not torch.accelerator.is_available()
         free_bytes = None if require_free is None else parse_size(require_free, name="--require-free")
-        _check_required(require_micro_batch, max_micro_batch)
-        _check_gpus(gpus, device_memory, display, no_measure=no_measure)
+        _check_gpus(gpus, device_memory, no_measure=no_measure)
         for path, option in ((html, "--html"), (snapshot, "--snapshot")):
             if path is not None:
                 check_place(path, option)  # before any slow work
         if snapshot is not None and not gpus and device_memory is None:
             raise InvalidInputError("--snapshot is of a prediction; name a GPU (--gpu h100-80gb), or --device-memory")
         with contextlib.redirect_stdout(sys.stderr):
-            job = load_job(recipe, arguments).with_arguments(given)
+            job = load_job(script, arguments).with_arguments(given)
             most = _most(job, max_micro_batch, require_micro_batch)
             with _in_words_of_options([*given, "max_micro_batch", "ranks", "fsdp"]), _progress(quiet=quiet):
                 made = _report_of(
                     job,
                     gpus=gpus,
                     device_memory=device_memory,
-                    display=display,
                     ranks=ranks,
                     fsdp=fsdp,
                     max_micro_batch=most,
-                    measure=None if measures else False,
+                    measure=False if no_measure or is_of_gpus_alone else None,
                 )
         made = dataclasses.replace(
             made,
-            subject=dataclasses.replace(made.subject, recipe=recipe),
+            subject=dataclasses.replace(made.subject, script=script),
             required_micro_batch=require_micro_batch,
             is_optimistic=optimistic,
         )
@@ -192,7 +189,7 @@ def _report_of(job: Job, **asked: Any) -> Report:
 
 @contextlib.contextmanager
 def _errors_of(job: Job, batch: Any) -> Iterator[None]:
-    """Turn an error in the recipe's model, loss or optimizer into one that describes the batch.
+    """Turn an error in the script's model, loss or optimizer into one that describes the batch.
 
     Raises:
         RecipeError: There was such an error.
@@ -205,8 +202,8 @@ def _errors_of(job: Job, batch: Any) -> Iterator[None]:
         model = job.get("model")
         name = type(model).__name__ if isinstance(model, nn.Module) else f"{getattr(model, '__name__', model)}()"
         raise RecipeError(
-            f"the recipe's model ({name}) or its step raised {type(error).__name__}: {first_line(error)}; its first "
-            f"batch holds {shapes_of(batch)}; correct the recipe"
+            f"the script's model ({name}) or its step raised {type(error).__name__}: {first_line(error)}; its first "
+            f"batch holds {shapes_of(batch)}; correct the script"
         ) from error
 
 
@@ -224,20 +221,11 @@ def _in_words_of_options(given: Sequence[str]) -> Iterator[None]:
         raise
 
 
-def _is_to_measure(device: str | None, gpus: Sequence[str], device_memory: str | None) -> bool:
-    """Whether to measure here: not if --gpu or --device-memory is given on a machine without an accelerator.
-
-    The recipe's device does not matter, because most recipes name one.
-    """
-    return device is not None or not (gpus or device_memory) or torch.accelerator.is_available()
-
-
 def _most(job: Job, asked: int | None, required: int | None) -> int | None:
     """Return the largest size to search; a required size may exceed the target batch."""
-    if asked is not None or required is None:
-        own = job.get("micro_batch")
-        return asked if asked is not None or not isinstance(own, int) else own
-    return max(required, job.samples_of_target(_first_batch(job)))
+    own = job.get("micro_batch")
+    most = own if asked is None and isinstance(own, int) else asked
+    return most if required is None else max(required, most or job.samples_of_target(_first_batch(job)))
 
 
 def _first_batch(job: Job) -> Any:
@@ -245,45 +233,28 @@ def _first_batch(job: Job) -> Any:
         batches = iter(job.get("loader"))
     except TypeError:
         raise InvalidInputError(
-            f"the recipe's job has no loader (loader={job.get('loader')!r}), and a report needs its first batch; pass "
+            f"the script's job has no loader (loader={job.get('loader')!r}), and a report needs its first batch; pass "
             "autoaccum.Job(model, loader, target_batch) with a DataLoader, or a list of one batch"
         ) from None
-    with errors_explained("the recipe's loader"):  # even if its text is that of a busy device
+    with errors_explained("the script's loader"):  # even if its text is that of a busy device
         for batch in batches:
             return batch
     raise InvalidInputError(
-        f"the recipe's loader ({type(job.get('loader')).__name__}) has no batch, and a report needs the first one"
+        f"the script's loader ({type(job.get('loader')).__name__}) has no batch, and a report needs the first one"
     )
 
 
-def _check_gpus(names: Sequence[str], device_memory: str | None, display: str | None, *, no_measure: bool) -> None:
-    """Raise for unknown GPUs, or --no-measure without a GPU, before the recipe is loaded, which may be slow."""
-    gpus = [gpu_named(name) for name in names]
+def _check_gpus(names: Sequence[str], device_memory: str | None, *, no_measure: bool) -> None:
+    """Raise for unknown GPUs, or --no-measure without a GPU, before the script is run, which may be slow."""
+    for name in names:
+        gpu_named(name)
     if device_memory is not None:
-        parse_size(device_memory, name="--device-memory")
         with _in_words_of_options(["device_memory"]):
-            gpus.append(custom_gpu(device_memory))
-    if display is not None:
-        parse_size(display, name="--display")
-        with _in_words_of_options(["display"]):
-            for gpu in gpus:
-                with_display(gpu, display)
+            custom_gpu(device_memory)
     if no_measure and not names and device_memory is None:
         raise InvalidInputError(
             "--no-measure without a GPU leaves nothing to report; name GPUs (--gpu h100-80gb), pass a GPU's memory "
             "(--device-memory 24GiB), or omit --no-measure"
-        )
-
-
-def _check_required(required: int | None, most: int | None) -> None:
-    """Raise if a required micro-batch is below 1 or above --max-micro-batch."""
-    if required is None:
-        return
-    if required < 1:
-        raise InvalidInputError(f"--require-micro-batch {required} must be 1 or more")
-    if most is not None and 1 <= most < required:
-        raise InvalidInputError(
-            f"--require-micro-batch {required} exceeds --max-micro-batch {most}, so it is never tried; omit one of them"
         )
 
 

@@ -100,20 +100,6 @@ class Timeline:
                 alive[event] = None
         return tuple(alive)
 
-    def part(self, event: int, storage: int) -> Timeline | None:
-        """Return the events from one on, by storages from one on; None if they free earlier storages."""
-        events = self.events[event:]
-        if any(~number < storage for number in events if number < 0):
-            return None
-        own = [number - storage if number >= 0 else number + storage for number in events]
-        return Timeline(self.size, self.storages[storage:], own)
-
-    def append(self, part: Timeline) -> None:
-        """Add events that concern only their own storages."""
-        first = len(self.storages)
-        self.storages += part.storages
-        self.events += [number + first if number >= 0 else number - first for number in part.events]
-
     def with_held(self, size_bytes: int) -> Timeline:
         """Return the timeline with one more storage that is alive throughout."""
         number = len(self.storages)

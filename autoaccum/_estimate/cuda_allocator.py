@@ -185,20 +185,7 @@ class CachingAllocator:
         del blocks[bisect_left(blocks, (block.size, block.number))]
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """The peaks of a replay.
-
-    Attributes:
-        peak_bytes: The peak of allocated memory, rounded as the allocator rounds.
-        reserved_bytes: The peak of reserved memory.
-    """
-
-    peak_bytes: int
-    reserved_bytes: int
-
-
-def serve(timeline: Timeline, capacity_bytes: int | None = None) -> Served | None:
+def serve(timeline: Timeline, capacity_bytes: int | None = None) -> CachingAllocator | None:
     """Replay a step from the middle of training, with the cache left by the previous step.
 
     Args:
@@ -206,7 +193,7 @@ def serve(timeline: Timeline, capacity_bytes: int | None = None) -> Served | Non
         capacity_bytes: The device's memory; None for unlimited.
 
     Returns:
-        The peaks; None if the capacity is too small.
+        The allocator after the step, with its peaks; None if the capacity is too small.
     """
     allocator = CachingAllocator(capacity_bytes, expandable=expands())
     blocks: dict[int, Block] = {}
@@ -221,7 +208,7 @@ def serve(timeline: Timeline, capacity_bytes: int | None = None) -> Served | Non
                 allocator.free(blocks.pop(number))
     except OutOfMemoryError:
         return None
-    return Served(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes)
+    return allocator
 
 
 def replay(allocator: CachingAllocator, timeline: Timeline, events: list[int], blocks: dict[int, Block]) -> None:

@@ -13,9 +13,9 @@ from torch import nn
 from autoaccum._arguments import check_positive_int
 from autoaccum._data.batches import count
 from autoaccum._data.nesting import tensors_in
-from autoaccum._engine.precision import PRECISIONS, own_half_type
+from autoaccum._engine.precision import own_half_type
 from autoaccum._estimate import cudnn_recurrent
-from autoaccum._estimate.fake import built_on_meta, drops_layers, why_stuck
+from autoaccum._estimate.fake import built_on_meta, why_stuck
 from autoaccum._estimate.fake_step import FakeJob, FakeStep, take_lists
 from autoaccum._estimate.gpu_properties import GPUAnswers
 from autoaccum._estimate.trace import Traced, TracedSizes
@@ -42,7 +42,6 @@ __all__ = ["NotTracedError", "Traced", "estimate_step", "take_lists", "trace_ste
 # Dimensions of token tensors: samples and tokens.
 _WITH_LENGTH = 2
 _OF_LENGTHS = "; varying lengths fragment the cache (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help)"
-_OF_LAYERS = "layers that training drops at random (layerdrop) are counted as kept; a step that drops some needs less"
 # From the runs in docs/dev/estimates.md, "Against real GPUs".
 _OF_CUDNN = (
     "cuDNN chooses its convolutions' workspace at run time; only Winograd's, in float32 without Tensor Cores, is "
@@ -81,7 +80,7 @@ def trace_step(
         batch: A batch as the loader yields it; other sizes are made of its samples, with their lengths.
         loss: As for `fit`.
         optimizer: As for `fit`; an instance is copied without its state.
-        precision: As for `fit`.
+        precision: As for `fit`, but for "auto".
         forward: As for `fit`.
         loss_reduction: As for `fit`.
         clip_grad_norm: As for `fit`.
@@ -100,16 +99,8 @@ def trace_step(
         NotTracedError: The step cannot be traced without values.
     """
     largest = count(batch, split) if most is None else check_positive_int("most", most)
-    if kind not in ("cpu", "cuda"):
-        raise InvalidInputError(f"kind={kind!r} is unknown; choose 'cpu' or 'cuda'")
-    if precision not in PRECISIONS:
-        raise InvalidInputError(f"precision={precision!r} is unknown; choose one of {', '.join(map(repr, PRECISIONS))}")
-    for size in sizes or ():
-        check_positive_int("each of sizes", size)
     asked = sorted(set(sizes)) if sizes else sorted({1, min(2, largest), -(-largest // 2), largest})
     notices = Notices(silent=True)
-    if precision == "auto":
-        precision = "bf16" if kind == "cuda" else "fp32"
     job = FakeJob(
         model=model if isinstance(model, nn.Module) else built_on_meta(model, notices),
         batch=batch,
@@ -138,7 +129,7 @@ def trace_step(
             return step(size, adapts)
 
         step_of = TracedSizes(run, min(2, asked[-1]) if len(asked) > 1 else asked[0], asked[-1])
-        return Traced(step_of, tuple(sizes), kind, tuple(notes), share, job.answers.answered, changed_by)
+        return Traced(step_of, tuple(sizes), tuple(notes), share, job.answers.answered, changed_by)
 
     def changed_by(more: Sequence[Adapt]) -> Traced:
         return traced(asked[-1:], [*adapts, *more])
@@ -174,11 +165,9 @@ def estimate_step(
     Raises:
         InvalidInputError: As for `trace_step`.
     """
-    if gpu is not None and options.get("precision") == "auto":
-        options["precision"] = "bf16" if gpu.bf16 else "fp16"
     if gpu is None:
         return trace_step(model, batch, kind="cpu", **options).estimate()
-    return trace_step(model, batch, kind="cuda", tensor_float=gpu.tensor_float, gpu=gpu, **options).estimate(gpu)
+    return trace_step(model, batch, kind="cuda", tensor_float=gpu.bf16, gpu=gpu, **options).estimate(gpu)
 
 
 def _notes(job: FakeJob) -> Iterator[str]:
@@ -192,8 +181,6 @@ def _notes(job: FakeJob) -> Iterator[str]:
     if lengths:
         text = f"sequences have the length of the batch passed: {', '.join(map(str, sorted(lengths)))}"
         yield text + _OF_LENGTHS if is_cuda else text
-    if drops_layers(job.model):
-        yield _OF_LAYERS
     if is_cuda and any(isinstance(part, nn.modules.conv._ConvNd) for part in modules):
         yield _OF_CUDNN
     if is_cuda and any(isinstance(part, nn.RNNBase) for part in modules):

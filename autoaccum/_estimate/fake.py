@@ -28,7 +28,7 @@ from autoaccum._oom import first_line
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from autoaccum._data.pieces import Split
     from autoaccum._system.notices import Notices
@@ -219,22 +219,14 @@ def why_stuck(error: Exception) -> str | None:
     return reason
 
 
-def drops_layers(model: nn.Module) -> bool:
-    """Whether a model drops layers in training (LayerDrop, arXiv:1909.11556)."""
-    return any(True for _ in _rates(model))
-
-
 def keep_every_layer(model: nn.Module) -> None:
-    """Set the rates at which a copy of a model drops layers to 0: what a step needs at most, it needs with all."""
-    for holder, name in list(_rates(model)):
-        setattr(holder, name, 0.0)
+    """Set the rates at which a copy of a model drops layers (LayerDrop, arXiv:1909.11556) to 0.
 
-
-def _rates(model: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Yield each rate above 0 as its holder, a module or its configuration, and its name there."""
+    What a step needs at most, it needs with all layers.
+    """
     for module in model.modules():
         for holder in (module, getattr(module, "config", None)):
             for name, value in getattr(holder, "__dict__", {}).items():
                 named = name == "layerdrop" or name.endswith("_layerdrop")
                 if named and isinstance(value, int | float) and value > 0:
-                    yield holder, name
+                    setattr(holder, name, 0.0)

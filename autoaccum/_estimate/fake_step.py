@@ -129,8 +129,6 @@ class FakeStep:
             torch.empty(2, device=self._device)[:1]
             self._step = self._staged()
             self._owners = Owners(self._step.objective.modules)
-            # An optimizer step is the same after batches of any size.
-            self._optimizer_part: Timeline | None = None
             self._trainable = [parameter for parameter in self._step.parameters if parameter.requires_grad]
             self._make_gradients()
             self._step_optimizer()
@@ -149,7 +147,6 @@ class FakeStep:
             for parameter in without:
                 self._step.optimizer.state.pop(parameter, None)
             self._trainable = [parameter for parameter in self._trainable if id(parameter) in arrived]
-            self._optimizer_part = None
             return self._traced(batch, size)[0]
 
     def _staged(self) -> TrainingStep:
@@ -215,12 +212,7 @@ class FakeStep:
             step.accumulate(batch, size, Factors(alone=True), PartResult())
             step.stage.phase = Phase.OPTIMIZER
             ledger.enter("optimizer")
-            if self._optimizer_part is None:
-                begun, storages = len(ledger.timeline.events), len(ledger.timeline.storages)
-                self._make_optimizer_step()
-                self._optimizer_part = ledger.timeline.part(begun, storages)
-            else:
-                ledger.timeline.append(self._optimizer_part)
+            self._make_optimizer_step()
 
     def _make_gradients(self) -> None:
         for parameter in self._trainable:

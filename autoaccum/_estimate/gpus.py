@@ -19,7 +19,7 @@ from __future__ import annotations
 import csv
 import difflib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 
 from autoaccum._arguments import shown
@@ -29,9 +29,6 @@ from autoaccum.errors import InvalidInputError
 _MIB = 2**20
 # For a GPU that is not listed: the most that CUDA takes on one that is.
 _MOST_CONTEXT_MIB = 704
-# Memory of an RTX 4090 that was neither free nor used by a process of CUDA: the message above, and
-# https://github.com/pinokiofactory/flux-webui/issues/11.
-DISPLAY_MIB = (368, 897)
 # Ampere, which introduced bfloat16 and TF32.
 _AMPERE = (8, 0)
 _SUGGESTED = 3
@@ -45,39 +42,25 @@ class GPU:
         name: Its name in the table, such as "h100-80gb".
         total_bytes: Its memory, as `torch.cuda.get_device_properties` reports it.
         context_bytes: The part that CUDA itself uses for each process.
-        bf16: Whether it supports bfloat16.
+        capability: Its compute capability; for a GPU that is not in the table, the lowest with bfloat16.
         source: The origin of its memory.
-        display_bytes: The part that a display uses.
-        capability: Its compute capability; for a GPU that is not in the table, the lowest with its types.
     """
 
     name: str
     total_bytes: int
     context_bytes: int
-    bf16: bool
+    capability: tuple[int, int]
     source: str
-    display_bytes: int = 0
-    capability: tuple[int, int] = (0, 0)
-
-    def __post_init__(self) -> None:
-        """Fill in the capability where it is unknown."""
-        if self.capability == (0, 0):
-            object.__setattr__(self, "capability", _AMPERE if self.bf16 else (7, 0))
 
     @property
-    def has_outputs(self) -> bool:
-        """Whether it is made for workstations, where a display may use a part of its memory."""
-        return self.name.startswith(("rtx", "titan"))
-
-    @property
-    def tensor_float(self) -> bool:
-        """Whether it computes float32 with Tensor Cores (TF32), introduced together with bfloat16."""
-        return self.bf16
+    def bf16(self) -> bool:
+        """Whether it supports bfloat16, and computes float32 with Tensor Cores (TF32)."""
+        return self.capability >= _AMPERE
 
     @property
     def free_bytes(self) -> int:
         """The memory that a process alone on the GPU can reserve."""
-        return self.total_bytes - self.context_bytes - self.display_bytes
+        return self.total_bytes - self.context_bytes
 
 
 def known_gpus() -> tuple[GPU, ...]:
@@ -121,37 +104,7 @@ def custom_gpu(device_memory: str) -> GPU:
         raise InvalidInputError(
             f"device_memory={device_memory!r} is too small: CUDA itself uses up to {context // _MIB} MiB; pass more"
         )
-    return GPU(f"device of {device_memory.strip()}", total, context, bf16=True, source="--device-memory")
-
-
-def display_bytes(display: int | str) -> int:
-    """Return the memory that a display uses, given in bytes or as "600MiB".
-
-    Raises:
-        InvalidInputError: It is no size.
-    """
-    if isinstance(display, bool) or not isinstance(display, int | str) or (isinstance(display, int) and display < 0):
-        raise InvalidInputError(f"display={shown(display)} must be bytes, or a size such as '600MiB'")
-    return display if isinstance(display, int) else parse_size(display, name="display")
-
-
-def with_display(gpu: GPU, display: int | str) -> GPU:
-    """Return a GPU of whose memory a display uses a part.
-
-    Args:
-        gpu: The GPU.
-        display: The part, in bytes or as "600MiB".
-
-    Raises:
-        InvalidInputError: It is no size, or leaves nothing for training.
-    """
-    taken = display_bytes(display)
-    if taken >= gpu.free_bytes:
-        raise InvalidInputError(
-            f"display={shown(display)} leaves nothing of {gpu.name}, of which {gpu.free_bytes // _MIB} MiB are free "
-            "beside CUDA; pass less"
-        )
-    return replace(gpu, display_bytes=taken)
+    return GPU(f"device of {device_memory.strip()}", total, context, _AMPERE, "--device-memory")
 
 
 def _plain(name: str) -> str:
@@ -166,15 +119,8 @@ def _read() -> tuple[dict[str, GPU], dict[str, GPU]]:
     text = resources.files("autoaccum._estimate").joinpath("gpus.csv").read_text(encoding="utf-8")
     for row in csv.DictReader(line for line in text.splitlines() if not line.startswith("#")):
         major, _, minor = row["capability"].partition(".")
-        capability = int(major), int(minor)
-        gpu = GPU(
-            row["name"],
-            int(row["total_bytes"]),
-            int(row["context_mib"]) * _MIB,
-            bf16=capability >= _AMPERE,
-            source=row["source"],
-            capability=capability,
-        )
+        total, context = int(row["total_bytes"]), int(row["context_mib"]) * _MIB
+        gpu = GPU(row["name"], total, context, (int(major), int(minor)), row["source"])
         gpus[_plain(gpu.name)] = gpu
         others |= {_plain(name): gpu for name in row["other_names"].split()}
     return gpus, others

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from autoaccum._estimate.allocation_trace import between
 from autoaccum._estimate.cuda_allocator import serve
 from autoaccum._estimate.cuda_dispatch import cublas_bytes
+from autoaccum._estimate.footprint import footprint_of
 from autoaccum._estimate.gpu_properties import properties_of
 from autoaccum._system.own_code import raised_here
 from autoaccum.errors import InvalidInputError
@@ -18,42 +18,11 @@ if TYPE_CHECKING:
 
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.fake_step import Adapt
+    from autoaccum._estimate.footprint import Footprint
     from autoaccum._estimate.gpus import GPU
 
 # Micro-batches are smaller than two to this power.
 _POWERS = 40
-_PARTS = ("parameters", "buffers", "gradients", "optimizer", "inputs", "activations")
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """Memory of one training step at its peak. The parts add up to `peak_bytes`.
-
-    Attributes:
-        size: Samples in the micro-batch.
-        phase: The phase with the peak: "forward", "backward" or "optimizer".
-        peak_bytes: Bytes of tensors at the peak, as rounded by the device's allocator.
-        reserved_bytes: Bytes that the allocator has reserved on the device by then, at least `peak_bytes`.
-        parameters_bytes: Weights.
-        buffers_bytes: Buffers.
-        gradients_bytes: Gradients of parameters.
-        optimizer_bytes: The optimizer's state.
-        inputs_bytes: The micro-batch, and the next one being transferred.
-        activations_bytes: Tensors saved for the backward pass, the outputs and the loss.
-        temporary_bytes: Everything else: temporary tensors of operators, workspaces, rounding.
-    """
-
-    size: int
-    phase: str
-    peak_bytes: int
-    reserved_bytes: int
-    parameters_bytes: int
-    buffers_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    inputs_bytes: int
-    activations_bytes: int
-    temporary_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +32,6 @@ class Traced:
     Attributes:
         step_of: Returns the timeline of a size.
         sizes: The sizes whose footprints are recorded, ascending.
-        kind: The kernels traced: "cpu" or "cuda".
         notes: The assumptions, each a sentence.
         uncertainty: A step on a GPU may take this share more than predicted.
         gpu_answers: What the model asked of the GPU, and was told.
@@ -72,7 +40,6 @@ class Traced:
 
     step_of: Callable[[int], Timeline]
     sizes: tuple[int, ...]
-    kind: str
     notes: tuple[str, ...]
     uncertainty: float
     gpu_answers: Mapping[str, object]
@@ -96,15 +63,7 @@ class Traced:
 
         Args:
             gpu: The GPU whose caching allocator serves them; None for exact bytes, as the CPU's allocator counts.
-
-        Raises:
-            InvalidInputError: A GPU is given, but the kernels traced were those of the CPU.
         """
-        if gpu is not None and self.kind != "cuda":
-            raise InvalidInputError(
-                f"the step was traced with kind={self.kind!r}, and the GPU {gpu.name} runs other kernels; trace it "
-                "with kind='cuda'"
-            )
         # The step of one sample may be that of two, if the model refuses one.
         timelines = {timeline.size: timeline for timeline in map(self.step_of, self.sizes)}
         footprints = tuple(_footprint(timelines[size], gpu) for size in sorted(timelines))
@@ -138,11 +97,10 @@ class Estimate:
         """Whether a step of this size is predicted to fit in `room_bytes`."""
         if (size, room_bytes) in self._fits:
             return self._fits[size, room_bytes]
-        step = self.traced.step_of(size)
-        is_too_large = step.peak().live_bytes > room_bytes
-        fits = not is_too_large
+        step = self.timeline(size)
+        fits = step.peak().live_bytes <= room_bytes
         if self.gpu is not None and fits:
-            fits = serve(_with_cublas(step, self.gpu), room_bytes) is not None
+            fits = serve(step, room_bytes) is not None
         self._fits[size, room_bytes] = fits
         return fits
 
@@ -153,10 +111,6 @@ class Estimate:
             return 0
         below, above = self.footprints[-2:]
         return max(0, above.peak_bytes - below.peak_bytes) // (above.size - below.size)
-
-    def reserved_bytes(self, size: int) -> int:
-        """Predict the bytes that the allocator reserves on the device for a step of this size."""
-        return self.at(size).reserved_bytes
 
     def timeline(self, size: int) -> Timeline:
         """Return the step of this size, with the workspaces of cuBLAS."""
@@ -194,23 +148,12 @@ class Estimate:
 
 
 def _footprint(timeline: Timeline, gpu: GPU | None, room_bytes: int | None = None) -> Footprint:
-    peak, kinds = timeline.peak(), timeline.kinds()
-    kept = timeline.kept_for_backward()
-    held: Counter[str] = Counter()
-    for number in peak.alive:
-        # What a loss keeps is an activation here.
-        held["activations" if number in kept else kinds[number]] += timeline.storages[number].size_bytes
-    peak_bytes = reserved_bytes = peak.live_bytes
-    if gpu is not None:
-        step = _with_cublas(timeline, gpu)
-        served = serve(step, gpu.free_bytes if room_bytes is None else room_bytes) or serve(step)
-        assert served is not None
-        peak_bytes, reserved_bytes = max(peak_bytes, served.peak_bytes), served.reserved_bytes
-    parts = {f"{kind}_bytes": held[kind] for kind in _PARTS}
-    temporary = peak_bytes - sum(parts.values())
-    return Footprint(
-        timeline.size, timeline.phase_at(peak.index), peak_bytes, reserved_bytes, **parts, temporary_bytes=temporary
-    )
+    if gpu is None:
+        return footprint_of(timeline)
+    step = _with_cublas(timeline, gpu)
+    served = serve(step, gpu.free_bytes if room_bytes is None else room_bytes) or serve(step)
+    assert served is not None
+    return footprint_of(step, served.peak_allocated_bytes, served.peak_reserved_bytes)
 
 
 def _with_cublas(timeline: Timeline, gpu: GPU) -> Timeline:

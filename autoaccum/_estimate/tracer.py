@@ -7,7 +7,6 @@ one operator; for a GPU, rules provide it (`_estimate/cuda_kernels.py`).
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,8 +81,6 @@ class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
         """Run an operator and record what it allocated."""
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        if _is_in_place_on_lists(func) and args[0] and self._is_fake_there(args[0][0]):
-            return None
         if self._phase is not None and self._phase() != self.timeline.phases[-1][1]:
             self.enter(self._phase())
         result = _FAKES.get(func, func)(*args, **(kwargs or {}))
@@ -93,10 +90,6 @@ class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
         for number in held:
             self._close(number)
         return result
-
-    def _is_fake_there(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a fake on this device; an optimizer's step counts are not, and have values."""
-        return isinstance(tensor, FakeTensor) and tensor.device.type == self._device_type
 
     def enter(self, phase: str) -> None:
         """Record that a phase begins."""
@@ -145,10 +138,3 @@ class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
     def freed(self, key: int, record: int) -> None:  # noqa: ARG002 - its number is enough
         """Record the free."""
         self._close(record)
-
-
-@functools.cache
-def _is_in_place_on_lists(func: Any) -> bool:
-    """Whether the operator changes lists of tensors for an optimizer; a fake one costs hundreds of cache keys."""
-    name: str = func._schema.name
-    return name.startswith("aten::_foreach_") and name.endswith("_")

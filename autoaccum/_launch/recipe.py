@@ -42,14 +42,14 @@ def load_recipe(recipe: str) -> Job:
     """
     path, name = parts_of(recipe)
     with importable(path.parent):  # for the call too: the function may import its neighbours
-        with errors_explained(f"the recipe {str(path)!r}"):
+        with errors_explained(f"the script {str(path)!r}"):
             module = _imported(path)
         function = _function(module, name, path)
-        with errors_explained(f"{name}() of the recipe {str(path)!r}"):
+        with errors_explained(f"{name}() of the script {str(path)!r}"):
             job = function()
     if not isinstance(job, Job):
         raise InvalidInputError(
-            f"{name}() of the recipe {str(path)!r} returned {type(job).__name__}; "
+            f"{name}() of the script {str(path)!r} returned {type(job).__name__}; "
             "return autoaccum.Job(model, loader, target_batch, ...)"
         )
     return job
@@ -71,7 +71,7 @@ def errors_explained(what: str) -> Iterator[None]:
         while trace is not None and (is_own_file(name := trace.tb_frame.f_code.co_filename) or name.startswith("<")):
             trace = trace.tb_next
         error.__traceback__ = trace
-        raise RecipeError(f"{what} raised {type(error).__name__}: {error}; correct the recipe") from error
+        raise RecipeError(f"{what} raised {type(error).__name__}: {error}; correct the script") from error
 
 
 def parts_of(recipe: str) -> tuple[Path, str]:
@@ -85,13 +85,13 @@ def parts_of(recipe: str) -> tuple[Path, str]:
     if colon and not path.exists():
         path, name = Path(before), after
     if not name.isidentifier():
-        raise InvalidInputError(f"{recipe!r} names no function; write RECIPE.py or RECIPE.py:function")
+        raise InvalidInputError(f"{recipe!r} names no function; the script is written SCRIPT.py or SCRIPT.py:FUNCTION")
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
         remedy = "pass the path of a Python file that calls fit, or has a job()"
-        raise InvalidInputError(f"the recipe {str(path)!r} {found}; {remedy}")
+        raise InvalidInputError(f"the script {str(path)!r} {found}; {remedy}")
     if path.suffix != ".py":
-        raise InvalidInputError(f"the recipe {str(path)!r} is not a Python file; its name must end in .py")
+        raise InvalidInputError(f"the script {str(path)!r} is not a Python file; its name must end in .py")
     return path.resolve(), name
 
 
@@ -130,7 +130,7 @@ def _function(module: ModuleType, name: str, path: Path) -> Callable[[], Any]:
             if inspect.isfunction(value) and value.__module__ == module.__name__ and not other.startswith("_")
         ]
         raise InvalidInputError(
-            f"the recipe {str(path)!r} has no function {name}(); its functions: "
+            f"the script {str(path)!r} has no function {name}(); its functions: "
             f"{', '.join(f'{other}()' for other in there) or 'none'}; name one ({path.name}:FUNCTION), or write "
             f"a function {name}() that returns an autoaccum.Job"
         )
@@ -142,7 +142,7 @@ def _function(module: ModuleType, name: str, path: Path) -> Callable[[], Any]:
     ]
     if needed:
         raise InvalidInputError(
-            f"{name}() of the recipe {str(path)!r} needs arguments ({', '.join(needed)}), "
+            f"{name}() of the script {str(path)!r} needs arguments ({', '.join(needed)}), "
             "but it is called without any; give them defaults"
         )
     return function  # type: ignore[no-any-return]

@@ -87,7 +87,7 @@ class Submission:
         sbatch: Other options of sbatch, by name; None for those that the cluster decides, "" for one without a value.
         warn_s: Seconds from Slurm's warning to the time limit.
         restarts: How often the job may be requeued.
-        preflight: A recipe that `autoaccum report` judges before the training; None for none.
+        preflight: A script that `autoaccum report` judges before the training; None for none.
     """
 
     command: Sequence[str]

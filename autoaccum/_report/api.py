@@ -29,17 +29,15 @@ from autoaccum._engine.savings import Savings, check_memory
 from autoaccum._estimate.estimate import NotTracedError, trace_step
 from autoaccum._estimate.fake import built_on_meta
 from autoaccum._estimate.fake_step import undisturbed
-from autoaccum._estimate.gpus import DISPLAY_MIB, custom_gpu, display_bytes, gpu_named, with_display
+from autoaccum._estimate.gpus import custom_gpu, gpu_named
 from autoaccum._estimate.ranks import in_buckets, sharding
-from autoaccum._estimate.step_memory import condensed
 from autoaccum._loss.objective import Objective
-from autoaccum._memory.host import Host
-from autoaccum._oom import let_go
+from autoaccum._oom import first_line, let_go
 from autoaccum._report import Report
 from autoaccum._report.capacity import Asked, measure_on, predict
-from autoaccum._report.loader_speed import first_batches, listen_to, samples_of
-from autoaccum._report.records import HostFacts, Subject
-from autoaccum._report.remedies import Place, Remedies, are_due, computes_bf16, names_in, saving
+from autoaccum._report.loaders import first_batches, samples_of
+from autoaccum._report.records import Measured, Predicted, Subject
+from autoaccum._report.remedies import Remedies, are_due, computes_bf16, kernels_of, names_in, saving
 from autoaccum._system.notices import Notices
 from autoaccum._system.own_code import raised_here
 from autoaccum.errors import InvalidInputError
@@ -53,11 +51,10 @@ if TYPE_CHECKING:
     from autoaccum._estimate.allocation_trace import Timeline
     from autoaccum._estimate.estimate import Traced
     from autoaccum._estimate.gpus import GPU
-    from autoaccum._estimate.step_memory import StepMemory
     from autoaccum._estimate.trace import Estimate
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
-    from autoaccum._report.records import LoaderFacts, Measured, Predicted, Remedy
+    from autoaccum._report.records import Remedy
 
 
 _LOG = logging.getLogger("autoaccum.report")
@@ -84,7 +81,6 @@ def preflight(
     memory: str | Sequence[str] | None = None,
     gpus: str | Sequence[str] = (),
     device_memory: str | None = None,
-    display: int | str | None = None,
     ranks: int = 1,
     fsdp: bool = False,
     loader: Iterable[Any] | None = None,
@@ -115,12 +111,11 @@ def preflight(
         memory: What saves memory from the start, as for `fit`: the report is of steps with it, except for "auto".
         gpus: Names of GPUs to predict for, such as "h100-80gb".
         device_memory: The memory of an unlisted GPU to predict for, such as "24GiB".
-        display: The memory of each GPU that a display uses, in bytes or as "600MiB"; None means none.
         ranks: The processes that train together, each with a device and its share of `target_batch`. Predictions count
             the buckets through which gradients are sent.
         fsdp: Whether the model is sharded over the ranks by `fully_shard`, each repeated block and then the whole.
-        loader: The loader; its speed is measured by iterating over it briefly. If its first batches differ in size, the
-            report is of the largest of them, in place of `batch`.
+        loader: The loader, for the samples of an epoch. If its first batches differ in size, the report is of the
+            largest of them, in place of `batch`.
         measure: Whether to measure on a device at hand. None measures, unless GPUs are given and there is neither
             `device` nor an accelerator.
 
@@ -143,66 +138,63 @@ def preflight(
     notices = Notices(silent=True)
     # As training takes them: the largest first.
     batch = by_size(_largest_of(batch, loader, notices), split)
-    among = _chosen(gpus, device_memory, display)
+    among = _chosen(gpus, device_memory)
     measures = _measures(measure, among, device)
-    limits_gpus = not (measures and _is_host(device))
-    _say_of_room(notices, among, memory_limit, display, limits_gpus=limits_gpus)
     _say_of_ranks(notices, ranks, share, fsdp)
     adapts = saving(names_in(memory, notices))
     made = _made(model, notices, on_meta=not measures)
+    backend = devices.resolve(device, made, notices) if measures else None
+    limits_gpus = backend is None or backend.device.type != "cpu"
+    if memory_limit is not None and among and not limits_gpus:
+        notices.say(f"memory_limit={memory_limit!r}: the CPU's, on which is measured; the GPUs are not limited")
     asked = Asked(batch, share, most, memory_limit, loss_scope)
-    of_gpus = asked if limits_gpus else replace(asked, memory_limit=None)
     on_rank = _rank_of(made, ranks, fsdp)
     way: dict[str, Any] = {"loss": loss, "forward": forward, "loss_reduction": loss_reduction, "split": split}
     objective = Objective(made, notices=notices, **way)
     chosen = optimizers.resolve(optimizer, objective.modules, notices)
     way |= {"optimizer": chosen, "adapts": adapts}
     warnings: list[str] = []
-    predicted: list[Predicted] = []
-    estimates: dict[str, Estimate] = {}
+    found: list[tuple[Measured | Predicted, Estimate | None]] = []
     try:
         with undisturbed():
-            for one, estimate in _predicted(of_gpus, among, made, precision, on_rank, way):
-                predicted.append(one)
-                estimates[one.gpu.name] = estimate
+            of_gpus = asked if limits_gpus else replace(asked, memory_limit=None)
+            found = [*_predicted(of_gpus, among, made, precision, on_rank, way)]
     except NotTracedError as error:
-        if not measures:
+        if backend is None:
             raise
         warnings.append(f"not predicted for {', '.join(gpu.name for gpu in among)}: {error}")
-    measured: Measured | None = None
-    if measures:
-        backend = devices.resolve(device, made, notices)
+    if backend is not None:
         put_together = partial(assemble, made, replace(options, optimizer=chosen), memory=backend, notices=notices)
         measured, further = _measured(asked, backend, put_together, memory, notices)
         warnings += further
-        measured = replace(measured, step_memory=_traced(asked, made, way, measured))
+        with undisturbed():
+            measured = _with_epoch(measured, loader, batch, split)
+            found.insert(0, _with_footprint(asked, made, way, measured, notices))
     with undisturbed():
-        remedies_on, remedies, of_remedies = _remedies(asked, measured, predicted, estimates, made, way, on_rank)
-    facts = None
-    if measured is not None and loader is not None:
-        _LOG.info("timing the loader")
-        measured, facts = _with_loader(loader, measured, count(batch, split), split)
+        remedies_on, remedies, of_remedies = _remedies(asked, found, made, way, on_rank, notices)
+    places = [one for one, _ in found]
+    predicted = tuple(one for one in places if isinstance(one, Predicted))
     return Report(
-        subject=replace(
-            _subject(made, chosen, asked),
+        subject=_subject(
+            made,
+            chosen,
             target_batch=target_batch,
-            limits_gpus=limits_gpus,
+            max_micro_batch=most,
+            memory_limit=None if memory_limit is None else str(memory_limit),
             ranks=ranks,
             is_sharded=fsdp,
         ),
-        measured=measured,
-        predicted=tuple(predicted),
-        host=_host(),
-        loader=facts,
+        measured=next((one for one in places if isinstance(one, Measured)), None),
+        predicted=predicted,
         remedies=remedies,
         remedies_on=remedies_on,
-        warnings=(
-            *warnings,
-            *_plan_warnings(objective.modules, batchnorm, measured, predicted, facts),
-            *of_remedies,
-        ),
+        warnings=(*warnings, *_of_batchnorm(objective.modules, batchnorm, places), *of_remedies),
         notes=tuple(dict.fromkeys([*notices.texts, *(note for one in predicted for note in one.notes)])),
-        timelines={one.gpu.name: estimates[one.gpu.name].timeline(one.footprint.size) for one in predicted},
+        timelines={
+            one.gpu.name: estimate.timeline(one.footprint.size)
+            for one, estimate in found
+            if isinstance(one, Predicted) and estimate is not None
+        },
     )
 
 
@@ -272,63 +264,47 @@ def _measured(
         return measure_on(asked, backend, saving_memory)
 
 
-def _traced(asked: Asked, model: nn.Module, way: Mapping[str, Any], measured: Measured) -> StepMemory | None:
-    """Trace the step that was measured, to see who holds its memory; None if that cannot be done on fake tensors."""
-    kind = measured.device.device.partition(":")[0]
+def _with_footprint(
+    asked: Asked, model: nn.Module, way: Mapping[str, Any], measured: Measured, notices: Notices
+) -> tuple[Measured, Estimate | None]:
+    """Trace the step that was measured, to see what holds its memory; not if that cannot be done on fake tensors."""
+    kind = kernels_of(measured)
     # A loss over the whole window runs every micro-batch twice, which a trace does not.
     if kind not in ("cpu", "cuda") or asked.loss_scope != "micro_batch":
-        return None
+        return measured, None
     _LOG.info("tracing a step")
-    size = 1 if measured.plan is None else measured.plan.micro_batch
-    how: dict[str, Any] = {"kind": kind, "precision": measured.precision or "fp32", "sizes": [size], "most": size}
+    how: dict[str, Any] = {"kind": kind, "precision": measured.precision or "fp32", "sizes": sorted({1, asked.most})}
     try:
-        traced = trace_step(model, asked.batch, tensor_float=computes_bf16(measured.device.device), **how, **way)
-        return condensed(traced.step_of(size))
+        estimate = trace_step(model, asked.batch, tensor_float=computes_bf16(measured), **how, **way).estimate()
+        step = estimate.at(1 if measured.plan is None else measured.plan.micro_batch)
     except Exception as error:
         # It ran for real, and the report does not fail for lack of a picture.
         if raised_here(error) and not isinstance(error, InvalidInputError):
             raise
+        notices.say(f"what takes the memory on {measured.name}: {first_line(error)}")
         let_go(error)
-        return None
+        return measured, None
+    if measured.peak_bytes is not None:
+        of_model = 0 if measured.device.holds_model else step.parameters_bytes + step.buffers_bytes
+        step = replace(step, reserved_bytes=measured.peak_bytes + of_model)
+    return replace(measured, footprint=step), estimate
 
 
-def _say_of_room(
-    notices: Notices,
-    gpus: Sequence[GPU],
-    memory_limit: float | str | None,
-    display: int | str | None,
-    *,
-    limits_gpus: bool,
-) -> None:
-    """Say what is assumed of the GPUs' memory."""
-    if memory_limit is not None and gpus and not limits_gpus:
-        notices.say(f"memory_limit={memory_limit!r}: the CPU's, on which is measured; the GPUs are not limited")
-    if display is None and (with_outputs := [gpu.name for gpu in gpus if gpu.has_outputs]):
-        notices.say(
-            f"display: none is assumed on {', '.join(with_outputs)}; one took {DISPLAY_MIB[0]} to {DISPLAY_MIB[1]} MiB "
-            "of RTX 4090s (--display SIZE, in Python display=)"
-        )
+def _with_epoch(measured: Measured, loader: Iterable[Any] | None, batch: Any, split: Split | None) -> Measured:
+    """Estimate the time of an epoch."""
+    samples = None if loader is None else samples_of(loader, count(batch, split))
+    if measured.pace is None or samples is None:
+        return measured
+    epoch_s = samples / measured.pace.samples_per_s
+    return replace(measured, pace=replace(measured.pace, epoch_samples=samples, epoch_s=epoch_s))
 
 
-def _is_host(device: object) -> bool:
-    """Whether `device`, as passed to `preflight`, is the CPU."""
-    if device is None:
-        return not torch.accelerator.is_available()
-    own = getattr(device, "device", device)  # a memory backend's
-    return own.partition(":")[0] == "cpu" if isinstance(own, str) else getattr(own, "type", None) == "cpu"
-
-
-def _chosen(gpus: str | Sequence[str], device_memory: str | None, display: int | str | None) -> list[GPU]:
+def _chosen(gpus: str | Sequence[str], device_memory: str | None) -> list[GPU]:
     if not isinstance(gpus, str | list | tuple):
         raise InvalidInputError(f"gpus={shown(gpus)} must be a name or a list of names, such as ['h100-80gb']")
     names = [gpus] if isinstance(gpus, str) else gpus
     found = list(dict.fromkeys(gpu_named(name) for name in names))  # two names may mean the same GPU
-    if device_memory is not None:
-        found.append(custom_gpu(device_memory))
-    if display is None:
-        return found
-    display_bytes(display)  # is wrong even without a GPU
-    return [with_display(gpu, display) for gpu in found]
+    return found if device_memory is None else [*found, custom_gpu(device_memory)]
 
 
 def _measures(asked: bool | None, gpus: Sequence[GPU], device: object) -> bool:
@@ -361,7 +337,7 @@ def _predicted(
     model: nn.Module,
     precision: str,
     on_rank: Callable[[Timeline], Timeline],
-    way: dict[str, Any],
+    way: Mapping[str, Any],
 ) -> Iterator[tuple[Predicted, Estimate]]:
     """Trace the step once for each precision the GPUs would use, with and without TF32; yield what fits on each.
 
@@ -371,11 +347,16 @@ def _predicted(
     for gpu in gpus:
         name = _precision_on(gpu, model, precision)
         _LOG.info("predicting for %s in %s", gpu.name, name)
-        known = traced.setdefault((name, gpu.tensor_float), [])
+        known = traced.setdefault((name, gpu.bf16), [])
         fitting = next((one for one in known if one.holds_for(gpu)), None)
         if fitting is None:
-            options = {"precision": name, "tensor_float": gpu.tensor_float, "gpu": gpu, "most": asked.most}
-            fitting = trace_step(model, asked.batch, kind="cuda", **way | options).changed(on_rank)
+            options: dict[str, Any] = {
+                "precision": name,
+                "tensor_float": gpu.bf16,
+                "gpu": gpu,
+                "most": asked.most,
+            }
+            fitting = trace_step(model, asked.batch, kind="cuda", **way, **options).changed(on_rank)
             known.append(fitting)
         estimate = fitting.estimate(gpu)
         yield predict(asked, gpu, name, estimate), estimate
@@ -383,50 +364,38 @@ def _predicted(
 
 def _remedies(
     asked: Asked,
-    measured: Measured | None,
-    predicted: Sequence[Predicted],
-    estimates: Mapping[str, Estimate],
+    found: Sequence[tuple[Measured | Predicted, Estimate | None]],
     model: nn.Module,
     way: Mapping[str, Any],
     on_rank: Callable[[Timeline], Timeline],
+    notices: Notices,
 ) -> tuple[str | None, tuple[Remedy, ...], tuple[str, ...]]:
     """Return the first device that needs a smaller step, the remedies for it, and warnings."""
-    if asked.loss_scope != "micro_batch":
+    due = [(one, estimate) for one, estimate in found if are_due(one, asked.target_batch)]
+    if not due or asked.loss_scope != "micro_batch":
         return None, (), ()
-    found: list[Measured | Predicted] = [*([] if measured is None else [measured]), *predicted]
-    due = [one for one in found if are_due(one, asked.target_batch)]
-    if not due:
-        return None, (), ()
-    first, *further = due
-    name, place = first.name, Place.of(first)
-    if place.kind not in ("cpu", "cuda"):
-        return None, (), (f"what would help on {name}: not predicted for {place.kind}",)
-    _LOG.info("looking for what would help on %s", name)
+    place, unchanged = due[0]
+    title = f"what would help on {place.name}"
+    if unchanged is None:
+        return None, (), (f"{title}: not known, since the step cannot be traced",)
+    _LOG.info("looking for what would help on %s", place.name)
 
-    def trace(**options: Any) -> Traced:
-        step = trace_step(**{"model": model} | dict(way) | options)
-        return step if place.gpu is None else step.changed(on_rank)
+    def trace(precision: str) -> Traced:
+        gpu = place.gpu if isinstance(place, Predicted) else None
+        how: dict[str, Any] = {"kind": kernels_of(place), "tensor_float": computes_bf16(place), "gpu": gpu}
+        step = trace_step(model, asked.batch, precision=precision, sizes=sorted({1, asked.most}), **how, **way)
+        return step if gpu is None else step.changed(on_rank)
 
-    try:
-        if place.gpu is not None:
-            unchanged = estimates[name]
-        else:
-            how: dict[str, Any] = {"kind": place.kind, "precision": place.precision, "tensor_float": place.half}
-            unchanged = trace(batch=asked.batch, sizes=sorted({1, asked.most}), **how).estimate()
-        gpus = [one.gpu for one in predicted]
-        tried = Remedies(asked, place, unchanged, trace, model, way["optimizer"], gpus)
-        remedies = tried.all()
-    except NotTracedError as error:  # it was measured
-        return None, (), (f"what would help on {name}: {error}",)
+    tried = Remedies(asked, place, unchanged, trace, model, way["optimizer"])
+    remedies = tried.all()
     warnings = []
     if not remedies:
-        warnings.append(f"what would help on {name}: none of the changes tried")
+        warnings.append(f"{title}: none of the changes tried")
     if tried.failed:
-        warnings.append(f"what would help on {name}: the model fails with {', '.join(tried.failed)}")
-    if further:
-        others = " and ".join(one.name for one in further)
-        warnings.append(f"remedies are listed only for {name}; for {others} run a report without it")
-    return name, remedies, tuple(warnings)
+        warnings.append(f"{title}: the model fails with {', '.join(tried.failed)}")
+    if others := [one.name for one, _ in due[1:]]:
+        notices.say(f"{title}: listed only for it; for {' and '.join(others)} run a report without it")
+    return place.name, remedies, tuple(warnings)
 
 
 def _precision_on(gpu: GPU, model: nn.Module, asked: str) -> str:
@@ -436,60 +405,22 @@ def _precision_on(gpu: GPU, model: nn.Module, asked: str) -> str:
     return "bf16" if gpu.bf16 else "fp16"
 
 
-def _with_loader(
-    loader: Iterable[Any], measured: Measured, samples_of_first: int, split: Split | None
-) -> tuple[Measured, LoaderFacts | None]:
-    """Time the loader, and estimate the time of an epoch with it."""
-    heard, pace = listen_to(loader, split), measured.pace
-    loads = None if heard is None else heard.samples_per_s
-    if pace is None:
-        return measured, heard
-    if heard is not None and loads is not None:
-        heard = replace(heard, feeds=loads >= pace.samples_per_s)
-    samples = samples_of(loader, samples_of_first)
-    epoch_s = None
-    if samples is not None:
-        trains_s, loads_s = samples / pace.samples_per_s, 0.0 if loads is None else samples / loads
-        # Workers load while the device computes; without workers the two alternate.
-        in_turns = heard is not None and not heard.workers
-        epoch_s = trains_s + loads_s if in_turns else max(trains_s, loads_s)
-    return replace(measured, pace=replace(pace, epoch_samples=samples, epoch_s=epoch_s)), heard
-
-
-def _plan_warnings(
-    modules: Sequence[nn.Module],
-    batchnorm: str,
-    measured: Measured | None,
-    predicted: Sequence[Predicted],
-    loader: LoaderFacts | None,
-) -> list[str]:
+def _of_batchnorm(modules: Sequence[nn.Module], batchnorm: str, places: Sequence[Measured | Predicted]) -> list[str]:
+    """Return the warnings of BatchNorm in the plans: in the measured one, or else in the predicted ones."""
     warnings = Notices(silent=True)
     norms = BatchNorms(modules, batchnorm, warnings)
-    plans = [one.plan for one in predicted] if measured is None else [measured.plan]
-    for plan in plans:
-        if plan is not None:
-            norms.announce(plan.micro_batches)
-    if loader is not None and loader.feeds is False:
-        warnings.say(
-            "the loader is slower than the training, which will wait for it; use more workers (num_workers=) or less "
-            "work per sample"
-        )
+    for one in places[:1] if isinstance(places[0], Measured) else places:
+        if one.plan is not None:
+            norms.announce(one.plan.micro_batches)
     return list(warnings.texts)
 
 
-def _subject(model: nn.Module, optimizer: torch.optim.Optimizer, asked: Asked) -> Subject:
+def _subject(model: nn.Module, optimizer: torch.optim.Optimizer, **about: Any) -> Subject:
     parameters = list(model.parameters())
     return Subject(
         model=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in parameters),
         trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         optimizer=name_of(optimizer),
-        target_batch=asked.target_batch,
-        max_micro_batch=asked.most,
-        memory_limit=None if asked.memory_limit is None else str(asked.memory_limit),
+        **about,
     )
-
-
-def _host() -> HostFacts:
-    reading = Host().reading()
-    return HostFacts(reading.total_bytes, reading.free_bytes)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum._engine.probing import probe
-from autoaccum._estimate.step_memory import condensed
 from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
 from autoaccum._report.dry_run import rehearse
@@ -53,11 +52,7 @@ class Asked:
 
     def plan(self, largest: int, trials: tuple[Trial, ...] = ()) -> Plan:
         """Cut the target batch as `fit` cuts its first windows, in micro-batches of at most `largest`."""
-        return plan(
-            self.target_batch,
-            min(largest, self.target_batch),
-            trials=trials,
-        )
+        return plan(self.target_batch, min(largest, self.target_batch), trials=trials)
 
 
 def measure_on(
@@ -126,8 +121,10 @@ def _rehearsed(
         seen = rehearse(step, asked.batch, chosen, limit_bytes)
     if seen is None:
         return measured, (f"{notes[0]}; leave more room (memory_limit=)",)
-    measured = replace(measured, footprint=seen.footprint, pace=seen.pace)
-    return measured, notes + seen.warnings
+    # Peaks of the same size differ a little; that of the search counts.
+    tried = {one.size for one in measured.trials if one.fits}
+    trials = measured.trials if seen.trial.size in tried else (*measured.trials, seen.trial)
+    return replace(measured, trials=trials, pace=seen.pace), notes + seen.warnings
 
 
 def _facts(memory: MemoryBackend, arrived: MemoryReading, room_bytes: int, limit_bytes: int | None) -> DeviceFacts:
@@ -176,9 +173,8 @@ def predict(asked: Asked, gpu: GPU, precision: str, estimate: Estimate) -> Predi
         footprint,
         curve=tuple(sorted({one.size: one.reserved_bytes for one in known}.items())),
         bytes_per_sample=estimate.bytes_per_sample,
-        is_capped=0 < largest == asked.most and estimate.reserved_bytes(largest) + estimate.bytes_per_sample <= room,
+        is_capped=0 < largest == asked.most and estimate.at(largest).reserved_bytes + estimate.bytes_per_sample <= room,
         notes=estimate.notes,
-        step_memory=condensed(estimate.timeline(size)),
     )
 
 

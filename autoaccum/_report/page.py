@@ -10,17 +10,8 @@ from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from autoaccum._report.drawing import pictures_of
-from autoaccum._report.records import DOES_NOT_FIT, FITS, TIGHT
-from autoaccum._report.wording import (
-    alive_of,
-    are_numbers,
-    headline_of,
-    notes_of,
-    sections_of,
-    title_of,
-    verdicts_of,
-)
+from autoaccum._report.drawing import ANSWERS, pictures_of
+from autoaccum._report.wording import alive_of, are_numbers, headline_of, notes_of, sections_of, title_of
 from autoaccum._system.own_distribution import __version__
 
 if TYPE_CHECKING:
@@ -29,8 +20,6 @@ if TYPE_CHECKING:
     from autoaccum._report.records import ReportContents
     from autoaccum._report.wording import Section
 
-# A class of the style, and the answer as text.
-_ANSWERS = {FITS: ("fits", "fits"), TIGHT: ("tight", "is tight"), DOES_NOT_FIT: ("fails", "does not fit")}
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -54,15 +43,8 @@ def fragment_of(report: ReportContents) -> str:
 
 def _body(report: ReportContents) -> Iterator[str]:
     yield f'<header><p class="kind">Pre-flight report</p><h1>{escape(title_of(report))}</h1></header>'
-    verdicts = verdicts_of(report)
     answer, headline, plan = headline_of(report)
-    yield f'<p class="headline {_ANSWERS[answer][0]}"><b>{escape(headline)}</b> {escape(plan)}</p>'
-    if len(verdicts) > 1:
-        yield '<ul class="verdicts">'
-        for verdict in verdicts:
-            kind, how = _ANSWERS[verdict.answer]
-            yield f'<li class="{kind}"><b>{escape(verdict.place)} {how}</b> {escape(verdict.text)}</li>'
-        yield "</ul>"
+    yield f'<p class="headline {ANSWERS[answer]}"><b>{escape(headline)}</b> {escape(plan)}</p>'
     yield from _list("Warnings", "warnings", report.warnings)
     yield from pictures_of(report)
     for section in (alive_of(report), *sections_of(report)):
@@ -87,12 +69,9 @@ def _section(section: Section) -> Iterator[str]:
         )
         yield f"<thead><tr>{''.join(cells)}</tr></thead>"
     yield "<tbody>"
-    for number, (first, *others) in enumerate(section.rows):
+    for first, *others in section.rows:
         cells = (f"<td{style}>{escape(text)}</td>" for text, style in zip(others, styles[1:], strict=True))
         yield f'<tr><th scope="row"{styles[0]}>{escape(first)}</th>{"".join(cells)}</tr>'
-        for name, text in section.below[number] if section.below else ():
-            cell = f'<td colspan="{len(section.header)}"><i>{escape(name)}</i> {escape(text)}</td>'
-            yield f'<tr class="below">{cell}</tr>'
     yield "</tbody></table></div></section>"
 
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
+    from autoaccum._estimate.footprint import Footprint
     from autoaccum._estimate.gpus import GPU
-    from autoaccum._estimate.step_memory import StepMemory
-    from autoaccum._estimate.trace import Footprint
     from autoaccum._records import Neighbour, Plan, Trial
 
 # A search by trials ends within this of the largest size that fits.
@@ -26,20 +25,19 @@ class Remedy:
     Attributes:
         name: Its name.
         description: How to make it.
-        peak_bytes: The memory a step of `micro_batch` would then need, or of the least traced if none fits; None if
-            unknown.
-        micro_batch: The largest micro-batch that would then fit; None if unknown.
+        peak_bytes: The memory that a step of `micro_batch` would then need, or of the least traced if none fits.
+        micro_batch: The largest micro-batch that would then fit.
         cost: Its disadvantage.
-        safe_micro_batch: The largest that would then fit in spite of the prediction's uncertainty; None if unknown.
+        safe_micro_batch: The largest that would then fit in spite of the prediction's uncertainty.
         memory: What `fit` takes as `memory` for it; empty if it is another change.
     """
 
     name: str
     description: str
-    peak_bytes: int | None
-    micro_batch: int | None
+    peak_bytes: int
+    micro_batch: int
     cost: str
-    safe_micro_batch: int | None = None
+    safe_micro_batch: int
     memory: tuple[str, ...] = ()
 
 
@@ -53,10 +51,9 @@ class Subject:
         trainable: The number of trainable ones.
         optimizer: The optimizer's class.
         target_batch: Samples per optimizer step.
-        recipe: The recipe file; None for Python objects.
+        script: The script that `autoaccum report` was given; None for Python objects.
         max_micro_batch: The largest micro-batch of interest; None means the target batch.
         memory_limit: The memory limit as the user wrote it; None if there is none.
-        limits_gpus: Whether that also holds for the GPUs that are predicted; not if it is of the host.
         ranks: The processes that train together; the report is on one of them.
         is_sharded: Whether the model is sharded over them.
     """
@@ -66,10 +63,9 @@ class Subject:
     trainable: int
     optimizer: str
     target_batch: int
-    recipe: str | None = None
+    script: str | None = None
     max_micro_batch: int | None = None
     memory_limit: str | None = None
-    limits_gpus: bool = True
     ranks: int = 1
     is_sharded: bool = False
 
@@ -116,7 +112,7 @@ class Pace:
         step_s: Seconds for an optimizer step, excluding the loader.
         samples_per_s: The same in samples per second.
         epoch_samples: Samples in the loader; None if unknown.
-        epoch_s: Seconds for an epoch, including the loader if it was timed; None if its length is unknown.
+        epoch_s: Seconds for an epoch, excluding the loader; None if its length is unknown.
     """
 
     micro_batch_s: float
@@ -125,35 +121,6 @@ class Pace:
     samples_per_s: float
     epoch_samples: int | None = None
     epoch_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LoaderFacts:
-    """The speed of a loader.
-
-    Attributes:
-        batches: The number of batches timed.
-        samples: Samples in them.
-        first_batch_s: Seconds to the first one, including the start of workers.
-        samples_per_s: Speed after that; None if there was only one.
-        workers: Its worker processes; None if unknown.
-        feeds: Whether it is as fast as the training; None if either speed is unknown.
-    """
-
-    batches: int
-    samples: int
-    first_batch_s: float
-    samples_per_s: float | None
-    workers: int | None
-    feeds: bool | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HostFacts:
-    """The host's memory, whatever the device."""
-
-    total_bytes: int
-    free_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +136,9 @@ class Measured:
         reason: Why nothing fits; empty if something does.
         fixed_bytes: Bytes independent of the size, from a linear fit of the trials; None without such a fit.
         bytes_per_sample: Bytes per extra sample, from the same fit.
-        footprint: The memory by part of a step of the plan's largest micro-batch, including the model; None if
-            unknown.
+        footprint: The memory by kind of a step of the plan's largest micro-batch, or of one sample if nothing fits. It
+            is traced, but for `reserved_bytes`; None if the step cannot be traced.
         pace: The speed of training; None if it was not timed.
-        step_memory: How the memory of a step goes by: of the plan's largest micro-batch, or of one sample if nothing
-            fits. It is traced, not measured; None if the step cannot be traced.
     """
 
     device: DeviceFacts
@@ -186,7 +151,6 @@ class Measured:
     bytes_per_sample: int | None = None
     footprint: Footprint | None = None
     pace: Pace | None = None
-    step_memory: StepMemory | None = None
     is_predicted: ClassVar[bool] = False
 
     @property
@@ -203,6 +167,11 @@ class Measured:
     def is_gpu(self) -> bool:
         """Whether it has memory of its own, counted as an allocator takes it."""
         return self.device.holds_model
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a memory limit leaves less than the device has."""
+        return self.device.limit_bytes is not None
 
     @property
     def safe_micro_batch(self) -> int:
@@ -237,16 +206,17 @@ class Measured:
     @property
     def peak_bytes(self) -> int | None:
         """The peak memory of a step of the plan, counted as `device.room_bytes`; None if not counted."""
-        if self.footprint is None:
-            if self.plan is None or self.fixed_bytes is None or self.bytes_per_sample is None:
-                return None
-            return self.fixed_bytes + self.plan.micro_batch * self.bytes_per_sample
-        held = 0 if self.device.holds_model else self.footprint.parameters_bytes + self.footprint.buffers_bytes
-        return self.footprint.reserved_bytes - held
+        if self.plan is None:
+            return None
+        size = self.plan.micro_batch
+        peaks = [one.peak_bytes for one in self.trials if one.fits and one.size == size]
+        if peaks or self.fixed_bytes is None or self.bytes_per_sample is None:
+            return peaks[0] if peaks else None
+        return self.fixed_bytes + size * self.bytes_per_sample
 
     @property
     def headroom_bytes(self) -> int | None:
-        """The memory left at the peak; None if the peak is not counted."""
+        """The memory left at the peak, below 0 for a peak above a soft limit; None if the peak is not counted."""
         return None if self.peak_bytes is None else self.device.room_bytes - self.peak_bytes
 
 
@@ -264,13 +234,12 @@ class Predicted:
             even one sample would.
         plan: How the target batch would be cut, in micro-batches that are safe, or if none is, in those that would fit;
             None if nothing would fit.
-        footprint: The memory by part of a step of the plan's largest micro-batch; if nothing would fit, of the
+        footprint: The memory by kind of a step of the plan's largest micro-batch; if nothing would fit, of the
             smallest size traced.
         curve: Sizes and the memory that the allocator reserves for their steps, ascending.
         bytes_per_sample: Memory of tensors per additional sample.
         is_capped: Whether larger micro-batches are predicted to fit too.
         notes: Limitations of the prediction, each a sentence.
-        step_memory: How the memory of the step in `footprint` goes by.
     """
 
     gpu: GPU
@@ -285,7 +254,6 @@ class Predicted:
     bytes_per_sample: int = 0
     is_capped: bool = False
     notes: tuple[str, ...] = ()
-    step_memory: StepMemory | None = None
     is_predicted: ClassVar[bool] = True
     is_gpu: ClassVar[bool] = True
 
@@ -293,6 +261,11 @@ class Predicted:
     def name(self) -> str:
         """The GPU's name."""
         return self.gpu.name
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a memory limit leaves less than the GPU has."""
+        return self.room_bytes < self.gpu.free_bytes
 
     @property
     def verdict(self) -> str:
@@ -319,8 +292,6 @@ class ReportContents:
     subject: Subject
     measured: Measured | None
     predicted: tuple[Predicted, ...]
-    host: HostFacts
-    loader: LoaderFacts | None = None
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     remedies: tuple[Remedy, ...] = ()

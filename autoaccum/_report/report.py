@@ -7,7 +7,7 @@ import pickle
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._estimate.step_memory import snapshot_of
+from autoaccum._estimate.snapshot import snapshot_of
 from autoaccum._report import page, table
 from autoaccum._report.records import ReportContents
 from autoaccum._system.files import beside
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from autoaccum._estimate.allocation_trace import Timeline
 
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,8 +35,6 @@ class Report(ReportContents):
         subject: The job to train.
         measured: Measurements on the device at hand; None if nothing was measured.
         predicted: Predictions, one for each GPU.
-        host: The host's memory.
-        loader: The speed of the loader; None if it was not timed.
         warnings: What may go wrong.
         notes: Choices made by default, and the assumptions of the predictions.
         remedies: Changes that would reduce the memory of a step.
@@ -60,6 +58,9 @@ class Report(ReportContents):
         if self.measured is not None:
             peaks = {"peak_bytes": self.measured.peak_bytes, "headroom_bytes": self.measured.headroom_bytes}
             whole["measured"] |= {"fits": self.measured.plan is not None, **peaks}
+        for place, record in zip(self.places, filter(None, [whole["measured"], *whole["predicted"]]), strict=True):
+            if place.footprint is not None:
+                record["footprint"]["beside_bytes"] = place.footprint.beside_bytes
         answers = {"fits": self.fits, "micro_batch": self.micro_batch, "safe_micro_batch": self.safe_micro_batch}
         return {"version": _VERSION, "autoaccum": __version__, **answers, **whole}
 

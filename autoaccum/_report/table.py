@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from autoaccum._report.wording import Section
 
 _WIDTH = 80
+# Names of facts are wrapped to it.
+_NAMES = 26
 _MARKS = {
     FITS: ("  fits ", "bold green"),
     TIGHT: ("  tight", "bold yellow"),
@@ -52,12 +54,12 @@ def _parts(report: ReportContents) -> Iterator[RenderableType]:
     answers = Table.grid(padding=(0, 1))
     for verdict in verdicts_of(report):
         mark = Text(*_MARKS[verdict.answer])
-        answers.add_row(mark, Text(f"{verdict.place}: {verdict.text}"))
+        answers.add_row(mark, Text(f"{verdict.found.name}: {verdict.text}"))
     yield answers
     for section in sections_of(report):
         yield Text()
         yield Text(section.title, style="bold")
-        yield Padding(_with_lines(section) if section.below else _table(section), (0, 0, 0, 2), expand=False)
+        yield Padding(_table(section), (0, 0, 0, 2), expand=False)
     yield from listed("Warnings", report.warnings, "yellow")
     for title, notes in notes_of(report):
         yield from listed(title, notes, "dim")
@@ -75,31 +77,14 @@ def _table(section: Section) -> Table:
     return table
 
 
-def _with_lines(section: Section) -> Group:
-    """Return each row, followed by its lines below at full width, since they are too long for columns."""
-    widths = [max(map(len, column)) for column in zip(section.header, *section.rows, strict=True)]
-    parts: list[RenderableType] = [_line(section.header, widths, "dim")]
-    for row, lines in zip(section.rows, section.below, strict=True):
-        parts += [_line(row, widths), Padding(facts(lines), (0, 0, 0, 2), expand=False)]
-    return Group(*parts)
-
-
 def facts(rows: Sequence[tuple[str, ...]]) -> Table:
     """Return a table of names and values."""
     table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
+    table.add_column(style="dim", max_width=_NAMES)
     table.add_column(overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
     return table
-
-
-def _line(row: Sequence[str], widths: Sequence[int], style: str = "") -> Text:
-    first, *others = (
-        text.rjust(width) if index else text.ljust(width)
-        for index, (text, width) in enumerate(zip(row, widths, strict=True))
-    )
-    return Text("  ".join([first, *others]), style=style)
 
 
 def listed(title: str, texts: Sequence[str], style: str) -> Iterator[RenderableType]:

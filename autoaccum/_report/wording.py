@@ -6,6 +6,7 @@ Nothing here knows colours or markup.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from autoaccum._memory.limits import format_bytes
@@ -15,9 +16,9 @@ from autoaccum._sizing.planner import format_cut
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from autoaccum._estimate.trace import Footprint
+    from autoaccum._estimate.footprint import Footprint
     from autoaccum._records import Plan
-    from autoaccum._report.records import HostFacts, LoaderFacts, Measured, ReportContents
+    from autoaccum._report.records import Measured, ReportContents, Subject
 
 MEASURED = "measured"
 # Unknown, or not applicable.
@@ -25,18 +26,10 @@ NONE = "-"
 # Rows of bytes fit in 80 characters: 2 of indentation, the longest name, then columns 3 apart that are as wide as
 # "1023.9 MiB" or their own name.
 _WIDTH, _NAMES, _NUMBER, _APART = 78, len("per extra sample"), 10, 3
-_MINUTE_S, _HOUR_S = 60, 3600
 
-_PARTS = (
-    ("parameters", "parameters_bytes"),
-    ("buffers", "buffers_bytes"),
-    ("gradients", "gradients_bytes"),
-    ("optimizer state", "optimizer_bytes"),
-    ("inputs", "inputs_bytes"),
-    # Of these, some are gone by the peak in a backward pass, which the pictures by kind show.
-    ("kept by forward", "activations_bytes"),
-    ("more at the peak", "temporary_bytes"),
-)
+# What a device holds at the peak beside tensors: the allocator's cache on a GPU, the heap on the CPU.
+BESIDE = "beside tensors"
+_NAMES_OF_KINDS = {"optimizer": "optimizer state"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +40,11 @@ class Section:
         title: Its title.
         header: Names of the columns; empty for rows of a name and its value.
         rows: One text for each column.
-        below: For each row, the lines below it, each a name and a text; empty if no row has any.
     """
 
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    below: tuple[tuple[tuple[str, str], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +61,6 @@ class Verdict:
     found: Measured | Predicted
     text: str
 
-    @property
-    def place(self) -> str:
-        """The name of the place."""
-        return self.found.name
-
-    @property
-    def fits(self) -> bool:
-        """Whether it fits, or is predicted to."""
-        return self.answer != DOES_NOT_FIT
-
 
 def title_of(report: ReportContents) -> str:
     """Return the report's title, such as "ResNet, target batch 256"."""
@@ -90,76 +71,66 @@ def verdicts_of(report: ReportContents) -> list[Verdict]:
     """Return a verdict for each place, the measured one first."""
     short = dict(report.short)
     required = f"; {report.required_micro_batch} at once are required"
-    verdicts = [Verdict(one.verdict, one, _verdict_text(one)) for one in report.places]
+    verdicts = [Verdict(one.verdict, one, _verdict_text(one, report.subject)) for one in report.places]
     return [
-        replace(one, answer=DOES_NOT_FIT, text=one.text + required) if one.place in short else one for one in verdicts
+        replace(one, answer=DOES_NOT_FIT, text=one.text + required) if one.found.name in short else one
+        for one in verdicts
     ]
 
 
-def _verdict_text(found: Measured | Predicted) -> str:
-    if found.plan is not None:
-        text = f"{_in_words(found, found.plan)}, {'predicted' if found.is_predicted else MEASURED}"
-        if found.verdict == TIGHT and isinstance(found, Predicted):
-            left = format_bytes(found.headroom_bytes)
-            return f"{text}; it may take {found.uncertainty:.1%} more, and {left} are left"
-        return text
-    if not isinstance(found, Predicted):
-        return found.reason
-    takes = format_bytes(found.footprint.reserved_bytes)
-    return f"a micro-batch of {found.footprint.size} is predicted to take {takes}; there is {_memory_of(found)}"
+def _verdict_text(found: Measured | Predicted, subject: Subject) -> str:
+    if found.plan is None:
+        if not isinstance(found, Predicted):
+            return found.reason
+        takes = format_bytes(found.footprint.reserved_bytes)
+        return f"a micro-batch of {found.footprint.size} is predicted to take {takes}; there is {_memory_of(found)}"
+    text = f"{_in_words(found, found.plan)}, {'predicted' if found.is_predicted else MEASURED}"
+    if found.is_limited:
+        text += f", within memory_limit={subject.memory_limit}"
+    left = found.headroom_bytes or 0
+    if found.verdict == TIGHT and isinstance(found, Predicted):
+        return f"{text}; it may take {found.uncertainty:.1%} more, and {format_bytes(left)} are left"
+    if left < 0:
+        above = f"{format_bytes(-left)} ({-left / found.room_bytes:.1%})"
+        text += f"; its peak is {above} above the limit, and on the CPU up to 3 % above it count as fitting"
+    return text
 
 
 def headline_of(report: ReportContents) -> tuple[str, str, str]:
-    """Return the answer for all places together, the same as text, and the plan behind it.
-
-    It is that of the worst place: "Fits on l4: 64 = 4 x 16, 4.1 GiB left."
-    """
+    """Return the answer for all places together, the same as a sentence, and the verdict of the worst place."""
     places = verdicts_of(report)
     answer = max((one.answer for one in places), key=[FITS, TIGHT, DOES_NOT_FIT].index)
     worst = [one for one in places if one.answer == answer]
     least = min(worst, key=lambda one: report.counts(one.found) or one.found.micro_batch)
-    names = f"all {len(places)} devices" if len(worst) == len(places) > 1 else ", ".join(one.place for one in worst)
-    if answer == DOES_NOT_FIT and len(worst) == len(places) > 1:
-        names = f"any of {len(places)} devices"
-    found = least.found
-    on = "on" if found.is_gpu or len(worst) > 1 else "in"  # host memory
-    if found.plan is None or answer == DOES_NOT_FIT:
-        return answer, f"{answer[0].upper()}{answer[1:]} {on} {names}.", f"{least.place}: {least.text}"
-    left = "" if found.headroom_bytes is None else f", {format_bytes(found.headroom_bytes)} left"
-    headline = f"{answer[0].upper()}{answer[1:]} {on} {names}: {_equation(found.plan)}{left}."
-    size = report.counts(found) or found.micro_batch
-    more = " or more" if found.is_capped and size == found.micro_batch else ""
-    least_of = f" on {least.place}, which holds least" if len(worst) > 1 else ""
-    safe = "" if size == found.micro_batch else "safe "
-    return answer, headline, f"Largest {safe}micro-batch {size}{more}{least_of}."
-
-
-def _equation(plan: Plan) -> str:
-    """Return a plan as "64 = 4 x 16", or "64 at once"."""
-    sizes = plan.micro_batches
-    if len(sizes) == 1:
-        return f"{sizes[0]} at once"
-    several = {size: sizes.count(size) for size in dict.fromkeys(sizes)}
-    return f"{sum(sizes)} = {' + '.join(f'{number} x {size}' for size, number in several.items())}"
+    names = ", ".join(one.found.name for one in worst)
+    if len(worst) == len(places) > 1:
+        names = f"{'any of' if answer == DOES_NOT_FIT else 'all'} {len(places)} devices"
+    on = "on" if least.found.is_gpu or len(worst) > 1 else "in"  # host memory
+    place = f"{least.found.name}{', which holds least' if len(worst) > 1 else ''}: " if len(places) > 1 else ""
+    return answer, f"{answer[0].upper()}{answer[1:]} {on} {names}.", f"{place}{least.text}."
 
 
 def alive_of(report: ReportContents) -> Section:
-    """Return the tensors that are alive at the peak of the step in the pictures."""
-    traced = next((one for one in report.places if one.step_memory), None)
-    if traced is None or (step := traced.step_memory) is None:
+    """Return the tensors that are alive at the peak of the first step that was traced."""
+    traced = next(((one.name, step) for one in report.places if (step := one.footprint) is not None), None)
+    if traced is None:
         return Section("", (), ())
-    whole = max(1, step.at_peak.held_bytes)
+    name, step = traced
+    whole = max(1, step.peak_bytes)
     rows = [
-        (one.kind, one.module or NONE, one.operator or "there before", str(one.tensors), format_bytes(one.held_bytes),
+        (one.kind, one.module or NONE, _plain(one.operator), str(one.tensors), format_bytes(one.held_bytes),
          f"{one.held_bytes / whole:.0%}")
         for one in step.alive
     ]  # fmt: skip
-    rest = whole - sum(one.held_bytes for one in step.alive)
+    rest = step.peak_bytes - sum(one.held_bytes for one in step.alive)
     if rest > 0:
         rows.append(("all others", NONE, NONE, NONE, format_bytes(rest), f"{rest / whole:.0%}"))
-    title = f"Alive at the peak on {traced.name}: {format_bytes(step.at_peak.held_bytes)}, in {step.at_peak.phase}"
-    header = ("kind", "module", "made by", "tensors", "bytes", "share")
-    return Section(title, header, tuple(rows))
+    title = f"Tensors alive at the peak on {name}: {format_bytes(step.peak_bytes)}, in {step.phase}"
+    return Section(title, ("kind", "module", "made by", "tensors", "bytes", "share"), tuple(rows))
+
+
+def _plain(operator: str) -> str:
+    return operator.removeprefix("aten.").removesuffix(".default") or "there before"
 
 
 def sections_of(report: ReportContents) -> list[Section]:
@@ -167,11 +138,10 @@ def sections_of(report: ReportContents) -> list[Section]:
     gpus = tuple((one.gpu.name, _memory_of(one)) for one in report.predicted)
     sections = [
         Section("Job", (), tuple(_job(report))),
-        Section("Device", (), tuple(_device(report.measured, report.host))),
+        Section("Device", (), tuple(_device(report.measured))),
         Section("GPUs", (), gpus),
         _plans(report),
         *_memory_sections(report),
-        _trials(report.measured),
         Section("Time", (), tuple(_times(report))),
         _remedies(report),
     ]
@@ -187,32 +157,10 @@ def notes_of(report: ReportContents) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a time as text such as "12 ms", "0.82 s" or "2 h 5 min"."""
-    if seconds < 0.001:  # noqa: PLR2004 - below a millisecond
-        return f"{seconds * 1_000_000:.0f} µs"
-    if seconds < 0.1:  # noqa: PLR2004 - from here on two digits of seconds are enough
-        return f"{seconds * 1000:.3g} ms"
-    if seconds < _MINUTE_S - 0.5:
-        return f"{seconds:.{2 if seconds < 1 else seconds < 10:d}f} s"  # noqa: PLR2004 - two digits
-    whole = round(seconds)
-    if whole < _HOUR_S:
-        return f"{whole // _MINUTE_S} min {whole % _MINUTE_S} s"
-    minutes = round(whole / _MINUTE_S)
-    return f"{minutes // _MINUTE_S} h {minutes % _MINUTE_S} min"
-
-
-def format_count(number: int) -> str:
-    """Return a large count as text such as "11.2 M"."""
-    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return str(number)
-
-
-def format_speed(samples_per_s: float) -> str:
-    """Return a speed as text such as "812 samples/s"."""
-    number = f"{samples_per_s:.3g}" if samples_per_s < 100 else f"{samples_per_s:,.0f}"  # noqa: PLR2004 - as above
-    return f"{number} samples/s"
+    """Return a time as text such as "12.3 ms", "0.82 s" or "2:05:30"."""
+    if seconds < 0.1:  # noqa: PLR2004 - from here on seconds are easier to read
+        return f"{1000 * seconds:.3g} ms"
+    return f"{seconds:.2g} s" if seconds < 10 else str(timedelta(seconds=round(seconds)))  # noqa: PLR2004 - as above
 
 
 def are_numbers(texts: Sequence[str]) -> bool:
@@ -236,27 +184,23 @@ def _largest(found: Measured | Predicted) -> str:
 def _memory_of(one: Predicted) -> str:
     """Describe the memory a step may use on a GPU, and why that is less than all of it."""
     whole, taken = format_bytes(one.gpu.total_bytes), format_bytes(one.gpu.context_bytes)
-    display = f" and {format_bytes(one.gpu.display_bytes)} for a display" if one.gpu.display_bytes else ""
-    limit = "" if one.room_bytes >= one.gpu.free_bytes else f"; limit {format_bytes(one.room_bytes)}"
-    return f"{whole} less {taken} for CUDA{display}, which leaves {format_bytes(one.gpu.free_bytes)}{limit}"
+    limit = f"; limit {format_bytes(one.room_bytes)}" if one.is_limited else ""
+    return f"{whole} less {taken} for CUDA, which leaves {format_bytes(one.gpu.free_bytes)}{limit}"
 
 
 def _job(report: ReportContents) -> Iterator[tuple[str, str]]:
     subject = report.subject
-    if subject.recipe is not None:
-        yield "recipe", subject.recipe
-    trained = "all" if subject.trainable == subject.parameters else format_count(subject.trainable)
-    yield "model", f"{subject.model}, {format_count(subject.parameters)} parameters, {trained} of them trained"
+    if subject.script is not None:
+        yield "script", subject.script
+    trained = "all" if subject.trainable == subject.parameters else f"{subject.trainable:,}"
+    yield "model", f"{subject.model}, {subject.parameters:,} parameters, {trained} of them trained"
     yield "optimizer", subject.optimizer
     sharded = ", which share the model" if subject.is_sharded else ""
     each = "" if subject.ranks == 1 else f", {subject.share} on each of {subject.ranks} ranks{sharded}"
     yield "target batch", f"{subject.target_batch} samples{each}"
-    if subject.memory_limit is not None:
-        gpus = ", on the GPUs below too" if report.predicted and subject.limits_gpus else ""
-        yield "memory limit", f"{subject.memory_limit}{gpus}"
 
 
-def _device(measured: Measured | None, host: HostFacts) -> Iterator[tuple[str, str]]:
+def _device(measured: Measured | None) -> Iterator[tuple[str, str]]:
     if measured is None:
         yield "measured", "nothing; all numbers are predicted"
         return
@@ -270,8 +214,6 @@ def _device(measured: Measured | None, host: HostFacts) -> Iterator[tuple[str, s
     for other in device.neighbours:
         used = "an unknown share" if other.used_bytes is None else format_bytes(other.used_bytes)
         yield f"process {other.pid}", f"{other.name}, {used}"
-    if device.holds_model:
-        yield "host memory", f"{format_bytes(host.total_bytes)}, {format_bytes(host.free_bytes)} free"
 
 
 def _plans(report: ReportContents) -> Section:
@@ -303,38 +245,31 @@ def _memory_sections(report: ReportContents) -> list[Section]:
     return [_memory_table(group) for group in groups]
 
 
+def parts_of(step: Footprint) -> dict[str, int]:
+    """Return what a device holds at the peak of a step, by name of its kind; it adds up to `reserved_bytes`."""
+    return {_NAMES_OF_KINDS.get(kind, kind): size for kind, size in step.bytes_by_kind.items()} | {
+        BESIDE: step.beside_bytes
+    }
+
+
 def _memory_table(places: Sequence[Measured | Predicted]) -> Section:
-    footprints = [one.footprint for one in places if one.footprint is not None]
+    steps = [one.footprint for one in places if one.footprint is not None]
+    parts = [parts_of(one) for one in steps]
 
     def row(name: str, text: Callable[[Footprint], str]) -> tuple[str, ...]:
-        return (name, *map(text, footprints))
+        return (name, *map(text, steps))
 
     def known(name: str, numbers: Sequence[int | None]) -> Iterator[tuple[str, ...]]:
         if any(number is not None for number in numbers):
             yield (name, *map(_bytes, numbers))
 
     rows = [row("samples", lambda one: str(one.size)), ("precision", *(one.precision or NONE for one in places))]
-    rows += [(name, *(_bytes(getattr(one, field)) for one in footprints)) for name, field in _PARTS]
-    rows.append(row("at the peak", lambda one: format_bytes(one.peak_bytes)))
+    rows += [(name, *(_bytes(one[name]) for one in parts)) for name in parts[0] if any(one[name] for one in parts)]
+    rows.append(row("peak in all", lambda one: format_bytes(one.reserved_bytes)))
     rows.append(row("the peak is in", lambda one: one.phase))
-    if any(one.reserved_bytes != one.peak_bytes for one in footprints):
-        rows.append(row("reserved", lambda one: format_bytes(one.reserved_bytes)))
     rows += known("excluding model", [None if one.is_gpu else one.peak_bytes for one in places])
     rows += known("per extra sample", [one.bytes_per_sample for one in places])
     return Section("Memory of a step", ("", *map(_title, places)), tuple(rows))
-
-
-def _trials(measured: Measured | None) -> Section:
-    rows = tuple(
-        (
-            str(trial.size),
-            "fits" if trial.fits else "does not fit",
-            _bytes(trial.peak_bytes),
-            format_seconds(trial.elapsed_s),
-        )
-        for trial in (() if measured is None else measured.trials)
-    )
-    return Section("Trials", ("samples", "", "peak", "time"), rows)
 
 
 def _times(report: ReportContents) -> Iterator[tuple[str, str]]:
@@ -344,50 +279,21 @@ def _times(report: ReportContents) -> Iterator[tuple[str, str]]:
         largest = f"{steps} micro-batch{'es' if steps > 1 else ''}, {format_seconds(pace.micro_batch_s)} the largest"
         optimizer = format_seconds(pace.optimizer_s)
         yield "optimizer step", f"{format_seconds(pace.step_s)}: {largest}; optimizer {optimizer}"
-        yield "training", format_speed(pace.samples_per_s)
+        yield "training", f"{pace.samples_per_s:,.1f} samples/s"
         if pace.epoch_s is not None and pace.epoch_samples is not None:
-            yield "an epoch", f"{format_seconds(pace.epoch_s)} for {pace.epoch_samples:,} samples"
-    if report.loader is not None:
-        yield "loader", _loader(report.loader)
-
-
-def _loader(loader: LoaderFacts) -> str:
-    workers = {None: "", 0: ", loads in the training process", 1: ", 1 worker"}.get(
-        loader.workers, f", {loader.workers} workers"
-    )
-    if loader.samples_per_s is None:
-        return f"its only batch took {format_seconds(loader.first_batch_s)}{workers}"
-    verdict = {None: "", True: ": keeps up", False: ": the training waits for it"}[loader.feeds]
-    first = format_seconds(loader.first_batch_s)
-    return f"{format_speed(loader.samples_per_s)}{verdict} (first batch after {first}{workers})"
+            yield "an epoch", f"{format_seconds(pace.epoch_s)} for {pace.epoch_samples:,} samples, without the loader"
 
 
 def _remedies(report: ReportContents) -> Section:
     most = report.subject.max_micro_batch or report.subject.share
-    rows = tuple(
-        (
-            one.name,
-            _at_most(one.micro_batch, most),
-            _number(one.safe_micro_batch),
-            _bytes(one.peak_bytes),
+    rows = []
+    for one in report.remedies:
+        more = " or more" if one.micro_batch >= most else ""  # larger ones were not tried
+        fits = (
+            f"micro-batches of {one.micro_batch}{more} ({one.safe_micro_batch} safely), {format_bytes(one.peak_bytes)}"
         )
-        for one in report.remedies
-    )
-    below = tuple((("cost", one.cost), ("how", one.description)) for one in report.remedies)
-    where = "" if report.remedies_on is None else f" on {report.remedies_on}"
-    columns = ("", "largest", "safe", "its peak")
-    return Section(f"What would help{where}", columns, rows, below)
-
-
-def _at_most(micro_batch: int | None, most: int) -> str:
-    """Return a size as text; sizes above `most` were not tried."""
-    if micro_batch is None:
-        return NONE
-    return f"{micro_batch}{' or more' if micro_batch >= most else ''}"
-
-
-def _number(number: int | None) -> str:
-    return NONE if number is None else str(number)
+        rows.append((one.name, f"{fits}. Cost: {one.cost}. How: {one.description}"))
+    return Section(f"What would help on {report.remedies_on}", (), tuple(rows))
 
 
 def _bytes(number: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Takes a picture of the top of a report's page, of a small GPT on three GPUs: all up to the second chart."""
+"""Takes a picture of the top of a report's page, of a small GPT on three GPUs: the verdict and the two charts."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def run() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"
-        *shown, _ = report.to_html().split("<figure>", 3)
-        page.write_text("<figure>".join(shown), encoding="utf-8")
-        browse(page.as_uri(), IMAGES / "report.png", "560,1120", Path(folder) / "home")
+        *shown, _ = report.to_html().split("</figure>", 2)
+        page.write_text("</figure>".join(shown), encoding="utf-8")
+        browse(page.as_uri(), IMAGES / "report.png", "560,1130", Path(folder) / "home")
 
 
 if __name__ == "__main__":

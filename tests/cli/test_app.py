@@ -69,7 +69,7 @@ def test_the_package_can_be_run_as_a_module_and_tells_an_error_in_one_line():
     )
 
     assert (ran.returncode, ran.stdout) == (3, "")
-    assert re.fullmatch(r"autoaccum: error: the recipe 'none.py' does not exist; .*\n", ran.stderr)
+    assert re.fullmatch(r"autoaccum: error: the script 'none.py' does not exist; .*\n", ran.stderr)
 
 
 @pytest.mark.parametrize(

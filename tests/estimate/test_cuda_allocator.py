@@ -100,7 +100,7 @@ def test_timeline_is_served_within_what_it_needs_and_not_within_less():
     storages = [Storage(30 * MIB, Category.PARAMETERS), Storage(40 * MIB, Category.MADE)]
     timeline = Timeline(1, storages, [0, 1, ~1], [(0, "before"), (1, "forward")])
 
-    assert serve(timeline).reserved_bytes == 70 * MIB
+    assert serve(timeline).peak_reserved_bytes == 70 * MIB
     assert serve(timeline, 70 * MIB) is not None
     assert serve(timeline, 69 * MIB) is None
 
@@ -119,4 +119,4 @@ def test_expandable_segments_are_replayed_where_the_environment_sets_them(monkey
 
     monkeypatch.setenv(variable, setting)
 
-    assert serve(timeline).reserved_bytes == reserved
+    assert serve(timeline).peak_reserved_bytes == reserved

@@ -15,7 +15,7 @@ from autoaccum._estimate.tracer import Ledger
 pytestmark = pytest.mark.gpu_fakes
 
 MIB = 2**20
-SMALL_GPU = GPU("some-24gb", 24 * 2**30, 400 * MIB, bf16=True, source="made up for tests")
+SMALL_GPU = GPU("some-24gb", 24 * 2**30, 400 * MIB, (8, 0), source="made up for tests")
 CUDA = torch.device("cuda", 0)
 LAYERS = {
     "lstm": (nn.LSTM, {}),

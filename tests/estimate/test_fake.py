@@ -48,8 +48,6 @@ def test_layers_dropped_at_random_are_predicted_as_kept(by_torch, gpu):
     whole = predicted(Stack(0.0, by_torch=by_torch), gpu)
 
     assert [one.peak_bytes for one in ours.footprints] == [one.peak_bytes for one in whole.footprints]
-    assert sum("layerdrop" in note for note in ours.notes) == 1
-    assert not any("layerdrop" in note for note in whole.notes)
 
 
 def test_the_model_itself_keeps_its_rate():

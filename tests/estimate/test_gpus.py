@@ -2,7 +2,7 @@
 
 import pytest
 
-from autoaccum._estimate.gpus import custom_gpu, gpu_named, known_gpus, with_display
+from autoaccum._estimate.gpus import custom_gpu, gpu_named, known_gpus
 from autoaccum.errors import InvalidInputError
 
 MIB, GIB = 2**20, 2**30
@@ -100,20 +100,6 @@ def test_gpu_of_any_size_can_be_made_up():
 def test_size_that_is_none_is_refused(text):
     with pytest.raises(InvalidInputError, match="device_memory="):
         custom_gpu(text)
-
-
-@pytest.mark.parametrize("display", [-1, True, "much", 1.5, None])
-def test_the_share_of_a_display_is_a_size(display):
-    with pytest.raises(InvalidInputError, match="display"):
-        with_display(gpu_named("rtx-4060"), display)
-
-
-def test_a_display_leaves_something_for_training():
-    gpu = gpu_named("rtx-4060")
-
-    assert with_display(gpu, 2**20).free_bytes == gpu.free_bytes - 2**20
-    with pytest.raises(InvalidInputError, match="leaves nothing of rtx-4060"):
-        with_display(gpu, "8GiB")
 
 
 def test_a_gpu_whose_own_context_is_known_has_that():

@@ -10,7 +10,7 @@ from autoaccum._estimate.gpus import GPU
 from autoaccum._estimate.ranks import in_buckets, sharding
 
 MIB = 2**20
-SMALL_GPU = GPU("some-24gb", 24 * 2**30, 400 * MIB, bf16=True, source="made up for tests")
+SMALL_GPU = GPU("some-24gb", 24 * 2**30, 400 * MIB, (8, 0), source="made up for tests")
 
 
 class Block(nn.Module):

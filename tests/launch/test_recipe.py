@@ -68,7 +68,7 @@ def test_a_recipe_returns_its_job_and_can_import_its_neighbours(recipe):
         ("recipe.py:needs", "needs arguments (size)"),
         ("recipe.py:nothing", "returned NoneType; return autoaccum.Job("),
         ("recipe.py:leaves", "exited by sys.exit(0)"),
-        ("recipe.py:fails", "raised KeyError: 'x'; correct the recipe"),
+        ("recipe.py:fails", "raised KeyError: 'x'; correct the script"),
         ("exits.py", "exited by sys.exit('no data')"),
         ("broken.py", "raised NameError"),
     ],

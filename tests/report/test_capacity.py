@@ -5,9 +5,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._estimate.allocation_trace import Timeline
 from autoaccum._estimate.estimate import trace_step
-from autoaccum._estimate.gpus import with_display
 from autoaccum._estimate.trace import Estimate
 from autoaccum._report.capacity import Asked, predict
 from report_examples import GIB, MIB, SIZES, footprint, gpu
@@ -23,9 +21,6 @@ class OnALine(Estimate):
 
     def fits(self, size, room_bytes):
         return self.at(size).reserved_bytes <= room_bytes
-
-    def timeline(self, size):
-        return Timeline(size)
 
 
 def estimate():
@@ -134,12 +129,6 @@ def test_what_is_predicted_to_fit_but_for_the_uncertainty_is_tight():
     assert found.headroom_bytes >= 0
 
 
-def test_what_a_display_uses_is_not_there():
-    without, shared = (predict(ASKED, of, "fp32", estimate()) for of in (gpu(), with_display(gpu(), "1GiB")))
-
-    assert shared.room_bytes == without.room_bytes - GIB
-
-
 class Fragmented(nn.Module):
     """Fits any size once, as where an allocator's cache then lies in pieces; afterwards no more than 60 samples."""
 
@@ -154,13 +143,13 @@ class Fragmented(nn.Module):
         return self.layer(features)
 
 
-def test_size_that_fits_only_in_its_trial_is_reported_smaller_with_its_parts():
+def test_size_that_fits_only_in_its_trial_is_reported_smaller():
     batch = torch.randn(8, 4), torch.randint(2, (8,))
 
     report = autoaccum.preflight(Fragmented(), batch, 64, loss=nn.CrossEntropyLoss(), device="cpu")
 
     assert report.measured.micro_batch == 57
-    assert report.measured.footprint.size == report.measured.plan.micro_batch == 32
+    assert report.measured.trials[-1].size == report.measured.plan.micro_batch == 32
     assert any("64 was looked into" in warning for warning in report.warnings)
 
 

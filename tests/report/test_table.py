@@ -27,12 +27,11 @@ def test_a_report_prints_as_its_table():
     [
         "fits  NVIDIA GeForce RTX 3060: 256 in 2 micro-batches",
         "128+128",
-        "does not fit",
         "BatchNorm",
         "optimizer: AdamW",
     ],
 )
-def test_the_table_tells_verdicts_plans_trials_warnings_and_choices(told):
+def test_the_table_tells_verdicts_plans_warnings_and_choices(told):
     assert told in str(REPORT)
 
 
@@ -40,7 +39,7 @@ def test_no_word_of_a_remedy_is_broken():
     how = "memory='offload', or torch.autograd.graph.save_on_cpu or bitsandbytes.optim.PagedAdamW8bit"
     remedies = (replace(REPORT.remedies[0], name="offloaded activations", description=how, cost=how),)
 
-    words = str(replace(REPORT, remedies=remedies)).split()
+    words = str(replace(REPORT, remedies=remedies)).replace(". ", " ").replace(".\n", "\n").split()
 
     assert all(words.count(word) >= 2 for word in how.split())
 
