@@ -103,7 +103,7 @@ def _bar(found: Measured | Predicted) -> str:
 
 def _box(kind: str, size: int, whole: int) -> str:
     """Return a part of a bar, as wide as its share."""
-    label = escape(kind) if size >= _NAMED * whole else ""
+    label = f"<b>{escape(kind)}</b>" if size >= _NAMED * whole else ""
     title = f"{escape(kind)}: {format_bytes(size)}"
     return f'<span class="{_class(kind)}" style="width:{size / whole:.3%}" title="{title}">{label}</span>'
 
@@ -197,8 +197,9 @@ def _over_the_step(step: Footprint, where: str) -> str:
         for phase, event in sorted(starts.items(), key=itemgetter(1))
     )
     at = peak.event / last
-    caption = f"peak {format_bytes(peak.held_bytes)}, in {peak.phase}"
-    legend = [(_class(kind), f"{kind} {format_bytes(peak.bytes_by_kind.get(kind, 0))} at the peak") for kind in kinds]
+    caption = f"peak {format_bytes(step.peak_bytes)}, in {step.phase}"
+    held = step.bytes_by_kind
+    legend = [(_class(kind), f"{kind} {format_bytes(held[kind])} at the peak") for kind in kinds]
     body = (
         f'<div class="plot">{_svg(areas)}<em style="left:{at:.2%}"></em>'
         f'<strong style="left:min({at:.2%}, 100% - 13rem)">{escape(caption)}</strong>{marks}</div>'

@@ -108,7 +108,7 @@ def test_pictures_say_in_words_what_they_show():
     assert 'title="activations: 4.9 GiB"' in bars
     assert "Each bar has a scale of its own" in bars
     assert 'title="layer1.conv: 190.0 MiB, 70% (parameters 40.0 MiB, activations 150.0 MiB)"' in modules
-    assert "peak 273.0 MiB, in backward" in step
+    assert "peak 5.2 GiB, in backward" in step
     assert "rtx-3070, predicted: may use 7.6 GiB; the plan&#x27;s 128 take" in curve
 
 
