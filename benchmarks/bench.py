@@ -55,7 +55,7 @@ def main():
     if not options.quick and options.out is None:
         write_into(ROOT / "docs/benchmarks.md", markdown(results), "bench")
         if "finders" in results:
-            write_into(ROOT / "README.md", readme_table(results["finders"]), "finders")
+            write_into(ROOT / "README.md", readme_table(results["finders"], results.get("throughput", ())), "finders")
 
 
 def run(options, results, say, out):
@@ -160,8 +160,8 @@ def finder_table(found):
     return table(head, [*lines, ["state kept", "", *states]])
 
 
-def readme_table(found):
-    """Return the table of the README: the finders' answers, and what becomes of the training."""
+def readme_table(found, timed):
+    """Return the table of the README: the finders' answers, what becomes of the training, and its speed."""
 
     def of(finder):
         rows = [row for model in found for row in model["rows"] if row["finder"] == finder]
@@ -184,6 +184,8 @@ def readme_table(found):
     )
     where = f"On a CPU under memory limits, {len(found)} models ([method](docs/benchmarks.md))."
     notes = "`fit` wastes no steps: its trials train. A size above 100% may fail later."
+    if ratios := [row["ratios"]["hand-same"]["median"] for row in timed if "hand-same" in row["ratios"]]:
+        notes += f" `fit` makes {min(ratios):.0%} to {max(ratios):.0%} of the steps a second of a loop by hand with the same sizes."
     return f"{table(head, rows)}\n\n{where} {notes}"
 
 

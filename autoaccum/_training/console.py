@@ -201,8 +201,9 @@ class LineProgress(Callback):
     def on_fit_end(self, result: FitResult | None) -> None:
         """Show the summary; nothing where `fit` raised, the error speaks for itself. Warnings were shown as such."""
         if result is not None:
-            lines = [line for line in str(result).splitlines() if not line.startswith("warning: ")]
-            self._say(f"done: {'; '.join(lines)}", "bold")
+            for number, line in enumerate(str(result).splitlines()):
+                if not line.startswith("warning: "):
+                    self._say(line if number else f"done: {line}", "" if number else "bold")
 
     # --- figures ------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The same model, loader and batch of 256, in the same 96 MiB."""
+"""A batch of 256 under a limit of 96 MiB."""
 
 import torch
 from task import BATCH, loader, model

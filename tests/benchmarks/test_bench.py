@@ -28,7 +28,9 @@ def test_pages_hold_the_tables_of_the_results(bench, page, name):
         rf"<!-- {name}: begin -->\n\n(.*?)\n\n<!-- {name}: end -->", (ROOT / page).read_text(), re.DOTALL
     )
 
-    assert shown == (bench.readme_table(results["finders"]) if name == "finders" else bench.markdown(results))
+    assert shown == (
+        bench.readme_table(results["finders"], results["throughput"]) if name == "finders" else bench.markdown(results)
+    )
 
 
 @pytest.mark.parametrize("at_once", [1, 6])

@@ -10,7 +10,7 @@ from folders import ROOT
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 SCRIPTS = ROOT / "examples" / "tutorial"
 NOTEBOOK = ROOT / "examples" / "tutorial.ipynb"
-LAST_LOSS = re.compile(r"done: 12 optimizer steps.* loss of the last step: ([\d.]+)")
+LAST_LOSS = re.compile(r"done: 12 optimizer steps.*\n.*loss of the last step: ([\d.]+)")
 PRINTED = dict(re.findall(r"```text\n\$ python ([^\n]+)\n(.*?)```", PAGE, flags=re.DOTALL))
 
 
