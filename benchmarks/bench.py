@@ -185,7 +185,8 @@ def readme_table(found, timed):
     where = f"On a CPU under memory limits, {len(found)} models ([method](docs/benchmarks.md))."
     notes = "`fit` wastes no steps: its trials train. A size above 100% may fail later."
     if ratios := [row["ratios"]["hand-same"]["median"] for row in timed if "hand-same" in row["ratios"]]:
-        notes += f" `fit` makes {min(ratios):.0%} to {max(ratios):.0%} of the steps a second of a loop by hand with the same sizes."
+        share = f"{min(ratios):.0%} to {max(ratios):.0%}"
+        notes += f" `fit` makes {share} of the steps a second of a loop by hand with the same sizes."
     return f"{table(head, rows)}\n\n{where} {notes}"
 
 
