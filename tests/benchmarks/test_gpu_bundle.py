@@ -48,13 +48,6 @@ def test_command_imports_autoaccum_from_its_wheel_and_ends_well(tmp_path):
     assert found["parts"]["machine"]["status"] == "done"
 
 
-def test_code_of_gpu_py_is_that_of_the_command(tmp_path):
-    done = run("scripts/gpu_rehearsal.sh", sys.prefix, "--parts", "no such part", check=False, OUT=str(tmp_path))
-
-    assert done.returncode == 2
-    assert "no such part" in done.stderr
-
-
 def test_one_line_is_printed_with_the_options_and_a_gpu_machine_takes_it(copy):
     printed = run("scripts/gpu_bundle.sh", "--device", "cpu", "--parts", "a b", root=copy).stdout
 
@@ -62,15 +55,3 @@ def test_one_line_is_printed_with_the_options_and_a_gpu_machine_takes_it(copy):
     assert len(printed) < 2000
     assert shlex.split(printed)[-6:] == ["--budget", "440", "--device", "cpu", "--parts", "a b"]
     assert [path.name.split("-")[0] for path in (copy / "build" / "gpu-bundle").glob("*.whl")] == ["autoaccum"]
-
-
-def test_wheels_that_are_too_large_are_refused(copy):
-    done = run("scripts/gpu_bundle.sh", root=copy, check=False, GPU_BUNDLE_MOST_MIB="0")
-
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert "KiB, and 0 MiB are allowed" in done.stderr
-
-
-def test_git_leaves_the_bundle_out():
-    run("git", "check-ignore", "--quiet", "build/gpu-bundle/autoaccum.whl")

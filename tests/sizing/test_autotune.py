@@ -63,7 +63,3 @@ def test_windows_with_more_work_are_no_slower():
 @pytest.mark.parametrize(("target", "largest", "sizes"), [(100, 40, {34, 20, 10}), (3, 3, {3, 1}), (7, 9, {7, 3, 1})])
 def test_sizes_cut_evenly_and_fit(target, largest, sizes):
     assert set(drive(Autotune(target, largest), lambda _: 1.0)) <= sizes
-
-
-def test_window_of_one_sample_leaves_nothing_to_compare():
-    assert Autotune(100, 1).is_stable

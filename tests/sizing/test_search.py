@@ -87,29 +87,6 @@ def largest(search):
     return search.frontier.surely(WIDTHS)
 
 
-def test_document_000_is_learned_in_two_windows_without_a_failure():
-    device = Device(capacity=1000, per_sample=16, gradients=60, state=120)
-
-    learning = device.learn(100)
-
-    assert steps_of(learning, 100) == device.fewest(100) == 2
-    assert device.failures == []
-    assert len(device.sizes) == 2
-    assert len(device.sizes[0]) <= 5
-    assert device.sizes[1] == [50, 50]
-
-
-def test_window_that_fits_as_a_whole_is_learned_in_two_windows():
-    device = Device(capacity=10**6, gradients=60, state=120)
-
-    learning = device.learn(64)
-
-    assert largest(learning) == 64
-    assert device.failures == []
-    assert device.sizes[-1] == [64]
-    assert len(device.sizes) == 2
-
-
 def test_size_that_is_known_is_confirmed_by_the_first_window():
     device = Device(capacity=1000, per_sample=16, gradients=60, state=120)
 
@@ -129,13 +106,6 @@ def test_size_that_is_known_but_does_not_fit_any_more_is_learned_anew():
 
 def test_where_not_one_sample_fits_nothing_is_left_to_try():
     assert Device(capacity=9).learn(100) is None
-
-
-@pytest.mark.parametrize("target", [1, 2, 3, 5, 7])
-def test_small_windows_are_learned(target):
-    learning = Device(capacity=1000).learn(target)
-
-    assert largest(learning) == target
 
 
 @settings(max_examples=200, deadline=None)
