@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-from autoaccum._data.transfer import Transfer
 
 
 def network():
@@ -42,28 +41,6 @@ def test_loss_with_parameters_of_its_own_learns_with_the_model():
 
     assert loss.scale.item() != 1.0
     assert loss.scale.grad is None
-
-
-def test_memory_that_runs_out_for_the_first_transfer_of_a_steady_window_makes_its_parts_smaller(monkeypatch):
-    most, feed = [12], Transfer.feed
-
-    def feed_what_fits(transfer, window, sizes):
-        for size, batch in zip(sizes, feed(transfer, window, sizes), strict=True):
-            if size > most[0]:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            yield batch
-
-    runner = runner_of(network(), autoaccum.plan(12, 4))
-    runner._step.transfer.copy_always()
-    for _ in range(5):
-        runner.step(samples(12))
-    monkeypatch.setattr(Transfer, "feed", feed_what_fits)
-    most[0] = 3
-
-    report = runner.step(samples(12))
-
-    assert runner._runner.engine._is_steady
-    assert report.micro_batches == (3, 3, 3, 3)
 
 
 class Scripted(nn.Module):

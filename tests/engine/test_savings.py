@@ -68,16 +68,6 @@ def test_updates_are_bitwise_those_without(entry, memory):
 
 
 @pytest.mark.parametrize("entry", [stepped, accumulated])
-def test_one_sample_fits_that_does_not_without(entry):
-    with pytest.raises(autoaccum.DoesNotFitError):
-        worked(entry, None, "2MiB", 1)
-
-    _, reports = worked(entry, "checkpoint", "2MiB", 1)
-
-    assert [report.micro_batches for report in reports] == [(1,) * 8] * 2
-
-
-@pytest.mark.parametrize("entry", [stepped, accumulated])
 def test_auto_saves_memory_once_not_one_sample_fits(entry, capsys):
     (model, reports), (expected, _) = worked(entry, "auto", "2MiB", 1), worked(entry, None, "1GiB", 1)
 

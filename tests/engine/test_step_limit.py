@@ -38,18 +38,6 @@ def a_runner(device, optimizer=sgd, model=None, **options):
 ROOM = 900 * KIB
 
 
-def test_nothing_is_limited_between_steps():
-    device = autoaccum.Simulated(ROOM)
-    runner = a_runner(device)
-    runner.step(a_batch())
-
-    batches = torch.ones(4 * ROOM // 4)
-
-    assert device.reading().used_bytes < ROOM
-    assert runner.step(a_batch()).samples == 64
-    assert batches.nbytes == 4 * ROOM
-
-
 def test_limit_of_a_runner_within_another_limit_is_refused():
     device = autoaccum.Simulated("1GiB")
     runner = a_runner(device, memory_limit=ROOM)
