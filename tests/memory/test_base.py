@@ -6,19 +6,16 @@ others run here. A check returns what it saw, and the test of its name says what
 
 import contextlib
 import json
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
-import warm
 from autoaccum._memory.available_devices import backend_for
 from autoaccum._memory.simulated import Simulated
 from autoaccum._oom import is_oom, let_go
 from autoaccum.errors import InvalidInputError
-from folders import ROOT, TESTS
+from memory._child import answered
 
 MIB = 2**20
 LIMIT = 96 * MIB
@@ -217,19 +214,6 @@ def check_training_step_runs_out_and_fits_smaller(backend):
 CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
 
 
-def run_in_child():
-    done = subprocess.run(
-        [*warm.python(), "-W", "error", __file__],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])},
-    )
-    assert done.returncode == 0, f"the child ended with {done.returncode}: {done.stderr[-2000:]}"
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def reason_to_skip(kind):
     if kind == "host" and sys.platform != "linux":
         return "host memory limits require Linux"
@@ -251,7 +235,7 @@ def saw(request):
     if reason is not None:
         pytest.skip(reason)
     if request.param == "host":
-        return run_in_child().__getitem__
+        return answered(__file__).__getitem__
     return lambda name: CHECKS[name](make(request.param))
 
 

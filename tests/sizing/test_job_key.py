@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import os
 import subprocess
 import sys
@@ -80,17 +79,6 @@ def test_values_number_of_samples_and_settings_of_the_optimizer_make_no_other_jo
 
     assert first == second
     assert first.about == second.about
-
-
-def test_key_says_what_a_person_wants_to_know():
-    about = key(precision="bf16", memory=Simulated("3GiB")).about
-
-    assert about["model"] == "torch.nn.modules.container.Sequential"
-    assert about["parameters"] == 83
-    assert about["device"] == "simulated device of 3.0 GiB"
-    assert about["precision"] == "bf16"
-    assert about["target_batch"] == 64
-    assert json.loads(json.dumps(about)) == about
 
 
 class Own(nn.Module):
