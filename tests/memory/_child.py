@@ -111,6 +111,7 @@ def check_system_without_limits_refuses_one_and_works_without(host, torch):
 def check_onednn_that_is_lost_is_told_where_little_is_free(host, torch):
     """Let oneDNN run out of memory for a kernel, and leave a few MiB free then."""
     from autoaccum._memory.host import _warm_up
+    from autoaccum._oom import is_oom
 
     _warm_up()
 
@@ -129,12 +130,12 @@ def check_onednn_that_is_lost_is_told_where_little_is_free(host, torch):
         tried = [convolve(width) for width in range(200, 210)]
         resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + 4 * _MIB, old[1]))
         host.release()
-        said = "nothing"
+        said, is_lack = "nothing", True
     except Exception as exception:
-        said = f"{type(exception).__name__}: {exception}"
+        said, is_lack = f"{type(exception).__name__}: {exception}", is_oom(exception)
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, old)
-    return {"tried": tried, "said": said}
+    return {"tried": tried, "said": said, "is lack of memory": is_lack}
 
 
 def check_second_thread_is_refused(host, torch):

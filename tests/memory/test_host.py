@@ -52,6 +52,7 @@ def test_onednn_that_is_lost_is_told_also_where_little_memory_is_left():
     assert "could not create a primitive" in seen["tried"]
     assert seen["said"].startswith("DeviceLostError"), seen
     assert "new process" in seen["said"]
+    assert not seen["is lack of memory"]
 
 
 def test_limit_in_a_second_thread_is_refused_and_both_leave_the_process_as_it_was(found):
