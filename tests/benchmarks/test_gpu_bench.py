@@ -106,15 +106,6 @@ def test_part_that_does_not_end_well_keeps_its_findings_and_does_not_stop_the_ne
     assert parts["survival"]["rows"][0]["found"] == "its result"
 
 
-def test_lanes_run_side_by_side_and_stages_one_after_another(run, part):
-    meet = "(here / '{}').touch()\nwhile not (here / '{}').exists(): time.sleep(0.05)\ntell()"
-    left = part("survival", meet.format("left", "right"))
-    right = part("tests", meet.format("right", "left") + "; time.sleep(1); (here / 'ended').touch()")
-    code, _ = run([[left], [right]], [[part("neighbour", "assert (here / 'ended').exists(); tell()")]])
-
-    assert code == 0
-
-
 def test_parts_for_which_no_time_is_left_say_so(run, gpu, part):
     lane = [part("survival", "time.sleep(3); tell()"), part("overhead", "tell()"), part("tests", "tell()")]
     code, parts = run([lane], budget_s=gpu._LEAST_S + 3)
@@ -170,15 +161,6 @@ def test_signals_keep_what_was_found_and_end_what_runs(part, tmp_path, signals):
     assert (process.returncode, parts["machine"]["status"]) == (128 + signals[0], "done")
     assert parts["transfer"]["rows"][0]["found"] == "its result"
     wait_for_end(pid.read_text())
-
-
-@pytest.mark.parametrize("option", [("--budget", "nan"), ("--budget", "0"), ("--parts", "no such part")])
-def test_option_that_cannot_be_used_is_refused(gpu, option, capsys):
-    with pytest.raises(SystemExit) as refused:
-        gpu.parse(option)
-
-    assert refused.value.code == 2
-    assert option[1] in capsys.readouterr().err
 
 
 def test_limits_fit_the_time_for_all_which_is_below_eight_minutes(gpu):

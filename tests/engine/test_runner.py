@@ -6,21 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-
-
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-
-
-def runner_of(model, plan, **options):
-    optimizer = options.pop("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
-    return autoaccum.Runner(model, optimizer, plan, **{"device": "cpu", "loss": nn.CrossEntropyLoss(), **options})
-
-
-def samples(count):
-    torch.manual_seed(1)
-    return torch.randn(count, 6), torch.randint(0, 3, (count,))
+from helpers import runner_of
 
 
 def test_loss_with_parameters_of_its_own_learns_with_the_model():
@@ -33,11 +19,11 @@ def test_loss_with_parameters_of_its_own_learns_with_the_model():
             return nn.functional.cross_entropy(outputs * self.scale, targets)
 
     loss = Scaled()
+    runner = runner_of(
+        nn.Linear(6, 3), lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss=loss, loss_reduction="mean"
+    )
 
-    def sgd(parameters):
-        return torch.optim.SGD(parameters, lr=0.1)
-
-    runner_of(network(), autoaccum.plan(10, 5), loss=loss, optimizer=sgd, loss_reduction="mean").step(samples(10))
+    runner.step((torch.randn(8, 6), torch.arange(8) % 3))
 
     assert loss.scale.item() != 1.0
     assert loss.scale.grad is None

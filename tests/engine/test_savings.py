@@ -84,13 +84,9 @@ def a_runner(model, **options):
 @pytest.mark.parametrize(
     ("memory", "said"),
     [
-        ("nope", "is unknown"),
-        ("offload", "already are there"),
         ("chunked_loss", "no layer that makes logits was found"),
         ("checkpoint", "no repeated blocks to compute again, among Linear"),
-        ("checkpoint:Blok", "no module has the name or the class 'Blok' to compute again, among Linear"),
         ("checkpoint:3.", "no module has the name"),
-        (["auto", "checkpoint"], "pass it alone"),
     ],
 )
 def test_what_has_no_effect_is_refused_when_it_is_made(make, memory, said):

@@ -22,14 +22,15 @@ def train(model, targets, micro_batch, loss):
     return autoaccum.fit(model, [batch], 12, loss=loss, micro_batch=micro_batch, progress=False)
 
 
-def labels(classes):
-    return torch.randint(classes, (12,))
-
-
 @pytest.mark.parametrize(
     ("model", "targets", "size", "said"),
     [
-        (Squeezed(6, 4), labels(4), 1, r"work for 2 samples, and not for a micro-batch of 1 \(size mismatch"),
+        (
+            Squeezed(6, 4),
+            torch.arange(12) % 4,
+            1,
+            r"2 samples, and not for a micro-batch of 1 \(size mismatch",
+        ),
         (Paired(6, 1), torch.randn(12), 3, r"work for 6 samples, and not for a micro-batch of 3 \(shape '\[-1, 2\]'"),
     ],
     ids=["squeeze", "view of pairs"],

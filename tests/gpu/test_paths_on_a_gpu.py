@@ -145,21 +145,6 @@ def test_precision_by_default_is_what_the_gpu_does_well():
     assert (runner._step.precision.scaler is None) == (expected == "bf16")
 
 
-def test_scaler_skips_an_overflow_and_goes_on():
-    model = network()
-    runner = runner_of(model, "fp16", 1.0)
-    first, second, third = windows_of(3)
-    runner.step(first)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    hook = model[-1].register_full_backward_hook(lambda module, given, _: (given[0] * torch.inf,))
-    skipped = runner.step(second)
-    hook.remove()
-    assert skipped.skipped
-    assert_bitwise([parameter.detach() for parameter in model.parameters()], before)
-
-    assert not runner.step(third).skipped
-
-
 def test_what_backward_needs_goes_to_the_host_and_back_bit_for_bit():
     memory = backend_for(torch.device("cuda"))
     model, inputs = network().cuda(), torch.randn(4096, WIDTH, device="cuda")
@@ -220,23 +205,6 @@ def test_nan_is_named_with_its_step(capsys):
     assert len(said) == 1
     assert "step 4: not finite" in said[0]
     assert result.steps == 6
-
-
-def test_on_nan_stop_ends_the_training():
-    windows = windows_of(8)
-    windows[3] = (windows[3][0] * float("nan"), windows[3][1])
-    steps = []
-
-    class Counts(autoaccum.Callback):
-        def on_step(self, report, *, epoch):
-            steps.append(report.step)
-
-    with pytest.raises(autoaccum.NotFiniteError, match="step 4"):
-        autoaccum.fit(
-            network(), windows, SAMPLES, loss=nn.CrossEntropyLoss(), device="cuda", micro_batch=4, on_nan="stop",
-            progress=False, callbacks=[Counts()],
-        )  # fmt: skip
-    assert steps[-1] >= 4
 
 
 def test_doctor_finds_the_gpu_that_pytorch_uses():

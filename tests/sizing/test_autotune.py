@@ -23,21 +23,6 @@ def test_largest_is_taken_where_each_micro_batch_has_a_cost_of_its_own():
     assert used == [512] * 4 + [256] * 4  # which is slower, so that 128 is not run
 
 
-def test_smaller_one_is_taken_where_large_ones_are_slow():
-    tempo = Autotune(512, 256)
-
-    assert drive(tempo, lambda size: 1 + size / 100)[::4] == [256, 128, 64]
-    assert tempo.size == 64
-
-
-def test_smallest_is_taken_where_all_are_as_fast():
-    tempo = Autotune(256, 256)
-
-    drive(tempo, lambda size: 1.0 + size / 100_000)
-
-    assert tempo.size == 64
-
-
 def test_first_window_and_a_disturbed_one_do_not_decide():
     tempo, windows = Autotune(512, 512), []
 

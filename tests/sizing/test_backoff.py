@@ -15,14 +15,6 @@ def windows_until_larger(pace, most=10_000):
     return None
 
 
-def test_failure_takes_one_micro_step_more_and_a_clean_stretch_one_less():
-    pace = Backoff(100, 50)
-
-    assert pace.fail(50) == 34
-    assert not pace.is_quiet
-    assert windows_until_larger(pace) == (FIRST_WAIT_WINDOWS, 50)
-
-
 def test_each_failure_of_a_size_doubles_its_wait():
     pace = Backoff(100, 50)
     waits = []
@@ -57,10 +49,6 @@ def test_growth_without_memory_waits_for_another_stretch():
 
     assert pace.size == 34
     assert windows_until_larger(pace) == (FIRST_WAIT_WINDOWS, 50)
-
-
-def test_one_sample_that_fails_leaves_nothing_smaller():
-    assert Backoff(8, 1).fail(1) is None
 
 
 def simulate(free_at, *, windows=10_000, target=256, largest=128):
