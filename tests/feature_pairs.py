@@ -40,7 +40,7 @@ FEATURES = (
     "ranks",
     "out of memory",
 )
-MODELS = ("mlp", "convolutional", "gpt", "lstm")
+MODELS = ("mlp", "convolutional", "gpt")
 
 
 def pairs(name):
@@ -66,15 +66,6 @@ class Residual(nn.Module):
 
     def forward(self, inputs):
         return inputs + self.drop(torch.tanh(self.linear(inputs)))
-
-
-class Lstm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.drop, self.head = nn.LSTM(4, WIDTH, batch_first=True), nn.Dropout(0.2), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, inputs):
-        return self.head(self.drop(self.rnn(inputs)[0]).mean(1))
 
 
 class Gpt(nn.Module):
@@ -103,10 +94,8 @@ def made(name, features):
     elif name == "convolutional":
         block = [nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2)]
         model = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), *block, nn.Flatten(), nn.Linear(64, CLASSES))
-    elif name == "gpt":
-        model = Gpt(has_logits="chunked loss" not in features)
     else:
-        model = Lstm()
+        model = Gpt(has_logits="chunked loss" not in features)
     return model if "scaler" in features else model.double()
 
 
@@ -114,7 +103,7 @@ def data(name, features):
     """Return the samples of one epoch. Every sample is another; those of text have labels of unlike number."""
     torch.manual_seed(2)
     count, kind = WINDOWS * TARGET, torch.float32 if "scaler" in features else torch.float64
-    shape = {"mlp": (6,), "convolutional": (1, 6, 6), "lstm": (LENGTH, 4)}.get(name)
+    shape = {"mlp": (6,), "convolutional": (1, 6, 6)}.get(name)
     if shape is None:
         numbers = torch.randperm(WORDS**LENGTH)[:count]
         inputs = torch.stack([numbers // WORDS**place % WORDS for place in range(LENGTH)], 1)

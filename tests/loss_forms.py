@@ -322,7 +322,7 @@ def ctc(o, b, reduction="mean"):
     return functional.ctc_loss(logp, targets, torch.full((n,), T), torch.full((n,), 2), reduction=reduction)
 
 
-# The first 63 are those of the design's prototype; what stands behind a name is what its author would call it.
+# Most of the first are those of the design's prototype; what stands behind a name is what its author would call it.
 FORMS = {
     "ce mean": Form(lambda o, b: ce(o, b["y"])),
     "ce ignore": Form(lambda o, b: ce(o, b["labels"])),
@@ -330,14 +330,9 @@ FORMS = {
     "ce smoothing, ignore": Form(lambda o, b: ce(o, b["labels"], label_smoothing=0.1)),
     "ce smoothing, weights": Form(lambda o, b: ce(o, b["labels"], label_smoothing=0.1, weight=CLASS_WEIGHTS)),
     "ce probabilities": Form(lambda o, b: functional.cross_entropy(o[:, 0], b["p"][:, 0])),
-    "mean of a scalar": Form(lambda o, b: ce(o, b["labels"]).mean()),
     "stack of two means, mean": Form(lambda o, b: torch.stack([ce(o, b["labels"]), mse(o, b)]).mean()),
-    "stack of two means, sum": Form(lambda o, b: torch.stack([ce(o, b["y"]), mse(o, b)]).sum()),
     "masked sum / mask sum": Form(lambda o, b: (each(o, b) * b["mask"]).sum() / b["mask"].sum()),
     "masked mean / mask mean": Form(lambda o, b: (each(o, b) * b["mask"]).mean() / b["mask"].mean()),
-    "masked mean * (numel / mask sum)": Form(
-        lambda o, b: (each(o, b) * b["mask"]).mean() * (b["mask"].numel() / b["mask"].sum())
-    ),
     "masked mean * (numel / mask sum), float": Form(
         lambda o, b: (each(o, b) * b["mask"]).mean() * (b["mask"].numel() / b["mask"].sum().item())
     ),
@@ -347,15 +342,10 @@ FORMS = {
     "sum / max(1, count)": Form(
         lambda o, b: (row(o, b) * b["has"]).sum() / max(1, int(b["has"].sum())), allowed="exact or warned or late"
     ),
-    "masked sum / (mask sum + 1e-8)": Form(
-        lambda o, b: (each(o, b) * b["mask"]).sum() / (b["mask"].sum() + 1e-8), tolerance=1e-8
-    ),
     "losses[mask].mean()": Form(lambda o, b: each(o, b)[b["mask"].bool()].mean()),
     "losses[has].mean() or 0": Form(
         lambda o, b: each(o, b)[b["has"].bool()].mean() if b["has"].any() else o.sum() * 0, allowed="exact or stopped"
     ),
-    "sum / numel": Form(lambda o, b: each(o, b).sum() / each(o, b).numel()),
-    "sum * (1 / samples)": Form(lambda o, b: each(o, b).sum() * (1 / len(o))),
     "sum / constant": Form(lambda o, b: each(o, b).sum() / 64),
     "sum": Form(lambda o, b: each(o, b).sum()),
     "mean of masked means": Form(lambda o, b: ((each(o, b) * b["mask"]).sum(1) / b["mask"].sum(1)).mean()),
@@ -381,12 +371,8 @@ FORMS = {
     ),
     "dice": Form(dice, allowed="warned or refused"),
     "kl batchmean": Form(lambda o, b: functional.kl_div(o.log_softmax(-1), b["p"], reduction="batchmean")),
-    "kl mean": Form(lambda o, b: functional.kl_div(o.log_softmax(-1), b["p"])),
     "ctc": Form(ctc),
-    "triplet": Form(lambda o, b: functional.triplet_margin_loss(o[:, 0], o[:, 1], o[:, 2])),
-    "gaussian nll": Form(lambda o, b: functional.gaussian_nll_loss(o, b["z"], torch.ones_like(o))),
     "0.3 * ce": Form(lambda o, b: 0.3 * ce(o, b["labels"])),
-    "ce / accumulation": Form(lambda o, b: ce(o, b["labels"]) / 4),
     "ce + L2 of weights": Form(lambda o, b: ce(o[0], b["labels"]) + 1e-2 * o[1], WithPenalty),
     "ce + mse": Form(lambda o, b: ce(o, b["labels"]) + mse(o, b)),
     "Trainer's LabelSmoother": Form(label_smoother),
@@ -403,16 +389,13 @@ FORMS = {
     "loop over time": Form(over_time, allowed="exact or refused"),
     "custom autograd": Form(lambda o, b: CustomCE.apply(o, b["labels"]), allowed="exact or refused"),
     "in place": Form(lambda o, b: each(o, b).mul_(b["mask"]).sum() / b["mask"].sum()),
-    "loss += 0": Form(lambda o, b: ce(o, b["labels"]).add_(0)),
     "rmse": Form(lambda o, b: mse(o, b).sqrt(), allowed="warned or refused"),
     "contrastive": Form(info_nce, allowed="refused"),
-    "hardest half": Form(lambda o, b: row(o, b).topk(max(1, len(o) // 2)).values.mean(), allowed="warned or refused"),
     "gather, -sum / mask sum": Form(
         lambda o, b: -(o.log_softmax(-1).gather(-1, b["y"][..., None])[..., 0] * b["mask"]).sum().div(b["mask"].sum())
     ),
     "logsumexp": Form(lambda o, b: row(o, b).logsumexp(0), allowed="warned or refused"),
     "smoothed ce, samples all ignored": Form(lambda o, b: ce(o, b["labels_of_some"], label_smoothing=0.1)),
-    "ce, samples all ignored": Form(lambda o, b: ce(o, b["labels_of_some"])),
     "num_items tensor": Form(lambda o, b: ce(o, b["labels"], reduction="sum") / torch.tensor(41.0)),
     "nan_to_num": Form(lambda o, b: torch.nan_to_num(ce(o, b["labels"])), allowed="exact or refused"),
     "weights / their mean": Form(
@@ -459,24 +442,10 @@ FORMS |= {
 }
 
 
-OF_ELEMENTS = ("binary_cross_entropy", "soft_margin_loss", "hinge_embedding_loss")  # unreduced, they have no form
-
-
 def functional_loss(name, reduction):
     return {
         "binary_cross_entropy": lambda o, b: functional.binary_cross_entropy(
             o.sigmoid(), b["p"], weight=b["mask"][..., None], reduction=reduction
-        ),
-        "soft_margin_loss": lambda o, b: functional.soft_margin_loss(o[:, 0], b["signs"], reduction=reduction),
-        "multilabel_soft_margin_loss": lambda o, b: functional.multilabel_soft_margin_loss(
-            o[:, 0], b["p"][:, 0], reduction=reduction
-        ),
-        "hinge_embedding_loss": lambda o, b: functional.hinge_embedding_loss(o[:, 0], b["signs"], reduction=reduction),
-        "cosine_embedding_loss": lambda o, b: functional.cosine_embedding_loss(
-            o[:, 0], o[:, 1], b["signs"][:, 0], reduction=reduction
-        ),
-        "margin_ranking_loss": lambda o, b: functional.margin_ranking_loss(
-            o[:, 0, 0], o[:, 1, 0], b["signs"][:, 0], margin=0.5, reduction=reduction
         ),
         "triplet_margin_loss": lambda o, b: functional.triplet_margin_loss(
             o[:, 0], o[:, 1], o[:, 2], reduction=reduction
@@ -492,15 +461,10 @@ def functional_loss(name, reduction):
 FORMS |= {
     f"F.{name} {reduction}": Form(
         functional_loss(name, reduction),
-        allowed="exact or refused" if reduction == "none" and name in OF_ELEMENTS else "exact",
+        allowed="exact or refused" if reduction == "none" and name == "binary_cross_entropy" else "exact",
     )
     for name in (
         "binary_cross_entropy",
-        "soft_margin_loss",
-        "multilabel_soft_margin_loss",
-        "hinge_embedding_loss",
-        "cosine_embedding_loss",
-        "margin_ranking_loss",
         "triplet_margin_loss",
         "cross_entropy, weight",
         "ctc_loss",
@@ -551,14 +515,12 @@ FORMS |= {
     "pair beside a mean": Form(
         lambda o, b: {"pair": ((row(o, b) * b["has"]).sum(), b["has"].sum()), "ce": ce(o, b["labels"])}
     ),
-    "dict of two, equal divisors": Form(lambda o, b: {"ce": ce(o, b["y"]), "mse": mse(o, b)}),
     "dict of two, unlike divisors": Form(lambda o, b: {"ce": ce(o, b["labels"]), "mse": mse(o, b)}),
     "dict of three": Form(
         lambda o, b: {"ce": ce(o, b["labels"]), "mse": mse(o, b), "weighted": 0.1 * weighted(o, b, "w")}
     ),
     "dict with a sum": Form(lambda o, b: {"ce": ce(o, b["labels"]), "sum": 1e-2 * o.square().sum()}),
     "dict with L2 of weights": Form(lambda o, b: {"ce": ce(o[0], b["labels"]), "l2": 1e-2 * o[1]}, WithPenalty),
-    "ce + mean square": Form(lambda o, b: ce(o, b["labels"]) + 0.1 * o.square().mean()),
     "ce + mean square + L2": Form(
         lambda o, b: ce(o[0], b["labels"]) + 0.1 * o[0].square().mean() + 1e-2 * o[1], WithPenalty
     ),
@@ -614,10 +576,6 @@ FORMS |= {
     "BERT, classes": of_model(
         transformer("BertForSequenceClassification", num_labels=C), entries(**TEXT, labels="cls")
     ),
-    "BERT, tags": of_model(transformer("BertForTokenClassification", num_labels=C), entries(**TEXT, labels="labels")),
-    "GPT-2, inputs are the labels": of_model(
-        transformer("GPT2LMHeadModel"), lambda window: {"input_ids": window["input_ids"], "labels": window["input_ids"]}
-    ),
 }
 
 # --- of other libraries, by hand where the library is large -----------------------------------------------------------
@@ -655,24 +613,8 @@ def detr(o, b):
     return {"classes": ce(o, b["y"], weight=CLASS_WEIGHTS), "boxes": boxes.sum() / max(1, int(b["has"].sum()))}
 
 
-def soft_target(o, target):
-    """Of timm, without its copies."""
-    return torch.sum(-target * o.log_softmax(-1), dim=-1).mean()
-
-
-def smoothed(o, target, smoothing=0.1):
-    """Of timm."""
-    logp = o.log_softmax(-1)
-    nll = -logp.gather(-1, target.unsqueeze(1)).squeeze(1)
-    return ((1 - smoothing) * nll + smoothing * -logp.mean(-1)).mean()
-
-
 def of_noise(model, batch):
     return model(batch["x"], batch["number"])
-
-
-def diffusion(o, b):
-    return functional.mse_loss(o["out"], o["noise"][..., :C])
 
 
 def weighted_diffusion(o, b):
@@ -696,16 +638,11 @@ def router(o):
 
 
 FORMS |= {
-    "sft of completions": Form(lambda o, b: ce(o[:, :-1], b["labels"][:, 1:])),
-    "sft, sum / num_items": Form(lambda o, b: ce(o[:, :-1], b["labels"][:, 1:], reduction="sum") / 37),
     "dft": Form(lambda o, b: (each(o, b) * torch.exp(-each(o, b)).detach() * b["mask"]).sum() / b["mask"].sum()),
     "dpo": Form(dpo),
-    "dpo + sft": Form(lambda o, b: dpo(o, b) + 0.2 * ce(o, b["labels"])),
     "orpo": Form(
         lambda o, b: ce(o, b["labels"]) - 0.1 * functional.logsigmoid(logps(o, b, "y") - logps(o, b, "labels_0")).mean()
     ),
-    "kto": Form(lambda o, b: (1 - torch.sigmoid(0.1 * (row(o, b) - 1) * b["signs"][:, 0])).mean()),
-    "reward model": Form(lambda o, b: -functional.logsigmoid(o[:, 0, 0] - o[:, 1, 0]).mean()),
     "grpo": Form(lambda o, b: ((grpo(o, b) * b["mask"]).sum(1) / b["mask"].sum(1)).mean()),
     "bnpo": Form(
         lambda o, b: (grpo(o, b) * b["mask"]).sum() / b["mask"].sum().clamp(min=1.0), allowed="exact or warned or late"
@@ -726,23 +663,12 @@ FORMS |= {
         },
         allowed="exact or warned or late",
     ),
-    "timm's label smoothing": of_module(smoothed, Classifier, "x", "cls"),
-    "timm's soft target": Form(lambda o, b: soft_target(o[:, 0], b["p"][:, 0])),
-    "mixup": Form(lambda o, b: 0.3 * ce(o, b["labels"]) + 0.7 * ce(o, b["labels"].roll(1, 1))),
-    "diffusion": Form(diffusion, Noisy, forward=of_noise),
     "diffusion, min-snr": Form(weighted_diffusion, Noisy, forward=of_noise),
     "vae, sum / samples": Form(vae, Noisy, forward=of_noise),
     "vae, means": Form(lambda o, b: vae(o, b, "mean"), Noisy, forward=of_noise),
     "ce + router": Form(lambda o, b: ce(o, b["labels"]) + 0.1 * router(o), allowed="warned or refused"),
     "dict with a router": Form(
         lambda o, b: {"ce": ce(o, b["labels"]), "router": 0.1 * router(o)}, allowed="warned or refused"
-    ),
-    "ntxent": Form(
-        lambda o, b: info_nce(o, b) / 2 + info_nce(o.flip(1)[:, -2:].contiguous(), b) / 2, allowed="refused"
-    ),
-    "hardest triplets of the batch": Form(
-        lambda o, b: (1 - torch.cdist(o[:, 0], o[:, 0]).amax(1) + o[:, 0].norm(dim=1)).relu().mean(),
-        allowed="warned or refused",
     ),
     "barlow twins": Form(
         lambda o, b: (o[:, 0].T @ o[:, 1] / len(o) - torch.eye(C)).square().sum(), allowed="warned or refused"
@@ -802,10 +728,7 @@ FORMS |= {
     ),
     "bf16 autocast, ce": Form(lambda o, b: ce(o, b["labels"]), dtype=torch.float32, precision="bf16", **LOW),
     "bf16 autocast, masked": Form(lambda o, b: weighted(o, b, "mask"), dtype=torch.float32, precision="bf16", **LOW),
-    "float32, ce": Form(lambda o, b: ce(o, b["labels"]), dtype=torch.float32, lr=1.0, tolerance=1e-5),
-    "bf16 weights, ce": Form(lambda o, b: ce(o, b["labels"]), dtype=torch.bfloat16, **LOW),
     "bf16 weights, masked": Form(lambda o, b: weighted(o, b, "mask"), dtype=torch.bfloat16, **LOW),
-    "fp16 with a scaler, ce": Form(lambda o, b: ce(o, b["labels"]), dtype=torch.float32, precision="fp16", **LOW),
     "fp16 with a scaler, pair": Form(
         lambda o, b: (ce(o, b["labels"], reduction="sum"), (b["labels"] != -100).sum()),
         dtype=torch.float32,
@@ -823,8 +746,7 @@ FORMS |= {
     ),
 }
 MIXED = [
-    *("stack of two means, mean", "ce + L2 of weights", "ce + mse", "divided by what is learnt", "ce + mean square"),
-    *("ce + mean square + L2", "ce + a sum", "masked mean + mean of some", "three divisors", "z-loss", "dpo + sft"),
-    *("orpo", "distillation"),
+    *("stack of two means, mean", "ce + L2 of weights", "ce + mse", "divided by what is learnt", "z-loss", "orpo"),
+    *("ce + mean square + L2", "ce + a sum", "masked mean + mean of some", "three divisors", "distillation"),
 ]
 FORMS |= {name: replace(FORMS[name], mixes=True) for name in MIXED}

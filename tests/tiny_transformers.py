@@ -2,15 +2,18 @@
 
 import torch
 
+OF_BERT = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
 WITHOUT_DROPOUT = {
     "GPT2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "Bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "ViT": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "T5": {"dropout_rate": 0.0},
     "Llama": {},
 }
 SIZES = {
     "GPT2": {"n_embd": 8, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False},
-    "Bert": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8},
+    "Bert": OF_BERT,
+    "ViT": OF_BERT,
     "T5": {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0},
     "Llama": {
         "hidden_size": 8,

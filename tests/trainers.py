@@ -3,15 +3,15 @@
 import copy
 
 import torch
-import transformers
 from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
+from tiny_transformers import tiny
+
 VOCABULARY, CLASSES = 40, 3
 TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
 WIDTH = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _OF_TRAINER = "compute_loss_func", "callbacks", "compute_metrics", "train_dataset"
 # 3 updates of 12, 12 and 2 samples, where nothing else is asked for.
 SETTINGS = {
@@ -28,54 +28,26 @@ SETTINGS = {
 }
 
 
-def gpt2():
-    config = transformers.GPT2Config(
-        n_positions=32, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **TEXT
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def llama():
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=1, **TEXT, **WIDTH))
-
-
-def t5():
-    config = transformers.T5Config(
-        d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0, **TEXT
-    )
-    model = transformers.T5ForConditionalGeneration(config)
-    # T5's own norms compute in single precision, whatever their parameters are.
-    for module in [*model.modules()]:
-        for name, norm in module.named_children():
-            if isinstance(norm, T5LayerNorm):
-                setattr(module, name, nn.RMSNorm(norm.weight.shape, norm.variance_epsilon))
-    return model
-
-
-def bert():
-    """Takes no `num_items_in_batch`: its loss is a mean over the tokens of what it is given."""
-    config = transformers.BertConfig(num_labels=CLASSES, max_position_embeddings=32, **TEXT, **WIDTH, **NO_DROPOUT)
-    return transformers.BertForTokenClassification(config)
-
-
-def bert_for_rows():
-    config = transformers.BertConfig(num_labels=CLASSES, max_position_embeddings=32, **TEXT, **WIDTH, **NO_DROPOUT)
-    return transformers.BertForSequenceClassification(config)
-
-
-def vit():
-    config = transformers.ViTConfig(image_size=8, patch_size=4, num_labels=CLASSES, **WIDTH, **NO_DROPOUT)
-    return transformers.ViTForImageClassification(config)
-
-
-# Their loss is computed in single precision, whatever their parameters are.
-SINGLE = ("gpt2", "llama")
-MODELS = {"gpt2": gpt2, "llama": llama, "t5": t5, "bert": bert, "bert for rows": bert_for_rows, "vit": vit}
+# By these names of their own; those with CLASSES take no `num_items_in_batch`.
+MODELS = {
+    "gpt2": ("GPT2LMHeadModel", {}),
+    "llama": ("LlamaForCausalLM", {}),
+    "t5": ("T5ForConditionalGeneration", {}),
+    "bert": ("BertForTokenClassification", {"num_labels": CLASSES}),
+    "bert for rows": ("BertForSequenceClassification", {"num_labels": CLASSES}),
+    "vit": ("ViTForImageClassification", {"num_labels": CLASSES, "image_size": 8, "patch_size": 4}),
+}
 
 
 def model_of(name):
-    torch.manual_seed(0)
-    return MODELS[name]().double()
+    kind, options = MODELS[name]
+    model = tiny(kind, VOCABULARY, 32, bos_token_id=1, eos_token_id=1, pad_token_id=0, **options)
+    # T5's own norms compute in single precision, whatever their parameters are.
+    for module in [*model.modules()]:
+        for place, norm in module.named_children():
+            if isinstance(norm, T5LayerNorm):
+                setattr(module, place, nn.RMSNorm(norm.weight.shape, norm.variance_epsilon))
+    return model.double()
 
 
 def rows_of(name, samples, seed=0):
@@ -142,4 +114,4 @@ def history(trainer):
     ]
 
 
-__all__ = ["MODELS", "SINGLE", "Trainer", "collated", "history", "model_of", "rows_of", "trained", "weights"]
+__all__ = ["MODELS", "Trainer", "collated", "history", "model_of", "rows_of", "trained", "weights"]

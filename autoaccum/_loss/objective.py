@@ -472,7 +472,7 @@ def _by_default(outputs: Any, targets: Any) -> tuple[Loss, Tensor]:
     if targets.is_floating_point() or targets.is_complex():
         _check_same_shape(outputs, targets, "mean squared error")
         return functional.mse_loss, functional.mse_loss(outputs, targets)
-    classes_second = outputs.dim() > 1 and (outputs.shape[0], *outputs.shape[2:]) == tuple(targets.shape)
+    classes_second = _has_classes_second(outputs, targets)
     classes = outputs.shape[1 if classes_second else -1]
     if not (classes_second or _has_classes_last(outputs, targets)) or classes == 1:
         raise InvalidInputError(
@@ -493,10 +493,15 @@ def _remedy(outputs: Tensor, targets: Tensor) -> str:
     return "pass loss= (for one logit a sample, torch.nn.BCEWithLogitsLoss() and floating targets)"
 
 
+def _has_classes_second(outputs: Tensor, targets: Tensor) -> bool:
+    return outputs.dim() > 1 and (outputs.shape[0], *outputs.shape[2:]) == tuple(targets.shape)
+
+
 def _has_classes_last(outputs: Any, targets: Any) -> bool:
+    """Whether classes are in the last dimension, and not in the second as well: cross entropy takes no such outputs."""
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return False
-    return targets.dim() > 1 and outputs.shape[:-1] == targets.shape  # (N, C) for (N,) is right
+    return outputs.dim() > 1 and outputs.shape[:-1] == targets.shape and not _has_classes_second(outputs, targets)
 
 
 def _check_same_shape(outputs: Any, targets: Any, what: str) -> None:

@@ -25,6 +25,7 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The place that fails, when it is passed for which times, and in which window, all counted from 0; in the first window
 # from its end, since a loss is tried out at its beginning.
 PHASES = {
+    "first transfer": ("transfer", [0], 2),
     "transfer": ("transfer", [1], 2),
     "first forward": ("forward", [0], 2),
     "third forward": ("forward", [2], 2),

@@ -487,7 +487,7 @@ def test_widest_samples_that_always_run_first_do_not_end_the_search_at_one():
 
 IN_A_NEW_PROCESS = """
 import autoaccum
-from test_probing import job, nn, sgd_with_momentum
+from test_probing import job, nn, sgd
 
 model, batch = job("resnet18", 64)
 trials = []
@@ -496,7 +496,7 @@ class Told(autoaccum.Callback):
     def on_trial(self, trial):
         trials.append(trial.fits)
 
-options = {"precision": "fp32", "optimizer": sgd_with_momentum, "progress": False, "callbacks": [Told()]}
+options = {"precision": "fp32", "optimizer": sgd, "progress": False, "callbacks": [Told()]}
 result = autoaccum.fit(
     model, [batch] * 14, TARGET, loss=nn.CrossEntropyLoss(), device="cpu", memory_limit="700MiB", max_steps=3, **options
 )

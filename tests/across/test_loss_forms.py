@@ -24,10 +24,10 @@ IN_CLOSURES = dict.fromkeys([
     "pair",
     "weights w_tokens as 'q7'",
     "dict with L2 of weights",
-    "diffusion",
+    "diffusion, min-snr",
     "needs two samples",
     "inputs are the targets",
-    "fp16 with a scaler, ce",
+    "fp16 with a scaler, pair",
 ])  # fmt: skip
 
 

@@ -293,3 +293,17 @@ def test_leftover_sample_that_fails_once_does_not_end_a_run_in_which_more_have_f
     assert report.oom_events == 1
     assert sum(report.micro_batches) == SAMPLES
     assert runner.plan.micro_batch < SAMPLES - 1
+
+
+def test_memory_that_runs_out_within_cross_entropy_makes_micro_batches_smaller(monkeypatch):
+    compute = nn.functional.cross_entropy
+
+    def lacking(outputs, targets, **options):
+        if len(outputs) > 6:
+            raise LACK
+        return compute(outputs, targets, **options)
+
+    runner = runner_of(nn.Linear(6, 3), samples=SAMPLES, micro_batch=SAMPLES, loss_reduction="mean")
+    monkeypatch.setattr(nn.functional, "cross_entropy", lacking)
+
+    assert runner.step(window(0)).micro_batches == (6,) * 4

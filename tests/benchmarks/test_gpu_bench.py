@@ -106,60 +106,6 @@ def test_part_that_does_not_end_well_keeps_its_findings_and_does_not_stop_the_ne
     assert parts["survival"]["rows"][0]["found"] == "its result"
 
 
-def test_time_left_over_goes_to_the_parts_to_come(run, part):
-    source = "tell(found=options.budget)"
-    _, parts = run([[part("survival", source, limit_s=20)]], [[part("overhead", source, limit_s=20)]], budget_s=100)
-    survival, overhead = (float(parts[name]["rows"][0]["found"]) for name in ("survival", "overhead"))
-
-    assert 20 < survival < overhead
-
-
-def test_results_that_could_not_be_written_are_told_by_the_exit_code(gpu, run, part, monkeypatch):
-    write = gpu.replace_text
-
-    def fail_once(path, text):
-        if '"survival"' in text and '"overhead"' not in text:
-            raise OSError("No space left on device")
-        write(path, text)
-
-    monkeypatch.setattr(gpu, "replace_text", fail_once)
-    lanes = [part("survival", "tell()"), part("tests", "tell()")], [part("overhead", "time.sleep(2); tell()")]
-    code, parts = run(lanes)
-
-    assert code == 1
-    assert parts["overhead"]["status"] == "done"
-
-
-def test_what_a_hanging_part_started_is_ended_with_it(run, part, tmp_path):
-    run([[part("survival", f"(here / 'pid').write_text(str(subprocess.Popen(['sleep', '600']).pid)){HANG}", 4)]])
-
-    wait_for_end((tmp_path / "pid").read_text())
-
-
-def test_files_are_written_after_each_part(run, part):
-    look = "assert 'survival' in json.loads((out / 'gpu.json').read_text())['parts']; "
-    look += "assert 'the output' in (out / 'gpu.log').read_text(); tell()"
-    code, _ = run([[part("survival", "print('the output'); tell()"), part("overhead", look)]])
-
-    assert code == 0
-
-
-def test_finding_is_in_the_file_as_soon_as_it_is_made(gpu, tmp_path):
-    gpu.ReportContents(tmp_path / "found.json", 10, "cpu").add("a thing", "its result", ok=False)
-
-    record = json.loads((tmp_path / "found.json").read_text())
-    assert (record["rows"][0]["ok"], record["finished"]) == (False, False)
-
-
-def test_lanes_run_side_by_side_and_stages_one_after_another(run, part):
-    meet = "(here / '{}').touch()\nwhile not (here / '{}').exists(): time.sleep(0.05)\ntell()"
-    left = part("survival", meet.format("left", "right"))
-    right = part("tests", meet.format("right", "left") + "; time.sleep(1); (here / 'ended').touch()")
-    code, _ = run([[left], [right]], [[part("neighbour", "assert (here / 'ended').exists(); tell()")]])
-
-    assert code == 0
-
-
 def test_parts_for_which_no_time_is_left_say_so(run, gpu, part):
     lane = [part("survival", "time.sleep(3); tell()"), part("overhead", "tell()"), part("tests", "tell()")]
     code, parts = run([lane], budget_s=gpu._LEAST_S + 3)
@@ -195,13 +141,6 @@ def test_reason_to_skip_is_told_and_with_device_cpu_no_gpu_is_excused(
     assert (code, parts["survival"].get("skipped")) == (expected, skipped)
 
 
-def test_without_a_gpu_every_part_but_the_machine_is_skipped(run, part):
-    code, parts = run([[part("survival", "tell()"), part("tests", "tell()", needs=("no",))]], device="cuda")
-
-    assert (code, parts["machine"]["status"]) == (3, "done")
-    assert [parts[name].get("skipped") for name in ("survival", "tests")] == ["no GPU"] * 2
-
-
 @pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGHUP,), (signal.SIGINT, signal.SIGTERM)])
 def test_signals_keep_what_was_found_and_end_what_runs(part, tmp_path, signals):
     pid = tmp_path / "pid"
@@ -222,15 +161,6 @@ def test_signals_keep_what_was_found_and_end_what_runs(part, tmp_path, signals):
     assert (process.returncode, parts["machine"]["status"]) == (128 + signals[0], "done")
     assert parts["transfer"]["rows"][0]["found"] == "its result"
     wait_for_end(pid.read_text())
-
-
-@pytest.mark.parametrize("option", [("--budget", "nan"), ("--budget", "0"), ("--parts", "no such part")])
-def test_option_that_cannot_be_used_is_refused(gpu, option, capsys):
-    with pytest.raises(SystemExit) as refused:
-        gpu.parse(option)
-
-    assert refused.value.code == 2
-    assert option[1] in capsys.readouterr().err
 
 
 def test_limits_fit_the_time_for_all_which_is_below_eight_minutes(gpu):

@@ -48,21 +48,3 @@ def test_a_run_that_ran_out_of_memory_is_said_to():
 
     assert row["ran_out"]
     assert row["ours_runs_out"]
-
-
-def test_table_tells_every_predictor_of_each_kind():
-    rows = [
-        {
-            "model": "VGG16", "gpu": "t4", "ran_out": ran_out,
-            "real_bytes": 100, "ours_bytes": 99, "ours_runs_out": ran_out,
-            "xmem_bytes": 110, "xmem_runs_out": True, "dnnmem_bytes": 130, "schedtune_bytes": None, "llmem_bytes": None,
-        }
-        for ran_out in (False, True)
-    ]  # fmt: skip
-
-    table = published.markdown(rows)
-
-    assert "| images | autoaccum | 1 | 1.00% | 100% | 0 | -1.0% | -1.0% | 1 of 1 | 0 of 1 |" in table
-    assert "| images | xMem | 1 | 10.00% | 0% | 0 | +10.0% | +10.0% | 1 of 1 | 1 of 1 |" in table
-    assert "| images | DNNMem | 1 | 30.00% | 0% | 0 | +30.0% | +30.0% | - | - |" in table
-    assert "SchedTune" not in table

@@ -162,18 +162,13 @@ X, Y = torch.zeros(3, 2), torch.zeros(3, dtype=torch.long)
 @pytest.mark.parametrize(
     ("given_window", "pieces"),
     [
-        (X, 1),
         ((X, Y), 1),
-        ([X, Y], 1),
-        ([X, X], 1),
         ([X, X, X], 1),
         ({"inputs": X}, 1),
-        ([(X, Y)], 1),
         ([(X, Y)] * 3, 3),
         ([[X, Y]] * 3, 3),
         ([{"inputs": X}] * 3, 3),
         ([(X, Y), (X[:2], Y[:2])], 2),
-        ([{"inputs": X}, {"inputs": X[:1]}], 2),
         ([{"inputs": X}, {"other": X[:1]}], 2),
         ([{"image": X}, {"label": Y}], 1),
         ([(X, X), {"label": Y}], 1),

@@ -22,9 +22,7 @@ def boxes(number, each=2):
 
 SAMPLES = {
     "images with dictionaries": ((images(5), boxes(5, 3)), 5),
-    "as tuples": ((tuple(images(5)), tuple(boxes(5, 3))), 5),
     "as a list of lists": ([images(5), boxes(5, 3)], 5),
-    "one image": ((images(1), boxes(1)), 1),
     "stacked images with dictionaries": ((torch.rand(4, *IMAGE), boxes(4)), 4),
     "BatchEncoding": (BatchEncoding({"pixel_values": torch.rand(4, *IMAGE), "labels": boxes(4)}), 4),
 }
@@ -49,8 +47,6 @@ def test_lists_of_samples_are_cut_and_joined():
 COLLATED = {
     "pair": lambda: (torch.rand(10), torch.rand(1)),
     "ids, mask, labels": lambda: tuple(torch.randint(9, (7,)) for _ in range(3)),
-    "three inputs": lambda: (torch.rand(10), torch.rand(10), torch.rand(10)),
-    "twelve views": lambda: ([torch.rand(3, 8, 8) for _ in range(12)], 1),
     "two inputs, two targets": lambda: ((torch.rand(5), torch.rand(5)), (torch.rand(1), torch.rand(1))),
     "triplet": lambda: ({"ids": torch.rand(4)}, {"ids": torch.rand(4)}, {"ids": torch.rand(4)}),
     "views": lambda: {"ids": torch.rand(4), "views": [torch.rand(3), torch.rand(3)]},
@@ -64,15 +60,10 @@ def test_what_default_collate_makes_is_read_by_its_first_dimension(sample):
 
 OPEN = {
     "images": (images(5), 5, 3),
-    "many spectrograms": (images(16, 100, 5), 16, 100),
-    "images of unlike sizes": ([torch.rand(3, 8, 9), torch.rand(3, 7, 8), torch.rand(3, 5, 5)], 3, 3),
     "one sequence": (([torch.rand(7, 6)], [torch.rand(7)]), 1, 7),
     "sequences and tags": ((images(4, 7, 6), images(4, 7)), 4, 7),
     "images in a mapping": ({"images": images(5)}, 5, 3),
-    "as many boxes as images": ((torch.rand(2, *IMAGE), boxes(2, 2)), 2, 2),
-    "as many images as channels": ((images(3), torch.zeros(3)), 3, 3),
     "images with labels": ((images(5), torch.zeros(5)), 5, 3),
-    "images and masks": ((images(5), images(5, 3, 8, 8)), 5, 3),
     "images and numbers": ((images(5), [0, 1, 0, 1, 1]), 5, 3),
     "many dictionaries": ([{"image": image} for image in images(9)], 9, 3),
 }

@@ -22,13 +22,10 @@ def time_first(samples, start=0, time=3):
     [
         (1, torch.zeros(3, 5)),
         ((1, 0), (torch.zeros(3, 5, 2), torch.zeros(5))),
-        ([1, 0], [torch.zeros(3, 5, 2), torch.zeros(5)]),
         ({"frames": 1, "labels": 0}, {"frames": torch.zeros(3, 5), "labels": torch.zeros(5, 2)}),
         ({"frames": 1, "mel": None}, {"frames": torch.zeros(3, 5), "mel": torch.zeros(80, 40)}),
-        ((1, {"a": 0, "b": 2}), (torch.zeros(3, 5), {"a": torch.zeros(5), "b": torch.zeros(1, 1, 5)})),
         ((1, 0), (torch.zeros(3, 5), {"a": torch.zeros(5), "b": torch.zeros(5, 9)})),
         (1, (torch.zeros(3, 5), torch.tensor(0.5))),
-        (0, {"inputs": np.zeros((5, 2)), "labels": np.zeros(5)}),
         (1, np.zeros((2, 5))),
     ],
 )

@@ -60,12 +60,6 @@ def test_results_may_be_nested_and_hold_lists():
     assert found["cache"] is None
 
 
-def test_join_takes_the_results_of_all_parts():
-    of, _ = limited(2, lambda batch: batch.sum())
-
-    assert batched(of, join=sum)(torch.arange(5)) == 10
-
-
 def test_random_state_is_that_of_parts_that_did_not_fail():
     of, _ = limited(2, lambda batch: batch + torch.rand(len(batch)))
     torch.manual_seed(0)

@@ -16,8 +16,6 @@ def layer(**options):
     if norm.running_mean is not None:
         norm.running_mean.copy_(torch.tensor([1.0, -2.0, 30.0]))
         norm.running_var.copy_(torch.tensor([4.0, 0.5, 9.0]))
-    norm.used = []
-    norm.register_forward_pre_hook(lambda norm, _: norm.used.append(norm.momentum))
     return norm
 
 

@@ -69,16 +69,12 @@ def gradients(model, **batch):
     return outputs, {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
-@pytest.mark.parametrize("further", [{}, {"num_items_in_batch": 29}], ids=["mean", "sum over a number"])
-@pytest.mark.parametrize("name", MODELS)
-def test_models_have_the_same_loss_and_gradients(name, further):
-    if name == "T5" and further:
-        pytest.skip("T5 takes no number of items")
-    model = made(name)
-    expected, of_whole = gradients(model, input_ids=TOKENS, labels=LABELS, **further)
+def test_sum_over_a_number_of_items_has_the_same_gradients_and_logits_are_there_without():
+    model = made("Llama, tied")
+    expected, of_whole = gradients(model, input_ids=TOKENS, labels=LABELS, num_items_in_batch=29)
 
     with in_chunks(model):
-        found, of_chunks = gradients(model, input_ids=TOKENS, labels=LABELS, **further)
+        found, of_chunks = gradients(model, input_ids=TOKENS, labels=LABELS, num_items_in_batch=29)
         with torch.no_grad():
             logits = model(input_ids=TOKENS, labels=LABELS).logits
 
@@ -92,20 +88,13 @@ def test_models_have_the_same_loss_and_gradients(name, further):
 REFUSED = {
     "log_softmax": lambda logits: logits.log_softmax(-1),
     "logsumexp": lambda logits: torch.logsumexp(logits, dim=-1),
-    "argmax": lambda logits: logits.argmax(-1),
-    "detach": lambda logits: logits.detach(),
-    "sum with a tensor": lambda logits: logits + torch.zeros(V),
     "scaled by a tensor": lambda logits: torch.ones(V) * logits,
-    "in place": lambda logits: logits.div_(3.0),
     "written": lambda logits: logits.__setitem__(0, 0.0),
     "of some classes": lambda logits: logits[..., :5],
-    "of one token": lambda logits: logits[:, 0],
     "other dimension": lambda logits: functional.cross_entropy(logits, torch.zeros(N, V, dtype=torch.long)),
     "exchanged": lambda logits: logits.transpose(0, 1).mT,
-    "exchanged and viewed": lambda logits: logits.mT.reshape(-1, V),
     "distribution": lambda logits: functional.cross_entropy(logits.flatten(0, 1), torch.ones(N * T, V) / V),
     "list": lambda logits: logits.tolist(),
-    "array": lambda logits: logits.numpy(),
     "joined": lambda logits: torch.cat([logits, logits]),
     "gradient": lambda logits: logits.register_hook(torch.neg),
 }

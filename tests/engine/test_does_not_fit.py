@@ -42,20 +42,10 @@ def step_on(device=None, *, takes=autoaccum.fit, model=None, optimizer=None):
     return assemble(model or nn.Linear(4, 3), options, memory=device or Device(), notices=Notices(silent=True))
 
 
-def said_of(step, **what):
-    return str(sample_does_not_fit(step, SAID, **what))
-
-
-# --- the sample -------------------------------------------------------------------------------------------------------
-
-
 def test_sample_of_a_window_of_several_shapes_is_numbered():
     window = Window([torch.zeros(4, 3), torch.zeros(4, 5)])
 
     assert sample_of(window, 6) == "sample 6 of the window, of shape (5,),"
-
-
-# --- the remedies -----------------------------------------------------------------------------------------------------
 
 
 class Blocks(nn.Sequential):
@@ -82,9 +72,6 @@ def test_every_option_that_is_advised_is_one_of_the_function_that_was_called(tak
         assert named <= Options.of(takes, {}).names
 
 
-# --- its length -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("limit_bytes", [None, 3 * GIB])
 def test_text_takes_three_lines_whatever_there_is_to_say(limit_bytes):
     others = [Neighbour(pid, "a process with a long name", GIB) for pid in range(5)]
@@ -93,7 +80,8 @@ def test_text_takes_three_lines_whatever_there_is_to_say(limit_bytes):
     step = step_on(device, model=Blocks())
 
     with device.limited(limit_bytes):
-        text = said_of(step, sample=described(batch, "sample 3 of the window, 31 columns long"), phase=Phase.WEIGH)
+        sample = described(batch, "sample 3 of the window, 31 columns long")
+        text = str(sample_does_not_fit(step, SAID, sample=sample, phase=Phase.WEIGH))
 
     assert len(textwrap.wrap(text, 120)) <= 3
     assert "and 28 more" in text

@@ -85,48 +85,6 @@ def test_mean_loss_is_that_of_all_samples_together_each_drawn_once(loss, data):
     assert loader.drawn == len(SIZES)
 
 
-class Tagger(nn.Module):
-    """Logits (N, C, T) for tokens (N, T)."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(11, 5)
-
-    def forward(self, tokens):
-        return self.embed(tokens).transpose(1, 2)
-
-
-@pytest.fixture
-def sentences():
-    tokens, targets = torch.randint(0, 11, (SAMPLES, 6)), torch.randint(0, 5, (SAMPLES, 6))
-    for row in range(SAMPLES):
-        targets[row, 1 + row % 6 :] = -100
-    return tokens, targets
-
-
-def pair(outputs, targets):
-    return functional.cross_entropy(outputs, targets, reduction="sum"), (targets != -100).sum()
-
-
-@pytest.mark.parametrize(
-    ("loss", "scope"),
-    [
-        (None, "micro_batch"),
-        (functional.cross_entropy, "micro_batch"),
-        (nn.CrossEntropyLoss(), "micro_batch"),
-        (pair, "micro_batch"),
-        (nn.CrossEntropyLoss(), "window"),
-    ],
-    ids=["chosen", "function", "module", "pair", "over the window"],
-)
-def test_token_mean_runs_over_the_tokens_of_all_batches(loss, scope, sentences):
-    model = Tagger().double()
-
-    found = runner_of(model, loss=loss, loss_scope=scope).evaluate(batches_of(sentences, *SIZES))
-
-    assert found == pytest.approx(exact(model, sentences), rel=1e-12)
-
-
 # --- what it leaves --------------------------------------------------------------------------------------------------
 
 

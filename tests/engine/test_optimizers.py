@@ -9,15 +9,7 @@ from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 from helpers import classifier
 
-
-@pytest.fixture
-def notices():
-    return Notices(silent=True)
-
-
-@pytest.fixture
-def model():
-    return classifier()
+NOTICES = Notices(silent=True)
 
 
 @pytest.mark.parametrize(
@@ -29,11 +21,12 @@ def model():
     ],
     ids=["another model", "more than the model", "frozen alone"],
 )
-def test_optimizer_over_other_parameters_is_refused_with_numbers_and_remedy(parameters, text, model, notices):
+def test_optimizer_over_other_parameters_is_refused_with_numbers_and_remedy(parameters, text):
+    model = classifier()
     optimizer = torch.optim.SGD(parameters(model), lr=0.1)
 
     with pytest.raises(InvalidInputError, match=rf"{text}.*pass a function"):
-        resolve(optimizer, [model], notices)
+        resolve(optimizer, [model], NOTICES)
 
 
 class SAM(torch.optim.SGD):
@@ -54,8 +47,9 @@ class LineSearch(torch.optim.SGD):
         (SAM, r"SAM takes two gradients.*use the optimizer that it wraps"),
     ],
 )
-def test_optimizer_that_evaluates_several_times_is_refused_by_name(make, text, model, notices):
+def test_optimizer_that_evaluates_several_times_is_refused_by_name(make, text):
+    model = classifier()
     with pytest.raises(InvalidInputError, match=text):
-        resolve(make(model.parameters(), lr=0.1), [model], notices)
+        resolve(make(model.parameters(), lr=0.1), [model], NOTICES)
     with pytest.raises(InvalidInputError, match=text):
-        resolve([torch.optim.SGD(model[0].parameters()), make(model[4].parameters(), lr=0.1)], [model], notices)
+        resolve([torch.optim.SGD(model[0].parameters()), make(model[4].parameters(), lr=0.1)], [model], NOTICES)

@@ -37,25 +37,6 @@ def fit(model, optimizer, micro_batch=8, windows=4, **options):
     )
 
 
-def by_hand(model, parts, windows=4):
-    for inputs, targets in batches_of(DATA, *[8] * windows):
-        nn.functional.cross_entropy(model(inputs), targets).backward()
-        for part in parts:
-            part.step()
-            part.zero_grad()
-
-
-@pytest.mark.parametrize("given", [tuple, lambda parts: lambda parameters: parts], ids=["tuple", "function"])
-def test_cut_windows_make_the_update_of_the_whole_batch(given):
-    model, expected = a_model(), a_model()
-    by_hand(expected, parts_of(expected))
-
-    fit(model, given(parts_of(model)), micro_batch=3)
-
-    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 

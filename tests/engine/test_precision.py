@@ -9,22 +9,13 @@ from autoaccum._system.notices import Notices
 from helpers import CPU
 
 
-@pytest.fixture
-def notices():
-    return Notices(silent=True)
-
-
-def dtype_within(precision):
-    """In which type a linear layer computes."""
-    with precision.autocast():
-        return nn.functional.linear(torch.ones(1, 2), torch.ones(2, 2)).dtype
-
-
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 @pytest.mark.parametrize("asked", PRECISIONS)
-def test_model_that_is_in_half_precision_is_left_so_without_casts_or_scaler(asked, name, dtype, notices):
+def test_model_that_is_in_half_precision_is_left_so_without_casts_or_scaler(asked, name, dtype):
+    notices = Notices(silent=True)
     precision = resolve(asked, CPU, nn.Linear(2, 2, dtype=dtype), notices)
 
     assert (precision.name, precision.scaler) == (name, None)
-    assert dtype_within(precision) is torch.float32
+    with precision.autocast():
+        assert nn.functional.linear(torch.ones(1, 2), torch.ones(2, 2)).dtype is torch.float32
     assert notices.texts == (f"precision: {name}, in which the model's parameters are already",)

@@ -68,16 +68,6 @@ def test_updates_are_bitwise_those_without(entry, memory):
 
 
 @pytest.mark.parametrize("entry", [stepped, accumulated])
-def test_one_sample_fits_that_does_not_without(entry):
-    with pytest.raises(autoaccum.DoesNotFitError):
-        worked(entry, None, "2MiB", 1)
-
-    _, reports = worked(entry, "checkpoint", "2MiB", 1)
-
-    assert [report.micro_batches for report in reports] == [(1,) * 8] * 2
-
-
-@pytest.mark.parametrize("entry", [stepped, accumulated])
 def test_auto_saves_memory_once_not_one_sample_fits(entry, capsys):
     (model, reports), (expected, _) = worked(entry, "auto", "2MiB", 1), worked(entry, None, "1GiB", 1)
 
@@ -94,13 +84,9 @@ def a_runner(model, **options):
 @pytest.mark.parametrize(
     ("memory", "said"),
     [
-        ("nope", "is unknown"),
-        ("offload", "already are there"),
         ("chunked_loss", "no layer that makes logits was found"),
         ("checkpoint", "no repeated blocks to compute again, among Linear"),
-        ("checkpoint:Blok", "no module has the name or the class 'Blok' to compute again, among Linear"),
         ("checkpoint:3.", "no module has the name"),
-        (["auto", "checkpoint"], "pass it alone"),
     ],
 )
 def test_what_has_no_effect_is_refused_when_it_is_made(make, memory, said):

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import subprocess
 import sys
-from collections import Counter
 
 import pytest
 import torch
@@ -14,14 +13,11 @@ import autoaccum
 from autoaccum._data.batches import Window
 from autoaccum._data.transfer import Transfer
 from autoaccum._doctor import examine
-from autoaccum._engine import chunked_loss, devices
+from autoaccum._engine import chunked_loss
 from autoaccum._engine.savings import offloaded
 from autoaccum._memory.available_devices import backend_for
 from autoaccum._system.notices import Notices
-from autoaccum.errors import DeviceMissingError
-from faults import FailAt
 from helpers import assert_bitwise
-from launches import Launches
 
 pytestmark = [
     pytest.mark.gpu,
@@ -102,34 +98,6 @@ def test_steady_window_waits_for_nothing(clip, precision):
     assert report.loss > 0
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
-def test_steady_window_launches_no_more_operators_than_by_hand(clip):
-    windows = windows_of(3, pinned=True)
-    runner = runner_of(network(), "fp32", clip)
-    for window in windows[:2]:
-        runner.step(window)
-    with Launches() as ours:
-        runner.step(windows[2])
-    model = network().cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for window in windows:
-        with Launches() as theirs:
-            total = torch.zeros((), device="cuda")
-            for inputs, targets in zip(*(half.split(4) for half in window), strict=True):
-                outputs = model(inputs.to("cuda", non_blocking=True))
-                loss = nn.functional.cross_entropy(outputs, targets.to("cuda", non_blocking=True)) / len(SIZES)
-                loss.backward()
-                total += loss.detach()
-            if clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    moved = {"copy_", "_to_copy", "pin_memory", "_pin_memory"}
-    counted = [Counter(name for name in one.names if name not in moved) for one in (ours, theirs)]
-    assert counted[0].total() <= counted[1].total(), counted[0] - counted[1]
-
-
 @pytest.fixture(params=[False, True], ids=["", "deterministic"])
 def filled(request):
     """Whether PyTorch fills new memory, so that reading what nobody wrote is reproducible."""
@@ -175,39 +143,6 @@ def test_precision_by_default_is_what_the_gpu_does_well():
     assert runner._step.precision.name == expected
     assert any(f"precision: {expected}" in text for text in notices.texts)
     assert (runner._step.precision.scaler is None) == (expected == "bf16")
-
-
-def test_gpu_that_is_not_there_is_named():
-    with pytest.raises(DeviceMissingError, match="cuda:99"):
-        devices.resolve("cuda:99", network(), Notices(silent=True))
-
-
-def test_scaler_skips_an_overflow_and_goes_on():
-    model = network()
-    runner = runner_of(model, "fp16", 1.0)
-    first, second, third = windows_of(3)
-    runner.step(first)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    hook = model[-1].register_full_backward_hook(lambda module, given, _: (given[0] * torch.inf,))
-    skipped = runner.step(second)
-    hook.remove()
-    assert skipped.skipped
-    assert_bitwise([parameter.detach() for parameter in model.parameters()], before)
-
-    assert not runner.step(third).skipped
-
-
-def test_evaluation_that_runs_out_counts_every_sample_once():
-    runner = runner_of(network(), "fp32")
-    data = windows_of(2)
-    runner.step(data[0])
-    expected = runner.evaluate(data)
-
-    with FailAt(9) as failing:
-        found = runner.evaluate(data)
-
-    assert failing.hits == 1
-    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_backward_needs_goes_to_the_host_and_back_bit_for_bit():
@@ -270,23 +205,6 @@ def test_nan_is_named_with_its_step(capsys):
     assert len(said) == 1
     assert "step 4: not finite" in said[0]
     assert result.steps == 6
-
-
-def test_on_nan_stop_ends_the_training():
-    windows = windows_of(8)
-    windows[3] = (windows[3][0] * float("nan"), windows[3][1])
-    steps = []
-
-    class Counts(autoaccum.Callback):
-        def on_step(self, report, *, epoch):
-            steps.append(report.step)
-
-    with pytest.raises(autoaccum.NotFiniteError, match="step 4"):
-        autoaccum.fit(
-            network(), windows, SAMPLES, loss=nn.CrossEntropyLoss(), device="cuda", micro_batch=4, on_nan="stop",
-            progress=False, callbacks=[Counts()],
-        )  # fmt: skip
-    assert steps[-1] >= 4
 
 
 def test_doctor_finds_the_gpu_that_pytorch_uses():

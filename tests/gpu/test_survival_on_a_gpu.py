@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import autoaccum
 from autoaccum._system.notices import Notices
-from faults import FailAt, differences, state_of
+from faults import differences, state_of
 
 # What an operator has no deterministic form of is told by a warning, and equal in these trainings all the same.
 ON_GPU = torch.cuda.is_available()
@@ -281,18 +281,6 @@ def test_memory_that_stays_taken_ends_with_an_error_or_with_smaller_sizes(moment
     case = CASES[0]
 
     check(case, train(case, hog=Hog(moment, keeps=True), limit_bytes=room_for(case)))
-
-
-def test_injected_failures_reach_the_backward_pass():
-    case = CASES[0]
-    train(case, fault=(counting := FailAt()))
-
-    for point in (counting.count // 4, counting.count // 3, counting.count // 2):
-        hog = Hog()
-        trained = train(case, fault=FailAt(point), hog=hog)
-
-        assert len(hog.phases) == 1
-        check(case, trained)
 
 
 @pytest.mark.gpu

@@ -227,39 +227,6 @@ def test_batches_that_the_accelerator_accumulates_are_added_up(most):
     assert_same(plain, other.epoch())
 
 
-def test_loop_like_grpo_has_its_own_count_of_tokens():
-    """Rows of unlike length, of which the loop divides by the tokens of the whole batch."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(WORDS, (3, BATCH, 9), generator=generator)
-    mask = (torch.arange(9) < torch.randint(1, 10, (3, BATCH, 1), generator=generator)).double()
-    advantages = torch.randn(3, BATCH, 1, generator=generator, dtype=torch.float64)
-    old = torch.rand(3, BATCH, 9, generator=generator, dtype=torch.float64).log()
-    found = []
-    for most in (None, 5):
-        torch.manual_seed(0)
-        model = Limited(Words().double(), most)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def total(batch, model=model):
-            ids, mask, advantages, old = batch
-            new = model(ids).log_softmax(-1).gather(2, ids[..., None])[..., 0]
-            ratio = (new - old).exp()
-            return -(torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) * mask).sum(), mask.sum()
-
-        backward = autoaccum.Accumulator(model, closure=total, **options()).backward
-        for batch in zip(ids, mask, advantages, old, strict=True):
-            if most is None:
-                loss, tokens = total(batch)
-                (loss / tokens).backward()
-            else:
-                backward(batch)
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
-
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-12)
-
-
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 

@@ -118,18 +118,6 @@ def test_options_of_the_trainer_work_as_without(tmp_path, options):
     assert_same(trained(cut(), tmp_path, **options), trained(Trainer, tmp_path, **options), rounding)
 
 
-def test_loss_of_a_class_of_the_users_own_is_used(tmp_path):
-    class Squared(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            labels = inputs.pop("labels")
-            outputs = model(**inputs)
-            losses = functional.cross_entropy(outputs.logits, labels, reduction="none")
-            loss = (losses**2).mean()
-            return (loss, outputs) if return_outputs else loss
-
-    assert_same(trained(cut(Squared), tmp_path, "bert for rows"), trained(Squared, tmp_path, "bert for rows"))
-
-
 def test_half_precision_is_that_of_the_trainer(tmp_path):
     casts = []
 

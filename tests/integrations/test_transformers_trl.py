@@ -20,7 +20,6 @@ from autoaccum._training.accumulator import Accumulator
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts
 from autoaccum.integrations.transformers import windowed
 from faults import FailAt
-from torchrun import found_by_ranks
 from trainers import history, weights
 from trl_trainers import GENERATING, TRAINERS, generated, mixture, trained
 
@@ -101,32 +100,6 @@ def within(mode, function):
     return with_faults
 
 
-@pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory):
-    return found_by_ranks("trl_ranks.py", tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_two_ranks_end_as_one_with_the_whole_batch(of_ranks, kind, tmp_path):
-    theirs = trained(TRAINERS[kind][0], kind, tmp_path, samples=24, evaluated=12)
-    (first, log_of_first, _), (second, log_of_second, failures) = (found[kind, "ours"] for found in of_ranks)
-
-    assert all(failures)
-    assert torch.equal(first, second)
-    torch.testing.assert_close(first, weights(theirs), rtol=0.0, atol=ROUNDING)
-    assert log_of_first == log_of_second
-
-
-@pytest.mark.slow
-def test_loss_of_a_router_is_logged_once_on_ranks(of_ranks, tmp_path):
-    whole = trained(trl.SFTTrainer, "sft", tmp_path, network=mixture(), samples=24)
-    (first, logged), (second, others) = (found["experts"] for found in of_ranks)
-
-    assert torch.equal(first, second)
-    assert logged == others == pytest.approx(losses(whole), abs=2e-3)  # of which a router's is 0.1
-
-
 # --- rows of several sequences, and trainers that generate ------------------------------------------------------------
 
 
@@ -202,7 +175,6 @@ def test_coefficient_of_entropy_is_that_of_whole_batches(tmp_path):
 # --- mixtures of experts ----------------------------------------------------------------------------------------------
 
 PLAIN = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
-IN_THREE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
 
 
 def losses(trainer):
@@ -213,17 +185,6 @@ def of_experts(kind, folder, **options):
     network = mixture()
     network.config.output_router_logits = True
     return trained(kind, "sft", folder, network=network, samples=24, eval_strategy="no", **PLAIN, **options)
-
-
-@pytest.mark.filterwarnings("ignore::autoaccum.LossWarning")
-@pytest.mark.parametrize("options", [{}, IN_THREE], ids=["one batch", "three batches"])
-def test_mixture_of_experts_is_no_farther_from_whole_batches_than_accumulation(tmp_path, options):
-    """TRL 1.16 averages a router's loss over accumulated batches, older versions add it up."""
-    whole, theirs = (weights(of_experts(trl.SFTTrainer, tmp_path, **one)) for one in ({}, IN_THREE))
-    ours = of_experts(cut("sft"), tmp_path, **options)
-
-    assert (weights(ours) - whole).norm() <= (theirs - whole).norm() + ROUNDING
-    assert losses(ours) == pytest.approx(losses(of_experts(trl.SFTTrainer, tmp_path, **IN_THREE)), rel=1e-4)
 
 
 def test_loss_of_a_router_that_is_logged_and_not_trained_is_not_taken_off(tmp_path):

@@ -102,14 +102,11 @@ def test_any_bytes_are_submitted_and_a_folder_that_cannot_be_written_to_hides_no
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--"], "there is no command"),
         (["--slurm", "=7", "--", "x"], "is not an option of sbatch"),
         (["--job-name", "two\nlines", "--", "x"], "is not an option of sbatch"),
         (["--job-name", "a/b", "--", "x"], "--job-name a/b cannot be part of a file's name"),
         (["--target-batch", 7, "--nodes", 2, "--", "x", "{micro_batch}"], "cannot be divided by 2 ranks"),
         (["--target-batch", 7, "--world-size", 3, "--", "x", "{micro_batch}"], "cannot be divided by 3 ranks"),
-        (["--target-batch", 8, "--", "accelerate", "launch", "{micro_batch}"], "accelerate starts is unknown; pass"),
-        (["--target-batch", 8, "--", "python", "train.py"], "the command has no placeholder"),
         (["--target-batch", 4, "--gpus", 8, "--", "torchrun", "{micro_batch}"], "cannot be divided by 8 ranks"),
     ],
 )

@@ -116,13 +116,6 @@ NONLINEAR = {
 }
 
 
-@pytest.mark.parametrize("loss", NONLINEAR.values(), ids=NONLINEAR)
-def test_what_is_nonlinear_is_said_to_be(loss):
-    x, _, w = made()
-
-    assert read(loss(x, w))[0].is_nonlinear
-
-
 @pytest.mark.parametrize(
     "loss",
     [

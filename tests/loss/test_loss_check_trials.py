@@ -74,23 +74,6 @@ def updated(model, loss, batches, **options):
     return [runner.step(batch) for batch in batches], model
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_routers_balancing_term_is_named_whatever_the_seed(seed):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3 + 4)).double()
-
-    def loss(outputs, targets):
-        share = outputs[:, 3:].softmax(1)
-        chosen = functional.one_hot(share.argmax(1), 4).double()
-        return functional.cross_entropy(outputs[:, :3], targets) + 0.1 * 4 * (chosen.mean(0) * share.mean(0)).sum()
-
-    with pytest.warns(autoaccum.LossWarning, match="term 2 of 2 is neither a mean nor a sum") as told:
-        reports, _ = updated(model, loss, [(torch.randn(16, 6).double(), torch.randint(3, (16,)))])
-
-    assert len(told) == 1
-    assert len(reports[0].warnings) == 1
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_clamped_number_of_boxes_in_lists_of_samples_is_exact_or_told(first):
     """Of boxes over max(1, their number): the weight of a micro-batch without any is 1 where 0 is right."""

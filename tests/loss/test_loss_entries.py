@@ -99,17 +99,12 @@ def _value(value):
     return float(value.double().mean()) if isinstance(value, torch.Tensor) else value
 
 
-def runner_with(model, sizes, loss, notices=None, **options):
-    plan = autoaccum.Plan(sum(sizes), sizes)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    notices = notices or Notices(silent=True)
-    return autoaccum.Runner(model, optimizer, plan, loss=loss, device="cpu", notices=notices, **options)
-
-
 def update(model, sizes, loss, batch, **options):
     """The report of one window, and by how much SGD with a rate of 1 has moved the model: the gradient."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    report = runner_with(model, sizes, loss, **options).step(batch)
+    plan, optimizer = autoaccum.Plan(sum(sizes), sizes), torch.optim.SGD(model.parameters(), lr=1.0)
+    options |= {"loss": loss, "device": "cpu", "notices": Notices(silent=True)}
+    report = autoaccum.Runner(model, optimizer, plan, **options).step(batch)
     return report, [one - parameter.detach() for one, parameter in zip(before, model.parameters(), strict=True)]
 
 
@@ -135,9 +130,6 @@ def test_what_is_no_part_of_the_total_is_reported_and_not_trained_on(loss, sizes
     torch.testing.assert_close(moved, wanted, rtol=1e-12, atol=1e-14)
     assert report.loss == pytest.approx(expected.get("loss", expected.get("ce")), rel=1e-12)
     assert dict(report.losses) == pytest.approx(expected, rel=1e-12)
-
-
-# --- what is printed -------------------------------------------------------------------------------------------------
 
 
 def test_mapping_without_a_graph_is_refused(model, batch):

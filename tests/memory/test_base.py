@@ -6,19 +6,16 @@ others run here. A check returns what it saw, and the test of its name says what
 
 import contextlib
 import json
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
-import warm
 from autoaccum._memory.available_devices import backend_for
 from autoaccum._memory.simulated import Simulated
 from autoaccum._oom import is_oom, let_go
 from autoaccum.errors import InvalidInputError
-from folders import ROOT, TESTS
+from memory._child import answered
 
 MIB = 2**20
 LIMIT = 96 * MIB
@@ -62,20 +59,6 @@ def run_out(action):
 def most_of(backend):
     """What the process can take under a limit of `LIMIT` before an allocation fails."""
     return HARD if backend.is_host else LIMIT
-
-
-class Net(torch.nn.Module):
-    """Mostly activations: about 1.5 MiB a sample in training, and 0.3 MiB of parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.Sequential(
-            torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(16, 8, 3, padding=1)
-        )
-        self.head = torch.nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.head(self.layers(x).mean((2, 3)))
 
 
 def check_limit_runs_out_and_recovers(backend):
@@ -196,38 +179,7 @@ def check_soft_limit_is_told_by_the_peak(backend):
         return {"said": said, "is_soft": backend.is_soft}
 
 
-def check_training_step_runs_out_and_fits_smaller(backend):
-    torch.manual_seed(0)
-    model = Net().to(backend.device)
-
-    def step(size):
-        images = torch.ones(size, 3, 96, 96, device=backend.device)
-        model(images).square().mean().backward()
-
-    with backend.limited(limit_for(backend, LIMIT)):
-        outcome = []
-        for size in (800, 2, 700, 2):
-            outcome.append(run_out(lambda size=size: step(size)))
-            model.zero_grad()
-            backend.release()
-        step(2)
-    return {"ran_out": outcome, "gradient": all(p.grad is not None for p in model.parameters())}
-
-
 CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
-
-
-def run_in_child():
-    done = subprocess.run(
-        [*warm.python(), "-W", "error", __file__],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])},
-    )
-    assert done.returncode == 0, f"the child ended with {done.returncode}: {done.stderr[-2000:]}"
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def reason_to_skip(kind):
@@ -251,7 +203,7 @@ def saw(request):
     if reason is not None:
         pytest.skip(reason)
     if request.param == "host":
-        return run_in_child().__getitem__
+        return answered(__file__).__getitem__
     return lambda name: CHECKS[name](make(request.param))
 
 
@@ -317,13 +269,6 @@ def test_peak_above_a_soft_limit_is_told_with_the_limit_that_would_do(saw):
     assert within is None
     assert (above is None) is not seen["is_soft"]
     assert above is None or above.endswith("would do")
-
-
-def test_training_step_that_ran_out_fits_smaller_in_the_same_process(saw):
-    seen = saw("training_step_runs_out_and_fits_smaller")
-
-    assert seen["ran_out"] == [True, False, True, False]
-    assert seen["gradient"] is True
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from autoaccum._memory.simulated import Simulated
-from autoaccum.errors import InvalidInputError
 
 KIB = 1024
 
@@ -103,9 +102,3 @@ def test_outside_a_context_nothing_is_enforced_but_ensure_answers(device):
     device.ensure(100 * KIB)
     with pytest.raises(torch.OutOfMemoryError):
         device.ensure(101 * KIB)
-
-
-@pytest.mark.parametrize("capacity", [0, -1, True, "0.5", "50%", 0.5, None, "much"])
-def test_capacity_that_is_no_size_is_refused(capacity):
-    with pytest.raises(InvalidInputError, match="capacity="):
-        Simulated(capacity)

@@ -23,21 +23,6 @@ def test_largest_is_taken_where_each_micro_batch_has_a_cost_of_its_own():
     assert used == [512] * 4 + [256] * 4  # which is slower, so that 128 is not run
 
 
-def test_smaller_one_is_taken_where_large_ones_are_slow():
-    tempo = Autotune(512, 256)
-
-    assert drive(tempo, lambda size: 1 + size / 100)[::4] == [256, 128, 64]
-    assert tempo.size == 64
-
-
-def test_smallest_is_taken_where_all_are_as_fast():
-    tempo = Autotune(256, 256)
-
-    drive(tempo, lambda size: 1.0 + size / 100_000)
-
-    assert tempo.size == 64
-
-
 def test_first_window_and_a_disturbed_one_do_not_decide():
     tempo, windows = Autotune(512, 512), []
 
@@ -63,7 +48,3 @@ def test_windows_with_more_work_are_no_slower():
 @pytest.mark.parametrize(("target", "largest", "sizes"), [(100, 40, {34, 20, 10}), (3, 3, {3, 1}), (7, 9, {7, 3, 1})])
 def test_sizes_cut_evenly_and_fit(target, largest, sizes):
     assert set(drive(Autotune(target, largest), lambda _: 1.0)) <= sizes
-
-
-def test_window_of_one_sample_leaves_nothing_to_compare():
-    assert Autotune(100, 1).is_stable

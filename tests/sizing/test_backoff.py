@@ -15,21 +15,6 @@ def windows_until_larger(pace, most=10_000):
     return None
 
 
-def test_without_a_failure_nothing_changes():
-    pace = Backoff(100, 50)
-
-    assert windows_until_larger(pace) is None
-    assert (pace.size, pace.is_quiet) == (50, True)
-
-
-def test_failure_takes_one_micro_step_more_and_a_clean_stretch_one_less():
-    pace = Backoff(100, 50)
-
-    assert pace.fail(50) == 34
-    assert not pace.is_quiet
-    assert windows_until_larger(pace) == (FIRST_WAIT_WINDOWS, 50)
-
-
 def test_each_failure_of_a_size_doubles_its_wait():
     pace = Backoff(100, 50)
     waits = []
@@ -64,23 +49,6 @@ def test_growth_without_memory_waits_for_another_stretch():
 
     assert pace.size == 34
     assert windows_until_larger(pace) == (FIRST_WAIT_WINDOWS, 50)
-
-
-def test_one_sample_that_fails_leaves_nothing_smaller():
-    assert Backoff(8, 1).fail(1) is None
-
-
-def test_failure_of_a_short_last_window_is_grown_back_from_too():
-    pace = Backoff(100, 50)
-
-    pace.fail(10)
-
-    sizes = [pace.size]
-    while (found := windows_until_larger(pace)) is not None:
-        pace.grow(found[1])
-        sizes.append(found[1])
-    assert sizes[0] < 10
-    assert sizes[-1] == 50
 
 
 def simulate(free_at, *, windows=10_000, target=256, largest=128):
@@ -129,9 +97,3 @@ def test_free_memory_that_changes_at_random_makes_no_see_saw(seed):
     best = [min(level, 128) for level in levels]
     assert failures < 0.02 * len(used)
     assert sum(used) > 0.6 * sum(best)
-
-
-def test_neighbour_that_comes_and_goes_every_few_windows_settles_the_size():
-    failures, _ = simulate(lambda window: 128 if window // 3 % 2 else 60)
-
-    assert failures < 30

@@ -81,10 +81,6 @@ def test_long_samples_are_not_taken_for_short_ones_that_were_cut_alike():
     assert len(cuts[2]) > 2
 
 
-GROWS_BACK = """
-import torch, autoaccum
-from torch import nn
-
 def test_sizes_are_made_smaller_for_a_peak_above_the_limit_as_long_as_that_helps(device):
     device.excess = lambda peak: "too much" if peak > 50 else None
     room = Headroom(device)
@@ -100,6 +96,10 @@ def test_sizes_are_made_smaller_for_a_peak_above_the_limit_as_long_as_that_helps
     assert not told(4, 40)
     assert told(6, 60)
 
+
+GROWS_BACK = """
+import torch, autoaccum
+from torch import nn
 
 class Neighbour(autoaccum.Callback):
     def on_step(self, report, *, epoch):

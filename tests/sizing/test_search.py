@@ -21,14 +21,13 @@ class Device:
     fixed: int = 0
     gradients: int = 0
     state: int = 0
-    steps: int = 1  # memory comes in such pieces
     used: int = 0
     has_state: bool = False
     failures: list = field(default_factory=list)
     sizes: list = field(default_factory=list)
 
     def of(self, size):
-        return -(-(self.fixed + self.per_sample * size) // self.steps) * self.steps
+        return self.fixed + self.per_sample * size
 
     @property
     def base(self):
@@ -69,10 +68,7 @@ class Device:
         return sizes
 
     def learn(self, target, **options):
-        frontier = Frontier()
-        if options.get("begins_with"):
-            frontier.note(options["begins_with"], WIDTHS)
-        learning = Search(frontier, **options)
+        learning = Search(Frontier(), **options)
         while not learning.is_done:
             if self.window(learning, target) is None:
                 return None
@@ -85,57 +81,6 @@ def steps_of(learning, target):
 
 def largest(search):
     return search.frontier.surely(WIDTHS)
-
-
-def test_document_000_is_learned_in_two_windows_without_a_failure():
-    device = Device(capacity=1000, per_sample=16, gradients=60, state=120)
-
-    learning = device.learn(100)
-
-    assert steps_of(learning, 100) == device.fewest(100) == 2
-    assert device.failures == []
-    assert len(device.sizes) == 2
-    assert len(device.sizes[0]) <= 5
-    assert device.sizes[1] == [50, 50]
-
-
-def test_window_that_fits_as_a_whole_is_learned_in_two_windows():
-    device = Device(capacity=10**6, gradients=60, state=120)
-
-    learning = device.learn(64)
-
-    assert largest(learning) == 64
-    assert device.failures == []
-    assert device.sizes[-1] == [64]
-    assert len(device.sizes) == 2
-
-
-def test_size_that_is_known_is_confirmed_by_the_first_window():
-    device = Device(capacity=1000, per_sample=16, gradients=60, state=120)
-
-    learning = device.learn(100, begins_with=50)
-
-    assert device.sizes == [[50, 50]]
-    assert largest(learning) == 50
-
-
-def test_size_that_is_known_but_does_not_fit_any_more_is_learned_anew():
-    device = Device(capacity=500, per_sample=16, gradients=60, state=120)
-
-    learning = device.learn(100, begins_with=50)
-
-    assert steps_of(learning, 100) == device.fewest(100)
-
-
-def test_where_not_one_sample_fits_nothing_is_left_to_try():
-    assert Device(capacity=9).learn(100) is None
-
-
-@pytest.mark.parametrize("target", [1, 2, 3, 5, 7])
-def test_small_windows_are_learned(target):
-    learning = Device(capacity=1000).learn(target)
-
-    assert largest(learning) == target
 
 
 @settings(max_examples=200, deadline=None)
@@ -279,25 +224,12 @@ def test_less_than_two_samples_are_tried_as_one(fitting, sizes):
     assert answer(tried) == (fitting or None)
 
 
-@pytest.mark.parametrize("max_size", [1, 2, 3, 8, 9, 100])
-def test_batch_that_fits_whole_is_answered_with_its_whole_length(max_size):
-    tried = trials(affine(0, 1), max_size)
-
-    assert answer(tried) == max_size
-    assert len(tried) <= 3
-
-
 def test_line_goes_through_the_largest_size_and_one_well_below_it():
     line = through({2: 900, 8: 180, 31: 500, 32: 420})
 
     assert line == Line(fixed_bytes=100.0, bytes_per_sample=10.0)
     assert line.largest_within(1100) == 100
     assert line.largest_within(50) == 0
-
-
-@pytest.mark.parametrize("sizes", [{}, {2: 100}, {2: 100, 8: 100}, {2: 200, 8: 100}], ids=str)
-def test_points_that_make_no_rising_line_make_none(sizes):
-    assert through(sizes) is None
 
 
 @pytest.mark.parametrize("step", [1, 16, 64])
