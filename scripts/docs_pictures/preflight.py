@@ -58,9 +58,9 @@ def run() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"
-        *shown, _ = report.to_html().split("</figure>", 2)
-        page.write_text("</figure>".join(shown), encoding="utf-8")
-        browse(page.as_uri(), IMAGES / "report.png", "560,1130", Path(folder) / "home")
+        bars, _, over_the_step, *_ = report.to_html().split("</figure>")
+        page.write_text("</figure>".join((bars, over_the_step)), encoding="utf-8")
+        browse(page.as_uri(), IMAGES / "report.png", "560,1200", Path(folder) / "home")
 
 
 if __name__ == "__main__":
