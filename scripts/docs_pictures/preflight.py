@@ -59,7 +59,7 @@ def run() -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"
         bars, _, over_the_step, *_ = report.to_html().split("</figure>")
-        page.write_text("</figure>".join((bars, over_the_step)), encoding="utf-8")
+        page.write_text(f"{bars}</figure>{over_the_step}", encoding="utf-8")
         browse(page.as_uri(), IMAGES / "report.png", "560,1200", Path(folder) / "home")
 
 
