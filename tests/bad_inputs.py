@@ -514,6 +514,7 @@ CALLS = {
         {
             "gpus": lambda value: value in ([], ()),
             "device_memory": or_none(size),
+            "display": or_none(size),
             "ranks": whole(1, 4),
             "fsdp": lambda value: value is False,
             "loader": or_none(iterable),
@@ -524,6 +525,7 @@ CALLS = {
             "memory": [],
             "gpus": [lambda _: "no such GPU", lambda _: ["h100-80gb", "nope"], lambda _: [3]],
             "device_memory": [lambda _: "50%", lambda _: "1MiB", lambda _: "9" * 400],
+            "display": [lambda _: "50%", lambda _: "much", lambda _: "9" * 400],
         },
         [lambda _: {"measure": False}],
     ),

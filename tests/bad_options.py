@@ -19,6 +19,7 @@ BAD = {
         "target_tokens": COUNTS,
         "gpus": ["no such GPU", "", "a"],
         "device_memory": [*LIMITS[:4], "50%", "1MiB"],
+        "display": ["much", "50%", "-1MiB"],
         "ranks": COUNTS[:4],
         "memory_limit": LIMITS,
         "memory": ["nope", "", "chunked_loss:head", "chunked_loss", "checkpoint:", "checkpoint:Blok", "auto:2"],

@@ -23,7 +23,7 @@ from torch import nn
 
 from autoaccum._cli.exit_codes import ExitCode, complain, print_result
 from autoaccum._data.nesting import shapes_of
-from autoaccum._estimate.gpus import custom_gpu, gpu_named
+from autoaccum._estimate.gpus import custom_gpu, gpu_named, with_display
 from autoaccum._launch.recipe import RecipeError, errors_explained
 from autoaccum._launch.script import load_job
 from autoaccum._memory.limits import format_bytes, parse_size
@@ -63,6 +63,7 @@ _NUMBER: dict[str, Any] = {"type": click.IntRange(min=1), "metavar": "N"}
 @click.option("--precision", metavar="NAME", help="auto, fp32, bf16 or fp16.")
 @click.option("--gpu", "gpus", multiple=True, metavar="NAME", help="Predict for this GPU (h100-80gb); repeatable.")
 @click.option("--device-memory", **_SIZE, help="Predict for a GPU with this memory, such as 24GiB.")
+@click.option("--display", **_SIZE, help="Memory of each GPU that a display uses, such as 600MiB.")
 @click.option("--ranks", **_NUMBER, default=1, help="Processes that train together, each with its share of the batch.")
 @click.option("--fsdp", is_flag=True, help="Predict for a model that is sharded over the ranks.")
 @click.option("--max-micro-batch", **_NUMBER, help="The largest micro-batch of interest.")
@@ -83,6 +84,7 @@ def report_command(
     *,
     gpus: tuple[str, ...],
     device_memory: str | None,
+    display: str | None,
     ranks: int,
     fsdp: bool,
     max_micro_batch: int | None,
@@ -109,7 +111,7 @@ def report_command(
         # A device that the script names does not matter, because most name one.
         is_of_gpus_alone = not given.get("device") and (gpus or device_memory) and not torch.accelerator.is_available()
         free_bytes = None if require_free is None else parse_size(require_free, name="--require-free")
-        _check_gpus(gpus, device_memory, no_measure=no_measure)
+        _check_gpus(gpus, device_memory, display, no_measure=no_measure)
         for path, option in ((html, "--html"), (snapshot, "--snapshot")):
             if path is not None:
                 check_place(path, option)  # before any slow work
@@ -123,6 +125,7 @@ def report_command(
                     job,
                     gpus=gpus,
                     device_memory=device_memory,
+                    display=display,
                     ranks=ranks,
                     fsdp=fsdp,
                     max_micro_batch=most,
@@ -244,13 +247,14 @@ def _first_batch(job: Job) -> Any:
     )
 
 
-def _check_gpus(names: Sequence[str], device_memory: str | None, *, no_measure: bool) -> None:
+def _check_gpus(names: Sequence[str], device_memory: str | None, display: str | None, *, no_measure: bool) -> None:
     """Raise for unknown GPUs, or --no-measure without a GPU, before the script is run, which may be slow."""
-    for name in names:
-        gpu_named(name)
-    if device_memory is not None:
-        with _in_words_of_options(["device_memory"]):
-            custom_gpu(device_memory)
+    with _in_words_of_options(["device_memory", "display"]):
+        gpus = [gpu_named(name) for name in names] + ([] if device_memory is None else [custom_gpu(device_memory)])
+        if display is not None:
+            parse_size(display, name="display")
+            for gpu in gpus:
+                with_display(gpu, display)
     if no_measure and not names and device_memory is None:
         raise InvalidInputError(
             "--no-measure without a GPU leaves nothing to report; name GPUs (--gpu h100-80gb), pass a GPU's memory "

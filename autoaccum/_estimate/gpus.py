@@ -19,7 +19,7 @@ from __future__ import annotations
 import csv
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 
 from autoaccum._arguments import shown
@@ -44,6 +44,7 @@ class GPU:
         context_bytes: The part that CUDA itself uses for each process.
         capability: Its compute capability; for a GPU that is not in the table, the lowest with bfloat16.
         source: The origin of its memory.
+        display_bytes: The part that a display uses.
     """
 
     name: str
@@ -51,6 +52,7 @@ class GPU:
     context_bytes: int
     capability: tuple[int, int]
     source: str
+    display_bytes: int = 0
 
     @property
     def bf16(self) -> bool:
@@ -60,7 +62,7 @@ class GPU:
     @property
     def free_bytes(self) -> int:
         """The memory that a process alone on the GPU can reserve."""
-        return self.total_bytes - self.context_bytes
+        return self.total_bytes - self.context_bytes - self.display_bytes
 
 
 def known_gpus() -> tuple[GPU, ...]:
@@ -105,6 +107,21 @@ def custom_gpu(device_memory: str) -> GPU:
             f"device_memory={device_memory!r} is too small: CUDA itself uses up to {context // _MIB} MiB; pass more"
         )
     return GPU(f"device of {device_memory.strip()}", total, context, _AMPERE, "--device-memory")
+
+
+def with_display(gpu: GPU, display: str) -> GPU:
+    """Return a GPU of whose memory a display uses a part, such as "600MiB".
+
+    Raises:
+        InvalidInputError: The text is not a size, or leaves nothing.
+    """
+    taken = parse_size(display, name="display")
+    if taken >= gpu.free_bytes:
+        raise InvalidInputError(
+            f"display={display!r} leaves nothing of {gpu.name}, of which {gpu.free_bytes // _MIB} MiB are free; pass "
+            "less"
+        )
+    return replace(gpu, display_bytes=taken)
 
 
 def _plain(name: str) -> str:

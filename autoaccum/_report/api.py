@@ -29,9 +29,10 @@ from autoaccum._engine.savings import Savings, check_memory
 from autoaccum._estimate.estimate import NotTracedError, trace_step
 from autoaccum._estimate.fake import built_on_meta
 from autoaccum._estimate.fake_step import undisturbed
-from autoaccum._estimate.gpus import custom_gpu, gpu_named
+from autoaccum._estimate.gpus import custom_gpu, gpu_named, with_display
 from autoaccum._estimate.ranks import in_buckets, sharding
 from autoaccum._loss.objective import Objective
+from autoaccum._memory.limits import parse_size
 from autoaccum._oom import first_line, let_go
 from autoaccum._report import Report
 from autoaccum._report.capacity import Asked, measure_on, predict
@@ -81,6 +82,7 @@ def preflight(
     memory: str | Sequence[str] | None = None,
     gpus: str | Sequence[str] = (),
     device_memory: str | None = None,
+    display: str | None = None,
     ranks: int = 1,
     fsdp: bool = False,
     loader: Iterable[Any] | None = None,
@@ -111,6 +113,7 @@ def preflight(
         memory: What saves memory from the start, as for `fit`: the report is of steps with it, except for "auto".
         gpus: Names of GPUs to predict for, such as "h100-80gb".
         device_memory: The memory of an unlisted GPU to predict for, such as "24GiB".
+        display: The memory of each of these GPUs that a display uses, such as "600MiB"; None means none.
         ranks: The processes that train together, each with a device and its share of `target_batch`. Predictions count
             the buckets through which gradients are sent.
         fsdp: Whether the model is sharded over the ranks by `fully_shard`, each repeated block and then the whole.
@@ -138,7 +141,7 @@ def preflight(
     notices = Notices(silent=True)
     # As training takes them: the largest first.
     batch = by_size(_largest_of(batch, loader, notices), split)
-    among = _chosen(gpus, device_memory)
+    among = _chosen(gpus, device_memory, display)
     measures = _measures(measure, among, device)
     _say_of_ranks(notices, ranks, share, fsdp)
     adapts = saving(names_in(memory, notices))
@@ -299,12 +302,16 @@ def _with_epoch(measured: Measured, loader: Iterable[Any] | None, batch: Any, sp
     return replace(measured, pace=replace(measured.pace, epoch_samples=samples, epoch_s=epoch_s))
 
 
-def _chosen(gpus: str | Sequence[str], device_memory: str | None) -> list[GPU]:
+def _chosen(gpus: str | Sequence[str], device_memory: str | None, display: str | None) -> list[GPU]:
     if not isinstance(gpus, str | list | tuple):
         raise InvalidInputError(f"gpus={shown(gpus)} must be a name or a list of names, such as ['h100-80gb']")
     names = [gpus] if isinstance(gpus, str) else gpus
     found = list(dict.fromkeys(gpu_named(name) for name in names))  # two names may mean the same GPU
-    return found if device_memory is None else [*found, custom_gpu(device_memory)]
+    found += [] if device_memory is None else [custom_gpu(device_memory)]
+    if display is None:
+        return found
+    parse_size(display, name="display")  # is wrong even without a GPU
+    return [with_display(gpu, display) for gpu in found]
 
 
 def _measures(asked: bool | None, gpus: Sequence[GPU], device: object) -> bool:

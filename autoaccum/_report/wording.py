@@ -185,7 +185,8 @@ def _memory_of(one: Predicted) -> str:
     """Describe the memory a step may use on a GPU, and why that is less than all of it."""
     whole, taken = format_bytes(one.gpu.total_bytes), format_bytes(one.gpu.context_bytes)
     limit = f"; limit {format_bytes(one.room_bytes)}" if one.is_limited else ""
-    return f"{whole} less {taken} for CUDA, which leaves {format_bytes(one.gpu.free_bytes)}{limit}"
+    display = f" and {format_bytes(one.gpu.display_bytes)} for a display" if one.gpu.display_bytes else ""
+    return f"{whole} less {taken} for CUDA{display}, which leaves {format_bytes(one.gpu.free_bytes)}{limit}"
 
 
 def _job(report: ReportContents) -> Iterator[tuple[str, str]]:

@@ -497,8 +497,9 @@ def test_a_limit_of_the_cpu_is_not_that_of_the_gpu(invoke, recipe):
 
 
 def test_ranks_and_shards_can_be_asked_for(invoke, recipe):
-    result = invoke(recipe, "--gpu", "l4", "--no-measure", "--ranks", "4", "--fsdp", "--json")
+    result = invoke(recipe, "--gpu", "l4", "--no-measure", "--ranks", "4", "--fsdp", "--display", "1GiB", "--json")
 
     found = json.loads(result.stdout)
     assert (found["subject"]["ranks"], found["subject"]["is_sharded"]) == (4, True)
     assert found["predicted"][0]["plan"]["target_batch"] == -(-found["subject"]["target_batch"] // 4)
+    assert found["predicted"][0]["gpu"]["display_bytes"] == 1 << 30

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autoaccum._estimate.gpus import custom_gpu, gpu_named, known_gpus
+from autoaccum._estimate.gpus import custom_gpu, gpu_named, known_gpus, with_display
 from autoaccum.errors import InvalidInputError
 
 MIB, GIB = 2**20, 2**30
@@ -104,3 +104,11 @@ def test_size_that_is_none_is_refused(text):
 
 def test_a_gpu_whose_own_context_is_known_has_that():
     assert gpu_named("rtx-4090").context_bytes > gpu_named("l40s").context_bytes
+
+
+def test_what_a_display_uses_is_not_free():
+    gpu = gpu_named("rtx-4060")
+
+    assert with_display(gpu, "1MiB").free_bytes == gpu.free_bytes - 2**20
+    with pytest.raises(InvalidInputError, match="display='8GiB' leaves nothing of rtx-4060"):
+        with_display(gpu, "8GiB")
