@@ -186,7 +186,7 @@ def readme_table(found, timed):
     notes = "`fit` wastes no steps: its trials train. A size above 100% may fail later."
     if ratios := [row["ratios"]["hand-same"]["median"] for row in timed if "hand-same" in row["ratios"]]:
         share = f"{min(ratios):.0%} to {max(ratios):.0%}"
-        notes += f" `fit` makes {share} of the steps a second of a loop by hand with the same sizes."
+        notes += f" `fit` runs at {share} of the speed of a loop by hand with the same sizes."
     return f"{table(head, rows)}\n\n{where} {notes}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ class Footprint:
         temporary_bytes: Everything else: temporary tensors of operators, rounding.
         alive: The largest groups of tensors at the peak, largest first.
         modules: What each module holds then, in the order of the model.
-        points: Some points of the step, in order; of those in between, none held more than its neighbours here.
+        points: Some points of the step, in order; of those in between, none held more than its neighbours here. Equal
+            footprints may differ in them: the step's last tensors are freed when Python does.
     """
 
     size: int
@@ -108,7 +109,7 @@ class Footprint:
     temporary_bytes: int
     alive: tuple[AliveMemory, ...] = ()
     modules: tuple[ModuleMemory, ...] = ()
-    points: tuple[TimelinePoint, ...] = ()
+    points: tuple[TimelinePoint, ...] = field(default=(), compare=False)
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:

@@ -40,7 +40,7 @@ def accuracy(outputs, labels):
 
 
 def limit_memory(mebibytes):
-    """Let this process take so much more memory, as a small GPU would."""
+    """Limit what this process takes from now on, as a small GPU would."""
     with open("/proc/self/status") as file:
         status = dict(line.split(":", 1) for line in file)
     limit = (int(status["VmData"].split()[0]) + mebibytes * 1024) * 1024

@@ -96,7 +96,7 @@ def test_progress_and_logs_say_why(tmp_path, capsys):
 
     Run(progress="lines").fit(Asks("on_step", raised, at=2), autoaccum.JSONLinesLog(log))
 
-    assert "; stopped early: good enough; " in capsys.readouterr().err
+    assert "stopped early: good enough\n" in capsys.readouterr().err
     assert json.loads(log.read_text().splitlines()[-1])["stopped"] == "good enough"
 
 
