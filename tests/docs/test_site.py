@@ -38,7 +38,7 @@ def test_pages_can_be_searched_and_their_code_copied_in_light_and_dark(site):
     found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
 
     assert {"content.code.copy", "navigation.tabs", "search.suggest"} <= set(configuration["features"])
-    assert "A plain loop crashes at step 4,000" in {entry["title"] for entry in found}
+    assert "CUDA out of memory at step 4,000" in {entry["title"] for entry in found}
     assert re.findall(r'data-md-color-scheme="(\w+)"[^>]*name="__palette"', home) == ["default", "slate"]
 
 
