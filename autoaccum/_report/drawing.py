@@ -205,7 +205,7 @@ def _over_the_step(step: Footprint, where: str) -> str:
         f'<strong style="left:min({at:.2%}, 100% - 13rem)">{escape(caption)}</strong>{marks}</div>'
     )
     caption = "From left to right, one allocation or free after the other. What is alive at the peak is listed below."
-    return _figure(f"The memory of one step, over the step: {where}", body, caption, legend)
+    return _figure(f"Memory over one step: {where}", body, caption, legend)
 
 
 def _over_the_size(places: Sequence[Measured | Predicted]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from svg import framed, text
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 HIGHEST = 140  # MiB
+APART = 5  # samples: labels of nearer trials would overlap
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 540, 390, 76, 24, 28, 110
 
 
@@ -90,7 +92,8 @@ def memory_by_size(report: dict[str, Any], target_batch: int) -> str:
     plot.words(64, fixed + 64 * per_sample, "line through the trials", "quiet end", dx=-10)
     plot.marks(fitting, "dot")
     plot.marks(failing, "cross")
-    beside = [*((*one, 8) for one in (*fitting[:-2], *failing)), *((*one, 18) for one in fitting[-2:])]
+    apart = [one for one, after in pairwise([*fitting, (math.inf, 0)]) if after[0] - one[0] > APART]
+    beside = [*((*one, 8) for one in (*apart[:-2], *failing)), *((*one, 18) for one in apart[-2:])]
     for size, peak, below in beside:
         plot.words(size, peak, str(size), "quiet", dx=10, dy=below)
     plot.legend([("dot", "trial that fits"), *[("cross", "trial that does not fit")] * bool(failing)])

@@ -98,7 +98,7 @@ def test_pictures_say_in_words_what_they_show():
     assert [re.search("<h2>([^<]*)", figure)[1] for figure in figures] == [
         "Where it fits, and what takes the memory",
         "What takes the memory, by module: NVIDIA GeForce RTX 3060, 128 samples",
-        "The memory of one step, over the step: NVIDIA GeForce RTX 3060, 128 samples",
+        "Memory over one step: NVIDIA GeForce RTX 3060, 128 samples",
         "Memory over the micro-batch",
     ]
     for figure in figures:
