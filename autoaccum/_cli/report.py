@@ -24,8 +24,7 @@ from torch import nn
 from autoaccum._cli.exit_codes import ExitCode, complain, print_result
 from autoaccum._data.nesting import shapes_of
 from autoaccum._estimate.gpus import custom_gpu, gpu_named, with_display
-from autoaccum._launch.recipe import RecipeError, errors_explained
-from autoaccum._launch.script import load_job
+from autoaccum._launch.recipe import RecipeError, errors_explained, load_job
 from autoaccum._memory.limits import format_bytes, parse_size
 from autoaccum._oom import first_line, is_oom
 from autoaccum._report.api import preflight

@@ -1,47 +1,69 @@
-"""Loads "RECIPE.py:function", and returns the Job that the function returns.
+"""Finds the job of "FILE.py" or "FILE.py:function", for a report on it.
 
-A recipe is the user's Python file. It is imported by path, and can import its neighbours as under `python RECIPE.py`.
-An error in it keeps its traceback, as the cause of the error raised here. An exit (`sys.exit`) in it is an error:
+A file with such a function (by default `job`) is imported by path, and the function returns the `Job`. Any other is a
+training script: it runs up to its first call of `fit`, `Runner.step` or `Accumulator.backward`, names that it finds in
+`autoaccum` as always, and that call becomes a `Job`. Either can import its neighbours as under `python FILE.py`. An
+error in it keeps its traceback, as the cause of the error raised here. An exit (`sys.exit`) in it is an error:
 otherwise `sys.exit(0)` would mean "it fits".
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import inspect
+import runpy
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import autoaccum
+from autoaccum._data.batches import as_window
+from autoaccum._engine.runner import Runner
 from autoaccum._launch.job import Job
+from autoaccum._system.attributes import replaced
 from autoaccum._system.own_code import is_own_file
+from autoaccum._training.accumulator import Accumulator
+from autoaccum._training.api import fit
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import ModuleType
 
-DEFAULT_FUNCTION = "job"
+_DEFAULT_FUNCTION = "job"
 
 
 class RecipeError(InvalidInputError):
     """A recipe's own code raised or exited; the cause is what it raised."""
 
 
-def load_recipe(recipe: str) -> Job:
-    """Import a recipe and call its function.
+class _ReachedError(BaseException):
+    """The script has come to the call, or to one of an adapter; not an Exception, which the script may catch."""
+
+    def __init__(self, job: Job | None) -> None:
+        super().__init__()
+        self.job = job
+
+
+def load_job(recipe: str, arguments: Sequence[str] = ()) -> Job:
+    """Return the job of a file.
 
     Args:
-        recipe: "RECIPE.py:function", or "RECIPE.py" for the function named `job`. The function needs no
-            arguments and returns a `Job`.
+        recipe: "FILE.py:function", or "FILE.py" for the function named `job`; a file without it is a script. The
+            function needs no arguments.
+        arguments: Those of the script, as in `sys.argv[1:]`.
 
     Raises:
-        InvalidInputError: There is no such file or function, or it did not return a Job.
+        InvalidInputError: There is no such file or function, the function did not return a Job, or the script ended
+            without a call that trains, or with one that a report cannot take.
         RecipeError: It raised or exited.
     """
-    path, name = parts_of(recipe)
-    with importable(path.parent):  # for the call too: the function may import its neighbours
+    path, name = _parts_of(recipe)
+    if name == _DEFAULT_FUNCTION and _is_script(path):
+        return _job_of_script(path, arguments)
+    with _importable(path.parent):  # for the call too: the function may import its neighbours
         with errors_explained(f"the script {str(path)!r}"):
             module = _imported(path)
         function = _function(module, name, path)
@@ -74,13 +96,9 @@ def errors_explained(what: str) -> Iterator[None]:
         raise RecipeError(f"{what} raised {type(error).__name__}: {error}; correct the script") from error
 
 
-def parts_of(recipe: str) -> tuple[Path, str]:
-    """Return the file and the name of the function of "RECIPE.py:function".
-
-    Raises:
-        InvalidInputError: There is no such file, or the name is none.
-    """
-    path, name = Path(recipe), DEFAULT_FUNCTION
+def _parts_of(recipe: str) -> tuple[Path, str]:
+    """Return the file and the name of the function."""
+    path, name = Path(recipe), _DEFAULT_FUNCTION
     before, colon, after = recipe.rpartition(":")
     if colon and not path.exists():
         path, name = Path(before), after
@@ -96,7 +114,7 @@ def parts_of(recipe: str) -> tuple[Path, str]:
 
 
 @contextlib.contextmanager
-def importable(folder: Path) -> Iterator[None]:
+def _importable(folder: Path) -> Iterator[None]:
     """Let a file of the user's import its neighbours while entered."""
     sys.path.insert(0, str(folder))
     try:
@@ -146,3 +164,82 @@ def _function(module: ModuleType, name: str, path: Path) -> Callable[[], Any]:
             "but it is called without any; give them defaults"
         )
     return function  # type: ignore[no-any-return]
+
+
+def _is_script(path: Path) -> bool:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return False  # the import will tell
+    return not any(isinstance(one, ast.FunctionDef) and one.name == _DEFAULT_FUNCTION for one in tree.body)
+
+
+def _job_of_script(path: Path, arguments: Sequence[str]) -> Job:
+    """Run a script, as `python SCRIPT ARGUMENTS` would, up to the first call that trains; return that call."""
+    stands_for = [
+        (sys, "argv", [str(path), *arguments]),
+        (autoaccum, "fit", _fit),
+        (autoaccum, "Runner", _Runner),
+        (autoaccum, "Accumulator", _Accumulator),
+        (Accumulator, "backward", _backward_of_an_adapter),
+    ]
+    try:
+        with _importable(path.parent), replaced(*stands_for), errors_explained(f"the script {str(path)!r}"):
+            runpy.run_path(str(path), run_name="__main__")
+    except _ReachedError as reached:
+        if reached.job is not None:
+            return reached.job
+        raise InvalidInputError(
+            f"the script {str(path)!r} trains by an adapter of autoaccum.integrations, which a report cannot read; "
+            "write a function job() that returns autoaccum.Job(model, loader, target_batch, ...)"
+        ) from None
+    raise InvalidInputError(
+        f"the script {str(path)!r} ended without a call of autoaccum.fit, Runner.step or Accumulator.backward; call "
+        "one from it, or write a function job() that returns autoaccum.Job(model, loader, target_batch, ...)"
+    )
+
+
+def _backward_of_an_adapter(*_: Any, **__: Any) -> NoReturn:
+    raise _ReachedError(None)
+
+
+def _fit(*args: Any, **kwargs: Any) -> NoReturn:
+    raise _ReachedError(Job(*args, **kwargs))
+
+
+def _reached(arguments: dict[str, Any], batch: Any, target_batch: int | None) -> NoReturn:
+    """End the script with the call of `fit` that its window would be."""
+    window = as_window(batch, arguments.get("split"))
+    if arguments.get("closure") is not None:
+        raise InvalidInputError(
+            "closure=: a report cannot run it; write a function job() that returns an autoaccum.Job"
+        )
+    known = inspect.signature(fit).parameters.keys() & arguments.keys() - {"callbacks", "plan"}
+    named = {name: arguments[name] for name in known}
+    raise _ReachedError(Job(loader=[window[0]], target_batch=target_batch or window.samples, **named))
+
+
+def _bound(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return arguments by name, without defaults; raise as the call would."""
+    return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+
+
+class _Runner:
+    """Stands for a `Runner` until its first step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._arguments = _bound(Runner, args, kwargs)
+        self.plan = self._arguments["plan"]
+
+    def step(self, window: Any, *_: Any) -> NoReturn:
+        _reached(self._arguments, window, self.plan.target_batch)
+
+
+class _Accumulator:
+    """Stands for an `Accumulator` until its first backward pass; its optimizer is not known."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._arguments = _bound(Accumulator, args, kwargs)
+
+    def backward(self, batch: Any, *_: Any, **_options: Any) -> NoReturn:
+        _reached(self._arguments, batch, None)

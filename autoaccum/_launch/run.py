@@ -256,7 +256,7 @@ class _Run:
 
 def _folder() -> tempfile.TemporaryDirectory[str]:
     """Make a folder for reason files: where ranks on other nodes can write too, if that is possible."""
-    is_shared = (launched.positive_int("SLURM_JOB_NUM_NODES") or 1) > 1
+    is_shared = (launched.whole_number("SLURM_JOB_NUM_NODES") or 1) > 1
     for place in (Path.cwd(), None) if is_shared else (None,):
         try:
             return tempfile.TemporaryDirectory(prefix=".autoaccum-", dir=place, ignore_cleanup_errors=True)
@@ -283,7 +283,7 @@ def world_size_of(command: Sequence[str], environment: Mapping[str, str] = os.en
             break  # what follows is the script's
         if Path(argument).name in _OTHER_LAUNCHERS:
             raise InvalidInputError(f"how many ranks {Path(argument).name} starts is unknown; pass --world-size N")
-    return launched.positive_int("WORLD_SIZE", environment) or launched.positive_int("SLURM_NTASKS", environment) or 1
+    return launched.whole_number("WORLD_SIZE", environment) or launched.whole_number("SLURM_NTASKS", environment) or 1
 
 
 def _ranks(options: Sequence[str], name: str) -> int:

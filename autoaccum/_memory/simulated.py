@@ -19,6 +19,7 @@ from autoaccum._memory.available_devices import existing
 from autoaccum._memory.base import MemoryBackend
 from autoaccum._memory.limits import format_bytes, parse_limit
 from autoaccum._records import MemoryReading
+from autoaccum._system.attributes import replaced
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -98,11 +99,15 @@ class Simulated(MemoryBackend):
 
     def lifted(self) -> contextlib.AbstractContextManager[None]:
         """Reject nothing: work outside the step (a checkpoint written and read back) would not be on the device."""
-        return _changed(self._ledger, "allowed_bytes", sys.maxsize)
+        return self._with(allowed_bytes=sys.maxsize)
 
     def elsewhere(self) -> contextlib.AbstractContextManager[None]:
         """Exempt storages allocated inside."""
-        return _changed(self._ledger, "is_elsewhere", value=True)
+        return self._with(is_elsewhere=True)
+
+    def _with(self, **attributes: object) -> contextlib.AbstractContextManager[None]:
+        """Set attributes of the ledger, if there is one, for a block."""
+        return replaced(*((self._ledger, *one) for one in attributes.items() if self._ledger is not None))
 
     def reset_peak(self) -> None:
         """Reset the peak to the current use."""
@@ -162,20 +167,6 @@ class _Ledger(StorageWatch):  # type: ignore[no-untyped-call]
         """Raise `torch.OutOfMemoryError` if `extra_bytes` more would exceed the allowed total."""
         if self.live_bytes + extra_bytes > self.allowed_bytes:
             raise _out_of_memory(self._name, extra_bytes, self.allowed_bytes, self.live_bytes)
-
-
-@contextmanager
-def _changed(ledger: _Ledger | None, name: str, value: object) -> Iterator[None]:
-    """Set an attribute of the ledger, if there is one, for the block."""
-    if ledger is None:
-        yield
-        return
-    before = getattr(ledger, name)
-    setattr(ledger, name, value)
-    try:
-        yield
-    finally:
-        setattr(ledger, name, before)
 
 
 def _out_of_memory(name: str, wanted: int, allowed: int, live: int) -> torch.OutOfMemoryError:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from autoaccum._system.attributes import replaced
 from autoaccum.errors import InvalidInputError
 from autoaccum.integrations._joined_parts import mean
-from autoaccum.integrations._replaced import refusal, replaced
+from autoaccum.integrations._refusals import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

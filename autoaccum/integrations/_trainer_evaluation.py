@@ -20,9 +20,9 @@ from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.closures import Closure
 from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.terms import Form
+from autoaccum._system.attributes import replaced
 from autoaccum._system.reason_file import writes_reason
 from autoaccum.integrations._joined_parts import mean
-from autoaccum.integrations._replaced import replaced
 from autoaccum.integrations._trainer_logs import held_logs, log_held
 
 if TYPE_CHECKING:

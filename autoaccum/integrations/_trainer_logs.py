@@ -9,7 +9,8 @@ from collections import defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.integrations._replaced import refusal, replaced
+from autoaccum._system.attributes import replaced
+from autoaccum.integrations._refusals import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -10,9 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autoaccum._arguments import shown
 from autoaccum._engine.options import Options
+from autoaccum._system.attributes import replaced
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.errors import InvalidInputError
-from autoaccum.integrations._replaced import refusal, replaced
+from autoaccum.integrations._refusals import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

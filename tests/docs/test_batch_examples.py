@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import autoaccum
-from autoaccum._launch.recipe import load_recipe
+from autoaccum._launch.recipe import load_job
 from folders import ROOT
 
 FOLDER = ROOT / "examples" / "batches"
@@ -27,7 +27,7 @@ def job_of(name):
             # torch_geometric compiles functions and reads annotations when it is imported.
             warnings.simplefilter("ignore", FutureWarning)
             warnings.filterwarnings("ignore", "Failing to pass a value to the 'type_params'", DeprecationWarning)
-            arguments = load_recipe(f"{FOLDER / name}.py").arguments
+            arguments = load_job(f"{FOLDER / name}.py").arguments
             return SimpleNamespace(**dict.fromkeys(("loss", "forward", "split")) | arguments)
     finally:
         torch.set_default_dtype(before)

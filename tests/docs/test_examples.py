@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import autoaccum
-from autoaccum._launch.recipe import load_recipe
+from autoaccum._launch.recipe import load_job
 from folders import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -23,7 +23,7 @@ def recipe(name):
 def load(name, function="job"):
     """Return the job that the command line would run, with the same random numbers every time."""
     torch.manual_seed(0)
-    return load_recipe(f"{EXAMPLES / name}.py:{function}")
+    return load_job(f"{EXAMPLES / name}.py:{function}")
 
 
 def run(job, **changes):

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import autoaccum
-from autoaccum._launch.recipe import load_recipe
+from autoaccum._launch.recipe import load_job
 from autoaccum.errors import InvalidInputError
 
 JOB = "autoaccum.Job(torch.nn.Linear(1, 1), [], 4, epochs=2)"
@@ -49,7 +49,7 @@ def recipe(tmp_path):
 def test_a_recipe_returns_its_job_and_can_import_its_neighbours(recipe):
     before = list(sys.path)
 
-    job, other = load_recipe(str(recipe)), load_recipe(f"{recipe}:other")
+    job, other = load_job(str(recipe)), load_job(f"{recipe}:other")
 
     assert (job.arguments["target_batch"], job.arguments["epochs"]) == (4, 2)
     assert other.arguments["target_batch"] == 7
@@ -79,7 +79,7 @@ def test_what_cannot_be_used_is_told(recipe, name, said):
     (recipe.parent / "broken.py").write_text("undefined\n")
 
     with pytest.raises(InvalidInputError) as error:
-        load_recipe(f"{recipe.parent}/{name}")
+        load_job(f"{recipe.parent}/{name}")
 
     assert said in str(error.value)
 
@@ -88,5 +88,5 @@ def test_a_recipe_with_a_librarys_name_does_not_replace_it(tmp_path):
     path = tmp_path / "torch.py"
     path.write_text(f"import torch, autoaccum\ndef job():\n    return {JOB}\n")
 
-    assert isinstance(load_recipe(str(path)), autoaccum.Job)
+    assert isinstance(load_job(str(path)), autoaccum.Job)
     assert hasattr(sys.modules["torch"], "nn")
