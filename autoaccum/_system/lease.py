@@ -27,7 +27,7 @@ import re
 import secrets
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -63,33 +63,47 @@ _held: set[tuple[int, str]] = set()
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessIdentity:
-    """A process of a machine, so that another one, perhaps on another machine, can tell whether it still runs.
+class Holder:
+    """Who holds a lease, as its file says, so that another process, perhaps on another machine, can tell if it runs.
 
     A pid alone is not enough: pids are reused, and differ between containers. A process counts as alive unless it has
     certainly ended. Linux only; elsewhere no process is ever known to have ended.
 
     Attributes:
-        host: The machine's name, for display.
+        host: The machine's name, for display; "" if the file is truncated or something else.
         pid: The process's pid.
         where: The machine's boot and the pid namespace, in which alone the pid is valid; "" if unknown.
         start: The start time of the process in ticks since boot; 0 if unknown.
+        token: The lease's own.
+        lease_s: How long it lasts without being renewed.
     """
 
-    host: str
-    pid: int
+    host: str = ""
+    pid: int = 0
     where: str = ""
     start: int = 0
+    token: str = ""
+    lease_s: float = 0.0
 
     @classmethod
     def own(cls) -> Self:
-        """Return the identity of this process."""
+        """Return this process, without a lease."""
         found = _state_and_start(os.getpid())
         return cls(platform.node(), os.getpid(), _where(), 0 if found is None else found[1])
 
+    @classmethod
+    def of(cls, content: bytes) -> Self:
+        """Return what the content of a file says."""
+        try:
+            said = json.loads(content)
+            process = said["host"], int(said["pid"]), str(said["where"]), int(said["start"])
+            return cls(*process, str(said["token"]), min(float(said["lease_s"]), _MOST_S))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return cls()
+
     def is_this_process(self) -> bool:
         """Whether this is certainly the current process."""
-        return bool(self.where and self.start) and self == ProcessIdentity.own()
+        return bool(self.where and self.start) and replace(self, token="", lease_s=0.0) == Holder.own()
 
     def is_gone(self) -> bool:
         """Whether the process has certainly ended: it was on this machine, and no longer exists."""
@@ -105,7 +119,7 @@ class ProcessIdentity:
         return found is not None and (found[0] in _ENDED or found[1] != self.start)
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
+        return f"process {self.pid} on {self.host}" if self.host else "another process"
 
 
 def _where() -> str:
@@ -139,8 +153,7 @@ class Lease:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._seconds = launched.seconds("AUTOACCUM_LEASE_S", _LEASE_S, _MOST_S)
-        self._identity = ProcessIdentity.own()
-        self._token = secrets.token_hex(16)
+        self._own = replace(Holder.own(), token=secrets.token_hex(16), lease_s=self._seconds)
         self._path: Path | None = None
         self._process = 0
         self._renewals = 0
@@ -191,15 +204,15 @@ class Lease:
         self._ages = {one: self._ages[one] + passed_s if one in self._ages else 0.0 for one in others.items()}
         silent = []
         for (_, content), age_s in self._ages.items():
-            holder = _Holder.of(content)
+            holder = Holder.of(content)
             if (os.getpid(), holder.token) in _held:
                 raise CheckpointInUseError(
                     f"the checkpoint folder {self._folder} is in use by another call of fit in this process; give "
                     "each call its own folder"
                 )
-            if holder.identity is not None and (holder.identity.is_gone() or holder.identity.is_this_process()):
+            if holder.is_gone() or holder.is_this_process():
                 continue  # the second: an earlier call could not remove its file
-            if age_s < (holder.seconds or self._seconds):
+            if age_s < (holder.lease_s or self._seconds):
                 if 0.0 in self._ages.values() and self._waited_s >= _PATIENCE * self._seconds:
                     raise CheckpointInUseError(
                         f"the checkpoint folder {self._folder} is in use by {holder}, which still renews its "
@@ -298,7 +311,7 @@ class Lease:
         with contextlib.suppress(OSError):
             for content in self._files().values():
                 raise CheckpointInUseError(
-                    f"the checkpoint folder {self._folder} is in use by {_Holder.of(content)}, which has taken it "
+                    f"the checkpoint folder {self._folder} is in use by {Holder.of(content)}, which has taken it "
                     f"over because this process had not renewed its lease for {self._seconds:g} s (was it "
                     "suspended?); nothing more is written, and the other process continues from the last checkpoint"
                 )
@@ -319,7 +332,7 @@ class Lease:
 
     def _remove(self) -> None:
         """Remove this process's file, if it exists; if that fails, others find this process gone, or not renewing."""
-        _held.discard((self._process, self._token))
+        _held.discard((self._process, self._own.token))
         with contextlib.suppress(OSError):
             if self._is_there():
                 assert self._path is not None
@@ -329,13 +342,13 @@ class Lease:
     def _is_there(self) -> bool:
         assert self._path is not None
         content = _bytes_of(self._path)
-        return content is not None and _Holder.of(content).token == self._token
+        return content is not None and Holder.of(content).token == self._own.token
 
     def _begin_to_renew(self) -> None:
         # A daemon, so that it keeps no process alive. Forked processes do not have it.
         self._thread = threading.Thread(target=self._renew_until_stopped, name="autoaccum-lease", daemon=True)
         self._thread.start()
-        _held.add((self._process, self._token))
+        _held.add((self._process, self._own.token))
 
     def _renew_until_stopped(self) -> None:
         while not self._stop.wait(self._seconds / _RENEWALS):
@@ -348,7 +361,7 @@ class Lease:
         assert self._path is not None
         try:
             with self._path.open("r+b", buffering=0) as file:
-                if _Holder.of(file.read(_MOST_BYTES) or b"").token != self._token:
+                if Holder.of(file.read(_MOST_BYTES) or b"").token != self._own.token:
                     return False
                 self._renewals += 1
                 file.seek(0)
@@ -359,8 +372,7 @@ class Lease:
 
     def _content(self) -> bytes:
         # Constant length, so that rewriting needs no space on a full disk.
-        fields = {"token": self._token, "renewals": f"{self._renewals:012d}", "lease_s": self._seconds}
-        return (json.dumps(asdict(self._identity) | fields) + "\n").encode()
+        return (json.dumps(asdict(self._own) | {"renewals": f"{self._renewals:012d}"}) + "\n").encode()
 
 
 def _number(path: Path) -> int:
@@ -374,24 +386,3 @@ def _bytes_of(path: Path) -> bytes | None:
             return file.read(_MOST_BYTES)
     except FileNotFoundError:
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Holder:
-    """What a lease file says of who has written it; nothing if it is truncated or something else."""
-
-    token: str = ""
-    identity: ProcessIdentity | None = None
-    seconds: float = 0.0
-
-    @classmethod
-    def of(cls, content: bytes) -> Self:
-        try:
-            fields = json.loads(content)
-            identity = ProcessIdentity(fields["host"], int(fields["pid"]), str(fields["where"]), int(fields["start"]))
-            return cls(str(fields["token"]), identity, min(float(fields["lease_s"]), _MOST_S))
-        except (ValueError, TypeError, KeyError, RecursionError):
-            return cls()
-
-    def __str__(self) -> str:
-        return "another process" if self.identity is None else str(self.identity)

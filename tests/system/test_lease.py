@@ -16,7 +16,7 @@ import pytest
 
 import autoaccum
 from autoaccum._system import lease as lease_module
-from autoaccum._system.lease import Lease, ProcessIdentity
+from autoaccum._system.lease import Holder, Lease
 from autoaccum._system.notices import Notices
 from autoaccum._training.checkpoint_files import Storage
 from autoaccum.errors import CheckpointInUseError, InvalidInputError
@@ -58,7 +58,7 @@ def of_host(tmp_path, monkeypatch):
 
     def make(host, folder=tmp_path):
         with monkeypatch.context() as context:
-            context.setattr(ProcessIdentity, "own", lambda: ProcessIdentity(host, 7, "boot/1", 1))
+            context.setattr(Holder, "own", lambda: Holder(host, 7, "boot/1", 1))
             made.append(Lease(folder))
         monkeypatch.setattr(lease_module, "_held", set())  # they are no calls of this process
         return made[-1]
@@ -152,7 +152,7 @@ def holder_here(folder):
 
 
 def identity_of(pid):
-    return replace(ProcessIdentity.own(), pid=pid, start=lease_module._state_and_start(pid)[1])
+    return replace(Holder.own(), pid=pid, start=lease_module._state_and_start(pid)[1])
 
 
 @pytest.mark.parametrize("content", [None, b"", b"[]", b'{"pid": 1, "host": 3}', b"\xff\x00"])
@@ -194,7 +194,7 @@ def test_process_is_gone_when_it_has_ended_also_before_anybody_has_asked_how():
 
 
 def test_number_that_another_process_has_by_now_is_one_of_a_process_that_is_gone():
-    own = ProcessIdentity.own()
+    own = Holder.own()
 
     assert not own.is_gone()
     assert replace(own, start=own.start - 1).is_gone()
@@ -202,7 +202,7 @@ def test_number_that_another_process_has_by_now_is_one_of_a_process_that_is_gone
 
 @pytest.mark.parametrize("other", [{"where": "x/1"}, {"where": ""}, {"start": 0}])
 def test_process_of_elsewhere_is_never_known_to_be_gone(other):
-    assert not replace(ProcessIdentity.own(), pid=2**31 - 1, **other).is_gone()
+    assert not replace(Holder.own(), pid=2**31 - 1, **other).is_gone()
 
 
 # --- who has lost it --------------------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ class Contest:
 
 
 def has_its_file(lease):
-    return lease._path is not None and lease._path.exists() and lease._token in lease._path.read_text()
+    return lease._path is not None and lease._path.exists() and lease._own.token in lease._path.read_text()
 
 
 @pytest.mark.parametrize("is_held", [False, True], ids=["empty folder", "silent holder"])
