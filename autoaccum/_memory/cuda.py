@@ -43,10 +43,14 @@ class Cuda(Accelerator):
 
     def reading(self) -> MemoryReading:
         """Return the memory that the driver has free or the limit leaves, and other processes' use by NVML."""
-        reading = super().reading()
-        return replace(
-            reading, total_bytes=self._total_bytes, others_bytes=_others_bytes(self._uuid, reading.used_bytes)
-        )
+        reading, usage = super().reading(), nvml.usage_of(self._uuid)
+        others = None
+        if usage is not None:
+            # NVML may not list this process (another PID namespace, as in containers). Then its share is taken to be
+            # what the allocator reserved, and its context counts towards the others.
+            used, shares = usage
+            others = max(0, used - int(shares.get(os.getpid()) or reading.used_bytes))
+        return replace(reading, total_bytes=self._total_bytes, others_bytes=others)
 
     @contextmanager
     def counted(self, limit_bytes: int | None) -> Iterator[None]:
@@ -85,16 +89,3 @@ class Cuda(Accelerator):
     def total_for_fraction(self) -> int:
         """Return the GPU's total memory."""
         return self._total_bytes
-
-
-def _others_bytes(uuid: str, own_reserved_bytes: int) -> int | None:
-    """Return the memory of other processes on the GPU according to NVML; None if it does not report it.
-
-    If NVML does not list this process (another PID namespace, as in containers), its share is assumed to be what the
-    allocator reserved, and its context counts towards the others.
-    """
-    usage = nvml.usage_of(uuid)
-    if usage is None:
-        return None
-    used, shares = usage
-    return max(0, used - int(shares.get(os.getpid()) or own_reserved_bytes))

@@ -35,11 +35,11 @@ def folder_of_plans() -> Path | None:
 
 def max_micro_batch(environment: Mapping[str, str] = os.environ) -> int | None:
     """Return the most samples that `autoaccum run` allows on one device at once; None if there is no such cap."""
-    return positive_int(MAX_MICRO_BATCH, environment)
+    return whole_number(MAX_MICRO_BATCH, environment)
 
 
-def positive_int(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return a variable that holds a whole number of at least 1; None if it is not set.
+def whole_number(name: str, environment: Mapping[str, str] = os.environ, *, least: int = 1) -> int | None:
+    """Return a variable that holds a whole number of at least `least`; None if it is not set.
 
     Raises:
         InvalidInputError: It has another value.
@@ -47,9 +47,10 @@ def positive_int(name: str, environment: Mapping[str, str] = os.environ) -> int 
     text = environment.get(name)
     if text is None:
         return None
-    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and int(text) >= 1):
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and int(text) >= least):
         raise InvalidInputError(
-            f"the environment variable {name}={text!r} is not a whole number of at least 1; set it to one, or unset it"
+            f"the environment variable {name}={text!r} is not a whole number of at least {least}; set it to one, or "
+            "unset it"
         )
     return int(text)
 
@@ -79,7 +80,7 @@ def world_size() -> int:
     """
     if _torch_distributed().is_available() and _torch_distributed().is_initialized():
         return int(_torch_distributed().get_world_size())
-    return _number("WORLD_SIZE") if is_to_be_set_up() else 1
+    return (whole_number("WORLD_SIZE") if is_to_be_set_up() else None) or 1
 
 
 def own_rank() -> int:
@@ -90,12 +91,12 @@ def own_rank() -> int:
     """
     if _torch_distributed().is_available() and _torch_distributed().is_initialized():
         return int(_torch_distributed().get_rank())
-    return _number("RANK") if is_to_be_set_up() else 0
+    return (whole_number("RANK", least=0) if is_to_be_set_up() else None) or 0
 
 
 def local_rank() -> int:
     """Return the rank of this process on its machine."""
-    return _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0
+    return whole_number("LOCAL_RANK", least=0) or 0
 
 
 def timeout_s() -> float:
@@ -117,7 +118,7 @@ def is_to_be_set_up() -> bool:
         if "RANK" in found or _is_above_one(os.environ.get("WORLD_SIZE", "")):
             raise _half_set(found)
         return False
-    rank, size = _number("RANK"), _number("WORLD_SIZE")
+    rank, size = whole_number("RANK", least=0) or 0, whole_number("WORLD_SIZE") or 1
     if size > 1 and len(found) < len(VARIABLES):
         raise _half_set(found)
     if not rank < size:
@@ -141,12 +142,3 @@ def _half_set(found: list[str]) -> InvalidInputError:
         f"{', '.join(found)} {'is' if len(found) == 1 else 'are'} set in the environment and {', '.join(missing)} "
         f"{'is' if len(missing) == 1 else 'are'} not; start every process by torchrun, or unset {', '.join(found)}"
     )
-
-
-def _number(name: str) -> int:
-    text = os.environ.get(name, "")
-    if not text.isdigit():
-        raise InvalidInputError(
-            f"{name}={text!r} in the environment is not a whole number; start by torchrun, or unset it"
-        )
-    return int(text)

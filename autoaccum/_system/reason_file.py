@@ -90,12 +90,11 @@ def writes_reason(function: Callable[_P, _T]) -> Callable[_P, _T]:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if isinstance(error, StartAgainError):
-                _write_out_of_memory(error, error.micro_batch)
-            elif isinstance(error, DoesNotFitError):
-                _write_out_of_memory(error, 1)  # nothing smaller would help
-            elif _is_lack_of_memory(error):
-                _write_out_of_memory(error, None)
+            if _is_lack_of_memory(error):
+                # A sample that does not fit: nothing smaller would help.
+                size = 1 if isinstance(error, DoesNotFitError) else getattr(error, "micro_batch", None)
+                rank = os.environ.get("RANK", "")
+                write(Reason(OUT_OF_MEMORY, size, int(rank) if rank.isdigit() else None, str(error)))
             raise
 
     return called
@@ -105,12 +104,8 @@ def _is_lack_of_memory(error: BaseException | None) -> bool:
     """Whether memory ran out, also within an optimizer that was half-way."""
     if isinstance(error, StateDamagedError):
         return _is_lack_of_memory(error.__cause__)
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-
-
-def _write_out_of_memory(error: Exception, micro_batch: int | None) -> None:
-    rank = os.environ.get("RANK", "")
-    write(Reason(OUT_OF_MEMORY, micro_batch, int(rank) if rank.isdigit() else None, str(error)))
+    known = isinstance(error, StartAgainError | DoesNotFitError | MemoryError)
+    return known or type(error).__name__ == "OutOfMemoryError"
 
 
 def _whole(value: object, *, least: int) -> int | None:
