@@ -23,11 +23,10 @@ from torch import nn
 
 from autoaccum._cli.exit_codes import ExitCode, complain, print_result
 from autoaccum._data.nesting import shapes_of
-from autoaccum._estimate.gpus import custom_gpu, gpu_named, with_display
 from autoaccum._launch.recipe import RecipeError, errors_explained, load_job
 from autoaccum._memory.limits import format_bytes, parse_size
 from autoaccum._oom import first_line, is_oom
-from autoaccum._report.api import preflight
+from autoaccum._report.api import chosen_gpus, preflight
 from autoaccum._report.records import TIGHT
 from autoaccum._report.table import plain_text
 from autoaccum._system.files import check_place
@@ -118,10 +117,12 @@ def report_command(
             raise InvalidInputError("--snapshot is of a prediction; name a GPU (--gpu h100-80gb), or --device-memory")
         with contextlib.redirect_stdout(sys.stderr):
             job = load_job(script, arguments).with_arguments(given)
-            most = _most(job, max_micro_batch, require_micro_batch)
+            batch = _first_batch(job)
+            most = _most(job, batch, max_micro_batch, require_micro_batch)
             with _in_words_of_options([*given, "max_micro_batch", "ranks", "fsdp"]), _progress(quiet=quiet):
                 made = _report_of(
                     job,
+                    batch,
                     gpus=gpus,
                     device_memory=device_memory,
                     display=display,
@@ -175,8 +176,7 @@ def verdict(report: Report, *, require_free_bytes: int | None) -> tuple[ExitCode
     return ExitCode.DONE, ""
 
 
-def _report_of(job: Job, **asked: Any) -> Report:
-    batch = _first_batch(job)
+def _report_of(job: Job, batch: Any, **asked: Any) -> Report:
     if job.get("target_tokens") is not None:
         samples = job.samples_of_target(batch)
         complain(
@@ -223,11 +223,11 @@ def _in_words_of_options(given: Sequence[str]) -> Iterator[None]:
         raise
 
 
-def _most(job: Job, asked: int | None, required: int | None) -> int | None:
+def _most(job: Job, batch: Any, asked: int | None, required: int | None) -> int | None:
     """Return the largest size to search; a required size may exceed the target batch."""
     own = job.get("micro_batch")
     most = own if asked is None and isinstance(own, int) else asked
-    return most if required is None else max(required, most or job.samples_of_target(_first_batch(job)))
+    return most if required is None else max(required, most or job.samples_of_target(batch))
 
 
 def _first_batch(job: Job) -> Any:
@@ -249,12 +249,8 @@ def _first_batch(job: Job) -> Any:
 def _check_gpus(names: Sequence[str], device_memory: str | None, display: str | None, *, no_measure: bool) -> None:
     """Raise for unknown GPUs, or --no-measure without a GPU, before the script is run, which may be slow."""
     with _in_words_of_options(["device_memory", "display"]):
-        gpus = [gpu_named(name) for name in names] + ([] if device_memory is None else [custom_gpu(device_memory)])
-        if display is not None:
-            parse_size(display, name="display")
-            for gpu in gpus:
-                with_display(gpu, display)
-    if no_measure and not names and device_memory is None:
+        gpus = chosen_gpus(names, device_memory, display)
+    if no_measure and not gpus:
         raise InvalidInputError(
             "--no-measure without a GPU leaves nothing to report; name GPUs (--gpu h100-80gb), pass a GPU's memory "
             "(--device-memory 24GiB), or omit --no-measure"

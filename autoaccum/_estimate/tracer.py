@@ -43,7 +43,7 @@ _FAKES: dict[Any, Callable[..., Any]] = {
 }
 
 
-class Ledger(StorageMode[int]):  # type: ignore[no-untyped-call]
+class Ledger(StorageMode):  # type: ignore[no-untyped-call]
     """Records a timeline while it is entered.
 
     Args:

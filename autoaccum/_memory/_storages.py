@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,11 +23,9 @@ _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
 _ROUNDING_BYTES = 512
 _SEQUENCES = (tuple, list)
 
-Record = TypeVar("Record")
 
-
-class StorageMode(TorchDispatchMode, Generic[Record]):
-    """Keeps a record of each live storage on one type of device. Subclasses handle operators and create the records.
+class StorageMode(TorchDispatchMode):
+    """Keeps a number for each live storage on one type of device. Subclasses handle operators and choose the numbers.
 
     Args:
         device_type: The type of device whose storages are tracked.
@@ -36,10 +34,10 @@ class StorageMode(TorchDispatchMode, Generic[Record]):
     def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device_type
-        self._record_by_key: dict[int, Record] = {}
+        self._record_by_key: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def _track(self, key: int, storage: torch.UntypedStorage, record: Record) -> None:
+    def _track(self, key: int, storage: torch.UntypedStorage, record: int) -> None:
         """Set the record of a storage, which is passed to `freed` later."""
         if key not in self._record_by_key:
             self._watched[key] = weakref.ref(storage, functools.partial(self._forget, key))
@@ -49,7 +47,7 @@ class StorageMode(TorchDispatchMode, Generic[Record]):
         del self._watched[key]
         self.freed(key, self._record_by_key.pop(key))
 
-    def freed(self, key: int, record: Record) -> None:
+    def freed(self, key: int, record: int) -> None:
         """Handle a freed storage, whose key may be reused."""
 
 
@@ -77,7 +75,7 @@ def key_of(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
-class StorageWatch(StorageMode[int]):  # type: ignore[no-untyped-call]
+class StorageWatch(StorageMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages allocated while it is active; earlier ones do not count.
 
     Attributes:
@@ -151,31 +149,28 @@ class Transients(StorageWatch):  # type: ignore[no-untyped-call]
 
     def __init__(self, device_type: str) -> None:
         super().__init__(device_type)
-        self._events: list[tuple[int, int]] = []  # number of the storage, and by how much it grew or shrank
-        self._alive: dict[int, tuple[int, int]] = {}  # by key: number and size of the storage
-        self._storages_seen = 0
+        self._alive: dict[int, list[int]] = {}  # by key: by how much a storage grew, each time
+        self._events: list[tuple[list[int], int]] = []  # a storage's list of these, and by how much it grew or shrank
 
     def came(self, key: int, extra_bytes: int) -> None:
         """Record the growth, rounded up as an allocator does."""
-        if key not in self._alive:
-            self._storages_seen += 1
-        number, size = self._alive.get(key, (self._storages_seen, 0))
         rounded = -(-extra_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
-        self._alive[key] = number, size + rounded
-        self._events.append((number, rounded))
+        grown = self._alive.setdefault(key, [])
+        grown.append(rounded)
+        self._events.append((grown, rounded))
 
     def freed(self, key: int, record: int) -> None:
         """Record the release."""
         super().freed(key, record)
-        number, size = self._alive.pop(key)
-        self._events.append((number, -size))
+        grown = self._alive.pop(key)
+        self._events.append((grown, -sum(grown)))
 
     def transient_bytes(self) -> int:
         """Return the peak of the storages that have been freed since."""
-        left = {number for number, _ in self._alive.values()}
+        left = set(map(id, self._alive.values()))
         live = peak = 0
-        for number, size in self._events:
-            if number not in left:
+        for grown, size in self._events:
+            if id(grown) not in left:
                 live += size
                 peak = max(peak, live)
         return peak

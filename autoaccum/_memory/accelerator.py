@@ -6,7 +6,6 @@ None, a limit that cannot be enforced is refused, and everything else works.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -64,14 +63,11 @@ class Accelerator(MemoryBackend):
             InvalidInputError: The limit is not positive, is below what the process holds and cannot release, or cannot
                 be enforced on this device.
         """
+        gc.collect()  # a release does so on CUDA only if more is alive than after the last one
         self.release()
         if limit_bytes is not None:
             self._check_that_it_can_be_set(limit_bytes)
         yield
-
-    def lifted(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: the limit is in this process's allocator and is not inherited."""
-        return contextlib.nullcontext()
 
     def reset_peak(self) -> None:
         """Reset the peak to the current use, if the device counts it."""
@@ -94,9 +90,6 @@ class Accelerator(MemoryBackend):
         empty = self._function("empty_cache")
         if empty is not None:
             empty()
-
-    def ensure(self, extra_bytes: int) -> None:
-        """Do nothing: the allocators of these devices fail cleanly."""
 
     def reserve(self, extra_bytes: int) -> None:
         """Have the allocator hold `extra_bytes` in its cache, or raise an error that `is_oom` recognises."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import os
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,8 +19,6 @@ from autoaccum._memory import nvml
 from autoaccum._memory.accelerator import Accelerator
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from autoaccum._records import MemoryReading, Neighbour
 
 
@@ -51,13 +48,6 @@ class Cuda(Accelerator):
             used, shares = usage
             others = max(0, used - int(shares.get(os.getpid()) or reading.used_bytes))
         return replace(reading, total_bytes=self._total_bytes, others_bytes=others)
-
-    @contextmanager
-    def counted(self, limit_bytes: int | None) -> Iterator[None]:
-        """Check a limit on this process's share of the GPU, as `Accelerator.counted` does."""
-        self._settled_bytes = 0
-        with super().counted(limit_bytes):
-            yield
 
     def release(self) -> None:
         """Return cached segments to the driver; collect cycles first if more is alive than last time."""

@@ -373,9 +373,6 @@ class Host(MemoryBackend):
                 raise self._out_of_memory(extra_bytes, free)
             self._granted_bytes = extra_bytes
 
-    def synchronize(self) -> None:
-        """Do nothing: operations are complete when they return."""
-
     def total_for_fraction(self) -> int:
         """Return the memory of the machine, or the tightest limit of its control groups."""
         return self.reading().total_bytes

@@ -129,9 +129,6 @@ class Simulated(MemoryBackend):
         elif extra_bytes > self._capacity_bytes:
             raise _out_of_memory(self.name, extra_bytes, self._capacity_bytes, 0)
 
-    def synchronize(self) -> None:
-        """Do nothing: operations are complete when they return."""
-
     def total_for_fraction(self) -> int:
         """Return the capacity."""
         return self._capacity_bytes

@@ -141,7 +141,7 @@ def preflight(
     notices = Notices(silent=True)
     # As training takes them: the largest first.
     batch = by_size(_largest_of(batch, loader, notices), split)
-    among = _chosen(gpus, device_memory, display)
+    among = chosen_gpus(gpus, device_memory, display)
     measures = _measures(measure, among, device)
     _say_of_ranks(notices, ranks, share, fsdp)
     adapts = saving(names_in(memory, notices))
@@ -302,7 +302,12 @@ def _with_epoch(measured: Measured, loader: Iterable[Any] | None, batch: Any, sp
     return replace(measured, pace=replace(measured.pace, epoch_samples=samples, epoch_s=epoch_s))
 
 
-def _chosen(gpus: str | Sequence[str], device_memory: str | None, display: str | None) -> list[GPU]:
+def chosen_gpus(gpus: str | Sequence[str], device_memory: str | None, display: str | None) -> list[GPU]:
+    """Return the GPUs that arguments of `preflight` name, each once.
+
+    Raises:
+        InvalidInputError: One is unknown, or has no memory left.
+    """
     if not isinstance(gpus, str | list | tuple):
         raise InvalidInputError(f"gpus={shown(gpus)} must be a name or a list of names, such as ['h100-80gb']")
     names = [gpus] if isinstance(gpus, str) else gpus

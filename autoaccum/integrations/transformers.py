@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
-import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import mul
@@ -113,23 +111,7 @@ def windowed(
     bases = (_Outermost, _Innermost) if trainer is Trainer else (_Outermost, trainer, _Innermost)
     names = {"__doc__": trainer.__doc__, "__module__": __name__, "_autoaccum_options": options}
     metaclass: Any = type(trainer)
-    return _picklable(metaclass)(f"Windowed{trainer.__name__}", bases, names)  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _picklable(kind: type) -> type:
-    """Return a class of classes whose members, made by `windowed`, are pickled as what they were made from."""
-    made = type("Picklable", (kind,), {})
-    copyreg.pickle(made, _reduced)
-    return made
-
-
-def _reduced(made: type) -> Any:
-    if "_autoaccum_options" not in vars(made):  # a class that was written, which is found by its name
-        return made.__qualname__
-    options: Options = vars(made)["_autoaccum_options"]
-    given = {name: getattr(options, name) for name in options.names - {"trainer"}}
-    return functools.partial(windowed, **given), (next(kind for kind in made.__mro__ if kind.__module__ != __name__),)
+    return metaclass(f"Windowed{trainer.__name__}", bases, names)  # type: ignore[no-any-return]
 
 
 class Windows:
