@@ -37,13 +37,12 @@ from autoaccum._engine.window_checks import (
     warn_of_moving_layers,
 )
 from autoaccum._loss.loss_weights import NotCheckedError
-from autoaccum._loss.modes import quiet_training
-from autoaccum._oom import first_line, is_device_lost, is_oom, is_too_large
+from autoaccum._oom import is_device_lost
 from autoaccum._records import DeviceScalar
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.planner import format_cut
 from autoaccum._system import signals
-from autoaccum.errors import AutoaccumError, DoesNotFitError, InvalidInputError, StateDamagedError
+from autoaccum.errors import DoesNotFitError, StateDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -364,7 +363,6 @@ class Engine:
         if event.phase != Phase.RESERVE and (damage := self._damage()):
             raise StateDamagedError(f"memory ran out after {damage}, and begin with smaller micro-batches")
         self._last_oom, self._sizes_are_fixed = self._events.windows, False
-        self.steady.cut_anew()
         if event.size is None or not self.sizing.is_learning:  # trials are expected to fail
             self.oom_events.append(event)
             self._events.ran_out(event)
@@ -434,43 +432,14 @@ class Engine:
             error.add_note(f"autoaccum: it came after {damage}")
         if isinstance(error, ValueError):
             self._explain_refused_sample(error, size, sizes)
-        if phase in (Phase.FORWARD, Phase.BACKWARD) and size is not None and isinstance(error, Exception):
-            self._refuse_size(error, size, goes_backward=phase is Phase.BACKWARD)
-
-    def _works(self, samples: int, *, goes_backward: bool) -> bool:
-        """Whether the model and the loss take so many samples; everything is restored."""
-        step = self._step
-        try:
-            with torch.set_grad_enabled(goes_backward), quiet_training(step.objective.modules):
-                for source in step.objective.sources:
-                    with step.precision.autocast():
-                        placed = step.transfer.place(self._window.cut(0, samples))
-                        terms, _ = step.objective.terms(source, placed, samples)
-                    if goes_backward:
-                        trained = [parameter for parameter in step.parameters if parameter.requires_grad]
-                        losses = [term.value for term in terms if term.value.requires_grad]
-                        torch.autograd.grad(losses, trained, allow_unused=True)
-        except Exception:  # noqa: BLE001 - whatever it is
-            return False
-        finally:
-            self._savepoint.restore()
-        return True
-
-    def _refuse_size(self, error: Exception, size: int, *, goes_backward: bool) -> None:
-        """Raise InvalidInputError if the model and the loss fail for a micro-batch, and not for twice its samples."""
-        step, more = self._step, min(2 * size, self._window.samples)
-        is_apart = self._peers.is_part or step.passes is not None or self._takes_whole
-        is_other = isinstance(error, AutoaccumError) or is_oom(error) or is_too_large(error)
-        is_other |= _REFUSES_ONE in str(error)
-        if more <= size or is_apart or is_other or not self._is_saved:
-            return
-        if self._works(size, goes_backward=goes_backward) or not self._works(more, goes_backward=goes_backward):
-            return  # it is not the size
-        raise InvalidInputError(
-            f"the model and the loss work for {more} samples, and not for a micro-batch of {size} "
-            f"({first_line(error)}); write them for any number of samples (squeeze(-1) for squeeze(), which takes away "
-            "the dimension of a single sample), or pass a micro_batch= that divides the batch into sizes that work"
-        ) from error
+        is_of_size = phase in (Phase.FORWARD, Phase.BACKWARD) and size is not None and size < self._window.samples
+        if is_of_size and isinstance(error, (RuntimeError, IndexError)):  # such as torch raises for shapes
+            error.add_note(
+                f"autoaccum: it came in a micro-batch of {size} of the window's {self._window.samples} samples; if "
+                "more do not raise it, write the model and the loss for any number of samples (squeeze(-1) for "
+                "squeeze(), which takes away the dimension of a single sample), or pass a micro_batch= that divides "
+                "the batch into sizes that work"
+            )
 
     def _explain_refused_sample(self, error: ValueError, size: int | None, sizes: tuple[int, ...]) -> None:
         """Explain that a layer, mostly BatchNorm, refuses a single sample.
@@ -512,7 +481,6 @@ class Engine:
         """Make micro-batches smaller that ran out of memory on another process with as much memory."""
         if self.sizing.adopt(failed):
             self._sizes_are_fixed = False
-            self.steady.cut_anew()
 
     # --- what is reported ---------------------------------------------------------------------------------------------
 
