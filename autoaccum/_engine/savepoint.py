@@ -89,6 +89,7 @@ class Savepoint:
         parts = list({id(part): part for module in modules for part in module.modules()}.values())
         self.random = RandomState(self._device, modules, found)
         self._metrics = [part for part in parts if is_metric(part)]
+        self._counted: list[tuple[dict[str, Any], dict[str, Any]]] = []  # their attributes, and what these were
         self._tables = [part._buffers for part in parts]
         self._attributes = list(map(vars, parts))
         own = chain.from_iterable(part._parameters.values() for part in parts)
@@ -121,7 +122,8 @@ class Savepoint:
             self.refresh()
         self._numbers = [(table, _numbers_in(table)) for table in self._attributes] if with_numbers else []
         self.random.take(of_host=with_host_random or is_thorough or self._host_moves)
-        self._counted = [(vars(metric), _counted_by(metric)) for metric in self._metrics]
+        if self._metrics:
+            self._counted = [(vars(metric), _counted_by(metric)) for metric in self._metrics]
         if self._arranged is not copies_all or not self._are_in_place():
             self._arrange(copies_all=copies_all)
         self._sums = None
