@@ -448,17 +448,14 @@ class Engine:
             DoesNotFitError: A single sample was used only because more ran out of memory, in this window or before.
         """
         refuses_one = self._norms.need_several and _REFUSES_ONE in str(error)
-        if self._window.samples == 1 and self._norms.need_several:
-            error.add_note(
-                "autoaccum: this window has one sample, and BatchNorm takes its statistics of more; "
-                "drop_last=True (of fit, autoaccum.windows or the DataLoader) leaves a short last one out",
-            )
-        elif size == 1 and (self._last_oom == self._events.windows or (self._last_oom is not None and refuses_one)):
+        is_of_more = self._window.samples > 1 and size == 1
+        if is_of_more and (self._last_oom == self._events.windows or (self._last_oom is not None and refuses_one)):
             raise self._sample_does_not_fit(f"one sample alone is refused: {error}", self._step.stage.phase) from error
-        elif size == 1 and refuses_one:
+        if refuses_one:
             error.add_note(
                 f"autoaccum: the micro-batches {format_cut(sizes)} of this window leave one of a single sample, and "
-                "BatchNorm takes its statistics of more; another micro_batch avoids it",
+                "BatchNorm takes its statistics of more; another micro_batch avoids it, and of a short last window "
+                "drop_last=True (of fit, autoaccum.windows or the DataLoader)"
             )
 
     # --- what ranks do with a window ----------------------------------------------------------------------------------
