@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 _GRADIENT = attrgetter("grad")
 # What autograd says of a graph that has been used.
 _GRAPH_IS_GONE = "Trying to backward through the graph a second time"
-# Batches after which cuts of full batches are timed.
-_BATCHES_BEFORE_TIMING = 10
 
 
 class GradientAccumulator:
@@ -122,7 +120,7 @@ class GradientAccumulator:
             self._earlier, self._parameters = [], []
             if engine.oom_events:
                 self._entry.forget()
-        self._entry.keep(engine.sizing.probe, engine.sizing.fastest)
+        self._entry.keep(engine.sizing.probe)
         return BackwardReport(elapsed_s=elapsed_s, outputs=outputs, **engine.reported(reduced))
 
     def known(self, batch: Any) -> Window | None:
@@ -233,7 +231,6 @@ class GradientAccumulator:
         step, samples, cap = self._step, window.samples, max_micro_batch()
         is_auto = not isinstance(self._asked, int)
         most = min(samples if is_auto else int(self._asked), samples if cap is None else cap)
-        knows_fastest = entry.found is not None and entry.found.fastest
         experience = entry.experience
         if entry.found is None and known is not None:
             entry.frontier = known.frontier
@@ -241,7 +238,6 @@ class GradientAccumulator:
         wanted = SizingOptions(
             by_width=is_auto,
             learns=is_auto and step.options.loss_scope != "window",
-            times_after=None if knows_fastest or not is_auto else _BATCHES_BEFORE_TIMING,
             most=None if cap is None or cap >= samples else cap,
             **experience,
         )

@@ -107,15 +107,7 @@ class Engine:
         self._time_first = TimeFirst(step.objective, notices)
         self._savepoint = step.savepoint()
         self.steady = SteadyPath(step, sizing, is_part=peers.is_part)
-        self._careful = CarefulPath(
-            step,
-            sizing,
-            self._savepoint,
-            norms=self._norms,
-            peers=peers,
-            takes_whole=self._takes_whole,
-            noise=noise,
-        )
+        self._careful = CarefulPath(step, sizing, self._savepoint, norms=self._norms, peers=peers, noise=noise)
         self._is_steady = self.is_due = self.has_lost_parameters = False
         self.oom_events: list[MemoryEvent] = []
         self.at = Progress()
