@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
 
 _GRADIENT = attrgetter("grad")
-# What autograd says of a graph that has been used.
-_GRAPH_IS_GONE = "Trying to backward through the graph a second time"
 
 
 class GradientAccumulator:
@@ -110,11 +108,6 @@ class GradientAccumulator:
                 with signals.held():
                     for parameter, gradient in zip(self._parameters, self._earlier, strict=True):
                         parameter.grad = gradient
-            if _GRAPH_IS_GONE in str(error):
-                error.add_note(
-                    "autoaccum: the loss depends on a graph of an earlier micro-batch, which is gone once that is done;"
-                    " detach what is carried over from one call of the loss to the next"
-                )
             raise
         finally:
             self._earlier, self._parameters = [], []
