@@ -37,10 +37,6 @@ if TYPE_CHECKING:
     from autoaccum._system.notices import Notices
 
 _GRADIENT = attrgetter("grad")
-# What autograd says of a graph that has been used.
-_GRAPH_IS_GONE = "Trying to backward through the graph a second time"
-# Batches after which cuts of full batches are timed.
-_BATCHES_BEFORE_TIMING = 10
 
 
 class GradientAccumulator:
@@ -112,17 +108,12 @@ class GradientAccumulator:
                 with signals.held():
                     for parameter, gradient in zip(self._parameters, self._earlier, strict=True):
                         parameter.grad = gradient
-            if _GRAPH_IS_GONE in str(error):
-                error.add_note(
-                    "autoaccum: the loss depends on a graph of an earlier micro-batch, which is gone once that is done;"
-                    " detach what is carried over from one call of the loss to the next"
-                )
             raise
         finally:
             self._earlier, self._parameters = [], []
             if engine.oom_events:
                 self._entry.forget()
-        self._entry.keep(engine.sizing.probe, engine.sizing.fastest)
+        self._entry.keep(engine.sizing.probe)
         return BackwardReport(elapsed_s=elapsed_s, outputs=outputs, **engine.reported(reduced))
 
     def known(self, batch: Any) -> Window | None:
@@ -233,7 +224,6 @@ class GradientAccumulator:
         step, samples, cap = self._step, window.samples, max_micro_batch()
         is_auto = not isinstance(self._asked, int)
         most = min(samples if is_auto else int(self._asked), samples if cap is None else cap)
-        knows_fastest = entry.found is not None and entry.found.fastest
         experience = entry.experience
         if entry.found is None and known is not None:
             entry.frontier = known.frontier
@@ -241,7 +231,6 @@ class GradientAccumulator:
         wanted = SizingOptions(
             by_width=is_auto,
             learns=is_auto and step.options.loss_scope != "window",
-            times_after=None if knows_fastest or not is_auto else _BATCHES_BEFORE_TIMING,
             most=None if cap is None or cap >= samples else cap,
             **experience,
         )

@@ -52,7 +52,6 @@ class CarefulPath:
         *,
         norms: BatchNorms,
         peers: Peers,
-        takes_whole: bool,
         noise: NoiseScale | None,
     ) -> None:
         self._step = step
@@ -63,7 +62,7 @@ class CarefulPath:
         self._windows_due = 0  # with a loss of torch
         # Of the state before losses are tried on a few samples.
         self._before_trying = savepoint.like_it()
-        self._whole = WholeWindow(step, savepoint) if takes_whole else None
+        self._whole = WholeWindow(step, savepoint) if step.options.loss_scope == "window" else None
 
     def run(
         self, window: Window, at: Progress, totals: Mapping[Slot, float] | None, *, is_first: bool, measures_noise: bool

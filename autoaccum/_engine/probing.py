@@ -194,8 +194,6 @@ class Trials:
         held_bytes: Bytes held between trials, counted as peaks are; None if that is not counted.
         free_bytes: Bytes that are free between them; None if that is not known.
         oom_event: What happened when memory last ran out; None if it has not.
-        growing_bytes: For each size that fits, the peak of the part of its step that grows with it: all but the
-        optimizer step.
     """
 
     def __init__(self, step: TrainingStep, batch: Any, samples: int | None = None) -> None:
@@ -211,7 +209,7 @@ class Trials:
         self.oom_event: MemoryEvent | None = None
         self.held_bytes: int | None = None
         self.free_bytes: int | None = None
-        self.growing_bytes: dict[int, int | None] = {}
+        self._growing_bytes: dict[int, int | None] = {}  # by size that fits: the peak of all but the optimizer step
         self._with_gradient: list[torch.nn.Parameter] | None = None
 
     def run(self, size: int, *, expected_bytes: int = 0) -> Trial:
@@ -267,7 +265,7 @@ class Trials:
         Of its step only what grows with the size: if the optimizer step takes more than a small micro-batch, all small
         ones share its peak.
         """
-        peak = self.growing_bytes.get(size)
+        peak = self._growing_bytes.get(size)
         return None if peak is None or self.held_bytes is None else peak - self.held_bytes
 
     def does_not_fit(self, said: str, phase: str | None = None) -> DoesNotFitError:
@@ -306,7 +304,7 @@ class Trials:
             self.one_micro_batch(size)
         else:  # with all the memory of a window, but only the first of its micro-batches
             self._whole.run(self.window(self._samples), [min(size, self._samples)])
-        self.growing_bytes[size] = self._step.memory.peak_bytes()
+        self._growing_bytes[size] = self._step.memory.peak_bytes()
         with without_moving_weights(self._step.optimizer):
             self._step.optimizer_steps.make()
 

@@ -88,7 +88,8 @@ class Savepoint:
         modules = [*self._modules, *(value for value in found if isinstance(value, nn.Module))]
         parts = list({id(part): part for module in modules for part in module.modules()}.values())
         self.random = RandomState(self._device, modules, found)
-        self._metrics = MetricStates(parts)
+        self._metrics = [part for part in parts if is_metric(part)]
+        self._counted: list[tuple[dict[str, Any], dict[str, Any]]] = []  # their attributes, and what these were
         self._tables = [part._buffers for part in parts]
         self._attributes = list(map(vars, parts))
         own = chain.from_iterable(part._parameters.values() for part in parts)
@@ -121,8 +122,8 @@ class Savepoint:
             self.refresh()
         self._numbers = [(table, _numbers_in(table)) for table in self._attributes] if with_numbers else []
         self.random.take(of_host=with_host_random or is_thorough or self._host_moves)
-        if self._metrics.are_there:
-            self._metrics.take()
+        if self._metrics:
+            self._counted = [(vars(metric), _counted_by(metric)) for metric in self._metrics]
         if self._arranged is not copies_all or not self._are_in_place():
             self._arrange(copies_all=copies_all)
         self._sums = None
@@ -152,10 +153,9 @@ class Savepoint:
                 for name, tensor in kept.items():  # one by one, as the table of a scripted module takes them
                     table[name] = tensor
             for _, tensor, copy in self._copies():
-                # Such a tensor can be written in that mode alone, which turns gradients on where it is off.
-                with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                    _write(tensor, copy)
-        self._metrics.put_back()
+                _write(tensor, copy)
+        for attributes, counted in self._counted:
+            _put_back(attributes, counted)
         self.random.put_back()
 
     def learn_moved(self) -> list[str]:
@@ -334,14 +334,16 @@ def _readable(tensor: Tensor) -> Tensor:
 
 
 def _write(tensor: Tensor, copy: Tensor) -> None:
-    if tensor.shape != copy.shape:
-        tensor.resize_(copy.shape)  # the model resized it in place
-    if tensor.layout is torch.strided and 0 in tensor.stride():
-        # All rows of an expanded tensor share memory, which torch refuses to write more than once.
-        rows = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
-        tensor[rows].copy_(copy[rows])
-    else:
-        tensor.copy_(copy)
+    # A tensor made in inference mode can be written in that mode alone, which turns gradients on where it is off.
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        if tensor.shape != copy.shape:
+            tensor.resize_(copy.shape)  # the model resized it in place
+        if tensor.layout is torch.strided and 0 in tensor.stride():
+            # All rows of an expanded tensor share memory, which torch refuses to write more than once.
+            rows = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
+            tensor[rows].copy_(copy[rows])
+        else:
+            tensor.copy_(copy)
 
 
 def _sum(tensor: Tensor) -> Tensor:
@@ -368,34 +370,8 @@ def _sum(tensor: Tensor) -> Tensor:
 # --- what torchmetrics' metrics have counted --------------------------------------------------------------------------
 
 
-# What a metric holds besides its states: how often it was updated, whether it is synchronised.
-_PLAIN = (bool, int, float, str, type(None))
 # Results that are replaced and never written to.
 _RESULTS = ("_computed", "_forward_cache", "_cache")
-
-
-class MetricStates:
-    """The states of all metrics among some modules."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        modules = list({id(module): module for module in modules}.values())  # a metric's hash is that of its states
-        self._metrics = [module for module in modules if is_metric(module)]
-        self.are_there = bool(self._metrics)
-        self._kept: list[dict[str, tuple[Any, Any]]] = []
-
-    def take(self) -> None:
-        """Save the current states."""
-        self._kept = [_state_of(metric) for metric in self._metrics]
-
-    def put_back(self) -> None:
-        """Restore the states saved by `take`."""
-        for metric, kept in zip(self._metrics, self._kept, strict=True):
-            for name, (value, content) in kept.items():
-                if isinstance(content, Tensor):
-                    _write_state(value, content)
-                elif isinstance(content, list):
-                    value[:] = content
-                vars(metric)[name] = value
 
 
 def is_metric(module: object) -> bool:
@@ -403,21 +379,21 @@ def is_metric(module: object) -> bool:
     return isinstance(module, nn.Module) and hasattr(module, "_defaults") and hasattr(module, "_update_count")
 
 
-def _state_of(metric: nn.Module) -> dict[str, tuple[Any, Any]]:
+def _counted_by(metric: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Return a metric's attributes, and copies of what updates write to."""
     kept: dict[str, tuple[Any, Any]] = {}
     for name, value in vars(metric).items():
         if name in metric._defaults:  # type: ignore[operator]
             kept[name] = value, value.detach().clone() if isinstance(value, Tensor) else list(value)
-        elif name in _RESULTS or isinstance(value, _PLAIN):
+        elif name in _RESULTS or isinstance(value, _NUMBERS):
             kept[name] = value, None
     return kept
 
 
-def _write_state(tensor: Tensor, content: Tensor) -> None:
-    # A state that was made in inference mode, as in Lightning's evaluation, can be written only there.
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        if tensor.shape == content.shape:
-            tensor.copy_(content)
-        else:
-            tensor.data = content
+def _put_back(attributes: dict[str, Any], counted: dict[str, tuple[Any, Any]]) -> None:
+    for name, (value, content) in counted.items():
+        if isinstance(content, Tensor):
+            _write(value, content)
+        elif isinstance(content, list):
+            value[:] = content
+        attributes[name] = value

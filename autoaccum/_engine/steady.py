@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import Progress
     from autoaccum._loss.objective import Objective
-    from autoaccum._records import Plan
     from autoaccum._sizing.sizing import Sizing
 
 _BEFORE_TENSORS = len(("type", "keys"))
@@ -70,10 +69,6 @@ class _Known:
     # batch can be taken apart where it is.
     kinds: list[Any] | None = None
     is_split: bool = False
-    # The micro-batches of windows of these `kinds`, by this plan.
-    sizes: tuple[int, ...] = ()
-    plan: Plan | None = None
-    kinds_of_sizes: list[Any] | None = None
 
 
 class SteadyPath:
@@ -127,7 +122,7 @@ class SteadyPath:
         is_plain = objective.gave_number and len(given.losses) == 1 and not given.reported
         may = is_plain and self._step.passes is None and not self._step.keeps_outputs and weights.are_read
         known = self._now
-        known.name = known.kinds = known.plan = None
+        known.name = known.kinds = None
         known.epoch = self._epoch
         self._state, self._hooked, self._handles = self._now_in_force(), self._are_hooked(), RemovableHandle.next_id
         if may:
@@ -158,11 +153,6 @@ class SteadyPath:
             if type(tensor) is not Tensor or (tensor.shape, tensor.dtype, tensor.device) != own:
                 return None
         return KnownWindow(batch, known.structure, kinds)
-
-    def cut_anew(self) -> None:
-        """Ask again for the sizes of micro-batches: some have failed, here or elsewhere."""
-        for known in self._known.values():
-            known.plan = None
 
     def void(self) -> None:
         """Take the careful path with the next window, whatever its structure."""
@@ -214,7 +204,7 @@ class SteadyPath:
         plain = window.plain_batch() if window.kinds is not None else None
         name = known.name
         assert name is not None
-        at.sizes = sizes = self._sizes(window)
+        at.sizes = sizes = sizing.cut(0)
         measures = sizing.measures
         is_whole = len(sizes) == 1 and not self._is_part
         if not is_whole and not known.may_cut:
@@ -277,14 +267,6 @@ class SteadyPath:
             return PartResult(samples, {name: LossSum(losses)}, weight=total, provisional=provisional)
         total = weights.of_part(window) if self._is_part else None
         return PartResult(samples, {name: LossSum(losses)}, weight=total, provisional=provisional)
-
-    def _sizes(self, window: Window) -> tuple[int, ...]:
-        known, plan = self._now, self._sizing.plan
-        if known.plan is plan and known.kinds_of_sizes is window.kinds is not None:
-            return known.sizes
-        known.sizes, known.kinds_of_sizes = self._sizing.cut(0), window.kinds
-        known.plan = plan if self._sizing.is_quiet else None
-        return known.sizes
 
 
 def _kinds(batch: Any) -> list[Any]:

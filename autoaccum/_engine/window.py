@@ -37,13 +37,12 @@ from autoaccum._engine.window_checks import (
     warn_of_moving_layers,
 )
 from autoaccum._loss.loss_weights import NotCheckedError
-from autoaccum._loss.modes import quiet_training
-from autoaccum._oom import first_line, is_device_lost, is_oom, is_too_large
+from autoaccum._oom import is_device_lost
 from autoaccum._records import DeviceScalar
 from autoaccum._sizing.headroom import Headroom
 from autoaccum._sizing.planner import format_cut
 from autoaccum._system import signals
-from autoaccum.errors import AutoaccumError, DoesNotFitError, InvalidInputError, StateDamagedError
+from autoaccum.errors import DoesNotFitError, StateDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -108,15 +107,7 @@ class Engine:
         self._time_first = TimeFirst(step.objective, notices)
         self._savepoint = step.savepoint()
         self.steady = SteadyPath(step, sizing, is_part=peers.is_part)
-        self._careful = CarefulPath(
-            step,
-            sizing,
-            self._savepoint,
-            norms=self._norms,
-            peers=peers,
-            takes_whole=self._takes_whole,
-            noise=noise,
-        )
+        self._careful = CarefulPath(step, sizing, self._savepoint, norms=self._norms, peers=peers, noise=noise)
         self._is_steady = self.is_due = self.has_lost_parameters = False
         self.oom_events: list[MemoryEvent] = []
         self.at = Progress()
@@ -364,7 +355,6 @@ class Engine:
         if event.phase != Phase.RESERVE and (damage := self._damage()):
             raise StateDamagedError(f"memory ran out after {damage}, and begin with smaller micro-batches")
         self._last_oom, self._sizes_are_fixed = self._events.windows, False
-        self.steady.cut_anew()
         if event.size is None or not self.sizing.is_learning:  # trials are expected to fail
             self.oom_events.append(event)
             self._events.ran_out(event)
@@ -434,43 +424,14 @@ class Engine:
             error.add_note(f"autoaccum: it came after {damage}")
         if isinstance(error, ValueError):
             self._explain_refused_sample(error, size, sizes)
-        if phase in (Phase.FORWARD, Phase.BACKWARD) and size is not None and isinstance(error, Exception):
-            self._refuse_size(error, size, goes_backward=phase is Phase.BACKWARD)
-
-    def _works(self, samples: int, *, goes_backward: bool) -> bool:
-        """Whether the model and the loss take so many samples; everything is restored."""
-        step = self._step
-        try:
-            with torch.set_grad_enabled(goes_backward), quiet_training(step.objective.modules):
-                for source in step.objective.sources:
-                    with step.precision.autocast():
-                        placed = step.transfer.place(self._window.cut(0, samples))
-                        terms, _ = step.objective.terms(source, placed, samples)
-                    if goes_backward:
-                        trained = [parameter for parameter in step.parameters if parameter.requires_grad]
-                        losses = [term.value for term in terms if term.value.requires_grad]
-                        torch.autograd.grad(losses, trained, allow_unused=True)
-        except Exception:  # noqa: BLE001 - whatever it is
-            return False
-        finally:
-            self._savepoint.restore()
-        return True
-
-    def _refuse_size(self, error: Exception, size: int, *, goes_backward: bool) -> None:
-        """Raise InvalidInputError if the model and the loss fail for a micro-batch, and not for twice its samples."""
-        step, more = self._step, min(2 * size, self._window.samples)
-        is_apart = self._peers.is_part or step.passes is not None or self._takes_whole
-        is_other = isinstance(error, AutoaccumError) or is_oom(error) or is_too_large(error)
-        is_other |= _REFUSES_ONE in str(error)
-        if more <= size or is_apart or is_other or not self._is_saved:
-            return
-        if self._works(size, goes_backward=goes_backward) or not self._works(more, goes_backward=goes_backward):
-            return  # it is not the size
-        raise InvalidInputError(
-            f"the model and the loss work for {more} samples, and not for a micro-batch of {size} "
-            f"({first_line(error)}); write them for any number of samples (squeeze(-1) for squeeze(), which takes away "
-            "the dimension of a single sample), or pass a micro_batch= that divides the batch into sizes that work"
-        ) from error
+        is_of_size = phase in (Phase.FORWARD, Phase.BACKWARD) and size is not None and size < self._window.samples
+        if is_of_size and isinstance(error, (RuntimeError, IndexError)):  # such as torch raises for shapes
+            error.add_note(
+                f"autoaccum: it came in a micro-batch of {size} of the window's {self._window.samples} samples; if "
+                "more do not raise it, write the model and the loss for any number of samples (squeeze(-1) for "
+                "squeeze(), which takes away the dimension of a single sample), or pass a micro_batch= that divides "
+                "the batch into sizes that work"
+            )
 
     def _explain_refused_sample(self, error: ValueError, size: int | None, sizes: tuple[int, ...]) -> None:
         """Explain that a layer, mostly BatchNorm, refuses a single sample.
@@ -479,17 +440,14 @@ class Engine:
             DoesNotFitError: A single sample was used only because more ran out of memory, in this window or before.
         """
         refuses_one = self._norms.need_several and _REFUSES_ONE in str(error)
-        if self._window.samples == 1 and self._norms.need_several:
-            error.add_note(
-                "autoaccum: this window has one sample, and BatchNorm takes its statistics of more; "
-                "drop_last=True (of fit, autoaccum.windows or the DataLoader) leaves a short last one out",
-            )
-        elif size == 1 and (self._last_oom == self._events.windows or (self._last_oom is not None and refuses_one)):
+        is_of_more = self._window.samples > 1 and size == 1
+        if is_of_more and (self._last_oom == self._events.windows or (self._last_oom is not None and refuses_one)):
             raise self._sample_does_not_fit(f"one sample alone is refused: {error}", self._step.stage.phase) from error
-        elif size == 1 and refuses_one:
+        if refuses_one:
             error.add_note(
                 f"autoaccum: the micro-batches {format_cut(sizes)} of this window leave one of a single sample, and "
-                "BatchNorm takes its statistics of more; another micro_batch avoids it",
+                "BatchNorm takes its statistics of more; another micro_batch avoids it, and of a short last window "
+                "drop_last=True (of fit, autoaccum.windows or the DataLoader)"
             )
 
     # --- what ranks do with a window ----------------------------------------------------------------------------------
@@ -512,7 +470,6 @@ class Engine:
         """Make micro-batches smaller that ran out of memory on another process with as much memory."""
         if self.sizing.adopt(failed):
             self._sizes_are_fixed = False
-            self.steady.cut_anew()
 
     # --- what is reported ---------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from autoaccum._records import Plan, ProbeResult
     from autoaccum._system.notices import Notices
 
-_FILES = f"plan-{'[0-9a-f]' * 32}.json*"  # and unfinished ones of killed processes
-_MOST_FILES = 500
 # Files written here are about 1 KiB.
 _MOST_BYTES = 1 << 16
 _MOST = 1 << 63
@@ -82,20 +79,17 @@ class PlanCache:
         if self._folder is None:
             return None
         try:
-            path = _path(self._folder, key)
-            remembered = _understood(json.loads(files.read(path, _MOST_BYTES))["found"], key.target_batch)
+            found = json.loads(files.read(_path(self._folder, key), _MOST_BYTES))["found"]
+            return _understood(found, key.target_batch)
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             self._notices.say(
                 f"plan cache: {self._folder} holds what cannot be used for this job ({type(error).__name__}: "
                 f"{first_line(error)}), so sizes are searched for anew",
                 key="plan cache unusable",
             )
-            return None
-        except Exception:  # noqa: BLE001 - there is none, or `keep` will say why none can be there
-            return None
-        with contextlib.suppress(OSError):  # of a read-only folder
-            os.utime(path)  # so that it is not among the oldest
-        return remembered
+        except Exception:  # noqa: BLE001, S110 - there is none, or `keep` will say why none can be there
+            pass
+        return None
 
     def announce(self, remembered: Remembered) -> None:
         """Say that a search begins with the result of an earlier one."""
@@ -106,7 +100,7 @@ class PlanCache:
         )
 
     def keep(self, key: Key, remembered: Remembered) -> None:
-        """Store a result, replacing an earlier one, and delete the oldest of too many files."""
+        """Store a result, replacing an earlier one."""
         if self._folder is None:
             return
         try:
@@ -121,10 +115,6 @@ class PlanCache:
                 "micro-batch; set AUTOACCUM_CACHE_DIR to a writable folder",
                 key="plan cache folder",
             )
-            return
-        with contextlib.suppress(OSError):  # another process deletes them as well
-            for old in sorted(path.parent.glob(_FILES), key=os.path.getmtime)[:-_MOST_FILES]:
-                old.unlink()
 
     def forget(self, key: Key) -> None:
         """Delete the cached result of a job."""

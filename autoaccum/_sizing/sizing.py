@@ -501,7 +501,7 @@ class Sizing:
             tuple(self._trials),
             self._memory.reading().limit_bytes,
             None if line is None else max(0, int((self._held_bytes or 0) + line.fixed_bytes)),
-            self.bytes_per_sample,
+            None if line is None else int(line.bytes_per_sample),
         )
         self._begin_with(self._plan_of(largest))
         if begun_with is not None and begun_with < sure:
@@ -513,12 +513,6 @@ class Sizing:
                 self.set_plan = hoped
                 self._wait_to_grow(hoped, self.plan.micro_batch)
         self._events.planned(self.plan, self.probe, is_proven=self.plan.micro_batches == tuple(sizes))
-
-    @property
-    def bytes_per_sample(self) -> int | None:
-        """Additional memory per sample as wide as those of the plan; None if unknown."""
-        line = None if self._widths is None else self.frontier.line(self._widths)
-        return None if line is None else int(line.bytes_per_sample)
 
     # --- the plan -----------------------------------------------------------------------------------------------------
 

@@ -29,21 +29,19 @@ def train(model, targets, micro_batch, loss):
             Squeezed(6, 4),
             torch.arange(12) % 4,
             1,
-            r"2 samples, and not for a micro-batch of 1 \(size mismatch",
+            r"size mismatch.*\n.*a micro-batch of 1 of the window's 12 samples.*micro_batch=",
         ),
-        (Paired(6, 1), torch.randn(12), 3, r"work for 6 samples, and not for a micro-batch of 3 \(shape '\[-1, 2\]'"),
+        (Paired(6, 1), torch.randn(12), 3, r"shape '\[-1, 2\]'.*\n.*a micro-batch of 3 of the"),
     ],
     ids=["squeeze", "view of pairs"],
 )
-def test_error_of_a_size_is_told_with_the_remedy_and_its_cause(model, targets, size, said):
+def test_error_of_a_size_tells_the_size_and_the_remedy(model, targets, size, said):
     loss = nn.CrossEntropyLoss() if targets.dtype is torch.int64 else nn.MSELoss()
     before = [parameter.detach().clone() for parameter in model.parameters()]
 
-    with pytest.raises(autoaccum.InvalidInputError, match=said) as caught:
+    with pytest.raises(RuntimeError, match=said):
         train(model, targets, size, loss)
 
-    assert isinstance(caught.value.__cause__, RuntimeError)
-    assert "micro_batch=" in str(caught.value)
     torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in model.parameters())
 

@@ -219,21 +219,3 @@ def test_failing_disk_costs_one_notice_and_leaves_what_was_there(cache, folder, 
     assert os.strerror(errno.ENOSPC) in notices.texts[0]
     assert len(files(folder)) == 1
     assert cache.find(KEY) == Remembered(7)
-
-
-# --- many files -------------------------------------------------------------------------------------------------------
-
-
-def test_of_too_many_files_those_used_last_stay_and_no_others_are_touched(cache, folder, monkeypatch):
-    monkeypatch.setattr(cache_module, "_MOST_FILES", 3)
-    for number in range(6):
-        cache.keep(named(str(number)), FOUND)
-        os.utime(next(path for path in files(folder) if cache_module.digest_of(str(number))[:32] in path.name), (9, 9))
-        cache.find(named("0"))
-    (folder / "plan-mine.json").write_text("mine")
-
-    cache.keep(KEY, FOUND)
-
-    assert cache.find(KEY) == cache.find(named("0")) == FOUND
-    assert len(files(folder)) == 4
-    assert (folder / "plan-mine.json").exists()
