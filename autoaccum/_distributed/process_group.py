@@ -80,6 +80,8 @@ class Ranks:
             with memory.lifted():  # starts threads, whose memory is not part of a training
                 self._hosts = _group_of_hosts(self._hosts)
         self._tensors: Any = self._hosts if kind == "cpu" else distributed.group.WORLD
+        # Kept: of tensors that Python has given up, the network's threads need the interpreter, which may be ending.
+        self._buffers = self._buffers_of(_MESSAGE_BYTES)
         self._is_gloo = kind == "cpu" or f"{kind}:gloo" in backends
 
     def exchange(self, topic: str, value: Any = None) -> list[Any]:
@@ -159,10 +161,13 @@ class Ranks:
     def _gathered(self, said: bytes, size: int) -> list[Any]:
         """Return what every rank says, in messages of so many bytes."""
         with self.errors_in_words(), self._memory.elsewhere():
-            sent = torch.frombuffer(bytearray(said.ljust(size)), dtype=torch.uint8)
-            received = [torch.empty_like(sent) for _ in range(self.size)]
+            sent, *received = self._buffers if size == _MESSAGE_BYTES else self._buffers_of(size)
+            sent.copy_(torch.frombuffer(bytearray(said.ljust(size)), dtype=torch.uint8))
             self._wait(distributed.all_gather(received, sent, group=self._hosts, async_op=True))
             return [pickle.loads(one.numpy().data) for one in received]  # noqa: S301 - of this training's own processes
+
+    def _buffers_of(self, size: int) -> list[Tensor]:
+        return [torch.empty(size, dtype=torch.uint8) for _ in range(1 + self.size)]
 
     def _wait(self, work: Any) -> None:
         """Wait so that signals are handled; work on a GPU waits in its own stream instead."""
