@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import os
 import pickle
 import sys
+import weakref
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,7 @@ from autoaccum._system.launched import is_to_be_set_up, local_rank, timeout_s, w
 from autoaccum.errors import RankFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -40,6 +42,8 @@ _FAILURE, _LACK = "failure", "lack of memory"
 _SIGNALS_EVERY = timedelta(seconds=0.1)
 # Errors that have ended a training of several ranks in this process.
 _failures: list[str] = []
+# The groups for messages between hosts, by the default group beside which each was made.
+_groups_of_hosts: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 class OutOfMemoryElsewhereError(torch.OutOfMemoryError):
@@ -75,13 +79,14 @@ class Ranks:
         self._memory = memory
         self._has_failed = False
         kind, backends = memory.device.type, distributed.get_backend_config()
-        self._hosts: Any = distributed.group.WORLD
+        # No group is held here: its threads end when the script destroys it only if nothing else holds it, and may
+        # abort the process that ends before them.
+        self._hosts: Callable[[], Any] = _default_group
         if "cpu:gloo" not in backends:
             with memory.lifted():  # starts threads, whose memory is not part of a training
-                self._hosts = _group_of_hosts(self._hosts)
-        self._tensors: Any = self._hosts if kind == "cpu" else distributed.group.WORLD
-        # Kept: of tensors that Python has given up, the network's threads need the interpreter, which may be ending.
-        self._buffers = self._buffers_of(_MESSAGE_BYTES)
+                self._hosts = _group_of_hosts()
+        self._tensors = self._hosts if kind == "cpu" else _default_group
+        self._buffers, _ = _message_buffers(self.size)
         self._is_gloo = kind == "cpu" or f"{kind}:gloo" in backends
 
     def exchange(self, topic: str, value: Any = None) -> list[Any]:
@@ -122,7 +127,7 @@ class Ranks:
         self.exchange(topic)  # so that a failure of rank 0 reaches those that wait for it
         box = [value]
         with self.errors_in_words():
-            distributed.broadcast_object_list(box, 0, group=self._hosts)
+            distributed.broadcast_object_list(box, 0, group=self._hosts())
         return box[0]
 
     def fail(self, error: BaseException) -> None:
@@ -156,18 +161,15 @@ class Ranks:
             RankFailedError: Another rank is gone.
         """
         with self.errors_in_words():
-            self._wait(distributed.all_reduce(tensor, group=self._tensors, async_op=True))
+            self._wait(distributed.all_reduce(tensor, group=self._tensors(), async_op=True))
 
     def _gathered(self, said: bytes, size: int) -> list[Any]:
         """Return what every rank says, in messages of so many bytes."""
         with self.errors_in_words(), self._memory.elsewhere():
-            sent, *received = self._buffers if size == _MESSAGE_BYTES else self._buffers_of(size)
+            sent, *received = self._buffers if size == _MESSAGE_BYTES else _buffers(self.size, size)
             sent.copy_(torch.frombuffer(bytearray(said.ljust(size)), dtype=torch.uint8))
-            self._wait(distributed.all_gather(received, sent, group=self._hosts, async_op=True))
+            self._wait(distributed.all_gather(received, sent, group=self._hosts(), async_op=True))
             return [pickle.loads(one.numpy().data) for one in received]  # noqa: S301 - of this training's own processes
-
-    def _buffers_of(self, size: int) -> list[Tensor]:
-        return [torch.empty(size, dtype=torch.uint8) for _ in range(1 + self.size)]
 
     def _wait(self, work: Any) -> None:
         """Wait so that signals are handled; work on a GPU waits in its own stream instead."""
@@ -254,13 +256,36 @@ def could_not_exchange(rank: int, error: Exception) -> RankFailedError:
     )
 
 
-@functools.lru_cache(maxsize=1)
-def _group_of_hosts(world: Any) -> Any:  # noqa: ARG001 - there is one for each
-    """Return a group for messages between hosts, beside a default group that has none.
+def _buffers(ranks: int, size: int) -> list[Tensor]:
+    return [torch.empty(size, dtype=torch.uint8) for _ in range(1 + ranks)]
 
-    Only there, since a second attempt under torchrun may find the addresses that a further group had in the first.
+
+@functools.cache
+def _message_buffers(ranks: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return buffers for messages, and a view of each; kept to the end of the process.
+
+    To give up a tensor that only Python has left, gloo's threads need the interpreter, and abort the process if that
+    is ending. Each view is another owner.
     """
-    return distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s()))
+    buffers = _buffers(ranks, _MESSAGE_BYTES)
+    return buffers, [buffer[:] for buffer in buffers]
+
+
+def _default_group() -> Any:
+    return distributed.group.WORLD
+
+
+def _group_of_hosts() -> Callable[[], Any]:
+    """Return what returns the group for messages between hosts, beside a default group that has none.
+
+    There is one for each default group, since a second attempt under torchrun may find the addresses that a further
+    group had in the first.
+    """
+    world = _default_group()
+    if world not in _groups_of_hosts:
+        group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s()))
+        _groups_of_hosts[world] = weakref.ref(group)
+    return _groups_of_hosts[world]
 
 
 def _destroy_at_exit() -> None:
@@ -275,6 +300,8 @@ def _destroy_at_exit() -> None:
 
 
 def _set_up(device: torch.device) -> None:
+    # Its functions hold the group that exists when torch imports it, which is too late for most scripts.
+    importlib.import_module("torch.distributed.nn.functional")
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}.get(device.type)
     limit = timedelta(seconds=timeout_s())
     try:

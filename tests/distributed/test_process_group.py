@@ -1,29 +1,26 @@
 """Each rank is a process of its own that ends as a user's script does, forked from one that has imported torch."""
 
 import subprocess
+import sys
+
+import pytest
 
 import warm
 
-# The last handler to be registered runs first, so the one below sees what `join_ranks` leaves.
-SCRIPT = """
+RANKS = """
 import atexit
 import os
 import socket
 import sys
 
-from torch import distributed
+import torch
+from torch import distributed, nn
 
 import autoaccum
 
 log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # Gloo may print to stdout
-ENDINGS = {
-    "end": lambda: None,
-    "exit code": lambda: sys.exit(75),
-    "error": lambda: 1 / 0,
-    "destroyed": distributed.destroy_process_group,
-}
 
-for name, end in ENDINGS.items():
+def run(work):
     with socket.socket() as taken:
         taken.bind(("localhost", 0))
         port = taken.getsockname()[1]
@@ -33,15 +30,49 @@ for name, end in ENDINGS.items():
         if not child:
             address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
             os.environ.update({"RANK": str(rank), "WORLD_SIZE": "2", **address})
-            line = f"{name} {rank}"
-            atexit.register(lambda: os.write(log, f"{line}: {distributed.is_initialized()}\\n".encode()))
-            autoaccum.join_ranks("cpu")
-            assert distributed.is_initialized()
-            end()
+            work(rank)
             sys.exit()
         children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+"""
+
+# The last handler to be registered runs first, so the one below sees what `join_ranks` leaves.
+ENDINGS = """
+ENDINGS = {
+    "end": lambda: None,
+    "exit code": lambda: sys.exit(75),
+    "error": lambda: 1 / 0,
+    "destroyed": distributed.destroy_process_group,
+}
+
+for name, end in ENDINGS.items():
+    def work(rank):
+        line = f"{name} {rank}"
+        atexit.register(lambda: os.write(log, f"{line}: {distributed.is_initialized()}\\n".encode()))
+        autoaccum.join_ranks("cpu")
+        assert distributed.is_initialized()
+        end()
+
+    run(work)
+"""
+
+# With a long switch interval, threads of the network rarely get the interpreter before it ends.
+FITS = """
+if sys.argv[2] == "script":
+    import torch._dynamo  # once for all; imported beside a group, it holds the group
+
+def work(rank):
+    torch.set_num_threads(1)
+    if sys.argv[2] == "script":
+        distributed.init_process_group("gloo")
+    data = [(torch.randn(4), torch.randn(1)) for _ in range(32)]
+    sys.setswitchinterval(10)
+    autoaccum.fit(
+        nn.Linear(4, 1), torch.utils.data.DataLoader(data, batch_size=8), 16, max_steps=1, micro_batch=4,
+        loss=nn.MSELoss(), shard=True, device="cpu", progress=False,
+    )
+for _ in range(5):
+    os.write(log, f"{run(work)}\\n".encode())
 """
 
 
@@ -51,10 +82,19 @@ def test_message_of_any_length_arrives_and_lack_of_memory_stands_in_place_of_any
 
 
 def test_group_of_join_ranks_is_destroyed_at_exit_unless_an_error_ends_the_process(tmp_path):
-    log = tmp_path / "log"
-    subprocess.run([*warm.python(), "-c", SCRIPT, str(log)], capture_output=True, text=True, timeout=300, check=True)
-
     left = {"end": False, "exit code": False, "error": True, "destroyed": False}
-    assert sorted(log.read_text().splitlines()) == sorted(
+    assert sorted(_logged(tmp_path, warm.python(), RANKS + ENDINGS)) == sorted(
         f"{name} {rank}: {is_left}" for name, is_left in left.items() for rank in range(2)
     )
+
+
+@pytest.mark.parametrize("maker", ["script", "fit"])
+def test_processes_end_well_right_after_fit(tmp_path, maker):
+    assert _logged(tmp_path, [sys.executable], RANKS + FITS, maker) == ["[0, 0]"] * 5
+
+
+def _logged(folder, python, script, *args):
+    log = folder / "log"
+    command = [*python, "-c", script, str(log), *args]
+    subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    return log.read_text().splitlines()
