@@ -4,7 +4,7 @@
 
 It reads results/published.json (the segments of a process on its GPU, by `published.py`) and results/allocated.csv
 (what tensors hold at most, or the allocator's segments; predicted at the commit that docs/dev/estimates.md names), and
-prints the table of the latter. A margin is the share by which 95 % of the trainings of one kind and precision exceed
+prints the table of the latter. A margin is the share by which 95% of the trainings of one kind and precision exceed
 their prediction at most. Segments and tensors count apart, since segments include what the allocator leaves unused, and
 the larger share counts. Where fewer than 20 trainings have one precision, those of all precisions count together.
 """
@@ -64,7 +64,7 @@ def runs():
 
 
 def quantile(shares):
-    """Return the share that 95 % of the runs do not exceed, rounded up to a tenth of a per cent, and at least 0."""
+    """Return the share that 95% of the runs do not exceed, rounded up to a tenth of a per cent, and at least 0."""
     at_most = sorted(shares)[math.ceil(SHARE_OF_RUNS * len(shares)) - 1]
     return max(0.0, math.ceil(round(at_most * 1000, 6)) / 1000)
 
@@ -90,7 +90,7 @@ def margins():
 def table():
     """Return the table of docs/dev/estimates.md."""
     rows = allocated()
-    titles = ("trainings", "number", "median error", "within 5 %", "more than 5 % under")
+    titles = ("trainings", "number", "median error", "within 5%", "more than 5 % under")
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     kinds = {"all": rows} | {title: [row for row in rows if row["kind"] == kind] for kind, title in SOURCES.items()}
     for title, of_kind in kinds.items():

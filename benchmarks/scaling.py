@@ -1,8 +1,9 @@
 """Times steps of `fit` on several ranks against DistributedDataParallel in a loop by hand.
 
-    python benchmarks/scaling.py [--models gpt conv] [--windows 24] [--sizes 1 2 4] [--out FILE]
+    python benchmarks/scaling.py [--models gpt conv] [--jobs 4] [--windows 8] [--sizes 1 2 4] [--out FILE]
 
-Each row is a torchrun job of this file with gloo on this machine, a thread a rank. The steps take turns window by
+Each row is of several torchrun jobs of this file with gloo on this machine, a thread a rank: where its tensors lie
+makes one process of a convolutional net half as fast again as the next. The steps take turns window by
 window in the same processes: after each of `fit`, a callback makes one by hand, with `no_sync` in all micro-batches but
 the last, a DistributedSampler and the same micro-batches; with one rank, the loop alone.
 """
@@ -114,8 +115,8 @@ class ByHand(autoaccum.Callback):
 
 
 def measure(name, windows):
-    """Return the times of steps of one model on this rank's job."""
-    title, make, make_data, target, micro_batch = MODELS[name]
+    """Return the seconds that pairs of steps of one model took on this rank, by hand and in `fit`."""
+    _, make, make_data, target, micro_batch = MODELS[name]
     torch.manual_seed(0)
     model, data = make().train(), make_data(target * 4)
     by_hand = ByHand(copy.deepcopy(model), data, target, micro_batch)
@@ -133,29 +134,33 @@ def measure(name, windows):
         device="cpu",
         precision="fp32",
     )
-    pairs = by_hand.took[WARM_UP:]
+    return by_hand.took[WARM_UP:]
+
+
+def run(name, size, jobs, windows):
+    """Run jobs with torchrun, one after the other, and return the row of their rank 0."""
+    pairs = []
+    for _ in range(jobs):
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "pairs.json"
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+            command = [*torchrun, __file__, "--job", name, f"--windows={windows}", f"--out={out}"]
+            subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            pairs += json.loads(out.read_text())
     return {
-        "title": title,
+        "title": MODELS[name][0],
+        "ranks": size,
         "by_hand_ms": quartiles([hand * 1e3 for hand, _ in pairs]),
         "fit_ms": quartiles([ours * 1e3 for _, ours in pairs]),
         "ratio": quartiles([ours / hand for hand, ours in pairs]),
     }
 
 
-def run(name, size, windows):
-    """Run one job with torchrun and return the result of its rank 0."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "row.json"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-        command = [*torchrun, __file__, "--job", name, f"--windows={windows}", f"--out={out}"]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        return {"ranks": size, **json.loads(out.read_text())}
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", choices=tuple(MODELS), nargs="+", default=list(MODELS))
-    parser.add_argument("--windows", type=int, default=24)
+    parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/scaling.json")
     parser.add_argument("--job", choices=tuple(MODELS), help=argparse.SUPPRESS)
@@ -163,12 +168,12 @@ def main():
     if options.job is not None:
         torch.set_num_threads(1)
         distributed.init_process_group("gloo")
-        row = measure(options.job, options.windows)
+        pairs = measure(options.job, options.windows)
         if distributed.get_rank() == 0:
-            options.out.write_text(json.dumps(row))
+            options.out.write_text(json.dumps(pairs))
         distributed.destroy_process_group()
         return
-    rows = [run(name, size, options.windows) for name in options.models for size in options.sizes]
+    rows = [run(name, size, options.jobs, options.windows) for name in options.models for size in options.sizes]
     options.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
     print("| model | ranks | by hand, ms | `fit`, ms | ratio |", "|---|---|---|---|---|", sep="\n")
     for row in rows:

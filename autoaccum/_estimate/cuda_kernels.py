@@ -55,7 +55,7 @@ def convolution(args: Sequence[Any], result: Tensor) -> Workspace:
 
     Source, filter and result are transformed as a whole, in tiles of 4 x 4 results and 6 x 6 values (A. Lavin and S.
     Gray, "Fast Algorithms for Convolutional Neural Networks", arXiv 1509.09308). cuDNN documents no sizes; with these,
-    published trainings of PSPNet and UPerNet on V100s are predicted within 0.5 % in the median (docs/dev/estimates.md).
+    published trainings of PSPNet and UPerNet on V100s are predicted within 0.5% in the median (docs/dev/estimates.md).
     """
     source, weight, _, stride, _, dilation, transposed, _, groups = args[:9]
     if (

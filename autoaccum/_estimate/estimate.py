@@ -45,7 +45,7 @@ _OF_LENGTHS = "; varying lengths fragment the cache (PYTORCH_CUDA_ALLOC_CONF=exp
 # From the runs in docs/dev/estimates.md, "Against real GPUs".
 _OF_CUDNN = (
     "cuDNN chooses its convolutions' workspace at run time; only Winograd's, in float32 without Tensor Cores, is "
-    "counted, and measured runs (in fp32, on two GPUs) used from 11 % less to 20 % more than predicted"
+    "counted, and measured runs (in fp32, on two GPUs) used from 11% less to 20% more than predicted"
 )
 
 

@@ -117,8 +117,8 @@ class Footprint:
         return {kind: getattr(self, f"{kind}_bytes") for kind in KINDS}
 
     @property
-    def beside_bytes(self) -> int:
-        """What the device holds beside tensors: in the allocator's cache or the heap; below 0 if it holds less."""
+    def outside_bytes(self) -> int:
+        """What the device holds outside tensors: in the allocator's cache or the heap; below 0 if it holds less."""
         return self.reserved_bytes - self.peak_bytes
 
 

@@ -1,7 +1,7 @@
 """How much more memory a step may take on a GPU than predicted, from published trainings on real GPUs.
 
 The margins are printed by `python benchmarks/margins.py` from the results of `make published`, and a test compares
-them: of the runs of one kind and precision, 95 % took at most this share more than predicted. Too few models with
+them: of the runs of one kind and precision, 95% took at most this share more than predicted. Too few models with
 convolutions were trained in half precision to tell it from fp32, so both count together.
 """
 
@@ -35,7 +35,7 @@ class Margin(NamedTuple):
         if not self.runs:
             return f"{text}, which is assumed: {self.kind}"
         runs = f"{self.runs} published trainings of {self.kind}"
-        return f"{text}: 95 % of {runs} took at most that much more than predicted"
+        return f"{text}: 95% of {runs} took at most that much more than predicted"
 
 
 # By kind of model and precision.

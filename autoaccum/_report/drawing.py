@@ -18,7 +18,7 @@ from autoaccum._estimate.footprint import KINDS
 from autoaccum._estimate.owners import LOSS, MODEL
 from autoaccum._memory.limits import format_bytes
 from autoaccum._report.records import DOES_NOT_FIT, FITS, TIGHT
-from autoaccum._report.wording import BESIDE, parts_of, verdicts_of
+from autoaccum._report.wording import OUTSIDE, parts_of, verdicts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Classes of the style.
 ANSWERS = {FITS: "fits", TIGHT: "tight", DOES_NOT_FIT: "fails"}
-_CLASSES = {BESIDE: "k-beside", "peak": "k-beside", "optimizer state": "k-optimizer"}
+_CLASSES = {OUTSIDE: "k-outside", "peak": "k-outside", "optimizer state": "k-optimizer"}
 # Smaller shares have no room for a label: of the width of a bar, and of the height of the tree.
 _NAMED, _NAMED_IN_TREE = 0.05, 0.04
 # A module that is not drawn by itself holds less than this share; deeper modules count to those around them.
@@ -204,7 +204,7 @@ def _over_the_step(step: Footprint, where: str) -> str:
         f'<div class="plot">{_svg(areas)}<em style="left:{at:.2%}"></em>'
         f'<strong style="left:min({at:.2%}, 100% - 13rem)">{escape(caption)}</strong>{marks}</div>'
     )
-    caption = "From left to right, one allocation or free after the other. What is alive at the peak is listed below."
+    caption = "From left to right, one allocation or free after the other."
     return _figure(f"Memory over one step: {where}", body, caption, legend)
 
 

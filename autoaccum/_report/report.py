@@ -60,7 +60,7 @@ class Report(ReportContents):
             whole["measured"] |= {"fits": self.measured.plan is not None, **peaks}
         for place, record in zip(self.places, filter(None, [whole["measured"], *whole["predicted"]]), strict=True):
             if place.footprint is not None:
-                record["footprint"]["beside_bytes"] = place.footprint.beside_bytes
+                record["footprint"]["outside_bytes"] = place.footprint.outside_bytes
         answers = {"fits": self.fits, "micro_batch": self.micro_batch, "safe_micro_batch": self.safe_micro_batch}
         return {"version": _VERSION, "autoaccum": __version__, **answers, **whole}
 

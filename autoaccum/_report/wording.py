@@ -27,8 +27,8 @@ NONE = "-"
 # "1023.9 MiB" or their own name.
 _WIDTH, _NAMES, _NUMBER, _APART = 78, len("per extra sample"), 10, 3
 
-# What a device holds at the peak beside tensors: the allocator's cache on a GPU, the heap on the CPU.
-BESIDE = "beside tensors"
+# What a device holds at the peak outside tensors: the allocator's cache on a GPU, the heap on the CPU.
+OUTSIDE = "outside tensors"
 _NAMES_OF_KINDS = {"optimizer": "optimizer state"}
 
 
@@ -92,7 +92,7 @@ def _verdict_text(found: Measured | Predicted, subject: Subject) -> str:
         return f"{text}; it may take {found.uncertainty:.1%} more, and {format_bytes(left)} are left"
     if left < 0:
         above = f"{format_bytes(-left)} ({-left / found.room_bytes:.1%})"
-        text += f"; its peak is {above} above the limit, and on the CPU up to 3 % above it count as fitting"
+        text += f"; its peak is {above} above the limit, and on the CPU up to 3% above it count as fitting"
     return text
 
 
@@ -249,7 +249,7 @@ def _memory_sections(report: ReportContents) -> list[Section]:
 def parts_of(step: Footprint) -> dict[str, int]:
     """Return what a device holds at the peak of a step, by name of its kind; it adds up to `reserved_bytes`."""
     return {_NAMES_OF_KINDS.get(kind, kind): size for kind, size in step.bytes_by_kind.items()} | {
-        BESIDE: step.beside_bytes
+        OUTSIDE: step.outside_bytes
     }
 
 

@@ -1,6 +1,6 @@
 """Makes the pictures, the outputs and the notebook that the documentation shows, but for two pictures.
 
-docs/window.svg and images/timeline.svg stay as the scripts of commit 973a532 drew them.
+docs/window.svg and images/timeline.svg stay as the scripts of commit 973a532 drew them, the bands of the latter darker.
 
 python scripts/docs_pictures            # run the tutorial, measure, and draw all (two minutes)
 python scripts/docs_pictures --draw     # draw from what was measured before

@@ -24,10 +24,10 @@ def test_the_peak_is_divided_among_kinds():
     assert held == {"parameters": 100, "activations": 70, "loss": 20, "temporary": 5}
 
 
-def test_what_an_allocator_rounds_is_temporary_and_what_it_reserves_is_beside():
+def test_what_an_allocator_rounds_is_temporary_and_what_it_reserves_is_outside():
     seen = footprint_of(STEP, 200, 256)
 
-    assert (seen.temporary_bytes, seen.peak_bytes, seen.beside_bytes) == (10, 200, 56)
+    assert (seen.temporary_bytes, seen.peak_bytes, seen.outside_bytes) == (10, 200, 56)
     assert sum(seen.bytes_by_kind.values()) == seen.peak_bytes
 
 

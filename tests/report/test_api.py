@@ -198,12 +198,12 @@ def test_a_measured_peak_is_split_alike_in_text_page_and_json(device):
     measured = report.to_dict()["measured"]
     (peak,) = {one["peak_bytes"] for one in measured["trials"] if one["size"] == measured["plan"]["micro_batches"][0]}
     split = measured["footprint"]
-    parts = {kind: split[f"{kind}_bytes"] for kind in (*KINDS, "beside")}
+    parts = {kind: split[f"{kind}_bytes"] for kind in (*KINDS, "outside")}
     of_model = 0 if measured["device"]["holds_model"] else split["parameters_bytes"] + split["buffers_bytes"]
     assert measured["peak_bytes"] == peak
     assert sum(parts.values()) == split["reserved_bytes"] == peak + of_model
     text, page = str(report), report.to_html()
-    names = {"optimizer": "optimizer state", "beside": "beside tensors"}
+    names = {"optimizer": "optimizer state", "outside": "outside tensors"}
     for kind, size in parts.items():
         name = names.get(kind, kind)
         assert not size or re.search(rf"^ *{name} +{re.escape(format_bytes(size))}$", text, re.MULTILINE)

@@ -266,7 +266,7 @@ def seen_by(eyes, colour):
 
 @pytest.mark.parametrize("eyes", EYES)
 def test_no_two_kinds_look_alike(eyes):
-    assert COLOURS.keys() == {*KINDS, "beside"}
+    assert COLOURS.keys() == {*KINDS, "outside"}
     for one, other in combinations(COLOURS.values(), 2):
         assert math.dist(seen_by(eyes, one), seen_by(eyes, other)) > 0.07
 

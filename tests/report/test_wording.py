@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from autoaccum._report.wording import (
-    BESIDE,
+    OUTSIDE,
     are_numbers,
     format_seconds,
     headline_of,
@@ -155,12 +155,12 @@ def test_a_remedy_that_takes_the_largest_size_of_interest_may_take_more(size, mo
 
 
 def test_parts_add_up_to_the_peak_in_all():
-    (*_, beside), whole = parts_of(MEASURED.footprint).items(), MEASURED.footprint.reserved_bytes
+    (*_, outside), whole = parts_of(MEASURED.footprint).items(), MEASURED.footprint.reserved_bytes
 
-    assert beside == (BESIDE, 20 * MIB)
+    assert outside == (OUTSIDE, 20 * MIB)
     assert sum(parts_of(MEASURED.footprint).values()) == whole
     rows = {name: first for name, first, *_ in section(REPORT, "Memory of a step").rows}
-    assert (rows[BESIDE], rows["peak in all"]) == ("20.0 MiB", "5.2 GiB")
+    assert (rows[OUTSIDE], rows["peak in all"]) == ("20.0 MiB", "5.2 GiB")
 
 
 def test_a_verdict_tells_the_limit_that_it_is_within():
@@ -176,7 +176,7 @@ def test_a_peak_above_the_limit_that_counts_as_fitting_is_explained():
     report = replace(REPORT, measured=replace(MEASURED, device=device), predicted=())
 
     assert verdicts_of(report)[0].text.endswith(
-        "; its peak is 40.0 MiB (0.8%) above the limit, and on the CPU up to 3 % above it count as fitting"
+        "; its peak is 40.0 MiB (0.8%) above the limit, and on the CPU up to 3% above it count as fitting"
     )
 
 
