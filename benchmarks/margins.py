@@ -90,7 +90,7 @@ def margins():
 def table():
     """Return the table of docs/dev/estimates.md."""
     rows = allocated()
-    titles = ("trainings", "number", "median error", "within 5%", "more than 5 % under")
+    titles = ("trainings", "number", "median error", "within 5%", "more than 5% under")
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     kinds = {"all": rows} | {title: [row for row in rows if row["kind"] == kind] for kind, title in SOURCES.items()}
     for title, of_kind in kinds.items():

@@ -1,11 +1,12 @@
 """Seconds of a step of `autoaccum.fit`, compared with loops written by hand and two other libraries.
 
-All train the same model on the same window, each in its own process. They take turns, in changing order, so that a slow
-moment of the machine affects all; a turn is the median of its last `STEPS` steps, and earlier ones warm up. `fit`
-runs as a user calls it and chooses its own sizes. The others have its limit and its heap: `finders.Meter` measures the
-first steps, and then freed blocks stay with the heap. Were they given back after each step, as while something is
-measured, the kernel would clear each block anew: ten times as many page faults, and half as much time again. One loop
-by hand has no limit, and the heap as glibc has it. CPU time and page faults of a step are kept with the results.
+All train the same model on the same window, each in its own process. They take turns, so that a slow moment of the
+machine affects all; a turn is the median of its last `STEPS` steps, and earlier ones warm up. `fit` begins each round:
+it runs as a user calls it and chooses its own sizes, which the others are given, in changing order. The others have its
+limit and its heap: `finders.Meter` measures the first steps, and then freed blocks stay with the heap. Were they given
+back after each step, as while something is measured, the kernel would clear each block anew: ten times as many page
+faults, and half as much time again. One loop by hand has no limit, and the heap as glibc has it. CPU time and page
+faults of a step are kept with the results.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import resource
 import statistics
 import tempfile
 import time
+from collections import Counter
 from dataclasses import replace
 
 import isolated
@@ -187,15 +189,17 @@ def measure(name, *, rounds, say):
     swept = {sizes: found["seconds"] for sizes in cuts_of(workload.target, same) if (found := ask("hand", sizes)[0])}
     best = min(swept, key=swept.get) if swept else same
     say(f"{name}: fit cuts {same}; sweep {swept}")
-    ways = {"fit": None} | {how: best if how == "hand-best" else same for how in COMPARED}
-    took, gone = {how: [] for how in ways}, {}
+    took, gone = {how: [] for how in ("fit", *COMPARED)}, {}
     for turn in range(rounds):
-        for how in list(ways)[:: 1 if turn % 2 else -1]:
-            found, why = (None, gone[how]) if how in gone else ask(how, ways[how])
+        for how in ("fit", *list(COMPARED)[:: 1 if turn % 2 else -1]):
+            sizes = best if how == "hand-best" else same
+            found, why = (None, gone[how]) if how in gone else ask(how, None if how == "fit" else sizes)
             if found is None:
                 gone[how] = why
             else:
                 took[how].append(found)
+                same = tuple(found["cut"]) if how == "fit" else same
+    same = Counter(tuple(found["cut"]) for found in took["fit"]).most_common(1)[0][0] if took["fit"] else same
     row = {"workload": name, "limit_bytes": workload.limit_bytes, "target": workload.target, "cut": same}
     row |= {"best_cut": best, "oom_events": first["oom_events"], "ratios": {}, "gone": gone}
     for how in COMPARED:

@@ -204,7 +204,7 @@ def _predictions(rows: list[dict[str, Any]]) -> str:
         lines.append(f"- **{what.capitalize()}**, {len(sizes)} jobs: {said}; {ends}.")
     if lines:
         lines.append(f"- **Reserved more than predicted with its margin**: {'; '.join(beyond) or 'none'}.")
-    head = "more than 5 % off | samples | allocated, GiB | predicted | reserved, GiB | predicted | margin"
+    head = "more than 5% off | samples | allocated, GiB | predicted | reserved, GiB | predicted | margin"
     return "\n".join([*lines, "", _table(head, table)]).strip()
 
 
