@@ -66,7 +66,7 @@ class Callback:
         """Called after the last window of an epoch; epochs count from 1."""
 
     def on_evaluation(self, evaluation: Evaluation, *, epoch: int, step: int) -> None:
-        """Called after the evaluation that follows epoch `epoch`."""
+        """Called after an evaluation in or after epoch `epoch`."""
 
     def on_checkpoint(self, path: Path, *, step: int) -> None:
         """Called after a checkpoint of the state after window `step` was written."""

@@ -42,7 +42,10 @@ _OF_A_MODEL = 6
 
 
 class CarefulPath:
-    """Runs the micro-batches of windows, and leaves their gradient in `.grad`. Catches nothing."""
+    """Runs the micro-batches of windows, and leaves their gradient in `.grad`.
+
+    Catches only lack of memory for a check that the training does not need.
+    """
 
     def __init__(
         self,

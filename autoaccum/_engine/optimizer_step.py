@@ -1,6 +1,6 @@
 """Makes one optimizer step from complete gradients: entirely, or not at all, or reported as damage.
 
-Catches only what the optimizer itself raises. The transient memory of an optimizer step is measured once; later steps
+The transient memory of an optimizer step is measured once; later steps
 reserve it first, and so fail before they write. For the measured step, and every step that creates optimizer state, a
 copy of the parameters is kept in host memory.
 """

@@ -275,7 +275,8 @@ class Runner:
         device: As for `fit`.
         precision: As for `fit`.
         memory_limit: As for `fit`. It is in force within `step` and `evaluate`, and lifted between them, so that a
-            runner need not be closed. On the host, it counts from when the runner is created, batches included.
+            runner need not be closed. On the host, it counts from when the runner is created, without what batches take
+            beyond those of the first window.
         memory: As for `fit`. It is in force within `step` and `evaluate`; the model's forward passes elsewhere are as
             they were.
         noise_scale: As for `fit`; the property of this name is the newest estimate.

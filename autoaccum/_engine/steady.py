@@ -145,7 +145,7 @@ class SteadyPath:
         if kinds is None or kind is not kinds[0] or len(batch) != len(kinds) - _BEFORE_TENSORS:
             return None
         if kind is dict:
-            # The bounds of sequences in a single row are seen by its values.
+            # A single row may be several sequences, which only its values show: it is read anew.
             if tuple(batch) != kinds[1] or kinds[_BEFORE_TENSORS][0][0] == 1:
                 return None
             tensors = batch.values()

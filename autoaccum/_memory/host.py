@@ -215,6 +215,8 @@ class Host(MemoryBackend):
         Raises:
             InvalidInputError: The limit is too small, the process has already reached another one, or the system cannot
                 enforce limits.
+
+        glibc's thresholds change for the whole process, also without a limit, and are then at their largest defaults.
         """
         if limit_bytes is not None:
             self.check_limit(limit_bytes)
@@ -276,7 +278,7 @@ class Host(MemoryBackend):
         """Reset the kernel's high-water mark; under a limit, measure exactly until `stop_measuring`."""
         if self.is_soft and self.limit_bytes is not None:
             self._give_back(True, self.limit_bytes)
-            self.trim()
+        self.trim()  # in free blocks that the heap has kept, nothing would be measured
         self._peak_counted = _linux.reset_high_water()
 
     def stop_measuring(self) -> None:
@@ -333,7 +335,7 @@ class Host(MemoryBackend):
         """
         gc.collect()
         if self._room_bytes is not None:
-            self._may_keep = self._gives_back is not False  # what is kept has left too little
+            self._may_keep &= self._gives_back is not False  # what is kept has left too little
             self._give_back(True, self._room_bytes)
         self.trim()
         if next(process_limits(), None) is not None and _can_map(_CONVOLUTION_ROOM_BYTES):

@@ -261,16 +261,13 @@ class Search:
             -(-group.samples // max(self.frontier.surely(group.widths), 1)) <= -(-group.samples // size)
             for group, size in wanted
         )
-        are_enough = self.failures >= _MOST_FAILURES and all(map(self._is_sure, wanted))
+        are_enough = self.failures >= _MOST_FAILURES and all(self.frontier.surely(group.widths) > 0 for group, _ in wanted)
         self.is_done = self._windows > 1 and (is_proven or are_enough or self._windows >= _MOST_WINDOWS)
 
     def _seems_to_fit(self, failed: Point, free_bytes: int) -> bool:
         """Whether a micro-batch has failed that takes much less than is free, by all that was measured."""
         expected = self.frontier.expected_bytes(*failed)
         return expected is not None and expected <= _MUCH_LESS * (free_bytes - self._gradient_bytes)
-
-    def _is_sure(self, wanted: tuple[Point, int]) -> bool:
-        return self.frontier.surely(wanted[0].widths) > 0
 
     def _less(self, size: int, widths: Widths, most: int) -> int:
         """Return a predicted size, less the margin where there is one."""

@@ -430,7 +430,7 @@ class Sizing:
                     free = self._free_beside_gradients()
                     self._limits[widths] = self.frontier.largest(widths, free, sys.maxsize)
                 most = min(most, self._limits[widths])
-        return self._backoffs.limit(widths, most if wanted.most is None else min(most, wanted.most))
+        return self._backoffs.limit(widths, self._capped(most))
 
     def _widths_of(self, size: int) -> Widths:
         """Return the widths of the micro-batch at `start`."""

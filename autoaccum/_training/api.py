@@ -358,7 +358,7 @@ def _check_data(
             raise InvalidInputError(f"{name} needs a val_loader= to evaluate, and there is none; pass both")
         return
     check_loader("val_loader", val_loader, split)
-    is_read_again = val_loader is loader or val_every is not None or (epochs or 1) > 1
+    is_read_again = val_loader is loader or val_every is not None or (epochs != 1 and not can_be_read_once(loader))
     if is_read_again and can_be_read_once(val_loader):
         raise InvalidInputError(
             f"val_loader, a {type(val_loader).__name__}, can be read only once, and would be read several times; pass "

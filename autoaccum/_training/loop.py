@@ -270,6 +270,8 @@ class Training:
                 window = None
                 window = self._next_window()
             if progress.state.windows == begun.windows and not begun.position.batches and not progress.is_over:
+                if not self._world.is_alone:  # leaving samples out is for one process
+                    raise progress.no_window()
                 raise DoesNotFitError(
                     f"no sample of epoch {begun.position.epoch} fits any more after step {begun.windows}, and all were "
                     "left out (on_too_large='skip'); see what else takes the memory"

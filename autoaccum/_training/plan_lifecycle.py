@@ -166,8 +166,12 @@ class PlanLifecycle:
         if self._asked not in ("auto", kept["asked"]):
             plan = self._first_plan()
             cutting = replace(cutting, plan=plan, grows_to=plan)
-        elif (self._savings.is_auto and not has_chosen) or (kept["cap"] or math.inf) < (self._cap or math.inf):
-            # Not known is what fits with what saves memory now, or beyond the cap of the call before.
+        elif (
+            self._asked != kept["asked"]
+            or (self._savings.is_auto and not has_chosen)
+            or (kept["cap"] or math.inf) < (self._cap or math.inf)
+        ):
+            # Not known is what fits beyond the number or the cap of the call before, or with what saves memory now.
             cutting = Cutting.of(self._first_plan())
         else:
             within = [self._within_cap(one) for one in (cutting.plan, cutting.grows_to)]

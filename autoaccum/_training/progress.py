@@ -99,21 +99,25 @@ class TrainingProgress:
         with self._memory.lifted():
             first = next(windows, self._world.at_end)
         if first is None or not self._world.has_anything(first):
-            dropped = ""
-            if self._call.drop_last:
-                dropped = (
-                    f" or less than target_{'batch' if self._call.counts == SAMPLES else 'tokens'}="
-                    f"{self._call.target_batch} {self._call.counts}, which drop_last=True leaves out"
-                )
-            split = self._world.split
-            counted = "" if is_default(split) else f" with a sample, as split={shown(split)} counts them"
-            raise InvalidInputError(
-                f"the loader gave no batch{counted}{dropped}, so there is nothing to train on; check the length of its "
-                "dataset, and the DataLoader's own drop_last=True, which leaves out fewer samples than a batch"
-            )
+            raise self.no_window()
         self._first = first
         self._world.check_samples_differ(first)
         return first
+
+    def no_window(self) -> InvalidInputError:
+        """Return the error of a loader that gives no window."""
+        dropped = ""
+        if self._call.drop_last:
+            dropped = (
+                f" or less than target_{'batch' if self._call.counts == SAMPLES else 'tokens'}="
+                f"{self._call.target_batch} {self._call.counts}, which drop_last=True leaves out"
+            )
+        split = self._world.split
+        counted = "" if is_default(split) else f" with a sample, as split={shown(split)} counts them"
+        return InvalidInputError(
+            f"the loader gave no batch{counted}{dropped}, so there is nothing to train on; check the length of its "
+            "dataset, and the DataLoader's own drop_last=True, which leaves out fewer samples than a batch"
+        )
 
     def next_window(self) -> Window | None:
         """Return the next window; None at the end of the epoch or of the training.

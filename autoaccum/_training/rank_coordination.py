@@ -67,7 +67,6 @@ class Coordinator:
         self._shards = shard
         self._in_tokens = in_tokens
         self._notices = notices
-        self._has_checked = ranks is None or shard
         if ranks is not None:
             self._divide(ranks)
 
@@ -149,9 +148,8 @@ class Coordinator:
         return not all(samples) if self._in_tokens else sum(samples) < self._whole_target
 
     def check_samples_differ(self, first: Window) -> None:
-        """Check, once, whether ranks with loaders of their own read the same samples."""
-        if not self._has_checked and self.ranks is not None:
-            self._has_checked = True
+        """Check whether ranks with loaders of their own read the same samples."""
+        if self.ranks is not None and not self._shards:
             warn_of_same_samples(self.ranks, first, self._notices)
 
     def has_anything(self, window: Window | None) -> bool:

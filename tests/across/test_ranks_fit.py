@@ -64,6 +64,16 @@ def test_last_window_that_is_dropped_is_dropped_by_all(crew):
     assert found[0]["samples"] == [8]
 
 
+def test_epoch_that_is_dropped_whole_is_refused_on_all(crew):
+    answers = crew.answers(
+        "rank_training:with_own_samples", [10, 7], size=2, target_batch=64, micro_batch=4, drop_last=True
+    )
+
+    for answer in answers:
+        assert isinstance(answer, autoaccum.InvalidInputError), answer
+        assert "less than target_batch=64 samples, which drop_last=True leaves out" in str(answer)
+
+
 def test_gradient_is_clipped_by_the_norm_of_the_whole_window(crew):
     expected = alone(target_batch=16, micro_batch=16, clip_grad_norm=0.1)
 

@@ -714,6 +714,15 @@ def test_cut_that_is_asked_for_anew_is_used(tmp_path):
     assert [(step, plan.micro_batch) for step, plan in result.plans] == [(1, 4), (3, 3)]
 
 
+def test_size_is_searched_for_where_a_number_was_asked_for_before(tmp_path):
+    stopped_at(2, tmp_path)
+
+    result = Run(checkpoint=tmp_path, micro_batch="auto").fit()
+
+    assert result.plans[0][1].micro_batch == 4
+    assert result.plan.micro_batch == result.plan.target_batch
+
+
 def test_smaller_cut_after_memory_ran_out_is_kept_and_counted(tmp_path):
     class RunOut(Model):
         """Has no memory for more than three samples."""

@@ -289,6 +289,19 @@ def _convolutional(torch):
     return nn.Sequential(*body, nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4096, 10))
 
 
+def check_peak_counts_what_the_heap_has_kept(host, torch):
+    with host.counted(None):
+        _allocated(torch)
+        host.reset_peak()
+        held = host.peak_bytes()
+        _allocated(torch)
+        return (host.peak_bytes() - held) / _MIB
+
+
+def _allocated(torch):
+    return [torch.ones(2 * _MIB) for _ in range(8)]  # 64 MiB, which the heap has once the list is gone
+
+
 def check_small_convolutional_net_trains(host, torch):
     import autoaccum
 

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a limit on the 
 @pytest.fixture(scope="module")
 def found():
     return run_checks(
+        "peak_counts_what_the_heap_has_kept",
         "random_state_is_untouched",
         "tighter_limit_of_the_process_stays_in_force",
         "process_at_its_own_limit_is_refused",
@@ -53,6 +54,10 @@ def test_onednn_that_is_lost_is_told_also_where_little_memory_is_left():
     assert seen["said"].startswith("DeviceLostError"), seen
     assert "new process" in seen["said"]
     assert not seen["is lack of memory"]
+
+
+def test_peak_counts_blocks_that_the_heap_has_kept(found):
+    assert found["peak_counts_what_the_heap_has_kept"] >= 60  # MiB, of 64
 
 
 def test_limit_in_a_second_thread_is_refused_and_both_leave_the_process_as_it_was(found):

@@ -154,9 +154,10 @@ def test_run_that_failed_in_an_evaluation_repeats_it(tmp_path):
     assert bits(run.optimizer.state_dict()["param_groups"]) == bits(undisturbed.optimizer.state_dict()["param_groups"])
 
 
-def test_loader_that_can_be_read_once_is_refused_where_it_would_be_read_again():
+@pytest.mark.parametrize("length", [{"epochs": 1, "val_every": 2}, {"epochs": 2}, {"max_steps": 20}])
+def test_loader_that_can_be_read_once_is_refused_where_it_would_be_read_again(length):
     with pytest.raises(InvalidInputError, match="can be read only once, and would be read several times"):
-        Run().fit(epochs=1, val_every=2, val_loader=iter([]))
+        Run().fit(**length, val_loader=iter([]))
 
 
 def test_loader_of_the_training_is_refused_in_the_middle_of_its_epoch():
