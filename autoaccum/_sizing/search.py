@@ -261,7 +261,9 @@ class Search:
             -(-group.samples // max(self.frontier.surely(group.widths), 1)) <= -(-group.samples // size)
             for group, size in wanted
         )
-        are_enough = self.failures >= _MOST_FAILURES and all(self.frontier.surely(group.widths) > 0 for group, _ in wanted)
+        are_enough = self.failures >= _MOST_FAILURES and all(
+            self.frontier.surely(group.widths) > 0 for group, _ in wanted
+        )
         self.is_done = self._windows > 1 and (is_proven or are_enough or self._windows >= _MOST_WINDOWS)
 
     def _seems_to_fit(self, failed: Point, free_bytes: int) -> bool:
