@@ -154,7 +154,7 @@ def test_run_that_failed_in_an_evaluation_repeats_it(tmp_path):
     assert bits(run.optimizer.state_dict()["param_groups"]) == bits(undisturbed.optimizer.state_dict()["param_groups"])
 
 
-@pytest.mark.parametrize("length", [{"epochs": 1, "val_every": 2}, {"epochs": 2}, {"max_steps": 20}])
+@pytest.mark.parametrize("length", [{"epochs": 1, "val_every": 2}, {"epochs": 2}, {"epochs": None, "max_steps": 20}])
 def test_loader_that_can_be_read_once_is_refused_where_it_would_be_read_again(length):
     with pytest.raises(InvalidInputError, match="can be read only once, and would be read several times"):
         Run().fit(**length, val_loader=iter([]))
