@@ -31,7 +31,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import autoaccum
-from autoaccum._system.notices import Notices
 from autoaccum.integrations import accelerate as for_accelerate
 from autoaccum.integrations import lightning as for_lightning
 from autoaccum.integrations import transformers as for_transformers
@@ -42,7 +41,7 @@ BATCH = MICRO_BATCHES * MICRO_BATCH
 VECTORS, FEATURES, WIDTH, CLASSES = 16, 64, 256, 10
 WARM_UP, STEPS = 4, 16  # of each block; the latter count
 SAMPLES = (WARM_UP + STEPS) * BATCH
-OPTIONS = {"micro_batch": MICRO_BATCH, "notices": Notices(silent=True)}
+OPTIONS = {"micro_batch": MICRO_BATCH}
 
 
 class Network(nn.Module):

@@ -22,7 +22,6 @@ import torch
 from measuring import processor, quartiles, spread
 
 import autoaccum
-from autoaccum._system.notices import Notices
 
 # Of the natural logarithm of a length; half of the texts have 90 tokens or fewer.
 MEAN, DEVIATION, LONGEST = 4.5, 0.9, 512
@@ -98,7 +97,6 @@ class ByList(Counted):
             device=device,
             precision="fp32",
             split=self.split,
-            notices=Notices(silent=True),
         )
 
     def step(self, window):

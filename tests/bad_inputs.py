@@ -359,7 +359,6 @@ ALLOWED = {
     "noise_scale": lambda value: is_bool(value) or whole()(value),
     "memory": or_none(lambda value: value in ([], ())),
     "callbacks": lambda value: value in ([], ()),
-    "notices": or_none(nothing),
     "closure": or_none(nothing),
     "scale": or_none(nothing),
     "progress": lambda value: is_bool(value) or choice("auto", "bar", "lines")(value),

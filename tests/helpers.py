@@ -1,8 +1,10 @@
 """What several test files want: small models, loaders that count, states to compare."""
 
+import contextlib
 import copy
 import gc
 import itertools
+import logging
 
 import pytest
 import torch
@@ -87,3 +89,18 @@ def a_few_of(*axes):
     return [
         pytest.param(*values, marks=() if values in quick else pytest.mark.sweep) for values in itertools.product(*axes)
     ]
+
+
+@contextlib.contextmanager
+def logged():
+    """Yields a list of what is logged under "autoaccum" in the block."""
+    lines, handler, logger = [], logging.Handler(), logging.getLogger("autoaccum")
+    handler.emit = lambda record: lines.append(record.getMessage())
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)

@@ -10,7 +10,6 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import autoaccum
-from autoaccum._system.notices import Notices
 
 SAMPLES, BATCH = 36, 12  # a batch of all ranks together
 
@@ -51,7 +50,7 @@ def part_of_samples(rank, size):
 
 
 def options():
-    return {"device": autoaccum.Simulated("1GiB"), "notices": Notices(silent=True)}
+    return {"device": autoaccum.Simulated("1GiB")}
 
 
 def parameters(module):

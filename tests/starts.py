@@ -13,7 +13,6 @@ from torch.nn import functional
 
 import autoaccum
 from autoaccum._memory.available_devices import backend_for
-from autoaccum._system.notices import Notices
 
 LIMIT, LAYERS = 48 << 20, 56
 
@@ -41,7 +40,7 @@ class Start:
 
     def __init__(self, how, folder, batches=4, layers=1, **options):
         self.found, self.batches, self.model = [], batches, Wide(layers)
-        self.options = {"notices": Notices(silent=True)} | options
+        self.options = options
         getattr(self, how)(folder)
 
     def loader(self):

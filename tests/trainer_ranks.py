@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from autoaccum._system.notices import Notices
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts
 from autoaccum.integrations.transformers import windowed
@@ -33,7 +32,7 @@ def failing(owner, method, points):
 def main(folder):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    ours = windowed(Trainer, micro_batch=2, notices=Notices(silent=True))
+    ours = windowed(Trainer, micro_batch=2)
     whole = {"per_device_train_batch_size": 6, "per_device_eval_batch_size": 6}
     found = {}
     of_ours = {

@@ -20,7 +20,7 @@ from autoaccum._engine.savepoint import Savepoint
 from autoaccum._engine.step_limit import StepLimit
 from autoaccum._loss.closures import modules_used_by
 from autoaccum._sizing.events import Events
-from autoaccum._system.notices import Notices, check_notices
+from autoaccum._system.notices import Notices
 from autoaccum._system.reason_file import writes_reason
 from autoaccum.errors import InvalidInputError
 
@@ -41,7 +41,6 @@ def batched(
     join: Callable[[Sequence[_T]], _T] | None = None,
     device: str | torch.device | MemoryBackend | None = None,
     micro_batch: int | None = None,
-    notices: Notices | None = None,
 ) -> Callable[Concatenate[Any, _P], _T]:
     """Return a function that takes batches of any size, and runs `function` on parts of them that fit.
 
@@ -61,7 +60,6 @@ def batched(
             tensors, lists, tuples and mappings. Sequences of unlike length need one that pads.
         device: The device, or its memory backend; None for that of the modules that the function refers to.
         micro_batch: The most samples at once; None for all.
-        notices: Reports choices made on your behalf; None for stderr.
 
     Raises:
         InvalidInputError: An argument cannot be used. When the function is called: the batch cannot be cut, or results
@@ -70,12 +68,11 @@ def batched(
     """
     check_function("function", function, "batch", takes_more=True)
     check_split(split)
-    check_notices(notices)
     if join is not None:
         check_function("join", join, "results")
     if micro_batch is not None:
         check_positive_int("micro_batch", micro_batch)
-    notices, found = notices or Notices(), nn.ModuleList(modules_used_by(function))
+    notices, found = Notices(), nn.ModuleList(modules_used_by(function))
     memory = devices.resolve(device, found, notices)
     limit = StepLimit(memory, None)
     remedies = ["lower precision", "shorter samples", "results that leave the device"]

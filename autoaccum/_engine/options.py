@@ -16,7 +16,6 @@ from autoaccum._engine.savings import check_memory
 from autoaccum._loss.objective import check_loss_reduction
 from autoaccum._memory.limits import parse_limit
 from autoaccum._memory.simulated import Simulated
-from autoaccum._system.notices import check_notices
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -49,6 +48,7 @@ class Options:
 
     Attributes:
         names: The names of all that the entry point takes: errors advise no others.
+        notices: Those of an adapter, if it has said something already.
 
     Raises:
         InvalidInputError: An argument cannot be used, on any device.
@@ -90,7 +90,6 @@ class Options:
         else:
             check_positive_int("micro_batch", self.micro_batch)
         check_callbacks(self.callbacks)
-        check_notices(self.notices)
         check_choice("loss_scope", self.loss_scope, LOSS_SCOPES)
         check_choice("batchnorm", self.batchnorm, BATCHNORM_MODES)
         check_choice("on_nan", self.on_nan, ON_NAN)
@@ -146,7 +145,7 @@ class Options:
 
 
 # The names of the arguments.
-SHARED = frozenset(field.name for field in dataclasses.fields(Options)) - {"names"}
+SHARED = frozenset(field.name for field in dataclasses.fields(Options)) - {"names", "notices"}
 
 
 @functools.cache

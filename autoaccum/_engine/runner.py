@@ -281,7 +281,6 @@ class Runner:
             they were.
         noise_scale: As for `fit`; the property of this name is the newest estimate.
         oom_report: As for `fit`.
-        notices: Reports choices made on your behalf; None for stderr.
 
     The model may change between two windows: each window begins by checking which parameters exist and which of them
     need a gradient. A window's optimizer step uses only its own gradients. Any that were left in `.grad` before it (by
@@ -314,11 +313,10 @@ class Runner:
         memory: str | Sequence[str] | None = None,
         noise_scale: bool | int = False,
         oom_report: str | PathLike[str] | None = None,
-        notices: Notices | None = None,
     ) -> None:
         options = Options.of(Runner, locals())
         _check_plan(plan)
-        notices = notices or Notices()
+        notices = Notices()
         backend = devices.resolve(device, model, notices)
         limit_bytes = options.limit_bytes(backend)
         savings = options.savings(backend)

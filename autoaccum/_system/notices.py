@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from autoaccum._arguments import shown
 from autoaccum._system.output import log
-from autoaccum.errors import InvalidInputError
 
 
 @dataclass
@@ -34,13 +32,3 @@ class Notices:
     def texts(self) -> tuple[str, ...]:
         """All notices so far, in order."""
         return tuple(self._said.values())
-
-
-def check_notices(notices: object) -> None:
-    """Check the argument `notices`.
-
-    Raises:
-        InvalidInputError: It is neither `Notices` nor None.
-    """
-    if notices is not None and not isinstance(notices, Notices):
-        raise InvalidInputError(f"notices={shown(notices)} is unknown; leave it out, or pass None")

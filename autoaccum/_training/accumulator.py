@@ -84,7 +84,6 @@ class Accumulator:
             is created.
         memory: As for `fit`. It is in force within `backward`; the model's forward passes elsewhere are as they were.
         oom_report: As for `fit`.
-        notices: Reports choices made on your behalf; None for stderr.
 
     A batch's gradient is computed from none and added to what was in `.grad` once it is complete, so that memory which
     runs out on the way does not affect earlier gradients. This takes the memory of a second set of gradients while
@@ -120,7 +119,6 @@ class Accumulator:
         memory_limit: float | str | None = None,
         memory: str | Sequence[str] | None = None,
         oom_report: str | PathLike[str] | None = None,
-        notices: Notices | None = None,
     ) -> None:
         self._set_up(model, Options.of(Accumulator, locals()), closure=closure, scale=scale)
 

@@ -39,7 +39,7 @@ class Evaluating:
         self._module = module = trainer.lightning_module
         self._split = options.split
         self._logs = HeldLogs(trainer)
-        device, notices = options.device, options.notices or Notices()
+        device, notices = options.device, Notices()
         memory = devices.resolve(trainer.strategy.root_device if device is None else device, module, notices)
         self._limit = StepLimit(memory, options.limit_bytes(memory))
         remedies = ["lower precision", "smaller inputs"]

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from autoaccum._loss.objective import Loss
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import BackwardReport
-    from autoaccum._system.notices import Notices
 
 __all__ = ["windowed"]
 
@@ -50,7 +49,6 @@ def windowed(
     micro_batch: int | str = "auto",
     memory_limit: float | str | None = None,
     memory: str | Sequence[str] | None = None,
-    notices: Notices | None = None,
 ) -> Callable[..., BackwardReport]:
     """Return a function of a batch that adds its gradient to `.grad`, whatever fits at once.
 
@@ -83,7 +81,6 @@ def windowed(
         micro_batch: As for `Accumulator`.
         memory_limit: As for `Accumulator`.
         memory: As for `Accumulator`.
-        notices: As for `Accumulator`.
 
     Raises:
         InvalidInputError: An argument cannot be used, the model is not prepared, or the accelerator trains in a way

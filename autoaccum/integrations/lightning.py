@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from autoaccum._data.pieces import Split
     from autoaccum._memory.base import MemoryBackend
     from autoaccum._records import BackwardReport, Plan
-    from autoaccum._system.notices import Notices
 
 __all__ = ["Windowed"]
 
@@ -55,7 +54,6 @@ class Windowed(pl.Callback):
         micro_batch: As for `Accumulator`.
         memory_limit: As for `Accumulator`.
         memory: As for `Accumulator`.
-        notices: Reports choices made on your behalf; None for stderr.
 
     Raises:
         InvalidInputError: An argument cannot be used. When training begins: the trainer or its module does what
@@ -73,7 +71,6 @@ class Windowed(pl.Callback):
         micro_batch: int | str = "auto",
         memory_limit: float | str | None = None,
         memory: str | Sequence[str] | None = None,
-        notices: Notices | None = None,
     ) -> None:
         super().__init__()
         self._options = Options.of(Windowed, locals())

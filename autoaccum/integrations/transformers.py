@@ -57,7 +57,6 @@ def windowed(
     micro_batch: int | str = "auto",
     memory_limit: float | str | None = None,
     memory: str | Sequence[str] | None = None,
-    notices: Notices | None = None,
 ) -> _TrainerType:
     """Return a trainer class that computes each optimizer step's gradient in micro-batches that fit.
 
@@ -83,7 +82,6 @@ def windowed(
         micro_batch: The most samples at once; "auto" finds it.
         memory_limit: As for `fit`.
         memory: As for `fit`.
-        notices: Reports choices made on your behalf; None for stderr.
 
     The class has one more attribute, `autoaccum`: what it found (`plan`), and `last_backward`, the `BackwardReport` of
     the last optimizer step.
@@ -130,7 +128,7 @@ class Windows:
         self.last_backward: BackwardReport | None = None
         self.is_computed = False
         self._trainer = trainer
-        self._notices = options.notices or Notices()
+        self._notices = Notices()
         self._split = _split_of(trainer.data_collator) if options.split is None else options.split
         self._options = replace(options, split=self._split, notices=self._notices, precision="fp32")
         self._held: list[Held] = []  # of calls for this window

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._system.notices import Notices
 from helpers import assert_bitwise, fit_quietly, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -103,7 +102,6 @@ def trained(make, where=None):
         loss=nn.CrossEntropyLoss(),
         device=device,
         precision="auto" if make is rounded_stochastically else "fp32",
-        notices=Notices(silent=True),
     )
     hook = Once(1 if where == "first step, written" else 3)
     if where == "first step, written":

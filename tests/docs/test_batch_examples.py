@@ -81,7 +81,7 @@ def accumulated(job, size):
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-OF_ACCUMULATOR = inspect.signature(autoaccum.Accumulator).parameters.keys() - {"callbacks", "notices"}
+OF_ACCUMULATOR = inspect.signature(autoaccum.Accumulator).parameters.keys() - {"callbacks"}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -5,10 +5,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._system.notices import Notices
 from tiny_transformers import tiny
-
-SILENT = Notices(silent=True)
 
 
 def limited(most, function):
@@ -25,7 +22,7 @@ def limited(most, function):
 
 
 def batched(function, **options):
-    return autoaccum.batched(function, **({"device": "cpu", "notices": SILENT} | options))
+    return autoaccum.batched(function, **({"device": "cpu"} | options))
 
 
 def test_results_are_those_of_the_whole_batch_in_its_order():

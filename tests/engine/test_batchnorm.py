@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._system.notices import Notices
+from helpers import logged
 
 MOMENTUM = 0.1
 
@@ -19,13 +19,12 @@ def layer(**options):
     return norm
 
 
-def runner_of(*layers, sizes, mode="rescale", notices=None, **options):
+def runner_of(*layers, sizes, mode="rescale", **options):
     return autoaccum.Runner(
         nn.Sequential(nn.Identity(), *layers),
         lambda parameters: torch.optim.SGD(parameters, lr=0.0),
         autoaccum.Plan(sum(sizes), sizes),
         **{"loss": nn.MSELoss(), "batchnorm": mode, "device": "cpu"} | options,
-        notices=notices or Notices(silent=True),
     )
 
 
@@ -78,11 +77,11 @@ def test_momentum_is_put_back_to_the_last_bit(fails):
 
 
 def said(*layers, sizes=(6, 6), mode="keep", steps=1):
-    notices = Notices(silent=True)
-    runner = runner_of(*layers, sizes=sizes, mode=mode, notices=notices)
-    for _ in range(steps):
-        step(runner, torch.randn(12, 3, dtype=torch.float64))
-    return [text for text in notices.texts if text.startswith("BatchNorm:")]
+    with logged() as lines:
+        runner = runner_of(*layers, sizes=sizes, mode=mode)
+        for _ in range(steps):
+            step(runner, torch.randn(12, 3, dtype=torch.float64))
+    return [line for line in lines if line.startswith("BatchNorm:")]
 
 
 def test_number_of_layers_what_differs_and_what_to_do_are_said_once():

@@ -15,7 +15,6 @@ import autoaccum
 from autoaccum import ChunkedLoss
 from autoaccum._engine import chunked_loss
 from autoaccum._memory.simulated import Simulated
-from autoaccum._system.notices import Notices
 
 V, D, N, T = 50, 16, 4, 10
 GIVEN = torch.Generator().manual_seed(0)
@@ -91,7 +90,6 @@ def trained(make, sizes, *, windows=4, double=True, **options):
         torch.optim.SGD(model.parameters(), lr=1.0),
         autoaccum.Plan(N, sizes),
         loss=make(model),
-        notices=Notices(silent=True),
         **{"device": "cpu", "precision": "fp32"} | options,
     )
     reports = [runner.step((TOKENS, LABELS)) for _ in range(windows)]

@@ -13,7 +13,6 @@ from torch.nn import functional
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 import autoaccum
-from autoaccum._system.notices import Notices
 from autoaccum.errors import DoesNotFitError
 from helpers import CountingLoader, assert_bitwise, batches_of, classifier, labelled, state_of
 
@@ -51,7 +50,7 @@ def micro_accuracy():
 
 def runner_of(model, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"device": "cpu", "notices": Notices(silent=True)} | options
+    settings = {"device": "cpu"} | options
     return autoaccum.Runner(model, optimizer, autoaccum.plan(4, 2), **settings)
 
 

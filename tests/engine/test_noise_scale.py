@@ -59,7 +59,7 @@ class Recorded(NoiseScale):
 def runner_of(model, sizes, loss, *, lr=0.0, **options):
     plan = autoaccum.plan(sum(sizes), max(sizes)) if isinstance(sizes, tuple) else sizes
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    settings = {"device": "cpu", "precision": "fp32", "noise_scale": 1, "notices": Notices(silent=True)} | options
+    settings = {"device": "cpu", "precision": "fp32", "noise_scale": 1} | options
     return autoaccum.Runner(model, optimizer, plan, loss=loss, **settings)
 
 

@@ -5,20 +5,19 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum._system.notices import Notices
-from helpers import CPU
+from helpers import CPU, logged
 
 BATCH = torch.randn(8, 4), torch.arange(8) % 3
 
 
 def run(model, micro_batch, optimizer=None):
-    notices = Notices(silent=True)
-    runner = autoaccum.Runner(
-        model, optimizer, autoaccum.plan(8, micro_batch), loss=nn.CrossEntropyLoss(), device=CPU, notices=notices
-    )
-    for _ in range(2):
-        runner.step(BATCH)
-    return [text for text in notices.texts if "gradient hooks" in text]
+    with logged() as lines:
+        runner = autoaccum.Runner(
+            model, optimizer, autoaccum.plan(8, micro_batch), loss=nn.CrossEntropyLoss(), device=CPU
+        )
+        for _ in range(2):
+            runner.step(BATCH)
+    return [line for line in lines if "gradient hooks" in line]
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])

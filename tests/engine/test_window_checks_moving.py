@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import spectral_norm
 
 import autoaccum
-from autoaccum._system.notices import Notices
+from helpers import logged
 
 WIDTH = 4
 
@@ -21,19 +21,18 @@ def a_batch(samples=12):
 
 def said_of(*layers, sizes=3, windows=3, **options):
     """What was said of layers that move."""
-    notices = Notices(silent=True)
-    runner = autoaccum.Runner(
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers).double(),
-        None,
-        autoaccum.plan(12, 12 // sizes),
-        device="cpu",
-        precision="fp32",
-        notices=notices,
-        **options,
-    )
-    for _ in range(windows):
-        runner.step(a_batch())
-    return [text for text in notices.texts if "docs/losses.md" in text and not text.startswith("BatchNorm:")]
+    with logged() as lines:
+        runner = autoaccum.Runner(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers).double(),
+            None,
+            autoaccum.plan(12, 12 // sizes),
+            device="cpu",
+            precision="fp32",
+            **options,
+        )
+        for _ in range(windows):
+            runner.step(a_batch())
+    return [line for line in lines if "docs/losses.md" in line and not line.startswith("BatchNorm:")]
 
 
 class Moco(nn.Module):

@@ -16,8 +16,7 @@ from autoaccum._doctor import examine
 from autoaccum._engine import chunked_loss
 from autoaccum._engine.savings import offloaded
 from autoaccum._memory.available_devices import backend_for
-from autoaccum._system.notices import Notices
-from helpers import assert_bitwise
+from helpers import assert_bitwise, logged
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,7 +55,6 @@ def runner_of(model, precision, clip=None):
         device="cuda",
         precision=precision,
         clip_grad_norm=clip,
-        notices=Notices(silent=True),
     )
 
 
@@ -134,14 +132,12 @@ def test_window_that_is_given_up_while_a_batch_is_on_its_way_harms_no_other():
 
 
 def test_precision_by_default_is_what_the_gpu_does_well():
-    notices = Notices(silent=True)
-    runner = autoaccum.Runner(
-        network(), None, autoaccum.plan(16, 4), loss=nn.CrossEntropyLoss(), device="cuda", notices=notices
-    )
+    with logged() as lines:
+        runner = autoaccum.Runner(network(), None, autoaccum.plan(16, 4), loss=nn.CrossEntropyLoss(), device="cuda")
 
     expected = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     assert runner._step.precision.name == expected
-    assert any(f"precision: {expected}" in text for text in notices.texts)
+    assert any(f"precision: {expected}" in line for line in lines)
     assert (runner._step.precision.scaler is None) == (expected == "bf16")
 
 

@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-from autoaccum._system.notices import Notices
 from faults import differences, state_of
 
 # What an operator has no deterministic form of is told by a warning, and equal in these trainings all the same.
@@ -202,7 +201,6 @@ def train(case, *, sizes=(), limit_bytes=None, hog=None, fault=None):
         device="cuda" if ON_GPU else autoaccum.Simulated(limit_bytes or GIB),
         memory_limit=limit_bytes if ON_GPU else None,
         callbacks=[hog],
-        notices=Notices(silent=True),
     )
     hog.hang_on(model, runner.optimizer)
 

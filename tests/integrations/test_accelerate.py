@@ -10,7 +10,6 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
-from autoaccum._system.notices import Notices
 from autoaccum.integrations.accelerate import windowed
 from faults import FailAt
 from small_samples import BATCH, CLASSES, WORDS, vectors, words_and_labels
@@ -70,7 +69,7 @@ def cross_entropy(outputs, targets):
 
 
 def options(**further):
-    return {"device": autoaccum.Simulated("1GiB"), "notices": Notices(silent=True)} | further
+    return {"device": autoaccum.Simulated("1GiB")} | further
 
 
 class Loop:

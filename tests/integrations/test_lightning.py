@@ -15,7 +15,6 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import autoaccum
-from autoaccum._system.notices import Notices
 from autoaccum.integrations.lightning import Windowed
 from faults import FailAt
 from small_samples import BATCH, CLASSES, WORDS, vectors, words_and_labels
@@ -152,7 +151,7 @@ def sentences():
 
 
 def windowed(**options):
-    settings = {"device": autoaccum.Simulated("1GiB"), "notices": Notices(silent=True)}
+    settings = {"device": autoaccum.Simulated("1GiB")}
     return Windowed(**(settings | options))
 
 

@@ -15,7 +15,6 @@ pytest.importorskip("accelerate")
 from transformers import Trainer, TrainingArguments  # noqa: E402
 
 import autoaccum  # noqa: E402
-from autoaccum._system.notices import Notices  # noqa: E402
 from autoaccum._training.accumulator import Accumulator  # noqa: E402
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts  # noqa: E402
 from autoaccum.integrations.transformers import windowed  # noqa: E402
@@ -39,7 +38,7 @@ def environment_of_its_own(monkeypatch):
 
 
 def cut(trainer=Trainer, **options):
-    return windowed(trainer, **({"micro_batch": 5, "notices": Notices(silent=True)} | options))
+    return windowed(trainer, **({"micro_batch": 5} | options))
 
 
 def assert_same(ours, theirs, rounding=1e-12):

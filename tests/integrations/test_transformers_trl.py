@@ -15,7 +15,6 @@ import trl
 from datasets import Dataset
 
 import autoaccum
-from autoaccum._system.notices import Notices
 from autoaccum._training.accumulator import Accumulator
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts
 from autoaccum.integrations.transformers import windowed
@@ -41,7 +40,7 @@ def environment_of_its_own(monkeypatch):
 
 def cut(kind, **options):
     kind = TRAINERS[kind][0] if isinstance(kind, str) else kind
-    return windowed(kind, **({"micro_batch": 4, "notices": Notices(silent=True)} | options))
+    return windowed(kind, **({"micro_batch": 4} | options))
 
 
 def assert_same_weights(ours, theirs):

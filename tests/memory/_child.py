@@ -265,7 +265,6 @@ def check_runner_is_limited_within_its_steps(host, torch):
         autoaccum.plan(128, 128),
         device="cpu",
         memory_limit=limit,
-        notices=_silent(),
     )
     seen["place"] = "step"
     largest = [max(runner.step(batch).micro_batches)]
@@ -275,12 +274,6 @@ def check_runner_is_limited_within_its_steps(host, torch):
     seen["place"] = "evaluation"
     runner.evaluate(batches())
     return {**seen, "before": before, "after": _soft(), "largest": largest}
-
-
-def _silent():
-    from autoaccum._system.notices import Notices
-
-    return Notices(silent=True)
 
 
 def _convolutional(torch):

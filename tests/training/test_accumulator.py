@@ -12,7 +12,6 @@ from torch.nn import functional
 import autoaccum
 import warm
 from autoaccum._sizing.cache import Key
-from autoaccum._system.notices import Notices
 from faults import FailAt, InterruptAt
 from folders import TESTS
 from helpers import assert_bitwise, state_of
@@ -47,7 +46,7 @@ def batch(seed=0, samples=SAMPLES):
 
 
 def accumulator(model, loss=None, **options):
-    settings = {"device": autoaccum.Simulated("1GiB"), "precision": "fp32", "notices": Notices(silent=True)}
+    settings = {"device": autoaccum.Simulated("1GiB"), "precision": "fp32"}
     if "closure" not in options:
         options["loss"] = loss or nn.CrossEntropyLoss()
     return autoaccum.Accumulator(model, **(settings | options))
@@ -347,7 +346,7 @@ def test_sample_that_does_not_fit_alone_is_told():
 def sized(megabytes):
     """An accumulator on a device of so many megabytes beside the model."""
     device = autoaccum.Simulated(f"{megabytes}MiB")
-    return autoaccum.Accumulator(Wide(), loss=nn.MSELoss(), device=device, notices=Notices(silent=True))
+    return autoaccum.Accumulator(Wide(), loss=nn.MSELoss(), device=device)
 
 
 def test_size_is_found_while_it_trains_and_kept():
@@ -403,7 +402,7 @@ def test_loop_that_dies_of_a_real_limit_ends_with_it(tmp_path, how):
 def test_batches_that_are_added_to_gradients_are_cut_smaller_for_the_memory_of_a_second_set():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 64))
-    settings = {"device": autoaccum.Simulated("6MiB"), "notices": Notices(silent=True)}
+    settings = {"device": autoaccum.Simulated("6MiB")}
     accumulating = autoaccum.Accumulator(model, loss=nn.MSELoss(), **settings)
     window = torch.randn(64, 64), torch.randn(64, 64)
     cut = []
