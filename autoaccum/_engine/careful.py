@@ -6,7 +6,6 @@ know: losses that are pairs, vectors or several, sizes that are searched for, mo
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from contextlib import closing
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -82,39 +81,29 @@ class CarefulPath:
             sizes, before = sizing.cut(at.done), len(factors)
             if noise is not None:
                 sizes = self._cut_to_measure(noise, sizes)
-            starts = tuple(accumulate(sizes[:-1], initial=at.done))
             at.sizes = (*at.sizes[:before], *sizes)
             if not factors:
                 self._check_losses(window, at, sizes, is_first=is_first)
             factors += self._weigh(window, at.sizes, totals)[before:]
-            order = range(len(sizes)) if noise is not None else self._order(window, starts, sizes)
-            feed = step.transfer.feed(window, [sizes[place] for place in order], [starts[place] for place in order])
+            if sizing.is_learning and noise is None and step.objective.weights.common is not Common.OWN_DIVISORS:
+                sizes = sizes[:1]  # its measurement decides the next size
+            starts = tuple(accumulate(sizes[:-1], initial=at.done))
+            feed = step.transfer.feed(window, sizes, starts)
             with closing(feed):
-                for place in order:
-                    at.size, sizing.start = sizes[place], starts[place]
-                    step.objective.weights.start = starts[place]
-                    self._one(feed, window, at.size, factors[before + place], given)
+                for size, start, own in zip(sizes, starts, factors[before:], strict=False):
+                    at.size, sizing.start, step.objective.weights.start = size, start, start
+                    self._one(feed, window, size, own, given)
                     if noise is not None and first_norm is None:
                         first_norm = self._squared_norm()
                     at.done += at.size
             if sizing.is_learning:
-                del factors[before + len(order) :]
+                del factors[before + len(sizes) :]
         at.size = None
         given.weight, given.provisional = self._weight(given, window, totals)
         given.spread = self._spread(first_norm, window, at.sizes, factors, given)
         return given
 
     # --- micro-batches ------------------------------------------------------------------------------------------------
-
-    def _order(self, window: Window, starts: Sequence[int], sizes: Sequence[int]) -> Sequence[int]:
-        """Return the order in which micro-batches run: the costliest first, so that they fail before much is done."""
-        if self._sizing.is_learning and self._step.objective.weights.common is not Common.OWN_DIVISORS:
-            return [0]  # its measurement decides the next size
-        if len(window.groups()) == 1:
-            return range(len(sizes))
-        bounds, of_sample = list(accumulate(window.groups())), window.costs()
-        costs = [of_sample[bisect_right(bounds, start)] * size for start, size in zip(starts, sizes, strict=True)]
-        return sorted(range(len(sizes)), key=lambda place: -costs[place])
 
     def _one(
         self, feed: Generator[Any, None, None], window: Window, size: int, factors: Factors, into: PartResult

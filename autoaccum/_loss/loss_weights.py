@@ -560,25 +560,34 @@ def _ambiguous(counts: Iterable[Count]) -> InvalidInputError:
 
 
 def _expected(form: TermForm, window: Window, *, rounds: bool = False) -> float:
-    """Return about what a loss is divided by in a window; exactly, where its batches are on the host and are counted.
+    """Return about what a loss is divided by in a window; exactly, where its samples or its batches are counted.
 
     Gradients then need no multiplication at the end of the window. Otherwise it depends on the samples of the last
     check. A power of two makes the optimizer step independent of that to the last bit, as after a resume; but those of
     several losses have to keep their ratio.
     """
+    expected, is_exact = _estimated(form, window)
+    if not rounds or is_exact or not 0 < expected < math.inf:
+        return expected
+    return 2.0 ** round(math.log2(expected))
+
+
+def _estimated(form: TermForm, window: Window) -> tuple[float, bool]:
+    """Return about what a loss is divided by in a window, and whether that does not depend on the last check."""
     if SAMPLES in form.counts:
-        return window.samples * form.counts[SAMPLES]
+        each = form.counts[SAMPLES]
+        return window.samples * each, each == 1.0
     counts = [count for count in form.counts if count[0] == ELEMENTS or window.is_on(_HOST)]
     if not counts and window.is_nested and form.form is Form.MEAN and form.per_sample is None:
         counts = [(ELEMENTS, TARGETS)]  # without waiting for the device
     stop = window.samples if window.is_nested else 1  # what a split makes takes memory
     for count in counts:
         if found := counts_of(window, 0, stop, frozenset([count]))[count]:
-            return found * form.counts.get(count, 1.0) * (window.samples / stop)
+            each = form.counts.get(count, 1.0)
+            return found * each * (window.samples / stop), each == 1.0 and stop == window.samples
     each = form.per_sample or 1.0
-    expected = window.samples * (each if math.isfinite(each) and each > 0 else 1.0)
-    is_inexact = form.form is Form.MEAN and form.per_sample is not None
-    return 2.0 ** round(math.log2(expected)) if is_inexact and rounds and expected else expected
+    known = math.isfinite(each) and each > 0
+    return window.samples * (each if known else 1.0), form.form is not Form.MEAN or form.per_sample is None
 
 
 def _wait(terms: Sequence[ReadTerm]) -> None:

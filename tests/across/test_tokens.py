@@ -228,8 +228,7 @@ def test_lack_of_memory_anywhere_leaves_the_update_as_it_is(how, micro_batch):
 @pytest.mark.parametrize(("as_lists", "batch", "step"), [(False, 1, 4), (False, 3, 1), (True, 3, 2), (True, BATCH, 4)])
 def test_run_that_goes_on_ends_where_the_undisturbed_one_ends(as_lists, batch, step, tmp_path):
     options = {"target_tokens": TOKENS, "micro_batch": 5, "epochs": 2} | (LISTS if as_lists else {})
-    # All as wide: of batches that cannot be joined, checked windows take the costliest first, and draw other masks.
-    loader = lists(SAMPLES, batch) if as_lists else loader_of(SAMPLES, batch, width=26)
+    loader = lists(SAMPLES, batch) if as_lists else loader_of(SAMPLES, batch)
     whole, undisturbed = trained(loader, model=Causal(dropout=0.2), **options)
     options["checkpoint"] = tmp_path / "run"
     with pytest.raises(StoppedError):

@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
-from autoaccum._system.notices import Notices
 from autoaccum.errors import InvalidInputError
 
 SAMPLES = 12
@@ -103,7 +102,7 @@ def update(model, sizes, loss, batch, **options):
     """The report of one window, and by how much SGD with a rate of 1 has moved the model: the gradient."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
     plan, optimizer = autoaccum.Plan(sum(sizes), sizes), torch.optim.SGD(model.parameters(), lr=1.0)
-    options |= {"loss": loss, "device": "cpu", "notices": Notices(silent=True)}
+    options |= {"loss": loss, "device": "cpu"}
     report = autoaccum.Runner(model, optimizer, plan, **options).step(batch)
     return report, [one - parameter.detach() for one, parameter in zip(before, model.parameters(), strict=True)]
 
