@@ -76,6 +76,8 @@ class Cutting:
         frontier: What is known to fit; None if nothing.
         is_found: Whether learning has finished.
         is_timed: Whether autotuning has finished.
+        compared_to: The largest size that autotuning has compared; 0 if there was none.
+        widths: Those of the samples that the plan was made for; None if they are not known.
     """
 
     plan: Plan
@@ -83,6 +85,8 @@ class Cutting:
     frontier: Frontier | None = None
     is_found: bool = False
     is_timed: bool = False
+    compared_to: int = 0
+    widths: Widths | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> Cutting:
@@ -97,13 +101,18 @@ class Cutting:
             "frontier": None if self.frontier is None else self.frontier.state(),
             "is_found": self.is_found,
             "is_timed": self.is_timed,
+            "compared_to": self.compared_to,
+            "widths": None if self.widths is None else list(self.widths),
         }
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Cutting:
         """Return what `state` has returned."""
         plan, largest = (Plan(sum(sizes), tuple(sizes)) for sizes in (state["plan"], state["largest"]))
-        return cls(plan, largest, Frontier.of_state(state["frontier"]), state["is_found"], state["is_timed"])
+        names = ("is_found", "is_timed", "compared_to")
+        widths = None if state["widths"] is None else tuple(state["widths"])
+        frontier = Frontier.of_state(state["frontier"])
+        return cls(plan, largest, frontier, **{name: state[name] for name in names}, widths=widths)
 
 
 class Sizing:
@@ -144,7 +153,8 @@ class Sizing:
         self._parameters = parameters
         self._wanted = wanted
         self._events = events
-        self._widths: Widths | None = None  # that the plan was made for; None if it is not known yet
+        self._widths: Widths | None = None  # that the plan was made for; None before the first window
+        self._widths_before = cutting.widths
         self._groups: list[Runs] = []
         self._sizes: tuple[int, ...] | None = None  # of the current window
         self._held_bytes: int | None = None
@@ -163,7 +173,7 @@ class Sizing:
         self._times_after = wanted.times_after
         self._tempo: Autotune | None = None
         self._timed: Plan | None = None  # the plan that is being timed
-        self._compared_to = 0  # the largest size that the clock compares
+        self._compared_to = cutting.compared_to
         self._shrunk = cutting.plan if cutting.plan.micro_batch < plan.micro_batch else None  # after failures
         if self._shrunk is not None:
             self.plan, self._times_after = self._shrunk, None
@@ -171,7 +181,15 @@ class Sizing:
     @property
     def cutting(self) -> Cutting:
         """How windows are currently cut."""
-        return Cutting(self.plan, self.set_plan, self.frontier, not self.is_learning, self.is_timed)
+        return Cutting(
+            self.plan,
+            self.set_plan,
+            self.frontier,
+            is_found=not self.is_learning,
+            is_timed=self.is_timed,
+            compared_to=self._compared_to,
+            widths=self._widths,
+        )
 
     @property
     def is_learning(self) -> bool:
@@ -442,7 +460,8 @@ class Sizing:
 
     def _meet(self, widths: Widths) -> None:
         """Take samples of some widths for those of the plan."""
-        self._widths = widths
+        before = self._widths_before
+        self._widths = widths if before is None or len(before) != len(widths) else before
         if self._wanted.by_width and not self.is_learning and not self.frontier.fits:
             self.frontier.note(max(self.set_plan.micro_batch, self._wanted.fits), widths)
         if self._shrunk is not None:

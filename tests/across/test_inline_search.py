@@ -354,6 +354,30 @@ def test_run_that_stopped_when_it_had_learned_keeps_its_plan(tmp_path):
     assert {report.micro_batches for report in told.reports} == {first.plan.micro_batches}
 
 
+def test_cut_that_the_clock_chose_for_samples_of_unlike_length_stays_when_it_is_taken_up(tmp_path, monkeypatch):
+    class Slow(Pooled):
+        def forward(self, tokens):
+            clock.now += 0.001 * len(tokens) + (0.1 * len(tokens) if len(tokens) > 20 else 0.0)
+            return super().forward(tokens)
+
+    class Clock:
+        now = 0.0
+
+        def __call__(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    options = {"checkpoint": tmp_path, "loader": texts([8, 12] * 40, batch=64)}
+
+    _, before, first = fit("64MiB", 64, Slow(), max_steps=40, **options)
+    _, told, result = fit("64MiB", 64, Slow(), **options)
+
+    assert first.plan.micro_batch < 64
+    assert result.resumed_from == 40
+    assert {report.micro_batches for report in told.reports} == {report.micro_batches for report in before.reports[-2:]}
+
+
 # --- what made it run in circles --------------------------------------------------------------------------------------
 
 
