@@ -216,8 +216,8 @@ class Host(MemoryBackend):
             InvalidInputError: The limit is too small, the process has already reached another one, or the system cannot
                 enforce limits.
 
-        glibc's thresholds change for the whole process, also without a limit. Afterwards they are the largest that glibc
-        reaches by itself.
+        glibc's thresholds change for the whole process, also without a limit. Afterwards they are the largest that
+        glibc reaches by itself.
         """
         if limit_bytes is not None:
             self.check_limit(limit_bytes)
