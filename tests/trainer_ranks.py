@@ -3,6 +3,7 @@
 Writes, to the folder given, the parameters and the log of each training.
 """
 
+import gc
 import sys
 import warnings
 from pathlib import Path
@@ -29,9 +30,7 @@ def failing(owner, method, points):
     return plain
 
 
-def main(folder):
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+def found_in(folder):
     ours = windowed(Trainer, micro_batch=2)
     whole = {"per_device_train_batch_size": 6, "per_device_eval_batch_size": 6}
     found = {}
@@ -51,8 +50,17 @@ def main(folder):
             for owner, method, plain in kept:
                 setattr(owner, method, plain)
             found[name, run] = weights(done), history(done)
-    rank = torch.distributed.get_rank()
-    torch.save(found, Path(folder) / f"rank-{rank}.pt")
+    return found
+
+
+def main(folder):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found = found_in(folder)
+    torch.save(found, Path(folder) / f"rank-{torch.distributed.get_rank()}.pt")
+    # A trainer's DistributedDataParallel is part of a cycle, and holds the group: a process that ends with it may abort
+    # (https://github.com/pytorch/pytorch/issues/190489).
+    gc.collect()
     torch.distributed.destroy_process_group()
 
 
