@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import autoaccum
 import rank_training
@@ -118,6 +117,8 @@ def accumulated(rank, size):
 
 def quantised(rank, size):
     """Train the last layer of a model whose first one is quantised; ranks begin with other weights."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_  # noqa: PLC0415 - not there beside the oldest torch
+
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(rank_training.WIDTH, 32, bias=False), nn.Tanh(), nn.Linear(32, CLASSES))
     quantize_(model[0], Int8WeightOnlyConfig())

@@ -375,6 +375,8 @@ def _saved(node: Any, name: str) -> Any:
 def _refuse_hooks(raw: Any) -> None:
     try:
         raw.register_hooks(_same, _same)  # refused where there are hooks
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         if "value None" not in str(error):
             raise _UnreadError from None

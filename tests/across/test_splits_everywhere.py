@@ -117,6 +117,7 @@ def test_micro_batch_is_found_by_samples():
     assert all(map(torch.equal, model.state_dict().values(), before.values()))
 
 
+@pytest.mark.gpu_fakes
 def test_report_counts_by_the_split():
     report = autoaccum.preflight(
         split_training.net(),

@@ -133,6 +133,7 @@ def test_json_is_one_document(invoke, recipe):
     assert document["measured"]["trials"][0]["fits"] is True
 
 
+@pytest.mark.gpu_fakes
 def test_files_are_written_beside_the_result(invoke, recipe, tmp_path):
     result = invoke(recipe, "--gpu", "l4", "--html", tmp_path / "report.html", "--snapshot", tmp_path / "step.pickle")
 
@@ -234,7 +235,7 @@ def test_options_and_what_the_job_says_reach_preflight(invoke, recipe, given, op
     assert {name: given[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize("options", [[], ["--gpu", "t4", "--no-measure"]])
+@pytest.mark.parametrize("options", [[], pytest.param(["--gpu", "t4", "--no-measure"], marks=pytest.mark.gpu_fakes)])
 @pytest.mark.parametrize(
     ("function", "told"),
     [
@@ -260,6 +261,7 @@ def test_a_recipe_whose_loss_takes_other_arguments_is_refused_with_what_it_is_ca
     assert "is called with (outputs, targets), but takes (outputs)" in result.stderr
 
 
+@pytest.mark.gpu_fakes
 def test_a_model_that_is_made_of_values_is_made_on_the_cpu(invoke, recipe):
     result = invoke(f"{recipe}:on_meta", "--gpu", "t4", "--no-measure", "--json")
 
@@ -274,6 +276,7 @@ def test_an_error_of_autoaccums_own_is_unexpected(invoke, recipe, monkeypatch):
     assert invoke(recipe).exit_code == ExitCode.UNEXPECTED
 
 
+@pytest.mark.gpu_fakes
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
 def test_gpus_are_predicted_without_one(invoke, recipe):
     result = invoke(recipe, "--gpu", "h100-80gb", "--gpu", "l4", "--json", "--require-micro-batch", "64")
@@ -466,7 +469,9 @@ except SystemExit as ended:
 """
 
 
-@pytest.mark.parametrize("options", [["--quiet"], ["--gpu", "l4", "--no-measure"]])
+@pytest.mark.parametrize(
+    "options", [["--quiet"], pytest.param(["--gpu", "l4", "--no-measure"], marks=pytest.mark.gpu_fakes)]
+)
 def test_torch_is_imported_once(recipe, options):
     """No process is started that would import it again."""
     command = [*warm.python(), "-c", _COUNTED, "report", f"{recipe}:on_host", *options]
@@ -476,6 +481,7 @@ def test_torch_is_imported_once(recipe, options):
     assert done.stdout.splitlines()[-1] == "True 0 []"
 
 
+@pytest.mark.gpu_fakes
 def test_a_requirement_that_is_not_met_names_the_gpu_and_shows_it_as_failed(invoke, recipe):
     required = ["--no-measure", "--memory-limit", "30MiB", "--require-micro-batch", "2000"]
 
@@ -488,6 +494,7 @@ def test_a_requirement_that_is_not_met_names_the_gpu_and_shows_it_as_failed(invo
     assert "2000 at once are required" in " ".join(result.stdout.split())
 
 
+@pytest.mark.gpu_fakes
 def test_a_limit_of_the_cpu_is_not_that_of_the_gpu(invoke, recipe):
     result = invoke(recipe, "--device", "cpu", "--gpu", "l4", "--memory-limit", "64MiB", "--json")
 
@@ -496,6 +503,7 @@ def test_a_limit_of_the_cpu_is_not_that_of_the_gpu(invoke, recipe):
     assert found["predicted"][0]["room_bytes"] > 20 * GIB
 
 
+@pytest.mark.gpu_fakes
 def test_ranks_and_shards_can_be_asked_for(invoke, recipe):
     result = invoke(recipe, "--gpu", "l4", "--no-measure", "--ranks", "4", "--fsdp", "--display", "1GiB", "--json")
 

@@ -173,6 +173,7 @@ def test_gpus_are_asked_about_without_a_device():
     assert report.fits
 
 
+@pytest.mark.gpu_fakes
 def test_predicted_and_measured_stand_side_by_side():
     report = report_on(gpus="t4")
 
@@ -228,6 +229,7 @@ def test_where_nothing_fits_the_trace_is_of_one_sample():
     assert measured.footprint.size == 1
 
 
+@pytest.mark.gpu_fakes
 def test_a_step_that_runs_only_for_real_is_reported_without_a_trace():
     def loss(outputs, targets):
         return nn.functional.cross_entropy(outputs, targets) * (1.0 if outputs.sum().item() > 0 else 2.0)
@@ -342,6 +344,7 @@ def test_a_device_that_is_not_there_has_an_error_of_its_own():
         report_on(device="cuda:99")
 
 
+@pytest.mark.gpu_fakes
 def test_a_limit_of_the_cpu_does_not_limit_a_gpu():
     limited, free = (report_on(device="cpu", target=16, gpus="l4", memory_limit=limit) for limit in ("64MiB", None))
 
