@@ -59,14 +59,12 @@ class MemoryReading:
         total_bytes: Size of the device's memory.
         free_bytes: Memory that this process can still take, by the tightest limit in force.
         used_bytes: Memory that this process holds, counted as the backend's limit counts.
-        others_bytes: Memory that other processes hold; None if unknown.
         limit_bytes: The limit set by `memory_limit`, counted as `used_bytes`; None without one.
     """
 
     total_bytes: int
     free_bytes: int
     used_bytes: int
-    others_bytes: int | None = None
     limit_bytes: int | None = None
 
 

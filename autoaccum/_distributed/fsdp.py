@@ -55,17 +55,17 @@ class ShardedDataParallel(DataParallel):
     Args:
         ranks: All ranks.
         step: This rank's training step.
-        grows_to: The largest size to grow to, based on observed memory; None if sizes are fixed.
+        largest_size: The largest size to grow to, based on observed memory; None if sizes are fixed.
         said: As for `DataParallel`.
     """
 
     adds_up_gradients = False
 
-    def __init__(self, ranks: Ranks, step: TrainingStep, grows_to: int | None, **said: Any) -> None:
+    def __init__(self, ranks: Ranks, step: TrainingStep, largest_size: int | None, **said: Any) -> None:
         super().__init__(ranks, step, **said)
         self._training = step
         self._mark = step.savepoint()
-        self._grows_to = grows_to
+        self._largest_size = largest_size
         self._larger: int | None = None
         self._least = least_size(step.objective.modules)
         self._passes = 0  # of the current attempt, on the rank with the most
@@ -83,7 +83,7 @@ class ShardedDataParallel(DataParallel):
         self._larger = None
         self._passes = max(self.ranks.exchange("passes", len(sizing.cut(0)) if self._window.samples else 0))
         memory = self._step.memory
-        if self._grows_to is not None and self._training.optimizer.state:
+        if self._largest_size is not None and self._training.optimizer.state:
             memory.reset_peak()
             self._held_bytes = memory.peak_bytes()
 
@@ -244,10 +244,10 @@ class ShardedDataParallel(DataParallel):
         """Return the size that this rank requests for the next window, by the memory of this one."""
         memory, size = self._step.memory, self._sizing.plan.micro_batch
         peak = memory.peak_bytes()
-        if self._grows_to is None or self._held_bytes is None or peak is None:
+        if self._largest_size is None or self._held_bytes is None or peak is None:
             return size
         reading = memory.reading()
         free = _FILLED * (reading.used_bytes + reading.free_bytes) - self._held_bytes
         # In proportion to the samples: the fixed cost of a window counts as theirs, which errs on the safe side.
         larger = int(size * free / max(peak - self._held_bytes, 1))
-        return max(size, min(larger, _AT_MOST * size, self._grows_to))
+        return max(size, min(larger, _AT_MOST * size, self._largest_size))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
+import itertools
 import os
 import pickle
 import sys
@@ -42,6 +43,8 @@ _FAILURE, _LACK = "failure", "lack of memory"
 _SIGNALS_EVERY = timedelta(seconds=0.1)
 # Errors that have ended a training of several ranks in this process.
 _failures: list[str] = []
+# One for each group that is set up here. Ranks make the same ones, and no group may find the addresses of another.
+_groups_set_up = itertools.count()
 # The groups for messages between hosts, by the default group beside which each was made.
 _groups_of_hosts: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
@@ -291,8 +294,8 @@ def _group_of_hosts() -> Callable[[], Any]:
 def _destroy_at_exit() -> None:
     """Destroy the group while the interpreter is intact: gloo's threads may abort a process that ends with a group.
 
-    See https://github.com/pytorch/pytorch/issues/190489. After a failure the other ranks may be inside a collective,
-    where destroying the group could wait for them.
+    See https://github.com/pytorch/pytorch/issues/190489. After an error outside of `joined`, which no message has
+    reported, the other ranks may be inside a collective, where destroying the group could wait for them.
     """
     has_failed = hasattr(sys, "last_value") or _failures
     if not has_failed and distributed.is_initialized():
@@ -306,10 +309,9 @@ def _set_up(device: torch.device) -> None:
     limit = timedelta(seconds=timeout_s())
     try:
         store, rank, size = next(distributed.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
-        # torchrun's own store outlives its restarts, and ranks of a second attempt would find the addresses of the
-        # first.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = distributed.PrefixStore(f"autoaccum/{attempt}", store)  # type: ignore[attr-defined]
+        # torchrun's own store outlives groups and restarts, and ranks would find addresses of an earlier group.
+        name = f"autoaccum/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_groups_set_up)}"
+        store = distributed.PrefixStore(name, store)  # type: ignore[attr-defined]
         distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         # A rank that fails at once would end the group while another still connects to it, and the other would report a
         # failed connection instead of a failed rank.

@@ -90,9 +90,9 @@ class GradientAccumulator:
         engine = self._engine_for(window)
         if not step.keeps_outputs and step.options.loss_scope == "micro_batch":  # outputs are in the order of samples
             window = largest_first(window)
-        step.clear_gradients()
         self._is_added = False
         try:
+            step.clear_gradients()
             reduced, outputs = engine.run(
                 window,
                 self._finish,

@@ -78,7 +78,7 @@ class Savings:
     def in_force(self) -> Iterator[None]:
         """Save memory in this block; the modules are then as before."""
         with ExitStack() as changed:
-            adapted = [saving(name, self._modules, self._memory) for name in self.names]
+            adapted = [in_force(name, self._modules, self._memory) for name in self.names]
             self._ways = tuple(map(changed.enter_context, adapted))
             if self._reason:
                 said = "; ".join(self._ways) or "nothing saves memory"
@@ -193,7 +193,7 @@ def check_place(name: str, modules: Sequence[nn.Module]) -> None:
         raise InvalidInputError(f"memory={name!r}: {reason}; or leave it out")
 
 
-def saving(name: str, modules: Sequence[nn.Module], memory: MemoryBackend) -> AbstractContextManager[str]:
+def in_force(name: str, modules: Sequence[nn.Module], memory: MemoryBackend) -> AbstractContextManager[str]:
     """Return a context in which modules save memory, by a name of `memory`; it gives what is done in words."""
     kind, _, rest = name.partition(":")
     if kind == CHUNKED:

@@ -171,6 +171,10 @@ class MemoryBackend(ABC):
         """
         self.ensure(extra_bytes)
 
+    def others_bytes(self) -> int | None:
+        """Return the memory of the device that other processes hold; None if unknown."""
+        return None
+
     def neighbours(self) -> Sequence[Neighbour]:
         """Return the other processes known to use memory of the device, the largest first."""
         return ()

@@ -39,15 +39,18 @@ class Cuda(Accelerator):
         self._settled_bytes = 0
 
     def reading(self) -> MemoryReading:
-        """Return the memory that the driver has free or the limit leaves, and other processes' use by NVML."""
-        reading, usage = super().reading(), nvml.usage_of(self._uuid)
-        others = None
-        if usage is not None:
-            # NVML may not list this process (another PID namespace, as in containers). Then its share is taken to be
-            # what the allocator reserved, and its context counts towards the others.
-            used, shares = usage
-            others = max(0, used - int(shares.get(os.getpid()) or reading.used_bytes))
-        return replace(reading, total_bytes=self._total_bytes, others_bytes=others)
+        """Return the memory that the driver has free, or that the limit leaves if that is less."""
+        return replace(super().reading(), total_bytes=self._total_bytes)
+
+    def others_bytes(self) -> int | None:
+        """Return the memory that other processes hold, by NVML; None without it."""
+        usage = nvml.usage_of(self._uuid)
+        if usage is None:
+            return None
+        # NVML may not list this process (another PID namespace, as in containers). Then its share is taken to be what
+        # the allocator reserved, and its context counts towards the others.
+        used, shares = usage
+        return max(0, used - int(shares.get(os.getpid()) or self._used()))
 
     def release(self) -> None:
         """Return cached segments to the driver; collect cycles first if more is alive than last time."""

@@ -78,6 +78,7 @@ class HardLimit:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # held while a limit is in force
         self._bound: int | None = None
+        self._is_lifted = False
         self._before = 0
         self._thread = 0, ""
         self._follows_forks = False
@@ -124,19 +125,21 @@ class HardLimit:
     def lifted(self) -> Iterator[None]:
         """Suspend the limit, if this thread has one."""
         bound = self._bound
-        if bound is None or self._thread[0] != threading.get_ident():
+        if bound is None or self._is_lifted or self._thread[0] != threading.get_ident():
             yield
             return
         try:
+            self._is_lifted = True
             _set_soft(self._before)
             yield
         finally:
+            self._is_lifted = False
             _set_soft(bound, self._before)
 
     def _forget(self) -> None:
         """Give a forked child, which does not train, what its parent had before."""
         if self._bound is not None:
-            self._bound = None
+            self._bound, self._is_lifted = None, False
             _set_soft(self._before)
         # The thread that holds it may not exist in the child.
         self._lock = threading.Lock()
@@ -201,9 +204,13 @@ class Host(MemoryBackend):
             total_bytes=min([machine.total, *(limit for limit, _ in groups)]),
             free_bytes=max(0, min(frees)),
             used_bytes=used,
-            others_bytes=max(0, machine.total - machine.available - psutil.Process().memory_info().rss),
             limit_bytes=self.limit_bytes,
         )
+
+    def others_bytes(self) -> int:
+        """Return the memory that other processes hold."""
+        machine = psutil.virtual_memory()
+        return max(0, int(machine.total - machine.available - psutil.Process().memory_info().rss))
 
     @contextmanager
     def counted(self, limit_bytes: int | None) -> Iterator[None]:

@@ -63,7 +63,6 @@ class Simulated(MemoryBackend):
             total_bytes=self._capacity_bytes,
             free_bytes=max(0, allowed - used),
             used_bytes=used,
-            others_bytes=0,
             limit_bytes=self._ledger.limit_bytes if self._ledger else None,
         )
 

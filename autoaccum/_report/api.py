@@ -38,7 +38,7 @@ from autoaccum._report import Report
 from autoaccum._report.capacity import Asked, measure_on, predict
 from autoaccum._report.loaders import first_batches, samples_of
 from autoaccum._report.records import Measured, Predicted, Subject
-from autoaccum._report.remedies import Remedies, are_due, computes_bf16, kernels_of, names_in, saving
+from autoaccum._report.remedies import Remedies, adapts_of, are_due, computes_bf16, kernels_of, names_in
 from autoaccum._system.notices import Notices
 from autoaccum._system.own_code import raised_here
 from autoaccum.errors import InvalidInputError
@@ -144,7 +144,7 @@ def preflight(
     among = chosen_gpus(gpus, device_memory, display)
     measures = _measures(measure, among, device)
     _say_of_ranks(notices, ranks, share, fsdp)
-    adapts = saving(names_in(memory, notices))
+    adapts = adapts_of(names_in(memory, notices))
     made = _made(model, notices, on_meta=not measures)
     backend = devices.resolve(device, made, notices) if measures else None
     limits_gpus = backend is None or backend.device.type != "cpu"

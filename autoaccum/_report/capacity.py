@@ -136,7 +136,7 @@ def _facts(memory: MemoryBackend, arrived: MemoryReading, room_bytes: int, limit
         room_bytes=room_bytes,
         limit_bytes=limit_bytes,
         holds_model=memory.device.type != "cpu",
-        others_bytes=arrived.others_bytes,
+        others_bytes=memory.others_bytes(),
         neighbours=tuple(memory.neighbours()),
     )
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autoaccum._engine.savings import AUTO, CHECKPOINT, CHUNKED, OFFLOAD, check_memory, check_place
-from autoaccum._engine.savings import saving as in_force
+from autoaccum._engine.savings import AUTO, CHECKPOINT, CHUNKED, OFFLOAD, check_memory, check_place, in_force
 from autoaccum._estimate.allocation_trace import Category
 from autoaccum._memory.simulated import Simulated
 from autoaccum._oom import first_line, let_go
@@ -119,7 +118,7 @@ class Remedies:
             ("activation checkpointing", CHECKPOINT, "a second forward pass"),
             ("loss in chunks", CHUNKED, "logits are computed once more"),
         ):
-            with saves(memory)(self._model) as way:
+            with adapt_of(memory)(self._model) as way:
                 pass
             if way:
                 how = f"memory={memory!r}" + (f", or torch.utils.checkpoint: {way}" if memory == CHECKPOINT else "")
@@ -139,7 +138,7 @@ class Remedies:
         """Trace the changed step; None if it does not help, or the user's model fails with it."""
         try:
             traced = self._trace(change.precision) if change.precision else self._unchanged.traced
-            traced = traced.adapted([saves(name) for name in change.memory]) if change.memory else traced
+            traced = traced.adapted([adapt_of(name) for name in change.memory]) if change.memory else traced
             traced = traced.changed(change.of_timeline) if change.of_timeline else traced
             return self._remedy(change, traced.estimate(self._unchanged.gpu))
         except Exception as error:
@@ -239,7 +238,7 @@ def names_in(memory: Sequence[str] | str | None, notices: Notices) -> tuple[str,
     return names
 
 
-def saving(names: Sequence[str]) -> list[Adapt]:
+def adapts_of(names: Sequence[str]) -> list[Adapt]:
     """Return what changes a model so that it saves memory in these ways, or refuses them."""
 
     def checked(model: nn.Module) -> ExitStack:
@@ -247,9 +246,9 @@ def saving(names: Sequence[str]) -> list[Adapt]:
             check_place(name, [model])
         return ExitStack()
 
-    return [checked, *map(saves, names)] if names else []
+    return [checked, *map(adapt_of, names)] if names else []
 
 
-def saves(name: str) -> Adapt:
+def adapt_of(name: str) -> Adapt:
     """Return what changes a model so that it saves memory in one way, which says how."""
     return lambda model: in_force(name, [model], _ANY_GPU)

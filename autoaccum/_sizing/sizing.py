@@ -72,7 +72,7 @@ class Cutting:
 
     Attributes:
         plan: The current plan.
-        grows_to: The plan that was set or found, which sizes grow back to after failures.
+        largest_plan: The plan that was set or found, which sizes grow back to after failures.
         frontier: What is known to fit; None if nothing.
         is_found: Whether learning has finished.
         is_timed: Whether autotuning has finished.
@@ -81,7 +81,7 @@ class Cutting:
     """
 
     plan: Plan
-    grows_to: Plan
+    largest_plan: Plan
     frontier: Frontier | None = None
     is_found: bool = False
     is_timed: bool = False
@@ -97,7 +97,7 @@ class Cutting:
         """Return it as plain values, for `of_state`."""
         return {
             "plan": list(self.plan.micro_batches),
-            "largest": list(self.grows_to.micro_batches),
+            "largest": list(self.largest_plan.micro_batches),
             "frontier": None if self.frontier is None else self.frontier.state(),
             "is_found": self.is_found,
             "is_timed": self.is_timed,
@@ -139,7 +139,7 @@ class Sizing:
         wanted: SizingOptions,
         events: Events,
     ) -> None:
-        plan = cutting.grows_to
+        plan = cutting.largest_plan
         found = cutting.frontier if cutting.is_found else None
         self.frontier = found or wanted.frontier
         self.probe: ProbeResult | None = None

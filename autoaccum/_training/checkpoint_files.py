@@ -17,7 +17,7 @@ import re
 import secrets
 import shutil
 from collections import Counter, OrderedDict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -187,14 +187,15 @@ class Storage:
                 raise
             self.guard()  # the folder may be gone, or of another process by now, which removes what is half written
             raise CheckpointError(
-                f"the checkpoint {path} could not be written ({error.strerror or error}), and those before it are as "
-                "they were; make room on that disk, or pass another folder as checkpoint="
+                f"the checkpoint {path} could not be written ({error.strerror or error}); those before it are still in "
+                f"{self.folder}; make room on that disk, or pass another folder as checkpoint="
             ) from error
         self.took(path, val_loss)
         for other in self.found():
             if other not in (*self._whole, self.best):
                 self.guard()  # after they were listed: none of them is of another process that has come since
-                _remove(other)
+                with suppress(OSError):  # the new one is whole
+                    _remove(other)
         return path
 
     def took(self, path: Path, val_loss: float | None = None) -> None:
@@ -312,14 +313,15 @@ def _read(path: Path) -> dict[str, Any]:
     """Return the content of a checkpoint."""
     _check(path)
     try:
-        content = _load(path / STATE)
+        with _reading(path, STATE):
+            content = _load(path / STATE)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"the checkpoint {path} cannot be loaded by torch {torch.__version__}: {_unsafe(error)}; only plain values "
             "and tensors are loaded, since anything else can run code; use the versions that wrote it, or pass "
             "resume=False to start from scratch"
         ) from error
-    except OSError:
+    except CheckpointError:
         raise
     except Exception as error:  # the checksums are right, but not the archive around them
         raise _DamagedError(first_line(error)) from error

@@ -92,6 +92,7 @@ class Checkpoints:
             tell("folder", error)
             raise
         self.storage.guard = self.lease.check
+        self.storage.tidy()
         tell("folder", "taken")
 
     def find(self) -> tuple[Path, dict[str, Any]] | None:
@@ -114,7 +115,6 @@ class Checkpoints:
         return found
 
     def _found(self) -> tuple[Path, dict[str, Any]] | None:
-        self.storage.tidy()
         folder = self.storage.folder
         if self.saving.resume is False:
             self.saving.note.unlink(missing_ok=True)

@@ -102,7 +102,7 @@ class Training:
                     epochs=call.epochs, max_steps=call.max_steps, steps_per_epoch=call.steps_per_epoch
                 )
                 with devices.oom_explained(memory, "what ranks send each other"):
-                    self._world.begin(self._step, self._interrupts.requests, self._lifecycle.grows_to)
+                    self._world.begin(self._step, self._interrupts.requests, self._lifecycle.largest_size)
                 begins_with, probed = self._begin()
                 with self._limit:
                     self._limit_memory()

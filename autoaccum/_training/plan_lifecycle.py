@@ -125,7 +125,7 @@ class PlanLifecycle:
         return min((most for most in (self._asked, self._cap) if isinstance(most, int)), default=None)
 
     @property
-    def grows_to(self) -> int | None:
+    def largest_size(self) -> int | None:
         """The largest size to grow to, if sizes grow by extrapolation from smaller ones; else None."""
         if self._call.grows_from is None or self._asked != "auto":
             return None
@@ -165,7 +165,7 @@ class PlanLifecycle:
         cutting = before = Cutting.of_state(kept)
         if self._asked not in ("auto", kept["asked"]):
             plan = self._first_plan()
-            cutting = replace(cutting, plan=plan, grows_to=plan)
+            cutting = replace(cutting, plan=plan, largest_plan=plan)
         elif (
             self._asked != kept["asked"]
             or (self._savings.is_auto and not has_chosen)
@@ -174,8 +174,8 @@ class PlanLifecycle:
             # Not known is what fits beyond the number or the cap of the call before, or with what saves memory now.
             cutting = Cutting.of(self._first_plan())
         else:
-            within = [self._within_cap(one) for one in (cutting.plan, cutting.grows_to)]
-            cutting = replace(cutting, plan=within[0], grows_to=within[1])
+            within = [self._within_cap(one) for one in (cutting.plan, cutting.largest_plan)]
+            cutting = replace(cutting, plan=within[0], largest_plan=within[1])
         if cutting.plan != before.plan:
             self._note(cutting.plan)
         return cutting
@@ -308,6 +308,13 @@ class PlanLifecycle:
         Returns:
             The window's report; None if no process has any of its samples, or none is left.
         """
+        report, rest = self._tried(part)
+        while rest is not None:
+            report, rest = self._tried(rest)
+        return report
+
+    def _tried(self, part: Window) -> tuple[StepReport | None, Window | None]:
+        """Return the report of a window's optimizer step, or the window without a sample that is left out."""
         try:
             report = self._savings.run(
                 lambda: self.current.step(part),
@@ -322,10 +329,10 @@ class PlanLifecycle:
             _oom.let_go(error)
         else:
             self._note_fastest()
-            return report
+            return report, None
         # After the handler: inside it, the traceback still pins the activations.
         self._step.memory.release()
-        return self.step(rest) if rest.samples else None
+        return None, rest if rest.samples else None
 
     def _begin_again(self) -> None:
         """Search for sizes anew, since other ones fit where more saves memory."""

@@ -107,7 +107,7 @@ class Coordinator:
         """
         return None if self.ranks is None else Window.of_spans((), None)
 
-    def begin(self, step: TrainingStep, requests: Callable[[int], int], grows_to: int | None) -> None:
+    def begin(self, step: TrainingStep, requests: Callable[[int], int], largest_size: int | None) -> None:
         """Prepare to make windows; `requests` takes how many windows ahead the window is that it is asked for."""
         if self.ranks is None:
             return
@@ -116,7 +116,7 @@ class Coordinator:
             "drops": self._drops,
         }  # asked before the window is done
         if is_sharded(step.objective.modules):
-            self.peers = ShardedDataParallel(self.ranks, step, grows_to, **said)
+            self.peers = ShardedDataParallel(self.ranks, step, largest_size, **said)
         else:
             self.peers = DataParallel(self.ranks, step, **said)
 

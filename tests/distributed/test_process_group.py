@@ -9,8 +9,8 @@ import warm
 
 RANKS = """
 import atexit
+import ctypes
 import os
-import socket
 import sys
 
 import torch
@@ -21,9 +21,11 @@ import autoaccum
 log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # Gloo may print to stdout
 
 def run(work):
-    with socket.socket() as taken:
-        taken.bind(("localhost", 0))
-        port = taken.getsockname()[1]
+    # A store that outlives groups, as torchrun's does.
+    store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))  # or a child would end its thread, which it does not have
+    port = store.port
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     children = []
     for rank in range(2):
         child = os.fork()
@@ -65,6 +67,10 @@ def work(rank):
     torch.set_num_threads(1)
     if sys.argv[2] == "script":
         distributed.init_process_group("gloo")
+    for _ in range(4 if sys.argv[2] == "several fits" else 1):
+        trains()
+
+def trains():
     data = [(torch.randn(4), torch.randn(1)) for _ in range(32)]
     sys.setswitchinterval(10)
     autoaccum.fit(
@@ -88,7 +94,7 @@ def test_group_of_join_ranks_is_destroyed_at_exit_unless_an_error_ends_the_proce
     )
 
 
-@pytest.mark.parametrize("maker", ["script", "fit"])
+@pytest.mark.parametrize("maker", ["script", "fit", "several fits"])
 def test_processes_end_well_right_after_fit(tmp_path, maker):
     assert _logged(tmp_path, [sys.executable], RANKS + FITS, maker) == ["[0, 0]"] * 5
 

@@ -216,6 +216,17 @@ def check_processes_do_not_inherit_the_limit(host, torch):
     return {"before": before, **seen}
 
 
+def check_limit_is_lifted_until_the_outermost_block_ends(host, torch):
+    before, seen = _soft(), []
+    with host.limited(16 * _MIB):
+        with host.lifted():
+            with host.lifted():
+                seen.append(_soft() == before)
+            seen.append(_soft() == before)
+        seen.append(_soft() == before)
+    return seen
+
+
 def check_batches_of_the_loader_are_exempt(host, torch):
     def allocates():
         try:

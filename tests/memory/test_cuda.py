@@ -115,7 +115,7 @@ def test_reading_counts_what_is_reserved_under_the_limit(gpu, monkeypatch):
 def test_others_hold_what_nvml_counts_less_our_share(gpu, monkeypatch, shares, others):
     monkeypatch.setattr(nvml, "pynvml", nvml_with(shares))
 
-    assert cuda().reading().others_bytes == others * GIB
+    assert cuda().others_bytes() == others * GIB
 
 
 def test_others_are_named_with_what_they_hold(gpu, monkeypatch):

@@ -25,6 +25,7 @@ def found():
         "second_thread_is_refused",
         "processes_do_not_inherit_the_limit",
         "batches_of_the_loader_are_exempt",
+        "limit_is_lifted_until_the_outermost_block_ends",
         # Leaves the process as it is on another system.
         "system_without_limits_refuses_one_and_works_without",
     )
@@ -36,6 +37,10 @@ def test_tighter_limit_that_holds_anyway_stays_in_force_and_is_told(found):
     # What the process gave back when the limit began (the heap's end, stacks of threads that ended) is room too.
     assert 0 < seen["limit"] <= seen["room"] + 4 * MIB < 400 * MIB
     assert seen["free"] <= seen["room"] + 4 * MIB
+
+
+def test_limit_is_lifted_until_the_outermost_block_ends(found):
+    assert found["limit_is_lifted_until_the_outermost_block_ends"] == [True, True, False]
 
 
 def test_process_that_reached_its_own_limit_is_refused_with_the_remedy(found):

@@ -177,6 +177,22 @@ def test_failing_disk_is_told_by_its_own_words_and_the_one_before_stays(storage,
     assert names(storage) == ["step-00000001"]
 
 
+def test_old_one_that_cannot_be_removed_is_no_error(storage, monkeypatch):
+    rename = Path.rename
+
+    def fails(path, target):
+        if path.name.startswith("step-"):
+            raise OSError(errno.ENOENT, "gone")
+        return rename(path, target)
+
+    for step in (1, 2):
+        storage.write(content_of(step), step)
+    monkeypatch.setattr(Path, "rename", fails)
+    storage.write(content_of(3), 3)
+
+    assert is_content(read(storage)[1], 3)
+
+
 def test_file_system_that_cannot_flush_a_folder_is_no_error(storage, monkeypatch):
     fsync = os.fsync
 
