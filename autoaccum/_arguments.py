@@ -109,7 +109,8 @@ def check_iterable(name: str, value: object) -> None:
             f"{name} is a tensor, which yields single rows; pass DataLoader(TensorDataset(inputs, targets), "
             "batch_size=...), or a list of batches"
         )
-    gives = hasattr(value, "__iter__") or hasattr(value, "__getitem__")
+    # A number of NumPy has both methods, of which neither works.
+    gives = (hasattr(value, "__iter__") or hasattr(value, "__getitem__")) and getattr(value, "shape", None) != ()
     if not gives or isinstance(value, str | bytes | bytearray | type):
         raise InvalidInputError(
             f"{name}={shown(value)} cannot be iterated over; pass a DataLoader, or any iterable of batches"

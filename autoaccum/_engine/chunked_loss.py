@@ -65,7 +65,7 @@ class ChunkedLoss(nn.Module):
                 f"weight={shown(weight)} is no weight for each class; pass a tensor of floating-point numbers, shape "
                 "(classes,)"
             )
-        if type(ignore_index) is not int:
+        if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:
             raise InvalidInputError(
                 f"ignore_index={shown(ignore_index)} is no class; pass a whole number, such as -100"
             )

@@ -217,7 +217,7 @@ class Savepoint:
                 if tensor is None or tensor.is_meta:
                     continue
                 key = id(table), name
-                if tensor.numel() > _SMALL_ELEMENTS:
+                if tensor.numel() > _SMALL_ELEMENTS or _is_sparse(tensor):
                     self._sort(key, tensor, copies=copies_all)
                 elif _is_plain(tensor) and tensor.is_contiguous():
                     small[tensor.dtype, tensor.device].append((key, tensor))
@@ -254,7 +254,7 @@ class Savepoint:
 
     def _sort(self, key: Any, tensor: Tensor, *, copies: bool) -> None:
         is_quantised = not (tensor.is_floating_point() or tensor.is_complex())
-        if key in self._moving or (copies and not is_quantised):
+        if not _is_sparse(tensor) and (key in self._moving or (copies and not is_quantised)):
             self._single.append(_Saved(key, tensor, tensor.detach().clone()))
         elif not tensor.is_inference():  # whose writes are not counted
             self._watched.append((key, tensor))
@@ -305,6 +305,11 @@ class Savepoint:
 
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def _is_sparse(tensor: Tensor) -> bool:
+    """Whether a tensor is one that torch copies, but cannot compare."""
+    return tensor.layout not in (torch.strided, torch.jagged)
 
 
 def _address(tensor: Tensor) -> int:
