@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from autoaccum._data.nesting import copied
 from autoaccum._engine.forward_backward import check_weight
 from autoaccum._engine.gradients import PartResult
 from autoaccum._engine.noise_scale import spread_of, squared_norm
@@ -188,10 +189,10 @@ class CarefulPath:
     def _pair_weights(self, window: Window, sizes: tuple[int, ...]) -> dict[str, float]:
         step = self._step
         weights: dict[str, float] = {}
-        self._before_trying.take()
+        self._before_trying.take(with_numbers=True)
         with torch.no_grad(), closing(step.transfer.feed(window, sizes)) as feed:
             for size in sizes:
-                batch = next(feed)
+                batch = copied(next(feed))
                 for source in step.objective.sources:
                     with step.precision.autocast():
                         terms, _ = step.objective.terms(source, batch, size)

@@ -21,6 +21,7 @@ from autoaccum._engine.optimizer_step import OptimizerSteps
 from autoaccum._engine.out_of_memory import Phase, Stage
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss import reported
+from autoaccum._loss.graph_reader import leaves_of
 from autoaccum._loss.loss_check import MOST_SAMPLES
 from autoaccum._loss.objective import no_gradient
 from autoaccum.errors import InvalidInputError
@@ -206,8 +207,10 @@ class GradientStep:
                 check_weight(term.name, term.weight)
             elif term.name not in factors.pairs:
                 into.weights.setdefault(term.name, []).append(term.weight)
-        if value is None and self.passes is not None:  # others wait for the backward pass
-            return term.value.nan_to_num() * 0.0
+        if value is None:
+            if self.passes is not None:  # others wait for the backward pass
+                return term.value.nan_to_num() * 0.0
+            into.reached += leaves_of(term.value)
         return value
 
 

@@ -71,6 +71,7 @@ class PartResult:
         reported: Sums and weights of values reported in addition to the losses, as recorded by `reported.note`.
         spread: How far the gradient of the first micro-batch is from the whole, if that is measured.
         outputs: The model's outputs for each micro-batch, without graphs, if the step keeps them.
+        reached: What the gradient of losses in which nothing counts, and that had no backward pass, would have reached.
     """
 
     samples: int = 0
@@ -81,6 +82,14 @@ class PartResult:
     reported: dict[Slot, list[Any]] = field(default_factory=dict)
     spread: Spread | None = None
     outputs: list[Any] = field(default_factory=list)
+    reached: list[Tensor] = field(default_factory=list)
+
+    def give_zeros(self) -> None:
+        """Give zeros to `reached` without a gradient: optimizers leave out parameters that have none."""
+        for tensor in self.reached:
+            if tensor.grad is None:
+                tensor.grad = torch.zeros_like(tensor)
+        self.reached.clear()
 
     @property
     def slots(self) -> dict[Slot, Any]:

@@ -21,6 +21,7 @@ from autoaccum._data.batches import KnownWindow
 from autoaccum._data.pieces import flat_like
 from autoaccum._engine.gradients import LossSum, PartResult
 from autoaccum._engine.out_of_memory import Phase
+from autoaccum._loss.graph_reader import leaves_of
 from autoaccum._loss.loss_forms import Common
 from autoaccum._loss.terms import everything_counts
 
@@ -217,10 +218,11 @@ class SteadyPath:
         if divides:
             weights.set_provisional(window)
             provisional = weights.provisional_total(name)
-        adds = common is Common.SUM and not is_whole and not weights.knows_all
+        looks = weights.are_weighed_unread and not is_whole
         weights.begin_window()
         losses: list[Tensor] = []
         found: list[float | Tensor] = []
+        reached: list[Tensor] = []
         share: float | Tensor = 1.0
         stage.phase = Phase.TRANSFER
         if plain is None or not known.is_split or step.transfer.copies:
@@ -246,8 +248,8 @@ class SteadyPath:
                     found.append(weight)
                     share = weight / provisional
                 elif not is_whole:
-                    if adds:
-                        weights.see_sum(name, value)
+                    if looks:
+                        weights.see(name, value)
                     share = size / samples if common is Common.SAMPLES else 1.0
                 elif not all_count:
                     weights.refuse_nothing(name, value)
@@ -257,6 +259,8 @@ class SteadyPath:
                     losses.append(loss.detach() if loss is not value or is_whole else loss.detach().clone())
                     stage.phase = Phase.BACKWARD
                     (loss if scale is None else scale(loss)).backward()  # type: ignore[no-untyped-call]
+                else:
+                    reached += leaves_of(value)
                 if measures:
                     sizing.leave(size)
                 at.done += size
@@ -264,9 +268,9 @@ class SteadyPath:
         at.size = None
         if divides:
             total: Any = weights.total(name, found, may_be_nothing=self._is_part)
-            return PartResult(samples, {name: LossSum(losses)}, weight=total, provisional=provisional)
-        total = weights.of_part(window) if self._is_part else None
-        return PartResult(samples, {name: LossSum(losses)}, weight=total, provisional=provisional)
+        else:
+            total = weights.of_part(window) if self._is_part else None
+        return PartResult(samples, {name: LossSum(losses)}, weight=total, provisional=provisional, reached=reached)
 
 
 def _kinds(batch: Any) -> list[Any]:

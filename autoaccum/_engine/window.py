@@ -236,6 +236,7 @@ class Engine:
                 self._is_saved = True
             run = self.steady.run if self._is_steady else self._run_carefully
             self._given = run(self._window, self.at)
+            self._given.give_zeros()
             if self._norms.is_there and not self.sizing.is_learning:
                 self._norms.announce(self.at.sizes)  # only sizes that will be used again
         return self._given

@@ -331,6 +331,11 @@ def nodes_of(loss: Tensor) -> list[Any]:
     return found
 
 
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """Return the tensors at which gradients of a loss end."""
+    return [node.variable for node in nodes_of(loss) if hasattr(node, "variable")]
+
+
 def stopped(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Let no gradient pass, as a hook of a node."""
     return tuple(None if one is None else torch.zeros_like(one) for one in gradients)

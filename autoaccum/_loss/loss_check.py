@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
 from autoaccum import _oom
-from autoaccum._data.nesting import map_tensors, numbers_in
+from autoaccum._data.nesting import copied, numbers_in
 from autoaccum._loss.batch_counts import SUM, counts_in
-from autoaccum._loss.graph_reader import ReadTerm, nodes_of, read, stopped
+from autoaccum._loss.graph_reader import ReadTerm, leaves_of, nodes_of, read, stopped
 from autoaccum._loss.terms import Form, TermForm, no_mean, not_finite
 from autoaccum.errors import InvalidInputError
 
@@ -53,6 +53,9 @@ _OF_GPU, _OF_HALF = 5e-3, 4e-2  # with TensorFloat-32, and in half precision
 _HALVES = {torch.float16, torch.bfloat16}
 # Relative differences of weights, which are counts, or sums in single precision.
 _SAME_WEIGHT = 1e-5
+# Passes of other random numbers differ by less than so many times what two of the same samples differ by, where that is
+# known of so many parameters; and values, which are less random, by this part of them.
+_SPREADS, _FOR_SPREAD, _NEARLY = 6.0, 4, 0.15
 # A gradient is multiplied by one pattern of signs, over and over: a prime length meets every row and column.
 _PATTERN = 4099
 
@@ -173,10 +176,14 @@ def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter], *, keep: bool) 
     run = functools.partial(_engine_run_backward, (loss,), (scale,), keep, False, allow_unreachable=True)
     if not any(node.name() == "CheckpointFunctionBackward" for node in nodes_of(loss)):
         return list(run(tuple(parameters), accumulate_grad=False))
-    run((), accumulate_grad=True)  # blocks that are checkpointed with reentry need a whole backward pass
+    # Blocks that are checkpointed with reentry need a whole backward pass, which reaches other tensors too.
+    before = [(one, one.grad) for one in (*leaves_of(loss), *parameters)]
+    for one, _ in before:
+        one.grad = None
+    run((), accumulate_grad=True)
     found = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
+    for one, gradient in before:
+        one.grad = gradient
     return found
 
 
@@ -233,10 +240,11 @@ def forms_of(whole: Run, parts: Sequence[Run], again: Run | None, tolerance: flo
     if len({len(run.terms) for run in (whole, *parts)}) > 1:
         whole, parts = whole.unread(), [part.unread() for part in parts]
     runs = [whole, *parts]
-    forms = [_Compared(number, runs, tolerance, is_random=is_random).form() for number in range(len(whole.terms))]
+    spread = again if is_random else None
+    forms = [_Compared(number, runs, tolerance, spread).form() for number in range(len(whole.terms))]
     if forms[0].form is Form.UNCONFIRMED and forms[0].is_read and not (is_random or whole.is_stated or len(forms) > 1):
         # It was misread: perhaps a count of the batch fits.
-        other = _Compared(0, [run.unread() for run in runs], tolerance, is_random=False).form()
+        other = _Compared(0, [run.unread() for run in runs], tolerance, None).form()
         forms = forms if other.form is Form.UNCONFIRMED else [other]
     return forms
 
@@ -250,9 +258,16 @@ def _differ(one: Run, other: Run, tolerance: float) -> bool:
 
 
 class _Compared:
-    """Compares one term of all samples with that of the parts."""
+    """Compares one term of all samples with that of the parts.
 
-    def __init__(self, number: int, runs: Sequence[Run], tolerance: float, *, is_random: bool) -> None:
+    Args:
+        number: The term.
+        runs: All samples, then the parts.
+        tolerance: The relative difference that rounding may cause.
+        again: All samples with other random numbers, where they make a difference.
+    """
+
+    def __init__(self, number: int, runs: Sequence[Run], tolerance: float, again: Run | None) -> None:
         self._runs = runs
         self._terms = [run.terms[number] for run in runs]
         self._gradients = [run.gradients[number] for run in runs]
@@ -260,7 +275,9 @@ class _Compared:
         if len(runs[0].terms) == 1:  # otherwise the value of a term is not known
             self._added.append([torch.tensor([run.value], dtype=torch.float64) for run in runs])
         self._tolerance = tolerance
-        self._is_random = is_random
+        self._is_random = again is not None
+        is_alike = again is not None and len(again.terms) == len(runs[0].terms)
+        self._again = again.gradients[number] if again is not None and is_alike else self._gradients[0]
 
     def form(self) -> TermForm:
         """Return how the term is put together."""
@@ -275,12 +292,28 @@ class _Compared:
         if not is_read:
             return self._unread()
         weight, near = weights[0], _SAME_WEIGHT * abs(weights[0])
-        if all(_close(one, weight, near) for one in weights) and self._agree([1.0] * len(parts)):
+        if all(_close(one, weight, near) for one in weights) and self._is_sum():
             # Without a divisor the 1 is that of a plain sum, and a number of the batch is 1 by accident.
             is_divided = self._terms[0].divisor is not None or not _close(weight, 1.0, near)
             numbers = self._runs[0].numbers.items() if is_divided else ()
             return TermForm(Form.SUM, number=next((at for at, one in numbers if _close(one, abs(weight), near)), None))
         return TermForm(Form.UNCONFIRMED)
+
+    def _is_sum(self) -> bool:
+        """Whether the parts add up to the whole: as far as can be seen, where passes are random."""
+        whole, *parts = self._gradients
+        if not all(float(one.norm()) for one in parts):  # a mean of the other part is a sum, too
+            return not float(whole.norm())
+        if not self._is_random:
+            return self._agree([1.0] * len(parts))
+        if len(whole) >= _FOR_SPREAD:
+            off, spread = float((sum(parts) - whole).norm()), float((self._again - whole).norm())
+            if off > _SPREADS * spread:
+                return False
+        return all(
+            abs(float(sum(parts) - whole)) <= _NEARLY * float(sum(map(abs, parts)) + abs(whole))
+            for whole, *parts in self._added[1:]
+        )
 
     def _agree(self, factors: Sequence[float]) -> bool:
         """Whether gradients and values of the parts, times these factors, add up to those of the whole."""
@@ -407,7 +440,6 @@ class TrialLosses:
             self._try_model(source, whole, sample, first)
             return
         halves = self._halves(source, whole, sample, first)
-        again: Mapping[str, Run] | None = None
         for name, run in whole.items():
             if any(term.weight == 0.0 for term in run.terms):  # nothing counts in it
                 self.is_complete = False
@@ -421,14 +453,29 @@ class TrialLosses:
             parts = [_part_of(name, run, of_part, sample.samples) for of_part in halves]
             forms = forms_of(run, parts, None, self.tolerance)
             if any(form.form is Form.UNCONFIRMED for form in forms):
-                again = self._runs(source, sample, 0, sample.samples, seed=1) if again is None else again
+                again = self._runs(source, sample, 0, sample.samples, seed=1)
                 forms = forms_of(run, parts, again.get(name), self.tolerance)
                 each = " and ".join(f"{part.value:.4g} for {part.samples}" for part in parts)
                 self.weights.tried[name] = f" (it is {run.value:.4g} for {run.samples} samples, and {each} of them)"
+                forms = self._without_parts(name, run, parts) or forms
             if not run.is_stated:
                 found[name] = forms
             else:
                 self._confirm_stated(name, [run, *parts], forms[0])
+
+    def _without_parts(self, name: str, run: Run, parts: Sequence[Run]) -> list[TermForm]:
+        """Return the forms of before, or that the graph suggests, where one part says nothing; none otherwise."""
+        if run.is_stated or not any(_is_empty(part, run) for part in parts):
+            return []
+        self.is_complete = False
+        if name in self.weights.forms:
+            return list(self.weights.forms[name])
+        # Neither a loss of torch nor with a divisor that counts, it may be a mean that was misread.
+        are_read = all(
+            (term.is_counted and term.divisor is not None) or hasattr(term.end, "_saved_reduction")
+            for term in run.terms
+        )
+        return [_by_graph_alone(term) for term in run.terms] if are_read else []
 
     def _try_model(self, source: _Pass, whole: Mapping[str, Run], sample: Window, first: int) -> None:
         """Look whether a model compares samples, whose loss is one of torch."""
@@ -470,7 +517,7 @@ class TrialLosses:
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def _halves(self, source: _Pass, whole: Mapping[str, Run], sample: Window, first: int) -> list[dict[str, Run]]:
-        """Return the losses of two parts: of such in which each pair counts something, where there are any."""
+        """Return the losses of two parts: of such in which something counts, where there are any."""
         least, tried, halves = min(first, 2), set[int](), list[dict[str, Run]]()
         while True:
             tried.add(first)
@@ -484,9 +531,7 @@ class TrialLosses:
                 place
                 for place, part in enumerate(halves)
                 for name, run in whole.items()
-                if run.is_stated
-                and run.terms[0].weight
-                and _part_of(name, run, part, sample.samples).terms[0].weight == 0.0
+                if _is_empty(_part_of(name, run, part, sample.samples), run)
             }
             first += 1 if empty == {0} else -1
             if len(empty) != 1 or first in tried or not least <= first <= sample.samples - least:
@@ -527,8 +572,8 @@ class TrialLosses:
         }
 
     def _terms(self, source: _Pass, cut: Any, samples: int) -> list[Term]:
-        # As tensors that a graph can save.
-        batch = map_tensors(lambda one: one.clone() if one.is_inference() else one, self.place(cut))
+        # As tensors that a graph can save, and that a pass may change.
+        batch = copied(self.place(cut))
         with self.autocast():
             return source(batch, samples)[0]
 
@@ -541,6 +586,14 @@ def _part_of(name: str, run: Run, part: Mapping[str, Run], samples: int) -> Run:
     number, counts = (samples, {}) if other is None else (other.samples, other.counts)
     terms, gradients = [ReadTerm(None, 0.0) for _ in run.terms], torch.zeros_like(run.gradients)
     return replace(run, samples=number, value=0.0, terms=terms, gradients=gradients, counts=counts)
+
+
+def _is_empty(part: Run, whole: Run) -> bool:
+    """Whether nothing counts in a part, though that cannot be read, or has to be compared."""
+    weights, others = ([term.weight for term in run.terms] for run in (part, whole))
+    if whole.is_stated:
+        return bool(others[0]) and weights[0] == 0.0
+    return weights == others and not bool(part.gradients.any()) and bool(whole.gradients.any())
 
 
 def _by_graph_alone(term: ReadTerm) -> TermForm:

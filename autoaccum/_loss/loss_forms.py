@@ -94,6 +94,11 @@ class LossForms:
         return self.stated is not None or self.is_trusted
 
     @property
+    def are_weighed_unread(self) -> bool:
+        """Whether micro-batches are weighed without the divisors of losses, which may get other forms than checked."""
+        return not self.knows_all and self.common in (Common.SUM, Common.SAMPLES)
+
+    @property
     def needs_no_check(self) -> bool:
         """Whether the arguments say how micro-batches are put together, whatever a check would show."""
         return self.stated is not None or (self.is_trusted and self._asked in (Common.SUM, Common.SAMPLES))

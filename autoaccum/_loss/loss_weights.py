@@ -312,8 +312,8 @@ class LossWeights(LossForms):
             return self._weigh_terms(term, factors)
         if term.over is None and self.stated is None and (name not in self.forms or self.is_vector(name)):
             raise _changed(name, None, read(value))
-        if self.common is Common.SUM and term.over is None:
-            self.see_sum(name, value)
+        if term.over is None and self.are_weighed_unread:
+            self.see(name, value)
         if term.over is Form.VECTOR or self.common is not Common.DIVISOR:
             share = factors.of_samples if term.over is Form.VECTOR else factors.usual
             return value if share == 1.0 else value * share if share else None  # a mean over nothing is NaN
@@ -460,20 +460,22 @@ class LossWeights(LossForms):
             self._refuse_what_is_not_counted()
             raise _changed(name, None, (), is_known=True)
 
-    def see_sum(self, name: str, loss: Tensor) -> None:
-        """Compare a loss that is added up with what it was when it was checked, and in the window's micro-batches.
+    def see(self, name: str, loss: Tensor) -> None:
+        """Compare a loss whose divisor does not count with what it was in the check, and in other micro-batches.
 
         Raises:
             NotCheckedError: It is put together otherwise.
         """
-        if self.knows_all or not self.forms[name][0].is_read:
+        if name not in self.forms or not self.forms[name][0].is_read:
             return
         found = read(loss)
         self._see(name, found)
+        if self.common is not Common.SUM:
+            return
         # As far as can be seen without waiting for a device; where it is 0, nothing counts.
         weights = [one.weight if isinstance(one.weight, float) and one.weight else math.inf for one in found]
         first = self._added.setdefault(name, weights)
-        pairs = zip(weights, first, strict=True)
+        pairs = zip(weights, first, strict=False)  # where nothing counts in a term, it may be joined with another
         if any(math.isfinite(one * before) and not _is_same(one, before) for one, before in pairs):
             self.warn(
                 f"loss {name!r} was a sum, divided by one number, when it was checked, and is divided by different "
@@ -489,7 +491,7 @@ class LossWeights(LossForms):
         """
         if self.stated is not None:
             return
-        if any(isinstance(one.weight, float) and one.weight in (0.0, math.inf, -math.inf) for one in found):
+        if any(isinstance(one.weight, float) and not (one.weight and math.isfinite(one.weight)) for one in found):
             return  # nothing counts
         built = (name, *((one.is_counted, one.divisor is None, one.end and one.end.name()) for one in found))
         if built not in self._seen:

@@ -1,0 +1,225 @@
+"""Losses whose form a few samples hardly show, and passes that leave more than gradients: exact, or refused in words."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import autoaccum
+
+SAMPLES = 12
+
+
+def linear():
+    torch.manual_seed(1)
+    return nn.Linear(6, 4).double()
+
+
+def batches(windows, counted=0.5, seed=0):
+    """Batches of inputs, classes and a mask; some classes are ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(windows):
+        inputs = torch.randn(SAMPLES, 6, generator=generator).double()
+        classes = torch.randint(0, 4, (SAMPLES,), generator=generator)
+        mask = (torch.rand(SAMPLES, generator=generator) < counted).double()
+        mask[5] = 1.0
+        yield {"inputs": inputs, "classes": classes, "mask": mask}
+
+
+def trained(model, given, loss, forward, optimizer, *, parts):
+    """The model after a step for each batch: by Runner in parts, or by a plain loop."""
+    model = copy.deepcopy(model)
+    optimizer = optimizer(model.parameters())
+    plan = autoaccum.Plan(SAMPLES, (SAMPLES // parts,) * parts)
+    if parts > 1:
+        runner = autoaccum.Runner(model, optimizer, plan, loss=loss, forward=forward, device="cpu", precision="fp32")
+    for batch in copy.deepcopy(given):
+        if parts > 1:
+            runner.step(batch)
+            continue
+        optimizer.zero_grad()
+        loss(forward(model, batch), batch).backward()
+        optimizer.step()
+    return model
+
+
+def assert_exact(model, given, loss, *, forward=lambda model, batch: model(batch["inputs"]), optimizer=None):
+    optimizer = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    found, expected = (trained(model, given, loss, forward, optimizer, parts=parts) for parts in (3, 1))
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+# --- sums, and what looks like one ------------------------------------------------------------------------------------
+
+TASKS = torch.tensor([1.0, 0.5]).double()
+
+
+def of_tasks(outputs, batch):
+    """A sum of masked means; its graph ends like that of a sum over samples."""
+    mask = batch["mask"]
+    each = outputs.square().mean(1), outputs.abs().mean(1)
+    return (torch.stack([(one * mask).sum() / mask.sum().clamp(min=1) for one in each]) * TASKS).sum()
+
+
+def with_noise(model, batch):
+    outputs = model(batch["inputs"])
+    return outputs + torch.randn_like(outputs)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("counted", [0.2, 0.3])
+def test_mean_is_no_sum_though_nothing_counts_in_one_part(counted, seed):
+    with contextlib.suppress(autoaccum.InvalidInputError):
+        assert_exact(linear(), [*batches(3, counted, seed)], of_tasks)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [of_tasks, lambda outputs, batch: outputs.square().mean(1).mean().unsqueeze(0).mean()],
+    ids=["tasks", "mean of a mean"],
+)
+def test_mean_is_no_sum_though_passes_are_random(loss):
+    with pytest.raises(autoaccum.InvalidInputError, match="neither a mean nor a sum"):
+        trained(linear(), [*batches(1, 1.0)], loss, with_noise, torch.optim.SGD, parts=3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sum_is_a_sum_though_passes_are_random(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 4)).double()
+
+    def loss(outputs, batch):
+        return (functional.log_softmax(outputs, 1).gather(1, batch["classes"][:, None]) * -1.0).sum()
+
+    def forward(model, batch):
+        return model(batch["inputs"])
+
+    trained(model, [*batches(3, seed=seed)], loss, forward, torch.optim.SGD, parts=3)
+
+
+def test_loss_that_no_sample_changed_at_first_is_looked_at_when_it_changes():
+    given = [*batches(8)]
+    for number, batch in enumerate(given):
+        batch["classes"][batch["mask"] == 0] = -100
+        batch["from"] = torch.full((SAMPLES,), float(number >= 4))
+
+    def loss(outputs, batch):
+        penalty = 0.1 * outputs[1].square().sum()
+        return functional.cross_entropy(outputs[0], batch["classes"]) if batch["from"][0] else penalty
+
+    assert_exact(linear(), given, loss, forward=lambda model, batch: (model(batch["inputs"]), model.weight))
+
+
+def test_terms_in_which_nothing_counts_end_no_training():
+    given = [*batches(8)]
+    for batch in given[3:]:
+        batch["classes"][:4] = -100
+
+    def loss(outputs, batch):
+        return outputs.square().sum() + 0.0 * functional.cross_entropy(outputs, batch["classes"])
+
+    with contextlib.suppress(autoaccum.InvalidInputError):
+        trained(linear(), given, loss, lambda model, batch: model(batch["inputs"]), torch.optim.SGD, parts=3)
+
+
+# --- what passes leave behind -----------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Two layers, each for a part of the samples."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(6, 4).double(), nn.Linear(6, 4).double()
+
+    def forward(self, inputs, route):
+        outputs = inputs.new_zeros(len(inputs), 4)
+        for number, expert in enumerate((self.first, self.second)):
+            rows = (route == number).nonzero()[:, 0]
+            if len(rows):
+                outputs = outputs.index_copy(0, rows, expert(inputs[rows]))
+        return outputs
+
+
+def test_parameters_that_only_ignored_samples_reach_have_zeros_for_a_gradient():
+    given = [*batches(4)]
+    for number, batch in enumerate(given):
+        batch["route"] = torch.tensor([0] * 8 + [1] * 4)
+        batch["classes"][8:] = -100 if number else batch["classes"][8:]
+
+    assert_exact(
+        Experts(),
+        given,
+        lambda outputs, batch: functional.cross_entropy(outputs, batch["classes"]),
+        forward=lambda model, batch: model(batch["inputs"], batch["route"]),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    )
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+def test_pass_that_changes_its_input_does_so_once(samples):
+    def forward(model, batch):
+        return model(batch[0].mul_(2.0))
+
+    inputs, classes = torch.randn(samples, 6).double(), torch.arange(samples)
+    model, expected = linear(), linear()
+    functional.cross_entropy(expected(2.0 * inputs), classes).backward()
+    accumulator = autoaccum.Accumulator(
+        model, loss=functional.cross_entropy, forward=forward, device="cpu", micro_batch=1
+    )
+    accumulator.backward((inputs.clone(), classes))
+
+    torch.testing.assert_close(model.weight.grad, expected.weight.grad)
+
+
+class Begins(nn.Module):
+    """Sets a buffer in the first pass, which a flag says is done."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.is_ready = linear(), False
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+
+    def forward(self, inputs):
+        if not self.is_ready:
+            self.scale.fill_(0.5)
+            self.is_ready = True
+        return self.layer(inputs) * self.scale
+
+
+@pytest.mark.filterwarnings("ignore:autoaccum. forward.. moves scale")
+def test_pass_for_the_weights_of_pairs_leaves_flags_as_they_were():
+    model, (batch, *_) = Begins(), [*batches(1)]
+
+    def loss(outputs, batch):
+        ones = torch.tensor(float(len(outputs)))
+        return {"one": (outputs.sum(), ones), "other": (outputs.square().sum(), ones)}
+
+    accumulator = autoaccum.Accumulator(
+        model, loss=loss, forward=lambda model, batch: model(batch["inputs"]), device="cpu", micro_batch=4
+    )
+    accumulator.backward(batch)
+
+    assert float(model.scale) == 0.5
+
+
+def test_check_leaves_gradients_of_what_is_no_parameter_alone():
+    model, delta = linear(), torch.zeros(6, dtype=torch.float64, requires_grad=True)
+    (batch,) = batches(1)
+
+    def forward(model, batch):
+        return checkpoint(model, batch["inputs"] + delta, use_reentrant=True)
+
+    def loss(outputs, batch):
+        return functional.cross_entropy(outputs, batch["classes"])
+
+    (expected,) = torch.autograd.grad(loss(model(batch["inputs"] + delta), batch), delta)
+    autoaccum.Accumulator(model, loss=loss, forward=forward, device="cpu", micro_batch=4).backward(batch)
+
+    torch.testing.assert_close(delta.grad, expected)
