@@ -301,6 +301,7 @@ DEVICES = [
     for device in ("cuda:99", "cpu:7", "meta", 10**9, autoaccum.Simulated, "gpu", "", "cuda:x", "cpu:-2", object())
 ]
 PATHS = [
+    lambda world: world.folder / "a file",
     lambda world: world.folder / "a file" / "below",
     lambda world: world.folder / ("n" * 300),
     lambda _: Path("null\0byte"),

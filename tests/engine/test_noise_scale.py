@@ -11,23 +11,13 @@ import autoaccum
 from autoaccum._engine.noise_scale import NoiseScale
 from autoaccum._system.notices import Notices
 from faults import FailAt
+from rank_noise import Distance
 
 D = 12
 MEAN = torch.full((D,), 0.3, dtype=torch.float64)
 DEVIATION = torch.linspace(0.5, 1.5, D, dtype=torch.float64)
 # Of the gradient of one sample where the parameter is 0, which is minus the sample.
 VARIANCE, SQUARED_NORM = float((DEVIATION**2).sum()), float((MEAN**2).sum())
-
-
-class Distance(nn.Module):
-    """Half the squared distance of a sample to its parameter: the gradient is known, and so is its covariance."""
-
-    def __init__(self):
-        super().__init__()
-        self.center = nn.Parameter(torch.zeros(D, dtype=torch.float64))
-
-    def forward(self, inputs):
-        return 0.5 * (self.center - inputs).square().sum(1)
 
 
 def of_pair(outputs, targets):

@@ -335,11 +335,6 @@ def test_call_that_fails_at_any_operator_leaves_everything_as_it_was(mode, every
     assert n_done < whole.count
 
 
-def test_sample_that_does_not_fit_alone_is_told():
-    with pytest.raises(autoaccum.DoesNotFitError):
-        accumulator(Failing(most=0)).backward(batch())
-
-
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 
