@@ -257,7 +257,24 @@ def test_batch_that_is_larger_than_any_before_is_cut_smaller_before_it_fails():
 # --- the clock --------------------------------------------------------------------------------------------------------
 
 
-def test_cut_that_is_faster_by_the_clock_is_chosen_and_said(monkeypatch, capsys):
+class Clock:
+    now = 0.0
+
+    def advance(self, seconds):
+        self.now += seconds
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(time, "perf_counter", made)
+    return made
+
+
+def test_cut_that_is_faster_by_the_clock_is_chosen_and_said(clock, capsys):
     """Large micro-batches sleep, as if they fell out of a cache."""
 
     class Slow(Wide):
@@ -267,17 +284,6 @@ def test_cut_that_is_faster_by_the_clock_is_chosen_and_said(monkeypatch, capsys)
             clock.advance(0.001 + 0.001 * len(inputs))
             return super().forward(inputs)
 
-    class Clock:
-        now = 0.0
-
-        def advance(self, seconds):
-            self.now += seconds
-
-        def __call__(self):
-            return self.now
-
-    clock = Clock()
-    monkeypatch.setattr(time, "perf_counter", clock)
     loader = list(itertools.chain.from_iterable([data()] * 10))
 
     _, told, result = fit("64MiB", model=Slow(), loader=loader, progress="lines")
@@ -354,20 +360,12 @@ def test_run_that_stopped_when_it_had_learned_keeps_its_plan(tmp_path):
     assert {report.micro_batches for report in told.reports} == {first.plan.micro_batches}
 
 
-def test_cut_that_the_clock_chose_for_samples_of_unlike_length_stays_when_it_is_taken_up(tmp_path, monkeypatch):
+def test_cut_that_the_clock_chose_for_samples_of_unlike_length_stays_when_it_is_taken_up(tmp_path, clock):
     class Slow(Pooled):
         def forward(self, tokens):
-            clock.now += 0.001 * len(tokens) + (0.1 * len(tokens) if len(tokens) > 20 else 0.0)
+            clock.advance(0.001 * len(tokens) + (0.1 * len(tokens) if len(tokens) > 20 else 0.0))
             return super().forward(tokens)
 
-    class Clock:
-        now = 0.0
-
-        def __call__(self):
-            return self.now
-
-    clock = Clock()
-    monkeypatch.setattr(time, "perf_counter", clock)
     options = {"checkpoint": tmp_path, "loader": texts([8, 12] * 40, batch=64)}
 
     _, before, first = fit("64MiB", 64, Slow(), max_steps=40, **options)
