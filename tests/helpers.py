@@ -28,7 +28,6 @@ def labelled(samples, classes=3, features=4):
 
 
 def batches_of(batch, *sizes):
-    """A pair cut into batches of these sizes."""
     return list(zip(*(half.split(list(sizes)) for half in batch), strict=True))
 
 
@@ -50,8 +49,6 @@ def fit_quietly(model, loader, target_batch, **options):
 
 
 class CountingLoader:
-    """A loader that counts how many batches were drawn from it, in all epochs together."""
-
     def __init__(self, batches):
         self.batches = list(batches)
         self.drawn = 0
@@ -77,7 +74,6 @@ def assert_bitwise(found, expected):
 
 
 def live_tensors():
-    """The number of tensors that anything still refers to."""
     gc.collect()
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 

@@ -14,8 +14,6 @@ BATCH = 24
 
 
 class Tight(nn.Module):
-    """Lacks memory for more samples at once than `most`, on one rank."""
-
     def __init__(self, body, most):
         super().__init__()
         self.body, self.most = body, most

@@ -27,7 +27,6 @@ def sgd(parameters):
 
 
 def train(rank, size, *, capacities, windows=8, memory="auto", **options):
-    """Train; return parameters in bytes, what saved memory and the cuts."""
     model = net()
     seed()
     samples = [sample for batch in data(windows) for sample in zip(*batch, strict=True)]
@@ -51,7 +50,6 @@ def train(rank, size, *, capacities, windows=8, memory="auto", **options):
 
 
 def accumulate(rank, size, *, capacities, batches=8, **options):
-    """Train with an accumulator, each rank with its part of every batch; return what it found."""
     model = net()
     optimizer = sgd(model.parameters())
     accumulator = autoaccum.Accumulator(
@@ -71,7 +69,6 @@ def accumulate(rank, size, *, capacities, batches=8, **options):
 
 
 def lacking_late(rank, size, *, lists, step=6, windows=12):
-    """Train with a batch a window, of which rank 1 lacks the memory after a step; return what it ended with."""
     model = net()
     batches = [(inputs[rank::size].contiguous(), targets[rank::size].contiguous()) for inputs, targets in data(windows)]
     held = []

@@ -28,8 +28,6 @@ def classifier(classes=4):
 
 
 class Tagger(nn.Module):
-    """Logits (N, C, T) for tokens (N, T)."""
-
     def __init__(self, classes=5):
         super().__init__()
         self.embed = nn.Embedding(11, 6)
@@ -183,13 +181,13 @@ def test_provisional_weight_is_set_right_before_the_scaler_unscales(clip_grad_no
     expected, _ = full_batch_gradient(model, pair, tokens)
     seen = []
 
-    class CheckpointManager(torch.optim.SGD):
+    class Keeps(torch.optim.SGD):
         def step(self, closure=None):
             seen.append(torch.cat([p.grad.flatten() for group in self.param_groups for p in group["params"]]))
 
     runner = autoaccum.Runner(
         copy.deepcopy(model),
-        lambda parameters: CheckpointManager(parameters, lr=1.0),
+        lambda parameters: Keeps(parameters, lr=1.0),
         autoaccum.Plan(10, (4, 3, 3)),
         loss=pair,
         device="cpu",

@@ -13,7 +13,6 @@ EPOCH, ALL = 4, 8
 
 
 def run(crew, folder, size, **arguments):
-    """Train with so many ranks, or in this process."""
     if size == 1:
         return [rank_resharding.train(0, 1, folder, **arguments)]
     return crew.run("rank_resharding:train", folder, size=size, **arguments)

@@ -167,8 +167,6 @@ def test_run_stopped_after_any_window_goes_on_as_if_nothing_had_happened(tmp_pat
 
 
 class FailOnce:
-    """Raises what it was given the n-th time it is called."""
-
     def __init__(self, call, error):
         self.left = call
         self.error = error
@@ -239,8 +237,6 @@ def undisturbed():
 
 
 class Counting(Model):
-    """Counts its forward passes, evaluations included."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("passes", torch.zeros(()))
@@ -725,8 +721,6 @@ def test_size_is_searched_for_where_a_number_was_asked_for_before(tmp_path):
 
 def test_smaller_cut_after_memory_ran_out_is_kept_and_counted(tmp_path):
     class RunOut(Model):
-        """Has no memory for more than three samples."""
-
         def forward(self, inputs):
             if self.training and len(inputs) > 3:
                 raise torch.OutOfMemoryError("CUDA out of memory. (injected)")

@@ -19,8 +19,6 @@ OF_ROWS = {"loss": split_training.mean, "forward": split_training.forward, "devi
 
 
 class Failing(nn.Module):
-    """Runs out of memory whenever it gets more than so many rows."""
-
     def __init__(self, rows):
         super().__init__()
         self.body, self.rows = split_training.net(), rows
@@ -52,7 +50,6 @@ def updated(loss, collate, data, *, micro_batch, weight=None, **options):
 
 
 def updated_by_hand(loss, batch):
-    """The parameters after the same update without autoaccum."""
     model = split_training.net()
     optimizer = sgd(model.parameters())
     inputs, targets = batch
@@ -138,7 +135,6 @@ def test_report_counts_by_the_split():
 
 
 def first_rows(samples):
-    """The first row of each sample, stacked."""
     return torch.stack([inputs[0] for inputs, _ in samples]), torch.stack([targets[0] for _, targets in samples])
 
 

@@ -432,8 +432,6 @@ ENTRIES = {with_runner: autoaccum.Runner, with_fit: autoaccum.fit, with_accumula
 
 
 class TooLarge(nn.Linear):
-    """Never fits."""
-
     def __init__(self):
         super().__init__(4, 3)
 

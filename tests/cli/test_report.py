@@ -86,8 +86,6 @@ def recipe(tmp_path):
 
 @pytest.fixture
 def invoke():
-    """Run the command line in this process."""
-
     def invoke(*arguments):
         return CliRunner().invoke(app.cli, ["report", *(str(argument) for argument in arguments)])
 

@@ -27,7 +27,6 @@ def lines_of(tab):
 
 
 def script(tab, sign):
-    """The script with the lines of one sign."""
     kept = [line[1:] for line in lines_of(tab) if not line or line[0] in (" ", sign)]
     return "\n".join(kept)
 

@@ -35,8 +35,6 @@ LOSSES = {
 
 
 class Recorded(NoiseScale):
-    """Keeps what it learns."""
-
     def __init__(self):
         super().__init__(1, Notices(silent=True))
         self.spreads = []
@@ -54,7 +52,6 @@ def runner_of(model, sizes, loss, *, lr=0.0, **options):
 
 
 def recorded(runner):
-    """Have a runner keep what it learns of noise."""
     runner._runner._noise = runner._runner.engine._careful._noise = Recorded()
     return runner._runner._noise
 
@@ -89,7 +86,6 @@ def test_estimate_is_within_four_standard_errors(loss, samples, most):
 
 
 def trained(*, every, fails=None, steps=4, **options):
-    """Parameters, reports and the noise scale after some windows."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     runner = runner_of(model, autoaccum.plan(12, 5), nn.MSELoss(), lr=0.1, noise_scale=every, **options)

@@ -250,8 +250,6 @@ def greedy(module, inputs, named):
 
 
 class OfSums(Trainer):
-    """Its loss is the sum over a batch."""
-
     def compute_loss(self, model, inputs, return_outputs=False, **_):
         outputs = model(**inputs)
         loss = outputs.logits.square().sum()

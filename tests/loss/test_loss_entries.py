@@ -13,8 +13,6 @@ CUTS = [(12,), (5, 4, 3)]
 
 
 class Tagger(nn.Module):
-    """Logits (N, C, T) for tokens (N, T)."""
-
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(11, 5)
@@ -89,7 +87,6 @@ def vector(outputs, targets):
 
 @torch.no_grad()
 def exact(loss, model, batch):
-    """What each entry is of the whole batch."""
     return {name: _value(value) for name, value in loss(model(batch[0]), batch[1]).items()}
 
 

@@ -210,8 +210,6 @@ def test_precision_has_the_names_of_other_frameworks(alias, said):
 
 
 class Slow(Dataset):
-    """Takes 5 ms for each sample."""
-
     def __len__(self):
         return 24
 

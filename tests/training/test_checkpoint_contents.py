@@ -48,8 +48,6 @@ def undisturbed():
 
 
 class Told(autoaccum.Callback):
-    """Notes what it is told of checkpoints."""
-
     def __init__(self):
         self.saved = []
         self.resumed = []
@@ -63,8 +61,6 @@ class Told(autoaccum.Callback):
 
 
 class At(autoaccum.Callback):
-    """Does something after one window, once."""
-
     def __init__(self, step, action):
         self.step = step
         self.action = action

@@ -50,8 +50,6 @@ class Hidden:
 
 
 class OwnScheduler:
-    """Keeps its optimizer to itself."""
-
     def __init__(self, optimizer):
         self._moves = optimizer
 
