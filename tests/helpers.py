@@ -13,6 +13,7 @@ from torch import nn
 import autoaccum
 
 CPU = torch.device("cpu")
+WITHOUT_WARNINGS = pytest.mark.filterwarnings(*(f"ignore::{kind}Warning" for kind in ("User", "Future", "Deprecation")))
 
 
 def classifier(classes=3, features=4):

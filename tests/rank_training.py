@@ -31,6 +31,12 @@ def assert_alike(outcomes):
         assert other["losses"] == outcomes[0]["losses"]
 
 
+def assert_trained_as(found, expected):
+    """All ranks alike, and as one process has trained."""
+    assert_alike(found)
+    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
+
+
 def vectors(samples=SAMPLES, seed=0):
     chance = torch.Generator().manual_seed(seed)
     inputs = torch.randn(samples, WIDTH, generator=chance, dtype=torch.float64)

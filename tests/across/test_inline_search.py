@@ -460,32 +460,18 @@ def test_what_a_cut_does_to_batchnorm_is_said_of_the_cut_that_stays(capsys):
     assert "(here of 50 samples)" in capsys.readouterr().err
 
 
-class Pooling(nn.Module):
-    """Takes inputs of any length, and memory that goes with it."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.head = nn.Linear(8, 256), nn.Linear(256, 4)
-
-    def forward(self, inputs):
-        return self.head(torch.tanh(self.body(inputs)).mean(1))
-
-
 @pytest.mark.timeout(60)
 def test_long_sample_that_does_not_fit_alone_ends_the_run():
-    loader = [(torch.randn(2, length, 8), torch.zeros(2, dtype=torch.long)) for length in (4, 4, 400, 400)]
-
     with pytest.raises(autoaccum.DoesNotFitError, match="a sample of shapes"):
-        fit("200KiB", 4, Pooling(), loader)
+        fit("400KiB", 4, Pooled(), texts((4, 4, 400, 400), batch=2))
 
 
 @pytest.mark.parametrize(("operator", "options"), [(30, {}), (150, {}), (90, {"micro_batch": 1})])
 def test_single_sample_that_fails_for_a_moment_does_not_end_the_run(operator, options):
-    loader = [(torch.randn(1, 3 + i % 4, 8), torch.zeros(1, dtype=torch.long)) for i in range(24)]
+    loader = texts([3, 4, 5, 6] * 6, batch=1)
 
     with FailAt(operator) as fault:
-        _, told, _ = fit("1GiB", 8, Pooling(), loader, **options)
+        _, told, _ = fit("1GiB", 8, Pooled(), loader, **options)
 
     assert fault.hits == 1
     assert [report.samples for report in told.reports] == [8, 8, 8]

@@ -27,14 +27,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+    pytest.mark.usefixtures("accelerate_as_it_was"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def environment_of_its_own(monkeypatch):
-    """Transformers 4 sets variables of Accelerate's."""
-    monkeypatch.setenv("ACCELERATE_USE_IPEX", "false")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
 
 
 def cut(trainer=Trainer, **options):
