@@ -49,6 +49,20 @@ def fit_quietly(model, loader, target_batch, **options):
     return autoaccum.fit(model, loader, target_batch, **{"device": "cpu", "progress": False} | options)
 
 
+class Limited(nn.Module):
+    """Lacks memory where more samples come at once than `most`."""
+
+    def __init__(self, body, most):
+        super().__init__()
+        self.body, self.most = body, most
+
+    def forward(self, inputs):
+        outputs = self.body(inputs)
+        if self.most is not None and len(inputs) > self.most:
+            raise torch.OutOfMemoryError("told to")
+        return outputs
+
+
 class CountingLoader:
     def __init__(self, batches):
         self.batches = list(batches)

@@ -115,20 +115,24 @@ def assert_is_smaller_cut(found, undisturbed_spread):
 # --- the environment --------------------------------------------------------------------------------------------------
 
 
+OF_TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
 @pytest.mark.parametrize(
     ("variables", "text"),
     [
         ({"RANK": "0"}, "RANK is set in the environment and WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE is set in the environment and RANK, MASTER_ADDR, MASTER_PORT are not"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT are not; start every process by torchrun"),
-        (
-            {"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
-            "must be less than WORLD_SIZE",
+        (OF_TWO | {"RANK": "3"}, "must be less than WORLD_SIZE"),
+        (OF_TWO | {"RANK": "one"}, "is not a whole number"),
+        *(
+            (OF_TWO | {"AUTOACCUM_RANK_TIMEOUT_S": text}, "must be a positive number of seconds")
+            for text in ("soon", "-1", "0", "nan")
         ),
-        ({"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "is not a whole number"),
     ],
 )
-def test_variables_that_are_half_set_are_named(monkeypatch, variables, text):
+def test_variables_that_are_half_set_or_wrong_are_named(monkeypatch, variables, text):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
@@ -153,13 +157,3 @@ def test_process_alone_joins_nobody(monkeypatch, variables):
     autoaccum.join_ranks("cpu")
 
     assert not distributed.is_initialized()
-
-
-@pytest.mark.parametrize("text", ["soon", "-1", "0", "nan"])
-def test_time_limit_that_is_none_is_refused(monkeypatch, text):
-    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    for name, value in (environment | {"AUTOACCUM_RANK_TIMEOUT_S": text}).items():
-        monkeypatch.setenv(name, value)
-
-    with pytest.raises(autoaccum.InvalidInputError, match="must be a positive number of seconds"):
-        autoaccum.join_ranks("cpu")
