@@ -98,7 +98,7 @@ def critical_path_s(stages=STAGES):
 # --- a part, in its own process ---------------------------------------------------------------------------------------
 
 
-class ReportContents:
+class Findings:
     """The findings of a part, written to its file after each, so that a part that is killed keeps them.
 
     Args:
@@ -165,7 +165,7 @@ class ReportContents:
 def run_inside(options):
     """Run one part in this process, which ends also where gpu.py was killed."""
     signal.alarm(math.ceil(options.budget + 2 * _GRACE_S))
-    findings = ReportContents(
+    findings = Findings(
         options.result,
         options.budget,
         options.device,

@@ -1,4 +1,4 @@
-"""The parts of gpu.py, each a function of its `ReportContents`: what is run on the GPU, and what is promised of it.
+"""The parts of gpu.py, each a function of its `Findings`: what is run on the GPU, and what is promised of it.
 
 On the public API and on torch's own counts, so that the numbers stay comparable when autoaccum changes inside. The one
 exception is the traced step behind a prediction, whose `tensor_float` has no public name.

@@ -171,7 +171,7 @@ def test_test_that_ends_the_process_is_named_and_hides_no_other(gpu, tmp_path, m
     cases = load("gpu_cases", monkeypatch)
     source = "import os\ndef test_one(): pass\ndef test_two(): assert 1 == 2\ndef test_three(): os._exit(0)\n"
     (tmp_path / "test_it.py").write_text(source)
-    findings = gpu.ReportContents(tmp_path / "result.json", 60, "cpu", tiny=True)
+    findings = gpu.Findings(tmp_path / "result.json", 60, "cpu", tiny=True)
 
     cases._pytest(findings, str(tmp_path / "test_it.py"))
 
