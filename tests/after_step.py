@@ -122,8 +122,6 @@ def net():
 
 @dataclass
 class Played:
-    """What became of one training."""
-
     error: str | None  # what ended it, as "type: message"
     kind: str  # the error's type
     named: int | None  # the update that an `StepCompleteError` names
@@ -237,7 +235,6 @@ def judged(folder, window, point, kind, expected, *, lasts=False, checkpoint_eve
 
 
 def points_of(folder, window, kind, *, checkpoint_every=1):
-    """How many points there are."""
     return play(window, None, kind, checkpoint=folder, checkpoint_every=checkpoint_every).fault["count"]
 
 

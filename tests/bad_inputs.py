@@ -32,8 +32,6 @@ NAN = float("nan")
 
 
 class Unshowable:
-    """Has no repr, and equals nothing."""
-
     def __repr__(self):
         raise RuntimeError("no repr")
 
@@ -133,7 +131,6 @@ def dims(value):
 
 
 def at_least_0(value):
-    """A number from 0."""
     return type(value) in (int, float) and 0 <= value < 1e300
 
 
@@ -145,8 +142,6 @@ def nothing(_):
 
 
 class Counted(autoaccum.Callback):
-    """Counts the windows that were trained."""
-
     def __init__(self):
         self.windows = 0
 
@@ -193,8 +188,6 @@ class World:
 
 @dataclass(frozen=True)
 class Call:
-    """A public callable."""
-
     signature: Callable[..., Any]  # what the user calls
     good: Callable[[World], dict[str, Any]]  # arguments that it takes, in a world
     # What each argument may be that `ALLOWED` does not have, or has otherwise.
@@ -301,6 +294,7 @@ DEVICES = [
     for device in ("cuda:99", "cpu:7", "meta", 10**9, autoaccum.Simulated, "gpu", "", "cuda:x", "cpu:-2", object())
 ]
 PATHS = [
+    lambda world: world.folder / "a file",
     lambda world: world.folder / "a file" / "below",
     lambda world: world.folder / ("n" * 300),
     lambda _: Path("null\0byte"),

@@ -80,7 +80,6 @@ def options():
 
 
 def missing():
-    """Options without bad values."""
     return [
         f"{command} {option}"
         for command, name, option in options()

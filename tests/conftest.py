@@ -226,6 +226,13 @@ def no_pauses(monkeypatch):
 
 
 @pytest.fixture
+def accelerate_as_it_was(monkeypatch):
+    """Transformers 4 sets variables of Accelerate's."""
+    monkeypatch.setenv("ACCELERATE_USE_IPEX", "false")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+
+
+@pytest.fixture
 def two_threads():
     """For tests of what a kernel takes: by one thread oneDNN is passed over for pointwise convolutions."""
     torch.set_num_threads(2)

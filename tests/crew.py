@@ -84,7 +84,6 @@ class _Member:
         return pickle.load(self._process.stdout)  # noqa: S301
 
     def end(self):
-        """End it if it lives; return its exit code."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:

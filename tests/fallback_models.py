@@ -55,8 +55,6 @@ class Feed(nn.Module):
 
 
 class Wide(Stack):
-    """Takes each sample many times over, in its blocks."""
-
     def __init__(self):
         super().__init__(depth=0)
         torch.manual_seed(0)
@@ -67,7 +65,6 @@ class Wide(Stack):
 
 
 def a_step(model):
-    """Gradients, buffers and the random state after one step."""
     seed()
     inputs, targets = torch.randn(16, 32), torch.randint(0, 4, (16,))
     nn.functional.cross_entropy(model(inputs), targets).backward()

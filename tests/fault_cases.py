@@ -58,8 +58,6 @@ def frozen():
 
 
 class Checkpointed(nn.Module):
-    """Two blocks with dropout that are run again in the backward pass."""
-
     def __init__(self, *, use_reentrant):
         super().__init__()
         blocks = (nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2))
@@ -123,7 +121,6 @@ class Renormed(nn.Module):
 
 
 def plain(outputs, targets):
-    """A mean of which nothing says that it is one: that is found out."""
     return functional.cross_entropy(outputs.float(), targets)
 
 
@@ -147,7 +144,6 @@ def energy(model, batch):
 
 
 def contrast(outputs, targets):
-    """Every sample against every other sample of the window."""
     alike = functional.normalize(outputs.float()) @ functional.normalize(targets).T
     return functional.cross_entropy(5.0 * alike, torch.arange(len(outputs)))
 
@@ -181,8 +177,6 @@ def views():
 
 @dataclass(frozen=True)
 class Model:
-    """A model and what it is trained with."""
-
     make: Callable  # makes it
     window: Callable  # makes the inputs and targets of one window
     loss: object = None  # as for `Runner`
@@ -251,7 +245,6 @@ class Case:
         return SMALL[self.model]
 
     def windows(self):
-        """Return the windows, each a list of batches."""
         torch.manual_seed(5)
         made = [zip(*(half.split(self.pieces) for half in self.kind.window()), strict=True) for _ in range(WINDOWS)]
         if self.kind.make is Tied:

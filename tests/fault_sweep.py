@@ -25,8 +25,6 @@ _COUNTED = 2
 
 @dataclass
 class Tally:
-    """What a sweep found."""
-
     operators: int = 0  # operators of the swept window
     injected: int = 0  # faults that were injected
     survived: int = 0  # windows that became an update in another cut, or the same, bit for bit
@@ -38,7 +36,6 @@ class Tally:
     seconds: float = 0.0  # how long it took
 
     def add(self, other):
-        """Add another case's."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
@@ -73,7 +70,6 @@ class Sweep:
         self._clean = {}
 
     def run(self, budget):
-        """Inject every fault of the budget; return the tally."""
         started = time.perf_counter()
         parts = self._parts()
         self.tally.operators = self._operators = len(parts[_WINDOW])
@@ -93,7 +89,6 @@ class Sweep:
         return self.tally
 
     def memory(self, window, points, earlier=None):
-        """Let memory run out once, at each of the points in turn."""
         for point in points:
             fault = LackAt(point)
             faults = {number: LackAt(at) for number, at in (earlier or {}).items()}
@@ -122,7 +117,6 @@ class Sweep:
                 self._judge_untouched(played, _WINDOW, where)
 
     def errors(self, points):
-        """Raise an error of the user's own at each of the points, and then give the window again."""
         for point in points:
             mine = LookupError("the user's own")
             fault = LackAt(point, error=mine)
@@ -173,7 +167,6 @@ class Sweep:
         self._judge_windows(played, 0, where)
 
     def counted(self, points):
-        """Let memory run out once at each of the points, and count what is alive."""
         expected = {}
         for point in points:
             fault = LackAt(point)

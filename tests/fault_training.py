@@ -64,7 +64,6 @@ class FailInTurn(LackAt):
         self.attempt()
 
     def attempt(self):
-        """Begin to count anew."""
         self.count = 0
         self.points = {self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]}
 
@@ -124,8 +123,6 @@ def play(case, faults=None, *, cuts=(), windows=3, again=False, counted=False):
 
 
 class _Training(autoaccum.Callback):
-    """The loop of `play`."""
-
     def __init__(self, case, faults, meter):
         self.played, self.part = Played(), BEGIN
         self._case, self._data, self._by_window, self._meter = case, case.windows(), faults, meter

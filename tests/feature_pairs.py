@@ -58,8 +58,6 @@ def each_once(name):
 
 
 class Residual(nn.Module):
-    """A block that is repeated, so that it can be checkpointed."""
-
     def __init__(self, width):
         super().__init__()
         self.linear, self.drop = nn.Linear(width, width), nn.Dropout(0.2)
@@ -87,7 +85,6 @@ class Gpt(nn.Module):
 
 
 def made(name, features):
-    """Return a model, always with the same parameters."""
     torch.manual_seed(1)
     if name == "mlp":
         model = nn.Sequential(nn.Linear(6, WIDTH), *(Residual(WIDTH) for _ in range(2)), nn.Linear(WIDTH, CLASSES))
@@ -130,7 +127,6 @@ def entropy_pair(outputs, targets):
 
 
 def contrast(outputs, targets):
-    """Every sample against every other of the window."""
     vectors = functional.normalize(outputs.flatten(1).to(torch.promote_types(outputs.dtype, torch.float32)))
     return functional.cross_entropy(5.0 * vectors @ vectors.T, torch.arange(len(vectors)))
 
@@ -148,7 +144,6 @@ def energy_pair(outputs, targets):
 
 
 def losses_of(features):
-    """Return the losses, as functions of (outputs, targets)."""
     one, other = (entropy_pair, energy_pair) if "pair" in features else (entropy, energy)
     if "chunked loss" in features:
         one = entropy
@@ -158,8 +153,6 @@ def losses_of(features):
 
 
 class Of:
-    """A loss of (model, batch), for a list of losses."""
-
     def __init__(self, loss):
         self.loss = loss
 
@@ -238,7 +231,6 @@ def optimizers_of(model, features):
 
 
 def options_of(model, features):
-    """Return the arguments of `fit` for these features."""
     chosen = {"target_batch": TARGET, "micro_batch": 5, "precision": "fp32", "device": "cpu", "progress": False}
     losses = losses_of(features)
     if "chunked loss" in features:
@@ -264,8 +256,6 @@ def options_of(model, features):
 
 @dataclass
 class Outcome:
-    """What one training left."""
-
     error: str  # what refused it, in words; "" if it trained
     state: dict  # the model's state in the end
     recorded: Recorded  # its passes
@@ -301,7 +291,6 @@ def trained(name, features, folder):
 
 
 def on_rank(rank, size, name, features, folder):
-    """Train as one of several ranks."""
     return trained(name, features, folder)
 
 

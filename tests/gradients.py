@@ -56,7 +56,6 @@ def joined(model):
 
 
 def distance(one, other):
-    """How far apart two gradients are, relative to the size of the second."""
     return float((one.double() - other).norm() / other.norm())
 
 

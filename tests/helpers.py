@@ -13,6 +13,7 @@ from torch import nn
 import autoaccum
 
 CPU = torch.device("cpu")
+WITHOUT_WARNINGS = pytest.mark.filterwarnings(*(f"ignore::{kind}Warning" for kind in ("User", "Future", "Deprecation")))
 
 
 def classifier(classes=3, features=4):
@@ -28,7 +29,6 @@ def labelled(samples, classes=3, features=4):
 
 
 def batches_of(batch, *sizes):
-    """A pair cut into batches of these sizes."""
     return list(zip(*(half.split(list(sizes)) for half in batch), strict=True))
 
 
@@ -49,9 +49,21 @@ def fit_quietly(model, loader, target_batch, **options):
     return autoaccum.fit(model, loader, target_batch, **{"device": "cpu", "progress": False} | options)
 
 
-class CountingLoader:
-    """A loader that counts how many batches were drawn from it, in all epochs together."""
+class Limited(nn.Module):
+    """Lacks memory where more samples come at once than `most`."""
 
+    def __init__(self, body, most):
+        super().__init__()
+        self.body, self.most = body, most
+
+    def forward(self, inputs):
+        outputs = self.body(inputs)
+        if self.most is not None and len(inputs) > self.most:
+            raise torch.OutOfMemoryError("told to")
+        return outputs
+
+
+class CountingLoader:
     def __init__(self, batches):
         self.batches = list(batches)
         self.drawn = 0
@@ -77,7 +89,6 @@ def assert_bitwise(found, expected):
 
 
 def live_tensors():
-    """The number of tensors that anything still refers to."""
     gc.collect()
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 

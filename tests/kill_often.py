@@ -68,7 +68,6 @@ def in_child(function):
 
 
 def lines_of(log):
-    """How many lines a log has; none where there is no log yet."""
     return log.read_bytes().count(b"\n") if log.exists() else 0
 
 

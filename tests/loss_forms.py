@@ -44,7 +44,6 @@ POSITIVES = (
 
 
 def window(number, lengths, positives, seed=0):
-    """A batch with all that the losses below want."""
     chance = torch.Generator().manual_seed(10 * seed + number)
     real = functools.partial(torch.randn, generator=chance, dtype=torch.float64)
     y = torch.randint(0, C, (N, T), generator=chance)
@@ -87,8 +86,6 @@ WINDOWS = [window(number, *each) for number, each in enumerate(zip(LENGTHS, POSI
 
 
 class Net(nn.Module):
-    """Logits (N, T, C)."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
@@ -99,15 +96,11 @@ class Net(nn.Module):
 
 
 class Tagger(Net):
-    """Logits (N, C, T), as torch wants them."""
-
     def forward(self, x):
         return super().forward(x).transpose(1, 2)
 
 
 class Classifier(Net):
-    """Logits (N, C)."""
-
     def forward(self, x):
         return super().forward(x).mean(1)
 
@@ -215,7 +208,6 @@ class Form:
     allowed: str = "exact"
 
     def raw(self, model, batch):
-        """What the loss returns."""
         if self.loss is None:
             return model(**batch)["loss"]
         outputs = self.forward(model, batch) if self.forward else model(batch[0])
@@ -223,7 +215,6 @@ class Form:
 
 
 def of_module(loss, model, x, y, **options):
-    """A loss of torch.nn with a loader of pairs."""
     return Form(loss, model, pair(x, y), forward=None, **options)
 
 
@@ -239,12 +230,10 @@ def ce(o, y, **options):
 
 
 def each(o, b, y="y"):
-    """The loss of each token, (N, T)."""
     return ce(o, b[y], reduction="none").view(o.shape[0], T)
 
 
 def row(o, b):
-    """The loss of each sample."""
     return each(o, b).mean(1)
 
 

@@ -8,22 +8,10 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
+from helpers import Limited
 from rank_training import net, of_tokens, texts, vectors
 
 BATCH = 24
-
-
-class Tight(nn.Module):
-    """Lacks memory for more samples at once than `most`, on one rank."""
-
-    def __init__(self, body, most):
-        super().__init__()
-        self.body, self.most = body, most
-
-    def forward(self, inputs):
-        if self.most is not None and self.training and len(inputs) > self.most:
-            raise torch.OutOfMemoryError("told to")
-        return self.body(inputs)
 
 
 def half_of_classes(outputs, targets):
@@ -49,9 +37,7 @@ def part(samples, rank, size, number):
 def train(rank, size, *, loss="module", most=(), fails=(), twice=False, frozen_at=None, norm=False, steps=3):
     """Train with SGD; return parameters, losses and events. `most` by rank; `fails` is the ranks whose loss raises."""
     function, samples = LOSSES[loss]
-    model = Tight(net(rank, norm=norm), dict(most).get(rank))
-    if size == 1:
-        model = Tight(net(0, norm=norm), None)
+    model = Limited(net(rank, norm=norm), None if size == 1 else dict(most).get(rank))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def failing(outputs, targets):

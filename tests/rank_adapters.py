@@ -58,7 +58,6 @@ def parameters(module):
 
 
 def lightning(rank, size, *, most=(), windowed=True):  # noqa: C901 - a module and its callbacks
-    """Fit with DDP; return parameters, what was logged, and the micro-batches."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     import lightning.pytorch as pl  # noqa: PLC0415 - only some ranks need it
@@ -131,7 +130,6 @@ def lightning(rank, size, *, most=(), windowed=True):  # noqa: C901 - a module a
 
 
 def accelerate(rank, size, *, most=(), windowed=True):
-    """Train in Accelerate's loop; return parameters, losses, and what was gathered for metrics."""
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{size}", "ACCELERATE_USE_CPU": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # which are looked at, and not used
     warnings.simplefilter("ignore")

@@ -50,7 +50,6 @@ def model():
 
 
 def lacking(rank, size, where, who):
-    """Train; on one rank memory runs out once, after the first update."""
     net = model()
     fails = Fails(where if rank == who else "nowhere")
     net.insert(2, fails)
@@ -82,5 +81,4 @@ def alone():
 
 
 def counted(outcomes):
-    """Return how many samples each window had over all ranks."""
     return [sum(itertools.chain(*cuts)) for cuts in zip(*(one["cuts"] for one in outcomes), strict=True)]

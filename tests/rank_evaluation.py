@@ -45,7 +45,6 @@ LOADERS = {made.__name__: made for made in (*ALIKE, in_one, shuffled, shuffled_b
 
 
 def accuracy(outputs, targets):
-    """The share of right tokens, for each sample."""
     counts = targets != -100
     return ((outputs.argmax(-1) == targets) & counts).sum(1) / counts.sum(1)
 
@@ -87,7 +86,6 @@ def evaluated(rank, size, kind, samples, *, epochs=2, shard=True, **arguments):
 
 
 def with_other_lengths(rank, size, kind):
-    """Evaluate what is shorter on rank 1."""
     return evaluated(rank, size, kind, 12 if rank == 1 else 20)
 
 
@@ -120,8 +118,6 @@ class Wide(nn.Module):
 
 
 class Events(autoaccum.Callback):
-    """Counts how often memory ran out while evaluating."""
-
     def __init__(self):
         self.sizes = []
 
@@ -131,7 +127,6 @@ class Events(autoaccum.Callback):
 
 
 def on_simulated(rank, size, sizes, **arguments):
-    """Evaluate on simulated devices, of another size on each rank."""
     events = Events()
     found = rank_training.train(
         rank,
@@ -161,8 +156,6 @@ class OfFirst(PearsonCorrCoef):
 
 
 class Hits:
-    """Counts in Python."""
-
     def __init__(self):
         self.reset()
 
@@ -225,7 +218,6 @@ REFUSED = {"own", "averaging"}
 
 
 def counted(rank, size, kind, batch_size, **arguments):
-    """Evaluate with a metric that keeps its own count."""
     return rank_training.train(
         rank,
         size,

@@ -70,8 +70,6 @@ def schedule(seed, size, operators):
 
 
 class Windows(autoaccum.Callback):
-    """Notes how many operators each window has come to."""
-
     def __init__(self, mode):
         self.mode, self.ends = mode, []
 
@@ -138,12 +136,10 @@ def is_given_up(outcomes):
 
 
 def many(rank, size, seeds, operators, **arguments):
-    """Train once for each seed, without starting the ranks anew; exceptions are returned."""
     return [tried(faulted, rank, size, points=schedule(seed, size, operators), **arguments) for seed in seeds]
 
 
 def tried(function, rank, size, **arguments):
-    """Return what a function returns, or the exception that it raises, in words."""
     try:
         return function(rank, size, **arguments)
     except Exception as error:  # noqa: BLE001 - the test looks at it

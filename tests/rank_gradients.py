@@ -46,7 +46,6 @@ class OfForm(nn.Module):
             self.kept = self.whole.expand(CLASSES)
 
     def share(self, _):
-        """Let both parameters have one gradient."""
         if self.own.grad is not None and self.further.grad is not None:
             self.further.grad = self.own.grad.view(-1)
 

@@ -57,7 +57,6 @@ def loader_of(kind, rank, lengths=LENGTHS):
 
 
 def train(rank, size, kind, lengths=LENGTHS, *, drop_last=False):
-    """Train with loaders of other lengths; return what came of it and what was printed."""
     torch.manual_seed(0)
     arguments = {"target_batch": 25, "micro_batch": 5, "shard": True, "drop_last": drop_last}
 
@@ -68,7 +67,6 @@ def train(rank, size, kind, lengths=LENGTHS, *, drop_last=False):
 
 
 def loaded(rank, size, kind):
-    """Train an epoch; return the indices that this rank loaded."""
     samples = rank_faults.Seen(rank_training.vectors(50))
     model = rank_training.net()
     rank_training.train(
@@ -90,7 +88,6 @@ def divided(rank, size, name):
 
 
 def evaluate(rank, size, kind, lengths=LENGTHS):
-    """Evaluate with val_loaders of other lengths."""
     return rank_training.train(
         rank,
         size,

@@ -29,12 +29,10 @@ class Counting(autoaccum.Callback):
         self.after.append(len(self.calls))
 
     def of_window(self, number):
-        """Return what was called in a window, counted from 1."""
         return sorted(self.calls[self.after[number - 2] : self.after[number - 1]])
 
 
 def counted(rank, size, window, **arguments):
-    """Return the collective operations of one window."""
     counting = Counting()
 
     def noted(kind):

@@ -41,7 +41,6 @@ LOADERS = {made.__name__: made for made in (in_order, shuffled, own_generator, w
 def train(
     rank, size, folder, *, kind, steps, shard=True, samples=rank_training.SAMPLES, epochs=2, dropout=0.0, **arguments
 ):
-    """Train up to so many steps; say which samples were loaded here for that."""
     seen = Seen(rank_training.vectors(samples))
     model = rank_training.net(dropout=dropout)
     torch.manual_seed(4 + rank)

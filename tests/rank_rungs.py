@@ -14,19 +14,27 @@ def data(windows):
     ]
 
 
-def train(rank, size, *, capacities, windows=8, memory="auto", **options):
-    """Train; return parameters in bytes, what saved memory and the cuts."""
+def net():
     model = Wide().double()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # else each cut draws other numbers
+    return model
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, foreach=False)
+
+
+def train(rank, size, *, capacities, windows=8, memory="auto", **options):
+    model = net()
     seed()
     samples = [sample for batch in data(windows) for sample in zip(*batch, strict=True)]
     result = autoaccum.fit(
         model,
         torch.utils.data.DataLoader(samples, batch_size=8),
         8,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
+        optimizer=sgd,
         device=autoaccum.Simulated(capacities[rank]),
         memory=memory,
         progress=False,
@@ -42,12 +50,8 @@ def train(rank, size, *, capacities, windows=8, memory="auto", **options):
 
 
 def accumulate(rank, size, *, capacities, batches=8, **options):
-    """Train with an accumulator, each rank with its part of every batch; return what it found."""
-    model = Wide().double()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    model = net()
+    optimizer = sgd(model.parameters())
     accumulator = autoaccum.Accumulator(
         model, loss=torch.nn.functional.cross_entropy, device=autoaccum.Simulated(capacities[rank]), **options
     )
@@ -65,11 +69,7 @@ def accumulate(rank, size, *, capacities, batches=8, **options):
 
 
 def lacking_late(rank, size, *, lists, step=6, windows=12):
-    """Train with a batch a window, of which rank 1 lacks the memory after a step; return what it ended with."""
-    model = Wide().double()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    model = net()
     batches = [(inputs[rank::size].contiguous(), targets[rank::size].contiguous()) for inputs, targets in data(windows)]
     held = []
 
@@ -83,7 +83,7 @@ def lacking_late(rank, size, *, lists, step=6, windows=12):
         [list(zip(*batch, strict=True)) for batch in batches] if lists else batches,
         8,
         split=autoaccum.ListOfSamples(torch.utils.data.default_collate) if lists else None,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
+        optimizer=sgd,
         device=autoaccum.Simulated("40MiB"),
         micro_batch=4,
         memory="auto",

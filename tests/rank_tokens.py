@@ -7,7 +7,6 @@ from ragged import Causal, lengths_of, loader_of, padded, texts
 
 
 def train(rank, size, samples, batch, loader="in order", epochs=1, dropout=0.0, **options):
-    """Train on this rank's part; return all parameters as one vector, and the samples of each update."""
     result, model = run(loaders(samples, batch, rank, size)[loader](), epochs, dropout, **options)
     return {
         "parameters": torch.cat([parameter.detach().flatten() for parameter in model.parameters()]),
@@ -31,7 +30,6 @@ def loaders(samples, batch, rank=0, size=1):
 
 
 def run(loader, epochs=1, dropout=0.0, **options):
-    """Train; return the result and the model."""
     model = Causal(dropout=dropout)
     torch.manual_seed(3)
     result = autoaccum.fit(

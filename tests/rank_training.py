@@ -31,6 +31,12 @@ def assert_alike(outcomes):
         assert other["losses"] == outcomes[0]["losses"]
 
 
+def assert_trained_as(found, expected):
+    """All ranks alike, and as one process has trained."""
+    assert_alike(found)
+    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
+
+
 def vectors(samples=SAMPLES, seed=0):
     chance = torch.Generator().manual_seed(seed)
     inputs = torch.randn(samples, WIDTH, generator=chance, dtype=torch.float64)
@@ -93,7 +99,6 @@ LOSSES = {
 
 
 def train(rank, size, *, data=None, loss="mean", wrap=False, model=None, make_loader=None, **arguments):
-    """Run `fit` and return what became of it, alone where `size` is 1."""
     made, function = LOSSES[loss]
     model = model or net(seed=rank)  # ranks begin with other weights, and are to take those of rank 0
     samples = made() if data is None else data
@@ -156,7 +161,6 @@ def with_norm(rank, size, **arguments):
 
 
 def evaluated(rank, size, lengths, **arguments):
-    """Train and evaluate with loaders of their own."""
     loader = own_loader(lengths)(rank, size, texts(sum(lengths), seed=5))
     arguments |= {"make_loader": own_loader([SAMPLES // size] * size), "metrics": {"size": mean_size}}
     return train(rank, size, loss="tokens, found out", val_loader=loader, **arguments)
@@ -241,7 +245,6 @@ def changing(rank, size, **arguments):
 
 
 def different(rank, size, what):
-    """Train with something else on rank 1."""
     mine = rank == 1
     model = net() if not (mine and what == "model") else nn.Sequential(net(), nn.Linear(CLASSES, CLASSES)).double()
     optimizer = adam if mine and what == "optimizer" else sgd
@@ -294,12 +297,10 @@ def decaying(parameters):
 
 
 def said(rank, size, **arguments):
-    """Return what a training has said on this rank."""
     return heard(rank, size, target_batch=16, micro_batch=4, **arguments)[1]
 
 
 def heard(rank, size, **arguments):
-    """Train, and return what became of it and what was said on this rank."""
     with contextlib.redirect_stderr(io.StringIO()) as spoken:
         found = train(rank, size, progress="lines", **arguments)
     return found, spoken.getvalue()
@@ -348,7 +349,6 @@ def resumed(rank, size, folder, *, steps, shuffle=False, workers=0, shard=True, 
 
 
 def on_simulated(rank, size, sizes, **arguments):
-    """Train on simulated devices, of another size on each rank, with sizes found out as by default."""
     memory = autoaccum.Simulated(sizes[rank])
     found = train(
         rank,
@@ -398,8 +398,6 @@ def meet(rank, size, port, slow_s):
 
 
 def stopping(rank, size, *, who, event, at):
-    """Train two epochs of four windows, where a callback of one rank asks to stop."""
-
     class Asks(autoaccum.Callback):
         times = 0
 
@@ -427,7 +425,6 @@ def stopping(rank, size, *, who, event, at):
 
 
 def evaluated_every(rank, size, *, every):
-    """Train two epochs of four windows and evaluate after every so many windows."""
     loader = DataLoader(texts(20, seed=5), batch_size=6)
     return train(
         rank, size, loss="tokens, found out", target_batch=16, micro_batch=4, shard=True, epochs=2, val_loader=loader,

@@ -25,7 +25,6 @@ def raising():
 
 
 def lacking(rank, size, where, *, fails_at, who=0, **arguments):
-    """Train; on one rank memory runs out once outside of a pass."""
     owner, name = WHERE[where]
     real, calls = getattr(owner, name), itertools.count(1)
 
@@ -39,6 +38,5 @@ def lacking(rank, size, where, *, fails_at, who=0, **arguments):
 
 
 def lacking_each(rank, size, points, **arguments):
-    """Train; on each rank memory runs out once, where and when points say."""
     where, fails_at = points[rank]
     return lacking(rank, size, where, fails_at=fails_at, who=rank, **arguments)

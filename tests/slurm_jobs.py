@@ -84,6 +84,5 @@ class Job:
         self._hurried = waits
 
     def ended(self):
-        """Wait for its end and return its state."""
         self.until(lambda: all(line.startswith(_ENDS) for line in self.state.splitlines()))
         return self.state.splitlines()[0].split()[0]

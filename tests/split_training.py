@@ -25,7 +25,6 @@ def rows(samples=SAMPLES):
 
 
 def collate(samples):
-    """All rows of some samples below each other."""
     inputs, targets = zip(*samples, strict=True)
     return {"inputs": torch.cat(inputs), "targets": torch.cat(targets)}
 
@@ -61,7 +60,6 @@ def train(rank, _, **arguments):
 
 
 def by_hand(target, epochs=1):
-    """The parameters after the same updates, each from a whole window at once."""
     model, data = net(), rows()
     optimizer = sgd(model.parameters())
     for _ in range(epochs):

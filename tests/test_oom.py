@@ -150,7 +150,6 @@ OTHER_MESSAGES = [
 
 
 def kinds(exception):
-    """What an exception is taken for."""
     asked = {"memory": is_oom, "too large": is_too_large, "lost": is_device_lost}
     return {name for name, ask in asked.items() if ask(exception)}
 

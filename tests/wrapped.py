@@ -13,7 +13,6 @@ WRAPPER = [sys.executable, "-m", "autoaccum", "run"]
 
 
 def start(command, *options, **more):
-    """Start a wrapper; its streams are text."""
     words = [str(word) for word in (*WRAPPER, *options, "--", *command)]
     environment = os.environ | more.pop("variables", {})
     more = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | more
@@ -21,14 +20,12 @@ def start(command, *options, **more):
 
 
 def run(command, *options, **more):
-    """Run a wrapper to its end."""
     process = start(command, *options, **more)
     out, err = process.communicate(timeout=LONG_S)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def told(ended):
-    """The lines that are the wrapper's own."""
     return [line for line in ended.stderr.splitlines() if line.startswith("autoaccum: ")]
 
 

@@ -149,67 +149,29 @@ def test_parameters_that_were_made_in_inference_mode_are_refused(model, loader, 
 # --- what the loss returns -------------------------------------------------------------------------------------------
 
 
-def detached(outputs, targets):
-    return functional.cross_entropy(outputs, targets).detach()
+ce = functional.cross_entropy
+LOSSES = {
+    "detached": (lambda x, y: ce(x, y).detach(), ["'loss' has no gradient", ".detach()"]),
+    "a float": (lambda x, y: ce(x, y).item(), ["'loss' is a float", "no .item()"]),
+    "nothing": (lambda x, y: None, ["'loss' is a NoneType", "return a scalar tensor"]),
+    "not a number": (
+        lambda x, y: ce(x, y) * float("nan"),
+        ["not finite from the start (loss=nan)", "look for NaN in the inputs"],
+    ),
+    "infinite": (
+        lambda x, y: ce(x, y) - torch.log(torch.zeros((), dtype=torch.float64)),
+        ["not finite from the start (loss=inf)", "log(0)"],
+    ),
+    "matrix": (lambda x, y: x.square(), ["shape (", ", 3)", "per-sample losses, or a (sum, weight) pair"]),
+    "too short": (lambda x, y: x.square().mean(1)[1:], ["shape (", "samples; return a scalar"]),
+    "of nothing": (lambda x, y: (x.sum(), torch.zeros(())), ["does not exist; leave such samples out"]),
+    "complex number": (lambda x, y: torch.fft.fft(x).mean(), ["'loss' is a complex number", "loss.abs()"]),
+    "complex of each": (lambda x, y: torch.fft.fft(x).mean(1), ["'loss' is a complex number", "loss.abs()"]),
+    "complex pair": (lambda x, y: (torch.fft.fft(x).sum(), x.numel()), ["'loss' is a complex number", "loss.abs()"]),
+}
 
 
-def a_float(outputs, targets):
-    return functional.cross_entropy(outputs, targets).item()
-
-
-def nothing(outputs, targets):
-    return None
-
-
-def not_a_number(outputs, targets):
-    return functional.cross_entropy(outputs, targets) * float("nan")
-
-
-def infinite(outputs, targets):
-    return functional.cross_entropy(outputs, targets) - torch.log(torch.zeros((), dtype=torch.float64))
-
-
-def matrix(outputs, targets):
-    return outputs.square()
-
-
-def too_short(outputs, targets):
-    return outputs.square().mean(1)[1:]
-
-
-def complex_number(outputs, targets):
-    return torch.fft.fft(outputs).mean()
-
-
-def complex_of_each(outputs, targets):
-    return torch.fft.fft(outputs).mean(1)
-
-
-def complex_pair(outputs, targets):
-    return torch.fft.fft(outputs).sum(), outputs.numel()
-
-
-def of_nothing(outputs, targets):
-    return outputs.sum(), torch.zeros(())
-
-
-@pytest.mark.parametrize(
-    ("loss", "texts"),
-    [
-        (detached, ["'loss' has no gradient", ".detach()"]),
-        (a_float, ["'loss' is a float", "no .item()"]),
-        (nothing, ["'loss' is a NoneType", "return a scalar tensor"]),
-        (not_a_number, ["not finite from the start (loss=nan)", "look for NaN in the inputs"]),
-        (infinite, ["not finite from the start (loss=inf)", "log(0)"]),
-        (matrix, ["shape (", ", 3)", "per-sample losses, or a (sum, weight) pair"]),
-        (too_short, ["shape (", "samples; return a scalar"]),
-        (of_nothing, ["does not exist; leave such samples out"]),
-        (complex_number, ["'loss' is a complex number", "loss.abs()"]),
-        (complex_of_each, ["'loss' is a complex number", "loss.abs()"]),
-        (complex_pair, ["'loss' is a complex number", "loss.abs()"]),
-    ],
-    ids=lambda value: value.__name__ if callable(value) else "",
-)
+@pytest.mark.parametrize(("loss", "texts"), LOSSES.values(), ids=LOSSES)
 def test_loss_that_cannot_be_minimised_is_refused_with_what_it_returned(loss, texts, model, loader):
     said = refused(model, loader, loss=loss)
 
@@ -223,6 +185,7 @@ def masked_error(outputs, targets):
 
 
 def token_mean(outputs, targets):
+    """A function of the user's own."""
     return functional.cross_entropy(outputs, targets)
 
 

@@ -58,7 +58,6 @@ def test_bad_option_is_refused_by_name_and_leaves_nothing(command, folder):
 
 
 def train(folder, *, val_loader, **arguments):
-    """Train a world's model for an epoch; return the world and the result."""
     world = World(folder)
     asked = fit_arguments(world) | arguments
     return world, autoaccum.fit(**asked, val_loader=val_loader(world))
@@ -95,8 +94,6 @@ def test_generator_of_validation_data_is_not_touched_before_the_epoch_is_done(fo
 
 
 class Drawing(torch.utils.data.Dataset):
-    """Draws from every global generator."""
-
     def __init__(self, batch):
         self.batch = batch
 

@@ -144,8 +144,6 @@ def failing(kind):
 
 
 class AtNorm(TorchDispatchMode):
-    """Fails where the norm of the gradients is computed."""
-
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if operator.overloadpacket in (torch.ops.aten._foreach_norm, torch.ops.aten.linalg_vector_norm):
             FAULT.at("clip")
@@ -256,7 +254,6 @@ class ByHand(Training):
         return [self.update(self.window(number), sizes) for number, sizes in enumerate(cuts)]
 
     def update(self, window, sizes):
-        """Make one update; return the loss and the norm."""
         pieces = list(zip(*(half.split(sizes) for half in window), strict=True))
         backward = torch.Tensor.backward if self.scaler is None else lambda loss: self.scaler.scale(loss).backward()
         if self.feature == "window loss" and len(sizes) > 1:

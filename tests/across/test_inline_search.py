@@ -257,7 +257,24 @@ def test_batch_that_is_larger_than_any_before_is_cut_smaller_before_it_fails():
 # --- the clock --------------------------------------------------------------------------------------------------------
 
 
-def test_cut_that_is_faster_by_the_clock_is_chosen_and_said(monkeypatch, capsys):
+class Clock:
+    now = 0.0
+
+    def advance(self, seconds):
+        self.now += seconds
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(time, "perf_counter", made)
+    return made
+
+
+def test_cut_that_is_faster_by_the_clock_is_chosen_and_said(clock, capsys):
     """Large micro-batches sleep, as if they fell out of a cache."""
 
     class Slow(Wide):
@@ -267,17 +284,6 @@ def test_cut_that_is_faster_by_the_clock_is_chosen_and_said(monkeypatch, capsys)
             clock.advance(0.001 + 0.001 * len(inputs))
             return super().forward(inputs)
 
-    class Clock:
-        now = 0.0
-
-        def advance(self, seconds):
-            self.now += seconds
-
-        def __call__(self):
-            return self.now
-
-    clock = Clock()
-    monkeypatch.setattr(time, "perf_counter", clock)
     loader = list(itertools.chain.from_iterable([data()] * 10))
 
     _, told, result = fit("64MiB", model=Slow(), loader=loader, progress="lines")
@@ -354,20 +360,12 @@ def test_run_that_stopped_when_it_had_learned_keeps_its_plan(tmp_path):
     assert {report.micro_batches for report in told.reports} == {first.plan.micro_batches}
 
 
-def test_cut_that_the_clock_chose_for_samples_of_unlike_length_stays_when_it_is_taken_up(tmp_path, monkeypatch):
+def test_cut_that_the_clock_chose_for_samples_of_unlike_length_stays_when_it_is_taken_up(tmp_path, clock):
     class Slow(Pooled):
         def forward(self, tokens):
-            clock.now += 0.001 * len(tokens) + (0.1 * len(tokens) if len(tokens) > 20 else 0.0)
+            clock.advance(0.001 * len(tokens) + (0.1 * len(tokens) if len(tokens) > 20 else 0.0))
             return super().forward(tokens)
 
-    class Clock:
-        now = 0.0
-
-        def __call__(self):
-            return self.now
-
-    clock = Clock()
-    monkeypatch.setattr(time, "perf_counter", clock)
     options = {"checkpoint": tmp_path, "loader": texts([8, 12] * 40, batch=64)}
 
     _, before, first = fit("64MiB", 64, Slow(), max_steps=40, **options)
@@ -462,32 +460,18 @@ def test_what_a_cut_does_to_batchnorm_is_said_of_the_cut_that_stays(capsys):
     assert "(here of 50 samples)" in capsys.readouterr().err
 
 
-class Pooling(nn.Module):
-    """Takes inputs of any length, and memory that goes with it."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.head = nn.Linear(8, 256), nn.Linear(256, 4)
-
-    def forward(self, inputs):
-        return self.head(torch.tanh(self.body(inputs)).mean(1))
-
-
 @pytest.mark.timeout(60)
 def test_long_sample_that_does_not_fit_alone_ends_the_run():
-    loader = [(torch.randn(2, length, 8), torch.zeros(2, dtype=torch.long)) for length in (4, 4, 400, 400)]
-
     with pytest.raises(autoaccum.DoesNotFitError, match="a sample of shapes"):
-        fit("200KiB", 4, Pooling(), loader)
+        fit("400KiB", 4, Pooled(), texts((4, 4, 400, 400), batch=2))
 
 
 @pytest.mark.parametrize(("operator", "options"), [(30, {}), (150, {}), (90, {"micro_batch": 1})])
 def test_single_sample_that_fails_for_a_moment_does_not_end_the_run(operator, options):
-    loader = [(torch.randn(1, 3 + i % 4, 8), torch.zeros(1, dtype=torch.long)) for i in range(24)]
+    loader = texts([3, 4, 5, 6] * 6, batch=1)
 
     with FailAt(operator) as fault:
-        _, told, _ = fit("1GiB", 8, Pooling(), loader, **options)
+        _, told, _ = fit("1GiB", 8, Pooled(), loader, **options)
 
     assert fault.hits == 1
     assert [report.samples for report in told.reports] == [8, 8, 8]

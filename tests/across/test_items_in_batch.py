@@ -29,7 +29,6 @@ def sentences(lengths, seed=0, *, shifted=False, items=int, name=NAME):
 
 
 def together(batches, name=NAME):
-    """The batches as one, with the sum of their counts."""
     tensors = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0] if key != name}
     return {**tensors, name: sum(batch[name] for batch in batches)}
 
@@ -68,7 +67,6 @@ def tagger():
 
 
 def assert_whole(model, loss, window, sizes, batch, *, tolerance=1e-12, **options):
-    """Check gradient and loss of a window against those of one batch."""
     whole = copy.deepcopy(model)
     value = whole(**batch).loss if loss is None else loss(whole(batch["input_ids"]), batch)
     value.backward()

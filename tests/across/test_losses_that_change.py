@@ -33,7 +33,6 @@ def runner_of(model, loss, **options):
 
 
 def step(runner, model, batch, whole):
-    """Make one update; return its loss and gradient, and those of the whole batch at once."""
     before = copy.deepcopy(model)
     report = runner.step(batch)
     loss = whole(before)

@@ -93,7 +93,6 @@ class Once:
 
 
 def trained(make, where=None):
-    """Train; return the model's state and how often memory ran out."""
     model, device = network(make), Short("1GiB")
     runner = autoaccum.Runner(
         model,

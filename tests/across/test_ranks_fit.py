@@ -6,7 +6,7 @@ import torch
 import autoaccum
 import rank_training
 from helpers import a_few_of
-from rank_training import FAR, assert_alike, far
+from rank_training import FAR, assert_alike, assert_trained_as, far
 
 
 def alone(**arguments):
@@ -19,19 +19,22 @@ def test_parameters_are_those_of_one_process_with_the_whole_batch(crew, loss, si
 
     found = crew.run("rank_training:train", size=size, loss=loss, target_batch=16, micro_batch=3, epochs=2, shard=True)
 
-    assert_alike(found)
-    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
+    assert_trained_as(found, expected)
     assert found[0]["losses"] == pytest.approx(expected["losses"], rel=1e-9)
     assert found[0]["samples"] == expected["samples"]
 
 
-def test_model_wrapped_for_distributed_training_is_trained_as_it_is(crew):
-    expected = alone(target_batch=16, micro_batch=16)
+@pytest.mark.parametrize(
+    ("kind", "size", "options"), [("train", 2, {}), ("train", 2, {"wrap": True}), ("permuted", 3, {})]
+)
+def test_ranks_clip_as_one_process_does_also_where_the_model_is_wrapped_or_begins_otherwise(crew, kind, size, options):
+    asked = {"target_batch": 16, "clip_grad_norm": 0.1}
+    expected = alone(micro_batch=16, **asked)
 
-    found = crew.run("rank_training:train", size=2, target_batch=16, micro_batch=3, shard=True, wrap=True)
+    found = crew.run(f"rank_training:{kind}", size=size, micro_batch=3, shard=True, **asked, **options)
 
-    assert_alike(found)
-    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
+    assert found[0]["norms"] == pytest.approx(expected["norms"], rel=1e-9)
+    assert_trained_as(found, expected)
 
 
 def test_ranks_may_have_other_numbers_of_samples_and_none_at_the_end(crew):
@@ -74,16 +77,6 @@ def test_epoch_that_is_dropped_whole_is_refused_on_all(crew):
         assert "less than target_batch=64 samples, which drop_last=True leaves out" in str(answer)
 
 
-def test_gradient_is_clipped_by_the_norm_of_the_whole_window(crew):
-    expected = alone(target_batch=16, micro_batch=16, clip_grad_norm=0.1)
-
-    found = crew.run("rank_training:train", size=2, target_batch=16, micro_batch=3, shard=True, clip_grad_norm=0.1)
-
-    assert_alike(found)
-    assert found[0]["norms"] == pytest.approx(expected["norms"], rel=1e-9)
-    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
-
-
 def test_running_statistics_are_means_over_the_ranks(crew):
     found = crew.run("rank_training:with_norm", size=2, target_batch=16, micro_batch=16, shard=True, max_steps=1)
 
@@ -105,15 +98,6 @@ def test_other_buffers_that_a_model_writes_are_those_of_the_first_rank_and_const
     assert width16.tolist() == [5, 5]
     assert torch.equal(last, torch.stack([inputs for inputs, _ in rank_training.vectors()[15:20]]).mean(0))
     assert torch.equal(constant, torch.full((3,), 0.1, dtype=torch.float64))
-
-
-def test_ranks_with_the_same_weights_in_another_order_begin_with_those_of_rank_0(crew):
-    expected = alone(target_batch=16, micro_batch=16)
-
-    found = crew.run("rank_training:permuted", size=3, target_batch=16, micro_batch=8, shard=True)
-
-    assert_alike(found)
-    assert far(found[0]["parameters"], expected["parameters"]) <= FAR
 
 
 def test_parameter_that_only_some_ranks_use_is_updated_on_all_and_an_unused_one_on_none(crew):

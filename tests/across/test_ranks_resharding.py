@@ -6,14 +6,13 @@ import torch
 import autoaccum
 import rank_resharding
 import rank_training
-from rank_training import FAR, assert_alike, far
+from rank_training import FAR, assert_alike, assert_trained_as, far
 
 # Windows of the first epoch, and of both: 50 samples in windows of 16.
 EPOCH, ALL = 4, 8
 
 
 def run(crew, folder, size, **arguments):
-    """Train with so many ranks, or in this process."""
     if size == 1:
         return [rank_resharding.train(0, 1, folder, **arguments)]
     return crew.run("rank_resharding:train", folder, size=size, **arguments)
@@ -25,8 +24,7 @@ def test_order_of_several_ranks_is_that_of_one_process(crew, kind):
 
     found = run(crew, None, 2, kind=kind, steps=ALL)
 
-    assert_alike(found)
-    assert far(found[0]["parameters"], expected[0]["parameters"]) <= FAR
+    assert_trained_as(found, expected[0])
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])

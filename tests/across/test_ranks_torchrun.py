@@ -18,12 +18,12 @@ from folders import TESTS
 HERE = TESTS
 
 
-def torchrun(folder, action, *options, size=2, job="torchrun_job.py"):
+def torchrun(folder, action, *options, size=2, kind=""):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
     # An older torch would else let all that it starts on a machine meet at one and the same port.
     command = [*warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *options]
     return subprocess.Popen(
-        [*command, "--no-python", *warm.python(), str(HERE / job), str(folder), action],
+        [*command, "--no-python", *warm.python(), str(HERE / "torchrun_job.py"), str(folder), action, kind],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -31,9 +31,9 @@ def torchrun(folder, action, *options, size=2, job="torchrun_job.py"):
     )
 
 
-def finished(folder, action, *options, size=2, job="torchrun_job.py"):
+def finished(folder, action, *options, size=2, kind=""):
     folder.mkdir(exist_ok=True)
-    with torchrun(folder, action, *options, size=size, job=job) as process:
+    with torchrun(folder, action, *options, size=size, kind=kind) as process:
         said = process.communicate(timeout=200)[1]
     assert process.returncode == 0, said
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
@@ -76,12 +76,12 @@ def test_sigterm_leaves_a_checkpoint_of_all_ranks_from_which_they_go_on(crew, tm
 
 @pytest.fixture(scope="module")
 def undisturbed_spread(crew, tmp_path_factory):
-    return crew.run("sharded_job:train", tmp_path_factory.mktemp("undisturbed"), size=2)
+    return crew.run("torchrun_job:train", tmp_path_factory.mktemp("undisturbed"), size=2, is_spread=True)
 
 
 @pytest.mark.slow  # a rank that is killed, and a spread model that goes on, have quick tests of their own
 def test_spread_model_goes_on_from_its_checkpoint_where_a_rank_was_killed(tmp_path, undisturbed_spread):
-    found = finished(tmp_path, "kill", "--max-restarts", "1", job="sharded_job.py")
+    found = finished(tmp_path, "kill", "--max-restarts", "1", kind="spread")
 
     assert [one["from"] for one in found] == [2, 2]
     assert found[0]["numbers"] == found[1]["numbers"] == undisturbed_spread[0]["numbers"]
@@ -90,16 +90,16 @@ def test_spread_model_goes_on_from_its_checkpoint_where_a_rank_was_killed(tmp_pa
 def test_lack_of_memory_within_a_pass_becomes_a_smaller_cut_where_the_ranks_start_again(
     crew, tmp_path, undisturbed_spread
 ):
-    ended = crew.answers("sharded_job:train", tmp_path, "lack", wait_s=3, size=2)
+    ended = crew.answers("torchrun_job:train", tmp_path, "lack", wait_s=3, size=2, is_spread=True)
     assert isinstance(ended[0], autoaccum.RankFailedError), ended
     assert isinstance(ended[1], autoaccum.StartAgainError), ended
 
-    assert_is_smaller_cut(crew.run("sharded_job:train", tmp_path, "lack", size=2), undisturbed_spread)
+    assert_is_smaller_cut(crew.run("torchrun_job:train", tmp_path, "lack", size=2, is_spread=True), undisturbed_spread)
 
 
 @pytest.mark.slow  # by torchrun itself
 def test_lack_of_memory_within_a_pass_becomes_a_smaller_cut_after_a_restart(tmp_path, undisturbed_spread):
-    found = finished(tmp_path, "lack", "--max-restarts", "1", job="sharded_job.py")
+    found = finished(tmp_path, "lack", "--max-restarts", "1", kind="spread")
 
     assert (tmp_path / "exit-code").read_text() == "75"
     assert_is_smaller_cut(found, undisturbed_spread)
@@ -115,20 +115,24 @@ def assert_is_smaller_cut(found, undisturbed_spread):
 # --- the environment --------------------------------------------------------------------------------------------------
 
 
+OF_TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
 @pytest.mark.parametrize(
     ("variables", "text"),
     [
         ({"RANK": "0"}, "RANK is set in the environment and WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE is set in the environment and RANK, MASTER_ADDR, MASTER_PORT are not"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT are not; start every process by torchrun"),
-        (
-            {"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
-            "must be less than WORLD_SIZE",
+        (OF_TWO | {"RANK": "3"}, "must be less than WORLD_SIZE"),
+        (OF_TWO | {"RANK": "one"}, "is not a whole number"),
+        *(
+            (OF_TWO | {"AUTOACCUM_RANK_TIMEOUT_S": text}, "must be a positive number of seconds")
+            for text in ("soon", "-1", "0", "nan")
         ),
-        ({"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "is not a whole number"),
     ],
 )
-def test_variables_that_are_half_set_are_named(monkeypatch, variables, text):
+def test_variables_that_are_half_set_or_wrong_are_named(monkeypatch, variables, text):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
@@ -153,13 +157,3 @@ def test_process_alone_joins_nobody(monkeypatch, variables):
     autoaccum.join_ranks("cpu")
 
     assert not distributed.is_initialized()
-
-
-@pytest.mark.parametrize("text", ["soon", "-1", "0", "nan"])
-def test_time_limit_that_is_none_is_refused(monkeypatch, text):
-    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    for name, value in (environment | {"AUTOACCUM_RANK_TIMEOUT_S": text}).items():
-        monkeypatch.setenv(name, value)
-
-    with pytest.raises(autoaccum.InvalidInputError, match="must be a positive number of seconds"):
-        autoaccum.join_ranks("cpu")

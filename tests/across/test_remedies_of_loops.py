@@ -11,20 +11,14 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from autoaccum.errors import DoesNotFitError, InvalidInputError
+from helpers import WITHOUT_WARNINGS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = [WITHOUT_WARNINGS, pytest.mark.usefixtures("accelerate_as_it_was")]
 CLASSES = 3
 
 
 @pytest.fixture(autouse=True)
-def environment_of_its_own(monkeypatch):
-    """Transformers 4 sets variables of Accelerate's."""
-    monkeypatch.setenv("ACCELERATE_USE_IPEX", "false")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+def no_cache(monkeypatch):
     monkeypatch.setenv("AUTOACCUM_CACHE_DIR", "")
 
 

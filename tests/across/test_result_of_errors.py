@@ -91,8 +91,6 @@ def test_error_that_takes_no_attribute_or_has_one_arrives_unchanged():
 
 
 class RaisesAt(autoaccum.Callback):
-    """Raises an error when an event occurs."""
-
     def __init__(self, event, error):
         self.event, self.error = event, error
 

@@ -167,8 +167,6 @@ def test_run_stopped_after_any_window_goes_on_as_if_nothing_had_happened(tmp_pat
 
 
 class FailOnce:
-    """Raises what it was given the n-th time it is called."""
-
     def __init__(self, call, error):
         self.left = call
         self.error = error
@@ -239,8 +237,6 @@ def undisturbed():
 
 
 class Counting(Model):
-    """Counts its forward passes, evaluations included."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("passes", torch.zeros(()))
@@ -566,38 +562,29 @@ def test_stateful_loader_with_workers_gives_the_rest_of_the_epoch(tmp_path):
     assert [last.samples.windows[step] for step in windows] == [whole.samples.windows[step] for step in windows]
 
 
-def test_loader_that_gives_fewer_batches_than_were_used_is_an_error_and_changes_nothing(tmp_path):
-    stopped_at(4, tmp_path)
-    run = Run(checkpoint=tmp_path, loader=lambda: (batch for batch in loader_of(Noisy(20))))
-    before = run.state()
-
-    with pytest.raises(CheckpointError, match="after 7 batches of epoch 1, but the loader now yields only 3"):
-        run.fit()
-
-    assert run.state() == before
-
-
-def test_loader_whose_batches_became_smaller_is_an_error(tmp_path):
-    stopped_at(2, tmp_path)
-
-    with pytest.raises(CheckpointError, match="3 samples of batch 4 of epoch 1, but now that batch holds 2"):
-        Run(checkpoint=tmp_path, loader=lambda: iter(list(loader_of(Noisy(), batch_size=2)))).fit()
-
-
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("steps", "other", "message"),
     [
-        (lambda: loader_of(Noisy(), batch_size=6), "a loader of 8 batches per epoch, and this one has 9"),
-        (lambda: loader_of(Noisy(48)), "a loader of 50 samples in its dataset, and this one has 48"),
+        (4, lambda: iter(list(loader_of(Noisy(20)))), "after 7 batches of epoch 1, but the loader now yields only 3"),
         (
+            2,
+            lambda: iter(list(loader_of(Noisy(), batch_size=2))),
+            "3 samples of batch 4 of epoch 1, but now that batch holds 2",
+        ),
+        (2, lambda: loader_of(Noisy(), batch_size=6), "a loader of 8 batches per epoch, and this one has 9"),
+        (2, lambda: loader_of(Noisy(48)), "a loader of 50 samples in its dataset, and this one has 48"),
+        (
+            2,
             lambda: loader_of(Noisy(), batch_size=6, drop_last=True),
             "a loader of 7 samples per batch, and this one has 6",
         ),
-        (lambda: lists()[1:], "a loader of 8 batches per epoch, and this one has 7"),
+        (2, lambda: lists()[1:], "a loader of 8 batches per epoch, and this one has 7"),
     ],
 )
-def test_another_loader_over_the_same_data_is_refused_in_the_middle_of_an_epoch(tmp_path, other, message):
-    stopped_at(2, tmp_path)
+def test_loader_that_cannot_go_on_in_the_middle_of_an_epoch_is_refused_and_changes_nothing(
+    tmp_path, steps, other, message
+):
+    stopped_at(steps, tmp_path)
     run = Run(checkpoint=tmp_path, loader=other)
     before = run.state()
 
@@ -725,8 +712,6 @@ def test_size_is_searched_for_where_a_number_was_asked_for_before(tmp_path):
 
 def test_smaller_cut_after_memory_ran_out_is_kept_and_counted(tmp_path):
     class RunOut(Model):
-        """Has no memory for more than three samples."""
-
         def forward(self, inputs):
             if self.training and len(inputs) > 3:
                 raise torch.OutOfMemoryError("CUDA out of memory. (injected)")

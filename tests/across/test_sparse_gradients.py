@@ -23,8 +23,6 @@ class Bag(nn.Module):
 
 
 class Graph(nn.Module):
-    """Adds up the neighbours of each node."""
-
     def __init__(self, layout):
         torch.manual_seed(0)
         super().__init__()

@@ -11,24 +11,11 @@ from torch.utils.data import DataLoader
 import autoaccum
 import split_training
 from autoaccum.errors import InvalidInputError
-from helpers import fit_quietly
+from helpers import Limited, fit_quietly
 from rank_training import FAR, assert_alike, far, sgd
 
 TARGET = 16
 OF_ROWS = {"loss": split_training.mean, "forward": split_training.forward, "device": "cpu"}
-
-
-class Failing(nn.Module):
-    """Runs out of memory whenever it gets more than so many rows."""
-
-    def __init__(self, rows):
-        super().__init__()
-        self.body, self.rows = split_training.net(), rows
-
-    def forward(self, inputs):
-        if len(inputs) > self.rows:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return self.body(inputs)
 
 
 def loader():
@@ -52,7 +39,6 @@ def updated(loss, collate, data, *, micro_batch, weight=None, **options):
 
 
 def updated_by_hand(loss, batch):
-    """The parameters after the same update without autoaccum."""
     model = split_training.net()
     optimizer = sgd(model.parameters())
     inputs, targets = batch
@@ -107,7 +93,7 @@ def test_ranks_weigh_their_parts_by_the_split(crew):
 
 
 def test_micro_batch_is_found_by_samples():
-    model, batch = Failing(rows=60), split_training.rows(8)
+    model, batch = Limited(split_training.net(), most=60), split_training.rows(8)
     before = copy.deepcopy(model.state_dict())
 
     result = autoaccum.find_micro_batch(model, batch, split=split_training.split(), max_micro_batch=64, **OF_ROWS)
@@ -138,7 +124,6 @@ def test_report_counts_by_the_split():
 
 
 def first_rows(samples):
-    """The first row of each sample, stacked."""
     return torch.stack([inputs[0] for inputs, _ in samples]), torch.stack([targets[0] for _, targets in samples])
 
 

@@ -52,7 +52,6 @@ def normalised():
 
 
 def launched(step):
-    """What the last of the windows launches."""
     for _ in range(WINDOWS - 1):
         step(data())
     given = data()

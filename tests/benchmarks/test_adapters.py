@@ -8,14 +8,10 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from folders import ROOT
+from helpers import WITHOUT_WARNINGS
 
 BENCHMARKS = ROOT / "benchmarks"
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = WITHOUT_WARNINGS
 
 
 @pytest.fixture

@@ -49,7 +49,6 @@ SAMPLE = {
 
 @pytest.fixture
 def root(tmp_path):
-    """A tree with the pages, and no results."""
     for page in gpu_results.STATUS:
         (tmp_path / page).parent.mkdir(exist_ok=True, parents=True)
         shutil.copy(ROOT / page, tmp_path / page)
@@ -58,8 +57,6 @@ def root(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Makes the folder of a run."""
-
     def make(name="run", run=SAMPLE):
         at = tmp_path / name
         at.mkdir()

@@ -74,9 +74,6 @@ def unmade():
 
 def saving():
     return job(memory="chunked_loss")
-
-def on_meta():
-    return job(model=lambda: torch.nn.Linear(8, int(torch.tensor(2))))
 """
 
 
@@ -89,8 +86,6 @@ def recipe(tmp_path):
 
 @pytest.fixture
 def invoke():
-    """Run the command line in this process."""
-
     def invoke(*arguments):
         return CliRunner().invoke(app.cli, ["report", *(str(argument) for argument in arguments)])
 
@@ -261,14 +256,6 @@ def test_a_recipe_whose_loss_takes_other_arguments_is_refused_with_what_it_is_ca
     assert "is called with (outputs, targets), but takes (outputs)" in result.stderr
 
 
-@pytest.mark.gpu_fakes
-def test_a_model_that_is_made_of_values_is_made_on_the_cpu(invoke, recipe):
-    result = invoke(f"{recipe}:on_meta", "--gpu", "t4", "--no-measure", "--json")
-
-    assert result.exit_code == 0
-    assert any("made on the CPU" in note for note in json.loads(result.stdout)["notes"])
-
-
 def test_an_error_of_autoaccums_own_is_unexpected(invoke, recipe, monkeypatch):
     broken = FunctionType((lambda *_, **__: len(3)).__code__, {"__name__": "autoaccum.broken"})
     monkeypatch.setattr(report, "preflight", broken)
@@ -426,11 +413,6 @@ def test_bad_input_exits_with_3_and_names_the_value_without_a_traceback(invoke, 
         assert "the recipe says hello" not in result.stderr  # GPUs are looked up before the recipe is loaded
 
 
-@pytest.mark.parametrize("arguments", [[], ["recipe.py", "--no-such-option"]])
-def test_a_command_line_that_cannot_be_understood_exits_with_2(invoke, arguments):
-    assert invoke(*arguments).exit_code == ExitCode.USAGE
-
-
 def test_the_page_tells_the_exit_codes_of_a_report():
     told = re.findall(r"^\| (\d) \|", REPORT_PAGE.read_text(), re.MULTILINE)
 
@@ -492,15 +474,6 @@ def test_a_requirement_that_is_not_met_names_the_gpu_and_shows_it_as_failed(invo
     assert "on l4" in result.stderr
     assert result.stdout.count("  fails ") == 2
     assert "2000 at once are required" in " ".join(result.stdout.split())
-
-
-@pytest.mark.gpu_fakes
-def test_a_limit_of_the_cpu_is_not_that_of_the_gpu(invoke, recipe):
-    result = invoke(recipe, "--device", "cpu", "--gpu", "l4", "--memory-limit", "64MiB", "--json")
-
-    found = json.loads(result.stdout)
-    assert found["measured"]["device"]["limit_bytes"] == 64 * 2**20
-    assert found["predicted"][0]["room_bytes"] > 20 * GIB
 
 
 @pytest.mark.gpu_fakes

@@ -45,8 +45,6 @@ class Wrapped(MutableMapping):
 
 
 class AttributeDict(dict):
-    """Its items are its attributes too."""
-
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.__dict__ = self

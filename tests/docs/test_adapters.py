@@ -10,16 +10,12 @@ from torch import nn
 
 import autoaccum
 from folders import ROOT
+from helpers import WITHOUT_WARNINGS
 
 PAGE = (ROOT / "docs" / "your-loop.md").read_text()
 TABS = dict(re.findall(r"## (\w+)\n\n```diff\n(.*?)```", PAGE, flags=re.DOTALL))
 MOST_LINES = 5
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = WITHOUT_WARNINGS
 
 
 def lines_of(tab):
@@ -27,7 +23,6 @@ def lines_of(tab):
 
 
 def script(tab, sign):
-    """The script with the lines of one sign."""
     kept = [line[1:] for line in lines_of(tab) if not line or line[0] in (" ", sign)]
     return "\n".join(kept)
 

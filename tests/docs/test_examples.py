@@ -27,13 +27,10 @@ def load(name, function="job"):
 
 
 def run(job, **changes):
-    """Run the job on the CPU."""
     return autoaccum.fit(**job.arguments | {"device": "cpu", "progress": False} | changes)
 
 
 def keep(made, make):
-    """Return `make`, keeping in `made` what it makes."""
-
     def keeping(*arguments):
         made.append(make(*arguments))
         return made[-1]

@@ -1,7 +1,6 @@
 """The README and the pages of docs/: their code runs, links lead somewhere, and what they name is public."""
 
 import importlib.util
-import inspect
 import re
 
 import pytest
@@ -61,13 +60,6 @@ def test_code_for_your_own_loop_runs_one_piece_after_the_other(capsys):
 
     assert names["report"].samples == 100
     assert "(100,)" in capsys.readouterr().out
-
-
-def test_table_of_arguments_has_those_of_fit_once_each():
-    text = (ROOT / "docs" / "reference.md").read_text().partition("## Arguments of `fit`")[2].partition("\n## ")[0]
-
-    named = re.findall(r"`(\w+)`", text.partition("|---|")[2])
-    assert sorted(named) == sorted(inspect.signature(autoaccum.fit).parameters)
 
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)

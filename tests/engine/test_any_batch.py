@@ -9,7 +9,6 @@ from tiny_transformers import tiny
 
 
 def limited(most, function):
-    """The function, which runs out of memory above a size, and the sizes that it was called with."""
     sizes = []
 
     def of(batch, *args, **kwargs):
@@ -67,8 +66,6 @@ def test_random_state_is_that_of_parts_that_did_not_fail():
 
 
 class Counting(nn.Module):
-    """Counts the samples that it has seen, and takes no more than 4 at once."""
-
     def __init__(self, place):
         super().__init__()
         if place == "a buffer":

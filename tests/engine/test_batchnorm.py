@@ -33,7 +33,6 @@ def step(runner, inputs):
 
 
 def train(norm, inputs, sizes, mode="rescale", **options):
-    """Run one window through the layer."""
     step(runner_of(norm, sizes=sizes, mode=mode, **options), inputs)
 
 

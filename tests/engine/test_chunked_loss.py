@@ -31,8 +31,6 @@ def few_tokens_at_a_time(monkeypatch):
 
 
 class Language(nn.Module):
-    """A language model that returns hidden states."""
-
     def __init__(self, head=None):
         super().__init__()
         torch.manual_seed(0)

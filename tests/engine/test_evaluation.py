@@ -125,12 +125,10 @@ def test_modes_and_generators_that_modules_hold_are_left_as_they_were(data, fail
 
 
 def right(outputs, targets):
-    """A value for each sample."""
     return outputs.argmax(1) == targets
 
 
 def hits(outputs, targets):
-    """A float of Python's."""
     return float(right(outputs, targets).double().mean())
 
 
@@ -205,8 +203,6 @@ def room(samples):
 
 
 class Sizes(autoaccum.Callback):
-    """Notes how many samples memory ran out with, and when evaluations ended."""
-
     def __init__(self):
         self.told = []
 
@@ -293,7 +289,6 @@ def test_metric_that_counts_and_runs_out_of_memory_says_so_before_training(model
 
 
 def against_each_other(outputs, targets):
-    """Every sample of a batch stands against every other one."""
     same = (targets[:, None] == targets).to(outputs)
     return functional.binary_cross_entropy_with_logits(outputs @ outputs.T, same)
 

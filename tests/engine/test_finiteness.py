@@ -17,8 +17,6 @@ def batches(windows=8, bad=BAD, value=float("nan")):
 
 
 class Once:
-    """A loader that can be read often."""
-
     def __init__(self, make):
         self.make = make
 

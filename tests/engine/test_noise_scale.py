@@ -11,23 +11,13 @@ import autoaccum
 from autoaccum._engine.noise_scale import NoiseScale
 from autoaccum._system.notices import Notices
 from faults import FailAt
+from rank_noise import Distance
 
 D = 12
 MEAN = torch.full((D,), 0.3, dtype=torch.float64)
 DEVIATION = torch.linspace(0.5, 1.5, D, dtype=torch.float64)
 # Of the gradient of one sample where the parameter is 0, which is minus the sample.
 VARIANCE, SQUARED_NORM = float((DEVIATION**2).sum()), float((MEAN**2).sum())
-
-
-class Distance(nn.Module):
-    """Half the squared distance of a sample to its parameter: the gradient is known, and so is its covariance."""
-
-    def __init__(self):
-        super().__init__()
-        self.center = nn.Parameter(torch.zeros(D, dtype=torch.float64))
-
-    def forward(self, inputs):
-        return 0.5 * (self.center - inputs).square().sum(1)
 
 
 def of_pair(outputs, targets):
@@ -45,8 +35,6 @@ LOSSES = {
 
 
 class Recorded(NoiseScale):
-    """Keeps what it learns."""
-
     def __init__(self):
         super().__init__(1, Notices(silent=True))
         self.spreads = []
@@ -64,7 +52,6 @@ def runner_of(model, sizes, loss, *, lr=0.0, **options):
 
 
 def recorded(runner):
-    """Have a runner keep what it learns of noise."""
     runner._runner._noise = runner._runner.engine._careful._noise = Recorded()
     return runner._runner._noise
 
@@ -99,7 +86,6 @@ def test_estimate_is_within_four_standard_errors(loss, samples, most):
 
 
 def trained(*, every, fails=None, steps=4, **options):
-    """Parameters, reports and the noise scale after some windows."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     runner = runner_of(model, autoaccum.plan(12, 5), nn.MSELoss(), lr=0.1, noise_scale=every, **options)

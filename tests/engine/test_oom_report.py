@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum.errors import DoesNotFitError, InvalidInputError
+from autoaccum.errors import DoesNotFitError
 from helpers import assert_bitwise
 
 SAMPLES, WIDE = 200, 128
@@ -76,10 +76,3 @@ def test_one_sample_that_does_not_fit_leaves_a_report(tmp_path):
         train(tmp_path, micro_batch="auto", most=0)
 
     assert len(texts(tmp_path)) == 1
-
-
-def test_folder_that_is_a_file_is_refused_before_anything_else(tmp_path):
-    (tmp_path / "file").write_text("")
-
-    with pytest.raises(InvalidInputError, match="oom_report="):
-        train(tmp_path / "file")

@@ -182,8 +182,6 @@ def test_answer_for_a_loss_over_the_window_fits_a_real_window(batch):
 
 
 class SmallGpt(nn.Module):
-    """Two layers of width 64 over 64 tokens."""
-
     def __init__(self):
         super().__init__()
         self.tokens, self.head = nn.Embedding(500, 64), nn.Linear(64, 500)

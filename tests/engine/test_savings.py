@@ -43,7 +43,6 @@ def accumulated(model, **options):
 
 
 def worked(entry, memory, capacity="1GiB", micro_batch=2):
-    """Return a model and the reports on two of its windows."""
     model = Wide()
     work = entry(model, loss=LOSS, device=Simulated(capacity), memory=memory, micro_batch=micro_batch)
     seed()

@@ -20,7 +20,6 @@ def a_batch(samples=12):
 
 
 def said_of(*layers, sizes=3, windows=3, **options):
-    """What was said of layers that move."""
     with logged() as lines:
         runner = autoaccum.Runner(
             nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers).double(),

@@ -46,7 +46,6 @@ def supervised(outputs, targets):
 
 
 def plain(samples=SAMPLES):
-    """(inputs, targets)."""
     return torch.randn(samples, 6, dtype=torch.float64), torch.arange(samples) % 3
 
 
@@ -56,7 +55,6 @@ def accumulator(model, loss, micro_batch, **options):
 
 
 def run(model, loss, batch, micro_batch, **options):
-    """Leave the gradient of a batch, or of a list of batches, in `.grad`; return its losses."""
     return accumulator(model, loss, micro_batch, **options).backward(batch).losses
 
 
@@ -65,7 +63,6 @@ def gradients(*modules):
 
 
 def whole_batch(model, loss, batch):
-    """Return the gradients of the plain whole batch, and leave none."""
     loss(model(batch[0]), batch[1]).backward()
     found = gradients(model)
     model.zero_grad()
@@ -88,13 +85,11 @@ def all_graphs_alive(model, loss, batch, sizes):
 
 
 def distance(found, expected):
-    """Relative distance of two gradients, each as one long vector."""
     ours, theirs = (torch.cat([part.flatten().double() for part in both]) for both in (found, expected))
     return float((ours - theirs).norm() / theirs.norm())
 
 
 def generators():
-    """State of every generator that a model may draw from, as comparable values."""
     return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())  # noqa: NPY002
 
 

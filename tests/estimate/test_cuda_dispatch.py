@@ -14,8 +14,6 @@ MIB = 1 << 20
 
 
 class Operators(Ledger):
-    """A ledger that also notes what operators ran."""
-
     def __init__(self):
         super().__init__(1, "cuda")
         self.names = []

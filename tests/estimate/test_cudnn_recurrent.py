@@ -28,7 +28,6 @@ LAYERS = {
 
 
 def called(layer, *shape):
-    """Return the output and the storages of a call on a fake GPU."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = Stage(CUDA).copied(layer)
         ledger = Ledger(1, "cuda")

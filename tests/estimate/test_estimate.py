@@ -212,8 +212,6 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """A stack of equal blocks, which may be checkpointed."""
-
     def __init__(self, *, recompute=False, dropout=0.0):
         super().__init__()
         self.recompute, self.head = recompute, nn.Linear(64, 10)
@@ -408,7 +406,7 @@ class Branching(nn.Module):
         return y * 2 if y.sum() > 0 else y
 
 
-class CheckpointManager(nn.Linear):
+class Keeps(nn.Linear):
     """Has tensors that are no buffers."""
 
     def __init__(self, *sizes):
@@ -422,7 +420,7 @@ class CheckpointManager(nn.Linear):
 @pytest.mark.parametrize("gpu", [None, SMALL_GPU])
 @pytest.mark.gpu_fakes
 def test_tensors_that_a_model_keeps_as_they_are_are_copied_too(gpu):
-    assert estimate_step(CheckpointManager(64, 10), batch_of((64,)), gpu=gpu).footprints
+    assert estimate_step(Keeps(64, 10), batch_of((64,)), gpu=gpu).footprints
 
 
 class Penalised(nn.Linear):

@@ -4,7 +4,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum._estimate.cuda_dispatch import without_driver
@@ -35,14 +34,15 @@ class Shared(nn.Linear):
         return (x + (x * 2).double().mean(0, keepdim=True) + super().forward(x)).relu()
 
 
-class Checkpointed(nn.Linear):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
+class Transformer(nn.TransformerEncoder):
+    def __init__(self, *_):
+        layer = nn.TransformerEncoderLayer(6, 2, 32, dropout=0.0, batch_first=True)
+        super().__init__(layer, 2, enable_nested_tensor=False)
 
 
-@pytest.mark.parametrize("kind", [Custom, Shared, Checkpointed])
+@pytest.mark.parametrize("kind", [Custom, Shared, Transformer])
 def test_gradients_are_those_of_the_engine_bit_for_bit(kind):
-    model, x = kind(6, 6), torch.randn(4, 6)
+    model, x = kind(6, 6), torch.randn(4, 5, 6)
     other = copy.deepcopy(model)
 
     for _ in range(2):
@@ -51,27 +51,6 @@ def test_gradients_are_those_of_the_engine_bit_for_bit(kind):
 
     for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
-
-
-def test_transformer_has_the_gradients_of_the_engine():
-    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(2, 5, 16)
-    other = copy.deepcopy(model)
-
-    model(x).square().sum().backward()
-    backward(other(x).square().sum())
-
-    for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
-
-
-@pytest.mark.gpu_fakes
-def test_fake_cuda_tensors_go_back_without_a_driver():
-    with FakeTensorMode():
-        model = nn.Linear(4, 5, device="cuda:0")
-        backward(model(torch.empty(3, 4, device="cuda:0")).sum())
-
-    assert model.weight.grad.shape == (5, 4)
 
 
 def test_checkpoint_is_computed_again_once():

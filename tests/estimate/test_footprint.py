@@ -24,13 +24,6 @@ def test_the_peak_is_divided_among_kinds():
     assert held == {"parameters": 100, "activations": 70, "loss": 20, "temporary": 5}
 
 
-def test_what_an_allocator_rounds_is_temporary_and_what_it_reserves_is_outside():
-    seen = footprint_of(STEP, 200, 256)
-
-    assert (seen.temporary_bytes, seen.peak_bytes, seen.outside_bytes) == (10, 200, 56)
-    assert sum(seen.bytes_by_kind.values()) == seen.peak_bytes
-
-
 def test_what_is_alive_is_named_by_who_made_it_largest_first():
     named = footprint_of(STEP).alive
 

@@ -36,7 +36,6 @@ class Wider(nn.Module):
 
 
 def answers(question, gpu):
-    """What a model's question is answered in a trace for a GPU."""
     told = []
 
     estimate_step(Asks(lambda: told.append(question())), BATCH, gpu=gpu, sizes=[2])

@@ -32,18 +32,12 @@ def modules_of(made, operator):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_an_operator_makes_belongs_to_the_module_that_runs_it(kind):
+def test_what_operators_make_forward_and_back_belongs_to_the_module_of_the_forward_pass(kind):
     made = storages(kind)
 
     assert set(modules_of(made, "aten.convolution.default")) == {"first.0"}
     assert set(modules_of(made, "aten.relu.default")) == {"first.2"}
     assert set(modules_of(made, "aten.addmm.default")) == {"last"}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_a_backward_pass_makes_belongs_to_the_module_of_the_forward_pass(kind):
-    made = storages(kind)
-
     assert set(modules_of(made, "aten.convolution_backward")) == {"first.0"}
     assert set(modules_of(made, "aten.threshold_backward")) == {"first.2"}
     assert set(modules_of(made, "aten.mm.default")) == {"last"}

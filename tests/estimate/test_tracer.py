@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from autoaccum._estimate.allocation_trace import Category
 from autoaccum._estimate.tracer import Ledger
 
 FLOATS = 4
@@ -24,51 +23,12 @@ def test_results_come_and_go_and_views_do_not_count():
     assert sizes(ledger) == [40, 20, -40, -20]
 
 
-def test_what_was_there_before_keeps_its_category():
-    parameter = torch.nn.Parameter(torch.ones(10))
-    ledger = Ledger(1, "cpu")
-    ledger.hold([parameter, parameter.data], Category.PARAMETERS)
-
-    with ledger:
-        parameter.data.mul_(2)
-
-    assert [(s.size_bytes, s.category) for s in ledger.timeline.storages] == [(40, Category.PARAMETERS)]
-
-
-def test_activations_go_when_backward_has_used_them():
-    weight = torch.ones(10, requires_grad=True)
-    with Ledger(1, "cpu") as ledger:
-        (weight.exp() * 2).sum().backward()
-        weight.grad = None
-
-    assert sum(sizes(ledger)) == 0
-
-
-def test_storages_elsewhere_do_not_count():
-    with Ledger(1, "cpu") as ledger:
-        kept = torch.empty(10, device="meta")
-
-    assert sizes(ledger) == []
-    del kept
-
-
 def test_storage_that_is_resized_is_counted_anew():
     with Ledger(1, "cpu") as ledger:
         kept = torch.empty(10)
         kept.resize_(30)
 
     assert sizes(ledger) == [40, -40, 120]
-
-
-def test_phases_are_noted_where_they_begin():
-    phase = "forward"
-    with Ledger(1, "cpu", phase=lambda: phase) as ledger:
-        first = torch.ones(1)
-        phase = "backward"
-        second = torch.ones(1)
-
-    assert ledger.timeline.phases == [(0, "before"), (0, "forward"), (1, "backward")]
-    del first, second
 
 
 def test_workspace_is_held_until_the_results_exist():

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import autoaccum
 from autoaccum.integrations.accelerate import windowed
 from faults import FailAt
+from helpers import Limited
 from small_samples import BATCH, CLASSES, WORDS, vectors, words_and_labels
 
 
@@ -30,20 +31,6 @@ def single():
     """Samples in the type that fp16 training begins with."""
     inputs, targets = vectors().tensors
     return TensorDataset(inputs.float(), targets)
-
-
-class Limited(nn.Module):
-    """Lacks memory where more samples come at once than `most`."""
-
-    def __init__(self, body, most):
-        super().__init__()
-        self.body, self.most = body, most
-
-    def forward(self, inputs):
-        outputs = self.body(inputs)
-        if self.most is not None and len(inputs) > self.most:
-            raise torch.OutOfMemoryError("told to")
-        return outputs
 
 
 class Words(nn.Module):

@@ -117,8 +117,6 @@ class Judged(Classifier):
 
 
 class Language(pl.LightningModule):
-    """A small model of the next word; labels of -100 are ragged."""
-
     def __init__(self, most=None):
         super().__init__()
         torch.manual_seed(0)
@@ -229,8 +227,6 @@ def test_logs_are_those_of_whole_batches_field_by_field(tmp_path):
 
 
 class Constant(Classifier):
-    """Gives all its logs one batch size."""
-
     def __init__(self, most=None, size=7):
         super().__init__(most)
         self.size = size
@@ -507,8 +503,6 @@ def test_compiled_module_is_compiled_for_its_micro_batches_alone():
 
 
 class ByLbfgs(Classifier):
-    """An optimizer that calls its closure several times."""
-
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
 

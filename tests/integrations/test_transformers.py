@@ -27,14 +27,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+    pytest.mark.usefixtures("accelerate_as_it_was"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def environment_of_its_own(monkeypatch):
-    """Transformers 4 sets variables of Accelerate's."""
-    monkeypatch.setenv("ACCELERATE_USE_IPEX", "false")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
 
 
 def cut(trainer=Trainer, **options):
@@ -250,8 +244,6 @@ def greedy(module, inputs, named):
 
 
 class OfSums(Trainer):
-    """Its loss is the sum over a batch."""
-
     def compute_loss(self, model, inputs, return_outputs=False, **_):
         outputs = model(**inputs)
         loss = outputs.logits.square().sum()

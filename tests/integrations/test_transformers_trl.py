@@ -19,23 +19,13 @@ from autoaccum._training.accumulator import Accumulator
 from autoaccum.integrations._trainer_evaluation import EvaluationInParts
 from autoaccum.integrations.transformers import windowed
 from faults import FailAt
+from helpers import WITHOUT_WARNINGS
 from trainers import history, weights
 from trl_trainers import GENERATING, TRAINERS, generated, mixture, trained
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = [WITHOUT_WARNINGS, pytest.mark.usefixtures("accelerate_as_it_was")]
 # TRL computes log-probabilities in single precision.
 ROUNDING = 3e-7
-
-
-@pytest.fixture(autouse=True)
-def environment_of_its_own(monkeypatch):
-    """Transformers 4 sets variables of Accelerate's."""
-    monkeypatch.setenv("ACCELERATE_USE_IPEX", "false")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
 
 
 def cut(kind, **options):

@@ -11,8 +11,6 @@ from helpers import runner_of
 
 
 class Between(nn.Module):
-    """A linear layer with something between the samples."""
-
     def __init__(self, mix, between=None, width=4):
         super().__init__()
         self.between = nn.Identity() if between is None else between

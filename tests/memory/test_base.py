@@ -32,7 +32,6 @@ def make(kind):
 
 
 def block(backend, n_bytes):
-    """Memory that was really taken and touched."""
     return torch.ones(n_bytes // 4, dtype=torch.float32, device=backend.device)
 
 

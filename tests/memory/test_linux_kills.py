@@ -1,5 +1,7 @@
 """Counters of processes that the kernel ended for lack of memory, read from files of the real formats."""
 
+import pytest
+
 from autoaccum._memory._linux import read_kills, risen
 
 EVENTS = "low 0\nhigh 0\nmax 31\noom 2\noom_kill {}\noom_group_kill 0\n"
@@ -14,35 +16,27 @@ def process_files(folder, *, cgroup, mountinfo, vmstat="nr_free_pages 1\noom_kil
     return folder / "proc"
 
 
-def test_version_2_counts_in_memory_events(tmp_path):
-    group = tmp_path / "cgroup" / "job"
-    group.mkdir(parents=True)
-    (group / "memory.events").write_text(EVENTS.format(3))
-    mount = f"41 31 0:38 / {tmp_path}/cgroup rw,relatime - cgroup2 cgroup2 rw\n"
-    proc = process_files(tmp_path, cgroup="0::/job\n", mountinfo=mount)
-
-    assert read_kills(proc) == {f"{group}/memory.events": 3}
+MOUNT = "41 31 0:38 / {}/cgroup rw,relatime - {}\n"
 
 
-def test_what_a_neighbour_group_went_through_is_not_counted(tmp_path):
-    group = tmp_path / "cgroup" / "slice" / "job"
-    group.mkdir(parents=True)
-    (group / "memory.events").write_text(EVENTS.format(0))
-    (group.parent / "memory.events").write_text(EVENTS.format(4))
-    mount = f"41 31 0:38 / {tmp_path}/cgroup rw,relatime - cgroup2 cgroup2 rw\n"
-    proc = process_files(tmp_path, cgroup="0::/slice/job\n", mountinfo=mount)
+@pytest.mark.parametrize(
+    ("group", "mount", "name", "text"),
+    [
+        ("0::", "cgroup2 cgroup2 rw", "memory.events", EVENTS),
+        ("3:cpu:/\n4:memory:", "cgroup cgroup rw,memory", "memory.oom_control", CONTROL),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_kills_of_the_own_group_are_counted_and_not_what_a_neighbour_group_went_through(
+    tmp_path, group, mount, name, text
+):
+    own = tmp_path / "cgroup" / "slice" / "job"
+    own.mkdir(parents=True)
+    (own / name).write_text(text.format(3))
+    (own.parent / name).write_text(text.format(4))
+    proc = process_files(tmp_path, cgroup=f"{group}/slice/job\n", mountinfo=MOUNT.format(tmp_path, mount))
 
-    assert read_kills(proc) == {f"{group}/memory.events": 0}
-
-
-def test_version_1_counts_in_oom_control(tmp_path):
-    group = tmp_path / "memory" / "job"
-    group.mkdir(parents=True)
-    (group / "memory.oom_control").write_text(CONTROL.format(5))
-    mount = f"35 31 0:32 / {tmp_path}/memory rw,relatime - cgroup cgroup rw,memory\n"
-    proc = process_files(tmp_path, cgroup="4:memory:/job\n3:cpu:/\n", mountinfo=mount)
-
-    assert read_kills(proc) == {f"{group}/memory.oom_control": 5}
+    assert read_kills(proc) == {f"{own}/{name}": 3}
 
 
 def test_only_without_a_group_the_machine_is_asked(tmp_path):

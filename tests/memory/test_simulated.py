@@ -17,16 +17,6 @@ def floats(n_bytes):
     return torch.zeros(n_bytes // 4)
 
 
-def test_storage_counts_from_its_making_to_its_death(device):
-    with device.limited(None):
-        tensor = floats(40 * KIB)
-        alive = device.reading().used_bytes
-        del tensor
-        dead = device.reading().used_bytes
-
-    assert (alive, dead) == (40 * KIB, 0)
-
-
 def test_view_counts_nothing_and_keeps_its_storage_alive(device):
     with device.limited(None):
         tensor = floats(40 * KIB)

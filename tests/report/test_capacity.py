@@ -63,8 +63,6 @@ def test_it_is_said_where_one_sample_more_than_the_search_allows_would_fit_too()
 
 
 class Vision(nn.Module):
-    """A small vision transformer."""
-
     def __init__(self):
         super().__init__()
         self.patches = nn.Conv2d(3, 96, 16, 16)

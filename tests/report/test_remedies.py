@@ -24,8 +24,6 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    """Blocks over token embeddings, of any length."""
-
     def __init__(self, depth=2):
         super().__init__()
         self.tokens = nn.Embedding(1000, 64)

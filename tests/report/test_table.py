@@ -17,22 +17,11 @@ def test_plain_text_fits_in_80_columns_without_escape_codes(report):
     assert "\x1b" not in text
 
 
-def test_a_report_prints_as_its_table():
+def test_a_report_prints_as_its_table_of_verdicts_plans_warnings_and_choices():
     assert repr(REPORT) == str(REPORT)
     assert str(REPORT).startswith("Pre-flight report: ResNet, target batch 256\n")
-
-
-@pytest.mark.parametrize(
-    "told",
-    [
-        "fits  NVIDIA GeForce RTX 3060: 256 in 2 micro-batches",
-        "128+128",
-        "BatchNorm",
-        "optimizer: AdamW",
-    ],
-)
-def test_the_table_tells_verdicts_plans_warnings_and_choices(told):
-    assert told in str(REPORT)
+    for told in ("fits  NVIDIA GeForce RTX 3060: 256 in 2 micro-batches", "128+128", "BatchNorm", "optimizer: AdamW"):
+        assert told in str(REPORT)
 
 
 def test_no_word_of_a_remedy_is_broken():

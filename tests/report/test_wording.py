@@ -31,15 +31,12 @@ def test_times_are_told_as_people_tell_them(seconds, text):
     assert format_seconds(seconds) == text
 
 
-def test_each_place_has_its_verdict_measured_ones_first():
+def test_each_place_has_its_verdict_with_the_cut_measured_ones_first():
     assert [(one.answer, one.found.name) for one in verdicts_of(REPORT)] == [
         ("fits", "NVIDIA GeForce RTX 3060"),
         ("fits", "l4"),
         ("fits", "rtx-3070"),
     ]
-
-
-def test_a_verdict_tells_the_cut():
     assert verdicts_of(REPORT)[0].text == "256 in 2 micro-batches, 128+128, measured"
     assert verdicts_of(REPORT)[1].text == "256 or more at once, predicted"
 
@@ -161,14 +158,6 @@ def test_parts_add_up_to_the_peak_in_all():
     assert sum(parts_of(MEASURED.footprint).values()) == whole
     rows = {name: first for name, first, *_ in section(REPORT, "Memory of a step").rows}
     assert (rows[OUTSIDE], rows["peak in all"]) == ("20.0 MiB", "5.2 GiB")
-
-
-def test_a_verdict_tells_the_limit_that_it_is_within():
-    limited = replace(PREDICTED_ONLY, predicted=(replace(predicted(), room_bytes=12 * GIB),))
-    report = replace(limited, subject=replace(REPORT.subject, memory_limit="12GiB"))
-
-    assert verdicts_of(report)[0].text.endswith("predicted, within memory_limit=12GiB")
-    assert headline_of(report)[2].endswith("predicted, within memory_limit=12GiB.")
 
 
 def test_a_peak_above_the_limit_that_counts_as_fitting_is_explained():

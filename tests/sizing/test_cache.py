@@ -65,13 +65,6 @@ def trained(**options):
     return sizes
 
 
-def test_next_start_begins_with_the_size_found(folder):
-    first, second = trained(), trained()
-
-    assert first[0] != first[-1]
-    assert second[0] == first[-1]
-
-
 @pytest.mark.parametrize(("width", "begins_with"), [(20, 64), (60, 8), (10, 64)])
 def test_next_start_with_texts_of_another_width_begins_with_what_is_known_of_theirs(folder, width, begins_with):
     """Texts take 1 KiB a token. Of wider ones, memory may grow with the square: a search would begin with 2."""

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,15 +32,6 @@ def test_what_fitted_is_believed_and_what_failed_is_not_tried(points):
         assert frontier.surely(widths) < samples
     again = Frontier.of_state(json.loads(json.dumps(frontier.state())))
     assert again.surely(widths) == frontier.surely(widths)
-
-
-@pytest.mark.parametrize(
-    "state", [None, [], {"fits": 3}, {"fits": [["a"], [0, 1], [2.0], [True, 1], []]}, {"fails": {}}]
-)
-def test_state_that_nobody_can_have_written_is_left_out(state):
-    frontier = Frontier.of_state(state)
-
-    assert (frontier.fits, frontier.fails) == ([], [])
 
 
 def test_forgiven_failures_are_tried_again():

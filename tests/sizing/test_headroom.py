@@ -15,8 +15,6 @@ from autoaccum._sizing.headroom import Headroom
 
 
 class Counted(Simulated):
-    """A device whose counters are set by the test."""
-
     def __init__(self):
         super().__init__(100)
         self.held, self.highest = 10, 10

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import autoaccum
 from autoaccum._records import Plan, Trial
-from autoaccum._sizing.planner import cut, format_cut, plan, planned, shrink
+from autoaccum._sizing.planner import cut, format_cut, plan, shrink
 
 SIZES = st.integers(min_value=1, max_value=5000)
 SMALL = st.integers(min_value=1, max_value=18)  # for brute force
@@ -69,20 +69,6 @@ def test_every_cut_sums_up_stays_within_the_limit_and_puts_the_largest_first(sam
     if not is_uniform:
         assert max(found) - min(found) <= 1
         assert len(found) == -(-samples // most)
-
-
-@pytest.mark.parametrize(
-    ("samples", "most", "is_uniform", "sizes"),
-    [
-        (100, 37, False, (34, 33, 33)),
-        (100, 37, True, (25, 25, 25, 25)),
-        (101, 50, True, (34, 34, 33)),
-        (100, 400, False, (100,)),
-        (100, 100, True, (100,)),
-    ],
-)
-def test_cuts_are_even_or_of_one_size(samples, most, is_uniform, sizes):
-    assert planned(samples, most, is_uniform=is_uniform) == Plan(samples, sizes)
 
 
 @given(SIZES, SIZES)

@@ -19,8 +19,6 @@ def of_attention(width):
 
 
 class Tokens(nn.Module):
-    """Takes texts of any length."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -31,8 +29,6 @@ class Tokens(nn.Module):
 
 
 class Sixty(Tokens):
-    """Has memory for sixty tokens."""
-
     def forward(self, tokens):
         if tokens.numel() > 60:
             raise torch.OutOfMemoryError(f"CUDA out of memory: {tuple(tokens.shape)}")

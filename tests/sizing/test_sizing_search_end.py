@@ -35,8 +35,6 @@ class Keeps(nn.Module):
 
 
 class Tells(autoaccum.Callback):
-    """Tells the device of a lack of memory."""
-
     def __init__(self, device):
         self.device = device
 

@@ -27,8 +27,6 @@ SECONDS = 60
 
 
 class Clock:
-    """Time, which passes only where a test lets it."""
-
     def __init__(self):
         self.now = 1000.0
 
@@ -69,7 +67,6 @@ def of_host(tmp_path, monkeypatch):
 
 
 def take(lease, clock, said=None, between=lambda: None, looks=10_000):
-    """Take a lease; return the looks that it took."""
     say = (lambda _: None) if said is None else said.append
     for look, pause_s in enumerate(itertools.islice(lease.taking(say), looks)):
         clock.sleep(pause_s)

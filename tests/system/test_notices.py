@@ -22,15 +22,6 @@ def test_second_text_under_the_same_key_is_not_said(capsys):
     assert notices.texts == ("loss: mse",)
 
 
-def test_silent_notices_keep_what_they_do_not_print(capsys):
-    notices = Notices(silent=True)
-
-    notices.say("device: cpu")
-
-    assert notices.texts == ("device: cpu",)
-    assert capsys.readouterr() == ("", "")
-
-
 def test_nan_is_a_warning_for_whoever_handles_the_lines(caplog):
     windows = [(torch.randn(4, 4), torch.randint(2, (4,))) for _ in range(4)]
     windows[2] = (windows[2][0] * float("nan"), windows[2][1])

@@ -57,7 +57,6 @@ def gradients(model):
 
 
 def of_whole(*batches, loss=functional.cross_entropy, model=None):
-    """Gradients of plain backward passes, one after the other."""
     model = model or Failing()
     for inputs, targets in batches:
         loss(model(inputs), targets).backward()
@@ -335,16 +334,10 @@ def test_call_that_fails_at_any_operator_leaves_everything_as_it_was(mode, every
     assert n_done < whole.count
 
 
-def test_sample_that_does_not_fit_alone_is_told():
-    with pytest.raises(autoaccum.DoesNotFitError):
-        accumulator(Failing(most=0)).backward(batch())
-
-
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 
 def sized(megabytes):
-    """An accumulator on a device of so many megabytes beside the model."""
     device = autoaccum.Simulated(f"{megabytes}MiB")
     return autoaccum.Accumulator(Wide(), loss=nn.MSELoss(), device=device)
 
@@ -360,7 +353,6 @@ def test_size_is_found_while_it_trains_and_kept():
 
 
 def cuts(accumulating, *, batches=4):
-    """The micro-batch sizes of batches that begin without gradients."""
     found = []
     for _ in range(batches):
         found.append(accumulating.backward(rows(64)).micro_batches)

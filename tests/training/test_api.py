@@ -126,16 +126,6 @@ def test_window_that_the_scaler_skips_counts_as_done_and_the_scheduler_stays():
         assert torch.equal(value, before[name])
 
 
-def test_old_gradients_are_dropped_and_said_once(capsys):
-    model = classifier()
-    model(torch.randn(2, 8)).sum().backward()
-
-    autoaccum.fit(model, loader_of(*classification()), 32, micro_batch=32, device="cpu")
-
-    assert capsys.readouterr().err.count("gradients that were there before a window are dropped") == 1
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 # --- evaluation, callbacks, messages ----------------------------------------------------------------------------------
 
 
@@ -220,8 +210,6 @@ def test_precision_has_the_names_of_other_frameworks(alias, said):
 
 
 class Slow(Dataset):
-    """Takes 5 ms for each sample."""
-
     def __len__(self):
         return 24
 

@@ -48,8 +48,6 @@ def undisturbed():
 
 
 class Told(autoaccum.Callback):
-    """Notes what it is told of checkpoints."""
-
     def __init__(self):
         self.saved = []
         self.resumed = []
@@ -63,8 +61,6 @@ class Told(autoaccum.Callback):
 
 
 class At(autoaccum.Callback):
-    """Does something after one window, once."""
-
     def __init__(self, step, action):
         self.step = step
         self.action = action
@@ -707,36 +703,24 @@ def test_loss_without_state_may_become_a_function_and_the_reverse(tmp_path, loss
     assert result.resumed_from == 1
 
 
-def test_resume_says_which_settings_the_checkpoint_overrides(tmp_path, capsys):
+@pytest.mark.parametrize("has_scheduler", [False, True])
+def test_resume_says_which_settings_the_checkpoint_overrides_of_a_rate_under_a_scheduler_where_it_began(
+    tmp_path, capsys, has_scheduler
+):
     data = [(torch.randn(4, 3), torch.randint(2, (4,)))]
 
-    def train(rate, weights, **options):
+    def train(steps, rate=0.1, weight=2.0):
         torch.manual_seed(0)
-        model, loss = nn.Linear(3, 2), nn.CrossEntropyLoss(weight=torch.tensor(weights))
+        model, options = nn.Linear(3, 2), {"loss": nn.CrossEntropyLoss(weight=torch.tensor([1.0, weight]))}
         groups = [{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.1}]
         optimizer = torch.optim.AdamW(groups, lr=rate)
-        options = {"device": "cpu", "checkpoint": tmp_path, "loss": loss, "optimizer": optimizer} | options
+        if has_scheduler:
+            options = {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
+        options |= {"device": "cpu", "checkpoint": tmp_path, "optimizer": optimizer, "max_steps": steps}
         autoaccum.fit(model, data, 4, **options)
         return [line for line in capsys.readouterr().err.splitlines() if "override" in line]
 
-    assert train(0.1, [1.0, 2.0], max_steps=1) == []
-    assert train(0.1, [1.0, 2.0], max_steps=2) == []
-    (line,) = train(0.01, [1.0, 3.0], max_steps=3)
-    assert "settings override this call's: lr=0.1 (0.01 in this call), weight of CrossEntropyLoss" in line
-
-
-def test_resume_under_a_scheduler_says_only_where_its_learning_rate_began(tmp_path, capsys):
-    data = [(torch.randn(4, 3), torch.randint(2, (4,)))]
-
-    def train(rate, steps):
-        model = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        options = {"device": "cpu", "checkpoint": tmp_path, "loss": nn.CrossEntropyLoss(), "scheduler": scheduler}
-        autoaccum.fit(model, data, 4, optimizer=optimizer, max_steps=steps, **options)
-        return [line for line in capsys.readouterr().err.splitlines() if "override" in line]
-
-    assert train(0.5, 1) == []
-    assert train(0.5, 2) == []
-    (line,) = train(0.25, 3)
-    assert "lr=0.5 (0.25 in this call)" in line
+    assert train(1) == train(2) == []
+    (line,) = train(3, 0.01, 3.0)
+    assert "settings override this call's: lr=0.1 (0.01 in this call)" in line
+    assert has_scheduler or ", weight of CrossEntropyLoss" in line

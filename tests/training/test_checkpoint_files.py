@@ -15,7 +15,7 @@ import torch
 from autoaccum._system.notices import Notices
 from autoaccum._training import checkpoint_files as module
 from autoaccum._training.checkpoint_files import Storage, check_that_it_can_be_kept, sha256_of
-from autoaccum.errors import CheckpointError, InvalidInputError
+from autoaccum.errors import CheckpointError
 
 
 @pytest.fixture
@@ -272,14 +272,6 @@ def test_pickle_that_would_run_code_is_refused(storage, tmp_path):
 
     assert "weights_only" not in str(caught.value)
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("made", ["file", "file/below"])
-def test_folder_that_cannot_be_one_is_refused_with_its_name(tmp_path, made):
-    (tmp_path / "file").write_text("a file")
-
-    with pytest.raises(InvalidInputError, match=r"checkpoint='.*file.*' cannot be a folder"):
-        Storage(tmp_path / made)
 
 
 def test_manifest_that_cannot_be_read_for_now_is_no_damage(tmp_path, monkeypatch):

@@ -17,8 +17,6 @@ from record_examples import EVALUATION, MIB, OOM, PLAN, PROBE, TRIALS, CountingS
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that the test moves by hand."""
-
     class Clock:
         now = 1000.0
 
@@ -65,7 +63,6 @@ class Terminal(io.StringIO):
 
 
 def plain(file):
-    """What was drawn, without its escape codes."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
 
 

@@ -50,8 +50,6 @@ class Hidden:
 
 
 class OwnScheduler:
-    """Keeps its optimizer to itself."""
-
     def __init__(self, optimizer):
         self._moves = optimizer
 
@@ -130,18 +128,12 @@ SCALED = {
 }
 
 
-@pytest.mark.parametrize("name", SCALED)
-def test_scaled_rate_survives_the_scheduler_and_rates_that_it_has_kept_are_scaled(name, model):
+@pytest.mark.parametrize(("name", "is_function"), [*((name, False) for name in SCALED), ("SequentialLR", True)])
+def test_scaled_rate_survives_the_scheduler_and_rates_that_it_has_kept_are_scaled(name, is_function, model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     make, windows = SCALED[name]
     batches = batches_of(labelled(4 * windows), *[4] * windows)
 
-    fit(model, optimizer, make(optimizer), loader=batches, lr_scaling="linear", base_batch=2)
-
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
-
-
-def test_scaled_rate_is_that_of_a_scheduler_which_a_function_makes(model, optimizer):
-    fit(model, optimizer, in_turn, lr_scaling="linear", base_batch=2)
+    fit(model, optimizer, make if is_function else make(optimizer), loader=batches, lr_scaling="linear", base_batch=2)
 
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)

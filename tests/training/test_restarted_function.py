@@ -9,8 +9,6 @@ import autoaccum
 
 
 def asked(most, calls):
-    """A function that runs out of memory above a size."""
-
     def train(micro_batch, accumulation_steps, *args, **kwargs):
         calls.append((micro_batch, accumulation_steps))
         if micro_batch > most:
@@ -64,7 +62,6 @@ def test_sample_that_does_not_fit_alone_is_said():
 
 
 def on_rank(rank, size, target, most):
-    """What one rank was called with; `most` fits on rank 1."""
     calls = []
     autoaccum.find_executable_micro_batch(target=target)(asked(most if rank == 1 else target, calls))()
     return calls

@@ -115,8 +115,6 @@ def test_one_rank_that_asks_stops_all_after_the_same_window(crew, event, at, ste
 
 
 class Improving:
-    """A metric that is as is wanted in each evaluation."""
-
     def __init__(self, *values):
         self.left = list(values)
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 import autoaccum
 from autoaccum.errors import InvalidInputError
-from long_runs import EPOCHS, STEPS_PER_EPOCH, Noisy, Run, StopAt, StoppedError, bits
+from long_runs import EPOCHS, STEPS_PER_EPOCH, Noisy, Run, StopAt, StoppedError, bits, stopped_at
 
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
@@ -103,8 +103,7 @@ def test_resumed_run_ends_alike_where_passes_move_frozen_parameters(tmp_path, st
     undisturbed = Run(**options)
     undisturbed.fit()
 
-    with pytest.raises(StoppedError):
-        Run(checkpoint=tmp_path, **options).fit(StopAt(stop))
+    stopped_at(stop, tmp_path, **options)
     run = Run(checkpoint=tmp_path, **options)
     run.fit()
 
