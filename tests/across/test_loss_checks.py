@@ -1,4 +1,4 @@
-"""Losses whose form a few samples hardly show, and passes that leave more than gradients: exact, or refused in words."""
+"""Losses whose form a few samples hardly show, and passes that leave more than gradients: exact, or refused."""
 
 import contextlib
 import copy
