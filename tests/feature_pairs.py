@@ -18,7 +18,7 @@ import autoaccum
 
 TARGET, WINDOWS, BATCH = 12, 4, 6
 CLASSES, WIDTH, LENGTH, WORDS = 3, 8, 5, 11
-TOKENS = 40
+TOKENS = {"convolutional": 240}  # 36 numbers a sample
 
 FEATURES = (
     "target_tokens",
@@ -40,7 +40,7 @@ FEATURES = (
     "ranks",
     "out of memory",
 )
-MODELS = ("mlp", "convolutional", "gpt")
+MODELS = ("mlp", "convolutional", "gpt", "lstm")
 
 
 def pairs(name):
@@ -64,6 +64,16 @@ class Residual(nn.Module):
 
     def forward(self, inputs):
         return inputs + self.drop(torch.tanh(self.linear(inputs)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.drop = nn.LSTM(2, WIDTH, batch_first=True), nn.Dropout(0.2)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, inputs):
+        return self.head(self.drop(self.lstm(inputs)[0][:, -1]))
 
 
 class Gpt(nn.Module):
@@ -91,6 +101,8 @@ def made(name, features):
     elif name == "convolutional":
         block = [nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2)]
         model = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), *block, nn.Flatten(), nn.Linear(64, CLASSES))
+    elif name == "lstm":
+        model = Recurrent()
     else:
         model = Gpt(has_logits="chunked loss" not in features)
     return model if "scaler" in features else model.double()
@@ -100,7 +112,7 @@ def data(name, features):
     """Return the samples of one epoch. Every sample is another; those of text have labels of unlike number."""
     torch.manual_seed(2)
     count, kind = WINDOWS * TARGET, torch.float32 if "scaler" in features else torch.float64
-    shape = {"mlp": (6,), "convolutional": (1, 6, 6)}.get(name)
+    shape = {"mlp": (6,), "convolutional": (1, 6, 6), "lstm": (LENGTH, 2)}.get(name)
     if shape is None:
         numbers = torch.randperm(WORDS**LENGTH)[:count]
         inputs = torch.stack([numbers // WORDS**place % WORDS for place in range(LENGTH)], 1)
@@ -230,14 +242,14 @@ def optimizers_of(model, features):
     return [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), second]
 
 
-def options_of(model, features):
+def options_of(name, model, features):
     chosen = {"target_batch": TARGET, "micro_batch": 5, "precision": "fp32", "device": "cpu", "progress": False}
     losses = losses_of(features)
     if "chunked loss" in features:
         losses[0] = autoaccum.ChunkedLoss(model.head)
     chosen["loss"] = [Of(loss) for loss in losses] if len(losses) > 1 else losses[0]
     if "target_tokens" in features:
-        chosen |= {"target_batch": None, "target_tokens": TOKENS}
+        chosen |= {"target_batch": None, "target_tokens": TOKENS.get(name, 40)}
     if saved := [word for word in ("checkpoint", "offload") if word in features]:
         chosen |= {"memory": saved, "device": autoaccum.Simulated("1GiB")}
     given = {
@@ -249,8 +261,8 @@ def options_of(model, features):
         "split": {"split": OwnSplit()},
         "ranks": {"shard": True},
     }
-    for name in features:
-        chosen |= given.get(name, {})
+    for feature in features:
+        chosen |= given.get(feature, {})
     return chosen
 
 
@@ -271,7 +283,7 @@ def trained(name, features, folder):
     for max_steps in calls:
         model = made(name, features)
         recorded.watch(model)
-        options = options_of(model, features)
+        options = options_of(name, model, features)
         if "resume" in features:
             options["checkpoint"] = folder
         if "evaluation" in features:
