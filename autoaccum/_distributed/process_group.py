@@ -129,7 +129,7 @@ class Ranks:
         """Return rank 0's value, which may be large; the value on other ranks is not used."""
         self.exchange(topic)  # so that a failure of rank 0 reaches those that wait for it
         box = [value]
-        with self.errors_in_words():
+        with self.on_network():
             distributed.broadcast_object_list(box, 0, group=self._hosts())
         return box[0]
 
@@ -163,12 +163,12 @@ class Ranks:
         Raises:
             RankFailedError: Another rank is gone.
         """
-        with self.errors_in_words():
+        with self.on_network():
             self._wait(distributed.all_reduce(tensor, group=self._tensors(), async_op=True))
 
     def _gathered(self, said: bytes, size: int) -> list[Any]:
         """Return what every rank says, in messages of so many bytes."""
-        with self.errors_in_words(), self._memory.elsewhere():
+        with self.on_network(), self._memory.elsewhere():
             sent, *received = self._buffers if size == _MESSAGE_BYTES else _buffers(self.size, size)
             sent.copy_(torch.frombuffer(bytearray(said.ljust(size)), dtype=torch.uint8))
             self._wait(distributed.all_gather(received, sent, group=self._hosts(), async_op=True))
@@ -182,7 +182,7 @@ class Ranks:
         work.wait()
 
     @contextmanager
-    def errors_in_words(self) -> Iterator[None]:
+    def on_network(self) -> Iterator[None]:
         """Run network operations outside of a memory limit that their native threads could not run under.
 
         Raises:

@@ -28,7 +28,7 @@ def gathered(ranks: Ranks, state: Any) -> Any:
     def whole(value: Any) -> Any:
         if not is_spread(value):
             return value
-        with ranks.errors_in_words():
+        with ranks.on_network():
             found = value.full_tensor()
         return None if ranks.rank else outcome.run(found.cpu)
 

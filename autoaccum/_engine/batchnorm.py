@@ -78,8 +78,6 @@ class BatchNorms:
         over all batches (momentum=None), have no running statistics or are in evaluation mode are left alone. The
         momentum holds until the next call, so that a forward pass repeated by activation checkpointing sees it too.
         """
-        if not self.rescales:
-            return
         if not self._own:
             self._own = [
                 (layer, layer.momentum)

@@ -1,6 +1,6 @@
 """What saves memory in the steps of a model: by name from the start, or added wherever not even one sample fits.
 
-`chunked_head.py`, `checkpointing.py` and `offloaded` change the modules of a step in place, and give them back.
+`chunked_head.py`, `checkpointing.py` and `offloaded` change the modules of a step in place, and undo that.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def _only(terms: Sequence[ReadTerm], number: int) -> Iterator[None]:
 
 
 def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter], *, keep: bool) -> list[Tensor | None]:
-    # What has half precision would underflow.
+    # Unscaled, gradients in half precision would underflow.
     scale = torch.full_like(loss, 1024.0)
     # By the engine: `torch.autograd.grad` leaves modes of functions, and blocks that the model checkpoints would be
     # computed again with their dropout.

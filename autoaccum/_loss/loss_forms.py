@@ -48,7 +48,7 @@ class LossForms:
     """The forms of losses.
 
     Attributes:
-        stated: The same; None for a loss of torch, which says it better.
+        stated: What the arguments say of every loss; None where they say nothing, or a loss of torch says it better.
         forms: The terms of each loss, by name; of those that are numbers only if it is not said.
         is_checked: Whether losses were tried on several samples, or on one where no two can be.
         is_trusted: Whether the loss is one of torch, so that only the model needs a check.
@@ -64,7 +64,7 @@ class LossForms:
         self.is_checked = self.is_trusted = self.is_checked_now = self.have_diverged = False
         self.warnings: list[str] = []
         self.tried: dict[str, str] = {}
-        self._is_unchecked = False
+        self._owes_warning = False
 
     @property
     def common(self) -> Common:
@@ -179,13 +179,13 @@ class LossForms:
             self.forms[name] = _both(forms, self.forms.get(name, ())) or tuple(forms)
         for name, forms in found.items():
             self._refuse_or_warn(name, forms)
-        self._is_unchecked = bool(found) and not is_checked
+        self._owes_warning = bool(found) and not is_checked
         self._refuse_what_is_not_counted()
 
     def warn_if_unchecked(self) -> None:
         """Warn of what is known of a single sample alone; not before that sample has fitted."""
-        if self._is_unchecked:
-            self._is_unchecked = False
+        if self._owes_warning:
+            self._owes_warning = False
             self.warn(
                 "two samples that can be joined do not fit at once, so what the loss is divided by is read from its "
                 "graph and not checked; a (sum, weight) pair or loss_reduction= says it"

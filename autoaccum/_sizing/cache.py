@@ -180,7 +180,7 @@ class CacheEntry:
                 self._cache.keep(self._key, known)
 
     def forget(self) -> None:
-        """Delete the cached plan, which has turned out not to fit."""
+        """Delete the cached plan, which has turned out not to fit, and keep nothing more in this run."""
         if self._cache is not None and self._key is not None:
             self._cache.forget(self._key)
             self._key = None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _LOOK_INTERVAL_S = 0.25
 # One retry may be due to the first window; new ones in consecutive readings show that memory keeps running short.
 _LOOKS = 2
-# Under a soft limit, a peak helped that is this part of the one before.
+# Under a soft limit, smaller sizes helped if the peak is at most this part of the one before.
 _LESS = 0.98
 
 

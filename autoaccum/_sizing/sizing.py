@@ -285,7 +285,7 @@ class Sizing:
         One above a soft limit is kept, and the next is smaller.
 
         Raises:
-            torch.OutOfMemoryError: It is above the limit, and hardly can be smaller.
+            torch.OutOfMemoryError: It is above the limit, and can hardly be made smaller.
         """
         if self._learning is None and not self._is_measuring:
             return
@@ -380,7 +380,7 @@ class Sizing:
             else:
                 self.plan = self.set_plan = self._plan_of(max(sizes))
             return
-        if not self._is_timed(is_clean=is_clean) and is_clean:
+        if not self._autotunes(is_clean=is_clean) and is_clean:
             self._grow(has_room)
 
     # --- sizes --------------------------------------------------------------------------------------------------------
@@ -599,7 +599,7 @@ class Sizing:
 
     # --- the clock ----------------------------------------------------------------------------------------------------
 
-    def _is_timed(self, *, is_clean: bool) -> bool:
+    def _autotunes(self, *, is_clean: bool) -> bool:
         """Return whether autotuning is active; if so, record the window's time unless memory ran out."""
         self._windows += 1
         if self._tempo is not None:

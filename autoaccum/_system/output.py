@@ -23,14 +23,9 @@ def log(text: str, level: int = logging.INFO) -> None:
         write_line(f"autoaccum: {text}")
 
 
-def write_line(text: str, file: TextIO | None = None) -> None:
-    """Write a line, or drop it.
-
-    Args:
-        text: The line.
-        file: The stream; None for the current `sys.stderr`, which can itself be None.
-    """
-    stream = Dropping(sys.stderr if file is None else file)
+def write_line(text: str) -> None:
+    """Write a line to the current `sys.stderr`, which can be None, or drop it."""
+    stream = Dropping(sys.stderr)
     stream.write(f"{text}\n")
     stream.flush()
 

@@ -229,7 +229,7 @@ class Checkpoints:
     def take_up(self, path: Path, content: dict[str, Any]) -> Mapping[str, Any] | None:
         """Restore a checkpoint, and say which settings it overrides; return its cut and plans.
 
-        The cut and plans of other processes are None.
+        None where another number of processes wrote it.
 
         Raises:
             CheckpointError: It belongs to another run, or cannot be resumed.

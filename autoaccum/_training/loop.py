@@ -135,7 +135,8 @@ class Training:
     def _leave_result(self, error: BaseException, started: float) -> None:
         """Give an error that ends the call the result so far, which a notebook would otherwise lose at Ctrl-C.
 
-        Sessions in which that can be read are hint where it is: Python's own prompt and IPython set `sys.ps1`.
+        Interactive sessions, in which it can be read, are told where it is: Python's own prompt and IPython set
+        `sys.ps1`.
         """
         try:
             # The result of an earlier call is not the user's own attribute: an instance may be raised again.
