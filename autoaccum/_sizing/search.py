@@ -115,7 +115,7 @@ class Search:
             self._check = int(_CHECKED * sure) + 1
             return size if sure < _PRECISION * size else self._check if self._check < too_many else None
         if too_many is not None:
-            size = self._between(sure, too_many, size)
+            size = self._between(sure, too_many, size if is_known else None)
         elif not is_known:
             size = max(_GROWTH * sure, _MOST_FIRST)
         else:
@@ -155,9 +155,9 @@ class Search:
         if not fits:
             self.frontier.fail(size, widths)
 
-    def _between(self, sure: int, too_many: int, predicted: int) -> int:
+    def _between(self, sure: int, too_many: int, predicted: int | None) -> int:
         """Return a size between one that fits and one that does not: as predicted, or one that could end the search."""
-        if self.frontier.failures < _MOST_FAILURES and not self._is_uneven:
+        if predicted is not None and self.frontier.failures < _MOST_FAILURES and not self._is_uneven:
             if sure + max(1, (too_many - sure) // _GROWTH) <= predicted < too_many:
                 return predicted
             if predicted <= _closing(sure) < too_many:
