@@ -173,7 +173,7 @@ devices = st.one_of(
 
 @example(bytes_of=affine(0, LIMIT // 128 + 1), max_size=128, told_limit=1, counts=False)
 @given(bytes_of=devices, max_size=MAX_SIZES, told_limit=st.integers(1, 3 * LIMIT), counts=st.booleans())
-def test_answer_of_trials_is_within_three_percent_or_three_failures_whatever_was_told(bytes_of, max_size, told_limit, counts):
+def test_answer_of_trials_is_within_three_percent_or_after_three_failures(bytes_of, max_size, told_limit, counts):
     tried = trials(bytes_of, max_size, told_limit=told_limit, counts=counts)
 
     found = answer(tried)
