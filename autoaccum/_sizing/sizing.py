@@ -445,14 +445,21 @@ class Sizing:
                 most = min(most, max(1, plan.micro_batch * sum(self._widths) // sum(widths)))
             if self.frontier.surely(widths) < most:
                 if widths not in self._limits:
-                    free = self._free_beside_gradients()
-                    self._limits[widths] = self.frontier.largest(widths, free, sys.maxsize)
+                    self._limits[widths] = self._fitting(widths, most)
                 most = min(most, self._limits[widths])
         return self._backoffs.limit(widths, self._capped(most))
 
     def _widths_of(self, size: int) -> Widths:
         """Return the widths of the micro-batch at `start`."""
         return widths_between([run for runs in self._groups for run in runs], self.start, self.start + size)
+
+    def _fitting(self, widths: Widths, most: int) -> int:
+        """Return how many samples of these widths fit, as far as is known."""
+        found = self.frontier.largest(widths, self._free_beside_gradients(), sys.maxsize)
+        if found < most:  # what a cache or the heap keeps counts as used
+            self._memory.trim()
+            found = self.frontier.largest(widths, self._free_beside_gradients(), sys.maxsize)
+        return found
 
     def _free_beside_gradients(self) -> int:
         to_come = (p for p in self._parameters() if p.requires_grad and p.grad is None)

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def cut(widths, batch, *, model=None, device="15GiB", **options):
         loader,
         batch,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        device=autoaccum.Simulated(device),
+        device=device if isinstance(device, Caches) else autoaccum.Simulated(device),
         **{"loss": nn.CrossEntropyLoss(), "progress": False} | options,
     )
 
@@ -75,6 +76,27 @@ def steps_of(result):
 
 def recomputed(result):
     return sum(report.recomputed_samples > 0 for report in result.history)
+
+
+class Caches(autoaccum.Simulated):
+    """Counts what its cache holds as used until that is given back, as the allocator of CUDA and the heap do."""
+
+    is_trimmed = False
+
+    def trim(self):
+        self.is_trimmed = True
+
+    def reading(self):
+        found = super().reading()
+        found = found if self.is_trimmed else replace(found, free_bytes=0)
+        self.is_trimmed = False
+        return found
+
+
+def test_what_a_cache_holds_makes_no_micro_batches_smaller():
+    result = cut([*[20] * 8, *range(21, 41)], 32, device=Caches("15GiB"))
+
+    assert steps_of(result)[8:] == [1] * 20
 
 
 def test_windows_of_any_width_that_fit_are_never_cut_once_the_search_has_ended():
