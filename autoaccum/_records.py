@@ -353,7 +353,10 @@ class FitResult:
             last = self.evaluations[-1]
             values = ", ".join(f"{name} {value:.4g}" for name, value in {"loss": last.loss, **last.metrics}.items())
             lines.append(f"last of {len(self.evaluations)} evaluations: {values} ({last.samples:,} samples)")
-        lines.append(f"micro-batches: {self.plan.accum_steps} of at most {counted(self.plan.micro_batch, 'sample')}")
+        most = self.plan.micro_batch
+        is_larger = any(max(report.micro_batches, default=0) > most for report in self.history[-1:])
+        shorter = "; of shorter samples, more at once" if is_larger else ""
+        lines.append(f"micro-batches: {self.plan.accum_steps} of at most {counted(most, 'sample')}{shorter}")
         lines.append(f"ran out of memory: {counted(self.oom_events, 'time')}")
         if self.skipped_samples:
             lines.append(f"samples left out, since they do not fit alone: {self.skipped_samples:,}")

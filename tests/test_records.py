@@ -54,6 +54,15 @@ def test_result_can_be_pickled(loss):
     assert str(result) == str(fit_result((step_report(1, loss=loss),)))
 
 
+def test_result_says_that_shorter_samples_ran_in_larger_micro_batches():
+    batches = [(torch.ones(8, width, 2), torch.zeros(8, dtype=torch.long)) for width in (200, 200, 200, 200, 20)]
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.AdaptiveAvgPool2d((1, 3)), torch.nn.Flatten())
+    result = autoaccum.fit(model, batches, 8, device=autoaccum.Simulated("32KiB"), progress=False)
+
+    assert max(result.history[-1].micro_batches) > result.plan.micro_batch
+    assert "; of shorter samples, more at once" in str(result)
+
+
 def test_result_prints_as_a_dozen_lines():
     torch.manual_seed(0)
     batches = [(torch.randn(4, 3), torch.randint(0, 2, (4,))) for _ in range(30)]
