@@ -50,7 +50,6 @@ _LOOKED_AT = 64
 # The relative difference that rounding may cause, by the lowest precision of the passes.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-3}
 _OF_GPU, _OF_HALF = 5e-3, 4e-2  # with TensorFloat-32, and in half precision
-_HALVES = {torch.float16, torch.bfloat16}
 # Relative differences of weights, which are counts, or sums in single precision.
 _SAME_WEIGHT = 1e-5
 # Passes of other random numbers differ by less than so many times what two of the same samples differ by, where that is
@@ -214,10 +213,10 @@ def _projected(gradients: Sequence[Tensor | None]) -> Tensor:
 
 def tolerance_of(loss: Tensor, *, casts: bool, dtypes: Iterator[torch.dtype]) -> float:
     """Return the relative difference that rounding may cause in values and gradients."""
-    used = {loss.dtype, *(dtype for dtype in dtypes if dtype.is_floating_point)}
-    # Also where a model or a closure enters autocast by itself.
+    # Also where a model or a closure enters autocast by itself, or a loss adds up in another type.
     made = (one.dtype for node in nodes_of(loss) for one in node._input_metadata)
-    if casts or any(dtype.itemsize < FOUR_BYTES for dtype in used) or not _HALVES.isdisjoint(made):
+    used = {loss.dtype, *(dtype for dtype in (*dtypes, *made) if dtype.is_floating_point)}
+    if casts or any(dtype.itemsize < FOUR_BYTES for dtype in used):
         return _OF_HALF
     if loss.device.type != "cpu" and torch.float32 in used:
         return _OF_GPU
