@@ -145,9 +145,9 @@ def fit(
         scheduler: A learning-rate scheduler for the optimizer in use, or a function of the optimizer that returns one.
             ReduceLROnPlateau steps on the loss of each evaluation.
         scheduler_interval: "step": step the scheduler after every optimizer step; "epoch": after every epoch.
-        lr_scaling: "linear" or "sqrt": multiply the learning rates once, by `target_batch / base_batch` or its root. Rates
-            that a scheduler gets as arguments (`OneCycleLR(max_lr=)`) are multiplied if it is passed, but not if a
-            function makes it.
+        lr_scaling: "linear" or "sqrt": multiply the learning rates once, by `target_batch / base_batch` or its root.
+            Rates that a scheduler gets as arguments (`OneCycleLR(max_lr=)`) are multiplied if it is passed, but not if
+            a function makes it.
         base_batch: The batch size that the learning rates were chosen for.
         clip_grad_norm: Maximum norm of the whole window's gradient, over all parameters of the optimizer. float("inf")
             only measures that norm, for `StepReport.grad_norm`.
