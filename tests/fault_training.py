@@ -17,8 +17,9 @@ from helpers import live_tensors
 BEGIN, FORWARD, BACKWARD, UPDATE = "begin", "forward", "backward", "update"
 # In which the model is called beside, to look into its loss; what fails there may be left out.
 QUESTION = "question"
-# Writes into tensors that are there already, as what is put back is written; this takes no memory.
-_COPIES = ("aten.copy_.default", "aten._foreach_copy_.default")
+# Operators that take no memory: copies into tensors that are there, by which state is put back, and marks of the
+# profiler, which newer versions of PyTorch dispatch like operators.
+_TAKE_NO_MEMORY = ("aten.copy_.default", "aten._foreach_copy_.default", "profiler.")
 
 
 class LackAt(FailAt):
@@ -32,7 +33,7 @@ class LackAt(FailAt):
     asked = 0
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if str(operator) in _COPIES:
+        if str(operator).startswith(_TAKE_NO_MEMORY):
             return operator(*args, **(kwargs or {}))
         self.asked += self.count + 1 in self.points and self.training.may_be_asking
         return super().__torch_dispatch__(operator, types, args, kwargs)
@@ -46,7 +47,7 @@ class Listing(LackAt):
         self.parts = []
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.parts += [self.training.part] * (str(operator) not in _COPIES)
+        self.parts += [self.training.part] * (not str(operator).startswith(_TAKE_NO_MEMORY))
         return super().__torch_dispatch__(operator, types, args, kwargs)
 
 
@@ -132,6 +133,10 @@ class _Training(autoaccum.Callback):
             def __init__(scaler, *arguments, **options):  # noqa: N805
                 super().__init__(*arguments, **options)
                 self._scalers.append(scaler)
+
+            def step(scaler, optimizer):  # noqa: N805
+                self._go_to(UPDATE)  # its own operators come before the optimizer's hooks
+                return super().step(optimizer)
 
         with mock.patch.object(torch.amp, "GradScaler", Scaler):
             self._model, self._runner = case.runner(device=meter or "cpu", callbacks=(self,))

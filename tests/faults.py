@@ -57,14 +57,16 @@ class InterruptAt(FailAt):
 def _out_of_reach(filename):
     """The lines of a file between which and the one before no signal comes, or cannot be made to come by tracing.
 
-    Tracing stops once more between the end of a block and the exit of its context, where no signal can come. And since
-    Python 3.12, which runs comprehensions in the frame around them, what a trace function raises in one passes by the
-    contexts around it; what anything else raises there does not.
+    Tracing stops once more between the end of a block and the exit of its context, and at a bare `try`, where no signal
+    can come. And since Python 3.12, which runs comprehensions in the frame around them, what a trace function raises in
+    one passes by the contexts around it; what anything else raises there does not.
     """
     lines = set()
     for node in ast.walk(ast.parse(Path(filename).read_text())):
         if isinstance(node, ast.With):
             lines.update(range(node.lineno, node.body[0].lineno))
+        elif isinstance(node, ast.Try):
+            lines.add(node.lineno)
         elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp) and sys.version_info >= (3, 12):
             lines.update(range(node.lineno, node.end_lineno + 1))
     return lines

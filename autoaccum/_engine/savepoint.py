@@ -68,6 +68,7 @@ class Savepoint:
         self._device = device
         self._functions = list(functions)
         self._moving: set[Any] = set()  # keys
+        self._parent: Savepoint | None = None
         self._tables: list[dict[str, Tensor | None]] = []
         self._small: list[_Small] = []
         self._single: list[_Saved] = []
@@ -77,9 +78,9 @@ class Savepoint:
         self._host_moves = False
 
     def like_it(self) -> Savepoint:
-        """Return another savepoint of the same, which knows what this one learns."""
+        """Return another savepoint of the same, which knows what this one learns; its `restore` is no damage here."""
         made = Savepoint(self._modules, self._device, self._functions)
-        made._moving = self._moving
+        made._moving, made._parent = self._moving, self
         return made
 
     def refresh(self) -> None:
@@ -152,11 +153,17 @@ class Savepoint:
                     table.clear()
                 for name, tensor in kept.items():  # one by one, as the table of a scripted module takes them
                     table[name] = tensor
-            for _, tensor, copy in self._copies():
-                _write(tensor, copy)
+            writes = {key: _write(tensor, copy) for key, tensor, copy in self._copies()}
+        if self._parent is not None and self._parent._arranged is not None:
+            self._parent._expect(writes)
         for attributes, counted in self._counted:
             _put_back(attributes, counted)
         self.random.put_back()
+
+    def _expect(self, writes: dict[Any, int]) -> None:
+        """Take these writes, by key how often a version counter moved, for no change."""
+        now = zip(self._watched, self._versions, strict=True)
+        self._versions = [version + writes.get(key, 0) for (key, _), version in now]
 
     def learn_moved(self) -> list[str]:
         """Learn what has moved since `take(is_thorough=True)`.
@@ -338,7 +345,9 @@ def _readable(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
-def _write(tensor: Tensor, copy: Tensor) -> None:
+def _write(tensor: Tensor, copy: Tensor) -> int:
+    """Write a copy back; return how far the version counter moved."""
+    before = 0 if tensor.is_inference() else tensor._version
     # A tensor made in inference mode can be written in that mode alone, which turns gradients on where it is off.
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         if tensor.shape != copy.shape:
@@ -349,6 +358,7 @@ def _write(tensor: Tensor, copy: Tensor) -> None:
             tensor[rows].copy_(copy[rows])
         else:
             tensor.copy_(copy)
+    return 0 if tensor.is_inference() else tensor._version - before
 
 
 def _sum(tensor: Tensor) -> Tensor:

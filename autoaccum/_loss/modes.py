@@ -14,8 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
-from autoaccum._system import signals
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -38,16 +36,30 @@ class Mark(Protocol):
 
 
 @contextmanager
+def _followed_by(restore: Callable[[], None]) -> Iterator[None]:
+    """Call a function after the block, and once more if an interrupt came while it ran."""
+    try:
+        yield
+    finally:
+        try:
+            restore()
+        except BaseException:
+            restore()
+            raise
+
+
+@contextmanager
 def _modes_kept(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
     """Restore the mode of each submodule after the block, which gets them."""
     parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
     modes = [part.training for part in parts]
-    try:
+
+    def restore() -> None:
+        for part, training in zip(parts, modes, strict=True):
+            part.training = training
+
+    with _followed_by(restore):
         yield parts
-    finally:
-        with signals.held():
-            for part, training in zip(parts, modes, strict=True):
-                part.training = training
 
 
 @contextmanager
@@ -73,12 +85,11 @@ def run_eagerly() -> Iterator[None]:
 @contextmanager
 def without_onednn() -> Iterator[None]:
     """Leave oneDNN out in the block: it keeps memory for each size that it has met, on the CPU."""
-    before = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
-    try:
+    mkldnn: Any = torch.backends.mkldnn
+    before = mkldnn.enabled
+    with _followed_by(lambda: setattr(mkldnn, "enabled", before)):
+        mkldnn.enabled = False
         yield
-    finally:
-        torch.backends.mkldnn.enabled = before
 
 
 # --- training mode without dropout and BatchNorm's statistics ---------------------------------------------------------
@@ -111,14 +122,15 @@ def quiet_training(modules: Sequence[nn.Module]) -> Iterator[None]:
         # Without running statistics, these take the batch's in every mode.
         bare = [part for part in parts if isinstance(part, _BatchNorm) and part.running_mean is None]
         bare = [part for part in bare if type(part).forward in _OF_TORCH and "forward" not in vars(part)]
-        for part in bare:
-            vars(part)["forward"] = functools.partial(_scaled_alone, part)
-        try:
-            with _Quiet():
-                yield
-        finally:
+
+        def restore() -> None:
             for part in bare:
-                del vars(part)["forward"]
+                vars(part).pop("forward", None)
+
+        with _followed_by(restore), _Quiet():
+            for part in bare:
+                vars(part)["forward"] = functools.partial(_scaled_alone, part)
+            yield
 
 
 def _scaled_alone(norm: _BatchNorm, inputs: Tensor) -> Tensor:

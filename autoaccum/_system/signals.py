@@ -28,8 +28,8 @@ def can_be_handled() -> bool:
     return threading.get_ident() == threading.main_thread().ident
 
 
-# How many blocks hold signals back now, and those that came meanwhile.
-_depth = 0
+# The blocks that hold signals back now, and the signals that came meanwhile.
+_holding: set[held] = set()
 _arrived: list[int] = []
 
 
@@ -45,7 +45,7 @@ class _Wrapper:
         self.handler = handler
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if _depth:
+        if _holding:
             _arrived.append(number)
         else:
             self.handler(number, frame)
@@ -64,26 +64,27 @@ class held:  # noqa: N801 - it is used like a function: `with held():`
         self._wrappers: list[tuple[int, _Wrapper]] = []
 
     def __enter__(self) -> None:
-        global _depth  # noqa: PLW0603 - as the handlers themselves
         self._counts = can_be_handled()
         if self._counts:
-            _depth += 1
             try:
+                _holding.add(self)
                 self._wrap()
             except BaseException:  # the handler of one that is not held yet
+                _holding.discard(self)
                 self._unwrap()
-                _depth -= 1
                 raise
 
     def __exit__(self, *_: object) -> None:
-        global _depth  # noqa: PLW0603 - as above
         if not self._counts:
             return
         try:
+            _holding.discard(self)  # first: a handler may raise as soon as it is back
             self._unwrap()
+        except BaseException:
+            self._unwrap()
+            raise
         finally:
-            _depth -= 1
-            if _arrived and not _depth:
+            if _arrived and not _holding:
                 _deliver()
 
     def _wrap(self) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 import autoaccum
 from fault_cases import Case
 from fault_sweep import Sweep
-from fault_training import play
+from fault_training import LackAt, play
 from faults import FailAt, differences, state_of
 from helpers import runner_of
 
@@ -121,6 +121,18 @@ def test_kernels_over_lists_that_fail_before_they_write_are_undone_and_later_one
         told.append(bool(sweep.tally.damaged))
 
     assert told == [False] + [True] * (len(kernels) - 1)
+
+
+def test_memory_that_runs_out_again_after_a_check_of_the_loss_is_no_damage_to_frozen_layers():
+    sweep, hits = Sweep(Case("frozen layers")), 0
+
+    for point in range(150, 450, 25):
+        fault = LackAt(point, point + 1)
+        played = play(sweep.case, {1: fault})
+        sweep.judge(played, 1, fault, f"operators {point} and {point + 1}")
+        hits += fault.hits
+
+    assert (sweep.tally.mismatches, hits) == ([], 24)
 
 
 def test_error_of_a_callback_arrives_unchanged_and_leaves_the_state_before_the_window():

@@ -6,6 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 import autoaccum
+from autoaccum._loss.modes import quiet_training, without_onednn
+from faults import InterruptAtLine
 from helpers import CPU
 
 N, IN, HIDDEN = 16, 6, 8
@@ -71,3 +73,23 @@ def test_term_of_training_mode_is_told():
 def test_term_that_is_a_gradient_alone_is_refused():
     with pytest.raises(autoaccum.InvalidInputError, match="neither a mean nor a sum over samples"):
         step(Gate(balance="gradient only").double(), [with_aux], (X.double(), PAIR[1]))
+
+
+def test_quiet_training_that_is_interrupted_at_any_line_leaves_modules_as_they_were():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Dropout(0.5))
+
+    def check():
+        with quiet_training([net]), without_onednn():
+            net(torch.zeros(2, 3))
+
+    listing = InterruptAtLine("autoaccum")
+    with listing:
+        check()
+
+    for line in range(1, listing.count + 1):
+        with pytest.raises(KeyboardInterrupt), InterruptAtLine("autoaccum", line):
+            check()
+        assert all(part.training for part in net.modules())
+        assert "forward" not in vars(net[1])
+        assert torch.backends.mkldnn.enabled
+    assert listing.count > 40

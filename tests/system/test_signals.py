@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from autoaccum._system.signals import Watch, held
+from faults import InterruptAtLine
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
@@ -58,6 +59,23 @@ def test_inner_block_hands_its_interrupt_to_the_outer_one():
         done.append("the rest of the outer block")
 
     assert done == ["the rest of the outer block"]
+
+
+def test_block_that_was_interrupted_at_any_line_of_its_own_holds_nothing_back_later():
+    def block():
+        with held():
+            pass
+
+    listing = InterruptAtLine("_system")
+    with listing:
+        block()
+
+    for line in range(1, listing.count + 1):
+        with pytest.raises(KeyboardInterrupt), InterruptAtLine("_system", line):
+            block()
+        with pytest.raises(KeyboardInterrupt), held():
+            signal.raise_signal(signal.SIGINT)
+    assert listing.count > 20
 
 
 def test_thread_that_is_not_the_main_one_holds_nothing_and_does_not_fail():
