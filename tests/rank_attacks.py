@@ -8,10 +8,10 @@ from torch import nn
 
 import autoaccum
 import rank_training
-from autoaccum._distributed.data_parallel import DataParallel
+from autoaccum._distributed.data_parallel import RankPeers
 from autoaccum._engine.optimizer_step import OptimizerSteps
 
-INSIDE = {"reserve": (OptimizerSteps, "reserve"), "reduce": (DataParallel, "_fill_losses")}
+INSIDE = {"reserve": (OptimizerSteps, "reserve"), "reduce": (RankPeers, "_fill_losses")}
 # Windows of 40 samples on devices that hold some of them at once, and one with fewer samples than there are ranks.
 SAMPLES, TARGET, SIZES = 122, 40, ["5KiB", "8KiB", "1MiB", "6KiB"]
 

@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 
 from autoaccum._data.transfer import Transfer
-from autoaccum._distributed.data_parallel import DataParallel
+from autoaccum._distributed.data_parallel import RankPeers
 from autoaccum._engine.careful import CarefulPath
 from autoaccum._engine.optimizer_step import OptimizerSteps
 from sharded_training import train
@@ -15,7 +15,7 @@ WHERE = {
     "enter": (CarefulPath, "_enter"),
     "transfer": (Transfer, "feed"),
     "reserve": (OptimizerSteps, "reserve"),
-    "after the passes": (DataParallel, "_fill_losses"),
+    "after the passes": (RankPeers, "_fill_losses"),
 }
 
 

@@ -29,7 +29,7 @@ from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.peers import Peers
 from autoaccum._engine.steady import is_number_due
 from autoaccum._loss.loss_check import MOST_SAMPLES
-from autoaccum._loss.loss_forms import Common
+from autoaccum._loss.loss_forms import Weighting
 from autoaccum._loss.reported import LOSS, WEIGHT, means
 from autoaccum._loss.terms import in_full
 from autoaccum._oom import is_device_lost, is_oom, is_too_large, let_go
@@ -77,7 +77,7 @@ class Part(NamedTuple):
     larger: int | None
 
 
-class DataParallel(Peers):
+class RankPeers(Peers):
     """Makes windows together with other ranks.
 
     Args:
@@ -228,7 +228,7 @@ class DataParallel(Peers):
             RankFailedError: Another rank cannot continue.
         """
         weights = self._step.objective.weights
-        known, shares = self._known(given.slots), weights.common is Common.OWN_DIVISORS
+        known, shares = self._known(given.slots), weights.weighting is Weighting.OWN_DIVISORS
         # New for every window, since the last one's values are read later; and allocated before the others wait for it.
         self._values = in_full(torch.zeros(len(self._slots), device=self._step.memory.device))
         is_stale = shares != (self.totals is not None) or (shares and known != self._known_before)
@@ -320,7 +320,7 @@ class DataParallel(Peers):
         found = [part.variance for part in self.parts if part.variance is not None]
         if not found:
             return None
-        is_sum = self._step.objective.weights.common is Common.SUM
+        is_sum = self._step.objective.weights.weighting is Weighting.SUM
         unit = self._step.loss_scale() * (self.samples if is_sum else 1.0)
         gradients = (parameter.grad for parameter in self._trained)
         whole = float(squared_norm(gradients, self._step.memory.device)) / unit**2
@@ -360,7 +360,7 @@ class DataParallel(Peers):
 
     def _totals_of(self, window: Window) -> dict[Slot, float] | None:
         self._pairs = None
-        if self._step.objective.weights.common is not Common.OWN_DIVISORS:
+        if self._step.objective.weights.weighting is not Weighting.OWN_DIVISORS:
             return None
         totals = sums(self.ranks.exchange("weights", self._step.objective.weights.totals(window)))
         if not window.samples and self._step.objective.weights.mixes_pairs:
@@ -377,7 +377,7 @@ class DataParallel(Peers):
 
     def _factor(self, given: PartResult) -> float:
         """Return the factor for this rank's gradients and losses before they are summed over ranks."""
-        if self.totals is not None or self._step.objective.weights.common is Common.SUM:
+        if self.totals is not None or self._step.objective.weights.weighting is Weighting.SUM:
             return 1.0
         total = sum(part.weight or 0.0 for part in self.parts)
         if total == 0.0:

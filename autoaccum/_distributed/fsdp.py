@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoaccum._distributed.data_parallel import DataParallel, nothing_counts, sums
+from autoaccum._distributed.data_parallel import RankPeers, nothing_counts, sums
 from autoaccum._distributed.process_group import could_not_exchange
 from autoaccum._engine.does_not_fit import ONE_SAMPLE, sample_does_not_fit, sample_of
 from autoaccum._engine.dtensor import least_size
@@ -49,14 +49,14 @@ _FILLED, _AT_MOST = 0.85, 2
 _OF_THE_NETWORK = re.compile("gloo|nccl|process group|connection|timed out", re.IGNORECASE)
 
 
-class ShardedDataParallel(DataParallel):
+class ShardedRankPeers(RankPeers):
     """Makes windows together with ranks that hold the other shards of the model.
 
     Args:
         ranks: All ranks.
         step: This rank's training step.
         largest_size: The largest size to grow to, based on observed memory; None if sizes are fixed.
-        said: As for `DataParallel`.
+        said: As for `RankPeers`.
     """
 
     adds_up_gradients = False
@@ -108,7 +108,7 @@ class ShardedDataParallel(DataParallel):
             outcome.run(lambda: torch._foreach_mul_(gradients, correction))
 
     def reduce(self, given: PartResult, work: Work, before_step: BeforeStep) -> WindowResult | None:
-        """As for `DataParallel`; the norm is then computed over all shards, by all ranks together."""
+        """As for `RankPeers`; the norm is then computed over all shards, by all ranks together."""
         result, steps = super().reduce(given, work, before_step), self._training.optimizer_steps
         if result is not None and result.samples and steps.clip_grad_norm is not None:
             with self._in_pass(self._sizing.plan.micro_batch):

@@ -21,7 +21,7 @@ from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.steady import is_number_due
 from autoaccum._engine.window_loss import WholeWindow
 from autoaccum._loss.loss_check import MOST_SAMPLES
-from autoaccum._loss.loss_forms import Common
+from autoaccum._loss.loss_forms import Weighting
 from autoaccum._oom import is_oom, let_go
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class CarefulPath:
             if not factors:
                 self._check_losses(window, at, sizes, is_first=is_first)
             factors += self._weigh(window, at.sizes, totals)[before:]
-            if sizing.is_learning and noise is None and step.objective.weights.common is not Common.OWN_DIVISORS:
+            if sizing.is_learning and noise is None and step.objective.weights.weighting is not Weighting.OWN_DIVISORS:
                 sizes = sizes[:1]  # its measurement decides the next size
             starts = tuple(accumulate(sizes[:-1], initial=at.done))
             feed = step.transfer.feed(window, sizes, starts)
@@ -141,9 +141,9 @@ class CarefulPath:
 
     def _check_losses(self, window: Window, at: Progress, sizes: Sequence[int], *, is_first: bool) -> None:
         """Try the losses on a few samples, where it is not known yet how they weigh them, or it is time again."""
-        step, is_part, common = self._step, self.peers.is_part, self.peers.samples_to_try
+        step, is_part, on_all = self._step, self.peers.is_part, self.peers.samples_to_try
         # Parts of windows are tried in the same windows on all ranks.
-        is_due = common is not None if is_part else is_first
+        is_due = on_all is not None if is_part else is_first
         if is_due and step.objective.weights.is_trusted:  # whatever the structure of windows
             self._windows_due += 1
             is_due = is_number_due(self._windows_due)
@@ -153,7 +153,7 @@ class CarefulPath:
         if weights.is_checked and (weights.is_checked_now or (is_part and not is_due)):
             return
         at.size = None if step.objective.tries_several else 1  # if that does not fit, nothing does
-        self._try_losses(common or window)
+        self._try_losses(on_all or window)
         at.size = None
 
     def _try_losses(self, window: Window) -> None:
@@ -266,7 +266,7 @@ class CarefulPath:
     ) -> tuple[Sequence[float], float]:
         """Return each micro-batch's weight in the mean gradient, and what to divide the gradient by for a mean."""
         known = self._step.objective.weights
-        if known.common is Common.SUM:
+        if known.weighting is Weighting.SUM:
             return sizes, float(samples)
         if given.weights:
             name, found = next(iter(given.weights.items()))

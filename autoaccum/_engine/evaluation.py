@@ -19,7 +19,7 @@ from autoaccum._engine.metrics import CountingMetric, keeps_count, mean_of, metr
 from autoaccum._engine.out_of_memory import Phase, resolvable_oom
 from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.window_loss import WindowLoss
-from autoaccum._loss.loss_forms import Common
+from autoaccum._loss.loss_forms import Weighting
 from autoaccum._loss.modes import evaluation_mode
 from autoaccum._loss.terms import Form, in_full, is_pair
 from autoaccum._oom import is_oom, is_too_large, let_go
@@ -232,7 +232,7 @@ class Evaluator:
         terms: list[list[Term]] = []
         outputs: Any = None
         with self._step.precision.autocast():
-            if objective.weights.common is Common.DIVISOR and objective.takes_outputs:
+            if objective.weights.weighting is Weighting.DIVISOR and objective.takes_outputs:
                 # The graph of the loss alone says what it is divided by.
                 outputs = objective.outputs(batch)
                 with torch.enable_grad():
@@ -246,7 +246,7 @@ class Evaluator:
 
     def _over_all(self, whole: WindowLoss, window: Window, parts: list[Any]) -> _Sums:
         sums = _Sums()
-        joined, reads = whole.join(parts), self._step.objective.weights.common is Common.DIVISOR
+        joined, reads = whole.join(parts), self._step.objective.weights.weighting is Weighting.DIVISOR
         with torch.set_grad_enabled(reads):  # the graph of the loss alone says what it is divided by
             joined = map_tensors(as_leaf, joined) if reads else joined
             terms = whole.terms(joined, whole.batch(window), window.samples)
@@ -260,7 +260,7 @@ class Evaluator:
         shares = [self._share(term, part) for term in losses]
         for term, share in zip(losses, shares, strict=True):
             sums.add(_LOSS, term.name, _times(term.value, share[0]), share[1])
-        is_sum = self._step.objective.weights.common is Common.SUM
+        is_sum = self._step.objective.weights.weighting is Weighting.SUM
         # A number reported beside a loss is weighted as that.
         usual = ((shares[0][1] if len(losses) == 1 and not is_sum else 1.0 if is_sum else samples), samples)
         usual = (usual[0], shares[0][1]) if len(losses) == 1 else usual

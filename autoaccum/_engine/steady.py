@@ -22,7 +22,7 @@ from autoaccum._data.pieces import flat_like
 from autoaccum._engine.gradients import LossSum, PartResult
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._loss.graph_reader import leaves_of
-from autoaccum._loss.loss_forms import Common
+from autoaccum._loss.loss_forms import Weighting
 from autoaccum._loss.terms import everything_counts
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class _Known:
     # Their loss: its name, None if the steady path cannot compute it; how it weighs samples; whether it is known how
     # micro-batches are put together.
     name: str | None = None
-    common: Common = Common.SAMPLES
+    weighting: Weighting = Weighting.SAMPLES
     may_cut: bool = False
     # The tensors of the last window, by type, shape and device, None if it was not a batch of them; and whether that
     # batch can be taken apart where it is.
@@ -128,7 +128,7 @@ class SteadyPath:
         self._state, self._hooked, self._handles = self._now_in_force(), self._are_hooked(), RemovableHandle.next_id
         if may:
             known.name = next(iter(given.losses))
-            known.common, known.may_cut = weights.common, weights.is_checked or weights.needs_no_check
+            known.weighting, known.may_cut = weights.weighting, weights.is_checked or weights.needs_no_check
             batch = window.plain_batch()
             tensors = batch.values() if type(batch) is dict else batch
             if batch is not None and all(type(tensor) is Tensor for tensor in tensors):
@@ -210,11 +210,11 @@ class SteadyPath:
         is_whole = len(sizes) == 1 and not self._is_part
         if not is_whole and not known.may_cut:
             raise NotSteadyError
-        common, provisional, all_count = known.common, float(samples), False
-        if common is Common.DIVISOR and is_flat and not self._is_part:
+        weighting, provisional, all_count = known.weighting, float(samples), False
+        if weighting is Weighting.DIVISOR and is_flat and not self._is_part:
             all_count = everything_counts(loss_of, plain)
-            common = Common.SAMPLES if all_count else common
-        divides = common is Common.DIVISOR and not is_whole
+            weighting = Weighting.SAMPLES if all_count else weighting
+        divides = weighting is Weighting.DIVISOR and not is_whole
         if divides:
             weights.set_provisional(window)
             provisional = weights.provisional_total(name)
@@ -250,7 +250,7 @@ class SteadyPath:
                 elif not is_whole:
                     if looks:
                         weights.see(name, value)
-                    share = size / samples if common is Common.SAMPLES else 1.0
+                    share = size / samples if weighting is Weighting.SAMPLES else 1.0
                 elif not all_count:
                     weights.refuse_nothing(name, value)
                 if isinstance(share, Tensor) or share:

@@ -25,8 +25,8 @@ _MOST_DIVISORS = 3
 _SAME_SHARE = 1e-5
 
 
-class Common(Enum):
-    """What all losses of a window have in common."""
+class Weighting(Enum):
+    """How the micro-batches of a window are weighted."""
 
     SUM = "micro-batches are added"
     SAMPLES = "micro-batches count by their samples"
@@ -35,12 +35,12 @@ class Common(Enum):
     OWN_DIVISORS = "divisors of their own"
 
 
-_COMMON = {
-    Form.MEAN: Common.DIVISOR,
-    Form.PAIR: Common.DIVISOR,
-    Form.SUM: Common.SUM,
-    Form.CONSTANT: Common.SAMPLES,
-    Form.UNCONFIRMED: Common.SAMPLES,
+_WEIGHTINGS = {
+    Form.MEAN: Weighting.DIVISOR,
+    Form.PAIR: Weighting.DIVISOR,
+    Form.SUM: Weighting.SUM,
+    Form.CONSTANT: Weighting.SAMPLES,
+    Form.UNCONFIRMED: Weighting.SAMPLES,
 }
 
 
@@ -58,7 +58,7 @@ class LossForms:
         tried: The values that a check has compared, by name of the loss, to be shown.
     """
 
-    def __init__(self, asked: Common | None) -> None:
+    def __init__(self, asked: Weighting | None) -> None:
         self.stated = self._asked = asked
         self.forms: dict[str, tuple[TermForm, ...]] = {}
         self.is_checked = self.is_trusted = self.is_checked_now = self.have_diverged = False
@@ -67,23 +67,23 @@ class LossForms:
         self._owes_warning = False
 
     @property
-    def common(self) -> Common:
-        """What all losses have in common."""
+    def weighting(self) -> Weighting:
+        """How micro-batches are weighted."""
         forms = self._all_forms()
-        kinds = {self._common_of(form) for form in forms}
+        kinds = {self._weighting_of(form) for form in forms}
         means = [form for form in forms if form.form is Form.MEAN]
         have_one = not means[1:] or (share_a_divisor(means) and not self.have_diverged)
         pairs = sum(form.form is Form.PAIR for form in forms)
         if pairs + bool(means) > 1 or not have_one or len(kinds) > 1:
-            return Common.OWN_DIVISORS
-        return kinds.pop() if kinds else self.stated or Common.SAMPLES
+            return Weighting.OWN_DIVISORS
+        return kinds.pop() if kinds else self.stated or Weighting.SAMPLES
 
-    def _common_of(self, form: TermForm) -> Common:
+    def _weighting_of(self, form: TermForm) -> Weighting:
         if form.form is Form.VECTOR:
-            return Common.SUM if self.stated is Common.SUM else Common.SAMPLES
+            return Weighting.SUM if self.stated is Weighting.SUM else Weighting.SAMPLES
         if self.stated is not None and form.form is not Form.PAIR:
             return self.stated
-        return _COMMON[form.form]
+        return _WEIGHTINGS[form.form]
 
     def _all_forms(self) -> list[TermForm]:
         return [form for forms in self.forms.values() for form in forms]
@@ -96,12 +96,12 @@ class LossForms:
     @property
     def are_weighed_unread(self) -> bool:
         """Whether micro-batches are weighed without the divisors of losses, which may get other forms than checked."""
-        return not self.knows_all and self.common in (Common.SUM, Common.SAMPLES)
+        return not self.knows_all and self.weighting in (Weighting.SUM, Weighting.SAMPLES)
 
     @property
     def needs_no_check(self) -> bool:
         """Whether the arguments say how micro-batches are put together, whatever a check would show."""
-        return self.stated is not None or (self.is_trusted and self._asked in (Common.SUM, Common.SAMPLES))
+        return self.stated is not None or (self.is_trusted and self._asked in (Weighting.SUM, Weighting.SAMPLES))
 
     def is_vector(self, name: str) -> bool:
         """Whether a loss is one for each sample."""
@@ -110,12 +110,16 @@ class LossForms:
     @property
     def mixes_pairs(self) -> bool:
         """Whether one of several losses with divisors of their own is a (sum, weight) pair."""
-        return any(form.form is Form.PAIR for form in self._all_forms()) and self.common is Common.OWN_DIVISORS
+        return any(form.form is Form.PAIR for form in self._all_forms()) and self.weighting is Weighting.OWN_DIVISORS
 
     @property
     def are_read(self) -> bool:
         """Whether factors depend on nothing that is counted in the batch."""
-        return self.common not in (Common.OWN_DIVISORS, Common.SPLIT) and not self._unread() and self._number is None
+        return (
+            self.weighting not in (Weighting.OWN_DIVISORS, Weighting.SPLIT)
+            and not self._unread()
+            and self._number is None
+        )
 
     @property
     def _number(self) -> Path | None:
@@ -134,7 +138,7 @@ class LossForms:
             if term.is_reported or (term.over is None and self.stated is None):
                 continue
             if term.over is None:
-                self.forms[term.name] = (TermForm(Form.SUM if self.stated is Common.SUM else Form.UNCONFIRMED),)
+                self.forms[term.name] = (TermForm(Form.SUM if self.stated is Weighting.SUM else Form.UNCONFIRMED),)
                 continue
             before = self.forms.get(term.name, (None,))[0]
             if term.over is Form.PAIR and before is not None and before.form not in (Form.PAIR, Form.VECTOR):
@@ -213,7 +217,7 @@ class LossForms:
 
     def _refuse_what_is_not_counted(self) -> None:
         """Reject means with divisors of their own that no count of the batch gives before the backward pass."""
-        if self.common is not Common.OWN_DIVISORS:
+        if self.weighting is not Weighting.OWN_DIVISORS:
             return
         divisors: list[TermForm] = []
         for name, forms in self.forms.items():
@@ -262,7 +266,7 @@ class LossForms:
             name: [(form.form.name, form.is_read, min(form.counts, default=None)) for form in of_name]
             for name, of_name in sorted(self.forms.items())
         }
-        return self.common.name, forms
+        return self.weighting.name, forms
 
     def adopt(self, known: Sequence[tuple[Any, ...]]) -> None:
         """Take what all ranks know together.

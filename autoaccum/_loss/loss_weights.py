@@ -26,7 +26,7 @@ from autoaccum._loss.graph_reader import (
     stopped,
     weight_at_once,
 )
-from autoaccum._loss.loss_forms import Common, LossForms, share_a_divisor
+from autoaccum._loss.loss_forms import LossForms, Weighting, share_a_divisor
 from autoaccum._loss.terms import Form, TermForm, in_full
 from autoaccum.errors import InvalidInputError
 
@@ -96,7 +96,7 @@ class LossWeights(LossForms):
         start: See `window`.
     """
 
-    def __init__(self, asked: Common | None, split: str = "") -> None:
+    def __init__(self, asked: Weighting | None, split: str = "") -> None:
         super().__init__(asked)
         self.window: Window | None = None
         self.start = 0
@@ -138,7 +138,7 @@ class LossWeights(LossForms):
             totals: `totals` of the window that these samples are a part of; None if they are the whole.
             is_part: Whether they are a part, which is put together with others by its weight.
         """
-        common = self.common
+        weighting = self.weighting
         if (number := self._number) is not None and (is_part or window.carries_numbers()):
             called = repr(number[-1]) if isinstance(number[-1], str) else f"item {number[-1]}"
             raise InvalidInputError(
@@ -149,26 +149,26 @@ class LossWeights(LossForms):
         if len(sizes) == 1 and not is_part:
             return [Factors(alone=True)]
         self._added.clear()
-        if common is Common.SUM:
+        if weighting is Weighting.SUM:
             return [Factors() for _ in sizes]
         total = sum(sizes) if totals is None else totals[OF_SAMPLES]
         factors = [Factors(usual=size / total, of_samples=size / total) for size in sizes]
         if self._weighs_by_split():
             self._weigh_by_split(factors, window, sizes, None if totals is None else totals[_OF_SPLIT])
-        if common is Common.DIVISOR:
+        if weighting is Weighting.DIVISOR:
             self.set_provisional(window, totals)
             if unread := self._unread():  # its graph does not say it: a count of the batch does
                 counted = _counts(window, sizes, unread[0])
                 _refuse_ambiguous(counted)
                 for factor, counts in zip(factors, counted, strict=True):
                     factor.weight = counts[min(counts)]
-        if common is Common.OWN_DIVISORS:
+        if weighting is Weighting.OWN_DIVISORS:
             self._weigh_each_term(factors, window, sizes, totals or self.totals(window))
         return factors
 
     def _weighs_by_split(self) -> bool:
         """Whether any loss counts by the split's weight; those of each sample and pairs do not."""
-        return self.stated is Common.SPLIT and self.common in (Common.SPLIT, Common.OWN_DIVISORS)
+        return self.stated is Weighting.SPLIT and self.weighting in (Weighting.SPLIT, Weighting.OWN_DIVISORS)
 
     def _weigh_by_split(
         self, factors: Sequence[Factors], window: Window, sizes: Sequence[int], total: float | None
@@ -240,9 +240,9 @@ class LossWeights(LossForms):
 
     def of_part(self, window: Window) -> float | None:
         """Return by what a part of a window is put together with others; None if parts are added."""
-        if self.common is Common.SUM:
+        if self.weighting is Weighting.SUM:
             return None
-        return window.weight(0, window.samples) if self.common is Common.SPLIT else float(window.samples)
+        return window.weight(0, window.samples) if self.weighting is Weighting.SPLIT else float(window.samples)
 
     def of_samples(
         self, name: str, window: Window, loss: Tensor | None = None
@@ -259,10 +259,10 @@ class LossWeights(LossForms):
             span = window.spans[0]
             number = numbers_in(span.piece.batch)[form.number]
             return number, number * span.samples / span.piece.samples
-        if self.common is Common.SUM:
+        if self.weighting is Weighting.SUM:
             return 1.0, float(window.samples)
-        if self.common is not Common.DIVISOR:
-            is_by_split = self.stated is Common.SPLIT and not self.is_vector(name)
+        if self.weighting is not Weighting.DIVISOR:
+            is_by_split = self.stated is Weighting.SPLIT and not self.is_vector(name)
             total = window.weight(0, window.samples) if is_by_split else float(window.samples)
             return total, total
         if loss is not None and loss.requires_grad:
@@ -300,7 +300,7 @@ class LossWeights(LossForms):
     def _weighed(self, term: Term, samples: int, factors: Factors) -> Tensor | None:
         name, value = term.name, term.value
         if term.over is Form.PAIR:
-            if name not in factors.pairs and self.common is Common.OWN_DIVISORS and not factors.alone:
+            if name not in factors.pairs and self.weighting is Weighting.OWN_DIVISORS and not factors.alone:
                 raise _changed(name, None, (), is_known=True)  # which was not known before
             factor = factors.pairs.get(name) or 1.0 / self.provisional_total(name)
             return value / term.weight if factors.alone else value * factor  # type: ignore[operator]
@@ -314,7 +314,7 @@ class LossWeights(LossForms):
             raise _changed(name, None, read(value))
         if term.over is None and self.are_weighed_unread:
             self.see(name, value)
-        if term.over is Form.VECTOR or self.common is not Common.DIVISOR:
+        if term.over is Form.VECTOR or self.weighting is not Weighting.DIVISOR:
             share = factors.of_samples if term.over is Form.VECTOR else factors.usual
             return value if share == 1.0 else value * share if share else None  # a mean over nothing is NaN
         term.weight = self.weight_of(name, value, samples) if factors.weight is None else factors.weight
@@ -470,7 +470,7 @@ class LossWeights(LossForms):
             return
         found = read(loss)
         self._see(name, found)
-        if self.common is not Common.SUM:
+        if self.weighting is not Weighting.SUM:
             return
         # As far as can be seen without waiting for a device; where it is 0, nothing counts.
         weights = [one.weight if isinstance(one.weight, float) and one.weight else math.inf for one in found]

@@ -23,7 +23,7 @@ from autoaccum._loss import calling_conventions
 from autoaccum._loss.closures import Closure
 from autoaccum._loss.loss_check import FOUR_BYTES, MOST_SAMPLES, TrialLosses
 from autoaccum._loss.loss_entries import TOTAL, Entries
-from autoaccum._loss.loss_forms import Common
+from autoaccum._loss.loss_forms import Weighting
 from autoaccum._loss.loss_weights import LossWeights
 from autoaccum._loss.modes import quiet_training, run_eagerly, without_onednn
 from autoaccum._loss.terms import ELEMENTWISE, Form, Term, describe, is_pair, kind_of, of_torch, reported_term, term_of
@@ -307,7 +307,7 @@ class Objective:
         return {TOTAL: raw} if isinstance(raw, Tensor) or not isinstance(raw, Mapping) else dict(raw)
 
     def _terms(self, raw: Mapping[str, Any], samples: int, total: str) -> list[Term]:
-        summed = self.weights.stated is Common.SUM
+        summed = self.weights.stated is Weighting.SUM
         added = self._entries.added(raw, total)
         terms = [term_of(name, value, samples, summed=summed) for name, value in raw.items() if name in added]
         self.weights.note(terms)
@@ -385,13 +385,13 @@ def check_loss_reduction(loss_reduction: object) -> None:
         raise InvalidInputError(f"loss_reduction={shown(loss_reduction)} is unknown; choose 'mean', 'sum' or None")
 
 
-def _stated_by(loss_reduction: str | None, split: Split | None) -> Common | None:
+def _stated_by(loss_reduction: str | None, split: Split | None) -> Weighting | None:
     """Return how the arguments weigh every loss that is a number; None to find it out."""
     if loss_reduction == "sum":
-        return Common.SUM
+        return Weighting.SUM
     if hasattr(split, "weight"):
-        return Common.SPLIT
-    return None if loss_reduction is None else Common.SAMPLES
+        return Weighting.SPLIT
+    return None if loss_reduction is None else Weighting.SAMPLES
 
 
 def _sources(losses: Sequence[Loss]) -> list[Source]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autoaccum._loss.loss_forms import Common
+from autoaccum._loss.loss_forms import Weighting
 from autoaccum._loss.terms import Form, in_full
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _like_total(losses: Sequence[Term], factors: Factors, weights: LossWeights) 
     if factors.alone:
         return 1.0, False
     weight: Any = factors.usual
-    is_sum = weights.common is Common.SUM
+    is_sum = weights.weighting is Weighting.SUM
     if len(losses) == 1:
         (loss,) = losses
         if len(own := factors.terms.get(loss.name, [])) == 1:

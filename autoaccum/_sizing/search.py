@@ -61,7 +61,7 @@ class Search:
     Attributes:
         frontier: As the argument.
         is_done: Whether the search has ended.
-        failures: How often memory ran out.
+        failed_trials: How often memory ran out in it.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Search:
     ) -> None:
         self.frontier = frontier
         self.is_done = False
-        self.failures = 0
+        self.failed_trials = 0
         self._begins_with = begins_with
         self._has_tried_again = False
         self._is_soft = is_soft
@@ -175,7 +175,7 @@ class Search:
             known = self.frontier.surely(widths) or self._largest(widths, rest, free_bytes, first=small)
             size = min(self._begins_with, known)
         elif is_first and not self._windows:
-            size = self.frontier.largest(widths, 0, small) if self.failures else small
+            size = self.frontier.largest(widths, 0, small) if self.failed_trials else small
         else:
             size = self._largest(widths, rest, free_bytes, is_beside=not is_first, first=small)
             if not self._windows:
@@ -187,7 +187,7 @@ class Search:
             self.frontier.exclude(*first)  # together with gradients it could not be tried
         size = min(max(size, min(_FIRST, self.frontier.largest(widths, free_bytes, rest))), rest)
         if rest - size == 1 and size > 1:  # BatchNorm cannot train on the one that is left
-            return rest if size == _FIRST and not self.failures else size - 1
+            return rest if size == _FIRST and not self.failed_trials else size - 1
         return size
 
     def note(
@@ -228,7 +228,7 @@ class Search:
         if self._begins_with is not None:  # what an earlier run has measured does not hold any more
             self._begins_with = None
             self.frontier.forget()
-        self.failures += 1
+        self.failed_trials += 1
         self.frontier.fail(size, widths)
         self._first = None
         return size > 1
@@ -261,7 +261,7 @@ class Search:
             -(-group.samples // max(self.frontier.surely(group.widths), 1)) <= -(-group.samples // size)
             for group, size in wanted
         )
-        are_enough = self.failures >= _MOST_FAILURES and all(
+        are_enough = self.failed_trials >= _MOST_FAILURES and all(
             self.frontier.surely(group.widths) > 0 for group, _ in wanted
         )
         self.is_done = self._windows > 1 and (is_proven or are_enough or self._windows >= _MOST_WINDOWS)

@@ -520,7 +520,7 @@ class Sizing:
         if not sure:  # samples as wide were in first micro-batches alone, the last of which has just fitted
             sure = max(1, min(sizes[0], (frontier.too_many(widths) or sizes[0] + 1) - 1))
             frontier.note(sure, widths)
-        begun_with = None if learning.failures else self._wanted.begins_with
+        begun_with = None if learning.failed_trials else self._wanted.begins_with
         largest = max(sizes) if begun_with is not None and begun_with >= max(sizes) else sure
         self.probe = ProbeResult(
             largest,
@@ -533,7 +533,7 @@ class Sizing:
         if begun_with is not None and begun_with < sure:
             self._compared_to = sure  # by the clock of an earlier run
         frontier.forgive()
-        if learning.failures and line is not None:
+        if learning.failed_trials and line is not None:
             hoped = self._plan_of(line.largest_within(self._free_beside_gradients()))
             if hoped.micro_batch > self.plan.micro_batch:  # it has failed, although it is predicted to fit
                 self.set_plan = hoped

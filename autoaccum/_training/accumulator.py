@@ -11,7 +11,7 @@ import torch
 from autoaccum._arguments import check_choice, check_function, check_one_batch
 from autoaccum._data.batches import as_window
 from autoaccum._distributed.consistency import make_alike
-from autoaccum._distributed.data_parallel import DataParallel
+from autoaccum._distributed.data_parallel import RankPeers
 from autoaccum._distributed.process_group import all_ranks
 from autoaccum._engine import devices
 from autoaccum._engine.accumulator import GradientAccumulator
@@ -184,7 +184,7 @@ class Accumulator:
             step,
             Events(backend, options.callbacks, notices),
             notices,
-            peers=None if ranks is None else lambda: DataParallel(ranks, step),
+            peers=None if ranks is None else lambda: RankPeers(ranks, step),
             entry_of=_entries(step, limit_bytes, names, closure, notices) if measures else None,
         )
         self._at_work = threading.Lock()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from autoaccum._data.batches import Window
 from autoaccum._data.regrouping import stream
 from autoaccum._distributed.consistency import warn_of_same_samples
-from autoaccum._distributed.data_parallel import DataParallel
-from autoaccum._distributed.fsdp import ShardedDataParallel
+from autoaccum._distributed.data_parallel import RankPeers
+from autoaccum._distributed.fsdp import ShardedRankPeers
 from autoaccum._distributed.loader import DealtLoader, equal_shares
 from autoaccum._engine.dtensor import is_sharded
 from autoaccum.errors import CheckpointError, InvalidInputError, RankFailedError
@@ -62,7 +62,7 @@ class Coordinator:
         self.loader = loader
         self.split = split
         self.target_batch = self._whole_target = target
-        self.peers: DataParallel | None = None
+        self.peers: RankPeers | None = None
         self._drop_last = drop_last
         self._shards = shard
         self._in_tokens = in_tokens
@@ -116,9 +116,9 @@ class Coordinator:
             "drops": self._drops,
         }  # asked before the window is done
         if is_sharded(step.objective.modules):
-            self.peers = ShardedDataParallel(self.ranks, step, largest_size, **said)
+            self.peers = ShardedRankPeers(self.ranks, step, largest_size, **said)
         else:
-            self.peers = DataParallel(self.ranks, step, **said)
+            self.peers = RankPeers(self.ranks, step, **said)
 
     # --- data ---------------------------------------------------------------------------------------------------------
 

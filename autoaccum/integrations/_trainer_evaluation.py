@@ -18,7 +18,7 @@ from autoaccum._engine.options import Options
 from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.savepoint import Savepoint
 from autoaccum._loss.closures import Closure
-from autoaccum._loss.loss_forms import Common
+from autoaccum._loss.loss_forms import Weighting
 from autoaccum._loss.terms import Form
 from autoaccum._system.attributes import replaced
 from autoaccum._system.reason_file import writes_reason
@@ -100,7 +100,7 @@ class EvaluationInParts:
         self._step.objective.begin_window()
         check_losses(self._step, window, self._savepoint.like_it())
         forms = known.forms.get(_LOSS, ())
-        if known.common is Common.SUM or (forms and all(form.form is Form.SUM for form in forms)):
+        if known.weighting is Weighting.SUM or (forms and all(form.form is Form.SUM for form in forms)):
             return torch.stack(list(losses)).sum()
         starts = itertools.accumulate(sizes, initial=0)
         parts = [window.part(start, start + size) for start, size in zip(starts, sizes, strict=False)]
