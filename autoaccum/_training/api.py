@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
     from autoaccum._callbacks import Callback
     from autoaccum._data.pieces import Split
+    from autoaccum._distributed.process_group import Ranks
+    from autoaccum._engine.forward_backward import TrainingStep
     from autoaccum._engine.metrics import Metric
     from autoaccum._engine.optimizers import MakesOptimizer
     from autoaccum._loss.objective import Loss
@@ -50,8 +52,8 @@ if TYPE_CHECKING:
 
 # Arguments that must be the same on all ranks, beside those of which something else is compared.
 _ALIKE_ON_RANKS = (
-    *("target_tokens", "drop_last", "shard", "epochs", "max_steps", "clip_grad_norm", "val_every", "loss_reduction"),
-    *("batchnorm", "on_nan", "lr_scaling", "base_batch"),
+    *("target_batch", "target_tokens", "drop_last", "shard", "epochs", "max_steps", "clip_grad_norm", "val_every"),
+    *("loss_reduction", "batchnorm", "on_nan", "lr_scaling", "base_batch", "noise_scale", "memory"),
 )
 
 
@@ -260,25 +262,7 @@ def fit(
         cap = min((one for one in (cap, earlier) if one is not None), default=None)
         grows_from = None
         if ranks is not None:
-            alike = {name: given[name] for name in _ALIKE_ON_RANKS} | {
-                "target_batch": target,
-                "noise_scale": options.noise_every,
-                "memory": savings,
-                "checkpoint": saving is not None,
-                "val_loader": val_loader is not None,
-            }
-            if on_too_large == "skip":
-                raise InvalidInputError(
-                    f"on_too_large='skip' is for one process, and there are {ranks.size} ranks; leave the samples out "
-                    "of the dataset"
-                )
-            asked = {
-                f"memory={memory!r}": bool(savings),
-                f"noise_scale={noise_scale!r}": bool(noise_scale),
-                f"target_tokens={target_tokens}": in_tokens,
-            }
-            grows_from = check_sharded(step.objective.modules, ranks.size, asked)
-            make_alike(ranks, step, alike)
+            grows_from = _check_ranks(ranks, step, given, {"memory": savings, "noise_scale": options.noise_every})
         world = Coordinator(
             ranks,
             loader,
@@ -371,6 +355,31 @@ def _check_data(
             f"val_every={val_every} evaluates in the middle of an epoch, and val_loader= is the loader that the "
             "training is reading then; pass a second one over the same data"
         )
+
+
+def _check_ranks(ranks: Ranks, step: TrainingStep, given: Mapping[str, Any], meant: Mapping[str, Any]) -> int | None:
+    """Check that all ranks have the same model and arguments, and can do what these ask for.
+
+    Args:
+        ranks: All ranks.
+        step: This rank's training step.
+        given: The arguments.
+        meant: What some of them mean.
+
+    Returns:
+        The micro-batch from which sizes grow if the model is sharded; else None.
+    """
+    if given["on_too_large"] == "skip":
+        raise InvalidInputError(
+            f"on_too_large='skip' is for one process, and there are {ranks.size} ranks; leave the samples out of the "
+            "dataset"
+        )
+    means = {**given, **meant}
+    asked = {f"{name}={given[name]!r}": bool(means[name]) for name in ("memory", "noise_scale", "target_tokens")}
+    grows_from = check_sharded(step.objective.modules, ranks.size, asked)
+    are_given = {name: given[name] is not None for name in ("checkpoint", "val_loader")}
+    make_alike(ranks, step, {name: means[name] for name in _ALIKE_ON_RANKS} | are_given)
+    return grows_from
 
 
 def _steps_per_epoch(loader: Iterable[Any], target_batch: int, *, drop_last: bool) -> int | None:
