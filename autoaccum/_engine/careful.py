@@ -211,7 +211,7 @@ class CarefulPath:
         """Return what the window's loss is divided by, None if nothing is to be corrected; and what stood for it."""
         weights, is_part = self._step.objective.weights, self.peers.is_part
         if not given.weights:
-            total = weights.of_part(window) if is_part and totals is None else None
+            total = weights.part_weight(window) if is_part and totals is None else None
             return total, float(window.samples) if total is None else total
         # Those of several losses are proportional to each other.
         name, found = next(iter(given.weights.items()))

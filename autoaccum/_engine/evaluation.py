@@ -274,7 +274,7 @@ class Evaluator:
         """Return what a loss of some samples is multiplied by for its sum, and the weight of that."""
         if term.over is Form.PAIR:
             return 1.0, term.weight
-        return self._step.objective.weights.of_samples(term.name, part, term.value)
+        return self._step.objective.weights.multiplier_and_weight(term.name, part, term.value)
 
 
 def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:

@@ -249,7 +249,7 @@ class SteadyPath:
                     share = weight / provisional
                 elif not is_whole:
                     if looks:
-                        weights.see(name, value)
+                        weights.compare_with_check(name, value)
                     share = size / samples if weighting is Weighting.SAMPLES else 1.0
                 elif not all_count:
                     weights.refuse_nothing(name, value)
@@ -269,7 +269,7 @@ class SteadyPath:
         if divides:
             total: Any = weights.total(name, found, may_be_nothing=self._is_part)
         else:
-            total = weights.of_part(window) if self._is_part else None
+            total = weights.part_weight(window) if self._is_part else None
         return PartResult(samples, {name: LossSum(losses)}, weight=total, provisional=provisional, reached=reached)
 
 

@@ -238,13 +238,13 @@ class LossWeights(LossForms):
 
     # --- parts of windows, and evaluation -----------------------------------------------------------------------------
 
-    def of_part(self, window: Window) -> float | None:
+    def part_weight(self, window: Window) -> float | None:
         """Return by what a part of a window is put together with others; None if parts are added."""
         if self.weighting is Weighting.SUM:
             return None
         return window.weight(0, window.samples) if self.weighting is Weighting.SPLIT else float(window.samples)
 
-    def of_samples(
+    def multiplier_and_weight(
         self, name: str, window: Window, loss: Tensor | None = None
     ) -> tuple[float | Tensor, float | Tensor]:
         """Return what a loss of some samples is multiplied by for its sum, and the weight of that.
@@ -313,7 +313,7 @@ class LossWeights(LossForms):
         if term.over is None and self.stated is None and (name not in self.forms or self.is_vector(name)):
             raise _changed(name, None, read(value))
         if term.over is None and self.are_weighed_unread:
-            self.see(name, value)
+            self.compare_with_check(name, value)
         if term.over is Form.VECTOR or self.weighting is not Weighting.DIVISOR:
             share = factors.of_samples if term.over is Form.VECTOR else factors.usual
             return value if share == 1.0 else value * share if share else None  # a mean over nothing is NaN
@@ -357,7 +357,7 @@ class LossWeights(LossForms):
         if len(forms) > 1 or any(one.divisor is not None for one in found):
             _wait(found)
         if of is None and not self.is_trusted:
-            self._see(name, found)
+            self._note_or_compare(name, found)
         if len(forms) > 1:
             own, unit = forms[0].per_sample or 1.0, first.weight
             for one, form in zip(found[1:], forms[1:], strict=True):
@@ -404,7 +404,7 @@ class LossWeights(LossForms):
         if len(found) != len(own):
             raise _changed(term.name, forms, found)
         _wait(found)
-        self._see(term.name, found)
+        self._note_or_compare(term.name, found)
         for number, (one, form) in enumerate(zip(found, forms, strict=True)):
             if form.form is Form.MEAN and form.is_read:
                 if one.weight is None and not _is_compiled([one]):
@@ -460,7 +460,7 @@ class LossWeights(LossForms):
             self._refuse_what_is_not_counted()
             raise _changed(name, None, (), is_known=True)
 
-    def see(self, name: str, loss: Tensor) -> None:
+    def compare_with_check(self, name: str, loss: Tensor) -> None:
         """Compare a loss whose divisor does not count with what it was in the check, and in other micro-batches.
 
         Raises:
@@ -469,7 +469,7 @@ class LossWeights(LossForms):
         if name not in self.forms or not self.forms[name][0].is_read:
             return
         found = read(loss)
-        self._see(name, found)
+        self._note_or_compare(name, found)
         if self.weighting is not Weighting.SUM:
             return
         # As far as can be seen without waiting for a device; where it is 0, nothing counts.
@@ -483,7 +483,7 @@ class LossWeights(LossForms):
                 "the whole batch's; return a (sum, weight) pair"
             )
 
-    def _see(self, name: str, found: Sequence[ReadTerm]) -> None:
+    def _note_or_compare(self, name: str, found: Sequence[ReadTerm]) -> None:
         """Note how a loss is put together, if it was checked for this window; otherwise compare it.
 
         Raises:

@@ -104,7 +104,7 @@ class EvaluationInParts:
             return torch.stack(list(losses)).sum()
         starts = itertools.accumulate(sizes, initial=0)
         parts = [window.part(start, start + size) for start, size in zip(starts, sizes, strict=False)]
-        return mean(losses, [float(known.of_samples(_LOSS, part)[1]) for part in parts])
+        return mean(losses, [float(known.multiplier_and_weight(_LOSS, part)[1]) for part in parts])
 
     @cached_property
     def _step(self) -> GradientStep:
