@@ -153,15 +153,15 @@ class CarefulPath:
         if weights.is_checked and (weights.is_checked_now or (is_part and not is_due)):
             return
         at.size = None if step.objective.tries_several else 1  # if that does not fit, nothing does
-        self._try_losses(on_all or window)
+        self._try_losses(on_all or window, larger=max(sizes, default=0))
         at.size = None
 
-    def _try_losses(self, window: Window) -> None:
+    def _try_losses(self, window: Window, *, larger: int) -> None:
         step, weights = self._step, self._step.objective.weights
         # With a loss of torch, the training does not need the check, which takes no memory that is not there.
         at_most = _OF_A_MODEL if weights.is_trusted else MOST_SAMPLES
         try:
-            step.check_losses(window, self._before_trying, at_most=at_most)
+            step.check_losses(window, self._before_trying, at_most=at_most, larger=larger)
         except Exception as error:
             if not (weights.is_trusted and is_oom(error)):
                 raise

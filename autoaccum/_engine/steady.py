@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from itertools import chain, repeat
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _BEFORE_TENSORS = len(("type", "keys"))
 _KINDS_OF_PAIR = _BEFORE_TENSORS + len(("inputs", "targets"))
-_IS_TRAINED, _PARAMETERS = attrgetter("requires_grad"), itemgetter("params")
+_IS_TRAINED, _PARAMETERS, _VALUES = attrgetter("requires_grad"), itemgetter("params"), methodcaller("values")
 _HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 # Windows of one structure that take the careful path: the first, second, fourth, ..., and then now and then.
 _LAST_POWER = 1024
@@ -91,6 +91,9 @@ class SteadyPath:
         self._state: tuple[Any, ...] | None = None
         self._epoch = 0  # rises when it changes: what is known of every structure is void then
         self._hooked: list[bool] = []
+        self._tables: list[
+            dict[str, Any]
+        ] = []  # of modules, with their parameters and parts, where no optimizer is known
         self._handles = 0
 
     # --- which path a window takes ------------------------------------------------------------------------------------
@@ -125,6 +128,9 @@ class SteadyPath:
         known = self._now
         known.name = known.kinds = None
         known.epoch = self._epoch
+        if self._step.optimizer is None:
+            parts = chain.from_iterable(module.modules() for module in objective.modules)
+            self._tables = [table for part in parts for table in (part._parameters, part._modules)]
         self._state, self._hooked, self._handles = self._now_in_force(), self._are_hooked(), RemovableHandle.next_id
         if may:
             known.name = next(iter(given.losses))
@@ -171,9 +177,9 @@ class SteadyPath:
 
     def _now_in_force(self) -> tuple[Any, ...]:
         step = self._step
-        groups = () if step.optimizer is None else step.optimizer.param_groups
+        held = map(_VALUES, self._tables) if step.optimizer is None else map(_PARAMETERS, step.optimizer.param_groups)
         return (
-            list(map(id, chain.from_iterable(map(_PARAMETERS, groups)))),
+            list(map(id, chain.from_iterable(held))),
             self._objective.model.training,
             self._objective.settings(),
             torch.is_autocast_enabled(step.memory.device.type),

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from autoaccum import _oom
 from autoaccum._data.nesting import copied, numbers_in
-from autoaccum._loss.batch_counts import SUM, counts_in
+from autoaccum._loss.batch_counts import LABELS, SUM, counts_in
 from autoaccum._loss.graph_reader import ReadTerm, leaves_of, nodes_of, read, stopped
 from autoaccum._loss.terms import Form, TermForm, no_mean, not_finite
 from autoaccum.errors import InvalidInputError
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 MOST_SAMPLES = 8
 _TO_HALVE = 7
 FOUR_BYTES = 4
-# The most samples that are looked at to choose these.
-_LOOKED_AT = 64
+# The most samples that are looked at to choose these, and the most choices where nothing counts in the first.
+_LOOKED_AT, _MOST_CHOICES = 64, 8
 # The relative difference that rounding may cause, by the lowest precision of the passes.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-3}
 _OF_GPU, _OF_HALF = 5e-3, 4e-2  # with TensorFloat-32, and in half precision
@@ -94,35 +94,46 @@ class Run:
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 
-def choose(window: Window, most: int) -> tuple[Window, int] | None:
-    """Return samples from all over a window, and how many of them are in the first of two parts; None if it has one.
+def choices(window: Window, most: int, larger: int) -> Iterator[tuple[Window, int]]:
+    """Return samples from all over a window, and how many of them are in the first of two parts; first the best choice.
 
-    Samples in which little is counted come first, where there are some, then samples in which much is.
+    Later choices are of other samples, and of more, up to `larger`, until none are left. A window of which no two
+    samples can be joined has none.
     """
     groups = window.groups()
     largest = max(range(len(groups)), key=groups.__getitem__)
     start, samples = sum(groups[:largest]), groups[largest]
     number = min(most, samples)
     if number <= 1:
-        return None
+        return
     evenly = [start + place * (samples - 1) // (number - 1) for place in range(number)]
     rows = list(dict.fromkeys([*_unusual(window, start, samples, number // 2), *evenly]))[:number]
-    # About a third in the first part, since losses may need two samples; one part is odd, since they may take pairs.
-    first = (number + 1) // 3 if number >= _TO_HALVE else number // 2
-    return window.chosen([rows[0], *rows[:0:-1]]), first
+    rest = [start + row for row in torch.randperm(samples, generator=torch.Generator().manual_seed(0)).tolist()]
+    for _ in range(_MOST_CHOICES):
+        # About a third in the first part: losses may need two samples. One part is odd, since they may take pairs.
+        first = (len(rows) + 1) // 3 if len(rows) >= _TO_HALVE else len(rows) // 2
+        yield window.chosen([rows[0], *rows[:0:-1]]), first
+        used, number = set(rows), min(2 * number, max(number, larger))
+        rest = [row for row in rest if row not in used]
+        rows = rest[:number]
+        if len(rows) <= 1:
+            return
 
 
 def _unusual(window: Window, start: int, samples: int, most: int) -> list[int]:
-    """Return samples in which the least and the most is counted, in turn."""
-    if not window.is_nested or samples <= most:
+    """Return samples in which the least and the most is counted, in turn; of labels two in which the most is."""
+    if samples <= most or not window.is_nested:
         return []
     rows = range(start, start + samples, max(1, samples // _LOOKED_AT))
     counts = [counts_in(window.cut(row, row + 1), 1) for row in rows]
-    found: list[int] = []
-    for numbers in ([of_row.get(count, 0.0) for of_row in counts] for count in counts[0] if count[0] != SUM):
+    of_labels, found = list[int](), list[int]()
+    for count in (one for one in counts[0] if one[0] != SUM):
+        numbers = [of_row.get(count, 0.0) for of_row in counts]
         if min(numbers) != max(numbers):
             found += [rows[numbers.index(min(numbers))], rows[numbers.index(max(numbers))]]
-    return list(dict.fromkeys(found))[:most]
+            if count[0] == LABELS and not of_labels:  # something has to count in both parts
+                of_labels = [rows[at] for at in sorted(range(len(rows)), key=numbers.__getitem__)[-2:]]
+    return list(dict.fromkeys([*of_labels, *found]))[:most]
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -416,20 +427,36 @@ class TrialLosses:
     parameters: Sequence[nn.Parameter]
     is_complete: bool = True
     tolerance: float = 0.0
+    _divided_by_1: list[str] = field(default_factory=list)  # losses that look like sums
 
-    def forms(self, window: Window, most: int) -> dict[str, list[TermForm]] | None:
+    def forms(self, window: Window, most: int, larger: int) -> dict[str, list[TermForm]] | None:
         """Return the terms of each loss that is a number, by name; None if the window has no two samples to try.
+
+        Args:
+            window: The window.
+            most: The most samples to try.
+            larger: The most where nothing counts in those.
 
         Raises:
             InvalidInputError: A pair is not (sum, weight), or a loss cannot be computed for a part of the samples.
         """
-        chosen = choose(window, most)
-        if chosen is None:
-            return None
-        sample, first = chosen
-        found = dict[str, list[TermForm]]()
-        for source in self.passes:
-            self._try(source, sample, first, found)
+        found: dict[str, list[TermForm]] | None = None
+        for sample, first in choices(window, most, larger):
+            self.is_complete, self._divided_by_1, now = True, [], dict[str, list[TermForm]]()
+            try:
+                for source in self.passes:
+                    self._try(source, sample, first, now)
+            except Exception as error:
+                if found is None or not _oom.is_oom(error):
+                    raise
+                _oom.let_go(error)  # the choice was of more samples
+                self.is_complete = False
+                break
+            found = now
+            if self.is_complete:
+                break
+        for name in self._divided_by_1:
+            self.weights.warn_of_divisor_1(name)
         return found
 
     def _try(self, source: _Pass, sample: Window, first: int, found: dict[str, list[TermForm]]) -> None:
@@ -440,41 +467,52 @@ class TrialLosses:
             return
         halves = self._halves(source, whole, sample, first)
         for name, run in whole.items():
-            if any(term.weight == 0.0 for term in run.terms):  # nothing counts in it
+            if any(term.weight == 0.0 for term in run.terms) or not run.gradients.any():  # nothing counts in it
                 self.is_complete = False
                 if not run.is_stated:
-                    found[name] = [_by_graph_alone(term) for term in run.terms]
-                continue
-            if not math.isfinite(run.value):
-                if name not in self.weights.forms:
-                    raise not_finite({name: run.value})
-                continue  # it may result from the training itself
-            parts = [_part_of(name, run, of_part, sample.samples) for of_part in halves]
-            forms = forms_of(run, parts, None, self.tolerance)
-            if any(form.form is Form.UNCONFIRMED for form in forms):
-                again = self._runs(source, sample, 0, sample.samples, seed=1)
-                forms = forms_of(run, parts, again.get(name), self.tolerance)
-                each = " and ".join(f"{part.value:.4g} for {part.samples}" for part in parts)
-                self.weights.tried[name] = f" (it is {run.value:.4g} for {run.samples} samples, and {each} of them)"
-                forms = self._without_parts(name, run, parts) or forms
-            if not run.is_stated:
-                found[name] = forms
-            else:
-                self._confirm_stated(name, [run, *parts], forms[0])
+                    found[name] = self._of_before(name, run)
+            elif math.isfinite(run.value):
+                parts = [_part_of(name, run, of_part, sample.samples) for of_part in halves]
+                forms = self._forms_of(name, run, parts, lambda: self._runs(source, sample, 0, sample.samples, seed=1))
+                if not run.is_stated:
+                    found[name] = forms
+                else:
+                    self._confirm_stated(name, [run, *parts], forms[0])
+            elif name not in self.weights.forms:  # otherwise it may result from the training itself
+                raise not_finite({name: run.value})
+
+    def _forms_of(
+        self, name: str, run: Run, parts: Sequence[Run], again: Callable[[], Mapping[str, Run]]
+    ) -> list[TermForm]:
+        """Return how the terms of a loss are put together; `again` runs all samples with other random numbers."""
+        forms = forms_of(run, parts, None, self.tolerance)
+        if any(form.form is Form.UNCONFIRMED for form in forms):
+            forms = forms_of(run, parts, again().get(name), self.tolerance)
+            each = " and ".join(f"{part.value:.4g} for {part.samples}" for part in parts)
+            self.weights.tried[name] = f" (it is {run.value:.4g} for {run.samples} samples, and {each} of them)"
+            forms = self._without_parts(name, run, parts) or forms
+        if any(_may_be_clamped(term, form) for term, form in zip(run.terms, forms, strict=False)):
+            self.is_complete = False
+            forms = list(self.weights.forms.get(name, forms))
+            if any(form.form is Form.SUM for form in forms):
+                self._divided_by_1.append(name)
+        return forms
 
     def _without_parts(self, name: str, run: Run, parts: Sequence[Run]) -> list[TermForm]:
         """Return the forms of before, or that the graph suggests, where one part says nothing; none otherwise."""
         if run.is_stated or not any(_is_empty(part, run) for part in parts):
             return []
         self.is_complete = False
-        if name in self.weights.forms:
-            return list(self.weights.forms[name])
         # Neither a loss of torch nor with a divisor that counts, it may be a mean that was misread.
         are_read = all(
             (term.is_counted and term.divisor is not None) or hasattr(term.end, "_saved_reduction")
             for term in run.terms
         )
-        return [_by_graph_alone(term) for term in run.terms] if are_read else []
+        return self._of_before(name, run) if are_read or name in self.weights.forms else []
+
+    def _of_before(self, name: str, run: Run) -> list[TermForm]:
+        """Return the forms that are known of a loss, or else what its graph suggests."""
+        return list(self.weights.forms.get(name, ())) or [_by_graph_alone(term) for term in run.terms]
 
     def _try_model(self, source: _Pass, whole: Mapping[str, Run], sample: Window, first: int) -> None:
         """Look whether a model compares samples, whose loss is one of torch."""
@@ -598,4 +636,11 @@ def _is_empty(part: Run, whole: Run) -> bool:
 def _by_graph_alone(term: ReadTerm) -> TermForm:
     if term.weight is None:
         return TermForm(Form.UNCONFIRMED, is_read=False)
-    return TermForm(Form.MEAN, per_sample=abs(float(term.weight))) if term.is_counted else TermForm(Form.SUM)
+    if term.is_counted or not term.weight:
+        return TermForm(Form.MEAN, per_sample=abs(float(term.weight)))
+    return TermForm(Form.SUM)
+
+
+def _may_be_clamped(term: ReadTerm, form: TermForm) -> bool:
+    """Whether what looks like a sum is divided by 1, as a mean is where max(1, n) is."""
+    return form.form is Form.SUM and form.number is None and term.divisor is not None and float(term.divisor) == 1.0

@@ -170,14 +170,17 @@ class LossForms:
             "this check)"
         )
 
-    def learn(self, found: Mapping[str, Sequence[TermForm]], *, is_checked: bool = True) -> None:
+    def learn(
+        self, found: Mapping[str, Sequence[TermForm]], *, is_checked: bool = True, is_complete: bool = True
+    ) -> None:
         """Take what a check has shown.
 
         Args:
             found: The terms of each loss, by name.
             is_checked: Whether they were tried on several samples.
+            is_complete: Whether something counted in every loss.
         """
-        self.is_checked = self.is_checked_now = True
+        self.is_checked, self.is_checked_now = is_complete, is_complete or not self.forms.keys() >= found.keys()
         found = {name: forms for name, forms in found.items() if is_checked or name not in self.forms}
         for name, forms in found.items():
             self.forms[name] = _both(forms, self.forms.get(name, ())) or tuple(forms)
@@ -251,6 +254,14 @@ class LossForms:
         self.warn(
             f"loss {name!r} divides by more in a micro-batch than is counted there, as max(1, n) does where n is 0: "
             "such micro-batches then count too much; return the (sum, weight) pair with n itself"
+        )
+
+    def warn_of_divisor_1(self, name: str) -> None:
+        """Warn of what looks like a sum, and may be a mean."""
+        self.warn(
+            f"loss {name!r} is divided by 1 in all samples that were tried, as by max(1, n) where n is at most 1, and "
+            "is taken for a sum: micro-batches are added; return the (sum, weight) pair with n itself, or pass "
+            "loss_reduction='sum'"
         )
 
     # --- several ranks ------------------------------------------------------------------------------------------------

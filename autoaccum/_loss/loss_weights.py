@@ -546,7 +546,7 @@ def _agreed(numbers: Mapping[Count, float]) -> float:
 
 
 def _refuse_ambiguous(counted: Sequence[Mapping[Count, float]]) -> None:
-    """Reject counts of micro-batches which weighed all samples so far alike, and do not weigh these alike."""
+    """Check anew if counts of micro-batches which weighed all samples so far alike do not weigh these alike."""
     totals = {count: sum(one[count] for one in counted) or 1.0 for count in counted[0]}
     first = min(totals)
     pairs = [(one[count] / totals[count], one[first] / totals[first]) for one in counted for count in totals]
@@ -554,11 +554,12 @@ def _refuse_ambiguous(counted: Sequence[Mapping[Count, float]]) -> None:
         raise _ambiguous(totals)
 
 
-def _ambiguous(counts: Iterable[Count]) -> InvalidInputError:
-    return InvalidInputError(
+def _ambiguous(counts: Iterable[Count]) -> NotCheckedError:
+    error = InvalidInputError(
         f"what the loss is divided by could be {' or '.join(sorted(map(in_words, counts)))}, which differ in this "
         "window; return a (sum, weight) pair, or pass loss_reduction="
     )
+    return NotCheckedError(error)  # a check of this window may tell
 
 
 def _expected(form: TermForm, window: Window, *, rounds: bool = False) -> float:

@@ -211,6 +211,7 @@ class Objective:
         parameters: Sequence[nn.Parameter] = (),
         *,
         at_most: int = MOST_SAMPLES,
+        larger: int = 0,
     ) -> None:
         """Try the losses on a few samples of a window, and learn how they weigh samples.
 
@@ -223,6 +224,7 @@ class Objective:
             autocast: Returns the context that the model runs in.
             parameters: The parameters whose gradients are compared.
             at_most: The most samples to try.
+            larger: The most to try where nothing counts in those.
         """
         most, self._most = self._most, self._most // 2
         weights, modules = self.weights, self.modules
@@ -237,12 +239,11 @@ class Objective:
         mark.take(with_numbers=True)
         try:
             with run_eagerly(), kernels, torch.enable_grad(), quiet_training(modules):
-                forms = trial.forms(window, min(most, at_most))
+                forms = trial.forms(window, min(most, at_most), larger)
                 found = trial.unchecked(window) if forms is None else forms
         finally:
             mark.restore()
-        weights.learn(found, is_checked=forms is not None)
-        weights.is_checked = trial.is_complete
+        weights.learn(found, is_checked=forms is not None, is_complete=trial.is_complete)
         self._most = most  # which fit
 
     def check_anew(self) -> None:

@@ -267,3 +267,33 @@ def test_parameters_that_come_later_have_to_be_finite_in_checkpoints(tmp_path, c
     )  # fmt: skip
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000003"]
     assert "step 4: no checkpoint is written, since it would hold NaN or infinity (1.bias)" in capsys.readouterr().err
+
+
+def weighted(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, weight=torch.tensor([0.3, 2.0, 7.0]).double())
+
+
+def pair(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, reduction="sum"), len(targets)
+
+
+@pytest.mark.parametrize("change", [append, replace_head])
+@pytest.mark.parametrize("loss", [weighted, pair])
+def test_accumulator_sees_parameters_that_come_between_two_batches(change, loss):
+    torch.manual_seed(0)
+    model = Scores().double()
+    accumulator = autoaccum.Accumulator(model, loss=loss, micro_batch=5, device="cpu", precision="fp32")
+    generator = torch.Generator().manual_seed(1)
+    for number in range(14):
+        if number == 10:
+            change(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        inputs, targets = torch.randn(SAMPLES, 4, generator=generator).double(), torch.arange(SAMPLES) % 3
+        model.zero_grad()
+        value = loss(model(inputs), targets)
+        value = value[0] / value[1] if isinstance(value, tuple) else value
+        expected = torch.autograd.grad(value, list(model.parameters()))
+
+        accumulator.backward((inputs, targets))
+
+        found = [parameter.grad for parameter in model.parameters()]
+        torch.testing.assert_close(found, list(expected), rtol=1e-9, atol=1e-12)

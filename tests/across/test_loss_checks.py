@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import warnings
 
 import pytest
 import torch
@@ -113,6 +114,95 @@ def test_loss_that_no_sample_changed_at_first_is_looked_at_when_it_changes():
         return functional.cross_entropy(outputs[0], batch["classes"]) if batch["from"][0] else penalty
 
     assert_exact(linear(), given, loss, forward=lambda model, batch: (model(batch["inputs"]), model.weight))
+
+
+# --- what counts is rare ----------------------------------------------------------------------------------------------
+
+
+def rare(windows, seed, *, labelled=0.1, ignored=-100, samples=64):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(windows):
+        inputs = torch.randn(samples, 6, generator=generator).double()
+        is_ignored = torch.rand(samples, generator=generator) >= labelled
+        yield inputs, torch.randint(0, 4, (samples,), generator=generator).masked_fill(is_ignored, ignored)
+
+
+def guarded(outputs, targets):
+    there = targets >= 0
+    return functional.cross_entropy(outputs[there], targets[there]) if there.any() else outputs.sum() * 0
+
+
+def masked(outputs, targets):
+    mask = (targets >= 0).double()
+    each = functional.cross_entropy(outputs, targets.clamp(min=0), reduction="none")
+    return (each * mask).sum() / mask.sum().clamp(min=1)
+
+
+def not_quite_0(outputs, targets):
+    mask = (targets >= 0).double()
+    each = functional.cross_entropy(outputs, targets.clamp(min=0), reduction="none")
+    return (each * mask).sum() / (mask.sum() + 1e-8)
+
+
+def penalised(outputs, targets):
+    return functional.cross_entropy(outputs, targets) + 0.1 * outputs.square().mean()
+
+
+def focal(outputs, targets):
+    """As RetinaNet's: a sum over everything, divided by the number of positives."""
+    classes = functional.one_hot(targets.clamp(min=0), 4).double() * (targets >= 0)[:, None]
+    positives = int((targets >= 0).sum())
+    return functional.binary_cross_entropy_with_logits(outputs, classes, reduction="sum") / max(1, positives)
+
+
+def wrong_windows(loss, given):
+    """How many gradients of an Accumulator are not those of the whole batch; what it has warned of, or refused."""
+    model, wrong = linear(), 0
+    accumulator = autoaccum.Accumulator(model, loss=loss, micro_batch=16, device="cpu", precision="fp32")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for inputs, targets in given:
+            optimizer.zero_grad()
+            expected = torch.autograd.grad(loss(model(inputs), targets), list(model.parameters()))
+            try:
+                accumulator.backward((inputs, targets))
+            except autoaccum.InvalidInputError as error:
+                return wrong, str(error)
+            found = [parameter.grad for parameter in model.parameters()]
+            wrong += not all(torch.allclose(one, its, rtol=1e-7) for one, its in zip(found, expected, strict=True))
+            optimizer.step()
+    return wrong, " ".join(str(one.message) for one in caught)
+
+
+@pytest.mark.parametrize("loss", [guarded, masked, not_quite_0, penalised])
+@pytest.mark.parametrize("seed", range(4))
+def test_means_over_few_labels_are_exact(loss, seed):
+    assert wrong_windows(loss, rare(8, seed))[0] == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sum_that_was_divided_by_1_when_it_was_checked_is_never_silently_wrong(seed):
+    wrong, said = wrong_windows(focal, rare(8, seed, labelled=0.05))
+
+    assert not wrong or "max(1, n)" in said
+
+
+def test_loss_that_cannot_be_read_is_checked_anew_where_counts_begin_to_differ():
+    class CrossEntropy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, outputs, targets):
+            with torch.enable_grad():
+                leaf = outputs.detach().requires_grad_()
+                loss = functional.cross_entropy(leaf, targets)
+            (ctx.gradient,) = torch.autograd.grad(loss, leaf)
+            return loss.detach()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return ctx.gradient * gradient, None
+
+    assert wrong_windows(CrossEntropy.apply, [*rare(5, 0, labelled=1.0), *rare(5, 1, labelled=0.5)]) == (0, "")
 
 
 def test_terms_in_which_nothing_counts_end_no_training():
