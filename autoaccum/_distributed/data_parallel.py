@@ -28,7 +28,7 @@ from autoaccum._engine.noise_scale import Spread, squared_norm
 from autoaccum._engine.out_of_memory import Phase
 from autoaccum._engine.peers import Peers
 from autoaccum._engine.steady import is_number_due
-from autoaccum._loss.loss_check import MOST_SAMPLES
+from autoaccum._loss.loss_check import MOST_SAMPLES, choices
 from autoaccum._loss.loss_forms import Weighting
 from autoaccum._loss.reported import LOSS, WEIGHT, means
 from autoaccum._loss.terms import in_full
@@ -425,9 +425,10 @@ class RankPeers(Peers):
 
 
 def _sendable(window: Window, most: int) -> list[Any]:
-    """Return the first samples of a window, as the loader would yield them; nothing if they cannot be pickled."""
+    """Return samples of a window to try, as the loader would yield them; nothing if they cannot be pickled."""
     try:
-        found = copied(window.part(0, min(most, window.groups()[0])).raw())
+        chosen, _ = next(choices(window, most, most), (window.part(0, 1), 0))
+        found = copied(chosen.raw())
         pickle.dumps(found)
     except Exception:  # noqa: BLE001 - of the user's own types; other ranks wait for what is sent
         return []

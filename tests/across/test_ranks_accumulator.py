@@ -54,17 +54,12 @@ def test_closure_that_calls_a_wrapped_model_is_refused(crew):
     assert all("DistributedDataParallel" in said for said in crew.run("rank_accumulating:wrapped", size=2))
 
 
-@pytest.mark.parametrize(
-    ("loss", "error", "text"),
-    [
-        ("pair", autoaccum.StateDamagedError, "gradients of 2 parameters"),
-        ("module", autoaccum.InvalidInputError, "2 parameters are trained now"),
-    ],
-)
-def test_parameters_that_come_in_the_middle_of_a_step_lose_no_gradient_unsaid(crew, loss, error, text):
-    for answer in crew.answers("rank_accumulating:growing", loss, size=2):
-        assert isinstance(answer, error), answer
-        assert text in str(answer)
+@pytest.mark.parametrize("loss", ["pair", "module"])
+def test_gradients_of_parameters_that_come_in_the_middle_of_a_step_are_added_up(crew, loss):
+    alone = rank_accumulating.growing(0, 1, loss)
+
+    for found in crew.run("rank_accumulating:growing", loss, size=2):
+        assert far(found, alone) < FAR
 
 
 def test_gradients_of_a_layer_that_is_unfrozen_between_steps_are_added_up(crew):
