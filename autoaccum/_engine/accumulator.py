@@ -21,7 +21,6 @@ from autoaccum._sizing.planner import plan
 from autoaccum._sizing.sizing import Cutting, Sizing, SizingOptions
 from autoaccum._system import signals
 from autoaccum._system.launched import max_micro_batch
-from autoaccum.errors import StateDamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -139,12 +138,8 @@ class GradientAccumulator:
 
         Raises:
             InvalidInputError: Other processes are in the middle of the window.
-            StateDamagedError: Those of earlier batches were dropped with a window that begins again.
         """
         assert self._engine is not None
-        lost = self._engine.lost_gradients()
-        if lost and any(earlier is not None for earlier in self._earlier):
-            raise StateDamagedError(f"the loss changed its form after {lost}")
         known = dict(zip(self._parameters, self._earlier, strict=True))
         new = [parameter for parameter in self._step.parameters if parameter not in known]
         self._earlier += map(_GRADIENT, new)

@@ -20,6 +20,7 @@ from autoaccum._engine.out_of_memory import Phase, resolvable_oom
 from autoaccum._engine.parts_that_fit import PartsThatFit
 from autoaccum._engine.window_loss import WindowLoss
 from autoaccum._loss.loss_forms import Weighting
+from autoaccum._loss.loss_weights import NotCheckedError
 from autoaccum._loss.modes import evaluation_mode
 from autoaccum._loss.terms import Form, in_full, is_pair
 from autoaccum._oom import is_oom, is_too_large, let_go
@@ -47,6 +48,8 @@ _TRIED = 32
 _TRIES = 2
 # Attempts at finding out what losses run over, each with half as many samples.
 _TRIES_TO_WEIGH = 4
+# Weightings by what the graph of a loss says.
+_READ = (Weighting.DIVISOR, Weighting.OWN_DIVISORS)
 _LOSS, _REPORTED, _METRIC = "loss", "reported", "metric"
 
 
@@ -183,7 +186,7 @@ class Evaluator:
         parts: list[Any] = []
         if window.samples and self._whole is None and self._step.passes is None:
             check_losses(self._step, window, self._savepoint.like_it())
-        for size, (found, outputs, targets, kept) in self._parts.of(window, partial(self._one_part, window)):
+        for size, (found, outputs, targets, kept) in self._parts.of(window, partial(self._checked_part, window)):
             sums.add_all(found)
             for metric in self._counting:
                 metric.update(outputs, targets, size)
@@ -201,6 +204,22 @@ class Evaluator:
             said = done.message
         what = f"the loss over all {window.samples} samples of a batch"
         raise whole_does_not_fit(self._step, said, Phase.EVALUATE, _TRIES, what)
+
+    def _checked_part(self, window: Window, start: int, size: int) -> tuple[_Sums, Any, Any, Any]:
+        """Run a micro-batch; once more, if a loss in it is not what a check has found earlier."""
+        try:
+            return self._one_part(window, start, size)
+        except NotCheckedError as error:
+            if self._whole is not None or self._step.passes is not None:
+                raise error.error from None
+            is_known = error.is_known
+        if not is_known:
+            self._step.objective.weights.is_checked = False
+            check_losses(self._step, window.part(start, start + size), self._savepoint.like_it())
+        try:
+            return self._one_part(window, start, size)
+        except NotCheckedError as error:
+            raise error.error from None
 
     def _one_part(self, window: Window, start: int, size: int) -> tuple[_Sums, Any, Any, Any]:
         """Run a micro-batch; return its sums, without losses that are taken over the whole batch, outputs and targets.
@@ -232,7 +251,7 @@ class Evaluator:
         terms: list[list[Term]] = []
         outputs: Any = None
         with self._step.precision.autocast():
-            if objective.weights.weighting is Weighting.DIVISOR and objective.takes_outputs:
+            if objective.weights.weighting in _READ and objective.takes_outputs:
                 # The graph of the loss alone says what it is divided by.
                 outputs = objective.outputs(batch)
                 with torch.enable_grad():
@@ -246,7 +265,7 @@ class Evaluator:
 
     def _over_all(self, whole: WindowLoss, window: Window, parts: list[Any]) -> _Sums:
         sums = _Sums()
-        joined, reads = whole.join(parts), self._step.objective.weights.weighting is Weighting.DIVISOR
+        joined, reads = whole.join(parts), self._step.objective.weights.weighting in _READ
         with torch.set_grad_enabled(reads):  # the graph of the loss alone says what it is divided by
             joined = map_tensors(as_leaf, joined) if reads else joined
             terms = whole.terms(joined, whole.batch(window), window.samples)
@@ -285,6 +304,7 @@ def check_losses(step: GradientStep, window: Window, mark: Savepoint) -> None:
         InvalidInputError: A loss cannot be put together from micro-batches.
     """
     objective, halves = step.objective, balanced(window.samples, math.ceil(window.samples / 2))
+    objective.weights.is_checked &= not objective.weights.is_ambiguous(window)
     if objective.weights.knows_all or not objective.needs_check(window, halves, is_part=False, is_due=False):
         return
     said = ""

@@ -122,11 +122,6 @@ class GradientStep:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def gradients_of_new(self) -> list[nn.Parameter]:
-        """Return the parameters with a gradient that the model did not have at the last `refresh`."""
-        known = set(self.parameters)
-        return [parameter for parameter in self._found() if parameter.grad is not None and parameter not in known]
-
     def abandon(self) -> None:
         """Discard a window without an optimizer step: its gradients, and the scaler's progress with them."""
         for parameter in (*self.parameters, *self._found()):

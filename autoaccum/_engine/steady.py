@@ -91,9 +91,8 @@ class SteadyPath:
         self._state: tuple[Any, ...] | None = None
         self._epoch = 0  # rises when it changes: what is known of every structure is void then
         self._hooked: list[bool] = []
-        self._tables: list[
-            dict[str, Any]
-        ] = []  # of modules, with their parameters and parts, where no optimizer is known
+        # The parameters and parts of each module, where no optimizer is known.
+        self._tables: list[dict[str, Any]] = []
         self._handles = 0
 
     # --- which path a window takes ------------------------------------------------------------------------------------

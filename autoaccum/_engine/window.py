@@ -47,8 +47,6 @@ from autoaccum.errors import DoesNotFitError, StateDamagedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from torch import nn
-
     from autoaccum._data.batches import Window
     from autoaccum._engine.forward_backward import GradientStep
     from autoaccum._engine.gradients import WindowResult
@@ -164,7 +162,6 @@ class Engine:
         self.at, self.oom_events = Progress(), []
         self._given: PartResult | None = None
         self._is_saved = self._is_checked_again = False
-        self._dropped: list[nn.Parameter] = []
         is_admitted = bool(window.samples) and self.steady.admits(window)
         self.is_due = bool(window.samples) and not is_admitted and self.steady.is_due
         self._is_steady = is_admitted and not (self._measures_noise or self._norms.rescales)
@@ -336,8 +333,6 @@ class Engine:
         """Restore the state before the window."""
         step, at = self._step, self.at
         with signals.held():
-            if not self._owns_gradients and not self.is_due:
-                self._dropped = step.gradients_of_new()
             step.abandon()
             if self._is_saved:
                 self._savepoint.restore()
@@ -385,20 +380,8 @@ class Engine:
             refused.where = self._window, self.sizing.start
         return refused
 
-    def lost_gradients(self) -> str:
-        """Return which gradients were dropped with the window's own, in words; "" for none."""
-        if not self._dropped:
-            return ""
-        return (
-            f"gradients of {len(self._dropped)} parameters, the first of shape {tuple(self._dropped[0].shape)}, "
-            "were dropped, also those of earlier batches, because the model got these parameters since it was last "
-            "looked at: clear all gradients, repeat the batches of this step"
-        )
-
     def _damage(self) -> str:
         """Return what the restored window has written that cannot be restored, in words; "" for nothing."""
-        if lost := self.lost_gradients():
-            return lost
         names = self._savepoint.damage() if self._is_saved else []
         self.has_lost_parameters |= bool(names)
         return damage_text(names) if names else ""
@@ -458,14 +441,9 @@ class Engine:
 
         Args:
             totals: What is known of the weights of all parts.
-
-        Raises:
-            StateDamagedError: Gradients of earlier batches were dropped with those of the window.
         """
         self._totals = totals
         self._restore()
-        if lost := self.lost_gradients():
-            raise StateDamagedError(f"the window began again on all ranks after {lost}")
 
     def adopt(self, failed: Iterable[tuple[int, Widths]]) -> None:
         """Make micro-batches smaller that ran out of memory on another process with as much memory."""

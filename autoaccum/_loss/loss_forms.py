@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from autoaccum._data.nesting import Path
+    from autoaccum._loss.batch_counts import Count
     from autoaccum._loss.terms import Term
 
 # The most divisors of their own that may meet in one gradient.
@@ -316,11 +317,13 @@ def _both(mine: Sequence[TermForm], theirs: Sequence[TermForm]) -> tuple[TermFor
     """Return terms with the counts that both found; None if they are of other kinds."""
     if [one.kind for one in mine] != [one.kind for one in theirs]:
         return None
-    pairs = zip(mine, theirs, strict=True)
-    return tuple(
-        replace(one, counts={count: each for count, each in one.counts.items() if count in its.counts})
-        for one, its in pairs
-    )
+    return tuple(replace(one, counts=_of_both(one.counts, its.counts)) for one, its in zip(mine, theirs, strict=True))
+
+
+def _of_both(mine: Mapping[Count, float], theirs: Mapping[Count, float]) -> dict[Count, float]:
+    """Return counts that both have; where some are the same part of the divisor in both, no others."""
+    both = {count: each for count, each in mine.items() if count in theirs}
+    return {count: each for count, each in both.items() if abs(each - theirs[count]) <= _SAME_SHARE * each} or both
 
 
 def _in_words(forms: Sequence[TermForm]) -> str:

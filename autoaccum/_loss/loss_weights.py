@@ -261,21 +261,58 @@ class LossWeights(LossForms):
             return number, number * span.samples / span.piece.samples
         if self.weighting is Weighting.SUM:
             return 1.0, float(window.samples)
-        if self.weighting is not Weighting.DIVISOR:
+        own = self.forms.get(name, ()) if self.weighting is Weighting.OWN_DIVISORS else ()
+        if own and own[0].form is Form.SUM and len(own) == 1:
+            return 1.0, float(window.samples)
+        weight: float | Tensor
+        if len(own) > 1:
+            weight = self._weight_of_several(name, window)
+        elif self.weighting is Weighting.DIVISOR or (own and own[0].form is Form.MEAN):
+            weight = self._weight_of_mean(name, window, loss)
+        else:
             is_by_split = self.stated is Weighting.SPLIT and not self.is_vector(name)
-            total = window.weight(0, window.samples) if is_by_split else float(window.samples)
-            return total, total
+            weight = window.weight(0, window.samples) if is_by_split else float(window.samples)
+        return weight, weight
+
+    def _weight_of_mean(self, name: str, window: Window, loss: Tensor | None) -> float | Tensor:
         if loss is not None and loss.requires_grad:
-            weight = self.weight_of(name, loss, window.samples, of=window)
-            return weight, weight
+            return self.weight_of(name, loss, window.samples, of=window)
+        form = self.forms[name][0] if name in self.forms else None
         if form is not None and form.counts:
-            counted = _count(form, window)
-            return counted, counted
+            return self._counted(name, form, window)
         self.warn(
             f"loss {name!r} is evaluated by the model itself, and what it is divided by is no count of the batch: "
             "the evaluation's mean weighs micro-batches by their samples"
         )
-        return float(window.samples), float(window.samples)
+        return float(window.samples)
+
+    def _weight_of_several(self, name: str, window: Window) -> float:
+        """Return what the first term of a loss is divided by; 0 where that of another is 0, so that the loss is NaN."""
+        forms = self.forms[name]
+        self.warn(
+            f"loss {name!r} has terms that are divided by numbers of their own, of which an evaluation knows the "
+            "sum alone: it weighs micro-batches as the first term does; return the terms by name"
+        )
+        weights = [self._counted(name, form, window) for form in forms if form.counts]
+        if not all(weights):
+            return 0.0
+        return weights[0] if forms[0].counts else float(window.samples)
+
+    def _counted(self, name: str, form: TermForm, window: Window) -> float:
+        """Return what a mean is divided by, as the batch counts it; the least, where it cannot be told."""
+        numbers = _divisors(form, window)
+        if form.is_read and not all(_is_same(one, numbers[0]) for one in numbers):
+            self.warn(
+                f"what loss {name!r} is divided by could be {_or(form.counts)}, which differ in an evaluation: it "
+                "weighs micro-batches by the least; return a (sum, weight) pair"
+            )
+            return min(numbers)
+        return numbers[0]
+
+    def is_ambiguous(self, window: Window) -> bool:
+        """Whether counts that a mean may be divided by, which were alike when it was checked, differ in a window."""
+        of_forms = [_divisors(form, window) for form in self._all_forms() if form.is_read and len(form.counts) > 1]
+        return any(not _is_same(one, numbers[0]) for numbers in of_forms for one in numbers)
 
     def total(self, name: str, found: Sequence[float | Tensor], *, may_be_nothing: bool = False) -> float | Tensor:
         """Return the weight of a window from those of its micro-batches."""
@@ -522,6 +559,12 @@ def _count(form: TermForm, window: Window) -> float:
     return counts_of(window, 0, window.samples, frozenset([count]))[count]
 
 
+def _divisors(form: TermForm, window: Window) -> list[float]:
+    """Return what a term is divided by in a window, as each count that may be meant says."""
+    counted = counts_of(window, 0, window.samples, frozenset(form.counts))
+    return [counted[count] * form.counts[count] for count in sorted(form.counts)]
+
+
 def _is_unread(terms: Sequence[ReadTerm]) -> bool:
     return any(term.weight is None for term in terms)
 
@@ -554,9 +597,13 @@ def _refuse_ambiguous(counted: Sequence[Mapping[Count, float]]) -> None:
         raise _ambiguous(totals)
 
 
+def _or(counts: Iterable[Count]) -> str:
+    return " or ".join(sorted(map(in_words, counts)))
+
+
 def _ambiguous(counts: Iterable[Count]) -> NotCheckedError:
     error = InvalidInputError(
-        f"what the loss is divided by could be {' or '.join(sorted(map(in_words, counts)))}, which differ in this "
+        f"what the loss is divided by could be {_or(counts)}, which differ in this "
         "window; return a (sum, weight) pair, or pass loss_reduction="
     )
     return NotCheckedError(error)  # a check of this window may tell

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import operator
 import random
 
 import numpy as np
@@ -82,6 +83,71 @@ def test_mean_loss_is_that_of_all_samples_together_each_drawn_once(loss, data):
 
     assert found == pytest.approx(exact(model, data), rel=1e-12)
     assert loader.drawn == len(SIZES)
+
+
+class WithLoss(nn.Linear):
+    """Returns its own mean over labelled tokens."""
+
+    def __init__(self):
+        super().__init__(4, 3, dtype=torch.float64)
+
+    def forward(self, inputs, labels=None):
+        outputs = super().forward(inputs)
+        return outputs if labels is None else {"loss": over_tokens(outputs, labels)}
+
+
+def over_tokens(outputs, targets):
+    return functional.cross_entropy(outputs.transpose(1, 2), targets)
+
+
+def with_penalty(outputs, targets):
+    return {"tokens": over_tokens(outputs, targets), "penalty": outputs.square().mean()}
+
+
+def sum_with_penalty(outputs, targets):
+    return sum(with_penalty(outputs, targets).values())
+
+
+def ragged_tokens():
+    """Batches of (4, 5) tokens: all labelled, as a check finds them first; some; one per sample; none."""
+    inputs, labels = torch.randn(16, 5, 4, dtype=torch.float64), torch.randint(3, (16, 5))
+    labels[5:7, 1:] = labels[8:12, 1:] = labels[12:] = -100
+    return list(zip(inputs.split(4), labels.split(4), strict=True))
+
+
+def all_of(batches):
+    return tuple(map(torch.cat, zip(*batches, strict=True)))
+
+
+@pytest.mark.parametrize("loss", [over_tokens, with_penalty], ids=["mean", "means of two counts"])
+def test_mean_is_over_the_labelled_tokens_of_all_batches_whatever_the_first_shows(loss):
+    model, batches = WithLoss(), ragged_tokens()
+    outputs, targets = model(all_of(batches)[0]).detach(), all_of(batches)[1]
+
+    found = runner_of(model, loss=loss).evaluate(batches)
+
+    expected = loss(outputs, targets)
+    assert found == pytest.approx(float(sum(expected.values()) if isinstance(expected, dict) else expected), rel=1e-12)
+
+
+def test_mean_of_a_model_with_its_own_loss_is_over_the_labelled_tokens_of_all_batches():
+    model, batches = WithLoss(), ragged_tokens()
+
+    found = runner_of(model).evaluate([{"inputs": inputs, "labels": labels} for inputs, labels in batches])
+
+    assert found == pytest.approx(exact(model, all_of(batches), over_tokens), rel=1e-12)
+
+
+def test_terms_of_one_loss_with_divisors_of_their_own_are_weighed_as_the_first_with_a_warning():
+    model, batches = WithLoss(), ragged_tokens()
+
+    with pytest.warns(autoaccum.errors.LossWarning, match="as the first term does; return the terms by name"):
+        found = runner_of(model, loss=sum_with_penalty).evaluate(batches)
+
+    halves = [half for batch in batches[:3] for half in zip(*(entry.split(2) for entry in batch), strict=True)]
+    weights = [int((targets != -100).sum()) for _, targets in halves]
+    losses = [exact(model, half, sum_with_penalty) for half in halves]
+    assert found == pytest.approx(sum(map(operator.mul, losses, weights)) / sum(weights), rel=1e-12)
 
 
 # --- what it leaves --------------------------------------------------------------------------------------------------
