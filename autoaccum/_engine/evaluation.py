@@ -207,10 +207,13 @@ class Evaluator:
 
     def _checked_part(self, window: Window, start: int, size: int) -> tuple[_Sums, Any, Any, Any]:
         """Run a micro-batch; once more, if a loss in it is not what a check has found earlier."""
+        is_checked = self._whole is None and self._step.passes is None
+        if is_checked and size < window.samples:
+            check_losses(self._step, window.part(start, start + size), self._savepoint.like_it())
         try:
             return self._one_part(window, start, size)
         except NotCheckedError as error:
-            if self._whole is not None or self._step.passes is not None:
+            if not is_checked:
                 raise error.error from None
             is_known = error.is_known
         if not is_known:

@@ -252,7 +252,7 @@ class LossWeights(LossForms):
         Args:
             name: Its name.
             window: The samples.
-            loss: The loss, if its graph may say it; otherwise their counts do, or their number.
+            loss: The loss, whose graph may say it; otherwise their counts do, or their number.
         """
         form = self.forms[name][0] if name in self.forms else None
         if form is not None and form.number is not None:
@@ -266,7 +266,7 @@ class LossWeights(LossForms):
             return 1.0, float(window.samples)
         weight: float | Tensor
         if len(own) > 1:
-            weight = self._weight_of_several(name, window)
+            weight = self._weight_of_several(name, window, loss)
         elif self.weighting is Weighting.DIVISOR or (own and own[0].form is Form.MEAN):
             weight = self._weight_of_mean(name, window, loss)
         else:
@@ -279,40 +279,41 @@ class LossWeights(LossForms):
             return self.weight_of(name, loss, window.samples, of=window)
         form = self.forms[name][0] if name in self.forms else None
         if form is not None and form.counts:
-            return self._counted(name, form, window)
+            return self._counted(name, form, window, loss)
         self.warn(
             f"loss {name!r} is evaluated by the model itself, and what it is divided by is no count of the batch: "
             "the evaluation's mean weighs micro-batches by their samples"
         )
         return float(window.samples)
 
-    def _weight_of_several(self, name: str, window: Window) -> float:
+    def _weight_of_several(self, name: str, window: Window, loss: Tensor | None) -> float:
         """Return what the first term of a loss is divided by; 0 where that of another is 0, so that the loss is NaN."""
         forms = self.forms[name]
         self.warn(
             f"loss {name!r} has terms that are divided by numbers of their own, of which an evaluation knows the "
             "sum alone: it weighs micro-batches as the first term does; return the terms by name"
         )
-        weights = [self._counted(name, form, window) for form in forms if form.counts]
+        weights = [self._counted(name, form, window, loss) for form in forms if form.counts]
         if not all(weights):
             return 0.0
         return weights[0] if forms[0].counts else float(window.samples)
 
-    def _counted(self, name: str, form: TermForm, window: Window) -> float:
+    def _counted(self, name: str, form: TermForm, window: Window, loss: Tensor | None) -> float:
         """Return what a mean is divided by, as the batch counts it; the least, where it cannot be told."""
-        numbers = _divisors(form, window)
-        if form.is_read and not all(_is_same(one, numbers[0]) for one in numbers):
+        of_counts = _divisors(form, window)
+        if not all(of_counts.values()) and loss is not None and bool(loss.detach().isnan()):
+            return 0.0
+        if form.is_read and not _are_same(of_counts.values()):
             self.warn(
-                f"what loss {name!r} is divided by could be {_or(form.counts)}, which differ in an evaluation: it "
+                f"what loss {name!r} is divided by could be {_or(of_counts)}, which differ in an evaluation: it "
                 "weighs micro-batches by the least; return a (sum, weight) pair"
             )
-            return min(numbers)
-        return numbers[0]
+        return min(of_counts.values()) if form.is_read else of_counts[min(of_counts)]
 
     def is_ambiguous(self, window: Window) -> bool:
         """Whether counts that a mean may be divided by, which were alike when it was checked, differ in a window."""
-        of_forms = [_divisors(form, window) for form in self._all_forms() if form.is_read and len(form.counts) > 1]
-        return any(not _is_same(one, numbers[0]) for numbers in of_forms for one in numbers)
+        read = [form for form in self._all_forms() if form.is_read and len(form.counts) > 1]
+        return not all(_are_same(_divisors(form, window).values()) for form in read)
 
     def total(self, name: str, found: Sequence[float | Tensor], *, may_be_nothing: bool = False) -> float | Tensor:
         """Return the weight of a window from those of its micro-batches."""
@@ -559,10 +560,11 @@ def _count(form: TermForm, window: Window) -> float:
     return counts_of(window, 0, window.samples, frozenset([count]))[count]
 
 
-def _divisors(form: TermForm, window: Window) -> list[float]:
-    """Return what a term is divided by in a window, as each count that may be meant says."""
-    counted = counts_of(window, 0, window.samples, frozenset(form.counts))
-    return [counted[count] * form.counts[count] for count in sorted(form.counts)]
+def _divisors(form: TermForm, window: Window) -> dict[Count, float]:
+    """Return what a term is divided by in a window, as each count that may be meant says: those of no factor first."""
+    meant = [count for count, each in form.counts.items() if _is_same(each, 1.0)] or form.counts
+    counted = counts_of(window, 0, window.samples, frozenset(meant))
+    return {count: counted[count] * form.counts[count] for count in sorted(meant)}
 
 
 def _is_unread(terms: Sequence[ReadTerm]) -> bool:
@@ -582,10 +584,9 @@ def _counted(forms: Sequence[TermForm]) -> bool:
 
 def _agreed(numbers: Mapping[Count, float]) -> float:
     """Return what a loss is divided by as all counts of the batch that were found to fit say."""
-    first = numbers[min(numbers)]
-    if not all(_is_same(number, first) for number in numbers.values()):
+    if not _are_same(numbers.values()):
         raise _ambiguous(numbers)
-    return first
+    return numbers[min(numbers)]
 
 
 def _refuse_ambiguous(counted: Sequence[Mapping[Count, float]]) -> None:
@@ -649,6 +650,11 @@ def _wait(terms: Sequence[ReadTerm]) -> None:
 
 def _is_same(weight: Any, expected: float) -> bool:
     return isinstance(weight, float) and abs(weight - expected) <= _SAME_WEIGHT * abs(expected)
+
+
+def _are_same(numbers: Iterable[float]) -> bool:
+    first, *others = numbers
+    return all(_is_same(number, first) for number in others)
 
 
 def _scaling(factor: float) -> Any:

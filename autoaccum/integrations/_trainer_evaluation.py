@@ -98,13 +98,15 @@ class EvaluationInParts:
         """Return the loss of a batch, given those of its parts."""
         known = self._step.objective.weights
         self._step.objective.begin_window()
-        check_losses(self._step, window, self._savepoint.like_it())
+        starts = itertools.accumulate(sizes, initial=0)
+        parts = [window.part(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+        for samples in (window, *parts):
+            check_losses(self._step, samples, self._savepoint.like_it())
         forms = known.forms.get(_LOSS, ())
         if known.weighting is Weighting.SUM or (forms and all(form.form is Form.SUM for form in forms)):
             return torch.stack(list(losses)).sum()
-        starts = itertools.accumulate(sizes, initial=0)
-        parts = [window.part(start, start + size) for start, size in zip(starts, sizes, strict=False)]
-        return mean(losses, [float(known.multiplier_and_weight(_LOSS, part)[1]) for part in parts])
+        weights = [known.multiplier_and_weight(_LOSS, *of_part)[1] for of_part in zip(parts, losses, strict=True)]
+        return mean(losses, list(map(float, weights)))
 
     @cached_property
     def _step(self) -> GradientStep:
