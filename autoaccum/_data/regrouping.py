@@ -22,6 +22,8 @@ from autoaccum._data.splits import ByDefault, check_split, piece_of
 from autoaccum.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from autoaccum._data.nesting import Path
     from autoaccum._data.pieces import Piece, Split
 
@@ -102,9 +104,13 @@ def stream(
     The first `skip` samples of the first batch are left out: in a resumed loader, an earlier window has used them.
     `targets` counts samples, or tokens, of which windows hold as many whole samples as come nearest; it may be an
     iterable of one number for each window.
+
+    Raises:
+        InvalidInputError: A batch cannot be cut, or the loader writes the next one into its tensors.
     """
     numbers = itertools.repeat(targets) if isinstance(targets, int) else iter(targets)
     spans: list[Span] = []
+    versions: list[tuple[Tensor, int]] = []  # of the tensors of the spans, when these were added
     target = missing = 0
     for batch in batches:
         piece = piece_of(batch, split)
@@ -123,12 +129,28 @@ def stream(
                 stop -= 1  # its last sample would take it farther from its target than it is
             if stop > start:
                 spans.append(Span(piece, start, stop))
+                versions += _versions(piece)
             missing, start = end - counted[stop], stop
             if is_full:
+                _refuse_written(versions)
                 yield Window.of_spans(spans, split, stop if stop < piece.samples else None)
-                spans = []
+                spans, versions = [], []
+    _refuse_written(versions)
     if spans and missing < target and not drop_last:  # samples of which no token counts add nothing
         yield Window.of_spans(spans, split)
+
+
+def _versions(piece: Piece) -> list[tuple[Tensor, int]]:
+    return [(tensor, tensor._version) for tensor in piece.tensors() if not tensor.is_inference()]
+
+
+def _refuse_written(versions: Iterable[tuple[Tensor, int]]) -> None:
+    """Reject a loader that has written into batches that wait for the rest of their window."""
+    if any(tensor._version != before for tensor, before in versions):
+        raise InvalidInputError(
+            "the loader writes each batch into the tensors of the one before, of which a window of several batches "
+            "then has the last alone; yield new tensors, as by tensor.clone()"
+        )
 
 
 def tokens_of(piece: Piece) -> list[int]:

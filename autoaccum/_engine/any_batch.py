@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -112,7 +113,9 @@ def _joined(done: Sequence[tuple[Any, int]]) -> Any:
     """
     columns = [[leaf for _, leaf in leaves_of(result)] for result, _ in done]
     for leaves, (result, size) in zip(columns, done, strict=True):
-        if len(leaves) != len(columns[0]) or not all(map(_has_rows, leaves, [size] * len(leaves))):
+        is_by_sample = len(done) > 1 and _is_by_sample(result, size)
+        has_rows = len(leaves) == len(columns[0]) and all(map(_has_rows, leaves, [size] * len(leaves)))
+        if is_by_sample or not has_rows:
             raise InvalidInputError(
                 f"the function returned {_described(result)} for {size} samples, which has not one row for each of "
                 "them; return rows, or pass join=, a function of the list of results"
@@ -132,6 +135,13 @@ def _has_rows(leaf: Any, size: int) -> bool:
     if isinstance(leaf, Tensor):
         return leaf.dim() > 0 and len(leaf) == size
     return leaf is None or (isinstance(leaf, list | tuple) and len(leaf) == size)
+
+
+def _is_by_sample(result: Any, size: int) -> bool:
+    """Whether a result may have a tensor for each sample, which need not have one row for each."""
+    if isinstance(result, Mapping):
+        return any(_is_by_sample(value, size) for value in result.values())
+    return isinstance(result, list) and len(result) == size and any(isinstance(one, Tensor) for one in result)
 
 
 def _joined_leaf(column: Sequence[Any]) -> Any:

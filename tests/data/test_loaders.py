@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 import autoaccum
@@ -48,3 +49,40 @@ def test_fit_tells_it_once(capsys):
     autoaccum.fit(Model(4, 2), loader, 2, epochs=2, device="cpu")
 
     assert capsys.readouterr().err.count("the loader makes batches of 6 (batch_size)") == 1
+
+
+class Reusing:
+    """Writes each batch into the tensors of the one before."""
+
+    def __iter__(self):
+        inputs, targets = torch.empty(4, 3), torch.empty(4, 1)
+        for _ in range(6):
+            yield inputs.normal_(), targets.normal_()
+
+
+class Writing(nn.Linear):
+    """Writes into its inputs."""
+
+    def forward(self, inputs):
+        return super().forward(inputs.mul_(2.0))
+
+
+@pytest.mark.parametrize("target_batch", [6, 8, 24])
+def test_loader_that_writes_each_batch_into_the_one_before_is_refused_where_windows_hold_several(target_batch):
+    with pytest.raises(autoaccum.InvalidInputError, match=r"into the tensors of the one before.*clone\(\)"):
+        trained(nn.Linear(3, 1), Reusing(), target_batch)
+
+
+@pytest.mark.parametrize("target_batch", [2, 4])
+def test_loader_that_writes_each_batch_into_the_one_before_trains_where_each_is_used_up_first(target_batch):
+    assert len(trained(nn.Linear(3, 1), Reusing(), target_batch).history) == 24 // target_batch
+
+
+def test_batches_that_the_model_has_written_into_are_no_fault_of_the_loader():
+    batches = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(6)]
+
+    assert len(trained(Writing(3, 1), batches, 6).history) == 4
+
+
+def trained(model, loader, target_batch):
+    return autoaccum.fit(model, loader, target_batch, loss=nn.MSELoss(), micro_batch=2, device="cpu", progress=False)

@@ -123,6 +123,14 @@ def test_generated_sequences_of_unlike_length_name_join():
         batched(of)(torch.tensor([2, 3]))
 
 
+@pytest.mark.parametrize("nested", [lambda result: result, lambda result: {"masks": result}], ids=["alone", "mapping"])
+def test_tensors_of_which_each_is_of_one_sample_name_join_whatever_their_length(nested):
+    of, _ = limited(2, lambda batch: nested([torch.full((2,), one) for one in batch.tolist()]))
+
+    with pytest.raises(autoaccum.InvalidInputError, match=r"for 2 samples.*join="):
+        batched(of)(torch.arange(6.0))
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_model_generates_for_a_batch_of_any_size_as_for_all_of_it():
     pytest.importorskip("transformers")
